@@ -16,9 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ..box import Index
-from ..converters.look.contents import Role, StatefulParameter, first_look
+from ..converters.look.contents import Role, first_look
 from ..errors import SourceError, TargetError
-from ..record import StateRecord
 from ..store.io.location import Location
 from ..store.io.regular import read_whole
 from ..store.open_checkpoint import open
@@ -40,8 +39,8 @@ class ModelParameter:
     """A parameter.
 
     Attributes:
-        matrix: whether it holds matrices that Muon orthogonalises; an element-wise method steps the others.
-        pieces: the row counts of what is fused in it; None if nothing is.
+        matrix: whether it holds matrices that Muon orthogonalises; otherwise an element-wise method steps it.
+        pieces: the row counts of fused matrices; None if nothing is fused.
     """
 
     name: str
@@ -89,28 +88,21 @@ def model_of_checkpoint(path: Location) -> ModelTensors:
     with open(path) as opened:
         contents = first_look(opened).contents
     momentum = {tensor.key: tensor for tensor in contents.tensors.get(Role.MOMENTUM, ())}
-    parameters = tuple(_parameter(parameter, momentum) for parameter in contents.parameters.values())
+    parameters = []
+    for parameter in contents.parameters.values():
+        tensors = [*([parameter.weight] if parameter.weight else []), *parameter.state.values()]
+        own = next((tensor for tensor in parameter.state.values() if tensor.key in momentum), None)
+        like = next(tensor for tensor in tensors if tensor.shape == parameter.shape)
+        matrix = own is not None and len(own.shape) in (2, 3) and own.shape == parameter.shape and 0 not in own.shape
+        pieces = own.pieces if own and matrix else None
+        state = tuple(StateTensor(slot, tensor.shape, tensor.dtype) for slot, tensor in parameter.state.items())
+        parameters.append(ModelParameter(parameter.name, parameter.shape, like.dtype, matrix, pieces, state))
     if not any(parameter.matrix for parameter in parameters):
         raise TargetError(
             f"{path}: expected matrices with momentum, found none, so who orthogonalises what is unknown; give a "
             "checkpoint with optimizer state, or the model's config.json"
         )
-    return ModelTensors(str(path), parameters)
-
-
-def _parameter(parameter: StatefulParameter, momentum: dict[str, StateRecord]) -> ModelParameter:
-    tensors = [*([parameter.weight] if parameter.weight else []), *parameter.state.values()]
-    own = next((tensor for tensor in parameter.state.values() if tensor.key in momentum), None)
-    like = next(tensor for tensor in tensors if tensor.shape == parameter.shape)
-    matrix = own is not None and len(own.shape) in (2, 3) and own.shape == parameter.shape and 0 not in own.shape
-    return ModelParameter(
-        parameter.name,
-        parameter.shape,
-        like.dtype,
-        matrix,
-        own.pieces if own and matrix else None,
-        tuple(StateTensor(slot, tensor.shape, tensor.dtype) for slot, tensor in parameter.state.items()),
-    )
+    return ModelTensors(str(path), tuple(parameters))
 
 
 # Configurations of known families.
@@ -140,10 +132,10 @@ class Settings:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return true or false.
+        """Return a boolean.
 
         Raises:
-            SourceError: it is neither.
+            SourceError: it is something else.
         """
         value = self.fields.get(name)
         if not isinstance(value, bool | None):
@@ -170,18 +162,15 @@ def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Iterator[
         yield Named(f"{name}.bias", (rows,))
 
 
-def _attention(s: Settings, qkv_bias: bool, out_bias: bool) -> Iterator[Named]:
+def _attention(s: Settings, qkv_bias: bool, out_bias: bool, norms: bool = False) -> Iterator[Named]:
     hidden, heads = s.number("hidden_size"), s.number("num_attention_heads")
     keys, head = s.number("num_key_value_heads", heads), s.number("head_dim", hidden // heads)
     for name, count in (("q", heads), ("k", keys), ("v", keys)):
         yield from _linear(f"self_attn.{name}_proj", count * head, hidden, qkv_bias)
     yield from _linear("self_attn.o_proj", hidden, heads * head, out_bias)
-
-
-def _head_norms(s: Settings) -> Iterator[Named]:
-    head = s.number("head_dim", s.number("hidden_size") // s.number("num_attention_heads"))
-    yield Named("self_attn.q_norm.weight", (head,))
-    yield Named("self_attn.k_norm.weight", (head,))
+    if norms:
+        yield Named("self_attn.q_norm.weight", (head,))
+        yield Named("self_attn.k_norm.weight", (head,))
 
 
 def _latent_attention(s: Settings) -> Iterator[Named]:
@@ -246,14 +235,12 @@ def _qwen2_moe(s: Settings, layer: int) -> Iterator[Named]:
 
 
 def _qwen3(s: Settings, layer: int) -> Iterator[Named]:
-    yield from _attention(s, s.flag("attention_bias"), s.flag("attention_bias"))
-    yield from _head_norms(s)
+    yield from _attention(s, s.flag("attention_bias"), s.flag("attention_bias"), norms=True)
     yield from _feed_forward(s, s.number("intermediate_size"))
 
 
 def _qwen3_moe(s: Settings, layer: int) -> Iterator[Named]:
-    yield from _attention(s, s.flag("attention_bias"), s.flag("attention_bias"))
-    yield from _head_norms(s)
+    yield from _attention(s, s.flag("attention_bias"), s.flag("attention_bias"), norms=True)
     yield from _qwen_mlp(s, layer)
 
 
@@ -336,7 +323,11 @@ def model_of_config(file: Location, dtype: str | None = None) -> ModelTensors:
     if not isinstance(dtype, str):
         raise SourceError(f"{file}: expected dtype to be a name, found {dtype!r}")
     itemsize(dtype)
-    return ModelTensors(str(file), tuple(_parameters(settings, _family(settings), dtype)))
+    parameters = (
+        fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, pieces=p.pieces)
+        for p in _parameters(settings, _family(settings))
+    )
+    return ModelTensors(str(file), tuple(parameters))
 
 
 def _family(settings: Settings) -> Layer:
@@ -353,12 +344,7 @@ def _family(settings: Settings) -> Layer:
     )
 
 
-def _parameters(settings: Settings, layer: Layer, dtype: str) -> Iterator[ModelParameter]:
-    for p in _named(settings, layer):
-        yield fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, pieces=p.pieces)
-
-
-def _named(settings: Settings, layer: Layer) -> Iterator[Named]:
+def _parameters(settings: Settings, layer: Layer) -> Iterator[Named]:
     hidden, vocabulary = settings.number("hidden_size"), settings.number("vocab_size")
     yield Named("model.embed_tokens.weight", (vocabulary, hidden))
     for number in range(settings.number("num_hidden_layers", most=_MOST_LAYERS)):

@@ -1,10 +1,10 @@
-"""The public question: what a step, a rank's memory and a checkpoint would be on some meshes; which is cheapest."""
+"""The public question: what a step, a rank's memory and a checkpoint would cost on some meshes; which is cheapest."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,13 +20,13 @@ PathLike = str | os.PathLike[str] | Remote
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """What would become of a model on some meshes.
+    """The costs of a model on some meshes.
 
     Attributes:
-        source: the configuration or the checkpoint that it was read from.
-        parameters, elements, matrices: numbers of the whole model; ``matrices`` are parameters that Muon steps.
+        source: the configuration or checkpoint that it was read from.
+        parameters, elements, matrices: counts of the whole model; ``matrices`` are parameters that Muon steps.
         topologies: one for each mesh, in their order.
-        cheapest: the position of the cheapest mesh, and ``why``.
+        cheapest: the position of the cheapest mesh; ``why`` says by which measure.
     """
 
     source: str
@@ -38,15 +38,7 @@ class Prospect:
     why: str
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "source": self.source,
-            "parameters": self.parameters,
-            "elements": self.elements,
-            "matrices": self.matrices,
-            "topologies": [topology.to_json() for topology in self.topologies],
-            "cheapest": self.cheapest,
-            "why": self.why,
-        }
+        return asdict(self)
 
 
 def forecast(
@@ -65,9 +57,9 @@ def forecast(
     ns_dtype: str = MuonOptions().ns_dtype,
     progress: Callable[[int, int], None] = lambda count, total: None,
 ) -> Prospect:
-    """Say what a model would cost on these meshes, as ``muonckpt plan`` prints it; starts no process and reads no data.
+    """Compute what a model would cost on these meshes, as ``muonckpt plan`` prints it.
 
-    A step is planned by the optimizer's own planner, as the ranks would do it.
+    Starts no process and reads no elements.  The optimizer's own planner plans a step, as the ranks would.
 
     Args:
         meshes: sizes of axes by name, the outermost first.
@@ -105,18 +97,16 @@ def forecast(
     _check_rules(rules, meshes, tensors)
     options, rates = MuonOptions(ns_steps, ns_dtype, stages), Rates(link, disk, flops)
 
-    def each() -> Iterator[Topology]:
-        for done, mesh in enumerate(meshes):
-            progress(done, len(meshes))
-            yield topology_of(tensors, mesh, rules, options, rates)
-
-    topologies = tuple(each())
+    topologies = []
+    for done, mesh in enumerate(meshes):
+        progress(done, len(meshes))
+        topologies.append(topology_of(tensors, mesh, rules, options, rates))
     return Prospect(
         tensors.source,
         len(tensors.parameters),
         sum(parameter.numel for parameter in tensors.parameters),
         len(tensors.matrices),
-        topologies,
+        tuple(topologies),
         *_cheapest(topologies),
     )
 

@@ -18,7 +18,7 @@ from ..converters.look.holders import balance_of
 from ..converters.target.buffer_layouts import cut_parts, placed_in
 from ..converters.target.topology import LAYOUTS, ROWS, AxisCut, ShardRule, Target
 from ..layout import TensorLayout
-from ..layouts.buffers.buffer_layout import BufferLayout, rank_of
+from ..layouts.buffers.buffer_layout import rank_of
 from ..layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
 from ..layouts.buffers.placements import ToPlace
 from ..layouts.flat import owned_layout
@@ -42,7 +42,7 @@ class Topology:
 
     Attributes:
         unused_rules: rules that name an axis that this mesh does not have.
-        stages: the number of stages of exchange, each with two collectives.
+        stages: the number of stages of exchange, of two collectives each.
         sent: how evenly ranks send in a step: ``least``, ``mean``, ``most``, ``busiest_rank``, ``most_to_mean``.
         busiest_sent: what the busiest rank sends, alignment of wires included.
         newton_schulz: how evenly FLOPs of a step are shared, in the same way.
@@ -50,7 +50,9 @@ class Topology:
             the most; and their ``total``.
         held: how evenly ranks hold weights, gradients and state.
         checkpoint: ``bytes`` of weights and state, number of ``files``, and the ``most`` that a rank writes.
-        padding: `BufferPadding` of each layout in flat buffers of momentum.
+        padding: for each layout in flat buffers of momentum its name (``layout``); ``padding_percent``, the padding as
+            a share of the buffers; and the most that a rank has, divided by the mean: of ``elements``, padding
+            included, and of FLOPs of ``newton_schulz`` (None where matrices are cut).
         seconds: of ``exchange``, ``newton_schulz`` and ``muon`` in a step, of a ``save``, and of a ``reshard`` by one
             process; None where a rate is unknown.
     """
@@ -71,7 +73,7 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """The mesh as the command line has it."""
+        """The mesh in the form of the command line."""
         return ",".join(f"{axis}={count}" for axis, count in self.mesh.items())
 
     def to_json(self) -> dict[str, Any]:
@@ -91,9 +93,16 @@ def topology_of(
     """
     usable = tuple(rule for rule in rules if mesh.keys() >= {axis for axis, _ in rule.cuts})
     target = Target(mesh, usable)
-    layout_of = _Layouts(target)
+    layout_of = _layouts_on(target)
     step = step_plan(model.matrices, [layout_of(p, p.shape) for p in model.matrices], target.ranks, options)
-    held = bytes_on_ranks(model.parameters, layout_of, target.ranks)
+    ranks = _bytes_on_ranks(model.parameters, layout_of, target.ranks)
+    fullest = int(ranks.held.argmax())
+    memory = {name: round(getattr(ranks, name)[fullest]) for name in ("weights", "gradients", "state")}
+    memory["wires"] = step.wires
+    written = ranks.written
+    seconds = {**step_seconds(step, rates), "save": None, "reshard": None}
+    if rates.disk:
+        seconds |= {"save": float(written.max()) / rates.disk, "reshard": 2 * float(written.sum()) / rates.disk}
     return Topology(
         mesh=dict(mesh),
         unused_rules=tuple(str(rule) for rule in rules if rule not in usable),
@@ -103,57 +112,42 @@ def topology_of(
         sent=_balance(step.sent.sum(axis=(0, 1))),
         busiest_sent=step.busiest_sent,
         newton_schulz=_balance(step.work.sum(axis=0)),
-        memory=_memory(held, step),
-        held=_balance(held.held.astype(np.int64)),
+        memory={**memory, "total": sum(memory.values())},
+        held=_balance(ranks.held.astype(np.int64)),
         checkpoint={
-            "bytes": round(held.written.sum()),
-            "files": int(np.count_nonzero(held.written)) + DESCRIPTIONS,
-            "most": round(held.written.max()),
+            "bytes": round(written.sum()),
+            "files": int(np.count_nonzero(written)) + DESCRIPTIONS,
+            "most": round(written.max()),
         },
-        padding=tuple(padding.to_json() for padding in buffer_padding(model.matrices, target)),
-        seconds=_seconds(step_seconds(step, rates), held, rates),
+        padding=tuple(_buffer_padding(model.matrices, target)),
+        seconds=seconds,
     )
 
 
-class _Layouts:
-    """The layouts of tensors on a target; those of equal tensors are one object."""
+def _layouts_on(target: Target) -> _LayoutOf:
+    """Return a function that lays tensors of parameters out; tensors laid out alike share one layout object."""
+    default: tuple[AxisCut, ...] = tuple((axis, 0) for axis in target.mesh)
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self._default: tuple[AxisCut, ...] = tuple((axis, 0) for axis in target.mesh)
-        self._laid_out = cache(self._lay_out)
-
-    def __call__(self, parameter: ModelParameter, shape: Index) -> TensorLayout:
-        if not shape:
-            return owned_layout((), 0)
-        record = StateRecord(parameter.name, (parameter.name,), shape, parameter.dtype, no_chunks(len(shape)))
-        return self._laid_out(shape, self.target.cuts(record, self._default))
-
-    def _lay_out(self, shape: Index, cuts: tuple[AxisCut, ...]) -> TensorLayout:
-        mesh, axes = self.target.grid(cuts)
+    @cache
+    def lay_out(shape: Index, cuts: tuple[AxisCut, ...]) -> TensorLayout:
+        mesh, axes = target.grid(cuts)
         placements: list[AxisPlacement] = [Shard(dim) for _, dim in cuts]
         placements += [Replicate()] * (len(axes) - len(cuts))
         return mesh_layout(shape, mesh, tuple(placements))
+
+    def layout_of(parameter: ModelParameter, shape: Index) -> TensorLayout:
+        if not shape:
+            return owned_layout((), 0)
+        record = StateRecord(parameter.name, (parameter.name,), shape, parameter.dtype, no_chunks(len(shape)))
+        return lay_out(shape, target.cuts(record, default))
+
+    return layout_of
 
 
 def _balance(shares: Counts) -> dict[str, Any]:
     balance = balance_of(dict(enumerate(shares.tolist())))
     assert balance is not None, "a mesh has ranks"
     return balance.to_json()
-
-
-def _memory(held: RankBytes, step: StepPlan) -> dict[str, int]:
-    fullest = int(held.held.argmax())
-    parts = {name: round(getattr(held, name)[fullest]) for name in ("weights", "gradients", "state")}
-    parts["wires"] = step.wires
-    return {**parts, "total": sum(parts.values())}
-
-
-def _seconds(step: StepSeconds, held: RankBytes, rates: Rates) -> dict[str, float | None]:
-    save = reshard = None
-    if rates.disk:
-        save, reshard = float(held.written.max()) / rates.disk, 2 * float(held.written.sum()) / rates.disk
-    return {**dataclasses.asdict(step), "save": save, "reshard": reshard}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +165,8 @@ class Rates:
     flops: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepSeconds:
-    """Seconds of one step: exchange and Newton-Schulz alone, and both as stages overlap; None where unknown."""
-
-    exchange: float | None
-    newton_schulz: float | None
-    muon: float | None
-
-
-def step_seconds(plan: StepPlan, rates: Rates) -> StepSeconds:
-    """Return the seconds of the slowest rank of every stage.
+def step_seconds(plan: StepPlan, rates: Rates) -> dict[str, float | None]:
+    """Return the seconds that the slowest ranks of all stages take, as `Topology.seconds` has them.
 
     While a stage is orthogonalised, the next one gathers and the one before returns; latencies and the element-wise
     parts of a step are left out.
@@ -194,30 +179,35 @@ def step_seconds(plan: StepPlan, rates: Rates) -> StepSeconds:
         there, back = [*exchange[:, 0], 0.0], [0.0, *exchange[:, 1]]
         hidden = (max(seconds, there[i + 1] + back[i]) for i, seconds in enumerate(compute))
         muon = float(there[0] + sum(hidden) + back[-1])
-    return StepSeconds(
-        None if exchange is None else float(exchange.sum()), None if compute is None else float(compute.sum()), muon
-    )
+    return {
+        "exchange": None if exchange is None else float(exchange.sum()),
+        "newton_schulz": None if compute is None else float(compute.sum()),
+        "muon": muon,
+    }
 
 
-LayoutOf = Callable[[ModelParameter, Index], TensorLayout]
+_LayoutOf = Callable[[ModelParameter, Index], TensorLayout]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RankBytes:
+class _RankBytes:
     """Bytes by rank.  Replicas hold the same and share the writing of it evenly."""
 
     weights: Shares
-    gradients: Shares
     state: Shares
     written: Shares
+
+    @property
+    def gradients(self) -> Shares:
+        """They have the dtype of the weights."""
+        return self.weights
 
     @property
     def held(self) -> Shares:
         return self.weights + self.gradients + self.state
 
 
-def bytes_on_ranks(parameters: Sequence[ModelParameter], layout_of: LayoutOf, ranks: int) -> RankBytes:
-    """Return what ranks hold of parameters, gradients in the parameters' dtype and state, and what they save."""
+def _bytes_on_ranks(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks: int) -> _RankBytes:
     times: Counter[tuple[str, TensorLayout, int]] = Counter()
     for parameter in parameters:
         times["weights", layout_of(parameter, parameter.shape), itemsize(parameter.dtype)] += 1
@@ -234,7 +224,7 @@ def bytes_on_ranks(parameters: Sequence[ModelParameter], layout_of: LayoutOf, ra
         np.add.at(share, holders, numel[box] / replicas[box])
         totals[what] += held * size * count
         written += share * size * count
-    return RankBytes(totals["weights"], totals["weights"], totals["state"], written)
+    return _RankBytes(totals["weights"], totals["state"], written)
 
 
 # A step, from the plan of the optimizer.
@@ -278,7 +268,7 @@ def step_plan(
     """Plan a step as the ranks themselves do it.
 
     Args:
-        parameters: those that hold matrices, in forward order, with their layouts on ranks 0 to ``ranks - 1``.
+        parameters: the parameters that hold matrices, in forward order, with their layouts on ranks 0 to ``ranks - 1``.
 
     Raises:
         LayoutError: pieces do not add up to a parameter's rows.
@@ -327,10 +317,10 @@ def _specs(parameters: Sequence[ModelParameter], layouts: Sequence[TensorLayout]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """Who holds the parts of one matrix.
+    """The holders of the parts of one matrix.
 
-    ``numel`` of each part, the ``first`` of its holders and their number (``replicas``); the ``rank`` and the ``part``
-    of each holder; and ``held``, the parts by rank.
+    ``numel``, ``first`` holder and number of holders (``replicas``) of each part; ``rank`` and ``part`` of each holder;
+    and ``held``, the parts by rank.
     """
 
     numel: Counts
@@ -341,9 +331,9 @@ class Holders:
     held: Mapping[int, list[int]]
 
     def count(self, owners: Sequence[int], replica: int | None, slot: Slot, sent: Counts, received: Counts) -> None:
-        """Add what travels of as many such matrices as there are owners, ``[2, ranks]``.
+        """Add the bytes, ``[2, ranks]``, that travel of as many such matrices as there are owners.
 
-        First as if owners had nothing of them; then what an owner holds itself is taken away.
+        They are counted as if owners had nothing of them; then what an owner holds itself is taken away.
 
         Args:
             replica: as `first_replica` of each of the owners.
@@ -401,86 +391,65 @@ def most_wires(stages: Sequence[Stage]) -> int:
 
 Shares = NDArray[np.float64]
 
-
-@dataclass(frozen=True, slots=True)
-class BufferPadding:
-    """A layout: its padding as a share of its buffers, and the most that a rank has, divided by the mean.
-
-    ``elements`` include padding; ``newton_schulz`` is None where matrices are cut.
-    """
-
-    layout: str
-    padding_percent: float
-    elements: float
-    newton_schulz: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+_CutMember = tuple[ModelParameter, tuple[AxisCut, ...]]
+_Kind = tuple[Index, tuple[AxisCut, ...]]
+"""Parameters of one shape that are cut alike."""
 
 
-def buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Iterator[BufferPadding]:
-    """Yield every layout in buffers, as ``reshard --layout`` makes them of these parameters' momentum.
+def _buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Iterator[dict[str, Any]]:
+    """Yield the padding of every layout in buffers, as ``reshard --layout`` makes them of these parameters' momentum.
 
-    What the rules cut is cut first; the ranks of the other axes share a buffer.
+    Dims that the rules cut are cut first; the ranks of the other axes share a buffer.
     """
     groups: defaultdict[tuple[AxisCut, ...], list[ModelParameter]] = defaultdict(list)
     for parameter in parameters:
         none = no_chunks(len(parameter.shape))
         record = StateRecord(parameter.name, (parameter.name,), parameter.shape, parameter.dtype, none)
         groups[target.cuts(record, ())].append(parameter)
-    by_axes: defaultdict[tuple[str, ...], list[tuple[ModelParameter, tuple[AxisCut, ...]]]] = defaultdict(list)
-    for cuts, members in groups.items():
-        by_axes[tuple(axis for axis, _ in cuts)] += [(member, cuts) for member in members]
+    by_axes: defaultdict[tuple[str, ...], list[_CutMember]] = defaultdict(list)
+    for cuts, alike in groups.items():
+        by_axes[tuple(axis for axis, _ in cuts)] += [(parameter, cuts) for parameter in alike]
     for layout in LAYOUTS:
         if layout == ROWS:
             continue
         elements, padding = np.zeros(target.ranks), 0
         work: Shares | None = np.zeros(target.ranks)
-        for axes, cut_members in by_axes.items():
+        for axes, members in by_axes.items():
             mesh, _ = target.grid([(axis, 0) for axis in axes])
-            parts = math.prod(mesh.shape[: len(axes)])
+            sizes = mesh.shape[: len(axes)]
+            parts = math.prod(sizes)
             share = len(mesh.ranks) // parts
+            kinds: list[_Kind] = list(dict.fromkeys((parameter.shape, cuts) for parameter, cuts in members))
+            boxes = [cut_parts(shape, sizes, cuts) for shape, cuts in kinds]
             known: dict[tuple[Index | None, ...], tuple[Shares, Shares | None, int]] = {}
-            for part, shapes in enumerate(_local_shapes(cut_members, mesh.shape[: len(axes)], parts)):
+            for part in range(parts):
+                shapes = tuple(of_part[part].shape if part in of_part else None for of_part in boxes)
                 if shapes not in known:
-                    known[shapes] = _shares(
-                        layout, cut_members, dict(zip(_kinds(cut_members), shapes, strict=True)), share
-                    )
+                    known[shapes] = _shares(layout, members, dict(zip(kinds, shapes, strict=True)), share)
                 held, costs, padded = known[shapes]
                 ranks = list(mesh.ranks[part * share : (part + 1) * share])
                 elements[ranks] += held
                 padding += padded
-                work = None if work is None or costs is None else work
-                if work is not None and costs is not None:
+                if work is None or costs is None:
+                    work = None
+                else:
                     work[ranks] += costs
-        percent = round(100 * padding / elements.sum(), 2)
-        yield BufferPadding(layout, percent, _most(elements), None if work is None else _most(work))
-
-
-_Kind = tuple[Index, tuple[AxisCut, ...]]
-"""Parameters of one shape that are cut alike."""
-
-
-def _kinds(members: Sequence[tuple[ModelParameter, tuple[AxisCut, ...]]]) -> list[_Kind]:
-    return list(dict.fromkeys((parameter.shape, cuts) for parameter, cuts in members))
-
-
-def _local_shapes(
-    members: Sequence[tuple[ModelParameter, tuple[AxisCut, ...]]], sizes: Index, parts: int
-) -> Iterator[tuple[Index | None, ...]]:
-    """Yield for each part the shape that every kind has there; None where nothing is left of it."""
-    boxes = [cut_parts(shape, sizes, cuts) for shape, cuts in _kinds(members)]
-    for part in range(parts):
-        yield tuple(of_part[part].shape if part in of_part else None for of_part in boxes)
+        yield {
+            "layout": layout,
+            "padding_percent": round(100 * padding / elements.sum(), 2),
+            "elements": _most(elements),
+            "newton_schulz": None if work is None else _most(work),
+        }
 
 
 def _shares(
-    layout: str,
-    members: Sequence[tuple[ModelParameter, tuple[AxisCut, ...]]],
-    shapes: dict[_Kind, Index | None],
-    ranks: int,
+    layout: str, members: Sequence[_CutMember], shapes: Mapping[_Kind, Index | None], ranks: int
 ) -> tuple[Shares, Shares | None, int]:
-    """Return elements and FLOPs of one iteration on each of the ranks that share buffers, and the buffers' padding."""
+    """Return elements and FLOPs of one iteration on each of the ranks that share buffers, and the buffers' padding.
+
+    Args:
+        shapes: the local shapes; None where a rank has nothing of such parameters.
+    """
     local = tuple(
         Parameter(parameter.name, shape, parameter.dtype)
         for parameter, cuts in members
@@ -488,23 +457,18 @@ def _shares(
     )
     buffers = placed_in(layout, ToPlace(local, frozenset(p.name for p in local), GroupSizes(ranks))) if local else ()
     elements = np.zeros(ranks)
+    work: Shares | None = np.zeros(ranks)
     for buffer in buffers:
         for shard in buffer.shards:
             elements[rank_of(shard)] += shard.stop - shard.start
-    return elements, _work(buffers, ranks), sum(buffer.padding for buffer in buffers)
-
-
-def _work(buffers: Sequence[BufferLayout], ranks: int) -> Shares | None:
-    work = np.zeros(ranks)
-    for buffer in buffers:
-        if not buffer.whole:
-            return None
+        if work is None or not buffer.whole:
+            work = None
+            continue
         owners = buffer.owners
         for placed in buffer.parameters:
-            owner = owners[placed.name]
-            if owner is not None:
+            if (owner := owners[placed.name]) is not None:
                 work[owner] += newton_schulz(placed.parameter)
-    return work
+    return elements, work, sum(buffer.padding for buffer in buffers)
 
 
 def _most(shares: Shares) -> float:

@@ -13,8 +13,8 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -60,9 +60,9 @@ class Page:
     """A page about a checkpoint.
 
     Attributes:
-        known: its metadata, sorted.
-        stats: its numbers; None if they were not measured.
-        difference: what has changed since the other checkpoint (``a``); None if there is none.
+        known: its metadata by role.
+        stats: its measured numbers, if any.
+        difference: the changes since the other checkpoint (``a``), if there is one.
     """
 
     inspection: Inspection
@@ -72,11 +72,11 @@ class Page:
 
     @property
     def findings(self) -> int:
-        """The number of findings in metadata and numbers."""
+        """The number of findings in the metadata and the numbers."""
         return len(self.inspection.symptoms) + len(self.stats.health if self.stats else ())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the data of the page: docs/guide/report.md says what is in it."""
+        """Return the data of the page, as docs/guide/report.md describes it."""
         manifest, ranks = self.inspection.manifest, self.inspection.bytes_of_ranks()
         work = newton_schulz_by_rank(self.known.contents, list(ranks)) if ranks else None
         return {
@@ -90,7 +90,6 @@ class Page:
         }
 
     def html(self) -> str:
-        """Return the page as one HTML file."""
         return html_of(f"{Path(self.inspection.checkpoint).name} - muonckpt report", self.to_json())
 
     def write(self, file: str | os.PathLike[str]) -> int:
@@ -126,11 +125,11 @@ def report(
 
     Args:
         path: a path or a URL, of any format.
-        other: another checkpoint, such as an earlier one of the run; the page says what has changed since.
-        stats: what is measured; with ``"none"`` no elements are read but those that a comparison needs.
+        other: another checkpoint, such as an earlier one of the run; the page shows the changes since.
+        stats: the numbers to measure; with ``"none"`` elements are read only for a comparison.
         select: shell patterns; only weights and state whose key matches one are measured.
-        memory: bytes that elements may take.
-        jobs: threads.
+        memory: the most bytes of elements in memory.
+        jobs: the number of threads.
         progress: called with the bytes read since the last call, and with the total.
 
     Raises:
@@ -164,36 +163,25 @@ def report(
                 progress(count, to_compare + to_measure)
 
             spectra = stats == "spectra"
-            with _other_way_out():
+            try:
                 tensors = measured(opened, known, chosen, spectra=spectra, memory=memory, jobs=jobs, passed=passed)
-            changes = _changes_of_weights(difference, known) if difference else {}
+            except (SourceError, LayoutError) as error:
+                instead = "without measuring, by --stats none or stats='none', there is a page"
+                raise type(error)(f"{error}; {instead}") from error
+            weights = {tensor.key for tensor in known.contents.tensors.get(Role.WEIGHTS, ())}
+            changes = {  # root mean squares, where both checkpoints have a weight in one shape
+                tensor.key: tensor.statistics.rms_change if tensor.statistics else 0.0
+                for tensor in (difference.tensors if difference else ())
+                if tensor.key in weights and tensor.by != "shape"
+            }
             found = stats_of(opened, known, tensors, earlier, before, changes)
     return Page(inspection, known, found, difference)
 
 
-@contextmanager
-def _other_way_out() -> Iterator[None]:
-    """Say in an error that elements cannot be read how to get a page nevertheless."""
-    try:
-        yield
-    except (SourceError, LayoutError) as error:
-        raise type(error)(f"{error}; without measuring, by --stats none or stats='none', there is a page") from error
-
-
-def _changes_of_weights(difference: Difference, known: FirstLook) -> dict[str, float]:
-    """Return the root mean square of each weight's change, where both checkpoints have it in one shape."""
-    weights = {tensor.key for tensor in known.contents.tensors.get(Role.WEIGHTS, ())}
-    return {
-        tensor.key: tensor.statistics.rms_change if tensor.statistics else 0.0
-        for tensor in difference.tensors
-        if tensor.key in weights and tensor.by != "shape"
-    }
-
-
 def _stats_columns(stats: CheckpointStats, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the numbers as JSON data, with five figures.
+    """Return the numbers as JSON data, with five significant digits.
 
-    Figures are columns, ``tensor`` being a position in ``keys``; rows of ``folded`` have ``members``, positions in
+    Figures are columns, and ``tensor`` a position in ``keys``; rows of ``folded`` have ``members``, positions in
     columns.
     """
     positions = {key: position for position, key in enumerate(keys)}
@@ -229,7 +217,7 @@ def _rounded(value: Any) -> Any:
 
 
 def shard_columns(manifest: Manifest, contents: Contents) -> dict[str, Any]:
-    """Return tensors, the ways in which they are cut, and their shards as columns: a million shards are ten megabytes.
+    """Return tensors, their cuts and their shards as columns: a million shards take ten megabytes.
 
     ``tensors``: columns ``key``, ``role``, ``slot``, ``shape``, ``dtype``, ``bytes``, ``fingerprint`` and ``cut``, a
     position in ``cuts``.  ``cuts``: ``words``, and the boxes ``lo`` and ``hi``, one for each shard of a tensor.
@@ -280,8 +268,6 @@ def by_number(shares: Mapping[int, int] | None) -> dict[str, list[int]] | None:
     return {"rank": list(shares), "share": list(shares.values())} if shares else None
 
 
-# The file.
-
 _SCRIPTS = ("model", "table", "charts", "map", "tensor", "sections", "main")
 
 _ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
@@ -302,7 +288,7 @@ def html_of(title: str, data: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert data to what JSON can hold: infinite and NaN numbers, and whatever else it lacks, as text."""
+    """Convert data to JSON's types; infinite and NaN numbers, and whatever else JSON lacks, become text."""
     match value:
         case None | bool() | int() | str():
             return value

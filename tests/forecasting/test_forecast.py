@@ -122,8 +122,8 @@ def test_exchange_hides_behind_newton_schulz():
     sent = np.array([[[4, 2], [6, 1]], [[8, 0], [2, 2]]])
     plan = StepPlan(2, sent, sent, np.array([[30, 10], [10, 50]]), 0, 20, 0)
     found = step_seconds(plan, Rates(link=2.0, flops=10.0))
-    assert (found.exchange, found.newton_schulz) == (10.0, 8.0)
-    assert found.muon == 2 + max(3, 4) + max(5, 3) + 1
+    assert (found["exchange"], found["newton_schulz"]) == (10.0, 8.0)
+    assert found["muon"] == 2 + max(3, 4) + max(5, 3) + 1
 
 
 def test_the_command_compares_meshes(tmp_path):

@@ -17,12 +17,12 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from ...box import Box, Index
+from ...box import Index
 from ...errors import SourceError
-from ...layouts.buffers.buffer_layout import PlacedParameter
+from ...keys import key_of
 from ...layouts.buffers.records import GroupBuffer
-from ...record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
-from ...vocabulary import MASTER, PARAMS, KeyPath
+from ...record import Manifest, StateRecord
+from ...vocabulary import MASTER, PARAMS
 from ..io.location import Location
 from ..reading.payloads import Payloads, as_words, elements
 from ..reading.reader import LocatedReader
@@ -33,9 +33,7 @@ from .layer_wise_names import (
     Description,
     ListedParameter,
     ParameterState,
-    PartsPayloads,
     RankFile,
-    RankGroup,
     TensorParallelism,
     deal,
     read_description,
@@ -43,8 +41,8 @@ from .layer_wise_names import (
 )
 from .torch_save import torch_file
 from .torch_save.inert_pickle import Record
-from .torch_save.plain_item import plain_item
-from .torch_save.torch_file import SavedTensor
+from .torch_save.plain_item import HeldItems
+from .torch_save.torch_file import MemberPayloads, SavedTensor, whole_record
 
 _EXPERTS = "is_expert_parallel"
 
@@ -75,8 +73,14 @@ def reader(path: Location) -> LocatedReader:
     params: defaultdict[int, list[str]] = defaultdict(list)
     for member in first.members:
         params[member.group].append(member.parameter.name)
-    blobs, item_bytes = _items(path, _options(files, params), first.states)
-    in_memory = {_description_file(path): item_bytes}
+    items = HeldItems(next(name for name in DESCRIPTION_PARSERS if (path / name).is_file()))
+    for number, options in _options(files, params):
+        for option, value in options.items():
+            items.add((*_OPTION, number, option), value)
+    for name, state in first.states.items():
+        for slot, value in state.items():
+            if not isinstance(value, SavedTensor):
+                items.add((*_STATE, name, slot), value)
     provenance: dict[str, object] = {
         "format": "layer_wise_optimizer",
         "dealt": {"algorithm": description.algorithm, "ranks": len(first.files)},
@@ -84,13 +88,13 @@ def reader(path: Location) -> LocatedReader:
     }
     if description.tensor_parallel is None:
         provenance["buffers"] = [buffer.to_json() for buffer in _buffers(first.dealt, first.states)]
-        manifest = Manifest(tuple(first.records), blobs, provenance)
-        return LocatedReader(manifest, Payloads(path, in_memory))
+        manifest = Manifest(tuple(first.records), tuple(items.blobs), provenance)
+        return LocatedReader(manifest, Payloads(path, items.in_memory))
     records = tuple(_joined(parts, description.tensor_parallel))
-    manifest = Manifest(records, blobs, {**provenance, "tensor_parallel": len(parts)})
+    manifest = Manifest(records, tuple(items.blobs), {**provenance, "tensor_parallel": len(parts)})
     of_parts = (record.chunks[0] for part in parts for record in part.records)
     checksums = {chunk.item: chunk.crc32 for chunk in of_parts if chunk.crc32 is not None}
-    return LocatedReader(manifest, PartsPayloads(path, in_memory, checksums))
+    return LocatedReader(manifest, MemberPayloads(path, items.in_memory, checksums))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +112,22 @@ def _part(path: Location, description: Description, folder: str) -> _Part:
     names = description.files or _files(path / folder.rstrip("/") if folder else path)
     files = [read_rank_file(path, f"{folder}{name}") for name in names]
     model = read_weights(path, f"{folder}{description.model}") if description.model else None
-    members = description.selected(model.listed if model else ())
+    weights = model.weights if model else {}
+    members = description.selected([(name, weight.shape, weight.dtype) for name, weight in weights.items()])
     dealt = deal(description, members, len(files))
-    _check_experts(files, members)
+    for group, expert in {(member.group, member.parameter.expert) for member in members}:
+        for file in files:
+            recorded = file.groups[group].options.get(_EXPERTS, expert) if group < len(file.groups) else expert
+            if recorded != expert:
+                raise SourceError(
+                    f"group {group} of {file.name} says {_EXPERTS}={recorded}, the description says the opposite"
+                )
     shapes = {member.parameter.name: member.parameter.shape for member in members}
-    states = dict(_named(files, dealt, shapes, description))
+    states = dict(_named(files, dealt, shapes, description.algorithm))
     if model:
         model.check_masters(path, states)
-    weights = model.weights.values() if model and model.folder == path else ()
-    return _Part(files, members, dealt, states, (*_records(dealt, states), *weights))
+    own = weights.values() if model and model.folder == path else ()
+    return _Part(files, members, dealt, states, (*_records(dealt, states), *own))
 
 
 def _joined(parts: Sequence[_Part], how: TensorParallelism) -> Iterator[StateRecord]:
@@ -153,16 +164,10 @@ def _files(path: Location) -> tuple[str, ...]:
     return tuple(name for _, name in numbered)
 
 
-def _description_file(path: Location) -> str:
-    return next((name for name in DESCRIPTION_PARSERS if (path / name).is_file()), next(iter(DESCRIPTION_PARSERS)))
-
-
-# Names.
-
-
 def _named(
-    files: Sequence[RankFile], dealt: Dealt, shapes: Mapping[str, Index], description: Description
+    files: Sequence[RankFile], dealt: Dealt, shapes: Mapping[str, Index], algorithm: str
 ) -> Iterator[tuple[str, ParameterState]]:
+    """Yield each parameter's state by name; raises SourceError where a group cannot have the parameters dealt to it."""
     counts = {len(file.groups) for file in files}
     groups = max(counts)
     if len(counts) > 1 or any(group >= groups for _, group in dealt.shares):
@@ -173,29 +178,16 @@ def _named(
     for rank, file in enumerate(files):
         for number, group in enumerate(file.groups):
             names = dealt.shares.get((rank, number), ())
-            _agree(file.name, number, group, [(name, shapes[name]) for name in names], description.algorithm)
+            stored = [{value.shape for value in state.values() if _is_elementwise(value)} for state in group.states]
+            for position, (name, found) in enumerate(zip_longest(names, stored)):
+                if name is None or found != {shapes[name]}:
+                    expected = name and (name, shapes[name])
+                    raise SourceError(
+                        f"{file.name}: group {number} has {len(stored)} parameters, with {algorithm} its rank owns "
+                        f"{len(names)}: number {position} should be {expected}, found shape {found}; the algorithm or "
+                        "the parameters differ"
+                    )
             yield from zip(names, group.states, strict=True)
-
-
-def _check_experts(files: Sequence[RankFile], members: Sequence[ListedParameter]) -> None:
-    for group, expert in {(member.group, member.parameter.expert) for member in members}:
-        for file in files:
-            recorded = file.groups[group].options.get(_EXPERTS, expert) if group < len(file.groups) else expert
-            if recorded != expert:
-                raise SourceError(
-                    f"group {group} of {file.name} says {_EXPERTS}={recorded}, the description says the opposite"
-                )
-
-
-def _agree(file: str, number: int, group: RankGroup, expected: list[tuple[str, Index]], algorithm: str) -> None:
-    """Refuse a group of a file that cannot have these parameters."""
-    stored = [{value.shape for value in state.values() if _is_elementwise(value)} for state in group.states]
-    for position, (parameter, shapes) in enumerate(zip_longest(expected, stored)):
-        if parameter is None or shapes != {parameter[1]}:
-            raise SourceError(
-                f"{file}: group {number} has {len(stored)} parameters, with {algorithm} its rank owns {len(expected)}: "
-                f"number {position} should be {parameter}, found shape {shapes}; the algorithm or the parameters differ"
-            )
 
 
 def _is_elementwise(value: object) -> TypeGuard[SavedTensor]:
@@ -210,30 +202,23 @@ def _records(dealt: Dealt, states: Mapping[str, ParameterState]) -> Iterator[Sta
         words |= {"mesh": [buffer.ranks], "axes": ["dp"], "cuts": []}
         for slot, value in state.items():
             if isinstance(value, SavedTensor):
-                record = whole_tensor((*_STATE, name, slot), value)
+                record = whole_record((*_STATE, name, slot), value.dtype, value.chunk)
                 yield replace(record, name=name, slot=slot, layout=words if value.shape else None)
 
 
 def _buffers(dealt: Dealt, states: Mapping[str, ParameterState]) -> Iterator[GroupBuffer]:
-    """Yield the run's buffers for every slot, each with those of its parameters that have the slot."""
+    """Yield the run's buffers for every slot, each with its parameters that have the slot."""
     for number, (group, buffer) in enumerate(dealt.buffers):
         named = [(placed, states[placed.name]) for placed in buffer.parameters]
         for slot in dict.fromkeys(slot for _, state in named for slot in state):
-            held = tuple(
-                replace(placed, parameter=replace(placed.parameter, name=_key(placed, slot), dtype=value.dtype))
-                for placed, state in named
-                if _is_elementwise(value := state.get(slot))
-            )
+            held = []
+            for placed, state in named:
+                if _is_elementwise(value := state.get(slot)):
+                    name = key_of((*_STATE, placed.name, slot))
+                    held.append(replace(placed, parameter=replace(placed.parameter, name=name, dtype=value.dtype)))
             if held:
-                layout = replace(buffer, parameters=held)
+                layout = replace(buffer, parameters=tuple(held))
                 yield GroupBuffer(slot, number, group, layout.origins, layout)
-
-
-def _key(placed: PlacedParameter, slot: str) -> str:
-    return ".".join((*_STATE, placed.name, slot))
-
-
-# Options.
 
 
 def _options(files: Sequence[RankFile], params: Mapping[int, Sequence[str]]) -> Iterator[tuple[int, dict[str, object]]]:
@@ -248,27 +233,6 @@ def _options(files: Sequence[RankFile], params: Mapping[int, Sequence[str]]) -> 
         yield number, {**first, PARAMS: list(names)}
 
 
-def _items(
-    path: Location, groups: Iterator[tuple[int, dict[str, object]]], states: Mapping[str, ParameterState]
-) -> tuple[tuple[Blob, ...], bytes]:
-    """Return items for options and for state that is not a tensor; and their bytes."""
-    values: list[tuple[KeyPath, object]] = [
-        ((*_OPTION, number, option), value) for number, options in groups for option, value in options.items()
-    ]
-    values += [
-        ((*_STATE, name, slot), value)
-        for name, state in states.items()
-        for slot, value in state.items()
-        if not isinstance(value, SavedTensor)
-    ]
-    blobs, item_bytes, file = [], bytearray(), _description_file(path)
-    for path_of_item, value in values:
-        item = plain_item(value)
-        blobs.append(Blob(".".join(map(str, path_of_item)), path_of_item, Extent(file, len(item_bytes), len(item))))
-        item_bytes += item
-    return tuple(blobs), bytes(item_bytes)
-
-
 _COMPARED_ELEMENTS = 1 << 14
 
 _OF_OPTIMIZER = re.compile(r"(chained_[0-9]+\.)*optimizer\.")
@@ -276,14 +240,10 @@ _OF_OPTIMIZER = re.compile(r"(chained_[0-9]+\.)*optimizer\.")
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """Weights by name, in the order in which they are listed; their chunks are in files of ``folder``."""
+    """A model's weights by name, in the order in which they are listed; their chunks are in files of ``folder``."""
 
     folder: Location
     weights: Mapping[str, StateRecord]
-
-    @property
-    def listed(self) -> tuple[tuple[str, Index, str], ...]:
-        return tuple((name, weight.shape, weight.dtype) for name, weight in self.weights.items())
 
     def check_masters(self, path: Location, states: Mapping[str, ParameterState]) -> None:
         """Compare the first rows of each fp32 master (in files of ``path``), rounded, with the weight.
@@ -305,11 +265,11 @@ class ModelWeights:
                     )
                 box = chunks[0].box
                 rows = slice(max(1, _COMPARED_ELEMENTS * box.shape[0] // box.numel)) if box.shape else ()
-                words = as_words(payloads.view(master.payload), master.dtype, master.shape)
+                words = as_words(payloads.view(master.chunk.item), master.dtype, master.shape)
                 part = words[tuple(map(slice, box.lo, box.hi))][rows]
                 if not np.array_equal(_rounded(part, weight.dtype), elements(weight_payloads, weight, chunks[0])[rows]):
                     raise SourceError(
-                        f"the master of {name!r} in {master.payload.file} does not round to that in {self.folder}: "
+                        f"the master of {name!r} in {master.chunk.item.file} does not round to that in {self.folder}: "
                         "another algorithm, another order of the parameters, or weights of another step"
                     )
 
@@ -335,14 +295,9 @@ def read_weights(path: Location, where: str) -> ModelWeights:
     weights = {}
     for name, value in named.items():  # among them `_extra_state`s of modules, which are not tensors
         if isinstance(name, str) and isinstance(value, Record) and value.kind.startswith("torch._"):
-            weights[name] = whole_tensor(("model", name), file.tensor(value))
+            tensor = file.tensor(value)
+            weights[name] = whole_record(("model", name), tensor.dtype, tensor.chunk)
     return ModelWeights(path, weights)
-
-
-def whole_tensor(path: tuple[str, ...], tensor: SavedTensor) -> StateRecord:
-    box = Box((0,) * len(tensor.shape), tensor.shape)
-    chunk = Chunk(box, tensor.payload, tensor.payload, crc32=tensor.crc32)
-    return StateRecord(".".join(path), path, tensor.shape, tensor.dtype, Chunks.of([chunk], box.ndim))
 
 
 def _rounded(words: NDArray[Any], dtype: str) -> NDArray[Any]:

@@ -1,5 +1,4 @@
-"""Megatron's layer-wise optimizer files: one file, the parts of tensor-parallel ranks, and the names that no file
-records.
+"""Megatron's layer-wise optimizer files: one file, the parts of tensor-parallel ranks, and the names that no file has.
 
 A file lists states by number: parameter groups in order, in each the parameters that its rank owns.  The owners and the
 order follow from the parameters and the algorithm that dealt them.  Both are in a description that the user writes,
@@ -23,17 +22,15 @@ from types import MappingProxyType
 from typing import Any
 
 from ...box import Box, Index
-from ...errors import SourceError
+from ...errors import SourceError, about
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import PLACEMENTS, ToPlace
-from ...record import Chunk, Chunks, Extent, StateRecord
+from ...record import Chunks, StateRecord
 from ...vocabulary import MASTER, PARAMS
 from ..io import limits
-from ..io.checksums import crc32
 from ..io.location import Location
 from ..io.regular import read_whole
-from ..reading.payloads import Payloads, compare
 from . import signs
 from .torch_save import torch_file
 from .torch_save.inert_pickle import Record, expect
@@ -53,10 +50,10 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One file: the groups of all children in order, and the other entries of the children.
+    """One file: the groups of all child optimizers in order, and the names of their other entries.
 
-    It is the ``state_dict`` of the one child, or a list with one per child.  A child with fp32 masters keeps them
-    beside the state of the optimizer that it wraps.
+    It holds the ``state_dict`` of one child, or a list of them.  A child with fp32 masters keeps them beside the state
+    of the optimizer that it wraps.
     """
 
     name: str
@@ -92,12 +89,26 @@ def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
         held = expect(list, own_masters)
         if held and len(held) != len(ids):
             raise SourceError(f"{len(held)} masters for {len(ids)} parameters of a group: some are fp32 themselves")
-        group_states = [
-            {str(slot): _value(file, value) for slot, value in _mapping(states[number]).items()} for number in ids
+        group_states: list[dict[str, _Value]] = [
+            {
+                str(slot): file.tensor(value) if type(value) is Record else _scalar(value)
+                for slot, value in _mapping(states[number]).items()
+            }
+            for number in ids
         ]
         for state, master in zip(group_states, held, strict=False):
             state[MASTER] = file.tensor(master)
-        options = {str(key): _plain(str(key), value) for key, value in group.items() if key != PARAMS}
+        options: dict[str, object] = {}
+        for key, value in group.items():
+            if key != PARAMS:
+                with about(f"option {key!r}"):
+                    match value:
+                        case list():
+                            options[str(key)] = list(map(_scalar, value))
+                        case tuple():
+                            options[str(key)] = tuple(map(_scalar, value))
+                        case _:
+                            options[str(key)] = _scalar(value)
         listed += ids
         yield RankGroup(options, tuple(group_states))
     if len(set(listed)) != len(listed) or set(listed) != states.keys():
@@ -108,22 +119,6 @@ def _mapping(value: object) -> dict[object, object]:
     if type(value) is Record and value.kind == "collections OrderedDict":
         return value.items or {}
     return expect(dict, value)
-
-
-def _value(file: TorchFile, value: object) -> _Value:
-    return file.tensor(value) if type(value) is Record else _scalar(value)
-
-
-def _plain(option: str, value: object) -> object:
-    try:
-        match value:
-            case list():
-                return list(map(_scalar, value))
-            case tuple():
-                return tuple(map(_scalar, value))
-        return _scalar(value)
-    except SourceError as error:
-        raise SourceError(f"option {option!r}: {error}") from error
 
 
 def _scalar(value: object) -> bool | int | float | str | None:
@@ -140,8 +135,7 @@ def _scalar(value: object) -> bool | int | float | str | None:
 
 @dataclass(frozen=True, slots=True)
 class TensorCut:
-    """Cuts the parameters that one of these shell patterns fits: along ``dim``, in ``interleaved`` ranges for a
-    rank.
+    """A cut, along ``dim``, of parameters that fit a shell pattern; each rank has ``interleaved`` ranges.
 
     Raises:
         SourceError: it cuts no dim, or ranges of another dim than the first.
@@ -159,7 +153,7 @@ class TensorCut:
         return any(fnmatchcase(name, pattern) for pattern in self.names)
 
     def ranges(self, length: int, ranks: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the ranges of a dim of this length on every rank: the rank, the start there, and that in the whole.
+        """Yield each range of a dim of this length: its rank, its start there, and its start in the whole tensor.
 
         Raises:
             SourceError: the ranges of a rank cannot be of equal length.
@@ -172,41 +166,19 @@ class TensorCut:
                 yield rank, turn * each, (turn * ranks + rank) * each
 
 
-class PartsPayloads(Payloads):
-    """The bytes of files of which some items hold several chunks.
-
-    Args:
-        checksums: the CRC-32 of these items.
-    """
-
-    def __init__(self, directory: Location, in_memory: Mapping[str, bytes], checksums: Mapping[Extent, int]) -> None:
-        super().__init__(directory, in_memory)
-        self._checksums = checksums
-
-    def is_checked(self, chunk: Chunk) -> bool:
-        return super().is_checked(chunk) or chunk.item in self._checksums
-
-    def check_inside(self, item: Extent) -> None:
-        expected = self._checksums.get(item)
-        if expected is not None:
-            compare("CRC-32", f"{crc32(self.bands(item)):08x}", f"{expected:08x}")
-
-
 @dataclass(frozen=True, slots=True)
 class TensorParallelism:
-    """How the ranks' parts become whole: the ``folders`` of the ranks, in order, and the ``cuts``; the first that
-    fits counts.
-    """
+    """The ``folders`` of tensor-parallel ranks, in order, and the ``cuts``, of which the first that fits counts."""
 
     folders: tuple[str, ...]
     cuts: tuple[TensorCut, ...]
 
     def cut_of(self, name: str) -> TensorCut | None:
-        """Return the cut of a parameter; None if every rank has all of it."""
+        """Return a parameter's cut; None if every rank has all of it."""
         return next((cut for cut in self.cuts if cut.fits(name)), None)
 
     def joined(self, name: str, parts: Sequence[StateRecord]) -> StateRecord:
-        """Join a tensor of a parameter, of one chunk on each rank.
+        """Join the parts, one chunk each, that ranks have of a parameter's tensor.
 
         Raises:
             SourceError: the parts do not fit each other; or ranks differ in what all of them should have whole.
@@ -228,19 +200,24 @@ class TensorParallelism:
         shape = [*first.shape]
         shape[cut.dim] *= len(parts)
         chunks = []
+        length = first.shape[cut.dim] // cut.interleaved
         for rank, start, lies_at in cut.ranges(first.shape[cut.dim], len(parts)):
-            chunk = parts[rank].chunks[0]
-            length = first.shape[cut.dim] // cut.interleaved
             lo, hi = [0] * len(shape), [*shape]
             lo[cut.dim], hi[cut.dim] = lies_at, lies_at + length
-            chunks.append(_range(chunk, Box(tuple(lo), tuple(hi)), start, cut))
+            chunk = replace(parts[rank].chunks[0], box=Box(tuple(lo), tuple(hi)))
+            if cut.interleaved > 1:
+                assert chunk.payload is not None, "files of torch.save say where their elements are"
+                size = chunk.payload.length // first.shape[0]
+                payload = replace(chunk.payload, offset=chunk.payload.offset + start * size, length=length * size)
+                chunk = replace(chunk, payload=payload, crc32=None)
+            chunks.append(chunk)
         return replace(first, shape=tuple(shape), chunks=Chunks.of(chunks, len(shape)), layout=None)
 
     def check_masters(self, rank: int, states: Mapping[str, ParameterState]) -> None:
-        """Compare the cuts with what masters in the files of a rank say of themselves.
+        """Compare the cuts with the attributes of masters in the files of a rank.
 
         Raises:
-            SourceError: they say something else.
+            SourceError: they differ.
         """
         for name, state in states.items():
             for value in state.values():
@@ -258,19 +235,8 @@ class TensorParallelism:
                     )
 
 
-def _range(chunk: Chunk, box: Box, start: int, cut: TensorCut) -> Chunk:
-    if cut.interleaved == 1:
-        return replace(chunk, box=box)
-    assert chunk.payload is not None, "files of torch.save say where their elements are"
-    rows = chunk.box.shape[0]
-    size = chunk.payload.length // rows
-    payload = replace(chunk.payload, offset=chunk.payload.offset + start * size, length=box.shape[0] * size)
-    return replace(chunk, box=box, payload=payload, crc32=None)
-
-
 _Order = Callable[[Parameter, int, int], tuple[int, ...]]
-"""The sort key of a parameter in its group, given its buffer's number and its start there.  Equal ones stay in
-order."""
+"""The sort key of a parameter in its group, from its buffer's number and its start there; sorting is stable."""
 
 _ORDERS: Mapping[str, _Order] = MappingProxyType(
     {
@@ -280,7 +246,7 @@ _ORDERS: Mapping[str, _Order] = MappingProxyType(
         "legacy-pingpong": lambda parameter, buffer, start: (parameter.numel,),
     }
 )
-"""How Megatron numbers the parameters in a file, by placement: one for each of Megatron's `PLACEMENTS`."""
+"""Megatron's orders of the parameters in a file, by placement."""
 
 DESCRIPTION_PARSERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
     dict(zip(signs.LAYER_WISE_FILES, (tomllib.loads, json.loads), strict=True))
@@ -398,47 +364,47 @@ def read_description(path: Location) -> Description | None:
 
 _FieldTypes = Mapping[str, type]
 
-_TOLD: _FieldTypes = {"algorithm": str, "model": str, "experts": int, "bucket_size": int, "busbw": bool}
+_OPTIONS: _FieldTypes = {"algorithm": str, "model": str, "experts": int, "bucket_size": int, "busbw": bool}
 _LISTS: _FieldTypes = {"files": list, "parameter": list, "group": list, "tensor_parallel": list, "cut": list}
-_SEEN: _FieldTypes = {"name": str, "shape": list, "dtype": str, "expert": bool, "tied": bool, "chunk": int, "fold": int}
-_MEMBER: _FieldTypes = {"group": int, "part": int}
+_PARAMETER: _FieldTypes = {
+    "name": str,
+    "shape": list,
+    "dtype": str,
+    "expert": bool,
+    "tied": bool,
+    "chunk": int,
+    "fold": int,
+    "group": int,
+    "part": int,
+}
 _SELECT: _FieldTypes = {"names": list, "dims": int, "expert": bool}
 _CUT: _FieldTypes = {"names": list, "dim": int, "interleaved": int}
 
 
 def _description(data: Any) -> Description:
-    _check(data, {**_TOLD, **_LISTS}, "algorithm")
+    _check(data, {**_OPTIONS, **_LISTS}, "algorithm")
+    members = []
+    for table in data.get("parameter", ()):
+        _check(table, _PARAMETER, "name", "shape")
+        fields = {**table, "shape": tuple(map(int, table["shape"]))}
+        place = {key: fields.pop(key) for key in ("group", "part") if key in fields}
+        members.append(ListedParameter(Parameter(**fields), **place))
+    folders = tuple(map(str, data.get("tensor_parallel", ())))
+    cuts = tuple(TensorCut(**_with_names(table, _CUT)) for table in data.get("cut", ()))
+    if bool(folders) != bool(cuts):
+        raise SourceError("expected both: tensor_parallel with the folders of its ranks, and [[cut]] tables")
     return Description(
-        members=tuple(map(_member, data.get("parameter", ()))),
-        groups=tuple(map(_select, data.get("group", ()))),
+        members=tuple(members),
+        groups=tuple(Select(**_with_names(table, _SELECT)) for table in data.get("group", ())),
         files=tuple(map(str, data.get("files", ()))),
-        tensor_parallel=_tensor_parallel(tuple(map(str, data.get("tensor_parallel", ()))), data.get("cut", ())),
-        **_those(data, _TOLD),
+        tensor_parallel=TensorParallelism(folders, cuts) if folders else None,
+        **{key: value for key, value in data.items() if key in _OPTIONS},
     )
 
 
-def _member(data: Any) -> ListedParameter:
-    _check(data, {**_SEEN, **_MEMBER}, "name", "shape")
-    shape = tuple(map(int, data["shape"]))
-    return ListedParameter(Parameter(**{**_those(data, _SEEN), "shape": shape}), **_those(data, _MEMBER))
-
-
-def _select(data: Any) -> Select:
-    _check(data, _SELECT, "names")
-    return Select(**{**_those(data, _SELECT), "names": tuple(map(str, data["names"]))})
-
-
-def _tensor_parallel(folders: tuple[str, ...], cuts: Sequence[Any]) -> TensorParallelism | None:
-    if bool(folders) != bool(cuts):
-        raise SourceError("expected both: tensor_parallel with the folders of its ranks, and [[cut]] tables")
-    for cut in cuts:
-        _check(cut, _CUT, "names")
-    tables = (TensorCut(**{**_those(cut, _CUT), "names": tuple(map(str, cut["names"]))}) for cut in cuts)
-    return TensorParallelism(folders, tuple(tables)) if folders else None
-
-
-def _those(data: Mapping[str, Any], kinds: _FieldTypes) -> dict[str, Any]:
-    return {key: value for key, value in data.items() if key in kinds}
+def _with_names(table: Any, kinds: _FieldTypes) -> dict[str, Any]:
+    _check(table, kinds, "names")
+    return {**table, "names": tuple(map(str, table["names"]))}
 
 
 def _check(data: Any, kinds: _FieldTypes, *needed: str) -> None:
@@ -478,8 +444,21 @@ def deal(description: Description, members: Sequence[ListedParameter], ranks: in
     places: dict[str, tuple[int, ...]] = {}
     owners: dict[str, int] = {}
     for part in range(description.experts):
-        members_of_part = [member for member in members if not member.parameter.expert or member.part == part]
-        for number, buffer in enumerate(place(_to_place(description, members_of_part, ranks))):
+        parameters = []
+        groups: defaultdict[int, list[str]] = defaultdict(list)
+        for member in members:
+            if not member.parameter.expert or member.part == part:
+                parameters.append(member.parameter)
+                groups[member.group].append(member.parameter.name)
+        to_place = ToPlace(
+            tuple(parameters),
+            frozenset(parameter.name for parameter in parameters),
+            GroupSizes(ranks, ranks // description.experts),
+            groups=tuple(tuple(groups[number]) for number in sorted(groups)),
+            bucket_size=description.bucket_size,
+            busbw=description.busbw,
+        )
+        for number, buffer in enumerate(place(to_place)):
             experts = buffer.parameters[0].parameter.expert
             if part and not experts:
                 continue  # the same for every part
@@ -492,17 +471,3 @@ def deal(description: Description, members: Sequence[ListedParameter], ranks: in
         shares[owners[member.parameter.name], member.group].append(member.parameter.name)
     ordered = {where: tuple(sorted(names, key=lambda name: places[name])) for where, names in shares.items()}
     return Dealt(tuple(buffers), ordered)
-
-
-def _to_place(description: Description, members: Sequence[ListedParameter], ranks: int) -> ToPlace:
-    groups: defaultdict[int, list[str]] = defaultdict(list)
-    for member in members:
-        groups[member.group].append(member.parameter.name)
-    return ToPlace(
-        tuple(member.parameter for member in members),
-        frozenset(member.parameter.name for member in members),
-        GroupSizes(ranks, ranks // description.experts),
-        groups=tuple(tuple(groups[number]) for number in sorted(groups)),
-        bucket_size=description.bucket_size,
-        busbw=description.busbw,
-    )

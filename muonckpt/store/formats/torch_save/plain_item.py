@@ -15,6 +15,9 @@ from types import NoneType
 from typing import Any
 
 from ....errors import SourceError
+from ....keys import key_of
+from ....record import Blob, Extent
+from ....vocabulary import KeyPath
 from ...io import limits
 from .inert_pickle import Global, Record, unpickle
 from .stored_zip import MEMBER_ALIGNMENT, SERIALIZATION_ID, directory, read_members, store
@@ -115,7 +118,12 @@ class _Conversion:
                     Record(kind="numpy dtype", args=(code, *_), state=(_, "<" | "|", *_)),
                     Record(kind="_codecs encode", args=(str() as text, "latin1")),
                 ),
-            ) if kind in _NUMBERS and code in _CODES and _is_number(text, _CODES[code]):
+            ) if (
+                kind in _NUMBERS
+                and code in _CODES
+                and len(text) == struct.calcsize(_CODES[code])
+                and max(text) <= "\xff"
+            ):
                 return struct.unpack(_CODES[code], text.encode("latin1"))[0], 1
             case Record() | Global() if self._strict:
                 raise SourceError(f"expected plain data, found {getattr(value, 'kind', value)}; nothing was run")
@@ -128,10 +136,6 @@ class _Conversion:
             converted.append(part)
             total += size
         return converted, total
-
-
-def _is_number(text: str, code: str) -> bool:
-    return len(text) == struct.calcsize(code) and max(text) <= "\xff"
 
 
 def plain_item(value: object) -> bytes:
@@ -151,6 +155,27 @@ def plain_item(value: object) -> bytes:
     )
     out, entries = store(contents, 0)
     return out + directory(entries, len(out))
+
+
+class HeldItems:
+    """Items made of plain data in files, one after another in memory.
+
+    Args:
+        file: the name that stands for this memory in extents.
+    """
+
+    def __init__(self, file: str = "items-in-memory") -> None:
+        self._file, self._data = file, bytearray()
+        self.blobs: list[Blob] = []
+
+    def add(self, path: KeyPath, value: object) -> None:
+        item = plain_item(value)
+        self.blobs.append(Blob(key_of(path), path, Extent(self._file, len(self._data), len(item))))
+        self._data += item
+
+    @property
+    def in_memory(self) -> dict[str, bytes]:
+        return {self._file: bytes(self._data)}
 
 
 def _check_plain(value: object) -> None:

@@ -9,18 +9,20 @@ the ways in which a tensor is pickled.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ....box import Box, Index
 from ....errors import SourceError, about
-from ....record import Chunk, Extent
+from ....keys import key_of
+from ....record import Chunk, Chunks, Extent, StateRecord
+from ....vocabulary import KeyPath
 from ...io import limits
 from ...io.checksums import crc32
 from ...io.location import Location
-from ...io.regular import File, open_regular
+from ...io.regular import open_regular
 from ...reading.dtypes import itemsize
-from ...reading.payloads import BAND_BYTES, Payloads, compare
+from ...reading.payloads import Payloads, compare
 from .inert_pickle import Anything, Global, Record, unpickle
 from .stored_zip import ZipMember, member_data, read_members
 from .tensor_item import described, is_row_major
@@ -47,37 +49,35 @@ class MemberPayloads(Payloads):
         expected = self._checksums.get(item)
         if expected is None or item in self._sound:
             return
-        starts = range(item.offset, item.end, BAND_BYTES)
-        parts = (self.view(Extent(item.file, start, min(BAND_BYTES, item.end - start))) for start in starts)
-        compare("CRC-32", f"{crc32(parts):08x}", f"{expected:08x}")
+        compare("CRC-32", f"{crc32(self.bands(item)):08x}", f"{expected:08x}")
         self._sound.add(item)
 
 
 _TYPES = ("torch Tensor", "torch.nn.parameter Parameter")
 _PARAMETERS = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state")
 WITH_TYPE = "torch._tensor _rebuild_from_type_v2"
-"""The function that makes a tensor of a class of its own, or with attributes."""
+"""The function that makes a tensor of its own class, or with attributes."""
 
+_WITH_ATTRIBUTES = (_PARAMETERS[1], WITH_TYPE)
 _TENSORS = frozenset((*_PARAMETERS, WITH_TYPE, "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3"))
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of such a file: its raw little-endian row-major elements are ``payload``.
-
-    ``attributes`` are those that the program has set on it.
-    """
+    """A tensor that is a whole member of such a file, in row-major order, and the attributes the program set on it."""
 
     dtype: str
-    shape: Index
-    payload: Extent
-    crc32: int | None
+    chunk: Chunk
     attributes: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> Index:
+        return self.chunk.box.shape
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """One file.  ``content`` is the object as inert data; `tensor` decodes the tensors in it."""
+    """One file.  ``content`` is the object as inert data; `tensor` and `chunk` decode the tensors in it."""
 
     name: str
     content: object
@@ -91,17 +91,16 @@ class TorchFile:
         Raises:
             SourceError: it is not a tensor, or its elements are not a whole member of the file in row-major order.
         """
-        tensor = described(_bare(value))
-        tensor.check_whole()
-        member = self.members.get(f"data/{tensor.storage}")
-        size = math.prod(tensor.shape) * itemsize(tensor.dtype)
-        if member is None or member.length != size or not is_row_major(tensor.shape, tensor.strides):
+        dtype, chunk = self.chunk(value)
+        if chunk.payload != chunk.item or chunk.strides is not None:
             raise SourceError(
-                f"{self.name}: expected {size} bytes of row-major elements in data/{tensor.storage} for {tensor.dtype} "
-                f"of shape {tensor.shape}, found strides {tensor.strides} and {member}"
+                f"{self.name}: expected a storage of just the elements of shape {chunk.box.shape} in row-major order, "
+                f"found a view of {chunk.item.length} bytes with strides {chunk.strides}"
             )
-        payload = Extent(self.name, member.offset, member.length)
-        return SavedTensor(tensor.dtype, tensor.shape, payload, member.crc32, _attributes(value))
+        match value:
+            case Record(kind=kind, args=(_, _, _, dict() as state)) if kind in _WITH_ATTRIBUTES:
+                return SavedTensor(dtype, chunk, {str(name): attribute for name, attribute in state.items()})
+        return SavedTensor(dtype, chunk)
 
     def chunk(self, value: object) -> tuple[str, Chunk]:
         """Return the dtype of a tensor, and its chunk with a box that begins at 0.
@@ -123,18 +122,27 @@ class TorchFile:
         crc32 = member.crc32 if payload == item else None
         return tensor.dtype, Chunk(Box.of(tensor.shape), item, payload, crc32=crc32, strides=strides)
 
-    @property
-    def checksums(self) -> dict[Extent, int]:
-        return {
-            Extent(self.name, member.offset, member.length): member.crc32
-            for name, member in self.members.items()
-            if name.startswith("data/") and member.crc32 is not None
-        }
-
 
 def is_tensor(value: object) -> bool:
     """Return whether a part of the content stands for a tensor, of any kind."""
     return isinstance(value, Record) and value.kind in _TENSORS
+
+
+def whole_record(path: KeyPath, dtype: str, chunk: Chunk) -> StateRecord:
+    """Return the record of a tensor that one chunk holds."""
+    return StateRecord(key_of(path), path, chunk.box.shape, dtype, Chunks.of([chunk], chunk.box.ndim))
+
+
+def checksums_inside(files: Iterable[TorchFile], tensors: Iterable[StateRecord]) -> dict[Extent, int]:
+    """Return the CRC-32 of each storage of these files of which a tensor uses only a part."""
+    used = {chunk.item for tensor in tensors for chunk in tensor.chunks if chunk.crc32 is None}
+    known = (
+        (Extent(file.name, member.offset, member.length), member.crc32)
+        for file in files
+        for name, member in file.members.items()
+        if name.startswith("data/")
+    )
+    return {extent: crc32 for extent, crc32 in known if crc32 is not None and extent in used}
 
 
 def read_torch_file(directory: Location, name: str) -> TorchFile:
@@ -144,25 +152,21 @@ def read_torch_file(directory: Location, name: str) -> TorchFile:
         SourceError: it is missing, damaged, big-endian, or not an archive of ``torch.save``.
     """
     with open_regular(directory / name) as file, about(directory / name):
-        return _read(file, name)
-
-
-def _read(file: File, name: str) -> TorchFile:
-    if file.read(0, min(file.size, 2)) == b"\x80\2":
-        raise SourceError(
-            "expected the zip archive that torch.save writes since 1.6, found the form before that, or another pickle: "
-            "load it with torch and save it again"
-        )
-    members = {member.name: member for member in read_members(file.read, file.size)}
-    if "data.pkl" not in members:
-        raise SourceError(f"expected a file of torch.save, found a zip archive of {', '.join(members):.200}")
-    if "byteorder" in members and member_data(file.read, members["byteorder"], 64) != b"little":
-        raise SourceError("expected little-endian elements")
-    pickled = members["data.pkl"].length
-    most = limits.SMALL_DESCRIPTION + max(file.on_disk - pickled, 0)
-    limits.check_limit(pickled, most, "bytes in data.pkl, in proportion to the rest of the file")
-    content = unpickle(member_data(file.read, members["data.pkl"], pickled), Anything())
-    return TorchFile(name, content, members, pickled)
+        if file.read(0, min(file.size, 2)) == b"\x80\2":
+            raise SourceError(
+                "expected the zip archive that torch.save writes since 1.6, found the form before that, or another "
+                "pickle: load it with torch and save it again"
+            )
+        members = {member.name: member for member in read_members(file.read, file.size)}
+        if "data.pkl" not in members:
+            raise SourceError(f"expected a file of torch.save, found a zip archive of {', '.join(members):.200}")
+        if "byteorder" in members and member_data(file.read, members["byteorder"], 64) != b"little":
+            raise SourceError("expected little-endian elements")
+        pickled = members["data.pkl"].length
+        most = limits.SMALL_DESCRIPTION + max(file.on_disk - pickled, 0)
+        limits.check_limit(pickled, most, "bytes in data.pkl, in proportion to the rest of the file")
+        content = unpickle(member_data(file.read, members["data.pkl"], pickled), Anything())
+        return TorchFile(name, content, members, pickled)
 
 
 def _bare(value: object) -> object:
@@ -173,13 +177,3 @@ def _bare(value: object) -> object:
         case Record(kind=kind, args=(Global() as call, Global() as own, args, _)) if kind == WITH_TYPE:
             return Record(call, args) if own in _TYPES else value
     return value
-
-
-def _attributes(value: object) -> Mapping[str, object]:
-    match value:
-        case Record(
-            kind="torch._utils _rebuild_parameter_with_state" | "torch._tensor _rebuild_from_type_v2",
-            args=(_, _, _, dict() as state),
-        ):
-            return {str(name): attribute for name, attribute in state.items()}
-    return {}

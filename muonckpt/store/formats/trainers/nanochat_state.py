@@ -14,28 +14,29 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ....box import Box, Index
 from ....errors import DamageError, SourceError, about
 from ....keys import is_optimizer, key_of
 from ....record import Chunk, Chunks, Extent, Manifest, StateRecord
-from ....vocabulary import MOMENTUM, PARAMS, Convention, KeyPath
+from ....vocabulary import MOMENTUM, PARAMS, Convention
 from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.reader import LocatedReader
 from .. import signs
 from ..torch_save.inert_pickle import expect
-from ..torch_save.torch_file import MemberPayloads, TorchFile, is_tensor, read_torch_file
+from ..torch_save.plain_item import HeldItems
+from ..torch_save.torch_file import MemberPayloads, TorchFile, checksums_inside, read_torch_file, whole_record
 from .state_tree import (
-    HeldItems,
     NamesFile,
+    PlainTensor,
+    RankPart,
+    check_same_keys,
     check_shapes,
-    check_shared,
-    leaves,
+    decoded,
     mapping,
     optimizer_with_names,
-    whole_record,
 )
 
 _FILE = re.compile(r"(?:model_([0-9]{6,12})|optim_([0-9]{6,12})_rank(0|[1-9][0-9]{0,5}))\.pt")
@@ -45,26 +46,14 @@ _REPLICATED = 1024
 _OPTIMIZER = "optimizer"
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One rank's part of a slot: its dtype and chunk, whose box begins at 0."""
-
-    dtype: str
-    chunk: Chunk
-
-
 def reader(path: Location) -> LocatedReader:
-    """Read one step: in a folder that has no other, or the one whose ``model_{step}.pt`` is given.  Reads no
-    elements.
+    """Read the one step in a folder, or the one whose ``model_{step}.pt`` is given, but no elements.
 
     Raises:
         SourceError: the folder has several steps, a file is missing or damaged, or ranks contradict each other.
     """
     folder = path if path.is_dir() else path.parent
-    try:
-        listed = sorted(str(entry.name) for entry in folder.iterdir())
-    except OSError as error:
-        raise SourceError(f"cannot read {folder}: {error}") from error
+    listed = sorted(str(entry.name) for entry in folder.iterdir())
     step = _step(path, listed)
     model = f"model_{step}.pt"
     ranks = sorted(int(m[3]) for name in listed if (m := _FILE.fullmatch(name)) and m[2] == step)
@@ -78,7 +67,13 @@ def reader(path: Location) -> LocatedReader:
         weights = read_torch_file(folder, model)
         files = [read_torch_file(folder, f"optim_{step}_rank{rank}.pt") for rank in ranks]
         items = HeldItems()
-        tensors = list(_whole(weights, items))
+        tensors: list[StateRecord] = []
+        with about(weights.name):
+            for key, value in decoded(weights, weights.content, ("model",)):
+                if isinstance(value, PlainTensor):
+                    tensors.append(whole_record(key, value.dtype, value.chunk))
+                else:
+                    items.add(key, value)
         shapes = {str(tensor.path[-1]): tensor.shape for tensor in tensors}
         numbered = False
         if files:
@@ -89,9 +84,7 @@ def reader(path: Location) -> LocatedReader:
     provenance[signs.NOT_READ] = [name for name in listed if name not in read]
     if numbered:
         provenance[signs.NUMBERED] = [_OPTIMIZER]
-    known = {extent: crc32 for file in (weights, *files) for extent, crc32 in file.checksums.items()}
-    used = {chunk.item for tensor in tensors for chunk in tensor.chunks if chunk.crc32 is None}
-    checksums = {extent: known[extent] for extent in used & known.keys()}
+    checksums = checksums_inside((weights, *files), tensors)
     manifest = Manifest(tuple(tensors), tuple(items.blobs), provenance)
     return LocatedReader(manifest, MemberPayloads(folder, items.in_memory, checksums))
 
@@ -113,19 +106,6 @@ def _step(path: Location, listed: Sequence[str]) -> str:
     return steps[0]
 
 
-def _whole(file: TorchFile, items: HeldItems) -> Iterator[StateRecord]:
-    chunks = []
-    with about(file.name):
-        for path, value in leaves(file, file.content, ("model",)):
-            if is_tensor(value):
-                dtype, chunk = file.chunk(value)
-                chunks.append(chunk)
-                yield whole_record(path, dtype, chunk)
-            else:
-                items.add(path, value)
-        check_shared(file, iter(chunks))
-
-
 def _state(
     files: Sequence[TorchFile], names: NamesFile, shapes: Mapping[str, Index], items: HeldItems
 ) -> tuple[list[StateRecord], bool]:
@@ -142,19 +122,24 @@ def _state(
             if not is_optimizer(content):
                 raise SourceError("expected the state of an optimizer, found something else")
             content, by_number = optimizer_with_names(content, names.of_optimizers.get(_OPTIMIZER))
-            ranks.append(dict(_values(file, content)))
-    first = ranks[0]
-    for rank, values in enumerate(ranks):
-        if differing := values.keys() ^ first.keys():
-            key = key_of(min(differing, key=str))
-            raise SourceError(f"expected the same keys on all ranks, found {key!r} only in {files[0].name} or "
-                              f"{files[rank].name}")  # fmt: skip
+            values = dict(decoded(file, content, (_OPTIMIZER,)))
+            for path, value in values.items():
+                if isinstance(value, RankPart) or (isinstance(value, PlainTensor) and value.chunk.strides is not None):
+                    raise SourceError(f"{key_of(path)}: expected plain tensors in row-major order, found others")
+            ranks.append(values)
+    check_same_keys(ranks, files)
     tensors: list[StateRecord] = []
-    stacked = _stacks(first)
-    for path in first:
+    stacked: dict[str, list[str]] = {}
+    for path, value in ranks[0].items():
+        match path:
+            case (_, "param_groups", number, "kind") if value == "muon":
+                params = ranks[0].get((_OPTIMIZER, "param_groups", number, PARAMS))
+                names_of_stack = list(map(str, expect(list, params)))
+                stacked[names_of_stack[0]] = names_of_stack
+    for path in ranks[0]:
         own = [values[path] for values in ranks]
         with about(key_of(path)):
-            parts = [value for value in own if isinstance(value, _Part)]
+            parts = [value for value in own if isinstance(value, PlainTensor)]
             if not parts:
                 if len({repr(value) for value in own}) > 1:
                     raise SourceError(f"expected the same value on all ranks, found {own[0]!r:.80} and others")
@@ -172,32 +157,7 @@ def _state(
     return tensors, not by_number
 
 
-def _values(file: TorchFile, content: Mapping[object, object]) -> Iterator[tuple[KeyPath, object]]:
-    chunks = []
-    for path, value in leaves(file, content, (_OPTIMIZER,)):
-        if is_tensor(value):
-            with about(key_of(path)):
-                dtype, chunk = file.chunk(value)
-                if chunk.strides is not None:
-                    raise SourceError("expected elements in row-major order, found others")
-                chunks.append(chunk)
-                yield path, _Part(dtype, chunk)
-        else:
-            yield path, value
-    check_shared(file, iter(chunks))
-
-
-def _stacks(values: Mapping[KeyPath, object]) -> dict[str, list[str]]:
-    stacks = {}
-    for path, value in values.items():
-        match path:
-            case (_, "param_groups", number, "kind") if value == "muon":
-                params = list(map(str, expect(list, values.get((_OPTIMIZER, "param_groups", number, PARAMS)))))
-                stacks[params[0]] = params
-    return stacks
-
-
-def _unstacked(params: Sequence[str], slot: str, parts: Sequence[_Part]) -> Iterator[StateRecord]:
+def _unstacked(params: Sequence[str], slot: str, parts: Sequence[PlainTensor]) -> Iterator[StateRecord]:
     count, *shape = parts[0].chunk.box.shape
     if count != -(-len(params) // len(parts)):
         raise SourceError(
@@ -214,7 +174,7 @@ def _unstacked(params: Sequence[str], slot: str, parts: Sequence[_Part]) -> Iter
         yield _record(name, slot, tuple(shape), part.dtype, (chunk,))
 
 
-def _rows(name: str, slot: str, parts: Sequence[_Part], weight: Index | None) -> StateRecord:
+def _rows(name: str, slot: str, parts: Sequence[PlainTensor], weight: Index | None) -> StateRecord:
     local, dtype = parts[0].chunk.box.shape, parts[0].dtype
     cut = (local[0] * len(parts), *local[1:]) if local else ()
     equal = len({part.chunk.crc32 for part in parts}) == 1

@@ -27,16 +27,23 @@ from dataclasses import dataclass, replace
 from ....box import Box, Index
 from ....errors import DamageError, SourceError, about
 from ....keys import is_optimizer, key_of
-from ....record import Chunk, Extent, Manifest, StateRecord
+from ....record import Extent, Manifest, StateRecord
 from ....vocabulary import KeyPath
 from ...io.location import Location
 from ...io.regular import read_whole
 from ...reading.reader import LocatedReader
 from .. import safetensors, signs
 from ..torch_save.inert_pickle import expect, sizes_of
-from ..torch_save.torch_file import MemberPayloads, TorchFile, is_tensor, read_torch_file
+from ..torch_save.plain_item import HeldItems
+from ..torch_save.torch_file import (
+    MemberPayloads,
+    TorchFile,
+    checksums_inside,
+    is_tensor,
+    read_torch_file,
+    whole_record,
+)
 from .state_tree import (
-    HeldItems,
     NamesFile,
     check_shapes,
     check_shared,
@@ -45,7 +52,6 @@ from .state_tree import (
     leaves,
     mapping,
     optimizers_with_names,
-    whole_record,
 )
 
 _OPTIMIZER = re.compile(r"(optimizer(?:_[0-9]{1,4})?)\.(?:pt|bin)")
@@ -56,7 +62,7 @@ _INDEX = "pytorch_model.bin.index.json"
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What is read of a folder: files of ``torch.save`` and of safetensors with their roots, and names of others."""
+    """The files of ``torch.save`` and of safetensors that are read of a folder, by root, and the names of others."""
 
     folder: Location
     pickles: Mapping[str, KeyPath]
@@ -71,10 +77,7 @@ def reader(path: Location) -> LocatedReader:
         SourceError: a file is missing, damaged, or holds more than tensors and plain data; nothing in it is run.
     """
     safetensors.refuse_stray(path)
-    try:
-        parts = _parts_of_folder(path) if path.is_dir() else _Parts(path.parent, {path.name: ()}, {}, ())
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
+    parts = _parts_of_folder(path) if path.is_dir() else _Parts(path.parent, {path.name: ()}, {}, ())
     names = NamesFile.beside(parts.folder)
     tensors: list[StateRecord] = []
     for place, root in parts.weights.items():
@@ -87,12 +90,13 @@ def reader(path: Location) -> LocatedReader:
             found, states = _read(file, root, names, items)
             tensors += found
             numbered += states
-            used = [chunk for tensor in found for chunk in tensor.chunks]
-            check_shared(file, iter(used))
-            checksums |= {c.item: file.checksums[c.item] for c in used if c.crc32 is None and c.item in file.checksums}
+            check_shared(file, (chunk for tensor in found for chunk in tensor.chunks))
+            checksums |= checksums_inside([file], found)
     with about(parts.folder):
         names.check_used({key_of(t.path[:-3]) for t in tensors if "state" in t.path[-3:-2]})
-        _check_names(tensors, numbered)
+        weights = {str(t.path[-1]): t.shape for t in tensors if len(t.path) == 2 and str(t.path[0]).startswith("model")}
+        named = (t for t in tensors if "state" in t.path[-3:-2] and key_of(t.path[:-3]) not in numbered)
+        check_shapes(((str(t.path[-2]), str(t.path[-1]), t.shape) for t in named), weights)
     provenance: dict[str, object] = {"files": [*parts.pickles, *(str(place.name) for place in parts.weights)]}
     if parts.others:
         provenance[signs.NOT_READ] = list(parts.others)
@@ -158,18 +162,6 @@ def _read(file: TorchFile, root: KeyPath, names: NamesFile, items: HeldItems) ->
     return tensors, numbered
 
 
-def _check_names(tensors: Sequence[StateRecord], numbered: Sequence[str]) -> None:
-    weights = {str(t.path[-1]): t.shape for t in tensors if len(t.path) == 2 and str(t.path[0]).startswith("model")}
-
-    def slots() -> Iterator[tuple[str, str, Index]]:
-        for tensor in tensors:
-            match tensor.path:
-                case (*root, "state", name, slot) if key_of(tuple(root)) not in numbered:
-                    yield str(name), str(slot), tensor.shape
-
-    check_shapes(slots(), weights)
-
-
 _ZERO = "zero"
 _WEIGHT = "fp32"
 _PARAM = "param"
@@ -181,16 +173,13 @@ def universal_reader(path: Location) -> LocatedReader:
     Raises:
         SourceError: a parameter has no weight, a file is damaged or holds something else, or a shape is not known.
     """
-    try:
-        listed = sorted(str(entry.name) for entry in path.iterdir())
-        parameters = {
-            str(entry.name): sorted(str(file.name) for file in entry.iterdir())
-            for entry in (path / _ZERO).iterdir()
-            if entry.is_dir()
-        }
-        loose = [f"{_ZERO}/{entry.name}" for entry in (path / _ZERO).iterdir() if not entry.is_dir()]
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
+    listed = sorted(str(entry.name) for entry in path.iterdir())
+    parameters = {
+        str(entry.name): sorted(str(file.name) for file in entry.iterdir())
+        for entry in (path / _ZERO).iterdir()
+        if entry.is_dir()
+    }
+    loose = [f"{_ZERO}/{entry.name}" for entry in (path / _ZERO).iterdir() if not entry.is_dir()]
     items, shapes = HeldItems(), dict[str, Index]()
     with about(path):
         if not parameters:
@@ -231,19 +220,17 @@ def _read_universal(
         if not is_mapping(content) and chunk.box.shape and slot != "step":
             if not shapes:
                 shapes.update(_shapes(path, listed))
-            chunk = _shaped(chunk, shapes.get(name))
+            if (shape := shapes.get(name)) is None:
+                raise SourceError(
+                    "expected its shape in param_shapes of a *_model_states.pt beside zero, found none: from ZeRO 3 "
+                    "tensors are flat, and DeepSpeed copies these files there"
+                )
+            if len(chunk.box.shape) != 1 or math.prod(shape) != chunk.box.numel:
+                raise SourceError(
+                    f"expected {math.prod(shape)} elements for the shape {shape}, found shape {chunk.box.shape}"
+                )
+            chunk = replace(chunk, box=Box.of(shape))
         return whole_record(key, dtype, chunk)
-
-
-def _shaped(flat: Chunk, shape: Index | None) -> Chunk:
-    if shape is None:
-        raise SourceError(
-            "expected its shape in param_shapes of a *_model_states.pt beside zero, found none: from ZeRO 3 "
-            "tensors are flat, and DeepSpeed copies these files there"
-        )
-    if len(flat.box.shape) != 1 or math.prod(shape) != flat.box.numel:
-        raise SourceError(f"expected {math.prod(shape)} elements for the shape {shape}, found shape {flat.box.shape}")
-    return replace(flat, box=Box((0,) * len(shape), shape))
 
 
 def _shapes(path: Location, listed: list[str]) -> Iterator[tuple[str, Index]]:

@@ -30,22 +30,22 @@ from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.reader import LocatedReader
 from .. import signs
+from ..torch_save.plain_item import HeldItems
 from ..torch_save.tensor_item import is_row_major
-from ..torch_save.torch_file import MemberPayloads, TorchFile, is_tensor, read_torch_file
+from ..torch_save.torch_file import MemberPayloads, TorchFile, checksums_inside, read_torch_file, whole_record
 from .state_tree import (
     AS_PARAMETER,
-    HeldItems,
     NamesFile,
+    PlainTensor,
     RankPart,
-    check_shared,
+    check_same_keys,
+    decoded,
     is_dtensor,
     is_mapping,
-    leaves,
     mapping,
     optimizer_with_names,
     optimizers_with_names,
     rank_part,
-    whole_record,
 )
 
 _VERL = re.compile(r"(model|optim)_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt")
@@ -53,12 +53,6 @@ _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(_[0-9]{1,4})?_rank(0|[
 _TORCH_CHECKPOINTING = re.compile(r"([A-Za-z][A-Za-z0-9_-]{0,99})_(0|[1-9][0-9]{0,5})\.pt")
 _METADATA = "metadata.pkl"
 _ROOTS = {"model": "model", "optim": "optimizer", "pytorch_model_fsdp": "model", "optimizer": "optimizer"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    dtype: str
-    chunk: Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +72,8 @@ def reader(path: Location) -> LocatedReader:
         SourceError: the file of a rank is missing or damaged, ranks contradict each other, or a file holds more than
             tensors and plain data; nothing in it is run.
     """
-    try:
-        listed = sorted(str(entry.name) for entry in path.iterdir())
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
-    files = [file for name in listed if (file := _rank_file(name))]
-    files = files or [file for name in listed if (file := _keyed_file(name))]
+    listed = sorted(str(entry.name) for entry in path.iterdir())
+    files = _rank_files(listed)
     if not files:
         raise SourceError(
             f"{path}: expected files of ranks such as model_world_size_8_rank_0.pt, with at most six digits a number, "
@@ -96,7 +86,7 @@ def reader(path: Location) -> LocatedReader:
         world = _world(by_root)
         names = NamesFile.beside(path)
         contents = {root: [read_torch_file(path, file.name) for file in own] for root, own in sorted(by_root.items())}
-        joined = _Joined([], HeldItems(), {}, [])
+        joined = _Joined([], HeldItems(), [])
         order: dict[str, Index] = {}
         numbered: dict[str, None] = {}
         for root, ranks in contents.items():
@@ -105,9 +95,9 @@ def reader(path: Location) -> LocatedReader:
             for opened in ranks:
                 content, unnamed = _named(opened, root, names, order)
                 numbered |= dict.fromkeys(unnamed)
-                values.append(dict(_values(opened, root, content)))
-            joined.add(values, [opened.name for opened in ranks])
-            joined.add_checksums(ranks)
+                with about(opened.name):
+                    values.append(dict(decoded(opened, content, (root,))))
+            joined.add(values, ranks)
             if root == "model" and by_root[root][0].world is not None:
                 order = _parameters(values[0])
         names.check_used({key_of(t.path[:-3]) for t in joined.tensors if "state" in t.path[-3:-2]})
@@ -119,21 +109,22 @@ def reader(path: Location) -> LocatedReader:
     if numbered:
         provenance[signs.NUMBERED] = [*numbered]
     manifest = Manifest(tuple(joined.tensors), tuple(joined.items.blobs), provenance)
-    return LocatedReader(manifest, MemberPayloads(path, joined.items.in_memory, joined.checksums), tuple(joined.faults))
+    checksums = checksums_inside((file for ranks in contents.values() for file in ranks), joined.tensors)
+    return LocatedReader(manifest, MemberPayloads(path, joined.items.in_memory, checksums), tuple(joined.faults))
 
 
-def _rank_file(name: str) -> _RankFile | None:
-    if match := _VERL.fullmatch(name):
-        return _RankFile(name, _ROOTS[match[1]], int(match[3]), int(match[2]))
-    if match := _ACCELERATE.fullmatch(name):
-        number = "" if match[2] in (None, "_0") else match[2]
-        return _RankFile(name, f"{_ROOTS[match[1]]}{number}", int(match[3]), None)
-    return None
-
-
-def _keyed_file(name: str) -> _RankFile | None:
-    match = _TORCH_CHECKPOINTING.fullmatch(name)
-    return match and _RankFile(name, match[1], int(match[2]), None)
+def _rank_files(listed: Sequence[str]) -> list[_RankFile]:
+    """Return the files of verl and accelerate, or else those of torch_checkpointing, whose names say less."""
+    files, keyed = [], []
+    for name in listed:
+        if match := _VERL.fullmatch(name):
+            files.append(_RankFile(name, _ROOTS[match[1]], int(match[3]), int(match[2])))
+        elif match := _ACCELERATE.fullmatch(name):
+            number = "" if match[2] in (None, "_0") else match[2]
+            files.append(_RankFile(name, f"{_ROOTS[match[1]]}{number}", int(match[3]), None))
+        elif match := _TORCH_CHECKPOINTING.fullmatch(name):
+            keyed.append(_RankFile(name, match[1], int(match[2]), None))
+    return files or keyed
 
 
 def _world(by_root: Mapping[str, Sequence[_RankFile]]) -> int:
@@ -153,30 +144,8 @@ def _world(by_root: Mapping[str, Sequence[_RankFile]]) -> int:
     return world
 
 
-# One rank.
-
-
-def _values(file: TorchFile, root: str, content: object) -> Iterator[tuple[KeyPath, object]]:
-    chunks = []
-    for path, value in leaves(file, content, (root,)):
-        with about(f"{file.name}: {key_of(path)}"):
-            if is_dtensor(value):
-                part = rank_part(file, value)
-                chunks.append(part.local)
-                yield path, part
-            elif is_tensor(value):
-                dtype, chunk = file.chunk(value)
-                chunks.append(chunk)
-                yield path, _Plain(dtype, chunk)
-            else:
-                yield path, value
-    check_shared(file, iter(chunks))
-
-
 def _named(file: TorchFile, root: str, names: NamesFile, order: Mapping[str, Index]) -> tuple[object, list[str]]:
-    """Return the content of a file with names for the numbers of optimizers, and the keys of optimizers without
-    names.
-    """
+    """Return a file's content with names for optimizers' numbers, and the keys of optimizers without names."""
     with about(file.name):
         if not is_mapping(file.content):
             return file.content, []
@@ -217,31 +186,24 @@ def _parameters(values: Mapping[KeyPath, object]) -> dict[str, Index]:
     return order
 
 
-# All ranks.
-
-
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """The tensors and items of all ranks, the checksums of storages that are used in part, and what is wrong."""
+    """The tensors and items of all ranks, and the damage found."""
 
     tensors: list[StateRecord]
     items: HeldItems
-    checksums: dict[Extent, int]
     faults: list[SourceError]
 
-    def add(self, ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[str]) -> None:
-        for rank, values in enumerate(ranks):
-            if differing := values.keys() ^ ranks[0].keys():
-                key = key_of(min(differing, key=str))
-                raise SourceError(f"expected the same keys on all ranks, found {key!r} in only one of {files[0]} and "
-                                  f"{files[rank]}")  # fmt: skip
+    def add(self, ranks: Sequence[Mapping[KeyPath, object]], opened: Sequence[TorchFile]) -> None:
+        check_same_keys(ranks, opened)
+        files = [file.name for file in opened]
         for path in ranks[0]:
             own = [values[path] for values in ranks]
             with about(f"tensor {key_of(path)!r}"):
                 parts = [value for value in own if isinstance(value, RankPart)]
                 if len(parts) == len(own):
                     self._add_sharded(path, parts, files)
-                elif parts or isinstance(own[0], _Plain):
+                elif parts or isinstance(own[0], PlainTensor):
                     self._add_plain(path, own, files)
                 else:
                     if len({repr(value) for value in own}) > 1:
@@ -251,16 +213,14 @@ class _Joined:
                         )
                     self.items.add(path, own[0])
 
-    def add_checksums(self, files: Sequence[TorchFile]) -> None:
-        known = {extent: crc32 for file in files for extent, crc32 in file.checksums.items()}
-        used = {chunk.item for tensor in self.tensors for chunk in tensor.chunks if chunk.crc32 is None}
-        self.checksums.update((extent, known[extent]) for extent in used & known.keys())
-
     def _add_plain(self, path: KeyPath, own: Sequence[object], files: Sequence[str]) -> None:
         """Add a tensor that all ranks have whole, such as a counter of steps."""
-        kinds = {_content(value) for value in own}
+        kinds: set[object] = {
+            (value.dtype, value.chunk.box, value.chunk.crc32) if isinstance(value, PlainTensor) else type(value)
+            for value in own
+        }
         first = own[0]
-        if len(kinds) > 1 or not isinstance(first, _Plain) or (first.chunk.crc32 is None and len(own) > 1):
+        if len(kinds) > 1 or not isinstance(first, PlainTensor) or (first.chunk.crc32 is None and len(own) > 1):
             raise SourceError(
                 f"expected DTensors, or the same tensor on all ranks, found others in {files[0]} to "
                 f"{files[-1]}, such as flat parameters of FSDP1, which do not say what is in them: load them in their "
@@ -300,13 +260,8 @@ class _Joined:
 
 
 def _cut(part: RankPart) -> tuple[object, ...]:
-    """Return what is the same of a tensor on all ranks."""
+    """Return the properties of a tensor that are the same on all ranks."""
     return part.dtype, part.shape, part.sizes, tuple(map(str, part.placements))
-
-
-def _content(value: object) -> object:
-    """Return what is equal for equal plain tensors; a replica's bytes are known by their CRC-32."""
-    return (value.dtype, value.chunk.box, value.chunk.crc32) if isinstance(value, _Plain) else type(value)
 
 
 @lru_cache(maxsize=64)

@@ -3,9 +3,9 @@
 Dicts and lists can share parts, so everything is counted as often as it is reached: a hostile file costs no more than
 in proportion to its size.
 
-Optimizers number their parameters.  Names are taken from ``param_names``, which torch records for optimizers of named
+Optimizers number their parameters.  Names come from ``param_names``, which torch records for optimizers of named
 parameters, or from ``parameter_names.json``, which a person writes beside the files: docs/formats/trainers.md.  Nothing
-else says them for sure: weights of one shape look alike, and files of weights have another order.
+else tells them for sure: weights of one shape look alike, and files of weights have another order.
 
 Sources: ``DTensor``, ``DTensorSpec``, ``DeviceMesh`` and the placements of torch 2.4 to 2.13, pickled as they are.
 """
@@ -14,49 +14,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ....box import Index
 from ....errors import SourceError, about
 from ....keys import PARAM_GROUPS, STATE, is_optimizer, key_of
 from ....layouts.mesh import AxisPlacement, Replicate, Shard, StridedShard
-from ....record import Blob, Chunk, Chunks, Extent, StateRecord
+from ....record import Chunk
 from ....vocabulary import BEGIN_AS_ZEROS, MASTER, PARAMS, SECOND_MOMENT, STEP, KeyPath
 from ...io import limits
 from ...io.location import Location
 from ...io.regular import read_whole
 from ..signs import NAMES_FILE
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
-from ..torch_save.plain_item import PlainParts, plain_item
+from ..torch_save.plain_item import PlainParts
 from ..torch_save.torch_file import WITH_TYPE, TorchFile, is_tensor
-
-HELD_ITEMS = "items-in-memory"
-"""The name, in extents, of items that are decoded parts of files."""
 
 _MAPPINGS = frozenset({"collections OrderedDict", "collections defaultdict"})
 _DEEPEST = 32
-
-
-class HeldItems:
-    """Items that are made of plain data in files, one after the other in memory."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-        self.blobs: list[Blob] = []
-
-    def add(self, path: KeyPath, value: object) -> None:
-        item = plain_item(value)
-        self.blobs.append(Blob(key_of(path), path, Extent(HELD_ITEMS, len(self._data), len(item))))
-        self._data += item
-
-    @property
-    def in_memory(self) -> dict[str, bytes]:
-        return {HELD_ITEMS: bytes(self._data)}
-
-
-def whole_record(path: KeyPath, dtype: str, chunk: Chunk) -> StateRecord:
-    return StateRecord(key_of(path), path, chunk.box.shape, dtype, Chunks.of([chunk], chunk.box.ndim))
 
 
 def leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[KeyPath, object]]:
@@ -75,6 +51,46 @@ def leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[Ke
         else:
             with about(key_of(path)):
                 yield path, plain.part(value)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTensor:
+    """A tensor that is no DTensor: its dtype, and its chunk, whose box begins at 0."""
+
+    dtype: str
+    chunk: Chunk
+
+
+def decoded(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+    """Yield what `leaves` does, with tensors as `PlainTensor` or `RankPart`.
+
+    Raises:
+        LimitError: tensors share more than in proportion to the file.
+        SourceError: as `leaves`, `TorchFile.chunk` and `rank_part`; names the path, but not the file.
+    """
+    chunks = []
+    for path, value in leaves(file, content, root):
+        if is_tensor(value):
+            with about(key_of(path)):
+                part = rank_part(file, value) if is_dtensor(value) else PlainTensor(*file.chunk(value))
+            chunks.append(part.local if isinstance(part, RankPart) else part.chunk)
+            yield path, part
+        else:
+            yield path, value
+    check_shared(file, chunks)
+
+
+def check_same_keys(ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[TorchFile]) -> None:
+    """Check that the file of each rank has the same paths.
+
+    Raises:
+        SourceError: they differ.
+    """
+    for rank, values in enumerate(ranks):
+        if differing := values.keys() ^ ranks[0].keys():
+            key = key_of(min(differing, key=str))
+            only = f"only one of {files[0].name} and {files[rank].name}"
+            raise SourceError(f"expected the same keys on all ranks, found {key!r} in {only}")
 
 
 class _Walk:
@@ -102,7 +118,7 @@ class _Walk:
 
 
 def is_mapping(value: object) -> bool:
-    """Return whether a part of a pickle is a dict, or one that keeps its order."""
+    """Return whether a part of a pickle is a dict, an OrderedDict or a defaultdict."""
     return type(value) is dict or (isinstance(value, Record) and value.kind in _MAPPINGS)
 
 
@@ -117,8 +133,8 @@ def mapping(value: object) -> Mapping[object, object]:
     return expect(dict, value)
 
 
-def check_shared(file: TorchFile, chunks: Iterator[Chunk]) -> None:
-    """Compare what the tensors of a file have together with what is stored, since tensors can share storages.
+def check_shared(file: TorchFile, chunks: Iterable[Chunk]) -> None:
+    """Compare the bytes of all tensors of a file with those that are stored, since tensors can share storages.
 
     Raises:
         LimitError: it is out of proportion.
@@ -144,8 +160,7 @@ class NamesFile:
 
     @classmethod
     def beside(cls, folder: Location) -> NamesFile:
-        """Read the file in a folder: a list of names, for ``optimizer``, or a dict of such lists; empty if there is
-        none.
+        """Read the file in a folder, if any: a list of names, for ``optimizer``, or a dict of such lists.
 
         Raises:
             SourceError: it is damaged, or holds something else.
@@ -166,10 +181,10 @@ class NamesFile:
         return cls(lists)
 
     def check_used(self, roots: Collection[str]) -> None:
-        """Check that it has names for these optimizers only.
+        """Check that it names parameters of these optimizers only.
 
         Raises:
-            SourceError: it has some for others.
+            SourceError: it has names for others.
         """
         if not self.of_optimizers.keys() <= {*roots}:
             raise SourceError(
@@ -180,8 +195,9 @@ class NamesFile:
 def optimizer_with_names(
     optimizer: Mapping[object, object], listed: Sequence[str] | None
 ) -> tuple[Mapping[object, object], Mapping[object, str]]:
-    """Return a state dict with its parameters under names, and the names by number; as it is, and none, if nothing
-    says them.
+    """Return a state dict with its parameters under names, and the names by number.
+
+    Where nothing tells the names, return it unchanged, and no names.
 
     Args:
         listed: the names in the order of numbers, as a person wrote them.
@@ -214,15 +230,15 @@ def optimizer_with_names(
 def optimizers_with_names(
     content: Mapping[object, object], root: KeyPath, names: NamesFile
 ) -> tuple[Mapping[object, object], list[str]]:
-    """Return content with names for optimizers' numbers, and the keys of those without names.
+    """Return content with names for optimizers' numbers, and the keys of optimizers without names.
 
-    Optimizers are looked for in the dict itself, in its parts, and in lists that are its parts.  Raises as
-    `optimizer_with_names`.
+    An optimizer may be the dict itself, a part of it, or in a list that is a part.  Raises as `optimizer_with_names`.
     """
     if is_optimizer(content):
         key = key_of(root)
         content, by_number = optimizer_with_names(content, names.of_optimizers.get(key))
-        return content, [key] if not by_number and has_numbers(content) else []
+        has_numbers = any(type(number) is int for number in mapping(content[STATE]))
+        return content, [key] if not by_number and has_numbers else []
     changed, numbered = dict(content), list[str]()
     for part, value in content.items():
         if is_mapping(value) and is_optimizer(mapping(value)):
@@ -235,10 +251,6 @@ def optimizers_with_names(
             changed[part] = [state for state, _ in both]
             numbered += (key for _, unnamed in both for key in unnamed)
     return changed, numbered
-
-
-def has_numbers(optimizer: Mapping[object, object]) -> bool:
-    return any(type(number) is int for number in mapping(optimizer[STATE]))
 
 
 def _recorded(groups: Sequence[Mapping[object, object]]) -> list[str] | None:
@@ -279,8 +291,8 @@ class RankPart:
     """One rank's part of a tensor of global ``shape``.
 
     Attributes:
-        sizes: of the mesh's axes.
-        coordinate: of the rank on the mesh.
+        sizes: the sizes of the mesh's axes.
+        coordinate: the rank's coordinate on the mesh.
         placements: one for each axis.
         local: the chunk of the rank's own elements, whose box begins at 0.
     """
@@ -323,7 +335,15 @@ def rank_part(file: TorchFile, value: object) -> RankPart:
             f"expected a coordinate on a mesh of sizes {sizes} and a placement for each axis, found {coordinate} and "
             f"{', '.join(map(str, placements))}"
         )
-    _check_order(spec.get("shard_order"))
+    # Torch before 2.10 has no order, and always cut from the first axis to the last.
+    order = spec.get("shard_order")
+    for entry in () if order is None else sequence(order):
+        fields: Sequence[object] = sequence(entry.args if isinstance(entry, Record) else entry)
+        axes = sizes_of(fields[-1])
+        if list(axes) != sorted(axes):
+            raise SourceError(
+                f"expected shards cut from the first axis of the mesh to the last, found the order {axes}"
+            )
     return RankPart(dtype, shape, sizes, coordinate, placements, local)
 
 
@@ -365,14 +385,3 @@ def _placement(value: object, ndim: int) -> AxisPlacement:
     raise SourceError(
         f"expected Shard, _StridedShard or Replicate, found {record.kind}, which is not elements of a tensor"
     )
-
-
-def _check_order(order: object) -> None:
-    """Refuse shards that were not cut from the first axis of the mesh to the last.  Torch before 2.10 has no others."""
-    for entry in () if order is None else sequence(order):
-        fields: Sequence[object] = sequence(entry.args if isinstance(entry, Record) else entry)
-        axes = sizes_of(fields[-1])
-        if list(axes) != sorted(axes):
-            raise SourceError(
-                f"expected shards cut from the first axis of the mesh to the last, found the order {axes}"
-            )
