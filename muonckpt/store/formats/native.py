@@ -1,5 +1,4 @@
-"""Our own format: a directory of DCP with a manifest; a tensor's entry in it for formats that lack its fields; and
-torch_dist.
+"""Our own format, a directory of DCP with a manifest; and Megatron's ``torch_dist``.
 
 Megatron's ``torch_dist`` is a DCP checkpoint with ``metadata.json``, and everything but tensors in one item:
 ``common_state/shard_0_1`` since core 0.19, before that the file ``common.pt``, which later ones read too.

@@ -1,7 +1,7 @@
-"""The formats: which one a checkpoint is in, and which one a word for ``--format`` means.
+"""The table of formats, the format of a checkpoint, and the formats of plug-ins.
 
-Built-in formats and plug-ins are `Format` values alike.  Readers and writers are imported when they are used.  A
-package names its formats in the entry points ``muonckpt.formats``::
+Built-in formats and plug-ins are `Format` values alike, whose readers and writers are imported when used.  A package
+names its formats in the entry points ``muonckpt.formats``::
 
     [project.entry-points."muonckpt.formats"]
     npy = "npy_folder:FORMAT"
@@ -125,11 +125,13 @@ BUILT_IN = (
     ZERO,
     UNIVERSAL,
 )
-"""The built-in formats; of those that show equally strong signs, the first counts.
+"""The built-in formats; of several that show equally strong signs, the first counts.
 
 Safetensors files may lie beside our manifest and DCP's metadata, and some programs leave Megatron's per-rank files
 beside other checkpoints."""
 
+
+_NANOCHAT_STEP = re.compile(r"model_([0-9]{6,12})\.pt")
 
 Given = TypeVar("Given")
 
@@ -137,15 +139,23 @@ Given = TypeVar("Given")
 def format_of(path: Location) -> Format:
     """Return the format of a checkpoint.
 
-    A directory without a sign of a built-in format is shown to plug-ins, then searched for folders of DCP; if there are
-    none, DCP's reader says what is missing.
+    A directory without a sign of a built-in format is shown to plug-ins, then searched for folders of DCP; without any,
+    DCP's reader reports what is missing.
 
     Raises:
         SourceError: there is nothing, the directory cannot be listed, or a plug-in is broken.
     """
     try:
         if path.is_file():
-            return _format_of_file(path)
+            if fnmatch.fnmatch(path.name, "*.safetensors"):
+                return SAFETENSORS
+            match = _NANOCHAT_STEP.fullmatch(path.name)
+            if match and (path.parent / f"optim_{match[1]}_rank0.pt").is_file():
+                return NANOCHAT
+            with open_regular(path) as file:
+                if file.read(0, min(file.size, 4)) in signs.TORCH_SAVE:
+                    return PROCESS_FILES
+            return _plugin_showing([path.name]) or SAFETENSORS
         if not path.is_dir():  # said now: it may be published before the next look, and seem to lack what was not there
             raise SourceError(f"expected a checkpoint directory, found no directory {path}")
         names = [entry.name for entry in path.iterdir()]
@@ -160,7 +170,7 @@ def format_of(path: Location) -> Format:
 
 
 def format_written_as(word: str) -> Format | None:
-    """Return the format that this word for ``--format`` means, built in or of a plug-in; None if there is none.
+    """Return the format, built in or of a plug-in, for this word after ``--format``; None if there is none.
 
     Raises:
         SourceError: a plug-in is broken.
@@ -178,20 +188,6 @@ def _showing(names: Sequence[str], formats: Iterable[Format]) -> Iterator[Format
                 yield format
 
 
-_NANOCHAT_STEP = re.compile(r"model_([0-9]{6,12})\.pt")
-
-
-def _format_of_file(path: Location) -> Format:
-    if fnmatch.fnmatch(path.name, "*.safetensors"):
-        return SAFETENSORS
-    if (match := _NANOCHAT_STEP.fullmatch(path.name)) and (path.parent / f"optim_{match[1]}_rank0.pt").is_file():
-        return NANOCHAT
-    with open_regular(path) as file:
-        if file.read(0, min(file.size, 4)) in signs.TORCH_SAVE:
-            return PROCESS_FILES
-    return _plugin_showing([path.name]) or SAFETENSORS
-
-
 def _plugin_showing(names: Sequence[str]) -> Format | None:
     claiming = {
         plugin: format
@@ -204,10 +200,13 @@ def _plugin_showing(names: Sequence[str]) -> Format | None:
 
 
 def of_plugins(group: str, kind: type[Given], of: str) -> dict[str, Given]:
-    """Import what plug-ins give in a group of entry points, by what a message calls them.
+    """Import the values that plug-ins give in a group of entry points, by the names that messages use.
+
+    Args:
+        of: what they are, such as "formats", for messages.
 
     Raises:
-        SourceError: a plug-in cannot be imported, or gives something of another kind.
+        SourceError: a plug-in cannot be imported, or gives a value of another kind.
     """
     from importlib.metadata import entry_points  # slow to import
 
