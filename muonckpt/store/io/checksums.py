@@ -14,12 +14,12 @@ from ...box import Index
 from ...fingerprint import combine, fingerprint
 
 _BAND_BYTES = 1 << 20
-"""Bytes summed at a time: they stay in cache from one sum to the next, and to the write."""
+"""Bytes per pass: they stay in cache from one sum to the next, and to the write."""
 
 RawBytes = bytes | memoryview
 
 Checksum = Callable[[RawBytes, int], int]
-"""Continues a checksum: (the next bytes, the checksum of those before, at first 0) to the checksum of all."""
+"""A function that continues a checksum: it takes the next bytes, and the checksum of those before them (at first 0)."""
 
 
 def crc32_of(raw: RawBytes, start: int) -> int:
@@ -27,7 +27,7 @@ def crc32_of(raw: RawBytes, start: int) -> int:
 
 
 class Sums:
-    """The xxh3-128, a checksum and the share of the fingerprint of a payload, as its parts pass in order."""
+    """The xxh3-128, a checksum and the fingerprint share of a payload whose parts pass in order."""
 
     def __init__(self, checksum_of: Checksum = crc32_of) -> None:
         self.checksum = 0

@@ -31,8 +31,8 @@ ITEM_CONTAINERS = 1 << 18
 """Tuples, lists, dicts and objects in such a pickle."""
 
 UNFOLDED = 8
-"""What an item's data may be when the parts that its pickle shares are written out: so many times the pickle's
-bytes, and `SMALL_DESCRIPTION` more, in elements and characters."""
+"""Elements and characters that an item may have when the parts that its pickle shares are written out: so many times
+the pickle's bytes, and `SMALL_DESCRIPTION` more."""
 
 PICKLE_BYTES = 4
 """Bytes of a pickle for each tuple, list, dict and object in it, beyond the first `FEW`.  DCP writes six."""
@@ -58,7 +58,7 @@ DECODED = 128 << 20
 """Bytes that the file of an encoded zarr array may have when it is decoded, and 1000 more for each on the disk."""
 
 HOLES = 64
-"""Bytes that a file of elements may have for each on the disk, and `DECODED` more: holes take time to read, too."""
+"""Bytes that a file of elements may have for each on the disk, and `DECODED` more: holes take time to read too."""
 
 
 class LimitError(SourceError):
@@ -84,15 +84,18 @@ def check_description(file: Location, size: int) -> None:
     Raises:
         LimitError: it is out of proportion.
     """
-    if size > SMALL_DESCRIPTION:
-        others = _sum_up_to(size - SMALL_DESCRIPTION, _sizes_beside(file))
-        check_limit(
-            size, SMALL_DESCRIPTION + others, f"bytes in {file}, whose neighbours have {others} bytes on the disk"
-        )
+    if size <= SMALL_DESCRIPTION:
+        return
+    others = 0
+    for length in _sizes_beside(file):
+        others += length
+        if SMALL_DESCRIPTION + others >= size:
+            return
+    check_limit(size, SMALL_DESCRIPTION + others, f"bytes in {file}, whose neighbours have {others} bytes on the disk")
 
 
 def on_disk(status: os.stat_result) -> int:
-    """Return the bytes that a local file really has: fewer than its size if it has holes."""
+    """Return the bytes that a local file has on the disk: fewer than its size if it has holes."""
     return min(status.st_size, 512 * status.st_blocks)
 
 
@@ -115,17 +118,8 @@ def check_text(data: bytes) -> None:
         check_limit(data.count(b"[") + data.count(b"{"), FEW + len(data) // JSON_BYTES, "lists and tables in the text")
 
 
-def _sum_up_to(enough: int, sizes: Iterator[int]) -> int:
-    total = 0
-    for size in sizes:
-        total += size
-        if total >= enough:
-            break
-    return total
-
-
 def _sizes_beside(file: Location) -> Iterator[int]:
-    """Yield the sizes of all other files in the folder of a file and below, each file once."""
+    """Yield the sizes of all other files in the folder of a file and below it, each file once."""
     if isinstance(file, Remote):
         with asking(file):
             sizes = file.parent.fs.find(file.parent.path, detail=True)

@@ -29,8 +29,8 @@ PART = 8 << 20
 """Bytes of the parts in which an object is written.  S3 demands 5 MiB."""
 
 _READ, _WRITTEN = 6, 5
-"""Copies of a request, and of a part being written, in a thread's memory: those of the libraries (measured with s3fs
-2026.9), and three windows of what was read."""
+"""Copies of a request, and of a part being written, in a thread's memory: in the libraries (measured with s3fs 2026.9),
+and in three windows of `Payloads`."""
 
 _PARTS = 9_000
 
@@ -177,7 +177,7 @@ R = TypeVar("R")
 
 
 def at_each(place: Location, function: Callable[[T], R], things: Iterable[T]) -> list[R]:
-    """Return the results of a function, in order; for a store, which is slow to answer, of many calls at once."""
+    """Apply a function to each thing, in order; in a store, which is slow to answer, many calls run at once."""
     if not isinstance(place, Remote):
         return list(map(function, things))
     from concurrent.futures import ThreadPoolExecutor  # imports logging, which few commands need
@@ -287,7 +287,7 @@ def part_bytes(length: int) -> int:
 
 
 def check_memory(source: Location, destination: Location, longest: int, threads: int, memory: int) -> None:
-    """Refuse a budget that is too small for threads that read and write objects of at most ``longest`` bytes.
+    """Check that threads can read and write objects of at most ``longest`` bytes within a budget of memory.
 
     Raises:
         DestinationError: the budget is too small; says how much is needed.
@@ -314,9 +314,7 @@ def asking(place: Remote) -> Iterator[None]:
 
 @contextmanager
 def reading(place: Remote) -> Iterator[None]:
-    """Turn every exception of a store's library into a `SourceError` that names the place, a `DamageError` if it is
-    missing.
-    """
+    """Turn every exception of a store's library into a `SourceError`: a `DamageError` if the object is missing."""
     try:
         with asking(place):
             yield

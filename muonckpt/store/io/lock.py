@@ -1,8 +1,8 @@
 """A lock file, which another process takes over only if its user asks to resume the work.
 
-On one machine the kernel knows whether the process that made it is alive.  A network file system may not, and an object
-store knows nothing of processes: there a lock left by a crash looks like one in use.  So a user may have it taken over,
-and the earlier owner can see that it has lost it.
+On one machine the kernel knows whether the process that made it is alive.  A network file system may not, and in an
+object store a lock left by a crash looks like one in use.  So a user may take it over, and the earlier owner can see
+that it has lost it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Lock(Protocol):
     def earlier(self) -> list[bytes] | None: ...
 
     def sign(self, line: bytes) -> None:
-        """Become its owner, with a line of its own."""
+        """Become its owner; the line identifies this process."""
         ...
 
     def is_mine(self) -> bool:
-        """Return whether the lock exists, and no other process has become its owner since."""
+        """Return True if the lock exists, and no other process has become its owner since."""
         ...
 
     def close(self) -> None: ...
 
 
 def open_lock(folder: Location, name: str) -> Lock:
-    """Open or make the lock of this name for everything in a directory.
+    """Open or make the lock file of this name, which locks the directory.
 
     Raises:
         InUse: another process has it open.
@@ -54,18 +54,23 @@ def holding(folder: Path) -> int | None:
         InUse: another process has locked it, or it has been renamed.
         FileNotFoundError: it has been removed.
     """
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        locked = _lock(handle)
-        if not _is(folder, handle):
-            raise InUse
-    except BaseException:
-        os.close(handle)
-        raise
-    if locked:
-        return handle
-    os.close(handle)
+    with ExitStack() as stack:
+        handle, locked = _held(folder, stack)
+        if locked:
+            stack.pop_all()
+            return handle
     return None
+
+
+def _held(folder: Path, stack: ExitStack) -> tuple[int, bool]:
+    """Open and lock a directory; return its handle, which ``stack`` closes, and whether there are such locks."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    stack.callback(os.close, handle)
+    locked = _lock(handle)
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(handle), folder.stat()):
+            return handle, locked
+    raise InUse  # its owner has just renamed it
 
 
 class _FileLock:
@@ -77,13 +82,8 @@ class _FileLock:
 
     def __init__(self, folder: Path, name: str) -> None:
         self._path, self._line = folder / name, b""
-        self._closing = ExitStack()
         with ExitStack() as stack:
-            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(os.close, handle)
-            _lock(handle)
-            if not _is(folder, handle):  # its owner has just renamed it
-                raise InUse
+            _held(folder, stack)
             self._path.parent.mkdir(exist_ok=True)
             try:
                 self._stream, is_new = stack.enter_context(self._path.open("xb+")), True
@@ -110,7 +110,7 @@ class _FileLock:
 
 
 def _lock(handle: int) -> bool:
-    """Lock a file; return whether this file system has such locks."""
+    """Lock a file; return False if this file system has no such locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -118,12 +118,6 @@ def _lock(handle: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _is(folder: Path, handle: int) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(handle), folder.stat())
-    return False
 
 
 class _ObjectLock:

@@ -21,7 +21,7 @@ memory to its host must request again: measured at 4 GB, half the time in the ke
 
 
 class Writing(Protocol):
-    """A file that is being written.  ``rewinds``: whether bytes before the last write may still be written."""
+    """A file that is being written; if it ``rewinds``, bytes before the last write may still be written."""
 
     rewinds: bool
 
@@ -31,15 +31,13 @@ class Writing(Protocol):
 
 
 def created(file: Location, length: int) -> AbstractContextManager[Writing]:
-    """Make a file of ``length`` bytes, zeros where nothing is written; the block ends when it is on the disk or
-    stored.
-    """
+    """Make a file of ``length`` bytes, zeros where nothing is written; it is on the disk when the block has ended."""
     return file.upload(length) if isinstance(file, Remote) else Output(file, length)
 
 
 @contextmanager
 def drafted(file: Location, length: int, drafts: Location) -> Iterator[Writing]:
-    """Make a file that appears whole when the block has succeeded, and replaces an earlier one.
+    """Make a file as `created` does, which appears when the block has succeeded, and replaces an earlier one.
 
     Until then a local file lies in the directory ``drafts`` of the same file system.
     """
@@ -63,7 +61,7 @@ def write_synced(file: Location, data: bytes) -> None:
 
 
 def write_parts(file: Location, parts: Iterable[bytes]) -> None:
-    """Write a small new file in parts, and wait until it is on the disk or in the store."""
+    """Write a small new file as `write_synced` does, from its parts."""
     if isinstance(file, Remote):
         file.write(b"".join(parts))
         return
@@ -115,8 +113,7 @@ class Output:
 class Lines(Protocol):
     """Lines that one thread appends and that survive a crash of the machine.
 
-    They are a file that is synced line by line, or in a store, where objects cannot grow, a folder with an object for
-    each.
+    They are a file that is synced line by line; in a store, where objects cannot grow, each is an object in a folder.
     """
 
     def add(self, line: bytes) -> None:
@@ -135,8 +132,7 @@ def read_lines(place: Location) -> list[bytes]:
     """Read all lines of a place, without their ends.  The last may have been cut off by a crash."""
     if isinstance(place, Path):
         return place.read_bytes().splitlines()
-    objects = sorted(place.iterdir(), key=lambda line: line.name)
-    return at_each(place, content, objects)
+    return at_each(place, content, sorted(place.iterdir(), key=lambda line: line.name))
 
 
 def content(place: Remote) -> bytes:

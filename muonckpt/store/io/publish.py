@@ -1,4 +1,4 @@
-"""How checkpoints appear and vanish: a finished one is synced and renamed into place, a removed one renamed first.
+"""Publishing and removing checkpoints: a finished one is synced and renamed into place, a removed one renamed first.
 
 A store cannot rename.  There objects get their final names at once, a claim reserves the destination, and a mark says
 that a checkpoint is being removed.
@@ -40,24 +40,21 @@ def reserve(destination: Location) -> Location:
         OSError: the place cannot be made.
     """
     refuse_existing(destination)
-    if isinstance(destination, Remote):
-        _claim(destination)
-        return destination
-    make_parents(destination)
-    staged = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:12]}.tmp"
-    staged.mkdir()
-    return staged
-
-
-def _claim(destination: Remote) -> None:
+    if isinstance(destination, Path):
+        make_parents(destination)
+        staged = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:12]}.tmp"
+        staged.mkdir()
+        return staged
     taken = DestinationError(f"{destination} is being written by another save; choose another destination")
+    claim = destination / CLAIM
     try:
-        (destination / CLAIM).create(b"of a save that is not finished\n")
+        claim.create(b"of a save that is not finished\n")
     except FileExistsError:
         raise taken from None
     if any(place.name != CLAIM for place in destination.iterdir()):  # it was published since we looked
-        (destination / CLAIM).unlink()
+        claim.unlink()
         raise taken
+    return destination
 
 
 def staging_place(destination: Location) -> Location:
@@ -76,7 +73,7 @@ def journal(staged: Location) -> Location:
 
 
 def discard(staged: Location) -> None:
-    """Remove what was written, as far as possible, after making sure that no process can publish it."""
+    """Remove unfinished files as far as possible, after making sure that no process can publish them."""
     with suppress(OSError):  # the error that led here is the one to report
         if isinstance(staged, Remote):
             staged.remove()
@@ -113,18 +110,14 @@ def publish(staged: Location, destination: Location) -> None:
         if isinstance(staged, Remote) and isinstance(destination, Remote):
             staged.copy_to(destination)
         elif isinstance(staged, Path) and isinstance(destination, Path):
-            _rename(staged, destination)
+            if staged.is_dir():
+                sync_directory(staged)
+                staged.rename(destination)
+            else:
+                os.link(staged, destination)  # a rename would replace a file that has appeared there meanwhile
+            sync_directory(destination.parent)
     except OSError as error:
         raise DestinationError(f"cannot publish {destination}: {error}") from error
-
-
-def _rename(staged: Path, destination: Path) -> None:
-    if staged.is_dir():
-        sync_directory(staged)
-        staged.rename(destination)
-    else:
-        os.link(staged, destination)  # a rename would replace a file that has appeared there meanwhile
-    sync_directory(destination.parent)
 
 
 def make_parents(place: Location) -> None:
@@ -140,7 +133,7 @@ def make_parents(place: Location) -> None:
 
 
 def sync_tree(path: Location) -> None:
-    """Wait until the entries of a directory and of all below it are on disk; a store has none."""
+    """Sync a directory and all below it to the disk; a store has none."""
     if isinstance(path, Path):
         for folder in [*(folder for folder in path.rglob("*") if folder.is_dir()), path]:
             sync_directory(folder)
@@ -160,7 +153,10 @@ def refuse_other(place: Location, data: bytes) -> None:
     Raises:
         DestinationError: something else is there.
     """
-    if (place.exists() or place.is_symlink()) and not _holds(place, data):
+    if place.exists() or place.is_symlink():
+        with suppress(SourceError), open_regular(place) as file:
+            if file.size == len(data) and bytes(file.read(0, file.size)) == data:
+                return
         raise DestinationError(f"{place} exists already; choose another destination or remove it first")
 
 
@@ -175,18 +171,9 @@ def published_first(place: Location, data: bytes, draft: Location) -> Iterator[N
         DestinationError: another file is there.
     """
     refuse_other(place, data)
-    is_new = not place.exists()
-    if is_new:
-        _publish(place, data, draft)
-    try:
+    if place.exists():
         yield
-    except BaseException:
-        if is_new:
-            place.unlink(missing_ok=True)
-        raise
-
-
-def _publish(place: Location, data: bytes, draft: Location) -> None:
+        return
     try:
         if isinstance(place, Remote):
             place.create(data)
@@ -198,14 +185,11 @@ def _publish(place: Location, data: bytes, draft: Location) -> None:
             sync_directory(place.parent)
     except FileExistsError:
         raise DestinationError(f"{place} has appeared in the meantime; choose another destination") from None
-
-
-def _holds(place: Location, data: bytes) -> bool:
     try:
-        with open_regular(place) as file:
-            return file.size == len(data) and bytes(file.read(0, file.size)) == data
-    except SourceError:
-        return False
+        yield
+    except BaseException:
+        place.unlink(missing_ok=True)
+        raise
 
 
 MARK = ".muonckpt.removing"
@@ -238,7 +222,7 @@ def remove(place: Location, descriptions: Collection[str]) -> None:
 
 
 def finish_removal(place: Location, descriptions: Collection[str]) -> None:
-    """Delete what a removal that was cut off has left.
+    """Delete the rest of a checkpoint whose removal was cut off.
 
     Raises:
         OSError: something cannot be deleted.
@@ -253,7 +237,7 @@ def finish_removal(place: Location, descriptions: Collection[str]) -> None:
 
 
 def removed_name(name: str) -> str | None:
-    """Return the name that a local directory had before its removal began, or None: it is not being removed."""
+    """Return the name that a local directory had before its removal began; None if it is not being removed."""
     if match := _REMOVED.fullmatch(name):
         return match["name"]
     match = STAGING.fullmatch(name)
@@ -261,15 +245,15 @@ def removed_name(name: str) -> str | None:
 
 
 def staged_name(name: str) -> str | None:
-    """Return the name that a local staging directory will have when it is published, or None: it is none."""
+    """Return the name under which a local staging directory will be published; None for other directories."""
     match = STAGING.fullmatch(name)
     return match["name"] if match and not match["discarded"] else None
 
 
 def remove_abandoned(destination: Location) -> None:
-    """Remove the staging directories of saves at this place whose processes have ended.
+    """Remove the staging directories of saves to this destination whose processes have ended.
 
-    Where the file system has no locks, those that have not changed for long.
+    Where the file system has no locks, a directory that has not changed for an hour counts as abandoned.
 
     Raises:
         OSError: their folder cannot be read.
@@ -289,33 +273,29 @@ def remove_abandoned(destination: Location) -> None:
 
 
 def is_stale(place: Location, folder: Location) -> bool:
-    """Return whether unfinished files have not changed for so long that nobody writes there, by the store's clock.
+    """Return True if unfinished files have not changed for so long, by the store's clock, that nobody writes there.
+
+    Args:
+        folder: the folder that holds them.
 
     Raises:
-        OSError: it cannot be asked.
+        OSError: the store cannot be asked.
     """
     try:
-        changed = _last_change(place)
+        if isinstance(place, Path):
+            changed = max(entry.lstat().st_mtime for entry in (place, *place.iterdir()))
+        else:
+            changed = max(at_each(place, _modified, place.below()))
     except FileNotFoundError:  # it has been published, or removed, since it was listed
         return False
-    return _now(folder) - changed > (_STALE_OBJECTS if isinstance(place, Remote) else _STALE_FILES)
-
-
-def _now(folder: Location) -> float:
     if isinstance(folder, Path):
         folder.touch()
-        return folder.stat().st_mtime
+        return folder.stat().st_mtime - changed > _STALE_FILES
     clock = folder / ".muonckpt.now"
     clock.write(b"")
     now = _modified(clock)
     clock.unlink(missing_ok=True)
-    return now
-
-
-def _last_change(place: Location) -> float:
-    if isinstance(place, Path):
-        return max(entry.lstat().st_mtime for entry in (place, *place.iterdir()))
-    return max(at_each(place, _modified, place.below()))
+    return now - changed > _STALE_OBJECTS
 
 
 def _modified(place: Remote) -> float:

@@ -19,9 +19,7 @@ Numbers = NDArray[np.signedinteger[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Joined ranges: ``start`` and ``stop`` are the bytes of each run in its file, ``first`` is its first range's
-    number.
-    """
+    """Joined ranges: the bytes ``start:stop`` of each run in its file, and the number of its ``first`` range."""
 
     start: Column
     stop: Column
@@ -46,30 +44,26 @@ def joined(start: Column, stop: Column, gap: int, most: int = sys.maxsize, file:
         apart |= file[1:] != file[:-1]
     first = np.flatnonzero(np.append(True, apart)) if len(start) else np.zeros(0, np.int64)
     if len(start) and most < sys.maxsize:
-        bounds = pairwise([*first.tolist(), len(start)])
-        first = np.array([cut for lo, hi in bounds for cut in _cuts(start, stop, lo, hi, most)])
+        cuts = []
+        for lo, hi in pairwise([*first.tolist(), len(start)]):
+            reach = np.maximum.accumulate(stop[lo:hi])
+            while lo < hi:
+                cuts.append(lo)
+                lo = max(hi - len(reach) + int(np.searchsorted(reach, start[lo] + most, side="right")), lo + 1)
+        first = np.array(cuts)
     return Runs(start[first], np.maximum.reduceat(stop, first) if len(first) else stop[:0], first)
-
-
-def _cuts(start: Column, stop: Column, lo: int, hi: int, most: int) -> Iterator[int]:
-    """Yield the first ranges of the runs into which ``lo:hi`` are cut."""
-    reach = np.maximum.accumulate(stop[lo:hi])
-    at = lo
-    while at < hi:
-        yield at
-        at = max(lo + int(np.searchsorted(reach, start[at] + most, side="right")), at + 1)
 
 
 @dataclass(slots=True)
 class JoinedCrc:
-    """The CRC-32 of bytes whose ranges are added in any order: ``crc32`` is that of the bytes up to ``reached``."""
+    """The CRC-32 of bytes whose ranges are added in any order; ``crc32`` covers the bytes up to ``reached``."""
 
     reached: int = 0
     crc32: int = 0
     _waiting: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, start: int, stop: int, crc32: int) -> None:
-        """Add a range by its CRC-32.  It does not count if its first byte has been reached."""
+        """Add a range by its CRC-32; it is ignored if its first byte has been reached."""
         if start >= self.reached:
             self._waiting.setdefault(start, (stop, crc32))
         while waiting := self._waiting.pop(self.reached, None):

@@ -1,6 +1,4 @@
-"""Files that others made: opened only if regular, without following a link or waiting for a pipe, and checked for
-length.
-"""
+"""Files that others made: opened only if regular, without following a link or waiting for a pipe; lengths checked."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ class File(Protocol):
 
     @property
     def on_disk(self) -> int:
-        """Return the bytes that it really has: fewer than its size if it has holes."""
+        """Return the bytes that it has on the disk: fewer than its size if it has holes."""
         ...
 
     def contents(self) -> FileBytes:
@@ -139,7 +137,7 @@ class LocalBytes:
     It is not mapped: if another program cuts a mapped file, touching its pages ends the process (SIGBUS).
 
     Args:
-        handle: a file descriptor, which is closed with this object.
+        handle: a file descriptor, which this object closes.
     """
 
     gap, most = _GAP, READ_BYTES
@@ -214,11 +212,11 @@ def open_regular(file: Location) -> Iterator[File]:
 
 
 def read_whole(file: Location) -> bytes:
-    """Read a text, JSON or TOML, that describes the files beside it.
+    """Read a JSON or TOML text that describes the files beside it.
 
     Raises:
         DamageError: it does not exist.
-        LimitError: it is longer than in proportion to them, or has too many parts.
+        LimitError: it is too long in proportion to those files, or has too many parts.
         SourceError: it is not a regular file, or cannot be opened.
     """
     with open_regular(file) as opened:
@@ -268,15 +266,12 @@ def extent_faults(path: Location, named: Iterable[tuple[Extent, str]]) -> Iterat
         yield DamageError(f"expected {len(items)} files in {path}, found {len(missing)} missing: {', '.join(missing)}")
     present = [name for name in names if are_there[name]]
     for name, size in zip(present, at_each(path, size_of, present), strict=True):
-        fault = size if isinstance(size, SourceError) else _beyond(path / name, items[name], size)
-        if fault is not None:
-            yield fault
-
-
-def _beyond(file: Location, items: Iterable[tuple[Extent, str]], size: int) -> DamageError | None:
-    extents = sorted(items, key=lambda item: item[0].offset)
-    for (extent, what), (following, next_item) in pairwise([*extents, (Extent(file.name, size, 0), "")]):
-        if extent.end > following.offset:
-            reason = f"{next_item} begins before that" if next_item else f"the file has {size}: it was cut"
-            return DamageError(f"{file}: expected {what} up to byte {extent.end}, but {reason}")
-    return None
+        if isinstance(size, SourceError):
+            yield size
+            continue
+        extents = sorted(items[name], key=lambda item: item[0].offset)
+        for (extent, what), (following, next_item) in pairwise([*extents, (Extent(name, size, 0), "")]):
+            if extent.end > following.offset:
+                reason = f"{next_item} begins before that" if next_item else f"the file has {size}: it was cut"
+                yield DamageError(f"{path / name}: expected {what} up to byte {extent.end}, but {reason}")
+                break
