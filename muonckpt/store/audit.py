@@ -1,11 +1,13 @@
-"""Audits: is every element there exactly once, are the bytes those that were written, and the descriptions too?"""
+"""Audits: every element is there exactly once, and bytes and descriptions are those that were written."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, pairwise
 from typing import Literal
 
@@ -26,45 +28,37 @@ from .open_checkpoint import OpenCheckpoint, check_blob
 from .reading.blocks import bands
 from .reading.dtypes import itemsize
 from .reading.payloads import BAND_BYTES, Payloads, Progress, as_words, nonfinite, payload_of
-from .small_tensors import Examined, examined
+from .small_tensors import examined
 
 
 def description_faults(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
-    """Yield what the descriptions, and the names and sizes of the files, show to be damaged.
+    """Yield the damage that the descriptions, and the names and sizes of the files, show.
 
     Args:
-        framed: whether the items of a checkpoint of ours are known to be what its manifest says.
+        framed: the items of a checkpoint of ours are known to be what its manifest says.
     """
     yield from (Finding("files", str(fault)) for fault in checkpoint.faults)
     if checkpoint.lacks_manifest:
         message = f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing; restore it from a copy"
         yield Finding("manifest", message)
     if checkpoint.format is DCP:
-        yield from _strange_keys(checkpoint.outline)
+        # DCP's own planner makes keys by joining paths.  Where most are such, the others are damaged.
+        entries: tuple[StateRecord | Blob, ...] = (*checkpoint.outline.tensors, *checkpoint.outline.blobs)
+        strange = {entry.key: path for entry in entries if (path := ".".join(map(str, entry.path))) != entry.key}
+        for key, path in strange.items() if 2 * len(strange) < len(entries) else ():
+            yield Finding("key", f"{key!r} in {METADATA_FILE} has the path of {path!r}; expected the same", (key,))
     if checkpoint.format is OWN:
         yield from _against_metadata(checkpoint, framed)
     if (digest := checkpoint.items_digest) is not None:
-        yield from _items_faults(items_beside(checkpoint.path), digest)
-
-
-def _items_faults(place: Location, digest: str) -> Iterator[Finding]:
-    if not place.exists():
-        yield Finding(
-            "items",
-            f"{place} is missing, in which hyper-parameters and other items were written beside this checkpoint; "
-            "restore it from a copy, or write one without items with --tensors-only",
-        )
-    elif (actual := xxh3_128([read_whole(place)])) != digest:
-        yield Finding("items", f"{place}: digest {actual}, expected {digest}: it is damaged, or of another save")
-
-
-def _strange_keys(manifest: Manifest) -> Iterator[Finding]:
-    """Yield keys that are not their paths joined by dots, where most are, as DCP's own planner makes them."""
-    entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
-    strange = {entry.key: path for entry in entries if (path := ".".join(map(str, entry.path))) != entry.key}
-    if 2 * len(strange) < len(entries):
-        for key, path in strange.items():
-            yield Finding("key", f"{key!r} in {METADATA_FILE} has the path of {path!r}; expected the same", (key,))
+        items = items_beside(checkpoint.path)
+        if not items.exists():
+            yield Finding(
+                "items",
+                f"{items} is missing, in which hyper-parameters and other items were written beside this checkpoint; "
+                "restore it from a copy, or write one without items with --tensors-only",
+            )
+        elif (actual := xxh3_128([read_whole(items)])) != digest:
+            yield Finding("items", f"{items}: digest {actual}, expected {digest}: it is damaged, or of another save")
 
 
 def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
@@ -83,11 +77,18 @@ def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Find
 
 
 def _is_as_written(manifest: Manifest, directory: Location) -> bool:
-    """Return whether DCP's metadata are the very bytes that this package writes for the manifest, and nothing in the
+    """Return True if DCP's metadata are the very bytes that this package writes for the manifest, and nothing in the
     files overlaps or reaches beyond their ends.
     """
     try:
-        return _lie_in_files(manifest, directory) and _is_metadata_of(manifest, read_whole(directory / METADATA_FILE))
+        if not _lie_in_files(manifest, directory):
+            return False
+        data, position = read_whole(directory / METADATA_FILE), 0
+        for part in stock_metadata(manifest):
+            if data[position : position + len(part)] != part:
+                return False
+            position += len(part)
+        return position == len(data) and manifest.files.get(METADATA_FILE) in (None, xxh3_128([data]))
     except (MuonckptError, OSError):
         return False  # `_against` finds out what is wrong
 
@@ -111,16 +112,6 @@ def _lie_in_files(manifest: Manifest, directory: Location) -> bool:
             return file.size
 
     return bool((np.array(at_each(directory, size, numbers), np.int64) >= ends).all())
-
-
-def _is_metadata_of(manifest: Manifest, data: bytes) -> bool:
-    position = 0
-    for part in stock_metadata(manifest):
-        if data[position : position + len(part)] != part:
-            return False
-        position += len(part)
-    recorded = manifest.files.get(METADATA_FILE)
-    return position == len(data) and recorded in (None, xxh3_128([data]))
 
 
 def _against(checkpoint: OpenCheckpoint) -> list[Finding]:
@@ -156,7 +147,7 @@ def _disagreements(checkpoint: OpenCheckpoint, metadata: Manifest) -> Iterator[F
 
 
 def _described(manifest: Manifest) -> dict[str, dict[str, object]]:
-    """Return the facts that both descriptions state, by the key of each tensor and item."""
+    """Return the facts that both descriptions state about each tensor and item, by its key."""
     described: dict[str, dict[str, object]] = {}
     for tensor in manifest.tensors:
         known = described[tensor.key] = {"dtype": tensor.dtype, "shape": tensor.shape, "path": tensor.path}
@@ -175,9 +166,12 @@ Verdict = Literal["whole", "readable, unchecked", "faulty"]
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The result of an audit.  ``unchecked`` chunks have no checksum of any kind; ``notes`` are not faults.
+    """The result of an audit.
 
-    ``fingerprints`` are computed from the bytes on disk, for every tensor that could be read whole.
+    Attributes:
+        unchecked: how many chunks have no checksum of any kind.
+        fingerprints: computed from the bytes on disk, for every tensor that could be read whole.
+        notes: remarks that are no faults.
     """
 
     tensors: int
@@ -191,15 +185,15 @@ class AuditReport:
 
     @property
     def verdict(self) -> Verdict:
-        """Return ``whole`` if everything was compared with what was recorded and is that, ``faulty`` if there are
-        findings, ``readable, unchecked`` if nothing judges the elements of some chunks.
+        """Return ``whole`` if everything agrees with its record, ``faulty`` if there are findings, ``readable,
+        unchecked`` if the elements of some chunks have no record to agree with.
         """
         return "faulty" if self.findings else "readable, unchecked" if self.unchecked else "whole"
 
 
 @dataclass(frozen=True, slots=True)
 class _ChunkResult:
-    """``share`` of the fingerprint is None if the chunk could not be read; ``where`` names tensor, box and file."""
+    """``share`` (of the fingerprint) is None if the chunk could not be read; ``where`` names tensor, box and file."""
 
     where: str
     share: int | None
@@ -208,11 +202,7 @@ class _ChunkResult:
 
 
 def payload_bytes(manifest: Manifest) -> int:
-    return sum(map(_payload_bytes, manifest.tensors))
-
-
-def _payload_bytes(tensor: StateRecord) -> int:
-    return tensor.boxes.elements * itemsize(tensor.dtype)
+    return sum(tensor.boxes.elements * itemsize(tensor.dtype) for tensor in manifest.tensors)
 
 
 def _batches(tensors: Sequence[StateRecord]) -> Iterator[Sequence[StateRecord]]:
@@ -253,7 +243,7 @@ def verify(
 
 
 def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) -> AuditReport:
-    """Do what `verify` does with a checkpoint that is open already; ``passed`` receives bytes that were read."""
+    """Verify a checkpoint that is already open; ``passed`` is called with the bytes read since its last call."""
     path, payloads = checkpoint.path, checkpoint.payloads
     manifest = checkpoint.outline
     findings: list[Finding] = []
@@ -264,9 +254,6 @@ def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) 
     unlocated: dict[tuple[str, Index], _ChunkResult] = {}
     framed = True
 
-    def examined_part(tensors: Sequence[StateRecord]) -> Examined:
-        return examined(payloads, tensors, checkpoint.format is OWN)
-
     def audited(stored: tuple[StateRecord, Chunk]) -> _ChunkResult:
         return unlocated.get((stored[0].key, stored[1].box.lo)) or _audit_chunk(payloads, *stored, passed)
 
@@ -274,24 +261,33 @@ def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) 
         for opening in _batches(manifest.tensors):
             batch, lost = _located(checkpoint, opening)
             unlocated |= lost
-            unchecked += _unchecked(payloads, batch)
+            unchecked += sum(
+                chunk.box.numel > 0 and not payloads.is_checked(chunk)
+                for tensor in batch
+                if tensor.fingerprint is None
+                for chunk in tensor.chunks
+            )
             bounds = [len(batch) * part // jobs for part in range(jobs + 1)]
-            parts = list(pool.map(examined_part, (batch[slice(*bound)] for bound in pairwise(bounds))))
-            framed = framed and all(part.framed for part in parts)
-            known = chain.from_iterable(part.fingerprints for part in parts)
+            parts = [batch[lo:hi] for lo, hi in pairwise(bounds)]
+            examinations = list(pool.map(partial(examined, payloads, ours=checkpoint.format is OWN), parts))
+            framed = framed and all(part_framed for _, part_framed in examinations)
+            known = chain.from_iterable(of_part for of_part, _ in examinations)
             for tensor, fingerprint in zip(batch, known, strict=True):
                 if fingerprint is None:
                     chunks = [(tensor, chunk) for chunk in tensor.chunks if chunk.box.numel]
                     results = list(pool.map(audited, chunks))
-                    shares = [result.share for result in results if result.share is not None]
-                    fingerprint = as_hex(combine(*shares)) if len(shares) == len(chunks) else None
+                    sums = [result.share for result in results if result.share is not None]
+                    fingerprint = as_hex(combine(*sums)) if len(sums) == len(chunks) else None
                     findings += _audit_tensor(tensor, results, fingerprint)
                 else:
-                    passed(_payload_bytes(tensor))
+                    passed(tensor.boxes.elements * itemsize(tensor.dtype))
                 if fingerprint is not None:
                     fingerprints[tensor.key] = fingerprint
         for blob in manifest.blobs:
-            findings += _audit_blob(payloads, blob)
+            try:
+                check_blob(payloads, blob)
+            except MuonckptError as error:
+                findings.append(Finding("blob", str(error), (blob.key,)))
     return AuditReport(
         tensors=len(manifest.tensors),
         chunks=int((manifest.elements > 0).sum()),
@@ -302,11 +298,6 @@ def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) 
         findings=(*description_faults(checkpoint, framed), *findings),
         notes=tuple(notes),
     )
-
-
-def _unchecked(payloads: Payloads, tensors: Sequence[StateRecord]) -> int:
-    without_print = (chunk for tensor in tensors if tensor.fingerprint is None for chunk in tensor.chunks)
-    return sum(chunk.box.numel > 0 and not payloads.is_checked(chunk) for chunk in without_print)
 
 
 def _located(
@@ -388,13 +379,6 @@ def _audit_tensor(tensor: StateRecord, results: list[_ChunkResult], fingerprint:
         yield Finding("nonfinite", message, (tensor.key,))
 
 
-def _audit_blob(payloads: Payloads, blob: Blob) -> Iterator[Finding]:
-    try:
-        check_blob(payloads, blob)
-    except MuonckptError as error:
-        yield Finding("blob", str(error), (blob.key,))
-
-
 def _orphans(path: Location, manifest: Manifest) -> list[str]:
     used = {*manifest.columns.names}
     used |= {blob.item.file for blob in manifest.blobs} | {MANIFEST_FILE, METADATA_FILE, MEGATRON_FILE}
@@ -402,12 +386,10 @@ def _orphans(path: Location, manifest: Manifest) -> list[str]:
         names = [file.name for file in path.iterdir()]
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
-    return sorted(name for name in names if name not in used and not _is_empty(path / name))
-
-
-def _is_empty(file: Location) -> bool:
-    try:
-        with open_regular(file) as opened:
-            return opened.size == 0
-    except SourceError:  # not a regular file, so not an empty one
-        return False
+    orphans = []
+    for name in sorted({*names} - used):
+        with suppress(SourceError), open_regular(path / name) as file:  # what is no regular file is not an empty one
+            if file.size == 0:
+                continue
+        orphans.append(name)
+    return orphans

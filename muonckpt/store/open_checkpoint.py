@@ -1,4 +1,4 @@
-"""A checkpoint, opened and parsed once: what every command reads from, and what ``muonckpt.open`` gives.
+"""A checkpoint, opened and parsed once: every command reads from one, and ``muonckpt.open`` returns one.
 
 Items that are not tensors are decoded as plain data; no code in one is ever run.
 """
@@ -101,11 +101,11 @@ class Values:
         return self._known[blob]
 
     def parts(self, blob: Blob) -> Any:
-        """Read an item of which only parts are plain data; the rest are inert `Record`s."""
+        """Read an item of which only parts need to be plain data; the rest become inert `Record`s."""
         return plain_value(checked_blob(self._payloads, blob), Anything())
 
     def part(self, blob: Blob, key: str, value: object) -> Blob:
-        """Register a part of an item as an item of its own, for `item` to read."""
+        """Return a part of an item as an item of its own, which `item` reads."""
         part = replace(blob, key=f"{blob.key}#{key}")
         self._known[part] = value
         return part
@@ -151,22 +151,6 @@ class Items(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._blobs)
-
-
-def read_torch_groups(manifest: Manifest, values: Values) -> dict[str, dict[str, Any]]:
-    """Read the options of each parameter group, by the group's key, where keys are those of torch's state dicts.
-
-    Raises:
-        SourceError: an option is damaged or not plain data.
-    """
-    groups: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    entries: tuple[Blob | StateRecord, ...] = (*manifest.blobs, *manifest.tensors)
-    for entry in entries:
-        for key in OptimizerKey.of_option(entry.path):
-            group = key_of(entry.path).removesuffix(f".{key.leaf}")
-            groups[group][key.leaf] = values.read(entry)
-            break
-    return dict(groups)
 
 
 Selection = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
@@ -232,42 +216,42 @@ class StoredTensor:
 
     @property
     def key(self) -> str:
-        """Return the flat key in the checkpoint."""
+        """The flat key in the checkpoint."""
         return self.record.key
 
     @property
     def shape(self) -> Index:
-        """Return the logical shape."""
+        """The logical shape."""
         return self.record.shape
 
     @property
     def dtype(self) -> str:
-        """Return torch's name of the element type without the prefix, such as ``"bfloat16"``."""
+        """Torch's name of the element type without the prefix, such as ``"bfloat16"``."""
         return self.record.dtype
 
     @property
     def name(self) -> str | None:
-        """Return the parameter whose optimizer state it is, where that is recorded."""
+        """The parameter whose optimizer state it is; None if that is not recorded."""
         return self.record.name
 
     @property
     def slot(self) -> str | None:
-        """Return its slot of optimizer state, where that is recorded."""
+        """The slot of optimizer state; None if that is not recorded."""
         return self.record.slot
 
     @property
     def convention(self) -> Convention | None:
-        """Return how it accumulates gradients, where it is a momentum buffer and that is recorded."""
+        """How a momentum buffer accumulates gradients; None for others, or if that is not recorded."""
         return self.record.convention
 
     @property
     def layout(self) -> Mapping[str, Any] | None:
-        """Return its layout on the ranks of the program that wrote it, where that is recorded."""
+        """The layout on the ranks of the program that wrote it; None if that is not recorded."""
         return self.record.layout
 
     @property
     def fingerprint(self) -> str | None:
-        """Return the recorded fingerprint, 16 hex digits."""
+        """The recorded fingerprint, 16 hex digits."""
         return self.record.fingerprint
 
     def numpy(self) -> NDArray[Any]:
@@ -337,8 +321,11 @@ class OpenCheckpoint:
         self._reader = self.format.read(path)
         self._tensors = TensorReader(self._reader)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _opened_elsewhere, (self.path, self.format, self._reader)
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "format": self.format, "_reader": self._reader}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state, _tensors=TensorReader(state["_reader"]))
 
     def __enter__(self) -> OpenCheckpoint:
         return self
@@ -359,47 +346,52 @@ class OpenCheckpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Return the tensors by their flat keys, in the order of the checkpoint."""
-        return {
-            key: StoredTensor(tensor, self._tensors) for key, tensor in _by_key(self.path, self.outline.tensors).items()
-        }
+        """The tensors by their flat keys, in the order of the checkpoint."""
+        records = _by_key(self.path, self.outline.tensors)
+        return {key: StoredTensor(record, self._tensors) for key, record in records.items()}
 
     @cached_property
     def items(self) -> Mapping[str, Any]:
-        """Return the items that are not tensors, by flat keys; each is decoded safely when it is first read."""
+        """The items that are not tensors, by flat keys; each is decoded safely when it is first read."""
         return Items(_by_key(self.path, self.outline.blobs), self.values)
 
     @cached_property
     def groups(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the options of the parameter groups, by keys such as ``"optimizer.param_groups.0"``.
+        """The options of the parameter groups, by keys such as ``"optimizer.param_groups.0"``.
 
-        Groups that are stored under other keys than torch's, as Megatron's are, are not here.
+        Groups under other keys than torch's, such as Megatron's, are not here.
 
         Raises:
             SourceError: an option is damaged or not plain data.
         """
-        return read_torch_groups(self.outline, self.values)
+        groups: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        entries: tuple[Blob | StateRecord, ...] = (*self.outline.blobs, *self.outline.tensors)
+        for entry in entries:
+            if key := next(OptimizerKey.of_option(entry.path), None):
+                group = key_of(entry.path).removesuffix(f".{key.leaf}")
+                groups[group][key.leaf] = self.values.read(entry)
+        return dict(groups)
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """Return JSON data of its metadata on the program, step and meshes that made it."""
+        """What its metadata tell of the program, step and meshes that made it, as JSON data."""
         return self.outline.provenance
 
     # For code that works on whole checkpoints.
 
     @property
     def faults(self) -> Sequence[SourceError]:
-        """Return the damage that shows without reading data, such as missing files."""
+        """The damage that shows without reading data, such as missing files."""
         return self._reader.faults
 
     @property
     def lacks_manifest(self) -> bool:
-        """Return whether it is what is left of a checkpoint of ours without `muonckpt.json`."""
+        """True if this package wrote it and ``muonckpt.json`` is missing."""
         return self.format is DCP and OUR_MARK in self.outline.provenance.get("not_kept", ())
 
     @property
     def items_digest(self) -> str | None:
-        """Return the digest of the file of items beside a checkpoint of tensors only, if one was recorded."""
+        """The recorded digest of the file of items beside a checkpoint of tensors only; None if there is none."""
         match self.provenance.get("exported"):
             case {"items_digest": str(digest)} if self.format in (SAFETENSORS, ZARR):
                 return digest
@@ -407,9 +399,7 @@ class OpenCheckpoint:
 
     @property
     def lost_files(self) -> Mapping[str, int | None]:
-        """Return the sizes of files that are shorter than the manifest promises, None for those that cannot be
-        opened.
-        """
+        """The sizes of files that are shorter than the manifest promises; None for those that cannot be opened."""
         manifest, payloads = self.outline, self.payloads
         columns = manifest.columns
         last = np.zeros(len(columns.names), np.int64)
@@ -450,12 +440,12 @@ class OpenCheckpoint:
 
     @property
     def outline(self) -> Manifest:
-        """Return the manifest in the metadata: the places of a chunk's elements may be unknown."""
+        """The manifest in the metadata: the places of a chunk's elements may be unknown."""
         return self._reader.outline
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Return the manifest with the places of all elements: the items of stock DCP are opened to find them.
+        """The manifest with the places of all elements: the items of stock DCP are opened to find them.
 
         Raises:
             SourceError: an item is damaged, or not what the metadata promise.
@@ -463,8 +453,9 @@ class OpenCheckpoint:
         return replace(self.outline, tensors=self.locate(self.outline.tensors))
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        """Return tensors of the outline, or some of their chunks, with the places of the elements; raises as
-        `manifest`.
+        """Return tensors of the outline, or some of their chunks, with the places of the elements.
+
+        Raises as `manifest`.
         """
         return self._reader.locate(tensors)
 
@@ -475,13 +466,6 @@ class OpenCheckpoint:
     @cached_property
     def values(self) -> Values:
         return Values(self.payloads, self._tensors)
-
-
-def _opened_elsewhere(path: Location, kind: Format, reader: Reader) -> OpenCheckpoint:
-    checkpoint = OpenCheckpoint.__new__(OpenCheckpoint)
-    checkpoint.path, checkpoint.format, checkpoint._reader = path, kind, reader
-    checkpoint._tensors = TensorReader(reader)
-    return checkpoint
 
 
 def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:

@@ -1,6 +1,6 @@
-"""Tensors in small chunks, checked whole and many at a time, where `audit` makes calls for each.
+"""Tensors in small chunks, checked whole and many at a time, where `audit` makes calls for each chunk.
 
-Everything is compared that `audit` compares.  What is wrong is not reported here, but left to it.
+They are compared with everything that `audit` compares.  What is wrong is left to it to report.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST = 4 * BAND_BYTES
 """Bytes that are read at a time."""
 
 _GAP = 512
-"""Bytes between two ranges of a file that are read along, because a call costs as much."""
+"""Most bytes between two ranges of a file that are read together, because a call costs as much."""
 
 _FRAME = 2048
 """More bytes than an item has besides its elements."""
@@ -43,35 +43,34 @@ _Raw = NDArray[np.uint8]
 _Flags = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """The tensors that were read whole.
-
-    Attributes:
-        fingerprints: of each tensor with which nothing at all is wrong: its chunks agree with their checksums, it with
-            its fingerprint, and each element is there once and finite.  None of others, which may be large.
-        framed: whether the items are those of their boxes, and have elements and CRC-32 where the manifest says.
-    """
-
-    fingerprints: tuple[str | None, ...]
-    framed: bool
-
-
-def examined(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> Examined:
-    """Read those of these tensors that are small, and compare them with what is recorded of them.
+def examined(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> tuple[list[str | None], bool]:
+    """Read the small ones of these tensors, and compare them with their records.
 
     Args:
-        ours: whether chunks are in items that this package writes, of which all bytes are compared.
+        ours: the chunks are in items that this package writes, of which all bytes are compared.
+
+    Returns:
+        The fingerprint of each tensor with which nothing at all is wrong: its chunks agree with their checksums, it
+        with its fingerprint, and each element is there once and finite.  None for the others, which may be large.
+        And whether the items are *framed*: they are those of their boxes, with elements and CRC-32 where the manifest
+        says.
     """
-    prints: dict[int, str | None] = {}
+    fingerprints: list[str | None] = [None] * len(tensors)
     framed = True
     for run in _runs(tensors):
-        for alike in _examined_run(payloads, [tensors[number] for number in run], ours):
-            prints |= {run[number]: own for number, own in zip(alike.numbers, alike.fingerprints, strict=True)}
-            framed &= alike.framed
+        members = [tensors[number] for number in run]
+        columns, groups, read = _read_run(payloads, members, ours)
+        for (name, _, boxes), (numbers, rows) in groups.items():
+            sound, group_framed, shares = _judged(payloads, columns, rows, read, _places(name, boxes, ours), name)
+            framed &= group_framed
+            sound &= _tiles(members[numbers[0]])
+            computed = map(as_hex, shares.sum(axis=1, dtype=np.uint64).tolist())
+            for number, good, own in zip(numbers, np.all(sound, axis=1).tolist(), computed, strict=True):
+                if good and members[number].fingerprint in (None, own):
+                    fingerprints[run[number]] = own
     if ours and framed:
         framed = all(_is_framed(payloads, tensor) for tensor in tensors if not _is_small(tensor))
-    return Examined(tuple(prints.get(number) for number in range(len(tensors))), framed)
+    return fingerprints, framed
 
 
 def _is_small(tensor: StateRecord) -> bool:
@@ -93,20 +92,12 @@ def _runs(tensors: Sequence[StateRecord]) -> Iterator[list[int]]:
         yield run
 
 
-@dataclass(frozen=True, slots=True)
-class _Alike:
-    """The tensors of a run with these numbers, which have one dtype and are cut alike."""
-
-    numbers: Sequence[int]
-    fingerprints: Sequence[str | None]
-    framed: bool
-
-
 _Groups = dict[tuple[str, Index, Boxes], tuple[list[int], Column]]
 """Tensors of one dtype and shape that are cut alike: their numbers, and rows of their chunks ``[tensors, boxes]``."""
 
 
 def _read_run(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> tuple[Columns, _Groups, _Bytes]:
+    """Read the chunks of tensors that have as many bytes, at the place in their items, as their boxes say."""
     columns = columns_of(tensor.chunks for tensor in tensors)
     starts = np.cumsum([0, *(len(tensor.boxes) for tensor in tensors)])
     members: defaultdict[tuple[str, Index, Boxes], list[int]] = defaultdict(list)
@@ -117,7 +108,12 @@ def _read_run(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) ->
     }
     fits = np.zeros(len(columns), np.bool_)
     for (name, _, boxes), (_, rows) in groups.items():
-        fits[rows] = _fits(columns, rows, _places(name, boxes, ours))
+        places = _places(name, boxes, ours)
+        elements, head, length = np.array([(p.elements, p.head, p.length) for p in places], np.int64).reshape(-1, 3).T
+        fits[rows] = (columns.payload_length[rows] == elements) & (elements > 0)
+        if any(place.around for place in places):
+            items = columns.item[rows]
+            fits[rows] &= (columns.item_length[rows] == length) & (columns.payload[rows] == items + head)
     return columns, groups, _Bytes.of(payloads, columns, fits, ours)
 
 
@@ -127,17 +123,6 @@ def _tiles(tensor: StateRecord) -> bool:
     except MuonckptError:  # `audit` says what is wrong
         return False
     return True
-
-
-def _examined_run(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> Iterator[_Alike]:
-    columns, groups, read = _read_run(payloads, tensors, ours)
-    for (name, _, boxes), (numbers, rows) in groups.items():
-        sound, framed, shares = _judged(payloads, columns, rows, read, _places(name, boxes, ours), name)
-        sound &= _tiles(tensors[numbers[0]])
-        prints = map(as_hex, shares.sum(axis=1, dtype=np.uint64).tolist())
-        expected = (tensors[number].fingerprint for number in numbers)
-        results = zip(np.all(sound, axis=1).tolist(), prints, expected, strict=True)
-        yield _Alike(numbers, [own if good and known in (None, own) else None for good, own, known in results], framed)
 
 
 def stacked(payloads: Payloads, tensors: Sequence[StateRecord]) -> Iterator[tuple[Sequence[int], NDArray[Any]]]:
@@ -180,7 +165,6 @@ class _Place:
 
 @lru_cache(maxsize=64)
 def _places(name: str, boxes: Boxes, ours: bool) -> tuple[_Place, ...]:
-    """Those of each box.  Cached for tensors that are cut alike."""
     if ours:
         from .formats.torch_save.tensor_item import template  # `stats` and other formats do without
     places = []
@@ -192,26 +176,16 @@ def _places(name: str, boxes: Boxes, ours: bool) -> tuple[_Place, ...]:
     return tuple(places)
 
 
-def _fits(columns: Columns, rows: Column, places: Sequence[_Place]) -> _Flags:
-    """Return which chunks have as many bytes, at the place in their items, as their boxes say."""
-    elements, head, length = np.array([(p.elements, p.head, p.length) for p in places], np.int64).reshape(-1, 3).T
-    fits: _Flags = (columns.payload_length[rows] == elements) & (elements > 0)
-    if any(place.around for place in places):
-        items = columns.item[rows]
-        fits &= (columns.item_length[rows] == length) & (columns.payload[rows] == items + head)
-    return fits
-
-
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """Bytes that were read of files, and where those of each row begin in them; `UNKNOWN` where they were not read."""
+    """Bytes that were read, and where each row begins in them; `UNKNOWN` where it was not read."""
 
     raw: _Raw
     at: Column
 
     @classmethod
     def of(cls, payloads: Payloads, columns: Columns, wanted: _Flags, ours: bool) -> _Bytes:
-        """Read the items of rows if they are ``ours``, or else the payloads."""
+        """Read the items of the wanted rows if they are ``ours``, else only the payloads."""
         at = np.full(len(columns), UNKNOWN, np.int64)
         offset, length = (columns.item, columns.item_length) if ours else (columns.payload, columns.payload_length)
         rows = np.flatnonzero(wanted)
@@ -297,7 +271,7 @@ def _hold_inside(payloads: Payloads, columns: Columns, rows: Column) -> list[boo
 
 
 def _is_framed(payloads: Payloads, tensor: StateRecord) -> bool:
-    """Return whether each item is that of its box, and has elements and CRC-32 where the manifest says."""
+    """Return True if each item is that of its box, and has elements and CRC-32 where the manifest says."""
     places = _places(tensor.dtype, tensor.boxes, True)
     try:
         for (file, item, length, payload, _, _, crc32), place in zip(tensor.chunks.rows, places, strict=True):

@@ -1,6 +1,6 @@
 """A folder of checkpoints by step: which are whole, which may go, and what killed runs have left.
 
-Nothing but its files says what there is, so any process may look at any time.
+There is no record besides its files, so any process may look at any time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 class StepName(NamedTuple):
-    """The name of a checkpoint: its step, and which attempt at this step it is.  Sorted by age."""
+    """The name of a checkpoint: its step, and the number of the attempt at this step.  Names sort by age."""
 
     step: int
     attempt: int = 1
@@ -52,7 +52,7 @@ class Newest:
 
 @dataclass(frozen=True, slots=True)
 class StepFolder:
-    """A folder of checkpoints.  Whatever does not have the name and the manifest of one is left alone.
+    """A folder of checkpoints, in which anything else is left alone.
 
     Several processes may look, but one writes and removes.
     """
@@ -66,7 +66,7 @@ class StepFolder:
         """Find the newest whole checkpoint, without reading data.
 
         Args:
-            damaged: those that are known not to be whole, though they look so.
+            damaged: checkpoints that look whole and are known not to be.
 
         Raises:
             SourceError: the folder cannot be read, or a checkpoint is of a newer version of this package.
@@ -84,12 +84,12 @@ class StepFolder:
         return Newest(None, faults)
 
     def exists(self, name: StepName) -> bool:
-        """Return whether a checkpoint of this name was published, and nobody has begun to remove it."""
+        """Return True if a checkpoint of this name was published, and nobody has begun to remove it."""
         return (self.path(name) / MANIFEST_FILE).exists()
 
     @gc_paused()
     def fault(self, name: StepName) -> str | None:
-        """Return why a checkpoint is not whole, as its descriptions and the sizes of its files tell; None if it is.
+        """Return why a checkpoint is not whole, by its descriptions and the sizes of its files; None if it is.
 
         Raises:
             SourceError: it cannot be read, or is of a newer version of this package.
@@ -106,10 +106,10 @@ class StepFolder:
         """Return a free name for a new checkpoint of a step.
 
         Args:
-            replaceable: whether a checkpoint of the same step may be superseded.
+            replaceable: returns True if a checkpoint of the same step may be superseded.
 
         Raises:
-            DestinationError: one that is whole may not.
+            DestinationError: a whole one may not.
         """
         names = {name for name in self._names() if name.step == step}
         for name in sorted(self._published(names)):
@@ -123,7 +123,7 @@ class StepFolder:
     def prune(
         self, saved: StepName, keep_last: int, keep_every: int | None, is_whole: Callable[[StepName], bool]
     ) -> list[StepName]:
-        """Remove what is not to be kept, now that ``saved`` has been published; see `superfluous`.
+        """Remove the `superfluous` checkpoints, now that ``saved`` has been published.
 
         Returns:
             The checkpoints that are newer than ``saved``, sorted.
@@ -147,20 +147,16 @@ class StepFolder:
         """
         for entry in self._entries():
             if isinstance(entry, Remote):
-                self._clean_objects(entry)
-            elif _is_of_series(publish.removed_name(entry.name)):
+                files = _files(entry) if _is_of_series(entry.name) else set()
+                half_removed = publish.MARK in files
+                abandoned = CLAIM in files and not files >= set(_DESCRIPTIONS)
+            else:
+                half_removed = _is_of_series(publish.removed_name(entry.name))
+                abandoned = _is_of_series(publish.staged_name(entry.name))
+            if half_removed:
                 publish.finish_removal(entry, _DESCRIPTIONS)
-            elif _is_of_series(publish.staged_name(entry.name)) and publish.is_stale(entry, self.place):
+            elif abandoned and publish.is_stale(entry, self.place):
                 publish.remove(entry, _DESCRIPTIONS)
-
-    def _clean_objects(self, entry: Remote) -> None:
-        if not _is_of_series(entry.name):
-            return
-        files = _files(entry)
-        if publish.MARK in files:
-            publish.finish_removal(entry, _DESCRIPTIONS)
-        elif CLAIM in files and not files >= set(_DESCRIPTIONS) and publish.is_stale(entry, self.place):
-            publish.remove(entry, _DESCRIPTIONS)
 
     def _entries(self) -> list[Location]:
         try:
@@ -187,11 +183,11 @@ def superfluous(
     keep_every: int | None,
     is_whole: Callable[[StepName], bool],
 ) -> Iterator[StepName]:
-    """Yield the checkpoints to remove, the newest first: never ``saved``.
+    """Yield the checkpoints to remove, the newest first; never ``saved``.
 
-    Kept are the newest ``keep_last`` whole ones, ``saved`` among them, those whose step divides by ``keep_every``, and
-    what is not whole but as new as they.  Of a step that was saved again only the last whole attempt is kept.  Those of
-    later steps than ``saved`` are kept and not counted: the run went back, and they are not its past.
+    Kept are the newest ``keep_last`` whole ones, ``saved`` among them, those whose step ``keep_every`` divides, and
+    damaged ones that are as new as they.  Of a step that was saved again only the last whole attempt is kept.
+    Checkpoints of later steps than ``saved`` are kept and not counted: the run went back, and they are not its past.
     """
     steps: set[int] = set()
     whole = 0

@@ -64,7 +64,7 @@ def span(shape: Index, strides: Index) -> int:
 
 
 def blocks(shape: Index, strides: Index, gap: int, most: int) -> Iterator[Block]:
-    """Yield the blocks of a box: none has gaps of more than ``gap`` elements, or spans more than ``most``."""
+    """Cut a box into blocks that have no gaps of more than ``gap`` elements and span at most ``most``."""
     yield from _cut(Block((0,) * len(shape), shape), strides, gap, most)
 
 
@@ -89,7 +89,7 @@ def _cut(block: Block, strides: Index, gap: int, most: int) -> Iterator[Block]:
 
 
 def batches(parts: Sequence[Block], strides: Index, most: int) -> Iterator[list[Block]]:
-    """Yield the blocks in order, grouped so that a group spans at most ``most`` elements, or is one block."""
+    """Group blocks, in order, so that a group spans at most ``most`` elements or is one block."""
     batch: list[Block] = []
     used = 0
     for part in parts:

@@ -18,9 +18,11 @@ from ...errors import SourceError
 class DType:
     """One element type.
 
-    ``itemsize`` is in bytes.  ``bits`` is the numpy dtype that views the little-endian bits as unsigned words: one an
-    element, but for ``complex128``, which is two of 8 bytes.  ``storage`` is the class that ``torch.save`` names, None
-    for newer types, which it saves as untyped bytes.
+    Attributes:
+        itemsize: in bytes.
+        bits: the numpy dtype that views the little-endian bits as unsigned words: one an element, but two of 8 bytes
+            for ``complex128``.
+        storage: the class that ``torch.save`` names; None for newer types, which it saves as untyped bytes.
     """
 
     itemsize: int

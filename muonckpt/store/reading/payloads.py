@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from threading import Lock, local
 from types import MappingProxyType, TracebackType
@@ -44,7 +44,7 @@ class Windows:
         self._windows: list[_Window] = []
 
     def view(self, file: FileBytes, payload: Extent, offset: int, length: int, reads: Reads) -> memoryview:
-        """Return a range of a payload, in memory that the next call may overwrite; ``reads`` sees what is read."""
+        """Return a range of a payload, in memory that the next call may overwrite; ``reads`` receives new bytes."""
         window = next((window for window in self._windows if window.has(file, offset, length)), None)
         if window is None:
             beyond = min(file.gap, length)
@@ -93,15 +93,6 @@ BAND_BYTES = 2 << 20
 _LARGEST_SCRATCH = 64 << 20
 """Most bytes of memory that a thread keeps to read into."""
 
-_SHARE = 4
-"""A checkpoint keeps one in so many of the files open that the process may have: there may be others."""
-
-
-def most_open() -> int:
-    """Return the number of files of one checkpoint that are open at once."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if soft == resource.RLIM_INFINITY else max(soft // _SHARE, 1)
-
 
 class Payloads:
     """The bytes of the files of one checkpoint directory, opened when first used; safe to use from several threads.
@@ -115,7 +106,9 @@ class Payloads:
         self._in_memory = {name: Held(data) for name, data in in_memory.items()}
         self._files: dict[str, FileBytes] = {}
         self._states: dict[str, tuple[object, ...]] = {}
-        self._most_open = most_open()
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # A quarter of what the process may have open: there may be other checkpoints.
+        self._most_open = sys.maxsize if soft == resource.RLIM_INFINITY else max(soft // 4, 1)
         self._opening = Lock()
         self._scratch = local()
 
@@ -145,7 +138,7 @@ class Payloads:
         return self.directory / name
 
     def is_held(self, name: str) -> bool:
-        """Return whether a name stands for bytes in memory that are no file."""
+        """Return True if a name stands for bytes in memory that are no file."""
         return name in self._in_memory and not self.place(name).exists()
 
     def view(self, extent: Extent) -> memoryview:
@@ -171,10 +164,10 @@ class Payloads:
         shape: Index,
         reads: Reads = lambda offset, raw: None,
     ) -> None:
-        """Copy a box of this shape at a place in a payload; ``out`` has elements as `as_words` does.
+        """Copy a box of this shape at a place in a payload into ``out``, which has elements as `as_words` does.
 
-        Only the blocks that the box needs are read, with the gaps that are too small to skip.  ``reads`` sees what is
-        read.
+        Only the blocks that the box needs are read, with the gaps that are too small to skip.  ``reads`` receives all
+        bytes that are read.
         """
         size = itemsize(name)
         start, reach = payload.offset + place.offset * size, size * span(shape, place.strides)
@@ -193,7 +186,14 @@ class Payloads:
         parts = list(blocks(shape, place.strides, file.gap // size, file.most // size))
         for batch in batches(parts, place.strides, file.most // size):
             ranges = [(start + block.start(place.strides) * size, block.span(place.strides) * size) for block in batch]
-            for block, raw in zip(batch, self._views(file, payload, ranges, reads), strict=True):
+            if len(ranges) > 1:
+                views = file.views(ranges)
+                for (offset, _), raw in zip(ranges, views, strict=True):
+                    reads(offset, raw)
+            else:
+                windows: Windows = self._scratch.__dict__.setdefault("windows", Windows())
+                views = [windows.view(file, payload, *ranges[0], reads)]
+            for block, raw in zip(batch, views, strict=True):
                 out[block.slices] = _strided_words(raw, name, place.strides, block.shape)
 
     def glance(self, extent: Extent) -> memoryview:
@@ -207,9 +207,7 @@ class Payloads:
         return raw
 
     def bands(self, extent: Extent) -> Iterator[memoryview]:
-        """Yield the bytes of an extent in order, `BAND_BYTES` at a time, each in memory that the next one
-        overwrites.
-        """
+        """Yield the bytes of an extent in order, `BAND_BYTES` at a time, in memory that the next ones overwrite."""
         for start in range(extent.offset, extent.end, BAND_BYTES):
             yield self.glance(Extent(extent.file, start, min(BAND_BYTES, extent.end - start)))
 
@@ -230,34 +228,22 @@ class Payloads:
         return buffer
 
     def is_checked(self, chunk: Chunk) -> bool:
-        """Return whether `check_chunk` has anything to compare a chunk's bytes with."""
+        """Return True if a checksum is recorded for a chunk, with which `check_chunk` can compare its bytes."""
         return chunk.digest is not None or chunk.crc32 is not None
 
     def check_inside(self, item: Extent) -> None:
-        """Compare an item with a checksum that its format keeps inside, if there is one.
+        """Compare an item with the checksum that its format keeps inside; by default there is none.
 
         Raises:
             DamageError: they differ.
         """
 
     def on_disk(self, name: str) -> int:
-        """Return the bytes that a file really has: fewer than its size if it has holes."""
+        """Return the bytes that a file has on the disk: fewer than its size if it has holes."""
         if name in self._in_memory:
             return self._in_memory[name].size
         with open_regular(self.place(name)) as opened:
             return opened.on_disk
-
-    def _views(
-        self, file: FileBytes, payload: Extent, ranges: Sequence[tuple[int, int]], reads: Reads
-    ) -> Iterable[memoryview]:
-        """Read ranges of a payload; one alone into memory of this thread that the next call overwrites."""
-        if len(ranges) > 1:
-            views = file.views(ranges)
-            for (offset, _), raw in zip(ranges, views, strict=True):
-                reads(offset, raw)
-            return views
-        windows: Windows = self._scratch.__dict__.setdefault("windows", Windows())
-        return [windows.view(file, payload, *span, reads) for span in ranges]
 
     def _memory(self, length: int) -> memoryview:
         if length > _LARGEST_SCRATCH:
@@ -335,7 +321,7 @@ def as_words(raw: memoryview, name: str, shape: Index) -> NDArray[Any]:
 
 
 def check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> None:
-    """Compare a chunk's bytes with its digest, else with its CRC-32, else with the checksum that its format keeps.
+    """Compare a chunk's bytes with its digest, else with its CRC-32, else with the checksum inside its item.
 
     Raises:
         SourceError: they differ, or cannot be read; names the tensor, the box and the file.

@@ -1,4 +1,4 @@
-"""What a format is: the protocol by which it reads an open checkpoint, and the value that registers it."""
+"""Formats: the protocol by which one reads an open checkpoint, and the value that registers it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .payloads import Payloads
 
 
 class Reader(Protocol):
-    """One checkpoint, read by its format.  Its metadata are read once, when the reader is made."""
+    """One checkpoint, read by its format.  The metadata are read once, when the reader is made."""
 
     @property
     def outline(self) -> Manifest:
@@ -26,7 +26,7 @@ class Reader(Protocol):
 
     @property
     def faults(self) -> Sequence[SourceError]:
-        """Return the damage that shows without reading data, such as missing files, and that allowed an outline."""
+        """Return the damage that shows without reading data, such as missing files."""
         ...
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
@@ -89,7 +89,7 @@ class Format:
 
 
 def imported(value: Any) -> Any:
-    """Return what an import path names, or the value itself if it is none."""
+    """Import what a path names; return other values as they are."""
     if not isinstance(value, str):
         return value
     module, _, attribute = value.partition(":")
