@@ -1,7 +1,7 @@
 """Saving while training goes on: tensors are copied at the call, and written by a thread.
 
-The training thread pays for the copy alone.  All else, `saving.save` as it is, runs in one thread of each process,
-on a process group of its own, so that its collectives never meet those of training.
+The training thread pays for the copy alone.  Everything else is `saving.save`, in one thread of each process, on a
+process group of its own, so that its collectives never meet those of training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WhenBusy = Literal["wait", "refuse"]
 
 
 class _SaveFuture(Future[None]):
-    """A future that knows whether its error has been reported: somebody has asked for it."""
+    """A future that knows whether its error has been reported, which is when somebody has asked for it."""
 
     reported = False
 
@@ -53,10 +53,10 @@ class _SaveFuture(Future[None]):
         return error
 
     def error(self) -> BaseException | None:
-        """Return the same, which does not count as reported."""
+        """Return the same as ``exception()``, without counting it as reported."""
         return super().exception()
 
-    def of(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], None]) -> None:
         try:
             work()
         except BaseException as error:
@@ -75,14 +75,15 @@ class AsyncSave:
         path: the checkpoint.
         progress: bytes that this rank has written, and has to write.
         future: the same save, for programs that take a `concurrent.futures.Future`.
+        on_error: what becomes of an error that nobody has asked for.
     """
 
     def __init__(self, path: str, progress: SaveProgress, outcome: _SaveFuture, on_error: OnError) -> None:
         self.path = path
         self.progress = progress
         self.future: Future[None] = outcome
+        self.on_error = on_error
         self._outcome = outcome
-        self._on_error = on_error
 
     def done(self) -> bool:
         """Return whether this rank has nothing left to do, well or not."""
@@ -112,20 +113,14 @@ class AsyncSave:
         error = self._outcome.error()
         return isinstance(error, MuonckptError) and not isinstance(error, LostRankError)
 
-    @property
-    def raises(self) -> bool:
-        """Whether an error that nobody has asked for is raised."""
-        return self._on_error == "raise"
-
     def settle(self) -> None:
         """Wait, and raise or warn of an error that was not reported, once."""
         error = self.unreported
         self.mark_reported()
-        if error is None:
-            return
-        if self.raises:
+        if error is not None and self.on_error == "raise":
             raise error
-        self.warn(error)
+        if error is not None:
+            self.warn(error)
 
     def warn(self, error: BaseException) -> None:
         self.mark_reported()
@@ -159,7 +154,7 @@ class _Lane:
         on_error: OnError,
         then: Callable[[], None],
     ) -> AsyncSave:
-        """Copy the state, and have it written, and ``then`` done.  Buffers are free: the last save has ended."""
+        """Copy the state, and have the thread write it and do ``then``.  The last save has ended: buffers are free."""
         progress = SaveProgress()
         staged: dict[str, Any] = {}
         details: Mapping[str, Any] = {}
@@ -184,13 +179,13 @@ class _Lane:
             then()
 
         outcome = _SaveFuture()
-        self._thread.submit(outcome.of, work)
+        self._thread.submit(outcome.run, work)
         self.last = AsyncSave(path, progress, outcome, on_error)
         return self.last
 
     @contextmanager
     def _lost_together(self, what: str) -> Iterator[None]:
-        """End collectives in the block on all ranks if they fail on one, because another has ended.
+        """Let collectives in the block fail on all ranks if another rank has ended.
 
         Gloo tells only the ranks that wait for the one that has ended, and the others would wait for these.  So a rank
         that hears of it closes its connections, which tells the rest.
@@ -251,7 +246,7 @@ class _Lane:
 
 _lanes: dict[dist.ProcessGroup | None, _Lane] = {}
 _of_parent: list[_Lane] = []
-"""Those of the parent in a forked process, which must not give pinned memory back."""
+"""The lanes of the parent in a forked process, which must not give pinned memory back."""
 
 
 def async_save(
@@ -365,7 +360,7 @@ def _report_failures() -> None:
             continue
         with suppress(KeyboardInterrupt):
             if (error := lane.last.unreported) is not None:
-                lost |= lane.last.raises
+                lost |= lane.last.on_error == "raise"
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 print(
                     f"muonckpt: saving {lane.last.path} failed, and the program ends without it: {reason}",
@@ -384,11 +379,6 @@ class _Boxes:
     parts: dict[Index, Tensor]
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Boxes:
-        parts = {lo: _bare_tensor(part) for lo, part in parts_of(tensor).items()}
-        return cls(whole_shape(tensor), parts, tensor.dtype)
-
 
 class HostCopy:
     """Buffers, pinned if there is a GPU, and the state that was copied to them last."""
@@ -400,21 +390,19 @@ class HostCopy:
     def of(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         bare = {key: _mapped(value, _bare) for key, value in state_dict.items()}
         given = list(_tensors(bare))
-        state = self._staged(bare)
+        state: Any
+        try:
+            state = self._stager.stage(bare)
+        except AssertionError:  # buffers go by storage, and one was resized since the last copy
+            self.close()
+            self._stager = _stager()
+            state = self._stager.stage(bare)
         for device in {tensor.device for tensor in given if tensor.is_cuda}:  # the stager waits for the current one
             torch.cuda.synchronize(device)
         for tensor, copy in zip(given, _tensors(state), strict=True):
             if type(copy) is not type(tensor) and tensor.data_ptr() == 0 and tensor.numel():
                 raise TypeError(f"cannot copy a tensor of class {type(tensor).__name__}: save a plain tensor")
         return {key: _mapped(value, _joined) for key, value in state.items()}
-
-    def _staged(self, state: Any) -> Any:
-        try:
-            return self._stager.stage(state)
-        except AssertionError:  # buffers go by storage, and one was resized since the last copy
-            self.close()
-            self._stager = _stager()
-            return self._stager.stage(state)
 
     def close(self) -> None:
         self._stager.close()
@@ -430,7 +418,7 @@ def _stager() -> DefaultStager:
 
 
 def _mapped(node: Any, function: Callable[[Any], Any]) -> Any:
-    """Return nested state with ``function`` of its leaves; what that does not change is passed on with its type."""
+    """Return nested state with ``function`` of its leaves; containers in which nothing changes are kept as they are."""
     if isinstance(node, Mapping):
         changed = {key: _mapped(value, function) for key, value in node.items()}
         return node if all(changed[key] is value for key, value in node.items()) else changed
@@ -445,8 +433,16 @@ def _bare(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if declares_boxes(leaf):
-        return _Boxes.of(leaf)
-    return _bare_dtensor(leaf) if isinstance(leaf, DTensor) else _bare_tensor(leaf)
+        return _Boxes(whole_shape(leaf), {lo: _bare_tensor(part) for lo, part in parts_of(leaf).items()}, leaf.dtype)
+    if not isinstance(leaf, DTensor):
+        return _bare_tensor(leaf)
+    local = leaf._local_tensor
+    bare = _bare_tensor(local)
+    if bare is local and not leaf.__dict__:
+        return leaf
+    return DTensor.from_local(
+        bare, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
+    )
 
 
 def _joined(leaf: Any) -> Any:
@@ -461,16 +457,6 @@ def _bare_tensor(tensor: Tensor) -> Tensor:
     if tensor.is_conj() or tensor.is_neg():
         return tensor.detach().resolve_conj().resolve_neg()
     return tensor.detach() if tensor.__dict__ else tensor
-
-
-def _bare_dtensor(tensor: DTensor) -> DTensor:
-    local = tensor._local_tensor
-    bare = _bare_tensor(local)
-    if bare is local and not tensor.__dict__:
-        return tensor
-    return DTensor.from_local(
-        bare, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
 
 
 def _tensors(node: Any) -> Iterator[Tensor]:

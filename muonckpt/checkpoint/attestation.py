@@ -1,8 +1,7 @@
 """Proving that what is in memory is what is on disk, in the replicas, or in another process.
 
-Every rank takes the share of the fingerprint of each box that it holds, where the box lies.  One gather brings the
-shares to the first rank, which compares those of equal boxes, adds up one of each, and compares the sums; one broadcast
-tells all ranks.
+Every rank takes the share of the fingerprint of each box that it holds, where the box lies.  The first rank gathers
+them, compares those of equal boxes, adds up one of each, and compares the sums.
 """
 
 from __future__ import annotations
@@ -83,27 +82,27 @@ class Fingerprints:
                 raise SourceError(
                     f"expected {_FORMAT!r} version {_VERSION}, found {data['format']!r} version {data['version']!r}"
                 )
-            return cls({key: _tensor_print(entry) for key, entry in data["tensors"].items()})
+            tensors = {}
+            for key, entry in data["tensors"].items():
+                shape, dtype = tuple(entry["shape"]), entry["dtype"]
+                if not isinstance(dtype, str) or not all(type(size) is int and size >= 0 for size in shape):
+                    raise TypeError(f"expected a shape and the name of a dtype, found {entry!r}")
+                tensors[key] = TensorPrint(shape, dtype, entry["fingerprint"])
+            return cls(tensors)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SourceError(f"damaged fingerprints: {type(error).__name__}: {error}") from error
-
-
-def _tensor_print(entry: Mapping[str, Any]) -> TensorPrint:
-    if not isinstance(entry["dtype"], str) or not all(type(size) is int and size >= 0 for size in entry["shape"]):
-        raise TypeError(f"expected a shape and the name of a dtype, found {entry!r}")
-    return TensorPrint(tuple(entry["shape"]), entry["dtype"], entry["fingerprint"])
 
 
 _LISTED = 12
 """Differences that an error lists; it counts the others."""
 
 _BAND_BYTES = 64 << 20
-"""Bytes read at a time of a stored tensor that has no fingerprint."""
+"""Bytes read at a time, of a stored tensor that has no fingerprint."""
 
 Prints = Mapping[str, TensorPrint]
 
 Compared = Callable[[Prints], tuple[Prints, Prints]]
-"""A function that says, on the first rank, which live tensors are compared, and what they have to be."""
+"""A function of the live tensors that returns, on the first rank, those to compare, and what they have to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,16 +237,13 @@ def _attested(
 def _recorded(tensor: StoredTensor) -> TensorPrint:
     recorded = tensor.fingerprint
     if recorded is None:
-        boxes = (
-            box for band in bands(Box.of(tensor.shape), _BAND_BYTES // itemsize(tensor.dtype)) for box in band.boxes
-        )
-        recorded = as_hex(combine(*(_share(tensor, box) for box in boxes)))
+        shares = []
+        for band in bands(Box.of(tensor.shape), _BAND_BYTES // itemsize(tensor.dtype)):
+            for box in band.boxes:
+                words = tensor.reader.words(tensor.record, box)
+                shares.append(fingerprint(words, box.lo + (0,) * (words.ndim - box.ndim)))
+        recorded = as_hex(combine(*shares))
     return TensorPrint(tensor.shape, tensor.dtype, recorded)
-
-
-def _share(tensor: StoredTensor, box: Box) -> int:
-    words = tensor.reader.words(tensor.record, box)
-    return fingerprint(words, box.lo + (0,) * (words.ndim - box.ndim))
 
 
 # --- What ranks hold, with its share of fingerprints ------------------------------------------------------------------
@@ -293,7 +289,7 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
     """Return what the ranks hold together; every element counts once.
 
     Args:
-        ranks: the global numbers of those that ``shares`` are of.
+        ranks: the global ranks that the ``shares`` come from.
 
     Raises:
         LayoutError: nobody holds some elements of a tensor, or boxes overlap in part; names tensor and box.
@@ -301,7 +297,7 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
     states = [state for state, _ in shares]
     tensors, faults, replicated = {}, list[str](), 0
     for key, holders in holders_by_key(states).items():
-        kinds = [kind for at in holders if (kind := states[at.place].kinds[at.number]) is not None]
+        kinds = [holder.kind for holder in holders if holder.kind is not None]
         forms = _ranks_by(((kind.dtype, kind.shape), ranks[at.place]) for kind, at in zip(kinds, holders, strict=True))
         if len(forms) > 1:
             faults.append(f"{key!r}: {_says(forms, lambda form: f'{form[0]} of shape {form[1]}')}")

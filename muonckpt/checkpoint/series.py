@@ -1,6 +1,6 @@
 """A series: the checkpoints that one run saves step after step, of which a whole one is always there to resume from.
 
-Collective calls: one rank looks into the folder and tells the others, so that all act on the same answer.
+One rank looks into the folder and tells the others, so that all act on the same answer.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -27,11 +28,7 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A checkpoint of a series.  Stands for its path wherever one is taken, as in `muonckpt.open`.
-
-    Attributes:
-        path: a path or a URL.
-    """
+    """A checkpoint of a series, and its path or URL.  It stands for that wherever a path is taken."""
 
     step: int
     path: str
@@ -45,8 +42,7 @@ class Restored:
     """The result of `Series.restore`.
 
     Attributes:
-        step: of the checkpoint that was loaded; training goes on behind it.
-        path: of that checkpoint.
+        step, path: those of the checkpoint that was loaded; training goes on behind it.
         report: what was done with which parameters; print it.
     """
 
@@ -87,7 +83,7 @@ class Series:
         self._group = process_group
         self._whole: set[StepName] = set()
         self._damaged: set[StepName] = set()
-        """What `restore` has found damaged, though its files have the right sizes; the same on all ranks."""
+        """Steps that `restore` has found damaged, though their files have the right sizes; the same on all ranks."""
 
     def save(
         self,
@@ -100,7 +96,7 @@ class Series:
         """Save a checkpoint as `muonckpt.save` does; then remove what is not to be kept.
 
         First, an `async_save` that is running is waited for, and what killed runs have left in the folder is removed.
-        An error of these removals is a warning: the checkpoint is saved, and training can go on.
+        Where something cannot be removed, a warning says so, and training goes on.
 
         Args:
             step: 0 or more.
@@ -205,7 +201,14 @@ class Series:
             newest = self._newest()
             faults |= newest.faults
             if newest.name is None:
-                self._refuse_if_there_should_be_one(faults, required)
+                place = self._folder.place
+                if faults:
+                    listed = "\n- ".join(faults.values())
+                    raise DamageError(
+                        f"expected a whole checkpoint in {place}, found none among {len(faults)}:\n- {listed}"
+                    )
+                if required:
+                    raise SourceError(f"expected a checkpoint in {place}, found none: is it the folder of this run?")
                 return None
             saved = self._saved(newest.name)
             self._warn_of(faults, f"restoring {saved.path} instead")
@@ -219,7 +222,7 @@ class Series:
                     process_group=self._group,
                 )
             except SourceError as error:
-                if not self._is_there(newest.name):
+                if not self._ask_first(partial(self._folder.exists, newest.name)):
                     continue  # it was removed while we read
                 if not isinstance(error, DamageError):
                     raise
@@ -228,19 +231,8 @@ class Series:
             else:
                 return Restored(saved.step, saved.path, report)
 
-    def _refuse_if_there_should_be_one(self, faults: Mapping[StepName, str], required: bool) -> None:
-        place = self._folder.place
-        if faults:
-            listed = "\n- ".join(faults.values())
-            raise DamageError(f"expected a whole checkpoint in {place}, found none among {len(faults)}:\n- {listed}")
-        if required:
-            raise SourceError(f"expected a checkpoint in {place}, found none: is it the folder of this run?")
-
     def _newest(self) -> Newest:
-        return self._ask_first(lambda: self._folder.newest(self._damaged), SourceError)
-
-    def _is_there(self, name: StepName) -> bool:
-        return self._ask_first(lambda: self._folder.exists(name), SourceError)
+        return self._ask_first(lambda: self._folder.newest(self._damaged))
 
     def _saved(self, name: StepName) -> SavedStep:
         return SavedStep(name.step, str(self._folder.path(name)))
@@ -256,16 +248,19 @@ class Series:
 
         def begin(asked: list[Mapping[str, object]]) -> StepName:
             refuse_differing(self._group, "save", asked)
-            return self._asked(lambda: self._begin(step, replace), DestinationError)
+            self._attempt(f"what killed runs have left in {self._folder.place}", self._folder.clean)
+            new = self._folder.new_name
+            return self._asked(lambda: new(step, lambda name: replace or name in self._damaged), DestinationError)
 
         return decide_on_first(self._group, DestinationError, arguments, begin)
 
-    def _begin(self, step: int, replace: bool) -> StepName:
-        self._attempt(f"what killed runs have left in {self._folder.place}", self._folder.clean)
-        return self._folder.new_name(step, lambda name: replace or name in self._damaged)
-
     def _prune(self, saved: StepName) -> None:
-        newer = self._folder.prune(saved, self._keep_last, self._keep_every, self._is_whole)
+        def is_whole(name: StepName) -> bool:  # looks at each checkpoint once, as time is short
+            if name not in self._whole | self._damaged and self._folder.fault(name) is None:
+                self._whole.add(name)
+            return name in self._whole - self._damaged
+
+        newer = self._folder.prune(saved, self._keep_last, self._keep_every, is_whole)
         if later := [self._saved(name) for name in newer if name not in self._damaged]:
             warnings.warn(
                 f"{self._folder.path(saved)} was saved, but {later[-1].path} is of a later step, so that is what would "
@@ -273,12 +268,6 @@ class Series:
                 RuntimeWarning,
                 stacklevel=5,
             )
-
-    def _is_whole(self, name: StepName) -> bool:
-        """Return whether a checkpoint counts when old ones are removed.  Looks at each once, as time is short."""
-        if name not in self._whole | self._damaged and self._folder.fault(name) is None:
-            self._whole.add(name)
-        return name in self._whole - self._damaged
 
     def _attempt(self, what: str, remove: Callable[[], None]) -> None:
         try:
@@ -291,8 +280,8 @@ class Series:
             path = self._folder.path(name)
             warnings.warn(f"{path} is not whole: {fault}; {instead}", RuntimeWarning, stacklevel=3)
 
-    def _ask_first(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
-        return broadcast_from_first(self._group, kind, lambda: self._asked(question, kind))
+    def _ask_first(self, question: Callable[[], _Answer]) -> _Answer:
+        return broadcast_from_first(self._group, SourceError, lambda: self._asked(question, SourceError))
 
     def _asked(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
         try:

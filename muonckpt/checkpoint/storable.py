@@ -33,7 +33,7 @@ _UNWRITABLE: Mapping[str, Callable[[Tensor], bool]] = {
     "has the dtype {0.dtype}": lambda tensor: dtype_name(tensor.dtype) not in DTYPES,
     "is a {0.__class__.__name__}": lambda tensor: _is_opaque(tensor),
 }
-"""What no checkpoint holds, in the words of an error."""
+"""The tensors that no checkpoint holds, in the words of an error."""
 
 
 def refuse_unwritable(key: str, value: Tensor) -> None:
@@ -72,8 +72,12 @@ def refuse_unstorable(flat: Mapping[str, object]) -> None:
     for key, value in flat.items():
         if isinstance(value, Tensor):
             refuse_unwritable(key, value)
-        else:
-            _refuse_unloadable(key, value)
+        elif not _is_plain(value) and (classes := _refused_if_saved(value)) is not None:
+            raise DestinationError(
+                f"{key!r} holds more than plain data ({classes}), which load would refuse, so it is not saved: save "
+                "what is needed of it as numbers, strings, lists and dicts, such as vars() of a namespace, or allow "
+                "its classes on both sides with torch.serialization.add_safe_globals"
+            )
 
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -97,24 +101,6 @@ def refuse_code(key: str, raw: bytes) -> None:
         )
 
 
-def _refuse_unloadable(key: str, value: object) -> None:
-    if _is_plain(value):
-        return
-    stream = io.BytesIO()
-    try:
-        torch.save(value, stream)
-    except Exception as error:  # whatever an object raises that cannot be pickled
-        classes: str | None = f"{type(error).__name__}: {error}"
-    else:
-        classes = _refused(stream.getvalue())
-    if classes is not None:
-        raise DestinationError(
-            f"{key!r} holds more than plain data ({classes}), which load would refuse, so it is not saved: save what "
-            "is needed of it as numbers, strings, lists and dicts, such as vars() of a namespace, or allow its classes "
-            "on both sides with torch.serialization.add_safe_globals"
-        )
-
-
 def _is_plain(value: object) -> bool:
     """Return whether this is plain data at first sight, as almost everything is; subclasses are looked at."""
     kind = type(value)
@@ -125,6 +111,15 @@ def _is_plain(value: object) -> bool:
         assert isinstance(value, list | tuple)
         return all(map(_is_plain, value))
     return kind in _PLAIN
+
+
+def _refused_if_saved(value: object) -> str | None:
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception as error:  # whatever an object raises that cannot be pickled
+        return f"{type(error).__name__}: {error}"
+    return _refused(stream.getvalue())
 
 
 def _refused(raw: bytes) -> str | None:
