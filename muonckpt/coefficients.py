@@ -212,11 +212,7 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
 
 
 def plain_coefficients(coefficients: Coefficients) -> Plain:
-    """Return coefficients as plain values for a parameter group: a published set's name, or the numbers of another.
-
-    Raises:
-        ValueError: as :func:`coefficient_set`.
-    """
+    """Return coefficients as plain values for a parameter group: a published set's name, or the numbers of another."""
     chosen = coefficient_set(coefficients)
     numbers = chosen.steps, chosen.tail, chosen.norm_scale
     for name, published in COEFFICIENTS.items():
@@ -228,6 +224,5 @@ def plain_coefficients(coefficients: Coefficients) -> Plain:
 
 
 def _triple(numbers: Sequence[float]) -> Triple:
-    """Raises ValueError or TypeError unless these are three numbers."""
     a, b, c = map(float, numbers)
     return a, b, c

@@ -1,7 +1,6 @@
 """Descriptions in JSON: fields that are checked when they are read, and digests that show damage.
 
-Each reader of a field takes a value of `json.loads` and raises `TypeError` or `ValueError` if it is not what it should
-be.
+A reader of a field takes a value of `json.loads`, and raises `TypeError` or `ValueError` if it is not as it should be.
 
 A text that only we write is closed by a digest of its own bytes (`sealed_text`).  A file that other programs may lay
 out anew, as zarr's and Hugging Face's JSON, has a digest of the values in it (`digest_of`).  Digests detect accidents:
@@ -36,7 +35,6 @@ def compact(value: Any) -> str:
 
 
 def optional(read: Callable[[Any], T], value: Any) -> T | None:
-    """Read a value that may be null."""
     return None if value is None else read(value)
 
 
@@ -58,7 +56,7 @@ def free_form(value: Any) -> dict[str, Any]:
 
 
 def list_of(read: Callable[[Any], T]) -> Callable[[Any], list[T]]:
-    """Return a reader of lists, whose elements ``read`` reads."""
+    """Return a reader of lists whose elements ``read`` reads."""
 
     def read_list(value: Any) -> list[T]:
         if not isinstance(value, list):
@@ -105,7 +103,6 @@ def whole_number(value: Any) -> int:
 
 
 def integers(value: Any) -> Index:
-    """Read a list of integers >= 0."""
     return tuple(list_of(whole_number)(value))
 
 
@@ -215,8 +212,8 @@ def check_seal(text: bytes, fields: Mapping[str, Any]) -> None:
     """Check a JSON object that `sealed_text` closed; other programs write it without a ``digest``.
 
     Args:
-        text: its text as UTF-8.
-        fields: the fields in it.
+        text: UTF-8.
+        fields: the object that the text stands for.
 
     Raises:
         DamageError: the text is not the one that was sealed.
@@ -235,10 +232,6 @@ def digest_of(value: Any) -> str:
 
 
 def check_digest(recorded: object, value: Any) -> None:
-    """Compare JSON data with its recorded digest.
-
-    Raises:
-        DamageError: they differ.
-    """
+    """Raise `DamageError` if JSON data are not those of the recorded digest."""
     if recorded != digest_of(value):
         raise DamageError(f"it is not the one that was written: digest {digest_of(value)}, expected {recorded}")

@@ -52,7 +52,7 @@ class OptimizerPlace:
 
 
 class OptimizerKey(NamedTuple):
-    """One way to read a path, as that of a slot or of an option.
+    """One way to read a path.
 
     ``name`` is a parameter, or the number of a group in the nested form; ``leaf`` is the slot or the option.
     """
@@ -68,7 +68,7 @@ class OptimizerKey(NamedTuple):
 
     @classmethod
     def of_option(cls, path: KeyPath) -> Iterator[OptimizerKey]:
-        """Yield the ways to read a path as that of an option, the shortest prefix first."""
+        """Yield the ways to read a path as that of an option, likewise."""
         return (key for key in cls._readings(path, PARAM_GROUPS) if key.place.flat or NUMBER.fullmatch(key.name))
 
     @classmethod
@@ -204,7 +204,7 @@ def _child(key: str, part: str) -> str:
 
 
 def named_optimizers(state_dict: Any, key: str = "") -> Iterator[NamedOptimizer]:
-    """Yield the optimizers' state dicts in a nested one, but for those whose parameters have numbers."""
+    """Yield the optimizers in a nested state dict whose parameters have names."""
     match state_dict:
         case {"state": Mapping(), "param_groups": list() as groups} if groups and all(
             _params_are(group, str) for group in groups
@@ -221,7 +221,7 @@ def named_optimizers(state_dict: Any, key: str = "") -> Iterator[NamedOptimizer]
 
 
 def numbered_optimizers(state_dict: Any, key: str = "") -> Iterator[str]:
-    """Yield the keys of optimizers' state dicts whose parameters have numbers, as in ``optimizer.state_dict()``."""
+    """Yield the keys of optimizers whose parameters have numbers, as in ``optimizer.state_dict()``."""
     match state_dict:
         case {"state": Mapping(), "param_groups": list() as groups} if groups and all(
             _params_are(group, int) for group in groups

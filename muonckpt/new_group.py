@@ -55,7 +55,7 @@ def time_out(group: dist.ProcessGroup, device: torch.device) -> timedelta | None
 
 @contextmanager
 def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
-    """Keep torch from splitting the communicator of a world that is bound to a device: all of it would have to join."""
+    """Keep torch from splitting the communicator of a world bound to a device: all of the world would have to join."""
     device, world.bound_device_id = world.bound_device_id, None
     try:
         yield

@@ -142,7 +142,7 @@ def differences_listed(differences: Mapping[str, str], names: Collection[str], c
         differences: the reason, by parameter.
         names: all parameters on both sides.
         cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
-        kept: how parameters keep their state, which comes before the cure.
+        kept: how parameters keep their state.
     """
     of_reason: defaultdict[str, list[str]] = defaultdict(list)
     for name, reason in differences.items():
@@ -164,7 +164,7 @@ IN_A_TRAINER = " (in a trainer, to muon(...), MuonckptStrategy(...) or MuonckptM
 
 
 def inserted_parts(mine: Collection[str], theirs: Collection[str]) -> str | None:
-    """Return what wrappers have put into the names of one side, and what takes it out; None if that is not the reason.
+    """Return what wrappers have put into the names of one side, and the cure; None if that is not why they differ.
 
     Args:
         mine: names that only the program has.

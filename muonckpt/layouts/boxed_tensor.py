@@ -1,7 +1,7 @@
 """Tensors as the boxes that this rank holds of them, in the form in which DCP asks for them.
 
-DCP takes a DTensor for one box on each rank, which is not so where placements interleave, and never where a flat buffer
-was cut.  It asks tensors that have its hooks, as a `BoxedTensor` has.
+DCP takes a DTensor for one box on each rank, which is wrong where placements interleave, or a flat buffer was cut.  It
+asks tensors that have its hooks, as a `BoxedTensor` has.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class BoxedTensor(Tensor):
         """Return elements ``start : start + flat.numel()`` of the flattened (row-major) tensor.
 
         Args:
-            flat: of one dim, in which they lie in that order.
+            flat: those elements, in one dim.
 
         Raises:
             LayoutError: the range does not lie in the tensor.
@@ -85,10 +85,10 @@ class BoxedTensor(Tensor):
 
     @classmethod
     def of_layout(cls, layout: TensorLayout, buffer: Buffer, memory: Tensor) -> BoxedTensor:
-        """Return what lies in one buffer of a layout.
+        """Return the part of a tensor that lies in one buffer of a layout.
 
         Args:
-            memory: of that buffer; of one dim and dense.
+            memory: the buffer's elements, dense in one dim.
         """
         parts = {
             fragment.box.lo: memory.as_strided(
@@ -140,10 +140,10 @@ class BoxedTensor(Tensor):
 
 
 def parts_of(tensor: Tensor) -> Parts:
-    """Return the boxes that this rank holds of any tensor; none if it holds nothing.
+    """Return the boxes that this rank holds of any tensor.
 
     Raises:
-        LayoutError: neither hooks nor placements say it.
+        LayoutError: the hooks or placements are wrong or unknown.
     """
     if isinstance(tensor, ShardedTensor):
         # A shard may itself be a sharded tensor, as FSDP1 made them of tensor parallelism.

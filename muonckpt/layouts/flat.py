@@ -1,8 +1,8 @@
 """Tensors in flat buffers: laid end to end and cut wherever a shard ends, in the middle of a row if need be.
 
-Megatron-FSDP pads such buffers and cuts them into equal parts over the ranks of some mesh axes: a rank's share of a
-tensor is any number of elements, or none.  Under tensor parallelism each part of the tensor is cut out first and has a
-buffer of its own.  A tensor with a single owner is the simplest case.
+Megatron-FSDP pads such buffers and cuts them into equal parts over the ranks of some mesh axes.  Under tensor
+parallelism each part of a tensor is cut out first and has a buffer of its own.  A tensor with a single owner is the
+simplest case.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Cuts:
 
     Args:
         flat: the axes that cut the flat buffer, coarsest parts first; if empty, every rank holds it all.
-        split: the axis, if any, that cuts the tensor itself before that (tensor parallelism), and the dim that it cuts.
+        split: the axis of tensor parallelism, which cuts the tensor itself before that, and the dim that it cuts.
 
     Raises:
         LayoutError: an axis is named twice, or is not on the mesh.
@@ -85,11 +85,7 @@ class Cuts:
         return math.prod(self.mesh.shape[axis] for axis in self.flat)
 
     def part(self, shape: Index, coordinate: Index) -> Box:
-        """Return the box that tensor parallelism gives to the rank at a coordinate: equal parts along one dim.
-
-        Raises:
-            LayoutError: the dim does not divide into equal parts.
-        """
+        """Return the box that tensor parallelism gives to the rank at a coordinate: equal parts along one dim."""
         if self.split is None:
             return Box.of(shape)
         axis, dim = self.split
@@ -101,7 +97,7 @@ class Cuts:
         return Box.of((*shape[:dim], size, *shape[dim + 1 :])).shift(origin)
 
     def shard(self, coordinate: Index) -> int:
-        """Return the number of the part of the buffer that the rank at a coordinate holds."""
+        """Return the number of the part of the buffer at a coordinate."""
         index = 0
         for axis in self.flat:
             index = index * self.mesh.shape[axis] + coordinate[axis]

@@ -37,19 +37,18 @@ class DimShares:
 
     @cached_property
     def first(self) -> IntArray:
-        """The number of each share's first run, and at the end that of all runs."""
+        """The number of each share's first run; the last entry is the number of runs."""
         return np.searchsorted(self.share, np.arange(self.count + 1))
 
     @cached_property
     def before(self) -> IntArray:
-        """For each run the number of indices before it in its share."""
+        """The number of indices before each run in its share."""
         sums = np.append(0, np.cumsum(self.stop - self.start))
         before: IntArray = sums[:-1] - sums[self.first[self.share]]
         return before
 
     @cached_property
     def length(self) -> IntArray:
-        """The number of indices of each share."""
         length: IntArray = np.diff(np.append(0, np.cumsum(self.stop - self.start))[self.first])
         return length
 
@@ -121,7 +120,6 @@ class StridedShard:
         return f"StridedShard({self.dim}, split={self.split})"
 
     def cut(self, shares: DimShares, parts: int) -> DimShares:
-        """Cut as `Shard.cut` does."""
         fine = shares.cut(self.split).cut(parts)
         share = fine.share // (self.split * parts) * parts + fine.share % parts
         order = np.argsort(share, kind="stable")
@@ -157,11 +155,7 @@ def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...])
 
 @lru_cache(maxsize=65536)
 def fragments_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> tuple[Fragment, ...]:
-    """Return what `mesh_layout` gives to one rank; nothing if it is not on the mesh.
-
-    Raises:
-        LayoutError: as `mesh_layout`.
-    """
+    """Return the fragments of one rank in `mesh_layout`, without making it; nothing if the rank is not on the mesh."""
     _check_placements(shape, mesh, placements)
     if rank not in mesh.ranks:
         return ()
@@ -189,7 +183,7 @@ def _check_placements(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement,
 def _rows(
     shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], positions: IntArray
 ) -> tuple[tuple[IntArray, IntArray], IntArray, IntArray, IntArray]:
-    """Return corners, positions, offsets and strides of the fragments of ranks at some positions of the mesh.
+    """Return corners, positions, offsets and strides of the fragments of the ranks at ``positions`` of the mesh.
 
     A rank holds the product of its runs along each dim, the last dim's changing fastest.
     """
@@ -214,7 +208,7 @@ def _rows(
 def _along(
     dim: int, shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], positions: IntArray
 ) -> tuple[DimShares, IntArray]:
-    """Return the shares of one dim, and the numbers of those of the ranks at some positions of the mesh."""
+    """Return the shares of one dim, and which of them the ranks at ``positions`` of the mesh hold."""
     cuts: list[tuple[Shard | StridedShard, int]] = []
     number = np.zeros(len(positions), np.int64)
     for placement, parts, step in zip(placements, mesh.shape, row_major(mesh.shape), strict=True):
@@ -226,7 +220,7 @@ def _along(
 
 @lru_cache(maxsize=256)
 def _shares(size: int, cuts: tuple[tuple[Shard | StridedShard, int], ...]) -> DimShares:
-    """Cut a dim of this size, over so many ranks at a time.  Cached: many tensors have equal dims."""
+    """Cut a dim by placements over so many ranks each.  Cached: many tensors have equal dims."""
     whole = np.arange(min(size, 1))
     shares = DimShares(1, whole, whole, whole + size)
     for placement, parts in cuts:

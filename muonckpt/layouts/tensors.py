@@ -56,7 +56,7 @@ def _local(tensor: DTensor) -> torch.Tensor:
 
 
 def is_first_copy(tensor: torch.Tensor) -> bool:
-    """Return whether this rank is the first of those that hold the same part of ``tensor``; true of a plain one.
+    """Return True if this rank is the first that holds its part of ``tensor``, or the tensor is a plain one.
 
     Raises:
         LayoutError: a ``Partial`` or unknown placement.
@@ -69,11 +69,7 @@ def is_first_copy(tensor: torch.Tensor) -> bool:
 
 
 def rows_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the rows (of the first dim) of which this rank holds a part, as ranges in the order of its memory.
-
-    Raises:
-        LayoutError: as `layout_of`.
-    """
+    """Return the ranges of rows (of the first dim) of which this rank holds a part, in the order of its memory."""
     if not isinstance(tensor, DTensor):
         return [(0, tensor.shape[0])]
     # Sorted ranges are in the order of memory, as no placement reverses rows.
@@ -123,7 +119,7 @@ def _placement_json(
 
 
 def declares_boxes(tensor: torch.Tensor) -> bool:
-    """Return whether DCP's hooks say which boxes this rank holds, of the tensor or of a DTensor's local one."""
+    """Return True if a tensor, or a DTensor's local one, says by DCP's hooks which boxes this rank holds."""
     described = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return hasattr(described, "__create_chunk_list__")
 
@@ -139,7 +135,6 @@ def fragments_here(tensor: DTensor) -> tuple[Fragment, ...]:
 
 
 def _checked(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ...]]:
-    """Return mesh and placements after checking that the local tensor has the shape that they imply."""
     rank = torch.distributed.get_rank()
     mesh = _mesh(tensor.device_mesh)
     placements, expected = _placed(tensor.shape, mesh, tensor.placements, rank)
@@ -158,7 +153,7 @@ def _placed(
 ) -> tuple[tuple[AxisPlacement, ...], Index | None]:
     """Return our placements, and the shape of a rank's local tensor; None if it is not on the mesh.
 
-    Cached by what torch calls equal, so that a model's thousands of equal tensors cost a look-up each.
+    Cached by what torch calls equal: a model has thousands of equal tensors.
     """
     ours = tuple(_placement(placement, len(shape)) for placement in placements)
     return ours, local_shape(tuple(shape), mesh, ours, rank) if rank in mesh.ranks else None

@@ -77,8 +77,8 @@ def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Find
 
 
 def _is_as_written(manifest: Manifest, directory: Location) -> bool:
-    """Return True if DCP's metadata are the very bytes that this package writes for the manifest, and nothing in the
-    files overlaps or reaches beyond their ends.
+    """Return True if DCP's metadata are the bytes that this package writes for the manifest, and extents neither overlap
+    nor reach beyond their files.
     """
     try:
         if not _lie_in_files(manifest, directory):
@@ -147,7 +147,7 @@ def _disagreements(checkpoint: OpenCheckpoint, metadata: Manifest) -> Iterator[F
 
 
 def _described(manifest: Manifest) -> dict[str, dict[str, object]]:
-    """Return the facts that both descriptions state about each tensor and item, by its key."""
+    """Return the facts that both descriptions state, by key."""
     described: dict[str, dict[str, object]] = {}
     for tensor in manifest.tensors:
         known = described[tensor.key] = {"dtype": tensor.dtype, "shape": tensor.shape, "path": tensor.path}
@@ -186,7 +186,7 @@ class AuditReport:
     @property
     def verdict(self) -> Verdict:
         """Return ``whole`` if everything agrees with its record, ``faulty`` if there are findings, ``readable,
-        unchecked`` if the elements of some chunks have no record to agree with.
+        unchecked`` if the elements of some chunks have no record.
         """
         return "faulty" if self.findings else "readable, unchecked" if self.unchecked else "whole"
 

@@ -78,7 +78,7 @@ _SCALARS: Mapping[str, str] = MappingProxyType({"float32": "<f", "float64": "<d"
 
 
 class Values:
-    """Reads small items of one checkpoint, each checked before it is used."""
+    """Reads small items of one checkpoint, each checked before it is used; raises `SourceError` for damaged ones."""
 
     def __init__(self, payloads: Payloads, tensors: TensorReader) -> None:
         self._payloads = payloads
@@ -89,11 +89,7 @@ class Values:
         return self.scalar(entry) if isinstance(entry, StateRecord) else self.item(entry)
 
     def item(self, blob: Blob) -> Any:
-        """Read an item: None, a bool, number or string, or lists, tuples and string-keyed dicts of these.
-
-        Raises:
-            SourceError: it is damaged, or holds something else.
-        """
+        """Read an item: None, a bool, number or string, or lists, tuples and string-keyed dicts of these."""
         if blob not in self._known:
             raw = checked_blob(self._payloads, blob)
             with about(f"item {blob.key!r}"):
@@ -111,11 +107,7 @@ class Values:
         return part
 
     def scalar(self, tensor: StateRecord) -> float | int:
-        """Read the one element of a tensor.
-
-        Raises:
-            SourceError: it is damaged, has more elements, or a dtype that no counter has.
-        """
+        """Read the one element of a tensor of floats or integers."""
         if Box.of(tensor.shape).numel != 1 or tensor.dtype not in _SCALARS:
             raise SourceError(
                 f"tensor {tensor.key!r}: expected one element of {', '.join(_SCALARS)}, "
@@ -304,7 +296,7 @@ def _typed(words: NDArray[Any], tensor: StateRecord) -> NDArray[Any]:
 
 
 class OpenCheckpoint:
-    """A checkpoint of any format whose metadata have been read; its items and elements are read when asked for.
+    """A checkpoint of any format whose metadata have been read; items and elements are read when asked for.
 
     A context manager, which closes the files at its end.  Arrays that were read stay valid.  It may have `faults`, for
     which `open` refuses it.
@@ -374,7 +366,7 @@ class OpenCheckpoint:
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """What its metadata tell of the program, step and meshes that made it, as JSON data."""
+        """JSON data on the program, step and meshes that made it."""
         return self.outline.provenance
 
     # For code that works on whole checkpoints.
@@ -422,11 +414,7 @@ class OpenCheckpoint:
         return {name: length for name, length in sizes if length is None or length < expected[name]}
 
     def check_files(self) -> None:
-        """Check that every recorded file is there, and long enough.  Reads nothing.
-
-        Raises:
-            DamageError: one is not.
-        """
+        """Raise `DamageError` unless every recorded file is there, and long enough.  Reads no data."""
         lost, beside = self.lost_files, items_beside(self.path)
         missing = [str(self.payloads.place(name)) for name, length in lost.items() if length is None]
         missing += [str(self.path / MANIFEST_FILE)] * self.lacks_manifest
@@ -440,7 +428,7 @@ class OpenCheckpoint:
 
     @property
     def outline(self) -> Manifest:
-        """The manifest in the metadata: the places of a chunk's elements may be unknown."""
+        """The manifest in the metadata, in which the places of a chunk's elements may be unknown."""
         return self._reader.outline
 
     @cached_property
@@ -453,10 +441,7 @@ class OpenCheckpoint:
         return replace(self.outline, tensors=self.locate(self.outline.tensors))
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        """Return tensors of the outline, or some of their chunks, with the places of the elements.
-
-        Raises as `manifest`.
-        """
+        """Return tensors of the outline, or some of their chunks, with the places of the elements; raises as `manifest`."""
         return self._reader.locate(tensors)
 
     @property

@@ -1,6 +1,6 @@
 """Tensors in small chunks, checked whole and many at a time, where `audit` makes calls for each chunk.
 
-They are compared with everything that `audit` compares.  What is wrong is left to it to report.
+They are compared with everything that `audit` compares, but it is left to `audit` to find out what is wrong.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ def examined(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> 
         ours: the chunks are in items that this package writes, of which all bytes are compared.
 
     Returns:
-        The fingerprint of each tensor with which nothing at all is wrong: its chunks agree with their checksums, it
-        with its fingerprint, and each element is there once and finite.  None for the others, which may be large.
-        And whether the items are *framed*: they are those of their boxes, with elements and CRC-32 where the manifest
-        says.
+        The fingerprint of each tensor that agrees with all its checksums and its fingerprint, and has each element once
+        and finite; None for the others, which may be large.  And whether the items are *framed*: they are those of their
+        boxes, with elements and CRC-32 where the manifest says.
     """
     fingerprints: list[str | None] = [None] * len(tensors)
     framed = True
@@ -271,7 +270,6 @@ def _hold_inside(payloads: Payloads, columns: Columns, rows: Column) -> list[boo
 
 
 def _is_framed(payloads: Payloads, tensor: StateRecord) -> bool:
-    """Return True if each item is that of its box, and has elements and CRC-32 where the manifest says."""
     places = _places(tensor.dtype, tensor.boxes, True)
     try:
         for (file, item, length, payload, _, _, crc32), place in zip(tensor.chunks.rows, places, strict=True):

@@ -84,7 +84,7 @@ class StepFolder:
         return Newest(None, faults)
 
     def exists(self, name: StepName) -> bool:
-        """Return True if a checkpoint of this name was published, and nobody has begun to remove it."""
+        """Return True if a checkpoint of this name was published, and its removal has not begun."""
         return (self.path(name) / MANIFEST_FILE).exists()
 
     @gc_paused()
@@ -140,7 +140,7 @@ class StepFolder:
         return sorted(name for name in published if name > saved)
 
     def clean(self) -> None:
-        """Remove what killed runs have left: half-removed checkpoints, and files of abandoned saves.
+        """Remove half-removed checkpoints and files of abandoned saves, which killed runs have left.
 
         Raises:
             OSError: something cannot be removed.

@@ -190,7 +190,7 @@ def _assemble(
     bucket_size: int | None,
     busbw: bool,
 ) -> BufferLayout:
-    """Put buckets one after the other, every shard of a bucket as large as its fullest."""
+    """Put buckets end to end, every shard of a bucket as large as its fullest."""
     ranges: dict[str, PlacedParameter] = {}
     buckets: list[Span] = []
     base = 0
@@ -228,8 +228,7 @@ def legacy_pingpong(
     Args:
         parameters: in forward order.
         bucket_size: elements; a bucket closes after the parameter that fills it; None: one bucket.
-        groups: names in each of the optimizer's parameter groups; None: dense parameters, then expert parameters, both
-            in forward order.
+        groups: names in each of the optimizer's parameter groups; None: dense parameters, then expert ones.
 
     Raises:
         LayoutError: the groups do not name every parameter once.
@@ -276,7 +275,7 @@ def _with_owners(
     sizes: GroupSizes,
     bucket_size: int | None,
 ) -> tuple[BufferLayout, ...]:
-    """Deal the parameters in this order; dense and expert ranks each take their turns."""
+    """Deal the parameters in this order, dense and expert ranks each in turn."""
     dealt: defaultdict[bool, int] = defaultdict(int)
     owners = {}
     for parameter in listed:
@@ -308,8 +307,7 @@ def balanced(
     """Place parameters in buffers whose shards are unequal, with owners from `balanced_owners`.
 
     Args:
-        parameters: in forward order.
-        bucket_size: elements; a bucket closes after the parameter that fills it; None: one bucket.
+        parameters, bucket_size: as for `legacy_pingpong`.
         previous: as for `balanced_owners`.
     """
     owners = balanced_owners(parameters, sizes, previous)
@@ -342,12 +340,10 @@ def balanced_owners(
 
     Longest processing time first (Graham 1969), over dense and expert parameters at once.  Among equally loaded ranks:
     the one that still waits for the least of what it owned before, then the one with the fewest elements, then the
-    first.
+    first.  Tied parameters belong to rank 0 whatever their cost, so that the pipeline stages that share them agree.
 
     Expert rank ``e`` is assumed to be the dense ranks from ``e * dense / expert`` to ``(e + 1) * dense / expert``, as
     where expert parallelism is the innermost axis.  Elsewhere only the balance suffers.
-
-    Tied parameters belong to rank 0 whatever their cost, so that the pipeline stages that share them agree.
 
     Args:
         previous: owners by name.  A parameter stays with its own, if that is still a rank, unless that rank would then

@@ -2,9 +2,8 @@
 
 One description serves padded, compact, ping-pong and byte-sharded buffers.  *Parameters* are listed with their ranges,
 *buckets* say what is communicated at once, *shards* which ranks hold which ranges once gradients are reduced.  An owner
-is the rank whose one shard holds all of a parameter; padding is what no parameter covers.
-
-All starts, stops and sizes are in elements of the buffer.
+is the rank whose one shard holds all of a parameter; padding is what no parameter covers.  All starts, stops and sizes
+are in elements of the buffer.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ class BufferLayout:
 
     @property
     def origins(self) -> tuple[Index, ...]:
-        """The index of each parameter's first element: one zero per dim."""
+        """The first index of each parameter: one zero per dim."""
         return tuple((0,) * len(placed.parameter.shape) for placed in self.parameters)
 
     @property
@@ -183,10 +182,10 @@ class BufferLayout:
             yield self.shards[number]
 
     def held_layouts(self, buffers: Sequence[Buffer] | None = None) -> dict[str, TensorLayout]:
-        """Return each parameter's layout over what the ranks hold, shard after shard.
+        """Return each parameter's layout over the ranks' buffers, where shards lie one after the other.
 
         Args:
-            buffers: names of the ranks' buffers, such as their global ranks; None: ranks in the group.
+            buffers: names of the ranks' buffers, such as global ranks; None: ranks in the group.
         """
         names = range(self.ranks) if buffers is None else buffers
         return {
@@ -200,7 +199,6 @@ class BufferLayout:
 
 
 def rank_of(shard: FlatShard) -> int:
-    """Return the rank that holds a shard of a buffer layout, which numbers its ranks."""
     assert isinstance(shard.buffer, int)
     return shard.buffer
 

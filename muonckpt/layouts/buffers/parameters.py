@@ -1,4 +1,4 @@
-"""The input of the placement rules: a model's parameters, in forward order, and the sizes of its process groups."""
+"""The input of the placement rules: a model's parameters in forward order, and the sizes of its process groups."""
 
 from __future__ import annotations
 
@@ -84,8 +84,7 @@ class GroupSizes:
 def split(parameters: Iterable[Parameter]) -> tuple[tuple[Parameter, ...], ...]:
     """Split parameters into buffers, in forward order: one for each model chunk, expert group and data type.
 
-    In Megatron's order: chunk by chunk, dense buffers before those of experts, then by first appearance
-    (``group_params_for_buffers``).
+    In Megatron's order (``group_params_for_buffers``): by chunk, dense before experts, then by first appearance.
 
     Raises:
         LayoutError: two parameters of one name.
@@ -122,7 +121,7 @@ def in_buckets(
 
 
 def reaching(size: int | None) -> Callable[[list[Parameter]], bool]:
-    """Return a test whether a bucket has at least ``size`` elements; None: never."""
+    """Return a test that a bucket has at least ``size`` elements; None: never."""
     return lambda bucket: size is not None and numel(bucket) >= size
 
 

@@ -25,11 +25,11 @@ class ToPlace:
 
     Args:
         parameters: in forward order.
-        matrices: names of the parameters that must have an owner, a rank that holds all of the parameter.
+        matrices: names of the parameters that must stay whole on one rank, their owner.
         groups: names in each parameter group of the optimizer, in its order; None if unknown.
         bucket_size: elements at which a bucket closes; None: one bucket.
-        busbw: whether Megatron's ``pad_buckets_for_high_nccl_busbw`` was on.
-        previous: owners by name, which `balanced` keeps where it can.
+        busbw: Megatron's ``pad_buckets_for_high_nccl_busbw`` was on.
+        previous: owners by name, which ``balanced`` keeps where it can.
     """
 
     parameters: tuple[Parameter, ...]

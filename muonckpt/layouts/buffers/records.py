@@ -104,11 +104,7 @@ def _placed(data: Any) -> PlacedParameter:
 
 
 def check_fields(data: Any, kinds: FieldTypes) -> None:
-    """Check that an object has exactly these fields, each of one of its types.
-
-    Raises:
-        TypeError: it does not.
-    """
+    """Raise `TypeError` unless an object has exactly these fields, each of one of its types."""
     if not isinstance(data, Mapping) or data.keys() != kinds.keys():
         raise TypeError(f"expected an object with {sorted(kinds)}, got {data!r:.200}")
     for key, value in data.items():
@@ -117,11 +113,7 @@ def check_fields(data: Any, kinds: FieldTypes) -> None:
 
 
 def int_tuple(values: Any) -> tuple[int, ...]:
-    """Convert a JSON list of integers.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Convert a JSON list of integers; raise `TypeError` if it is something else."""
     if type(values) is not list or any(type(value) is not int or abs(value) > MOST_ELEMENTS for value in values):
         raise TypeError(f"expected a list of integers of at most {MOST_ELEMENTS}, got {values!r:.200}")
     return tuple(values)
@@ -139,8 +131,8 @@ class GroupBuffer:
         slot: of the optimizer's state; None for weights and everything else without a slot.
         part: number of the group among those that cut the same tensors.
         group: the global rank of each rank of the layout.
-        origins: for each parameter of the layout the global index of its first element: where other axes of the mesh
-            cut the tensor as well, the buffer holds a box of it only.
+        origins: the global index of each parameter's first element: where other axes of the mesh cut the tensor as
+            well, the buffer holds a box of it only.
         layout: its parameters have the keys of the tensors as names, and their dtypes.
 
     Raises:
@@ -211,10 +203,10 @@ def recorded(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
 def recorded_run(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
     """Read the flat buffers of the layer-wise run that saved a checkpoint from its provenance; none of another run.
 
-    They have no slot: they hold parameters and gradients, by the names of the parameters.
+    They hold parameters and gradients, by the names of the parameters, so they have no slot.
 
     Raises:
-        SourceError: the record is not as docs/formats/manifest.md says.
+        SourceError: as `recorded`.
     """
     try:
         run = provenance.get("layer_wise", {"buffers": (), "ranks": ()})

@@ -40,10 +40,9 @@ class Sums:
         return str(self._xxh3.hexdigest())
 
     def add(self, words: NDArray[Any], origin: Index) -> memoryview:
-        """Add the next box of the payload and return its bytes.
+        """Add the next box of the payload, dense and unsigned words from global index ``origin`` on; return its bytes.
 
-        The words are dense and unsigned; the first has the global index ``origin``.  A last dim beyond the origin's has
-        the halves of 16-byte elements.
+        A last dim beyond the origin's has the halves of 16-byte elements.
         """
         raw = words.reshape(-1).view(np.uint8).data
         self._xxh3.update(raw)
@@ -70,7 +69,6 @@ def xxh3_128(parts: Iterable[RawBytes]) -> str:
 
 
 def crc32(parts: Iterable[RawBytes]) -> int:
-    """Return the CRC-32 of the concatenated parts."""
     total = 0
     for part in parts:
         total = isal_zlib.crc32(part, total)

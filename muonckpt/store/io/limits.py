@@ -1,9 +1,9 @@
-"""What a file may cost its reader: every limit, in one place, and the switch that lifts them.
+"""Every limit on what a file may cost its reader, and the switch that lifts them.
 
-Whoever makes a file decides how much memory and time its reader needs, unless the reader decides first.  Here it does:
-nothing is read whole before its size has been compared with a limit, and what is parsed is counted.  A checkpoint may
-have a million chunks and hundreds of megabytes of descriptions, so a long description must be in proportion: no longer
-than the other files of the checkpoint together, as far as these really take room on the disk.
+Whoever makes a file decides how much memory and time its reader needs, unless the reader decides first.  So nothing is
+read whole before its size has been compared with a limit, and what is parsed is counted.  A checkpoint may have a
+million chunks and hundreds of megabytes of descriptions, so a long description must be in proportion: no longer than
+the other files of the checkpoint together, as far as these really take room on the disk.
 
 For a checkpoint that is trusted, ``MUONCKPT_LIMITS=off`` in the environment lifts all of them.
 """
@@ -62,15 +62,11 @@ HOLES = 64
 
 
 class LimitError(SourceError):
-    """A file would cost more than its reader allows, which the user may lift."""
+    """A file would cost more than its reader allows."""
 
 
 def check_limit(found: int, most: int, what: str) -> None:
-    """Compare a size or a number with its limit.
-
-    Raises:
-        LimitError: it is larger; says how the limit is lifted.
-    """
+    """Raise `LimitError`, which says how limits are lifted, if a size or a number is larger than its limit."""
     if found > most and os.environ.get(SWITCH) != "off":
         raise LimitError(
             f"expected at most {most} {what}, found {found}; if you trust this checkpoint, set {SWITCH}=off in the "
@@ -79,11 +75,7 @@ def check_limit(found: int, most: int, what: str) -> None:
 
 
 def check_description(file: Location, size: int) -> None:
-    """Compare the size of a file that describes those in its folder and below with theirs.
-
-    Raises:
-        LimitError: it is out of proportion.
-    """
+    """Check that a file that describes those in its folder and below is no longer than in proportion to them."""
     if size <= SMALL_DESCRIPTION:
         return
     others = 0
@@ -100,20 +92,12 @@ def on_disk(status: os.stat_result) -> int:
 
 
 def check_holes(file: Location, size: int, own: int) -> None:
-    """Compare the size of a file of elements with the bytes that it has on the disk.
-
-    Raises:
-        LimitError: almost all of it are holes.
-    """
+    """Check that a file of elements is not almost all holes."""
     check_limit(size, DECODED + HOLES * own, f"bytes in {file}, which has {own} bytes on the disk")
 
 
 def check_text(data: bytes) -> None:
-    """Compare the number of lists and tables in a JSON or TOML text with its length, before it is parsed.
-
-    Raises:
-        LimitError: there are more than any description has.
-    """
+    """Check, before a JSON or TOML text is parsed, that it has no more lists and tables than descriptions have."""
     if len(data) > FEW:
         check_limit(data.count(b"[") + data.count(b"{"), FEW + len(data) // JSON_BYTES, "lists and tables in the text")
 

@@ -115,7 +115,6 @@ class Remote:
                 self.fs.rm_file(self.path)
 
     def remove(self) -> None:
-        """Delete it and everything in it, if it exists."""
         with asking(self):
             at_each(self, self.fs.rm_file, [place.path for place in self.below()])  # rm() treats names as patterns
 
@@ -124,11 +123,7 @@ class Remote:
             self.fs.pipe_file(self.path, data)
 
     def create(self, data: bytes) -> None:
-        """Write a small object where none exists.
-
-        Raises:
-            FileExistsError: it exists.
-        """
+        """Write a small object; raise `FileExistsError` if it exists."""
         try:
             with asking(self):
                 self.fs.pipe_file(self.path, data, mode="create")
@@ -136,16 +131,12 @@ class Remote:
             raise OSError(str(error)) from error
 
     def copy_to(self, other: Remote) -> None:
-        """Copy an object inside the store: it appears whole, and its bytes do not pass through this machine."""
+        """Copy an object inside the store, so that it appears whole."""
         with asking(other):
             self.fs.cp_file(self.path, other.path)
 
     def open(self) -> RemoteFile:
-        """Open an object for reading.
-
-        Raises:
-            DamageError: it does not exist.
-        """
+        """Open an object for reading; raise `DamageError` if it does not exist."""
         with reading(self):
             info = self.fs.info(self.path)
         return RemoteFile(self, info)
@@ -282,16 +273,12 @@ class Upload:
 
 
 def part_bytes(length: int) -> int:
-    """Return the bytes of the parts in which an object of ``length`` bytes is written: a multiple of 1 MiB."""
+    """Return the bytes of a part, a multiple of 1 MiB, for an object of ``length`` bytes."""
     return max(PART, -(-length // _PARTS >> 20) + 1 << 20)
 
 
 def check_memory(source: Location, destination: Location, longest: int, threads: int, memory: int) -> None:
-    """Check that threads can read and write objects of at most ``longest`` bytes within a budget of memory.
-
-    Raises:
-        DestinationError: the budget is too small; says how much is needed.
-    """
+    """Raise `DestinationError` if a budget of memory is too small for objects of at most ``longest`` bytes."""
     reads = _READ * REQUEST_BYTES if isinstance(source, Remote) else 0
     writes = _WRITTEN * part_bytes(longest) if isinstance(destination, Remote) else 0
     if threads * (reads + writes) > memory:
@@ -303,7 +290,7 @@ def check_memory(source: Location, destination: Location, longest: int, threads:
 
 @contextmanager
 def asking(place: Remote) -> Iterator[None]:
-    """Turn every exception of a store's library into an `OSError` that names the place."""
+    """Turn exceptions of a store's library into an `OSError` that names the place."""
     try:
         yield
     except (FileNotFoundError, FileExistsError) as error:
@@ -314,7 +301,7 @@ def asking(place: Remote) -> Iterator[None]:
 
 @contextmanager
 def reading(place: Remote) -> Iterator[None]:
-    """Turn every exception of a store's library into a `SourceError`: a `DamageError` if the object is missing."""
+    """Turn exceptions of a store's library into a `SourceError`, a `DamageError` if the object is missing."""
     try:
         with asking(place):
             yield

@@ -39,11 +39,7 @@ class Lock(Protocol):
 
 
 def open_lock(folder: Location, name: str) -> Lock:
-    """Open or make the lock file of this name, which locks the directory.
-
-    Raises:
-        InUse: another process has it open.
-    """
+    """Open or make the lock file of this name, which locks the directory; raise `InUse` if another process has it."""
     return _ObjectLock(folder / name) if isinstance(folder, Remote) else _FileLock(folder, name)
 
 
@@ -121,7 +117,7 @@ def _lock(handle: int) -> bool:
 
 
 class _ObjectLock:
-    """An object, in a store that can write one only where none exists, as S3 does."""
+    """An object, in a store such as S3 that can write one only where none exists."""
 
     def __init__(self, place: Remote) -> None:
         self._place, self._line = place, b""

@@ -113,23 +113,23 @@ class Output:
 class Lines(Protocol):
     """Lines that one thread appends and that survive a crash of the machine.
 
-    They are a file that is synced line by line; in a store, where objects cannot grow, each is an object in a folder.
+    They are a file that is synced line by line; in a store, where objects cannot grow, a folder of objects.
     """
 
     def add(self, line: bytes) -> None:
-        """Add a line, given without its end, and wait until it is on the disk or in the store."""
+        """Add a line, given without its end; it is on the disk or in the store on return."""
         ...
 
     def close(self) -> None: ...
 
 
 def new_lines(place: Location) -> Lines:
-    """Open a place for lines, where nothing exists yet."""
+    """Open a new place for lines."""
     return _Objects(place) if isinstance(place, Remote) else _File(place)
 
 
 def read_lines(place: Location) -> list[bytes]:
-    """Read all lines of a place, without their ends.  The last may have been cut off by a crash."""
+    """Read all lines, without their ends.  The last may have been cut off by a crash."""
     if isinstance(place, Path):
         return place.read_bytes().splitlines()
     return at_each(place, content, sorted(place.iterdir(), key=lambda line: line.name))

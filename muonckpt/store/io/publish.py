@@ -31,7 +31,7 @@ JOURNAL = ".journal"
 
 
 def reserve(destination: Location) -> Location:
-    """Make a place for the files of one save, which no reader mistakes for a checkpoint before they are published.
+    """Make a place for the files of one save, which no reader takes for a checkpoint before they are published.
 
     It lies beside the destination; in an object store it is the destination itself, which only one save can claim.
 
@@ -58,17 +58,17 @@ def reserve(destination: Location) -> Location:
 
 
 def staging_place(destination: Location) -> Location:
-    """Return where files are written: beside the destination, or at it in a store."""
+    """Return the place where files are written: beside the destination, or at it in a store."""
     return destination if isinstance(destination, Remote) else staging_file(destination)
 
 
 def staging_file(destination: Location) -> Location:
-    """Return where a single file is written: beside the destination, also in a store."""
+    """Return the place where a single file is written: beside the destination, also in a store."""
     return destination.parent / f".{destination.name}.reshard.tmp"
 
 
 def journal(staged: Location) -> Location:
-    """Return where workers record finished files."""
+    """Return the folder where workers record finished files."""
     return staged / JOURNAL
 
 
@@ -84,11 +84,7 @@ def discard(staged: Location) -> None:
 
 
 def refuse_existing(destination: Location, staged: Location | None = None) -> None:
-    """Check that the destination is free, or holds unfinished work if files are ``staged`` there.
-
-    Raises:
-        DestinationError: it exists; nothing is ever overwritten in place.
-    """
+    """Raise `DestinationError` unless the destination is free, or has unfinished work and is where files are ``staged``."""
     unfinished = staged == destination and journal(destination).exists()
     if (destination.exists() or destination.is_symlink()) and not unfinished:
         raise DestinationError(f"{destination} exists already; choose another destination or remove it first")
@@ -121,11 +117,7 @@ def publish(staged: Location, destination: Location) -> None:
 
 
 def make_parents(place: Location) -> None:
-    """Make the missing directories above a place, each on disk before anything is made in it.
-
-    Raises:
-        OSError: one cannot be made.
-    """
+    """Make the missing directories above a place, each on disk before anything is made in it."""
     if isinstance(place, Path):
         for folder in reversed([folder for folder in place.parents if not folder.exists()]):
             folder.mkdir(exist_ok=True)
@@ -148,11 +140,7 @@ def sync_directory(path: Path) -> None:
 
 
 def refuse_other(place: Location, data: bytes) -> None:
-    """Check that nothing is there but the same file, as an interrupted run leaves it.
-
-    Raises:
-        DestinationError: something else is there.
-    """
+    """Raise `DestinationError` if anything is there but the same file, as an interrupted run leaves it."""
     if place.exists() or place.is_symlink():
         with suppress(SourceError), open_regular(place) as file:
             if file.size == len(data) and bytes(file.read(0, file.size)) == data:
@@ -203,13 +191,10 @@ object appears when all of it has arrived."""
 
 
 def remove(place: Location, descriptions: Collection[str]) -> None:
-    """Remove a directory that may be a checkpoint.
+    """Remove a directory that may be a checkpoint; an `OSError` leaves what `finish_removal` deletes.
 
     Args:
         descriptions: names of the files without which readers see no checkpoint.
-
-    Raises:
-        OSError: something cannot be deleted; what is left is recognised by `removed_name` or `MARK`.
     """
     if isinstance(place, Remote):
         (place / MARK).write(b"of a checkpoint that is being removed\n")
@@ -222,11 +207,7 @@ def remove(place: Location, descriptions: Collection[str]) -> None:
 
 
 def finish_removal(place: Location, descriptions: Collection[str]) -> None:
-    """Delete the rest of a checkpoint whose removal was cut off.
-
-    Raises:
-        OSError: something cannot be deleted.
-    """
+    """Delete the rest of a checkpoint whose removal was cut off."""
     if isinstance(place, Path):
         shutil.rmtree(place)
         return
@@ -254,9 +235,6 @@ def remove_abandoned(destination: Location) -> None:
     """Remove the staging directories of saves to this destination whose processes have ended.
 
     Where the file system has no locks, a directory that has not changed for an hour counts as abandoned.
-
-    Raises:
-        OSError: their folder cannot be read.
     """
     if not isinstance(destination, Path) or not destination.parent.is_dir():
         return
@@ -273,14 +251,7 @@ def remove_abandoned(destination: Location) -> None:
 
 
 def is_stale(place: Location, folder: Location) -> bool:
-    """Return True if unfinished files have not changed for so long, by the store's clock, that nobody writes there.
-
-    Args:
-        folder: the folder that holds them.
-
-    Raises:
-        OSError: the store cannot be asked.
-    """
+    """Return True if unfinished files have not changed for so long, by the clock of ``folder``, that nobody writes there."""
     try:
         if isinstance(place, Path):
             changed = max(entry.lstat().st_mtime for entry in (place, *place.iterdir()))

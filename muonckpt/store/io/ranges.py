@@ -1,4 +1,4 @@
-"""Ranges of bytes in files: near ones joined for one read, and the CRC-32 of a whole from those of its parts."""
+"""Ranges of bytes in files: near ones joined for one read, and their CRC-32s joined into that of the whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Runs:
     first: Column
 
     def members(self, ranges: int) -> Iterator[range]:
-        """Yield the numbers of each run's ranges, given how many ranges there are."""
+        """Yield the numbers of each run's ranges, of so many ranges in all."""
         first = self.first.tolist()
         return map(range, first, [*first[1:], ranges])
 
@@ -80,8 +80,8 @@ _X0 = 1 << 31
 def crc32_joined(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of two runs of bytes end to end; ``length`` is the second's.
 
-    A CRC is a polynomial over GF(2) modulo a fixed one, and to append bytes multiplies what came before by a power of x
-    (Mark Adler, ``crc32_combine`` of zlib).
+    A CRC is a polynomial over GF(2) modulo a fixed one, and to append bytes multiplies it by a power of x (Mark Adler,
+    ``crc32_combine`` of zlib).
     """
     return _product(first, _x_to(8 * length)) ^ second
 

@@ -42,9 +42,7 @@ class FileBytes(Protocol):
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]: ...
 
-    def fill(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer with the bytes from ``offset`` on."""
-        ...
+    def fill(self, buffer: memoryview, offset: int) -> None: ...
 
 
 class File(Protocol):
@@ -212,12 +210,10 @@ def open_regular(file: Location) -> Iterator[File]:
 
 
 def read_whole(file: Location) -> bytes:
-    """Read a JSON or TOML text that describes the files beside it.
+    """Read a JSON or TOML text that describes the files beside it; raises as `open_regular`.
 
     Raises:
-        DamageError: it does not exist.
         LimitError: it is too long in proportion to those files, or has too many parts.
-        SourceError: it is not a regular file, or cannot be opened.
     """
     with open_regular(file) as opened:
         size = opened.size

@@ -68,11 +68,7 @@ DTYPES: Mapping[str, DType] = MappingProxyType(
 
 
 def dtype(name: str) -> DType:
-    """Return the element type of this name.
-
-    Raises:
-        SourceError: no such type is known.
-    """
+    """Return the element type of this name; raise `SourceError` if it is unknown."""
     try:
         return DTYPES[name]
     except KeyError:
@@ -80,9 +76,5 @@ def dtype(name: str) -> DType:
 
 
 def itemsize(name: str) -> int:
-    """Return the bytes of one element of this dtype.
-
-    Raises:
-        SourceError: no such type is known.
-    """
+    """Return the bytes of one element; raise `SourceError` if the dtype is unknown."""
     return dtype(name).itemsize

@@ -142,15 +142,11 @@ class Payloads:
         return name in self._in_memory and not self.place(name).exists()
 
     def view(self, extent: Extent) -> memoryview:
-        """Return the bytes of an extent.
-
-        Raises:
-            SourceError: the directory has no such regular file, or the file is too short.
-        """
+        """Return the bytes of an extent; raise `SourceError` if there is no such regular file, or it is too short."""
         return self.reaching(extent.file, extent.end).view(extent.offset, extent.length)
 
     def gather(self, payload: Extent, name: str, place: Place, shape: Index) -> NDArray[Any]:
-        """Read a box of this shape at a place in a payload, as `as_words` gives elements."""
+        """Read a box of this shape at a place in a payload; elements as `as_words` gives them."""
         gathered = np.empty((*shape, *(2,) * (itemsize(name) > 8)), dtype(name).bits)
         self.gather_into(gathered, payload, name, place, shape)
         return gathered
@@ -164,7 +160,7 @@ class Payloads:
         shape: Index,
         reads: Reads = lambda offset, raw: None,
     ) -> None:
-        """Copy a box of this shape at a place in a payload into ``out``, which has elements as `as_words` does.
+        """Read a box of this shape at a place in a payload into ``out``; elements as `as_words` gives them.
 
         Only the blocks that the box needs are read, with the gaps that are too small to skip.  ``reads`` receives all
         bytes that are read.
@@ -212,7 +208,7 @@ class Payloads:
             yield self.glance(Extent(extent.file, start, min(BAND_BYTES, extent.end - start)))
 
     def whole(self, extent: Extent, check: Callable[[Iterator[memoryview]], None]) -> memoryview:
-        """Return the bytes of an extent, which ``check`` gets part by part while they are in the processor's cache.
+        """Return the bytes of an extent, after ``check`` got them part by part while they are in the processor's cache.
 
         They are in memory that the next call of this thread overwrites.
         """
@@ -228,15 +224,11 @@ class Payloads:
         return buffer
 
     def is_checked(self, chunk: Chunk) -> bool:
-        """Return True if a checksum is recorded for a chunk, with which `check_chunk` can compare its bytes."""
+        """Return True if `check_chunk` has a checksum to compare a chunk's bytes with."""
         return chunk.digest is not None or chunk.crc32 is not None
 
     def check_inside(self, item: Extent) -> None:
-        """Compare an item with the checksum that its format keeps inside; by default there is none.
-
-        Raises:
-            DamageError: they differ.
-        """
+        """Compare an item with a checksum that its format keeps inside, if it does; raise `DamageError` if they differ."""
 
     def on_disk(self, name: str) -> int:
         """Return the bytes that a file has on the disk: fewer than its size if it has holes."""
@@ -254,11 +246,7 @@ class Payloads:
         return raw
 
     def reaching(self, name: str, end: int) -> FileBytes:
-        """Open a file that has at least ``end`` bytes.
-
-        Raises:
-            DamageError: it is shorter.
-        """
+        """Open a file; raise `DamageError` if it has fewer than ``end`` bytes."""
         file = self._bytes(name)
         if end > file.size:
             raise DamageError(f"{self.place(name)} has {file.size} bytes, expected at least {end}: it was cut")
@@ -286,17 +274,14 @@ class Payloads:
 
 
 def elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
-    """Read a chunk's elements as unsigned words in the shape of its box (one more dim of 2 for 16-byte elements)."""
+    """Read a chunk's elements in the shape of its box, as `as_words` gives them."""
     return _elements(payloads.view(payload_of(tensor, chunk)), tensor, chunk)
 
 
 def checked_elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
-    """Read a chunk's elements, from bytes that are read once and compared as `check_chunk` does.
+    """Read a chunk's elements, from bytes that are read once and compared as `check_chunk` does; raises as that.
 
     They are in memory that the next call of this thread overwrites.
-
-    Raises:
-        SourceError: they differ, or cannot be read; names the tensor, the box and the file.
     """
     with _damage(payloads, tensor, chunk):
         payload = payload_of(tensor, chunk)
@@ -344,21 +329,13 @@ def _compare_sums(payloads: Payloads, chunk: Chunk, parts: Iterable[memoryview])
 
 
 def compare(kind: str, actual: str, expected: str) -> None:
-    """Compare two checksums of one kind.
-
-    Raises:
-        DamageError: they differ.
-    """
+    """Raise `DamageError` if two checksums of one kind differ."""
     if actual != expected:
         raise DamageError(f"{kind} {actual}, expected {expected}")
 
 
 def payload_of(tensor: StateRecord, chunk: Chunk) -> Extent:
-    """Return the extent of a chunk's raw elements.
-
-    Raises:
-        SourceError: its length is not that of the box.
-    """
+    """Return the extent of a chunk's raw elements; raise `SourceError` if its length is not that of the box."""
     expected = chunk.box.numel * dtype(tensor.dtype).itemsize
     if chunk.payload is None or chunk.payload.length != expected:
         actual = None if chunk.payload is None else chunk.payload.length
