@@ -77,7 +77,7 @@ def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Find
 
 
 def _is_as_written(manifest: Manifest, directory: Location) -> bool:
-    """Return True if DCP's metadata are the bytes that this package writes for the manifest, and extents neither overlap
+    """Return True if DCP's metadata are the bytes that we write for the manifest, and extents neither overlap
     nor reach beyond their files.
     """
     try:

@@ -441,7 +441,11 @@ class OpenCheckpoint:
         return replace(self.outline, tensors=self.locate(self.outline.tensors))
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        """Return tensors of the outline, or some of their chunks, with the places of the elements; raises as `manifest`."""
+        """Return tensors of the outline, or some of their chunks, with the places of the elements.
+
+        Raises:
+            SourceError: as `manifest`.
+        """
         return self._reader.locate(tensors)
 
     @property

@@ -50,9 +50,9 @@ def examined(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> 
         ours: the chunks are in items that this package writes, of which all bytes are compared.
 
     Returns:
-        The fingerprint of each tensor that agrees with all its checksums and its fingerprint, and has each element once
-        and finite; None for the others, which may be large.  And whether the items are *framed*: they are those of their
-        boxes, with elements and CRC-32 where the manifest says.
+        The fingerprint of each tensor that agrees with all its checksums and its fingerprint, and has each element
+        once and finite; None for the others, which may be large.  And whether the items are *framed*: they are those
+        of their boxes, with elements and CRC-32 where the manifest says.
     """
     fingerprints: list[str | None] = [None] * len(tensors)
     framed = True

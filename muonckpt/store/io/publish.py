@@ -84,7 +84,7 @@ def discard(staged: Location) -> None:
 
 
 def refuse_existing(destination: Location, staged: Location | None = None) -> None:
-    """Raise `DestinationError` unless the destination is free, or has unfinished work and is where files are ``staged``."""
+    """Raise `DestinationError` if the destination exists; where files are ``staged`` there, unfinished work may."""
     unfinished = staged == destination and journal(destination).exists()
     if (destination.exists() or destination.is_symlink()) and not unfinished:
         raise DestinationError(f"{destination} exists already; choose another destination or remove it first")
@@ -251,7 +251,7 @@ def remove_abandoned(destination: Location) -> None:
 
 
 def is_stale(place: Location, folder: Location) -> bool:
-    """Return True if unfinished files have not changed for so long, by the clock of ``folder``, that nobody writes there."""
+    """Return True if nobody has changed unfinished files for so long, by the clock of ``folder``, that nobody will."""
     try:
         if isinstance(place, Path):
             changed = max(entry.lstat().st_mtime for entry in (place, *place.iterdir()))
