@@ -228,7 +228,11 @@ class Payloads:
         return chunk.digest is not None or chunk.crc32 is not None
 
     def check_inside(self, item: Extent) -> None:
-        """Compare an item with the checksum that its format keeps inside, if any; raise `DamageError` if they differ."""
+        """Compare an item with the checksum that its format keeps inside, if any.
+
+        Raises:
+            DamageError: they differ.
+        """
 
     def on_disk(self, name: str) -> int:
         """Return the bytes that a file has on the disk: fewer than its size if it has holes."""
