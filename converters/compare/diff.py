@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
@@ -91,23 +91,10 @@ class Difference:
         return bool(self.counts[CHANGED] or self.only_a or self.only_b or self.items)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON data."""
-        return {
-            "a": self.a,
-            "b": self.b,
-            "steps": self.steps,
-            "differs": self.differs,
-            "counts": self.counts,
-            "tensors": [tensor.to_json() for tensor in self.tensors],
-            "only_a": self.only_a,
-            "only_b": self.only_b,
-            "items": [{"key": item.key, "a": item.a, "b": item.b} for item in self.items],
-            "same_items": self.same_items,
-            "unmoved": self.unmoved,
-            "read": self.read,
-            "unread": self.unread,
-            "notes": self.notes,
-        }
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        items = [{"key": item.key, "a": item.a, "b": item.b} for item in self.items]
+        tensors = [tensor.to_json() for tensor in self.tensors]
+        return {**own, "differs": self.differs, "counts": self.counts, "tensors": tensors, "items": items}
 
 
 def diff(
@@ -158,10 +145,10 @@ def diff(
         one, other = (side.selected(select) for side in sides)
         for side in sides:
             side.opened.check_files()
+        keys = dict.fromkeys(key for side in sides for key in (*side.tensors, *side.items))
         for glob in select:
-            if not any(fnmatchcase(key, glob) for side in (one, other) for key in (*side.tensors, *side.items)):
-                keys = list(dict.fromkeys(key for side in sides for key in (*side.tensors, *side.items)))
-                close = did_you_mean(glob, keys)
+            if not any(fnmatchcase(key, glob) for key in keys):
+                close = did_you_mean(glob, [*keys])
                 raise TargetError(f"no tensor or item matches {glob!r} in {one.place} or {other.place}{close}")
         verified = sum(_verified(side.opened, jobs, progress) for side in sides) if read else None
         return _difference(one, other, Tolerance(rtol, atol), memory, jobs, progress, verified)
@@ -192,12 +179,11 @@ def diff_of(
     progress: Progress,
 ) -> Difference:
     """Compare all of two checkpoints that are open and sorted already."""
-    one, other = (_Side.of(opened, partial(_as_it_is, known), None, None) for opened, known in (a, b))
-    return _difference(one, other, Tolerance(), memory, jobs, progress)
 
+    def side(opened: OpenCheckpoint, known: FirstLook) -> _Side:
+        return _Side.of(opened, lambda: known, None, None)
 
-def _as_it_is(known: FirstLook) -> FirstLook:
-    return known
+    return _difference(side(*a), side(*b), Tolerance(), memory, jobs, progress)
 
 
 def _difference(
@@ -212,10 +198,11 @@ def _difference(
     """Compare two sides; ``verified`` is the bytes of both if they were read and are as recorded."""
     tensors, read = _compared(one, other, tolerance, memory, jobs, progress)
     items = [key for key in one.items if key in other.items]
-    changed = tuple(difference for key in items if (difference := _item(key, one, other)))
+    unequal = [key for key in items if not _same_digest(key, one, other)]
+    raws = ((key, one.raw(key), other.raw(key)) for key in unequal)
+    changed = tuple(ItemDifference(key, value_of(a), value_of(b)) for key, a, b in raws if not same_value(a, b))
     steps = one.step, other.step
-    unread = sum(tensor.by == "fingerprint" for tensor in tensors)
-    unread += sum(_same_digest(key, one, other) for key in items)
+    unread = sum(tensor.by == "fingerprint" for tensor in tensors) + len(items) - len(unequal)
     return Difference(
         a=one.place,
         b=other.place,
@@ -274,12 +261,9 @@ class _Side:
     def selected(self, globs: Sequence[str]) -> _Side:
         if not globs:
             return self
-
-        def matches(key: str) -> bool:
-            return any(fnmatchcase(key, glob) for glob in globs)
-
-        tensors = {key: tensor for key, tensor in self.tensors.items() if matches(key)}
-        return replace(self, tensors=tensors, items={key: item for key, item in self.items.items() if matches(key)})
+        keys = {key for key in (*self.tensors, *self.items) if any(fnmatchcase(key, glob) for glob in globs)}
+        tensors = {key: tensor for key, tensor in self.tensors.items() if key in keys}
+        return replace(self, tensors=tensors, items={key: item for key, item in self.items.items() if key in keys})
 
     def keys_without(self, other: _Side) -> tuple[str, ...]:
         keys = (*self.tensors, *self.items)
@@ -327,33 +311,18 @@ def _compared(
     return tuple(found[key] for key in one.tensors if key in found), total
 
 
-def _item(key: str, one: _Side, other: _Side) -> ItemDifference | None:
-    if _same_digest(key, one, other):
-        return None
-    raws = [side.raw(key) for side in (one, other)]
-    values = [value_of(raw) for raw in raws]
-    return None if same_value(*raws) else ItemDifference(key, *values)
-
-
 def _same_digest(key: str, one: _Side, other: _Side) -> bool:
     """Return whether the recorded digests say that an item is the same on both sides."""
-    sources = [side.items[key].source for side in (one, other)]
-    digests = [source and source.digest for source in sources]
-    return digests[0] is not None and digests[0] == digests[1]
+    mine, theirs = one.items[key].source, other.items[key].source
+    return bool(mine and theirs and mine.digest is not None and mine.digest == theirs.digest)
 
 
 def _unmoved(tensors: Sequence[TensorDifference], side: _Side) -> tuple[str, ...]:
     """Return tensors that training changes in every step, and that did not change."""
-    roles = side.look().contents
-    moving = {t.key for role in (Role.MOMENTUM, Role.MOMENTS, Role.MASTERS) for t in roles.tensors.get(role, ())}
-    moving |= {p.weight.key for p in roles.parameters.values() if p.weight and p.state}
-    return tuple(_same(tensors, moving))
-
-
-def _same(tensors: Sequence[TensorDifference], keys: set[str]) -> Iterator[str]:
-    for tensor in tensors:
-        if tensor.key in keys and tensor.status in (SAME, MOVED):
-            yield tensor.key
+    contents = side.look().contents
+    moving = {t.key for role in (Role.MOMENTUM, Role.MOMENTS, Role.MASTERS) for t in contents.tensors.get(role, ())}
+    moving |= {p.weight.key for p in contents.parameters.values() if p.weight and p.state}
+    return tuple(tensor.key for tensor in tensors if tensor.key in moving and tensor.status in (SAME, MOVED))
 
 
 OPAQUE = "(not plain data)"

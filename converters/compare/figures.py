@@ -169,14 +169,11 @@ def _rows(stored: StoredSide, matrix: Box, most: int) -> Iterator[F64]:
     """
     lengths = matrix.shape[-2:] if len(matrix.shape) > 1 else (matrix.numel, 1)
     transposed = lengths[1] > max(most, lengths[0])
-    for box in _columns(matrix, max(most // lengths[0], 1)) if transposed else _bands(matrix, max(most, lengths[1])):
+    by_rows = (box for band in bands(matrix, max(most, lengths[1])) for box in band.boxes)
+    for box in _columns(matrix, max(most // lengths[0], 1)) if transposed else by_rows:
         numbers = as_float64(stored.words(box), stored.tensor.record.dtype)
         assert numbers is not None, "types that are not numbers are left out"
         yield (numbers.reshape(lengths[0], -1).T if transposed else numbers.reshape(-1, lengths[1]))[np.newaxis]
-
-
-def _bands(matrix: Box, most: int) -> Iterator[Box]:
-    return (box for band in bands(matrix, most) for box in band.boxes)
 
 
 def _columns(matrix: Box, count: int) -> Iterator[Box]:
@@ -236,13 +233,15 @@ def spectra_of(
     width = min(SKETCH, columns)
     largest = np.array([own.largest or 1.0 for own in figures])
     by = largest[:, np.newaxis, np.newaxis]
-    basis = np.eye(columns) if width == columns else _orthonormal(_start(columns))
+    basis: F64 = np.eye(columns)
+    if width < columns:  # drawing numbers makes numpy import its generators
+        basis = np.linalg.qr(np.random.default_rng(0).normal(size=(columns, SKETCH)))[0]
     for _ in range(_PASSES if width < columns else 0):
         turned = np.zeros((len(figures), columns, width))
         for rows in bands():
             scaled = rows / by
             turned += scaled.swapaxes(1, 2) @ (scaled @ basis)
-        basis = _orthonormal(turned)
+        basis = np.linalg.qr(turned)[0]
     gram = np.zeros((len(figures), width, width))
     for rows in bands():
         image = (rows / by) @ basis
@@ -252,13 +251,3 @@ def spectra_of(
     return tuple(
         Spectrum(tuple(mine) if own.largest else (), own.norm) for mine, own in zip(values, figures, strict=True)
     )
-
-
-def _start(columns: int) -> F64:
-    """Return seeded numbers; drawing them makes numpy import its generators."""
-    return np.random.default_rng(0).normal(size=(columns, SKETCH))
-
-
-def _orthonormal(columns: F64) -> F64:
-    basis: F64 = np.linalg.qr(columns)[0]
-    return basis

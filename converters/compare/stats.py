@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
 from statistics import median
@@ -236,16 +236,12 @@ def stats_of(
     steps = before.step if before else None, known.step
     updates = tuple(_updates(known, steps, changes))
     since = str(earlier.path) if earlier else None
-    return CheckpointStats(str(opened.path), since, steps, tensors, updates, tuple(findings_of(tensors, updates)))
+    return CheckpointStats(str(opened.path), since, steps, tensors, updates, tuple(_findings_of(tensors, updates)))
 
 
 def bytes_of_elements(tensors: Iterable[StateRecord]) -> int:
     """Return the bytes of all their elements."""
     return sum(math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in tensors)
-
-
-def _stored(opened: OpenCheckpoint, records: Sequence[StateRecord]) -> list[StoredSide]:
-    return [StoredSide(OutputTensor.copy_of(record), opened.payloads) for record in opened.locate(records)]
 
 
 def _weights_in_both(known: FirstLook, before: FirstLook, keys: set[str]) -> Iterator[tuple[StateRecord, StateRecord]]:
@@ -271,12 +267,14 @@ def _changes(
     """
     if not pairs:
         raise SourceError(f"{opened.path} and {earlier.path} have no weights of one key and shape in common")
-    now, then = (_stored(side, [pair[n] for pair in pairs]) for n, side in enumerate((opened, earlier)))
+    now, then = opened.locate([pair[0] for pair in pairs]), earlier.locate([pair[1] for pair in pairs])
     changes = {}
-    for one, other in zip(then, now, strict=True):
+    for mine, theirs in zip(now, then, strict=True):
+        one = StoredSide(OutputTensor.copy_of(theirs), earlier.payloads)
+        other = StoredSide(OutputTensor.copy_of(mine), opened.payloads)
         found = compare_elements(one, other, Tolerance(), memory, passed).statistics
         assert found is not None, "elements were compared"
-        changes[other.tensor.record.key] = found.rms_change
+        changes[mine.key] = found.rms_change
     return changes
 
 
@@ -288,8 +286,8 @@ def _updates(
     parameters = {p.weight.key: p for p in known.contents.parameters.values() if p.weight}
     for key, rms in changes.items():
         parameter = parameters.get(key)
-        lr = rates.get(parameter.name) if parameter else None
-        lr = float(lr) if isinstance(lr, int | float) else None
+        rate = rates.get(parameter.name) if parameter else None
+        lr = float(rate) if isinstance(rate, int | float) else None
         per_step = rms / taken if taken and taken > 0 else None
         factor = None
         if parameter and parameter.is_matrix and lr and per_step is not None:
@@ -303,12 +301,6 @@ APART = 5.0
 _LEAST_SIBLINGS = 3
 _COLLAPSED = 1.1
 """The stable rank below which a momentum has one direction only."""
-
-
-_COMPARED: Mapping[str, Callable[[TensorFigures], float | None]] = {
-    "rms": lambda tensor: tensor.figures.rms,
-    "stable_rank": lambda tensor: tensor.stable_rank,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +321,7 @@ class WeightUpdate:
     factor: float | None
 
     def to_json(self) -> dict[str, Any]:
-        return {"key": self.key, "rms": self.rms, "per_step": self.per_step, "lr": self.lr, "factor": self.factor}
+        return asdict(self)
 
 
 def siblings_of(tensors: Sequence[TensorFigures]) -> Mapping[tuple[str, str], list[TensorFigures]]:
@@ -340,61 +332,56 @@ def siblings_of(tensors: Sequence[TensorFigures]) -> Mapping[tuple[str, str], li
     return groups
 
 
-def findings_of(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate]) -> Iterator[Finding]:
+def _findings_of(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate]) -> Iterator[Finding]:
     """Look for what is odd in numbers, the gravest first."""
+
+    def finding(kind: str, keys: Sequence[str], one: str, many: str, means: str) -> Iterator[Finding]:
+        if keys:
+            yield Finding.listing(kind, f"1 {one}" if len(keys) == 1 else f"{len(keys)} {many}", keys, means)
+
     bad = [t.key for t in tensors if t.figures.nan or t.figures.infinite]
-    if bad:
-        means = "a step that diverged or overflowed: go back to a checkpoint before it"
-        yield _finding("nonfinite", bad, "has infinite or NaN elements", "have infinite or NaN elements", means)
-    groups = siblings_of(tensors)
+    means = "a step that diverged or overflowed: go back to a checkpoint before it"
+    infinite = "infinite or NaN elements"
+    yield from finding("nonfinite", bad, f"tensor has {infinite}", f"tensors have {infinite}", means)
     zero = [t for t in tensors if t.figures.elements and t.figures.zeros == t.figures.elements]
     momenta = [t.key for t in zero if t.role == Role.MOMENTUM]
-    if momenta:
-        means = "no gradient has come: a frozen or unused parameter, an expert without tokens, or state that was lost"
-        yield _finding("zero_momentum", momenta, "momentum is all zeros", "momenta are all zeros", means)
-    for what, value in _COMPARED.items():
-        for (pattern, _), members in groups.items():
-            known = [(t, v) for t in members if (v := value(t))]
-            if len(known) < _LEAST_SIBLINGS:
-                continue
-            middle = median(v for _, v in known)
-            far = [t.key for t, v in known if not middle / APART <= v <= middle * APART]
-            if far:
-                words = "an RMS" if what == "rms" else "a stable rank"
-                is_far = f"{words} more than {APART:g} times off the median {middle:.3g} of {pattern}"
-                means = (
-                    "a layer that trains otherwise than its siblings: its initialisation, rate or data, or damage"
-                    if what == "rms"
-                    else "a matrix with other structure than its siblings: a collapsed, fused or transposed one"
-                )
-                yield _finding(f"outlier_{what}", far, f"has {is_far}", f"have {is_far}", means)
+    means = "no gradient has come: a frozen or unused parameter, an expert without tokens, or state that was lost"
+    yield from finding("zero_momentum", momenta, "momentum is all zeros", "momenta are all zeros", means)
+    groups = siblings_of(tensors)
+    means = "a layer that trains otherwise than its siblings: its initialisation, rate or data, or damage"
+    for (pattern, _), members in groups.items():
+        middle, far = _far_from_siblings({t.key: t.figures.rms for t in members})
+        is_far = f"an RMS more than {APART:g} times off the median {middle:.3g} of {pattern}"
+        yield from finding("outlier_rms", far, f"tensor has {is_far}", f"tensors have {is_far}", means)
+    means = "a matrix with other structure than its siblings: a collapsed, fused or transposed one"
+    for (pattern, _), members in groups.items():
+        middle, far = _far_from_siblings({t.key: t.stable_rank for t in members})
+        is_far = f"a stable rank more than {APART:g} times off the median {middle:.3g} of {pattern}"
+        yield from finding("outlier_stable_rank", far, f"matrix has {is_far}", f"matrices have {is_far}", means)
     flat = [
         t.key
         for t in tensors
         if t.role == Role.MOMENTUM and min(t.shape[-2:], default=0) >= 8 and (t.stable_rank or 2) < _COLLAPSED
     ]
-    if flat:
-        means = "one direction dominates: few tokens, a dead layer above, or gradients that all agree"
-        yield _finding("collapsed", flat, "momentum has rank one", "momenta have rank one", means)
+    means = "one direction dominates: few tokens, a dead layer above, or gradients that all agree"
+    yield from finding("collapsed", flat, "momentum has rank one", "momenta have rank one", means)
     still = [update.key for update in updates if update.rms == 0]
-    if still:
-        means = "frozen, without gradients, or stale in one of the checkpoints"
-        yield _finding("still", still, "weight has not changed", "weights have not changed", means)
-    by_kind: defaultdict[str, list[WeightUpdate]] = defaultdict(list)
+    means = "frozen, without gradients, or stale in one of the checkpoints"
+    yield from finding("still", still, "weight has not changed", "weights have not changed", means)
+    factors: defaultdict[str, dict[str, float | None]] = defaultdict(dict)
     for update in updates:
-        if update.factor:
-            by_kind[unnumbered(update.key)].append(update)
-    for pattern, alike in by_kind.items():
-        middle = median(update.factor or 0 for update in alike)
-        far = [u.key for u in alike if not middle / APART <= (u.factor or 0) <= middle * APART]
-        if len(alike) >= _LEAST_SIBLINGS and far:
-            means = "another method or rate steps it than its siblings (Muon off, a group of its own)"
-            is_far = f"changed more than {APART:g} times off the median for its rate ({pattern})"
-            yield _finding("outlier_update", far, is_far, is_far, means)
+        factors[unnumbered(update.key)][update.key] = update.factor
+    means = "another method or rate steps it than its siblings (Muon off, a group of its own)"
+    for pattern, alike in factors.items():
+        _, far = _far_from_siblings(alike)
+        is_far = f"changed more than {APART:g} times off the median for its rate ({pattern})"
+        yield from finding("outlier_update", far, is_far, is_far, means)
 
 
-def _finding(kind: str, keys: Sequence[str], one: str, many: str, means: str) -> Finding:
-    noun = {"nonfinite": "tensor", "outlier_rms": "tensor", "outlier_stable_rank": "matrix"}.get(kind, "")
-    plural = {"tensor": "tensors", "matrix": "matrices"}.get(noun, "")
-    text = f"1 {noun} {one}" if len(keys) == 1 else f"{len(keys)} {plural} {many}"
-    return Finding.listing(kind, " ".join(text.split()), keys, means)
+def _far_from_siblings(values: Mapping[str, float | None]) -> tuple[float, list[str]]:
+    """Return the median of known values that are not zero, and the keys of those far from it; none of few."""
+    known = {key: value for key, value in values.items() if value}
+    if len(known) < _LEAST_SIBLINGS:
+        return 0.0, []
+    middle = median(known.values())
+    return middle, [key for key, value in known.items() if not middle / APART <= value <= middle * APART]

@@ -60,7 +60,7 @@ _SHAPED = frozenset({"momentum", "first", "second", "master"})
 class StatefulParameter:
     """A parameter: its ``weight`` if that is stored, its ``state`` by slot, and its update ``method``.
 
-    ``method`` is None without state, and where no method of the dialect keeps such slots.
+    The method is None without state, and where no method of the dialect keeps such slots.
     """
 
     name: str
@@ -126,11 +126,12 @@ def contents_of(manifest: Manifest, dialect: Dialect | None, method_names: Mappi
     known = {slot: _ROLES[common] for m in reversed(words.methods) for common, slot in m.slots.items()}
     parameters = {}
     for name in {**weights, **state}:
-        method = _method(words, frozenset(state[name]), method_names.get(name)) if name in state else None
+        slots = state.get(name, {})
+        method = _method(words, frozenset(slots), method_names.get(name)) if slots else None
         own = known | {slot: _ROLES[common] for common, slot in method.slots.items()} if method else known
-        for slot, tensor in state[name].items() if name in state else ():
+        for slot, tensor in slots.items():
             roles[own.get(slot, Role.STATE)].append(tensor)
-        parameters[name] = StatefulParameter(name, weights.get(name), state.get(name, {}), method)
+        parameters[name] = StatefulParameter(name, weights.get(name), slots, method)
     return Contents(dialect, {role: tuple(roles[role]) for role in Role if role in roles}, parameters)
 
 
@@ -192,37 +193,32 @@ class HyperParameters:
         return self.values_of(_CONVENTION)
 
 
-def hyper_parameters(manifest: Manifest, dialect: Dialect | None, values: Values) -> HyperParameters:
+def _hyper_parameters(manifest: Manifest, dialect: Dialect | None, values: Values) -> HyperParameters:
     """Read the options of the groups, and note what cannot be read."""
     if dialect is None:
         return HyperParameters((), 0, ("the program is unknown, and so are its parameter groups",))
     try:
         groups = source_groups(manifest, dialect, values)
-        read = [*(group for group in groups if group.number is not None)]
+        listed = [group for group in groups if group.number is not None]
         named = [group for group in groups if group.number is None]
         chosen = _spread(named, _MOST_GROUPS)
-        return HyperParameters(_merged([*read, *chosen], dialect, values), len(named) - len(chosen))
+        return HyperParameters(_merged([*listed, *chosen], dialect, values), len(named) - len(chosen))
     except MuonckptError as error:
         return HyperParameters((), 0, (f"the parameter groups cannot be read: {error}",))
 
 
 def _merged(groups: Sequence[SourceGroup], dialect: Dialect, values: Values) -> tuple[OptionsOfGroups, ...]:
-    wanted = [
-        option
-        for method in dialect.methods
-        for option in (*method.options.values(), *(own for coding in method.codings for own in coding.own))
-    ]
-    ordered = dict.fromkeys([*([dialect.method_option] if dialect.method_option else ()), *wanted, _CONVENTION])
+    wanted = [dialect.method_option or ""]
+    for method in dialect.methods:
+        wanted += (*method.options.values(), *(own for coding in method.codings for own in coding.own))
+    ordered = dict.fromkeys((*wanted, _CONVENTION))
     merged: dict[str, OptionsOfGroups] = {}
     for group in groups:
         options = {name: values.read(group.items[name]) for name in ordered if name in group.items}
-        key = repr(sorted(options.items()))
         numbers = () if group.number is None else (group.number,)
-        if other := merged.get(key):
-            numbers, names = (*other.groups, *numbers), (*other.parameters, *group.params)
-        else:
-            names = group.params
-        merged[key] = OptionsOfGroups(numbers, names, options)
+        key = repr(sorted(options.items()))
+        former = merged.get(key, OptionsOfGroups((), (), options))
+        merged[key] = OptionsOfGroups((*former.groups, *numbers), (*former.parameters, *group.params), options)
     return tuple(merged.values())
 
 
@@ -240,21 +236,16 @@ def steps_of(contents: Contents, manifest: Manifest, values: Values, groups: Hyp
     """Read step counters of parameters, evenly spread, or else those of the groups."""
     dialect = contents.dialect
     options = {method.options.get("step", "") for method in dialect.methods} - {""} if dialect else set()
-    counters: list[Any] = [*contents.tensors.get(Role.STEPS, ()), *_counter_items(dialect, manifest)]
+    counters: list[Any] = [*contents.tensors.get(Role.STEPS, ())]
+    if dialect is not None:
+        slots = dialect.slots_called("step")
+        fields = ((blob, dialect.state.read(blob.path)) for blob in manifest.blobs)
+        counters += [blob for blob, own in fields if own and own["slot"] in slots]
     read = list(_numbers(_spread(counters, _MOST_COUNTERS), values))
     if not counters:
         found = [group.options[option] for group in groups.groups for option in options & group.options.keys()]
         read = [value for value in found if isinstance(value, int | float)]
     return StepCounts(min(read, default=None), max(read, default=None), len(read), len(counters) or len(read))
-
-
-def _counter_items(dialect: Dialect | None, manifest: Manifest) -> Iterator[Any]:
-    if dialect is None:
-        return
-    slots = {method.slots["step"] for method in dialect.methods if "step" in method.slots}
-    for blob in manifest.blobs:
-        if (fields := dialect.state.read(blob.path)) and fields["slot"] in slots:
-            yield blob
 
 
 def _numbers(counters: Sequence[Any], values: Values) -> Iterator[int | float]:
@@ -315,11 +306,15 @@ class FirstLook:
 
 def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
     """Sort a checkpoint's metadata, and read its hyper-parameters and step counters."""
-    outline, values = checkpoint.outline, checkpoint.values
-    program = _program(outline)
-    dialect = program.dialect if isinstance(program, Detected) else None
-    manifest = with_slots_of(outline, dialect) if dialect else outline
-    groups = hyper_parameters(manifest, dialect, values)
+    manifest, values = checkpoint.outline, checkpoint.values
+    program: Detected | str
+    try:
+        program = detect(manifest)
+        dialect = program.dialect
+        manifest = with_slots_of(manifest, dialect)
+    except SourceError as error:
+        program, dialect = str(error), None
+    groups = _hyper_parameters(manifest, dialect, values)
     contents = contents_of(manifest, dialect, groups.values_of(dialect.method_option if dialect else None))
     return FirstLook(program, manifest, groups, contents, steps_of(contents, manifest, values, groups))
 
@@ -330,13 +325,6 @@ def recorded_step(manifest: Manifest) -> int | float | None:
     return step if isinstance(step, int | float) else None
 
 
-def _program(manifest: Manifest) -> Detected | str:
-    try:
-        return detect(manifest)
-    except SourceError as error:
-        return str(error)
-
-
 def groups_as_data(manifest: Manifest, values: Values) -> list[dict[str, Any]]:
     """Return the groups in their order: names of parameters, and options as the program calls them.
 
@@ -345,14 +333,10 @@ def groups_as_data(manifest: Manifest, values: Values) -> list[dict[str, Any]]:
     Raises:
         SourceError: the program is unknown, or an option is damaged or not plain data.
     """
-    groups = (
-        TargetGroup(
-            group.params,
-            {option: values.read(item) for option, item in group.items.items() if option != PARAMS},
-            group.number is not None,
-        )
-        for group in source_groups(manifest, detect(manifest).dialect, values)
-    )
+    groups = []
+    for group in source_groups(manifest, detect(manifest).dialect, values):
+        options = {option: values.read(item) for option, item in group.items.items() if option != PARAMS}
+        groups.append(TargetGroup(group.params, options, group.number is not None))
     return [{PARAMS: list(group.params), **group.options} for group in merge_equal(groups)]
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -70,7 +70,7 @@ def shards_of(tensor: StateRecord) -> tuple[StoredShard, ...]:
 
 def held_by(manifest: Manifest, rank: int) -> dict[str, tuple[StoredShard, ...]]:
     """Return the shards in the files of a rank, by key."""
-    files = {file for file in _files(manifest) if rank_in_name(file) == rank}
+    files = {file for file in manifest.columns.names if rank_in_name(file) == rank}
     held = {}
     for tensor in manifest.tensors:
         if any(chunk.item.file in files for chunk in tensor.chunks):
@@ -80,11 +80,7 @@ def held_by(manifest: Manifest, rank: int) -> dict[str, tuple[StoredShard, ...]]
 
 def writing_ranks(manifest: Manifest) -> list[int]:
     """Return the ranks whose files hold something."""
-    return sorted({rank for file in _files(manifest) if (rank := rank_in_name(file)) is not None})
-
-
-def _files(manifest: Manifest) -> set[str]:
-    return set(manifest.columns.names)
+    return sorted({rank for file in manifest.columns.names if (rank := rank_in_name(file)) is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +117,13 @@ def bytes_by_rank(manifest: Manifest) -> dict[int, int]:
     columns = manifest.columns
     held = np.zeros(len(columns.names), np.int64)
     np.add.at(held, columns.file, chunk_bytes(manifest))
-    return _by_rank(dict(zip(columns.names, held.tolist(), strict=True)))
+    by_rank: Counter[int] = Counter()
+    for file, amount in zip(columns.names, held.tolist(), strict=True):
+        rank = rank_in_name(file)
+        if rank is None:
+            return {}
+        by_rank[rank] += amount
+    return dict(sorted(by_rank.items()))
 
 
 def chunk_bytes(manifest: Manifest) -> NDArray[np.int64]:
@@ -162,16 +164,6 @@ def _newton_schulz(shape: Index, dtype: str, boxes: Boxes) -> tuple[int, ...] | 
     return tuple(newton_schulz(Parameter("", tuple(own), dtype)) if math.prod(own) else 0 for own in sizes.tolist())
 
 
-def _by_rank(held: Mapping[str, int]) -> dict[int, int]:
-    by_rank: defaultdict[int, int] = defaultdict(int)
-    for file, amount in held.items():
-        rank = rank_in_name(file)
-        if rank is None:
-            return {}
-        by_rank[rank] += amount
-    return dict(sorted(by_rank.items()))
-
-
 def cut_in_words(tensor: StateRecord) -> str:
     """Say how a tensor is cut into chunks: ``whole``, ``4 parts by rows``, ``2 x 3 parts by rows and columns``."""
     return _cut(tensor.shape, tensor.boxes)
@@ -186,15 +178,11 @@ def _cut(shape: Index, every: Boxes) -> str:
     if len(boxes) == 1:
         return "whole"
     counts = [len({box.lo[dim] for box in boxes}) for dim in range(len(shape))]
-    cuts = [(count, _dim_in_words(dim, len(shape))) for dim, count in enumerate(counts) if count > 1]
     if math.prod(counts) != len(boxes):
         return f"{len(boxes)} boxes of their own shapes"
-    return f"{' x '.join(str(count) for count, _ in cuts)} parts by {' and '.join(word for _, word in cuts)}"
-
-
-def _dim_in_words(dim: int, dims: int) -> str:
-    words = {1: ("elements",), 2: ("rows", "columns")}.get(dims, ())
-    return words[dim] if words else f"dim {dim}"
+    dims = {1: ("elements",), 2: ("rows", "columns")}.get(len(shape)) or [f"dim {dim}" for dim in range(len(shape))]
+    cuts = [(str(count), dim) for count, dim in zip(counts, dims, strict=True) if count > 1]
+    return f"{' x '.join(count for count, _ in cuts)} parts by {' and '.join(dim for _, dim in cuts)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +204,7 @@ class Branch:
     branches: tuple[Branch, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "alike": self.alike, "tensors": self.tensors, "bytes": self.bytes,
-                "shape": self.shape, "dtype": self.dtype,
-                "branches": [branch.to_json() for branch in self.branches]}  # fmt: skip
+        return asdict(self)
 
 
 def module_tree(tensors: Iterable[StateRecord]) -> tuple[Branch, ...]:
@@ -243,25 +229,21 @@ def _fold(entries: Sequence[_Entry]) -> tuple[Branch, ...]:
 
 
 def _branch(name: str, below: list[_Entry]) -> Iterator[Branch]:
-    leaves = [tensor for parts, tensor in below if not parts]
-    for tensor in leaves:
+    for tensor in (tensor for parts, tensor in below if not parts):
         yield Branch(name, 1, 1, math.prod(tensor.shape) * itemsize(tensor.dtype), tensor.shape, tensor.dtype, ())
     inner = _fold([(parts, tensor) for parts, tensor in below if parts])
     chain = len(inner) == 1 and inner[0].alike == 1
     if chain and not name.isdecimal() and not inner[0].name[:1].isdecimal():  # on one line; numbers can be folded
-        only = inner[0]
-        yield Branch(f"{name}.{only.name}", 1, only.tensors, only.bytes, only.shape, only.dtype, only.branches)
+        yield replace(inner[0], name=f"{name}.{inner[0].name}")
     elif inner:
         tensors = sum(branch.tensors * branch.alike for branch in inner)
         yield Branch(name, 1, tensors, sum(b.bytes * b.alike for b in inner), None, None, inner)
 
 
 def _alike(members: list[Branch]) -> Branch:
-    first = members[0]
     if len(members) == 1:
-        return first
-    name = ranges(sorted(int(branch.name) for branch in members))
-    return Branch(name, len(members), first.tensors, first.bytes, first.shape, first.dtype, first.branches)
+        return members[0]
+    return replace(members[0], name=ranges(sorted(int(branch.name) for branch in members)), alike=len(members))
 
 
 def ranges(numbers: Sequence[int]) -> str:

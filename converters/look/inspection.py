@@ -20,7 +20,6 @@ from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, open
 from ...store.reading.dtypes import itemsize
 from ...wording import Finding, counted, size
-from ..translate.detection import Detected
 from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look
 from .holders import (
     Branch,
@@ -120,14 +119,13 @@ class Inspection:
         Raises:
             TargetError: there is no such tensor; names the closest keys.
         """
-        for tensor in self.manifest.tensors:
-            if tensor.key == key:
-                for dim, (wanted, size) in enumerate(zip(index, tensor.shape, strict=False)):
-                    if not 0 <= wanted < size:
-                        raise TargetError(f"{key} has the indices 0 to {size - 1} in dim {dim}, not {wanted}")
-                return tuple(shard for shard in shards_of(tensor) if shard.holds(index))
-        keys = [tensor.key for tensor in self.manifest.tensors]
-        raise TargetError(f"no tensor {key!r}{did_you_mean(key, keys)}")
+        tensors = {tensor.key: tensor for tensor in self.manifest.tensors}
+        if key not in tensors:
+            raise TargetError(f"no tensor {key!r}{did_you_mean(key, [*tensors])}")
+        for dim, (wanted, length) in enumerate(zip(index, tensors[key].shape, strict=False)):
+            if not 0 <= wanted < length:
+                raise TargetError(f"{key} has the indices 0 to {length - 1} in dim {dim}, not {wanted}")
+        return tuple(shard for shard in shards_of(tensors[key]) if shard.holds(index))
 
     def on_rank(self, rank: int) -> Mapping[str, tuple[StoredShard, ...]]:
         """Return the shards in the files that a rank wrote, by key.
@@ -170,19 +168,26 @@ def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
 def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) -> Inspection:
     """Summarise an open checkpoint; ``known`` is its `first_look`, if that was taken."""
     known = known or first_look(checkpoint)
-    manifest, groups, contents = known.manifest, known.groups, known.contents
-    layouts = _layouts(manifest)
+    manifest, groups, contents, program = known.manifest, known.groups, known.contents, known.program
+    dialect: dict[str, Any] = {"name": None, "who": None, "reasons": [program]}
+    if not isinstance(program, str):
+        dialect = {"name": program.dialect.name, "who": program.dialect.who, "reasons": list(program.reasons)}
+    tensors = manifest.tensors
+    texts = {id(tensor.layout): json.dumps(tensor.layout) for tensor in {id(t.layout): t for t in tensors}.values()}
+    layouts = Counter(texts[id(tensor.layout)] for tensor in tensors if tensor.layout)
+    cuts = Counter(map(cut_in_words, tensors))
+    slots = dict.fromkeys(tensor.slot for tensor in tensors)
     elements = manifest.elements
     empty = int((elements == 0).sum())
     return Inspection(
         checkpoint=str(checkpoint.path),
         kind=checkpoint.format.name,
-        dialect=_dialect(known.program),
+        dialect=dialect,
         provenance=_without_buffers(manifest.provenance),
-        tensors=len(manifest.tensors),
+        tensors=len(tensors),
         chunks=len(elements) - empty,
         empty_chunks=empty,
-        bytes=sum(map(_bytes, manifest.tensors)),
+        bytes=sum(map(_bytes, tensors)),
         other_items=len(manifest.blobs),
         files=len({*manifest.columns.names, *(blob.item.file for blob in manifest.blobs)}),
         step=known.step,
@@ -194,14 +199,15 @@ def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) ->
             for group in groups.groups
         ),
         unread_groups=groups.unread,
-        roles=tuple(_role(role, contents) for role in contents.tensors),
-        layouts=tuple({**json.loads(layout), "tensors": count} for layout, count in layouts.most_common()),
-        cuts=tuple(
-            {"cut": cut, "tensors": count} for cut, count in Counter(map(cut_in_words, manifest.tensors)).most_common()
+        roles=tuple(
+            {"role": str(role), **_sizes(members), "slots": contents.slots_of(role)}
+            for role, members in contents.tensors.items()
         ),
+        layouts=tuple({**json.loads(layout), "tensors": count} for layout, count in layouts.most_common()),
+        cuts=tuple({"cut": cut, "tensors": count} for cut, count in cuts.most_common()),
         balance=_balance(manifest, contents),
         buffers=_buffers(manifest.provenance),
-        slots=tuple(_slot(name, manifest.tensors) for name in dict.fromkeys(t.slot for t in manifest.tensors)),
+        slots=tuple({"slot": slot or NO_STATE, **_sizes([t for t in tensors if t.slot == slot])} for slot in slots),
         checks=_checks(manifest),
         symptoms=symptoms_of(contents, manifest, groups, known.steps, checkpoint.lost_files),
         notes=groups.notes,
@@ -222,19 +228,6 @@ def _buffers(provenance: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     from .buffer_summary import buffer_summary, labelled_buffers  # imports all of flat buffers
 
     return tuple(buffer_summary(labelled_buffers(provenance)))
-
-
-def _layouts(manifest: Manifest) -> Counter[str]:
-    """Count layouts, as JSON text; tensors share few of them."""
-    layouts = {id(tensor.layout): tensor.layout for tensor in manifest.tensors}
-    texts = {number: json.dumps(layout) for number, layout in layouts.items()}
-    return Counter(texts[id(tensor.layout)] for tensor in manifest.tensors if tensor.layout)
-
-
-def _dialect(program: Detected | str) -> dict[str, Any]:
-    if isinstance(program, str):
-        return {"name": None, "who": None, "reasons": [program]}
-    return {"name": program.dialect.name, "who": program.dialect.who, "reasons": list(program.reasons)}
 
 
 def _methods(contents: Contents) -> Iterator[dict[str, Any]]:
@@ -275,16 +268,6 @@ def _checks(manifest: Manifest) -> dict[str, int]:
     sums = (columns.crc32 != UNKNOWN) & ~columns.has_digest & stored
     counts = {"digest": int(digests.sum()), "crc32": int(sums.sum())}
     return {**counts, "in_the_item": int(stored.sum()) - sum(counts.values())}
-
-
-def _role(role: Role, contents: Contents) -> dict[str, Any]:
-    members = contents.tensors[role]
-    return {"role": str(role), **_sizes(members), "slots": contents.slots_of(role)}
-
-
-def _slot(name: str | None, tensors: Sequence[StateRecord]) -> dict[str, Any]:
-    members = [tensor for tensor in tensors if tensor.slot == name]
-    return {"slot": name or NO_STATE, **_sizes(members)}
 
 
 def _sizes(members: Sequence[StateRecord]) -> dict[str, Any]:
@@ -328,7 +311,7 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     for step in inspection.provenance.get("resharded") or ():
         yield "resharded", _resharded(step)
     yield from _step_lines(inspection)
-    yield from _optimizer(inspection)
+    yield from _optimizer_lines(inspection)
     yield "tensors", f"{inspection.tensors} in {counted(inspection.chunks, 'chunk')}, {size(inspection.bytes)}"
     if inspection.empty_chunks:
         yield "", f"and {counted(inspection.empty_chunks, 'chunk')} without elements"
@@ -342,7 +325,10 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield from _some("layout", layouts)
     yield "cut into", "; ".join(f"{cut['tensors']}: {cut['cut']}" for cut in inspection.cuts[:_MOST_LINES])
     yield from _balance_lines(inspection.balance)
-    yield "checksums", _checksum_words(inspection.checks)
+    words = {"digest": "digests", "crc32": "CRC-32s", "in_the_item": "in the items, if any"}
+    sums = ", ".join(f"{inspection.checks[kind]} {word}" for kind, word in words.items() if inspection.checks[kind])
+    compared = "when they were last compared is not recorded: `muonckpt verify` does it"
+    yield "checksums", f"{sums or 'none'}; {compared}"
 
 
 def _step_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
@@ -355,11 +341,11 @@ def _step_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
         yield "counters", f"{span}, by {which} of {counted(steps['counters'], 'step counter')}"
 
 
-def _optimizer(inspection: Inspection) -> Iterator[tuple[str, str]]:
-    methods = [
-        f"{method['method']}: {counted(method['parameters'], 'parameter')} ({_matrices(method['matrices'])})"
-        for method in inspection.optimizer
-    ]
+def _optimizer_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    methods = []
+    for row in inspection.optimizer:
+        matrices = f"{row['matrices'] or 'no'} {'matrix' if row['matrices'] == 1 else 'matrices'}"
+        methods.append(f"{row['method']}: {counted(row['parameters'], 'parameter')} ({matrices})")
     yield "optimizer", "; ".join(methods) if methods else "no state"
     for row in inspection.conventions:
         yield "momentum", f"{row['convention'] or 'unknown'} in {counted(row['tensors'], 'tensor')} ({row['by']})"
@@ -369,10 +355,6 @@ def _optimizer(inspection: Inspection) -> Iterator[tuple[str, str]]:
     if inspection.optimizer:
         for note in inspection.notes:
             yield "", note
-
-
-def _matrices(count: int) -> str:
-    return f"{count or 'no'} {'matrix' if count == 1 else 'matrices'}"
 
 
 def _group_line(group: Mapping[str, Any]) -> str:
@@ -403,12 +385,6 @@ def _balance_lines(balance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if work and work["ranks"] > 1:
         busiest = f"rank {work['busiest_rank']} has {work['most_to_mean']:.3g} of the mean"
         yield "", f"Newton-Schulz work of the matrices that ranks hold: {busiest}"
-
-
-def _checksum_words(checks: Mapping[str, int]) -> str:
-    words = {"digest": "digests", "crc32": "CRC-32s", "in_the_item": "in the items, if any"}
-    found = ", ".join(f"{checks[kind]} {word}" for kind, word in words.items() if checks[kind])
-    return f"{found or 'none'}; when they were last compared is not recorded: `muonckpt verify` does it"
 
 
 def _resharded(step: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from ...errors import LayoutError
 from ...record import Manifest
@@ -16,26 +16,28 @@ def symptoms_of(
     contents: Contents, manifest: Manifest, groups: HyperParameters, steps: StepCounts, lost: Mapping[str, int | None]
 ) -> tuple[Finding, ...]:
     """Look for what is wrong or odd, the gravest first; ``lost`` are the files that are missing or cut."""
-    found = (
-        _holes(manifest),
-        _files(lost),
-        _muon_off(contents),
-        _unfit_state(contents),
-        _without_partner(contents, groups),
-        _dtypes(contents),
-        _conventions(contents, groups),
-        _steps(steps),
-        _ranks(manifest),
-    )
-    return tuple(symptom for symptoms in found for symptom in symptoms)
-
-
-def _holes(manifest: Manifest) -> Iterator[Finding]:
+    found: list[Finding] = []
     for tensor in manifest.tensors:
         try:
             tensor.chunk_layout()
         except LayoutError as error:
-            yield Finding("hole", str(error), (tensor.key,))
+            found.append(Finding("hole", str(error), (tensor.key,)))
+    found += _files(lost)
+    found += _muon_off(contents)
+    found += _unfit_state(contents)
+    found += _without_partner(contents, groups)
+    found += _dtypes(contents)
+    found += _conventions(contents, groups)
+    if steps.least != steps.most:
+        found.append(
+            Finding(
+                "steps",
+                f"parameters have taken different numbers of steps: {steps.least} to {steps.most} (usual for experts "
+                "and parameters that joined later)",
+            )
+        )
+    found += _ranks(manifest)
+    return tuple(found)
 
 
 def _files(lost: Mapping[str, int | None]) -> Iterator[Finding]:
@@ -50,11 +52,10 @@ def _files(lost: Mapping[str, int | None]) -> Iterator[Finding]:
 
 def _ranks(manifest: Manifest) -> Iterator[Finding]:
     """Report ranks between 0 and the last that have no file."""
-    ranks = set(map(rank_in_name, manifest.columns.names))
-    ranks |= {rank_in_name(blob.item.file) for blob in manifest.blobs}
-    if None in ranks or not ranks:
-        return
+    ranks = {rank_in_name(file) for file in (*manifest.columns.names, *(blob.item.file for blob in manifest.blobs))}
     known = {rank for rank in ranks if rank is not None}
+    if None in ranks or not known:
+        return
     world = None if manifest.provenance.get("resharded") else manifest.provenance.get("world")
     last = world if isinstance(world, int) and 0 < world <= 1 << 20 else max(known) + 1
     absent = [rank for rank in range(last) if rank not in known]
@@ -67,9 +68,15 @@ def _ranks(manifest: Manifest) -> Iterator[Finding]:
 def _muon_off(contents: Contents) -> Iterator[Finding]:
     """Report matrices that carry element-wise state where others carry momentum."""
     momentum, moments = (set(contents.slots_of(role)) for role in (Role.MOMENTUM, Role.MOMENTS))
+
+    def is_by_muon(parameter: StatefulParameter) -> bool:
+        if parameter.method is None:
+            return bool(momentum & parameter.state.keys())
+        return parameter.method.slots.get("momentum") in parameter.state  # a slot's name can have two meanings
+
     matrices = [p for p in contents.parameters.values() if p.is_matrix and p.state]
-    by_muon = [p for p in matrices if _carries(p, momentum, "momentum")]
-    others = [p for p in matrices if not _carries(p, momentum, "momentum") and moments & p.state.keys()]
+    by_muon = [p for p in matrices if is_by_muon(p)]
+    others = [p for p in matrices if not is_by_muon(p) and moments & p.state.keys()]
     if not by_muon:
         return
     siblings = {unnumbered(p.name) for p in by_muon}
@@ -89,13 +96,6 @@ def _muon_off(contents: Contents) -> Iterator[Finding]:
             "others carry momentum (usual for embeddings, heads and routers only)",
             rest,
         )
-
-
-def _carries(parameter: StatefulParameter, slots: Collection[str], common: str) -> bool:
-    """Return whether state has this common name; the method decides, because a slot's name can have two meanings."""
-    if parameter.method is None:
-        return any(slot in slots for slot in parameter.state)
-    return parameter.method.slots.get(common) in parameter.state
 
 
 def _unfit_state(contents: Contents) -> Iterator[Finding]:
@@ -157,36 +157,20 @@ def _dtypes(contents: Contents) -> Iterator[Finding]:
 
 def _conventions(contents: Contents, groups: HyperParameters) -> Iterator[Finding]:
     """Report momentum in more than one convention, or in another than its group or its program says."""
-    in_groups = groups.conventions
+    in_groups, own = groups.conventions, contents.dialect and contents.dialect.convention
     named: dict[str, set[str]] = {}
     for tensor in contents.tensors.get(Role.MOMENTUM, ()):
-        own = contents.dialect.convention if contents.dialect else None
         every = (tensor.convention, in_groups.get(tensor.name or ""), own)
         named[tensor.key] = {str(convention) for convention in every if convention}
-    torn = _where(named, lambda conventions: len(conventions) > 1)
-    if torn:
+    if torn := [key for key, conventions in named.items() if len(conventions) > 1]:
         about = f"manifest, group and program disagree on the convention of {_are(torn, 'momentum', 'momenta')}"
         yield Finding.listing("convention", about, torn)
     counts = Counter(name for conventions in named.values() for name in conventions)
     if len(counts) > 1 and not torn:
         least = counts.most_common()[-1][0]
-        odd = _where(named, lambda conventions: least in conventions)
+        odd = [key for key, conventions in named.items() if least in conventions]
         numbers = ", ".join(f"{name} in {count}" for name, count in counts.most_common())
         yield Finding.listing("convention", f"momentum follows more than one convention, {numbers} tensors", odd)
-
-
-def _where(named: Mapping[str, set[str]], holds: Callable[[set[str]], bool]) -> tuple[str, ...]:
-    return tuple(key for key, conventions in named.items() if holds(conventions))
-
-
-def _steps(steps: StepCounts) -> Iterator[Finding]:
-    if steps.least != steps.most:
-        yield Finding(
-            "steps",
-            f"parameters have taken different numbers of steps: {steps.least} to {steps.most} (usual for experts and "
-            "parameters that joined later)",
-            (),
-        )
 
 
 def _are(names: Collection[str], one: str, many: str) -> str:

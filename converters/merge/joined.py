@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from ...chunks import Chunks
@@ -76,7 +76,7 @@ class JoinedCheckpoints:
     @classmethod
     def of(cls, parts: Sequence[OpenCheckpoint]) -> JoinedCheckpoints:
         """Join these checkpoints."""
-        return cls(parts, [part.manifest.moved(partial(_name, number)) for number, part in enumerate(parts)])
+        return cls(parts, [part.manifest.moved(f"{number}/{{}}".format) for number, part in enumerate(parts)])
 
     @property
     def path(self) -> Location:
@@ -104,15 +104,10 @@ class JoinedCheckpoints:
             if own.source is None:
                 return own
             extent = own.source.item
-            return replace(own, source=replace(own.source, item=replace(extent, file=_name(number, extent.file))))
+            return replace(own, source=replace(own.source, item=replace(extent, file=f"{number}/{extent.file}")))
 
         tensors = [replace(tensor, sources=tuple(map(source, tensor.sources))) for tensor in own.tensors]
         return replace(own, tensors=tensors, items=list(map(item, own.items)))
-
-
-def _name(part: int, file: str) -> str:
-    """Return the name that a file of a part has here."""
-    return f"{part}/{file}"
 
 
 _ELEMENTS_AT_A_TIME = 1 << 18
@@ -130,20 +125,17 @@ def input_prints(source: OpenCheckpoint, keys: Collection[str], threads: int) ->
     stored = [(tensor, chunk) for tensor in unknown for chunk in tensor.chunks if chunk.box.numel]
 
     def share(place: tuple[StateRecord, Chunk]) -> int:
-        return _share(source, *place)
+        """Return the share of a chunk, in bounded memory."""
+        tensor, chunk = place
+        total, payload, fragment = 0, payload_of(tensor, chunk), chunk.stored("")
+        for band in bands(chunk.box, _ELEMENTS_AT_A_TIME):
+            for box in band.boxes:
+                words = source.payloads.gather(payload, tensor.dtype, fragment.place_at(box.lo), box.shape)
+                total = combine(total, fingerprint(words, box.lo + (0,) * (words.ndim - len(box.lo))))
+        return total
 
     found = {tensor.key: 0 for tensor in unknown}
     with ThreadPoolExecutor(threads) as pool:
         for (tensor, _), part in zip(stored, pool.map(share, stored), strict=True):
             found[tensor.key] = combine(found[tensor.key], part)
     return {tensor.key: known.get(tensor.key) or as_hex(found[tensor.key]) for tensor in tensors}
-
-
-def _share(source: OpenCheckpoint, tensor: StateRecord, chunk: Chunk) -> int:
-    """Return the share of a chunk, in bounded memory."""
-    total, payload, fragment = 0, payload_of(tensor, chunk), chunk.stored("")
-    for band in bands(chunk.box, _ELEMENTS_AT_A_TIME):
-        for box in band.boxes:
-            words = source.payloads.gather(payload, tensor.dtype, fragment.place_at(box.lo), box.shape)
-            total = combine(total, fingerprint(words, box.lo + (0,) * (words.ndim - len(box.lo))))
-    return total

@@ -24,7 +24,7 @@ from ...store.reading.blocks import bands
 from ...store.reading.dtypes import dtype
 from ...store.reading.payloads import Payloads
 from ..compare.diff import same_value
-from ..compare.elements import F64, as_float64
+from ..compare.elements import F64, StoredSide, as_float64
 from ..engine.arithmetic import Words
 from ..engine.outputs import ELEMENTS_AT_A_TIME, OutputItem, Outputs, OutputTensor, renumbered
 from ..programs.dialect import Dialect
@@ -49,7 +49,8 @@ class AveragedTensor(OutputTensor):
 
     @property
     def layouts(self) -> tuple[TensorLayout, ...]:
-        firsts = accumulate((_buffers(term) for term in self.terms), initial=0)
+        buffers = (sum(1 if isinstance(s, bytes) else len(s) for s in term.sources) for term in self.terms)
+        firsts = accumulate(buffers, initial=0)
         return tuple(renumbered(term.layout, first) for term, first in zip(self.terms, firsts, strict=False))
 
     @property
@@ -70,10 +71,6 @@ class AveragedTensor(OutputTensor):
             numbers = (_numbers(words[part], name) for words, name in zip(flat, self.dtypes, strict=True))
             average[part] = averaged(numbers, _coefficients(self.weights, scales), self.record.dtype, significand)
         return average.reshape(terms[0].shape)
-
-
-def _buffers(tensor: OutputTensor) -> int:
-    return sum(1 if isinstance(source, bytes) else len(source) for source in tensor.sources)
 
 
 def _numbers(words: Words, name: str) -> F64:
@@ -178,10 +175,11 @@ class _Input:
         for own in outputs.tensors:
             record = _with_convention(own.record, dialect)
             tensor = replace(own, record=record)
-            is_weight = _is_weight(record, dialect)
+            is_weight = bool(dialect and record.slot is None and dialect.model.read(record.path))
+            is_option = bool(dialect and dialect.option and dialect.option.read(record.path))
             if is_weight or (dialect is None and record.slot is None):
                 weights.add(record.key)
-            if record.dtype in SIGNIFICAND and (is_weight or (record.shape and not _is_option(record, dialect))):
+            if record.dtype in SIGNIFICAND and (is_weight or (record.shape and not is_option)):
                 averages[record.key] = tensor
             elif record.shape and record.dtype.startswith(_INDIVISIBLE):
                 raise SourceError(
@@ -221,17 +219,8 @@ def _with_convention(record: StateRecord, dialect: Dialect | None) -> StateRecor
     """Give the record of a momentum the convention of its program, where that is known but not recorded."""
     if dialect is None or record.slot is None or record.convention is not None:
         return record
-    momenta = {method.slots.get("momentum") for method in dialect.methods}
-    return replace(record, convention=dialect.convention) if record.slot in momenta else record
-
-
-def _is_weight(record: StateRecord, dialect: Dialect | None) -> bool:
-    return dialect is not None and record.slot is None and dialect.model.read(record.path) is not None
-
-
-def _is_option(record: StateRecord, dialect: Dialect | None) -> bool:
-    option = dialect.option if dialect else None
-    return option is not None and option.read(record.path) is not None
+    is_momentum = record.slot in dialect.slots_called("momentum")
+    return replace(record, convention=dialect.convention) if is_momentum else record
 
 
 def _agreed_keys(inputs: Sequence[_Input]) -> set[str]:
@@ -261,19 +250,19 @@ def _refuse_differences(inputs: Sequence[_Input], payloads: Payloads) -> None:
     Raises:
         SourceError: some differ; names them.
     """
+
+    def raw(item: OutputItem) -> bytes:
+        return item.data if item.source is None else checked_blob(payloads, item.source)
+
     base = inputs[0]
     differing: list[str] = []
     for one in inputs[1:]:
-        for mine, theirs in ((base.others, one.others), (base.items, one.items)):
-            differing += sorted(mine.keys() ^ theirs.keys())
-        differing += [
-            key for key, tensor in base.others.items() if key in one.others
-            and not _same_elements(tensor, one.others[key], payloads)
-        ]  # fmt: skip
-        differing += [
-            key for key, item in base.items.items() if key in one.items
-            and not same_value(_raw(item, payloads), _raw(one.items[key], payloads))
-        ]  # fmt: skip
+        differing += sorted(base.others.keys() ^ one.others.keys())
+        differing += sorted(base.items.keys() ^ one.items.keys())
+        tensors = [(key, base.others[key], one.others[key]) for key in base.others if key in one.others]
+        differing += [key for key, mine, theirs in tensors if not _same_elements(mine, theirs, payloads)]
+        items = [(key, base.items[key], one.items[key]) for key in base.items if key in one.items]
+        differing += [key for key, mine, theirs in items if not same_value(raw(mine), raw(theirs))]
     differing = list(dict.fromkeys(differing))
     if differing:
         shown = ", ".join(map(repr, differing[:3])) + (", …" if len(differing) > 3 else "")
@@ -291,19 +280,9 @@ def _same_elements(a: OutputTensor, b: OutputTensor, payloads: Payloads) -> bool
         return one.fingerprint == other.fingerprint
     for tensor in (a, b):
         tensor.check_sources(payloads)
-
-    def words(tensor: OutputTensor, part: Box) -> Words:
-        return tensor.elements(payloads, [tensor.layout.fragments], part)
-
-    return all(
-        np.array_equal(words(a, part), words(b, part))
-        for band in bands(Box.of(one.shape), ELEMENTS_AT_A_TIME)
-        for part in band.boxes
-    )
-
-
-def _raw(item: OutputItem, payloads: Payloads) -> bytes:
-    return item.data if item.source is None else checked_blob(payloads, item.source)
+    mine, theirs = StoredSide(a, payloads), StoredSide(b, payloads)
+    boxes = (box for band in bands(Box.of(one.shape), ELEMENTS_AT_A_TIME) for box in band.boxes)
+    return all(np.array_equal(mine.words(box), theirs.words(box)) for box in boxes)
 
 
 def shares(
@@ -326,9 +305,7 @@ def shares(
         if not 0 < decay < 1:
             raise TargetError(f"--ema: expected a decay between 0 and 1, found {ema}")
         return (decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - i) for i in range(1, count)))
-    numbers = (
-        [Fraction(1)] * count if proportions is None else [_number(number, "--proportions") for number in proportions]
-    )
+    numbers = [_number(number, "--proportions") for number in ([1] * count if proportions is None else proportions)]
     if len(numbers) != count or min(numbers) <= 0:
         given = ",".join(map(str, proportions or ()))
         raise TargetError(f"--proportions: expected {count} positive numbers, one for each input, found {given}")

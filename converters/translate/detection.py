@@ -46,10 +46,6 @@ class ModelPlace:
     root: KeyPath
     prefix: str = ""
 
-    def template(self) -> Template:
-        """Return the template of its weights."""
-        return Template((f"{self.prefix}{{name}}",), self.root)
-
     def __str__(self) -> str:
         return key_of((*self.root, self.prefix.removesuffix("."))).strip(".") or "the top"
 
@@ -72,11 +68,6 @@ class Keys:
     slots: frozenset[str] = frozenset()
     example: str = ""
 
-    @property
-    def flat(self) -> bool:
-        """Return whether a key is flat."""
-        return any(place.flat for place in self.optimizers)
-
 
 _FORMS = (NESTED, NUMBERED, FLAT)
 
@@ -88,20 +79,24 @@ def under(dialect: Dialect, keys: Keys) -> Dialect:
     """
     if dialect.state not in _FORMS:
         return dialect
+
+    def one_or_more(templates: Iterable[Template]) -> AnyTemplate:
+        by_place = dict(zip(map(str, keys.optimizers), templates, strict=True))
+        return Templates(by_place) if len(by_place) > 1 else next(iter(by_place.values()))
+
     state: AnyTemplate = dialect.state
     option, model = dialect.option, dialect.model
     if keys.optimizers:
-        state = _one_or_more({str(place): state_template(place, keys.numbered) for place in keys.optimizers})
-        option = _one_or_more({str(place): option_template(place) for place in keys.optimizers})
+        state = one_or_more(state_template(place, keys.numbered) for place in keys.optimizers)
+        option = one_or_more(map(option_template, keys.optimizers))
     if keys.model is not None:
-        model = keys.model.template()
+        model = Template((f"{keys.model.prefix}{{name}}",), keys.model.root)
     unchanged = (state, option, model) == (dialect.state, dialect.option, dialect.model)
     return dialect if unchanged else replace(dialect, state=state, option=option, model=model)
 
 
 FORMS = ("nested", "flat")
 """The forms of keys that a target can be given."""
-
 
 ROOTS = ("model", "optimizer")
 """Parts of a target that can be given another root."""
@@ -144,10 +139,6 @@ def is_of_optimizer(path: KeyPath) -> bool:
     return PARAM_GROUPS in parts or (not KNOWN_SLOTS.isdisjoint(parts[1:]) and STATE in parts)
 
 
-def _one_or_more(templates: Mapping[str, Template]) -> AnyTemplate:
-    return next(iter(templates.values())) if len(templates) == 1 else Templates(templates)
-
-
 def keys_of(manifest: Manifest) -> Keys:
     """Return the places of the optimizers and of the model of a checkpoint.
 
@@ -168,6 +159,11 @@ def keys_of(manifest: Manifest) -> Keys:
         for reading in readings:
             slots[reading.place].add(reading.leaf)
     bare = {place for place, found in slots.items() if found <= KNOWN_SLOTS and found - {STEP} and place not in groups}
+
+    def order(place: OptimizerPlace) -> tuple[object, ...]:
+        parts = re.split("([0-9]+)", str(place))
+        return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
+
     chosen: dict[KeyPath, OptimizerKey] = {}
     for path, readings in states.items():
         accepted = [r for r in readings if r.place in groups] or [r for r in readings if r.place in bare]
@@ -178,18 +174,13 @@ def keys_of(manifest: Manifest) -> Keys:
     numbered = bool(names) and not any(p.flat for p in places) and all(map(NUMBER.fullmatch, names))
     weights = [tensor.path for tensor in manifest.tensors if tensor.path not in chosen]
     return Keys(
-        tuple(sorted(places, key=_order)),
+        tuple(sorted(places, key=order)),
         _model(weights, frozenset() if numbered else names),
         numbered,
         tuple(frozenset(options) for place in places for options in groups[place].values()),
         frozenset(reading.leaf for reading in chosen.values()),
         next((paths[path] for path in chosen), ""),
     )
-
-
-def _order(place: OptimizerPlace) -> tuple[object, ...]:
-    parts = re.split("([0-9]+)", str(place))
-    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
 
 
 def _model(weights: Iterable[KeyPath], names: Collection[str]) -> ModelPlace | None:
@@ -274,6 +265,7 @@ def with_slots(manifest: Manifest) -> Manifest:
 
 
 def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
+    """Return the manifest with parameters and slots as this dialect's keys name them, where it does not record them."""
 
     def with_slot(tensor: StateRecord) -> StateRecord:
         fields = dialect.state.read(tensor.path) if tensor.slot is None else None
@@ -292,7 +284,7 @@ def momentum_note(manifest: Manifest) -> tuple[str, ...]:
     except SourceError:
         return ()
     dialect = detected.dialect
-    slots = {method.slots["momentum"] for method in dialect.methods if "momentum" in method.slots}
+    slots = dialect.slots_called("momentum")
     if not any(tensor.slot in slots for tensor in manifest.tensors):
         return ()
     why = f"that is what {dialect.name} keeps: {detected.reasons[-1]}" if dialect.convention else detected.reasons[-1]
@@ -316,7 +308,8 @@ def _by_marks(keys: Keys) -> Detected:
         SourceError: they tell more than one.
     """
     where = ", ".join(map(str, keys.optimizers))
-    form = "flat" if keys.flat else "numbered" if keys.numbered else "nested"
+    flat = any(place.flat for place in keys.optimizers)
+    form = "flat" if flat else "numbered" if keys.numbered else "nested"
     reason = f"{where} has torch's {form} keys, such as {keys.example!r}"
     programs = DIALECTS
     if not (marks := _marks(keys, programs)):
@@ -335,10 +328,13 @@ def _marks(keys: Keys, dialects: Mapping[str, Dialect]) -> dict[str, str]:
     """Return the programs of which the checkpoint bears a mark, each with a sentence that says which."""
     marks: dict[str, str] = {}
     closed: dict[bool, str] = {}
+    with_momentum = [group for group in keys.groups if "momentum" in group]
     for dialect in dialects.values():
         for mark in dialect.marks:
             if mark.closed:
-                if _is_closed(keys, dialect) and (not mark.at_home or _is_at_home(keys, dialect)):
+                foreign = any(map(dialect.momentum_options.contradicted_by, with_momentum))
+                at_home = keys.model is not None and under(dialect, keys) is dialect
+                if with_momentum and not foreign and (at_home or not mark.at_home):
                     closed[mark.at_home] = dialect.name
             elif mark.slots <= keys.slots and (not mark.options or any(mark.options <= own for own in keys.groups)):
                 marks.setdefault(dialect.name, f"only it writes the {mark}")
@@ -347,14 +343,3 @@ def _marks(keys: Keys, dialects: Mapping[str, Dialect]) -> dict[str, str]:
         at_home = max(closed)
         marks[closed[at_home]] = why + "; its parameters are at the top" * at_home
     return marks
-
-
-def _is_closed(keys: Keys, dialect: Dialect) -> bool:
-    """Return whether all groups with momentum have the program's options and no others."""
-    averages = [group for group in keys.groups if "momentum" in group]
-    return bool(averages) and not any(map(dialect.momentum_options.contradicted_by, averages))
-
-
-def _is_at_home(keys: Keys, dialect: Dialect) -> bool:
-    """Return whether the model and the optimizer lie where the program puts them."""
-    return keys.model is not None and under(dialect, keys) is dialect

@@ -36,24 +36,22 @@ class Request:
         Raises:
             SourceError, TargetError, LayoutError: as in `translate` and `unchanged`.
         """
-        outputs = self._translated(source)
+        if self.translates:
+            from .translator import translate  # imported here because few commands translate
+
+            outputs = translate(
+                source.manifest,
+                source.values,
+                self.target,
+                source=self.source,
+                rules=self.rules,
+                overrides=self.overrides,
+                drop=self.drop,
+                like=self.like,
+            )
+        else:
+            outputs = unchanged(source)
         return outputs.tensors_only() if self.tensors_only else outputs
-
-    def _translated(self, source: OpenCheckpoint) -> Outputs:
-        if not self.translates:
-            return unchanged(source)
-        from .translator import translate  # imported here because few commands translate
-
-        return translate(
-            source.manifest,
-            source.values,
-            self.target,
-            source=self.source,
-            rules=self.rules,
-            overrides=self.overrides,
-            drop=self.drop,
-            like=self.like,
-        )
 
 
 def unchanged(source: OpenCheckpoint) -> Outputs:

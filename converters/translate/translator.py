@@ -333,7 +333,13 @@ class _Renderer:
         shapes: Mapping[str, Index],
         derived: list[OutputItem],
     ) -> Iterator[TargetGroup]:
-        """Yield the target's groups for a group of the source, one for each set of options; add what is derived."""
+        """Yield the target's groups for a group of the source, one for each set of options.
+
+        Adds to ``derived`` the items of state that follow from a parameter's options and its shape.
+
+        Raises:
+            SourceError: an update depends on the number of steps, which is not known.
+        """
         known: dict[object, Mapping[str, object]] = {}
         members: defaultdict[str, list[str]] = defaultdict(list)
         options: dict[str, Mapping[str, object]] = {}
@@ -345,35 +351,28 @@ class _Renderer:
                 )
                 continue
             param, shape = by_listed[name], shapes.get(name, ())
+            method = self.method(param)
             given = self.like.options_of(name) if self.like is not None else {}
             split = self._splits_unsaid(group, param, shape)
             fused = [tensor.fused for tensor in param.tensors if tensor.fused]
             joined = fused[-1] if fused and not split else None
-            step = self._step_of_group(param, steps)
-            kind = param.method.name, self.method(param).name, step, shape, split, joined, repr(given)
+            step = param.step if "step" in method.options else None
+            if "step" in method.options and (step is None or param.stateless):  # a matrix has that of others
+                if {"first", "second"} <= method.slots.keys() and not steps:
+                    raise self._unknown_steps(param)
+                step = max(steps, default=self.source.overrides.step or 0)
+            kind = param.method.name, method.name, step, shape, split, joined, repr(given)
             if kind not in known:
                 known[kind] = self._options(group, param, step, shape, given, split, joined)
             key = repr(sorted(known[kind].items()))
             members[key].append(name)
             options[key] = known[kind]
-            derived += self._derived(group, param, shape)
+            if method.derived and (self.source.left_out or not self.same_dialect):
+                common = read_options(group, self.source.dialect, param.method, self.source.values, shape).known
+                values = {slot: value_of(common, shape) for slot, value_of in method.derived.items()}
+                derived += (_item(self._path(param, slot), v) for slot, v in values.items() if v is not None)
         for key, names in members.items():
             yield TargetGroup(tuple(names), options[key], group.number is not None)
-
-    def _step_of_group(self, param: NeutralParameter, others: Collection[int]) -> int | None:
-        """Return the number of steps for a group's option, if there is one; matrices have that of others.
-
-        Raises:
-            SourceError: the update depends on it, and it is not known.
-        """
-        method = self.method(param)
-        if "step" not in method.options:
-            return None
-        if param.step is not None and not param.stateless:
-            return param.step
-        if {"first", "second"} <= method.slots.keys() and not others:
-            raise self._unknown_steps(param)
-        return max(others, default=self.source.overrides.step or 0)
 
     def _options(
         self,
@@ -429,15 +428,6 @@ class _Renderer:
                 self.findings.check(Action.SET, f"pieces of {param.name}", reason=reason)
                 return True
         return False
-
-    def _derived(self, group: SourceGroup, param: NeutralParameter, shape: Index) -> Iterator[OutputItem]:
-        """Yield the items of state that follow from a parameter's options and its shape."""
-        derived = self.method(param).derived
-        if derived and (self.source.left_out or not self.same_dialect):
-            options = read_options(group, self.source.dialect, param.method, self.source.values, shape)
-            for slot, value_of in derived.items():
-                if (value := value_of(options.known, shape)) is not None:
-                    yield _item(self._path(param, slot), value)
 
     def _number(self, written: Collection[TargetGroup]) -> None:
         """Number the parameters, if the target has numbers and the source has not.
