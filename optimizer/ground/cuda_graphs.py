@@ -1,4 +1,4 @@
-"""CUDA graphs: what the host may do while one is captured, and what must be there before."""
+"""CUDA graphs: refusals and work-arounds while one is captured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def capturing() -> bool:
 
 
 def capturable(device: torch.device) -> bool:
-    """Return whether steps on a device can be captured; their numbers stay there then, always, for the same bits."""
+    """Return whether steps on a device can be captured; then their numbers always stay there, for the same bits."""
     return device.type == "cuda"
 
 
@@ -31,17 +31,13 @@ def uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device) 
 
 
 def settled(missing: str) -> None:
-    """Refuse to make what is made once for a shape while a CUDA graph is captured.
-
-    Raises:
-        RuntimeError: a graph is being captured.
-    """
+    """Raise a RuntimeError if a CUDA graph is being captured: tables for new shapes must be made before."""
     if capturing():
         raise RuntimeError(f"{missing}: run one step with these shapes before capturing a CUDA graph")
 
 
 def replayed(work: Callable[[], object], *, times: int = 10, rounds: int = 5) -> float:
-    """Measure the seconds that work takes on the current device, replayed as a CUDA graph, without launching it.
+    """Return the seconds that work takes on the current device when replayed as a CUDA graph.
 
     Args:
         work: has run before, and can be captured.
@@ -67,14 +63,10 @@ def replayed(work: Callable[[], object], *, times: int = 10, rounds: int = 5) ->
 
 
 def refuse_absent(shapes: Sequence[tuple[int, ...]], active: Sequence[bool]) -> None:
-    """A graph does at every replay what was done when it was captured, so no parameter may sit out then.
-
-    Args:
-        shapes: of the parameters.
-        active: whether each has a gradient.
+    """Refuse parameters that have no gradient, and are not ``active``, while a graph is captured: replays skip them.
 
     Raises:
-        RuntimeError: names how many have none, and the first.
+        RuntimeError: names how many there are, and the first.
     """
     absent = [shape for shape, taking_part in zip(shapes, active, strict=True) if not taking_part]
     if absent:
@@ -86,11 +78,8 @@ def refuse_absent(shapes: Sequence[tuple[int, ...]], active: Sequence[bool]) -> 
 
 
 def refuse_host(algorithm: str, device: torch.device) -> None:
-    """Refuse what is not on a GPU: it would be stepped once, when a graph is captured, and at no replay.
-
-    Raises:
-        RuntimeError: a graph is being captured.
-    """
+    """Raise a RuntimeError while a graph is captured: parameters that are not on a GPU would be stepped then, and at no
+    replay."""
     if capturing():
         raise RuntimeError(
             f"a CUDA graph is being captured, and a group of {algorithm!r} has parameters on {device}: the graph would "

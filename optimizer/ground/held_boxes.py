@@ -1,7 +1,4 @@
-"""Which boxes of a DTensor this rank holds, where placements do not say it.
-
-DCP asks the local tensor, by its documented hooks: so state is saved and loaded as what it is, wherever it lies.
-"""
+"""The boxes of a DTensor that this rank holds, where placements do not say it: told to DCP by its documented hooks."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def declare_boxes(value: DTensor, boxes: Sequence[Box]) -> None:
 
 
 def declared_boxes(value: Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the boxes that were declared for a tensor; none if it is not a DTensor."""
+    """Return offsets and sizes of the boxes that were declared for a tensor; none if it is not a DTensor."""
     if not isinstance(value, DTensor):
         return []
     chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]

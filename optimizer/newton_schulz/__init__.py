@@ -1,7 +1,7 @@
 """Newton-Schulz: the orthogonal factor of a matrix by matrix products.
 
-``iterations`` runs a ``recipe`` with the sets of `muonckpt.coefficients`; ``products`` has torch's arithmetic and the
-choice between it and the kernels, ``costs`` measured times.  Open ``iterations`` first.
+``iterations`` runs a ``recipe``; ``products`` has torch's arithmetic and the choice between it and the kernels,
+``costs`` measured times.  Open ``iterations`` first.
 """
 
 from ...coefficients import COEFFICIENTS, CoefficientSet

@@ -1,4 +1,4 @@
-"""What orthogonalising a matrix costs, for sharing out the work and for choosing how: FLOPs, or measured times."""
+"""Measured times of orthogonalising a matrix, for sharing out the work and for choosing a form."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from .products import Form, has_kernels
 from .recipe import flops
 
 Cost = Callable[[int, int, int, Sequence[int] | None], int]
-"""Cost of an ``m x n`` matrix: ``(m, n, steps, gram)``, in any unit."""
+"""The cost of an ``m x n`` matrix, in any unit: ``(m, n, steps, gram)``."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
     """Measured times by shape and form.  ``table`` is a `Cost`, and ``table.form`` a `products.Choice`.
 
-    A shape that was not measured is as the nearest measured one; nearest in the logarithms of both sides.  It costs as
-    much for a FLOP, in the fastest form, and takes that form.  Ranks must use one table, as owners and last bits follow
-    from it: measure on one, store it (:meth:`as_json`), and give it to all.
+    Another shape takes the fastest form of the nearest measured one (in logarithms of both sides), and costs as much
+    for a FLOP.  Ranks must use one table, as owners and last bits follow from it: measure on one, store it
+    (:meth:`as_json`), and give it to all.
 
     Attributes:
-        nanoseconds: of orthogonalising one of a stack of matrices in ``steps`` steps: by short and long side, and form.
-        steps, gram: what was measured.
-        dtype: that it was computed in.
+        nanoseconds: of one of a stack of matrices, by short and long side, and form.
+        steps, gram, dtype: as measured.
 
     Raises:
         ValueError: an empty table, a time that is not positive, or the Gram form without restarts.
@@ -57,7 +56,7 @@ class CostTable:
         return max(1, round(rate * flops(rows, columns, steps, gram if form.gram else None)))
 
     def form(self, device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
-        """Return the fastest that was measured, however many copies there are.
+        """Return the fastest form that was measured, however many copies there are.
 
         Raises:
             ValueError: another dtype was measured.
@@ -112,13 +111,12 @@ def measure(
 ) -> CostTable:
     """Time this machine, in every form that it has: medians of ``repeats`` runs, after one that is not counted.
 
-    On a GPU runs are replayed as CUDA graphs, so that kernels are timed and not Python: a step launches many of them
-    ahead of the GPU.
+    On a GPU runs are replayed as CUDA graphs: a step launches many kernels ahead, so Python does not count.
 
     Args:
         shapes: at least one, ``(m, n)``.
         gram: restarts of the Gram form; None: it is not measured.
-        copies: how many matrices are done at a time.  Small ones gain most: measure as many as a rank will own.
+        copies: matrices done at a time.  Small ones gain most: measure as many as a rank will own.
     """
     device = torch.device(device)
     by = (False, True) if has_kernels(device, dtype) else (False,)

@@ -33,29 +33,26 @@ def orthogonalize(
 ) -> Tensor:
     """Return the approximate polar factor ``U Vᵀ`` of ``matrix = U S Vᵀ``, or of each matrix of a stack.
 
-    The result depends on the values of a matrix only, not on its strides, its alignment or what shares its
-    memory: the work is done on a fresh contiguous copy in the wide orientation, so a tall matrix gives
-    exactly the transpose of what its transpose gives.  ``matrix`` is left alone, and no gradient flows.
-    ``torch.compile`` takes it with ``fullgraph`` from torch 2.13 on.
+    The result depends on the values of a matrix only, not on its strides, its alignment or its neighbours in memory.
+    The work is done in the wide orientation, so a tall matrix gives exactly the transpose of its transpose's result.
+    No gradient flows.  ``torch.compile`` takes it with ``fullgraph`` from torch 2.13 on.
 
     Args:
         matrix: ``[m, n]``, or a stack ``[B, m, n]``, of any real floating dtype; a dim may be 0.
-        coefficients: a name in :data:`COEFFICIENTS`, a set, a triple for every step, or the triples of a set of one's
-            own, one for each step.
-        steps: how many, at least 1; see :meth:`CoefficientSet.schedule` for more steps than the set has.
-        dtype: bf16, fp16, fp32 or fp64: every operand of a product is rounded to it, and so is the result.
+        coefficients: a name in :data:`COEFFICIENTS`, a set, a triple for every step, or one triple for each step.
+        steps: at least 1; see :meth:`CoefficientSet.schedule` for more steps than the set has.
+        dtype: bf16, fp16, fp32 or fp64, to which every operand of a product is rounded, and the result.
             16-bit products are summed in fp32; fp32 ones on CUDA follow torch's TF32 setting.  Small matrices on a
             CPU are computed in fp32 throughout (:func:`.products.by_torch`).  On ill-conditioned matrices more than
             six steps in bf16 add more rounding than they remove error.
-        eps: a lower bound on the Frobenius norm, in the units of ``matrix``.  A bound, as in
-            ``torch.optim.Muon``, and not a summand: above it the result does not depend on the scale of
-            ``matrix`` (to the bit for powers of two), so a momentum kept as a sum and one kept as a mean are
-            orthogonalised alike.
+        eps: a lower bound on the Frobenius norm, as in ``torch.optim.Muon``, and not a summand: above it the result
+            does not depend on the scale of ``matrix`` (to the bit for powers of two), so a momentum kept as a sum and
+            one kept as a mean are orthogonalised alike.
         gram: None for the plain form; else the steps after which the Gram form (:mod:`.recipe`) rebuilds its Gram
-            matrix, e.g. ``(2,)``, or ``()`` for never.  It is used where ``form`` says so.  With bf16 its operands
-            are rounded to fp16, an eighth of the error at the same cost, and the result to bf16.
-        form: how; None: :func:`.products.prefer_kernels`.  A matrix of a stack gets the bits that it has alone in the
-            same form.
+            matrix, e.g. ``(2,)``, or ``()`` for never, where ``form`` takes it.  With bf16 its operands are rounded
+            to fp16, an eighth of the error at the same cost, and the result to bf16.
+        form: None: :func:`.products.prefer_kernels`.  A matrix of a stack gets the bits that it has alone in the same
+            form.
 
     Returns:
         The shape of ``matrix``, of ``dtype``, of any strides.  Zeros for zeros.  All NaN if an element is not finite,
@@ -77,14 +74,13 @@ def orthogonalize(
 
 
 def orthogonalize_all(memory: Tensor, places: Places, recipe: Recipe, form: Form | None) -> Tensor:
-    """:func:`orthogonalize` for matrices of any shapes, end to end in one memory: ``[places.numel]`` in and out.
+    """Orthogonalise matrices of any shapes, end to end in one memory: ``[places.numel]`` in and out.
 
-    With kernels of ours, all are done by as many launches as one.  Each matrix gets the bits that it has alone, if
-    ``form`` is the same.
+    Our kernels do all by as many launches as one.  Each matrix gets the bits that it has alone in the same ``form``.
 
     Args:
         memory: contiguous, of a real floating dtype.
-        places: where the matrices lie; for kernels all are tall, or none.
+        places: for kernels all matrices are tall, or none.
     """
     iterations = _made()(recipe, form, memory.device, places.runs)
     if len(iterations) == 1:
@@ -99,11 +95,10 @@ def orthogonalize_all(memory: Tensor, places: Places, recipe: Recipe, form: Form
 
 @dataclass(frozen=True, slots=True)
 class _Iteration(Generic[M]):
-    """Apply ``triples`` to a wide matrix over its norm times ``scale``, or to several at once.
+    """Newton-Schulz for a wide matrix, divided by its norm times ``scale``, or for several at once.
 
     Attributes:
         spans: runs of steps that share a Gram matrix; none for the plain form.
-        places: where the matrices lie.
     """
 
     kind: Products[M]
@@ -126,11 +121,11 @@ class _Iteration(Generic[M]):
 
 
 def compound(gram: M, triples: Sequence[Triple], products: Products[M]) -> M:
-    """``Q`` of ``[s, s]``: what the steps ``triples`` multiply ``X`` by, from its Gram matrix ``gram``.
+    """Return ``Q`` of ``[s, s]``, by which the steps ``triples`` multiply ``X``, from its Gram matrix.
 
     All matrices here are polynomials of ``gram``, so they are symmetric and commute, but for rounding.  ``Q`` is not
-    made symmetric: half of it mirrored has four times the rounding error (log-uniform 512 x 2048 in fp16, restart after
-    two steps: 0.053 instead of 0.0145); the next Gram matrix takes no harm.
+    mirrored: that has four times the rounding error (log-uniform 512 x 2048 in fp16, restart after two steps: 0.053
+    instead of 0.0145); the next Gram matrix takes no harm.
     """
     q: M | None = None
     for index, (a, b, c) in enumerate(triples):
@@ -143,7 +138,7 @@ def compound(gram: M, triples: Sequence[Triple], products: Products[M]) -> M:
 
 
 Run = tuple[int, int, int]
-"""How many matrices of one shape lie end to end, and the shape: a run of :class:`Places`."""
+"""A run of :class:`Places`."""
 
 
 def _iterations(

@@ -26,7 +26,7 @@ class Products(Protocol[M]):
     def dtype(self) -> torch.dtype: ...
 
     def one(self, matrix: Tensor, dtype: torch.dtype, work: Callable[[M], M]) -> Tensor:
-        """``work`` done on a matrix, turned if it is tall: ``[m, n]`` of ``dtype``, any strides."""
+        """Return ``work`` done on a matrix, turned if it is tall: ``[m, n]`` of ``dtype``, any strides."""
         ...
 
     def over(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[M], M]) -> Tensor:
@@ -58,13 +58,12 @@ class Products(Protocol[M]):
 class TorchProducts:
     """`Products` by torch's matrix products; ``M`` is a matrix, or a stack of equal ones ``[count, s, l]``.
 
-    The bits of a matrix do not depend on what is beside it: a stack is multiplied as one only if its matrices get the
-    bits that they have alone (`same_as_alone`).
+    A stack is multiplied as one only if its matrices get the bits that they have alone (`same_as_alone`).
 
     Args:
-        dtype: that operands and results are rounded to.
+        dtype: operands and results are rounded to it.
         held: the dtype of the tensors, ``dtype`` or wider (`by_torch`).
-        together: elements of the largest stack; by default matrices are done one after the other.
+        together: elements of the largest stack; 0: matrices are done one after the other.
     """
 
     dtype: torch.dtype
@@ -133,7 +132,6 @@ class StripProducts(TorchProducts):
     def _by_strips(
         self, left: Tensor, right: Tensor, addend: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
     ) -> Tensor:
-        """``alpha·left·right + beta·addend``."""
         side, depth = left.shape
         strips = max(1, min(STRIPS, side // LEAST)) if side * side * depth >= LARGE else 1
         high = -(-side // strips)
@@ -152,12 +150,10 @@ class StripProducts(TorchProducts):
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply two matrices, or each two of two stacks."""
     return torch.mm(a, b) if a.ndim == 2 else torch.bmm(a, b)
 
 
 def sum_with_product(addend: Tensor, beta: float, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
-    """``beta·addend + alpha·a·b``, of matrices or of stacks."""
     add = torch.addmm if a.ndim == 2 else torch.baddbmm
     return add(addend, a, b, beta=beta, alpha=alpha)
 
@@ -179,12 +175,10 @@ def in_stacks(run: Tensor, most: int, work: Callable[[Tensor], Tensor]) -> Itera
 def same_as_alone(
     work: Callable[[Tensor], Tensor], count: int, rows: int, columns: int, dtype: torch.dtype, threads: int
 ) -> bool:
-    """Try once whether ``count`` matrices in a stack get the bits that ``work`` gives each alone, on this CPU and by so
-    many threads.
+    """Return whether ``count`` matrices in a stack get the bits that each has alone on this CPU, by trying once.
 
-    A library may take other instructions for a product in a batch, in a batch of another size, or by more threads.  A
-    sum in another order may have the same bits by chance, so there are several matrices, the more the fewer sums each
-    has, at changing places of several stacks.
+    A library may take other instructions for a product in a batch, or by more threads.  A sum in another order may have
+    the same bits by chance, so there are several matrices, the more the fewer sums each has, at changing places.
     """
     different = max(8, 256 // max(1, min(rows, columns)) ** 2)
     noise = torch.randn(different, rows, columns, generator=torch.Generator().manual_seed(0), device="cpu").to(dtype)
@@ -199,37 +193,36 @@ def same_as_alone(
 
 
 STRIPS, LEAST, LARGE = 4, 128, 3 << 23
-"""Into how many strips a large symmetric product is cut on a CPU, the fewest rows of one, and the multiply-adds from
-which it is large.  Four strips are five eighths of the work.  One product on an AMD EPYC, one thread, by strips and
-whole, in us: 190 and 170 at 256 x 256; 302 and 318 at 320 x 320, 433 and 477 at 256 x 768, 484 and 539 at 384 x 384."""
+"""The strips of a large symmetric product on a CPU, the fewest rows of one, and the least multiply-adds of the product.
+Four strips are five eighths of the work.  By strips and whole, in us, on one thread of an AMD EPYC: 190 and 170 at
+256 x 256, 302 and 318 at 320 x 320, 484 and 539 at 384 x 384."""
 
 ROW = 1 << 16
-"""Elements whose squares are summed up at once: a running sum of fp32 is off by less than 2^-8 there."""
+"""Elements whose squares are summed up at once: a running sum in fp32 is off by less than 2^-8."""
 
 UNITS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
-"""What a CPU must have one of, to multiply 16 bits faster than fp32."""
+"""Instructions, one of which a CPU needs to multiply 16 bits faster than fp32."""
 
 STACK = {2: 1 << 18, 4: 1 << 16, 8: 1 << 15}
 """Elements of the largest stack on a CPU, by the bytes of one: its matrices are to stay in the cache between products,
-and a call for 16 bits costs more.  All of Newton-Schulz on an AMD EPYC, one thread, us a matrix alone, in such a stack,
-and in one four times as large: in fp32 46, 4 and 4 for 16 x 16, 58, 17 and 28 for 32 x 32, 141, 109 and 115 for
-64 x 64; in bf16 356, 56 and 60 for 64 x 64, and 620, 345 and 360 for 128 x 128."""
+and a call for 16 bits costs more.  Us a matrix alone, in such a stack, and in one four times as large, on one thread of
+an AMD EPYC: 58, 17 and 28 for 32 x 32 in fp32, 356, 56 and 60 for 64 x 64 in bf16."""
 
 WORTH = 1 << 18
-"""Multiply-adds of a product from which they are used.  Alone, a 64 x 64 matrix takes longer in bf16 than in fp32, and
-in a stack half as long; what it is computed in may not depend on its company, and few small ones take no time."""
+"""Multiply-adds of a product from which `UNITS` are used.  Alone, a 64 x 64 matrix takes longer in bf16 than in fp32,
+in a stack half as long; but its dtype may not depend on its company."""
 
 ROUNDED = 1 << 21
-"""Multiply-adds of a product from which fp32 is rounded where there are no such units: there rounding costs less than
-the product.  Alone, 64 x 64 takes 430 us in rounded fp32 and 220 as it is, 128 x 128 930 and 890."""
+"""Multiply-adds of a product from which fp32 is rounded where there are no `UNITS`: there rounding costs less than the
+product.  64 x 64 takes 430 us in rounded fp32 and 220 as it is, 128 x 128 930 and 890."""
 
 
 def by_torch(device: torch.device, dtype: torch.dtype, side: int, length: int) -> TorchProducts:
-    """Return torch's products for a dtype, in what computes it best, for matrices of ``side x length``, shorter first.
+    """Return the best of torch's products for a dtype and matrices of ``side x length``, shorter first.
 
-    The product of two 16-bit values is exact in fp32, so an fp32 product of rounded operands, rounded once, is what a
-    16-bit matrix unit computes; a CPU without one does it 10 to 100 times faster this way.  Where even that rounding
-    costs more than the product, only the result is rounded, which is more exact than the requested dtype.
+    The product of two 16-bit values is exact in fp32, so an fp32 product of rounded operands, rounded once, is that of
+    a 16-bit matrix unit; a CPU without one does it 10 to 100 times faster this way.  Where even that rounding costs
+    more than the product, only the result is rounded, which is more exact than the requested dtype.
     """
     if device.type != "cpu":
         return TorchProducts(dtype, dtype)
@@ -247,7 +240,7 @@ def _has_units(dtype: torch.dtype) -> bool:
 
 
 def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """``matrix`` in fp32 at least, contiguous; itself if it is."""
+    """Return ``matrix`` in fp32 at least, contiguous; itself if it is."""
     if matrix.dtype is torch.float32 and dtype.itemsize <= 4 and matrix.is_contiguous():
         return matrix  # `promote_types` and two operators that do nothing take as long as the norm of a small matrix
     return matrix.to(torch.promote_types(torch.float32, dtype)).contiguous()
@@ -265,27 +258,22 @@ def frobenius(x: Tensor) -> Tensor:
 
 
 def bounded(norm: Tensor, eps: float | Tensor, scale: float) -> Tensor:
-    """``max(norm, eps) · scale`` for a scale below 1; NaN if the norm is not finite."""
+    """Return ``max(norm, eps) · scale`` for a scale below 1; NaN if the norm is not finite."""
     # An infinite norm would divide finite elements to zero: infinity less infinity is NaN.
     norm = norm.clamp(min=eps)
     return norm.sub_(norm, alpha=1 - scale)
 
 
 def may_overflow(norm: Tensor) -> bool:
-    """Return whether squares may have overflowed, so that a `reduction` is needed.
-
-    On a CPU that is known: asking takes a thousandth of the time of a 64 x 64 matrix, and the reduction a twentieth.
-    A GPU would have to be waited for.
-    """
+    """Return whether squares may have overflowed, so that a `reduction` is needed.  A GPU is not asked: that waits."""
     if capturable(norm.device) or torch.compiler.is_compiling():
         return True
     return not math.isfinite(norm.item()) if norm.ndim == 0 else not norm.isfinite().all()
 
 
 def reduction(norm: Tensor) -> Tensor:
-    """Return the power of two that divides a matrix before its squares are added up: 1 unless its norm is infinite.
-
-    Division by it is exact, so the result of Newton-Schulz does not change.
+    """Return the power of two that divides a matrix, exactly, before its squares are added up: 1 unless its norm is
+    infinite.
     """
     limit, largest = REDUCTIONS[norm.dtype]
     return (norm / limit).clamp(1.0, largest)
@@ -293,10 +281,10 @@ def reduction(norm: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to do it.  Another form gives other last bits, so all ranks must use the same one for a matrix.
+    """A way to orthogonalise.  Forms differ in last bits, so all ranks must use the same one for a matrix.
 
     Attributes:
-        kernels: by kernels of ours (`triton.kernel_products`), else by torch's products.
+        kernels: by our kernels (`triton.kernel_products`), else by torch's products.
         gram: several steps on one Gram matrix, where restarts are given (`recipe`); else the plain form.
     """
 
@@ -305,12 +293,12 @@ class Form:
 
 
 Choice = Callable[[torch.device, torch.dtype, int, int, int], Form]
-"""The form for ``copies`` matrices of ``m x n`` on a device, computed in a dtype: ``(device, dtype, m, n, copies)``.
-It must be the same on all ranks, so it follows from these facts alone; `costs.CostTable.form` is a measured one."""
+"""The form for ``copies`` matrices of ``m x n``: ``(device, dtype, m, n, copies)``.  It must be the same on all ranks,
+so it follows from these facts alone; `costs.CostTable.form` is a measured one."""
 
 
 def prefer_kernels(device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
-    """Choose kernels wherever they run, where nothing has been measured.
+    """Choose kernels wherever they run.
 
     On an H100 they were the fastest for every shape from 256 x 256 on (`docs/performance.md`), and small matrices of
     all shapes share their launches.
@@ -325,7 +313,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def arithmetic(form: Form, device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Products[Any]:
-    """Return what to orthogonalise ``rows x columns`` with.
+    """Return the products to orthogonalise ``rows x columns`` with.
 
     Warns:
         RuntimeWarning: once, if there should be kernels and Triton is missing: torch does the work, up to twice slower.
@@ -356,7 +344,7 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> Products[Any] | None:
 
 
 def missing_triton(error: ModuleNotFoundError, consequence: str) -> None:
-    """Say what follows, if it is Triton that could not be imported; raise the error again if it is not."""
+    """Warn of the consequence if it is Triton that could not be imported; raise the error again if it is not."""
     if error.name is None or error.name.split(".")[0] != "triton":
         raise error
     warnings.warn(

@@ -1,4 +1,4 @@
-"""What Newton-Schulz does to every matrix of a group, and what that costs: steps, dtype, plain form or Gram form.
+"""The steps of Newton-Schulz and their cost, in the plain form or the Gram form.
 
 A step of the plain form multiplies ``X`` of ``[s, l]`` from the left by ``Z = aI + bR + cR²``, a polynomial of its Gram
 matrix ``R = XXᵀ``.  The next Gram matrix is ``ZRZ``, so the Gram form needs no ``X`` to go on: it compounds steps into
@@ -21,31 +21,21 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 HOLD = 4.0
 """``X`` is held at four times its size, which moves the small elements of a large matrix away from the end of fp16.
 
-Elements of a normalised ``m x n`` have an rms of ``1 / √(mn)``: 2^-13 at 4096 x 16384, and 2^-16 at 65536 x 65536,
-where fp16 at this size is still normal; absolute rounding errors below it, 2^-27 each, are no more than bf16 makes of
-singular values of 1e-3, and no set lifts smaller ones in five steps.  No larger power of two is safe: products hold
-``HOLD⁴ σ⁴``, sets overshoot to ``σ = 2``, and a GPU may keep partial sums of fp16 products in fp16, which ends at 2^16.
-Powers of two are exact, so bf16 and fp32 give the bits that they would give without.  The last step takes it back."""
+Elements of a normalised ``m x n`` have an rms of ``1 / √(mn)``, 2^-13 at 4096 x 16384; fp16 is normal down to 2^-14.
+No larger power of two is safe: products hold ``HOLD⁴ σ⁴``, sets overshoot to ``σ = 2``, and a GPU may keep partial sums
+of fp16 products in fp16, which ends at 2^16.  It changes no bit of bf16 and fp32, and the last step takes it back."""
 
 
 EPS = 1e-15
-"""The default of the smallest norm that a matrix is divided by, that of `vocabulary.MUON`.
+"""The smallest norm that a matrix is divided by, as in `vocabulary.MUON`.
 
-It is where float32 stops measuring norms: the squares of smaller matrices' elements have few bits or none there, so the
-norm of 512 x 512 elements that is 1e-21 is found too small, and the result is NaN.  Below it updates fade with their
-momentum.  At 1e-7, which is usual elsewhere, they begin to fade while float32 measures their norms well."""
+Float32 stops measuring norms there: the squares of smaller matrices' elements have few bits or none.  Below it updates
+fade with their momentum; with 1e-7, which is usual elsewhere, they would fade while norms are still exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The steps of Newton-Schulz, and the dtype in which they are computed.
-
-    Attributes:
-        coefficients: the polynomial of each step.
-        steps: how many, at least 1; see :meth:`CoefficientSet.schedule` for more steps than the set has.
-        dtype: bf16, fp16, fp32 or fp64: every operand of a product is rounded to it, and so is the result.
-        eps: a lower bound on the Frobenius norm, in the units of the matrix.
-        gram: None for the plain form; else the steps after which the Gram form rebuilds its Gram matrix.
+    """The steps of Newton-Schulz, and their dtype: the arguments of `iterations.orthogonalize`.
 
     Raises:
         ValueError: no step, another dtype, or restarts that are out of order or too few (:func:`spans`).
@@ -79,13 +69,13 @@ class Recipe:
 
     @property
     def scale(self) -> float:
-        """What a matrix is divided by besides its norm, so that it is held at that size."""
+        """The divisor of a matrix besides its norm, so that it is held at that size."""
         return self.coefficients.norm_scale / HOLD
 
 
 _LONGEST = 3
-"""Steps on one Gram matrix in 16 bits.  Five without a restart, measured on a 1/k spectrum of 256 x 1024: error 0.36 in
-fp16 and 8e4 in bf16, where a restart after two leaves 0.005; four steps are 20 times as bad as three."""
+"""Steps on one Gram matrix in 16 bits.  On a 1/k spectrum of 256 x 1024, five have an error of 0.36 in fp16 and 8e4 in
+bf16, with a restart after two 0.005; four are 20 times as bad as three."""
 
 
 def spans(gram: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
@@ -108,7 +98,7 @@ def spans(gram: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[tuple[in
 
 
 def gram_is_cheaper(rows: int, columns: int) -> bool:
-    """Return whether a matrix of this shape is rectangular enough for the Gram form; the same for any restarts.
+    """Return whether a matrix of this shape is rectangular enough for the Gram form, with any restarts.
 
     Each step that continues on a Gram matrix saves two products with the long side (``4 s² l``) and adds three of the
     short side (``Q``, and two for the next ``R``: ``6 s³``), so it pays from ``l / s > 3/2`` on.
@@ -118,7 +108,7 @@ def gram_is_cheaper(rows: int, columns: int) -> bool:
 
 
 def flops(rows: int, columns: int, steps: int, gram: Sequence[int] | None = None) -> int:
-    """Floating-point operations of ``orthogonalize`` with these arguments; one multiply-add is two.
+    """Return the floating-point operations of ``orthogonalize``; one multiply-add is two.
 
     With ``s`` the short and ``l`` the long side, a Gram matrix and its use are ``2 s² l`` each, and its square is
     ``2 s³``.  The plain form builds one at every step.  The Gram form builds one at the start and at each restart, and

@@ -1,7 +1,4 @@
-"""What planning knows of parameters, as plain data: which matrices they hold, and what travels of them.
-
-`Fused` says how a parameter is cut into matrices; `Slot` and `Spec` describe a parameter, `Unit` an owned matrix.
-"""
+"""Parameters as planning sees them: how they are cut into matrices, and which of their tensors travel."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ from ..newton_schulz.recipe import gram_is_cheaper
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What is fused in a parameter's last two dims, rows and columns.  By default one matrix is all of it.
+    """The matrices fused in a parameter's last two dims, rows and columns.  By default one matrix is all of it.
 
     Attributes:
-        pieces: row counts of the matrices, from the first row on: ``(q, k, v)``, ``(gate, up)``, one per head, or one
-            per expert of a stacked 2-D parameter.  None: all rows.
-        columns: column counts, in the same way (heads of an output projection).  None: all columns.
+        pieces: rows of each matrix: ``(q, k, v)``, ``(gate, up)``, one per head, or one per expert of a stacked 2-D
+            parameter.  None: all rows.
+        columns: columns of each, in the same way (heads of an output projection).
         interleaved: the rows are this many blocks, each of ``pieces``; a matrix is made of its piece of every block
             (Megatron's query groups).
     """
@@ -37,7 +34,7 @@ class Fused:
     interleaved: int = 1
 
     def rows_of(self, rows: int) -> Iterator[list[tuple[int, int]]]:
-        """For each piece, the row ranges that make it.
+        """Yield the row ranges of each piece.
 
         Raises:
             LayoutError: the pieces do not add up to the rows.
@@ -51,7 +48,7 @@ class Fused:
             yield [(start + lo, start + hi) for start in range(0, rows, block)]
 
     def columns_of(self, columns: int) -> Iterator[tuple[int, int]]:
-        """For each column piece, its range.
+        """Return the range of each column piece.
 
         Raises:
             LayoutError: they do not add up to the columns.
@@ -64,32 +61,27 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A tensor that keeps one row, or one column, of each matrix of a parameter.
-
-    Attributes:
-        shape: of the parameter's rank.
-        fused: what is fused in it.
-    """
+    """A tensor with one row, or one column, of each matrix of a parameter; its shape has as many dims."""
 
     shape: Index
     fused: Fused
 
 
 def one_column(shape: Index, fused: Fused) -> Reduced:
-    """One number for each row of each matrix of a parameter of this shape."""
+    """Return one number for each row of each matrix of a parameter of this shape."""
     columns = (1,) * len(fused.columns) if fused.columns else None
     return Reduced((*shape[:-1], len(columns) if columns else min(1, shape[-1])), replace(fused, columns=columns))
 
 
 def one_row(shape: Index, fused: Fused) -> Reduced:
-    """One number for each column of each matrix."""
+    """Return one number for each column of each matrix."""
     pieces = (1,) * len(fused.pieces) if fused.pieces else None
     rows = len(pieces) if pieces else min(1, shape[-2])
     return Reduced((*shape[:-2], rows, shape[-1]), Fused(pieces, fused.columns))
 
 
 def one_line(shape: Index, fused: Fused) -> Reduced:
-    """One number for each row of tall and square matrices, for each column of wide ones.
+    """Return one number for each row of tall and square matrices, for each column of wide ones.
 
     Raises:
         LayoutError: the parameter has matrices of both kinds.
@@ -105,11 +97,10 @@ def one_line(shape: Index, fused: Fused) -> Reduced:
 
 @lru_cache(maxsize=4096)
 def matrices_of(shape: Index, fused: Fused = Fused()) -> tuple[tuple[Piece, ...], ...]:
-    """The matrices in a parameter of this shape, each as pieces of it.
+    """Return the matrices in a parameter of this shape, each as pieces of it; none if it has no elements.
 
-    The last two dims are rows and columns; every index of a dim before them (experts) is a matrix of its own.  A
-    parameter without elements holds no matrices.  A matrix keeps the parameter's rank here; it is flattened to two
-    dims only when it lies whole in its owner's memory.
+    The last two dims are rows and columns; every index of a dim before them (experts) is a matrix of its own.  A matrix
+    keeps all dims here; it has two only in its owner's memory.
 
     Raises:
         LayoutError: not two or three dims, or what is fused does not add up to rows and columns.
@@ -133,7 +124,7 @@ def matrices_of(shape: Index, fused: Fused = Fused()) -> tuple[tuple[Piece, ...]
 
 @lru_cache(maxsize=4096)
 def shapes_of(shape: Index, fused: Fused = Fused()) -> tuple[Index, ...]:
-    """The shape of each of a parameter's matrices, in the parameter's rank."""
+    """Return the shape of each of a parameter's matrices, with as many dims as the parameter."""
     shapes = []
     for matrix in matrices_of(shape, fused):
         ends = [[o + n for o, n in zip(piece.origin, piece.box.shape, strict=True)] for piece in matrix]
@@ -142,13 +133,13 @@ def shapes_of(shape: Index, fused: Fused = Fused()) -> tuple[Index, ...]:
 
 
 def rows_columns(shape: Sequence[int]) -> tuple[int, int]:
-    """``(m, n)`` of a matrix whose leading dims are all 1."""
+    """Return ``(m, n)`` of a matrix whose leading dims are all 1."""
     return math.prod(shape[:-1]), shape[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtype of the products, of updates on their way to an owner, and of results on their way back."""
+    """The dtypes of products, of updates on their way to an owner, and of results on their way back."""
 
     compute: torch.dtype
     there: torch.dtype
@@ -165,7 +156,7 @@ PRECISIONS: Mapping[str, Precision] = {
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor of a parameter that travels to the owners and back: where it rests, and in which dtype it travels."""
+    """A tensor of a parameter that travels to the owners and back: where it rests, and in which dtypes it travels."""
 
     name: str
     layout: TensorLayout
@@ -174,12 +165,8 @@ class Slot:
     back: torch.dtype
 
     @property
-    def matrices(self) -> tuple[tuple[Piece, ...], ...]:
-        return matrices_of(self.layout.shape, self.fused)
-
-    @property
     def shapes(self) -> tuple[Index, ...]:
-        """Of the matrices, in the parameter's rank."""
+        """The shapes of the matrices, with as many dims as the parameter."""
         return shapes_of(self.layout.shape, self.fused)
 
 
@@ -188,9 +175,9 @@ class Spec:
     """A parameter.
 
     Attributes:
-        slots: what travels of it, the update first.
+        slots: the tensors that travel, the update first.
         cost: of orthogonalising an ``m x n`` matrix, in any unit.
-        form: how an ``m x n`` matrix is orthogonalised, of which the parameter has ``copies``.
+        form: for an ``m x n`` matrix of which the parameter has ``copies``.
         scale: the learning-rate factor of an ``m x n`` matrix.
     """
 
@@ -207,11 +194,8 @@ class Unit:
     Attributes:
         param: number of the parameter in its schedule.
         index: number of the matrix in the parameter.
-        shape: in the parameter's rank.
-        owner: the global rank that orthogonalises it.
-        stage: when.
-        cost: of orthogonalising it.
-        form: how.
+        shape: with as many dims as the parameter.
+        owner: the global rank that orthogonalises it, in ``stage`` and ``form``.
     """
 
     param: int

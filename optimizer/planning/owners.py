@@ -1,4 +1,4 @@
-"""Who orthogonalises which matrix, and when: balanced, deterministic, and the same on every rank without talking."""
+"""The owner and the stage of each matrix: balanced, deterministic, and the same on every rank without talking."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ class Work:
 
     Attributes:
         cost: of orthogonalising it, in any unit, the same for all.
-        numel: its elements.
-        shape: what is worth having on one rank together.
-        holders: positions of the ranks that hold parts of it (in the list of ranks, ascending).
-        held: how many elements each of them holds.
+        shape: matrices of one shape are worth having on one rank.
+        holders: positions (in the list of ranks, ascending) of the ranks that hold parts of it.
+        held: the number of elements that each of them holds.
     """
 
     cost: int
@@ -39,15 +38,14 @@ class Work:
 
 
 def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[int]:
-    """The position of each matrix's owner, by longest processing time first (Graham 1969) over all shapes together.
+    """Return the position of each matrix's owner, by longest processing time first (Graham 1969) over all shapes.
 
-    A matrix goes to the least loaded rank that holds part of it, so that what is whole somewhere moves nowhere and
-    what lies within a group of ranks stays there, as long as that rank's load stays within ``SLACK`` of the best
-    possible makespan, ``max(sum / ranks, largest)``; after that, to the least loaded rank of all.  Among equally loaded
-    ranks comes the one that holds the most of it, then one that has matrices of its shape already, then one on the node
-    (``node`` consecutive ranks) of the matrix's first holder, then the first.  No rank receives more elements than the
-    mean and one largest matrix; the one that has received the least is always below the mean, so that can always be
-    kept.
+    A matrix goes to the least loaded of its holders, so that it moves no further than it must, while that rank's load
+    stays within ``SLACK`` of the best possible makespan, ``max(sum / ranks, largest)``; after that, to the least loaded
+    rank of all.  Among equally loaded ranks comes the one that holds the most of it, then one that has matrices of its
+    shape, then one on the node (``node`` consecutive ranks) of its first holder, then the first.  No rank receives more
+    elements than the mean and one largest matrix; the one that has received the least is always below the mean, so that
+    can always be kept.
     """
     if not work:
         return []
@@ -61,7 +59,9 @@ def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[in
     for index, matrix in enumerate(work):
         kind = known.get(id(matrix))
         if kind is None:
-            kind = known[id(matrix)] = kinds.setdefault(_kind(matrix), len(kinds))
+            # Work that differs in its cost at most; `residence` caches the arrays.
+            same = matrix.shape, id(matrix.holders), id(matrix.held)
+            kind = known[id(matrix)] = kinds.setdefault(same, len(kinds))
         alike[-matrix.cost, kind].append(index)
     owners = [0] * len(work)
     for numbers in (alike[key] for key in sorted(alike)):
@@ -78,13 +78,8 @@ def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[in
     return owners
 
 
-def _kind(matrix: Work) -> tuple[tuple[int, ...], int, int]:
-    """Work that cannot be told apart but by its cost.  The arrays are cached by geometry (`units.residence`)."""
-    return matrix.shape, id(matrix.holders), id(matrix.held)
-
-
 class _Books:
-    """What each rank has been given so far."""
+    """The loads that each rank has been given so far."""
 
     def __init__(self, cap: int, nodes: Int) -> None:
         self.cap, self.nodes = cap, nodes
@@ -92,7 +87,7 @@ class _Books:
         self.shapes: defaultdict[tuple[int, ...], NDArray[np.bool_]] = defaultdict(lambda: np.zeros(len(nodes), bool))
 
     def queue(self, matrix: Work) -> list[Candidate]:
-        """The holders of a matrix, by load and then by what makes one better than another; a heap."""
+        """Return the holders of a matrix as a heap, the best first."""
         ranks = matrix.holders
         new, far = ~self.shapes[matrix.shape][ranks], self.nodes[ranks] != self._node(matrix)
         columns = (self.load[ranks], -matrix.held, new, far, ranks)
@@ -100,24 +95,21 @@ class _Books:
         heapify(candidates)
         return candidates
 
-    def _candidate(self, rank: int, held: int, matrix: Work) -> Candidate:
-        new, far = not self.shapes[matrix.shape][rank], bool(self.nodes[rank] != self._node(matrix))
-        return int(self.load[rank]), -held, new, far, rank
-
     def first(self, queue: list[Candidate], matrix: Work) -> int | None:
-        """The first of a queue that may receive the matrix, if any; candidates that are out of date are mended."""
+        """Return the first of a queue that may receive the matrix, if any; outdated candidates are renewed."""
         while queue:
             load, minus_held, _, _, rank = queue[0]
             if self.received[rank] + matrix.numel + minus_held > self.cap:
                 heappop(queue)
             elif load != self.load[rank]:
-                heapreplace(queue, self._candidate(rank, -minus_held, matrix))
+                new, far = not self.shapes[matrix.shape][rank], bool(self.nodes[rank] != self._node(matrix))
+                heapreplace(queue, (int(self.load[rank]), minus_held, new, far, rank))
             else:
                 return rank
         return None
 
     def least_loaded(self, matrix: Work) -> Iterator[int]:
-        """Without end: the least loaded of all ranks that may then receive all of a matrix, whatever has been given.
+        """Yield, without end, the least loaded rank that may receive all of a matrix at that time.
 
         Ranks are sorted only once all of the same load have been given more: loads never sink.
         """
@@ -140,11 +132,11 @@ class _Books:
 
 
 def in_stages(costs: Sequence[int], owners: Sequence[int], ranks: int, most: int) -> list[int]:
-    """The stage of each matrix: at most ``most`` stages, of at least as many matrices as ranks on average.
+    """Return the stage of each matrix: at most ``most`` stages, of at least as many matrices as ranks on average.
 
-    Each owner's matrices, largest first, are cut where its work passes equal parts of the greatest load.  So every
-    rank has about as much to do in each stage, and what it does in one stage hides the exchange of the next.  A stage
-    shorter than the largest matrix would leave all but its owner waiting, so there are no more than such stages.
+    Each owner's matrices, largest first, are cut where its work passes equal parts of the greatest load.  So every rank
+    has about as much to do in each stage, which hides the exchange of the next.  No stage is shorter than the largest
+    matrix takes: all ranks but its owner would wait.
     """
     load = [0] * ranks
     for cost, owner in zip(costs, owners, strict=True):

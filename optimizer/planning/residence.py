@@ -1,7 +1,7 @@
-"""Which parts of a parameter's matrices lie with which rank, and one rank's copies between there and their owners.
+"""The parts of a parameter's matrices on each rank, and one rank's copies between there and the owners.
 
-The copies are those of `plan.make_share` between where a matrix rests and its owner, made for all matrices of a
-parameter together and without a layout for each: there are tens of thousands.
+The copies are those of `plan.make_share` from where a matrix rests to its owner, made for all matrices of a parameter
+together, as there are tens of thousands.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ class MatrixParts:
     """All parts of a parameter's matrices, as arrays.
 
     A stack of experts on thousands of ranks has millions.  But experts between two cuts of the stack have like parts,
-    one stride apart, so those of the first of them are listed: it stands for them all.
+    one stride apart, so only those of the first of them are listed: it stands for them all.
 
     Attributes:
-        pieces: of the matrices in their order: first and last corner in the parameter, what to add for the corner in
-            the matrix, and the strides of the matrix; each ``[pieces, dims]``.
-        first_piece: for each matrix the number of its first piece, and at the end the number of all pieces.
+        pieces: of the matrices in their order: first and last corner in the parameter, the shift to the corner in the
+            matrix, and the strides of the matrix; each ``[pieces, dims]``.
+        first_piece: the number of each matrix's first piece, and at the end of all pieces.
         stands: for each matrix the number of the one that stands for it.
-        piece, box: numbers of the piece and of the layout's box that have a part in common, in this order.
-        first: for each matrix the number of its first part, and at the end the number of all parts; none are listed of
-            those for which another one stands.
+        piece, box: numbers of the piece and of the layout's box that intersect in a part, in this order.
+        first: the number of each matrix's first part, and at the end of all parts.
     """
 
     layout: TensorLayout
@@ -48,11 +47,11 @@ class MatrixParts:
     first: Int
 
     def numbers(self, index: int) -> Int:
-        """The numbers of a matrix's parts, or of those of the one that stands for it."""
+        """Return the numbers of the parts of a matrix, or of the one that stands for it."""
         return np.arange(*self.first[self.stands[index] :][:2])
 
     def volumes(self, numbers: Int) -> Int:
-        """Elements of each of some parts."""
+        """Return the number of elements of each part."""
         begin, end, _, _ = self.pieces
         i, j = self.piece[numbers], self.box[numbers]
         sizes = np.minimum(end[i], self.layout.stops[j]) - np.maximum(begin[i], self.layout.starts[j])
@@ -60,9 +59,8 @@ class MatrixParts:
         return volumes
 
     def holders(self, numbers: Int) -> tuple[Int, Int]:
-        """For each who holds one of some parts: the part's position among them, and the number of the fragment; the
-        holders of a part are in the layout's order.
-        """
+        """Return for each holder of a part: the part's position in ``numbers``, and the number of the fragment; the
+        holders of a part are in the layout's order."""
         rows, first = self.layout.by_box
         part, within = expanded(first[self.box[numbers]], np.diff(first)[self.box[numbers]])
         return part, rows[within]
@@ -99,7 +97,6 @@ class MatrixParts:
 
 @lru_cache(maxsize=256)
 def matrix_parts(layout: TensorLayout, fused: Fused) -> MatrixParts:
-    """The parts of a parameter's matrices."""
     matrices, shapes = matrices_of(layout.shape, fused), shapes_of(layout.shape, fused)
     pieces = [(piece, row_major(shape)) for matrix, shape in zip(matrices, shapes, strict=True) for piece in matrix]
     width = len(layout.shape)
@@ -125,9 +122,8 @@ def matrix_parts(layout: TensorLayout, fused: Fused) -> MatrixParts:
 
 @lru_cache(maxsize=4096)
 def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tuple[tuple[Int, Int], ...]:
-    """For each matrix of a parameter, who holds how much of it: positions in ``ranks``, ascending, and elements.
-
-    Matrices that lie alike have the same two arrays.
+    """Return for each matrix of a parameter its holders, positions in ``ranks``, ascending, and the number of elements
+    that each holds.  Matrices that lie alike have the same two arrays.
     """
     parts = matrix_parts(layout, fused)
     numbers = np.arange(len(parts.piece))
@@ -151,7 +147,7 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
 
 @lru_cache(maxsize=4096)
 def first_replicas(layout: TensorLayout, fused: Fused, index: int) -> Mapping[Buffer, int]:
-    """For each rank that holds anything of a matrix, which replica of its first part that is."""
+    """Return for each holder of a matrix which replica of its first part it has."""
     parts = matrix_parts(layout, fused)
     if (standing := int(parts.stands[index])) != index:
         return first_replicas(layout, fused, standing)
@@ -162,7 +158,7 @@ def first_replicas(layout: TensorLayout, fused: Fused, index: int) -> Mapping[Bu
 
 
 def first_replica(layout: TensorLayout, fused: Fused, index: int, owner: int) -> int | None:
-    """Return which replica of the first part that a rank holds of a matrix lies with it; None if it holds none.
+    """Return which replica of the first part that an owner holds of a matrix it has; None if it holds none.
 
     Where nothing has replicas, it is the only one, whoever asks.
     """
@@ -179,9 +175,9 @@ class RankCopies:
 
     Attributes:
         gives: parts that it holds, to the owners.
-        takes: parts of what it owns, from those that hold them.
-        own: what it holds of what it owns: from its tensor to the matrix.
-        gives_back: parts of what it owns, to all that hold them.
+        takes: parts of its matrices, from their holders.
+        own: parts that it holds of its matrices, from its tensor to the matrix.
+        gives_back: parts of its matrices, to all holders.
         takes_back: parts that it holds, from the owners.
     """
 
@@ -197,9 +193,9 @@ class Owned:
     """Matrices of one parameter, or of some that are alike, with their owners; arrays of one length.
 
     Attributes:
-        tensor: a number for each, by which copies call its tensors.
-        index: its number in the parameter.
-        owner: position of its owner in the list of ranks.
+        tensor: the number that copies give to the tensor.
+        index: the matrix's number in the parameter.
+        owner: the owner's position in the list of ranks.
     """
 
     tensor: Int
@@ -215,9 +211,9 @@ def rank_copies(
 ) -> RankCopies:
     """Return the copies of the rank at a position of ``ranks``.
 
-    Other ranks are sources or targets by their positions, and stand for the wire: there boxes are dense, and have no
-    offset yet.  An owner reads its own replica of a part, and of other parts the replica with the number of the first
-    one that it holds; results go to all replicas.
+    Other ranks are sources or targets by their positions, and stand for the wire: there boxes are dense, without an
+    offset yet.  An owner reads its own replica of a part; of other parts, the replica with the number of the first one
+    that it holds.  Results go to all replicas.
     """
     parts = matrix_parts(layout, fused)
     mine = matrices.owner == position
@@ -229,7 +225,7 @@ def rank_copies(
 def _of_owned(
     parts: MatrixParts, fused: Fused, ranks: tuple[int, ...], position: int, matrices: Owned
 ) -> tuple[Copies, Copies, Copies]:
-    """Return what a rank takes of the matrices that it owns, has itself, and gives back."""
+    """Return a rank's copies of the matrices that it owns: it takes, has, and gives back."""
     layout, stands = parts.layout, parts.stands[matrices.index]
     matrix, part = expanded(parts.first[stands], np.diff(parts.first)[stands])
     number = part - parts.first[stands[matrix]]
@@ -249,7 +245,7 @@ def _of_owned(
 def _of_held(
     parts: MatrixParts, fused: Fused, ranks: tuple[int, ...], position: int, matrices: Owned
 ) -> tuple[Copies, Copies]:
-    """Return what a rank gives of the matrices of which it holds parts, and takes back."""
+    """Return a rank's copies of others' matrices: it gives, and takes back."""
     layout, stands = parts.layout, parts.stands[matrices.index]
     held, first_held = parts.holding(ranks[position])
     matrix, at = expanded(first_held[stands], np.diff(first_held)[stands])

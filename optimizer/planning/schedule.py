@@ -1,10 +1,8 @@
-"""Everything that is fixed between steps: the matrices of some parameters, their owners, stages, and exchanges.
+"""Schedules: the matrices of the parameters that one set of ranks holds, their owners, stages, and exchanges.
 
-A schedule covers the parameters that one set of ranks holds.  It is derived from shapes and placements alone, so every
-rank makes its own part of the same one; it is never saved.
-
-What travels lies on a wire, a flat buffer of bytes, one part for each rank of the group.  Both sides derive it from the
-same plans, so nothing is negotiated and nothing is padded but for alignment (at most 7 bytes between two ranks).
+A schedule is derived from shapes and placements alone, so every rank makes its own part of the same one.  Elements
+travel on a wire, a flat buffer of bytes with one part for each rank of the group.  Both sides derive it from the same
+plans, so nothing is negotiated or padded, but for alignment (at most 7 bytes between two ranks).
 """
 
 from __future__ import annotations
@@ -31,17 +29,17 @@ from .residence import Owned, RankCopies, matrix_parts, rank_copies, residence
 Ranks = tuple[int, ...]
 
 WIRE_ALIGNMENT = 8
-"""Each rank's part of the wire begins at a multiple of this, in bytes: of the size of any element."""
+"""Bytes that each rank's part of the wire begins at a multiple of: the size of the largest element."""
 
 NOTE = 16
-"""Bytes in front of each rank's part: what the sender is about to do, as a digest (`step.agreement.Intent`)."""
+"""Bytes in front of each rank's part: a digest of the sender's intent (`step.agreement.Intent`)."""
 
 MOST_STAGES = 4
 """The fourth hides all but a quarter of the exchange and keeps its buffers to half; a fifth adds little to that."""
 
 STAGE_BYTES = 1 << 23
-"""What a rank can exchange in the time that one more stage takes of it.  That was 5.6 ms over gloo, with 4 ranks on 2
-cores; how much travels meanwhile, there and on GPUs, is an estimate."""
+"""Bytes that a rank can exchange in the time of one more stage: 5.6 ms over gloo, with 4 ranks on 2 cores; how much
+travels meanwhile, there and on GPUs, is an estimate."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +50,7 @@ class Route:
         send_counts, receive_counts: bytes to and from each rank of the group.
         sends: from tensors to the wire, whose offsets are in bytes; targets are positions of ranks.
         receives: from the wire to tensors.
-        own: what this rank has for itself, which never lies on a wire: from a tensor to its matrix, or back.
+        own: from a tensor to its matrix on the same rank, or back; never on a wire.
     """
 
     send_counts: tuple[int, ...]
@@ -69,7 +67,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """One round: ``gather`` takes what rests with the ranks to the owners, ``scatter`` takes results back.
+    """One round: ``gather`` takes updates to the owners, ``scatter`` takes results back.
 
     ``owned`` are the numbers of the units that this rank orthogonalises.
     """
@@ -86,7 +84,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """What one rank does for some parameters, all of whose units it knows.  ``digest`` is the same on every rank.
+    """One rank's part of a plan, with the units of all ranks.  ``digest`` is the same on every rank.
 
     Copies number the tensors that travel: slot ``k`` of unit ``u`` is ``k * len(units) + u``, and slot 0 the update.
     """
@@ -104,11 +102,10 @@ class Schedule:
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Collect no cycles meanwhile: plans have none.
+    """Pause the cycle collector: plans have no cycles.
 
-    A plan for thousands of ranks is many thousands of objects that stay.  While they are made, the collector goes
-    through everything that the process has, models and imported modules included, which took half of the time.  What
-    other threads leave behind meanwhile is collected afterwards.
+    A plan for thousands of ranks is many thousands of objects that stay.  While they are made, the collector would go
+    through everything that the process has, models and modules included, which took half of the time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -120,10 +117,9 @@ def paused_collector() -> Iterator[None]:
 
 
 def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | None = None) -> Schedule:
-    """Plan for parameters that ``ranks`` hold (global ranks, in the order of their process group).
+    """Plan one rank's part for parameters that ``ranks`` hold (global ranks, in the order of their process group).
 
     Args:
-        rank: the one whose part is made.
         stages: the largest number of rounds; None: `worthwhile_stages`.
     """
     same: dict[Spec, Spec] = {}
@@ -150,7 +146,7 @@ def _stages(
 
     Args:
         counts: of each spec's units.
-        owner, turn: of each unit, the position of the rank and the stage.
+        owner, turn: each unit's owner, as a position, and its stage.
     """
     here = ranks.index(rank)
     begins = np.cumsum([0, *counts])
@@ -180,12 +176,7 @@ def _stages(
 
 
 def _by_stage(tables: Sequence[Copies], itemsizes: Sequence[int], turn: Int) -> list[tuple[Copies, Int]]:
-    """Return the rows of tables by stage, in the order of units and slots, with the bytes of an element of each.
-
-    Args:
-        tables: of which the sources are tensors.
-        turn: the stage of each unit.
-    """
+    """Return the rows of tables by stage, in the order of units and slots, with the bytes of each row's elements."""
     table = Copies.joined([NO_COPIES, *tables])
     itemsize = np.repeat(np.array(itemsizes, np.int64), np.array([len(some) for some in tables], np.int64))
     slot, unit = np.divmod(table.source, max(len(turn), 1))
@@ -201,8 +192,8 @@ def _route(sends: tuple[Copies, Int], receives: tuple[Copies, Int], own: Copies,
 
 
 def _laid_out(copies: Copies, itemsize: Int, ranks: int) -> tuple[Copies, tuple[int, ...]]:
-    """Give copies their places on the wire, and count the bytes of each rank's part: boxes end to end, by the rank on
-    the other side and then in the order of the rows, each at a multiple of its elements' size.
+    """Place copies on the wire, and count the bytes of each rank's part: boxes lie end to end, by the other side's rank
+    and then in the order of the rows, each at a multiple of its elements' size.
     """
     order = np.argsort(copies.target, kind="stable")
     present, first = np.unique(copies.target[order], return_index=True)
@@ -229,8 +220,8 @@ def _up(offset: int, to: int) -> int:
 
 
 def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
-    """How many stages take the least time: ``n`` of them leave an ``n``-th of the exchange uncovered, and take ``n``
-    times `STAGE_BYTES`.  From sizes alone, so it is the same on every rank.
+    """Return the number of stages that takes the least time: ``n`` of them leave an ``n``-th of the exchange uncovered,
+    and take ``n`` times `STAGE_BYTES`.  It follows from sizes, so it is the same on every rank.
     """
     sent = sum(
         math.prod(slot.layout.shape) * (slot.there.itemsize + slot.back.itemsize)
@@ -242,10 +233,10 @@ def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
 
 
 def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[int, list[tuple[Work, Form]]]:
-    """The matrices of every kind of parameter, by the identity of its spec: layers that repeat are planned once.
+    """Return the matrices of each kind of parameter, by the identity of its spec: layers that repeat are planned once.
 
-    What decides on the form is how many matrices of a shape a *parameter* has: that is the same under any sharding, and
-    on ranks that do not hold the same parameters.
+    The form follows from how many matrices of a shape a *parameter* has: that is the same under any sharding, and on
+    ranks that do not hold the same parameters.
     """
     matrices = {}
     for kind, spec in {id(spec): spec for spec in specs}.items():
@@ -261,20 +252,19 @@ def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[int, list[tuple[Work,
 
 
 def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes:
-    """16 bytes that are equal on two ranks exactly when their schedules are parts of one."""
+    """Return 16 bytes that are equal on two ranks exactly when their schedules are parts of one."""
     whole = hashlib.blake2b(repr(ranks).encode(), digest_size=16)
     known: dict[int, bytes] = {}
     for spec in specs:
         if id(spec) not in known:
-            known[id(spec)] = b"".join(map(_slot_digest, spec.slots))
+            known[id(spec)] = b"".join(
+                _layout_digest(slot.layout) + repr((slot.name, slot.fused, slot.there, slot.back)).encode()
+                for slot in spec.slots
+            )
         whole.update(known[id(spec)])
     plan = [(u.param, u.index, u.owner, u.stage, u.form.kernels, u.form.gram) for u in units]
     whole.update(np.array(plan, np.int64).tobytes())
     return whole.digest()
-
-
-def _slot_digest(slot: Slot) -> bytes:
-    return _layout_digest(slot.layout) + repr((slot.name, slot.fused, slot.there, slot.back)).encode()
 
 
 @lru_cache(maxsize=4096)

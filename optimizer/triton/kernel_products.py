@@ -1,22 +1,34 @@
 """Newton-Schulz by kernels, for stacks of matrices on NVIDIA GPUs, in as many launches as one matrix takes.
 
+Products are those of ``multiply``.  Here are norms and padded sides: a launch walks through chunks of the memory of all
+matrices, whatever their shapes, and sums are in an order that follows from the shape of a matrix alone.
+
 This file needs Triton; `newton_schulz.products` imports it when a device asks for it.
 """
-# mypy: allow-untyped-calls
+# Triton's language is typed by the compiler, not by Python:
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
+import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from ..ground.tensors import Places, Stack
-from .launches import on_device
+from ..ground.cuda_graphs import settled
+from ..ground.tensors import REDUCTIONS, Places, Stack
+from .launches import INTERPRETED, as_fp32, launcher, narrowed, on_device
 from .multiply import LOAD_MULTIPLE, multiply
-from .normalize import moved, normalized
+
+CHUNK, WIDTH = (1024, 256) if INTERPRETED else (8192, 1024)
+"""Elements of a program, and how many of them it does at a time."""
+
+_, REDUCTION = REDUCTIONS[torch.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +49,13 @@ class KernelProducts:
             raise ValueError(f"kernels are for bfloat16 and float16, got {self.dtype}")
 
     def one(self, matrix: Tensor, dtype: torch.dtype, work: Callable[[Stack], Stack]) -> Tensor:
-        """``work`` on a matrix, a stack of one."""
         done = self.over(matrix.reshape(-1), Places(((1, *matrix.shape),)), dtype, work)
         return done.view(matrix.shape)
 
     def over(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[Stack], Stack]) -> Tensor:
-        """``work`` on all together.
+        """Return ``work`` done on all matrices together.
 
-        Sides that are not multiples of `LOAD_MULTIPLE` are filled up with zeros, which stay zeros.  Tall matrices are
+        Sides that are not multiples of `LOAD_MULTIPLE` are padded with zeros, which stay zeros.  Tall matrices are
         transposed as they are read.
         """
         if not places.numel:
@@ -59,23 +70,19 @@ class KernelProducts:
             return (moved(done, full, places) if full is not None else done).to(dtype)
 
     def normal(self, x: Stack, eps: float, scale: float) -> Stack:
-        """Each matrix divided by ``max(its Frobenius norm, eps) · scale``; all NaN if the norm is not finite."""
         return Stack(normalized(x.memory, x.places, self.dtype, eps, scale), x.places, x.turned)
 
     def gram(self, x: Stack) -> Stack:
-        """``x·xᵀ``."""
         return multiply(x, x.mT, symmetric=True)
 
     def square(self, r: Stack, b: float, c: float, a: float = 0.0) -> Stack:
-        """``a·I + b·r + c·r²`` for symmetric ``r``; without a product if ``c`` is 0."""
+        # Without a product if `c` is 0.
         return multiply(r, r.mT, alpha=c, addend=r, beta=b, diagonal=a, symmetric=True)
 
     def commuting(self, z: Stack, q: Stack) -> Stack:
-        """``z·q`` for symmetric ``z`` and ``q`` that commute, so that it is symmetric."""
         return multiply(z, q.mT, symmetric=True)
 
     def added(self, x: Stack, a: float, p: Stack) -> Stack:
-        """``a·x + p·x``, turned if ``x`` is."""
         if x.turned:
             return multiply(x.mT, p.mT, addend=x.mT if a else None, beta=a).mT
         return multiply(p, x, addend=x if a else None, beta=a)
@@ -87,3 +94,146 @@ def _padded(places: Places) -> Places | None:
     sides = ([-(-side // LOAD_MULTIPLE) * LOAD_MULTIPLE for side in shape] for shape in places)
     full = Places.of((rows, columns) for rows, columns in sides)
     return None if full == places else full
+
+
+def normalized(memory: Tensor, places: Places, dtype: torch.dtype, eps: float, scale: float) -> Tensor:
+    """Return each matrix over ``max(its Frobenius norm, eps) · scale``; all NaN if an element is not finite.
+
+    Args:
+        memory: ``[places.numel]``, any floating dtype up to fp32, at an address that is a multiple of 16.
+        places: sides are multiples of 16.
+
+    Returns:
+        As ``memory``, of ``dtype``, bf16 or fp16.
+    """
+    result = torch.empty(len(memory), dtype=dtype, device=memory.device)
+    if len(result):
+        _normalizer(places, memory.dtype, dtype, memory.device)(memory, result, eps, scale)
+    return result
+
+
+@cache
+def _normalizer(places: Places, given: torch.dtype, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
+    chunks, firsts = _chunks(places, device)
+    squares, norms, divided = (
+        launcher(kernel, len(each)) for kernel, each in ((_squares, chunks), (_norms, firsts[1:]), (_divided, chunks))
+    )
+    # So many fp32 numbers that a second row of them begins at a multiple of 16 bytes.
+    wide, high = (-(-len(numbers) // 4) * 4 for numbers in (chunks, firsts))
+
+    def normalize(memory: Tensor, result: Tensor, eps: float, scale: float) -> None:
+        sums = torch.empty((2, wide), dtype=torch.float32, device=device)
+        found = torch.empty((2, high), dtype=torch.float32, device=device)
+        squares(memory, chunks, *sums, REDUCTION, CHUNK, WIDTH)
+        norms(*sums, firsts, *found, eps, scale, REDUCTION, WIDTH)
+        divided(memory, chunks, *found, result, CHUNK, WIDTH)
+
+    return normalize
+
+
+def moved(memory: Tensor, places: Places, there: Places) -> Tensor:
+    """Return the matrices in a new memory, where they are padded with zeros, or cut off.
+
+    Args:
+        memory: ``[places.numel]``, of fp32, bf16 or fp16.
+        there: as many matrices.
+    """
+    result = torch.empty(there.numel, dtype=memory.dtype, device=memory.device)
+    if there.numel:
+        chunks, _ = _chunks(there, memory.device)
+        # Not by `launcher`: results of what is moved back begin anywhere.
+        _moved[(len(chunks),)](memory, result, chunks, _pairs(places, there, memory.device), CHUNK, WIDTH)
+    return result
+
+
+@cache
+def _chunks(places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the chunks of all matrices, int64 ``[chunks, 3]``: begin, elements, matrix; and the first chunk of each
+    matrix, with the end, ``[B + 1]``."""
+    settled("matrices of these shapes have not been cut into chunks")
+    begins = np.array(places.begins(), np.int64)
+    counts = -(-np.diff(begins) // CHUNK)
+    firsts = np.concatenate([[0], counts.cumsum()])
+    matrix = np.repeat(np.arange(len(counts)), counts)
+    begin = begins[matrix] + (np.arange(len(matrix)) - firsts[matrix]) * CHUNK
+    chunks = np.stack([begin, np.minimum(CHUNK, begins[matrix + 1] - begin), matrix], axis=1)
+    return torch.from_numpy(chunks).to(device), torch.from_numpy(firsts).to(device)
+
+
+@cache
+def _pairs(here: Places, there: Places, device: torch.device) -> Tensor:
+    """Return for each matrix, int64 ``[B, 5]``: begin, rows and columns here, begin and columns there."""
+    settled("matrices of these shapes have not been padded")
+    rows = [
+        (begin, *shape, target, columns)
+        for shape, begin, (_, columns), target in zip(here, here.begins(), there, there.begins(), strict=False)
+    ]
+    return torch.tensor(rows, dtype=torch.int64).to(device)
+
+
+@triton.jit
+def _squares(x, parts, sums, reduced, REDUCTION: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """Add up the squares of a chunk, as it is and divided by the reduction."""
+    part = parts + tl.program_id(0).to(tl.int64) * 3
+    begin, count = tl.multiple_of(tl.load(part), 16), tl.multiple_of(tl.load(part + 1).to(tl.int32), 16)
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    total_reduced = tl.zeros((WIDTH,), dtype=tl.float32)
+    for start in range(0, CHUNK, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        value = as_fp32(tl.load(x + begin + at, mask=at < count, other=0.0))
+        total += value * value
+        value *= 1.0 / REDUCTION
+        total_reduced += value * value
+    tl.store(sums + tl.program_id(0), tl.sum(total))
+    tl.store(reduced + tl.program_id(0), tl.sum(total_reduced))
+
+
+@triton.jit
+def _norms(sums, reduced, firsts, norms, factors, eps, scale, REDUCTION: tl.constexpr, WIDTH: tl.constexpr):
+    """Store the factor of one matrix, 1 or a power of two if its squares overflow, and ``max(norm, eps) · scale`` of it
+    times the factor, NaN if an element is not finite."""
+    matrix = tl.program_id(0)
+    first, end = tl.load(firsts + matrix), tl.load(firsts + matrix + 1)
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    total_reduced = tl.zeros((WIDTH,), dtype=tl.float32)
+    for start in range(first, end, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        total += tl.load(sums + at, mask=at < end, other=0.0)
+        total_reduced += tl.load(reduced + at, mask=at < end, other=0.0)
+    norm = tl.sqrt_rn(tl.sum(total))
+    overflows = norm == float("inf")
+    factor = tl.where(overflows, 1.0 / REDUCTION, 1.0)
+    norm = tl.where(overflows, tl.sqrt_rn(tl.sum(total_reduced)), norm)
+    # Written so that NaN fails the first test: an infinite norm would divide finite elements to zero.
+    norm = tl.where(norm < float("inf"), norm, float("nan"))
+    tl.store(factors + matrix, factor)
+    tl.store(norms + matrix, tl.where(norm < eps * factor, eps * factor, norm) * scale)
+
+
+@triton.jit
+def _divided(x, parts, norms, factors, out, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """Divide a chunk by the norm of its matrix."""
+    part = parts + tl.program_id(0).to(tl.int64) * 3
+    begin, count = tl.multiple_of(tl.load(part), 16), tl.multiple_of(tl.load(part + 1).to(tl.int32), 16)
+    norm, factor = tl.load(norms + tl.load(part + 2)), tl.load(factors + tl.load(part + 2))
+    for start in range(0, CHUNK, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        value = as_fp32(tl.load(x + begin + at, mask=at < count, other=0.0)) * factor
+        done = narrowed(tl.div_rn(value, norm), out.dtype.element_ty)
+        tl.store(out + begin + at, done, mask=at < count)
+
+
+@triton.jit
+def _moved(x, out, parts, pairs, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """Write a chunk of the result, from wherever its elements come; zeros where they come from nowhere."""
+    part = parts + tl.program_id(0).to(tl.int64) * 3
+    begin, count = tl.load(part), tl.load(part + 1)
+    pair = pairs + tl.load(part + 2) * 5
+    rows, columns = tl.load(pair + 1), tl.load(pair + 2)
+    there, wide = tl.load(pair + 3), tl.load(pair + 4)
+    for start in range(0, CHUNK, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        row, column = (begin - there + at) // wide, (begin - there + at) % wide
+        known = (at < count) & (row < rows) & (column < columns)
+        value = tl.load(x + tl.load(pair) + row * columns + column, mask=known, other=0.0)
+        tl.store(out + begin + at, value, mask=at < count)

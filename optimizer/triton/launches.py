@@ -1,4 +1,4 @@
-"""What all kernels share: conversions that also hold in Triton's interpreter, and where they run.
+"""Helpers of all kernels: conversions that also hold in Triton's interpreter, and where they run.
 
 This file needs Triton.
 """
@@ -21,20 +21,18 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, so it must be the tensor's."""
+    """Make the tensor's device the current one, on which Triton launches."""
     device: AbstractContextManager[object] = torch.cuda.device_of(tensor)
     return device
 
 
 def launcher(kernel: Any, programs: int, **options: Any) -> Callable[..., None]:
-    """What launches so many programs of a kernel, given all its arguments by position, on the current device.
+    """Return a function that launches so many programs of a kernel, given all its arguments by position, on the current
+    device.
 
     Triton looks at every argument of every launch, which takes longer than a small matrix does.  Here it looks once:
-    later launches go straight to what it compiled, so later arguments must be as the first ones were: tensors of the
+    later launches go straight to the compiled kernel, so later arguments must be as the first ones were: tensors of the
     same dtypes that begin at multiples of 16 bytes if those did, the same ``constexpr``; floats may be others.
-
-    Args:
-        options: ``num_warps`` and the like.
     """
     if INTERPRETED:
         return lambda *arguments: kernel[(programs,)](*arguments, **options)
@@ -52,7 +50,7 @@ def launcher(kernel: Any, programs: int, **options: Any) -> Callable[..., None]:
 
 @triton.jit
 def as_fp32(x):
-    """fp32, exactly."""
+    """Convert to fp32, exactly."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -61,7 +59,7 @@ def as_fp32(x):
 
 @triton.jit
 def narrowed(x, dtype: tl.constexpr):
-    """fp32 rounded to ``dtype``, to the nearest, ties to even."""
+    """Round fp32 to ``dtype``, to the nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:  # the interpreter cuts the low bits off
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

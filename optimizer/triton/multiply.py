@@ -1,11 +1,11 @@
 """The products of Newton-Schulz in 16 bits as one Triton kernel, for stacks of matrices on NVIDIA GPUs.
 
 ``out = alpha·A·B + beta·D + diagonal·I`` for matrices of any shapes in one launch, which walks through a list of tiles;
-each names its matrix (`tiles`).  Where results are known to be symmetric, the list has the tiles of one triangle only,
-which are also written mirrored: half the work.  Sums are kept in fp32 and rounded once.
+each names its matrix.  Where results are known to be symmetric, the list has the tiles of one triangle only, which are
+also written mirrored: half the work.  Sums are kept in fp32 and rounded once.
 
 A result has the same bits whatever else is in the stack, as every tile sums along the inner dim in the same order
-(`DEPTH`).  Why and with what figures: ``docs/design/kernels.md``.
+(`DEPTH`).  Why it is done so: ``docs/design/kernels.md``.
 
 This file needs Triton.
 """
@@ -14,18 +14,20 @@ This file needs Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..ground.cuda_graphs import replayed, settled
 from ..ground.tensors import Places, Stack
 from .launches import INTERPRETED, as_fp32, launcher, narrowed
-from .tiles import DEPTH, Cut, Tile, fastest, suitable_tiles
 
 LOAD_MULTIPLE = 16
 """Elements that all sides are a multiple of, so that a GPU can load 16 bytes at a time wherever a row begins."""
@@ -33,14 +35,50 @@ LOAD_MULTIPLE = 16
 WIDEST = 1 << 22
 """Elements of a side, so that those of a tile are counted in 32 bits; where it begins, in 64."""
 
+DEPTH = 16 if INTERPRETED else 64
+"""Elements of the inner dim that are loaded at a time: the same for all tiles, so that all have one order of sums."""
+
+BAND = 8
+"""Rows of tiles that are worked through together, so that neighbours in time share operands in the L2 cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The work of one program: ``rows x columns`` of a result, by ``warps`` warps, ``stages`` loads ahead.
+
+    ``registers`` bounds those of a thread, so that more programs run at a time; None: the compiler decides.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+INTERPRETED_TILE = Tile(32, 32, 4, 1)
+SMALL = (INTERPRETED_TILE,) if INTERPRETED else (Tile(64, 64, 4, 4), Tile(128, 64, 4, 4), Tile(128, 128, 4, 3))
+LARGE = (
+    (INTERPRETED_TILE,)
+    if INTERPRETED
+    else (Tile(128, 128, 8, 3, registers=128), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))
+)
+WIDE = () if INTERPRETED else (Tile(128, 256, 8, 3),)
+"""For results that do not fill a GPU, that do, and that do and are not mirrored.  Few, as each is compiled and timed
+once for every product; each was the fastest of its like somewhere on an H100.  Two programs run at a time on a
+multiprocessor where a thread takes at most 128 registers."""
+
+FILLED = 132
+"""Tiles of 128 x 128 from which results fill a GPU: an H100 has as many multiprocessors."""
+
 
 class Kind(NamedTuple):
-    """What products of two stacks have in common that are launched alike.
+    """The common properties of products of two stacks that are launched alike.
 
     Attributes:
         left, right, addend: how the operands lie; no addend: None.
         left_turned, right_turned: as in `Stack`.
-        multiplied: whether there is a product; without one, the result is what is added.
+        multiplied: whether there is a product; without one, the result is the addend.
         symmetric: see :func:`multiply`.
     """
 
@@ -67,12 +105,12 @@ def multiply(
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Stack:
-    """``alpha·left·right + beta·addend + diagonal·I``, for every matrix of a stack, on the current device.
+    """Return ``alpha·left·right + beta·addend + diagonal·I`` of every matrix of a stack, on the current device.
 
     Args:
         left, right: ``m x k`` and ``k x n`` each, of one dtype, bf16 or fp16, turned or not.
         addend: ``m x n`` each, not turned; None for none.
-        symmetric: the results are known to be symmetric: what is above the diagonal is mirrored from below.
+        symmetric: the results are known to be symmetric: elements above the diagonal are mirrored from below.
         out: the memory of the results, no element of an operand, all of it is written; None for a new one.
         tile: None for the fastest; see `fastest`.
 
@@ -106,15 +144,35 @@ def multiply(
 
 
 class _Products:
-    """Products of one kind, and what launches them, by tile.
+    """Products of one kind, and their launches by tile.
 
     Attributes:
         places, numel: where the results lie, and all their elements.
+
+    Raises:
+        ValueError: shapes or a dtype that do not fit.
     """
 
     def __init__(self, kind: Kind) -> None:
-        self.places, self._inner = _results(kind)
+        if kind.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"expected operands of one dtype of 16 bits, got {kind.dtype}")
+        first = [shape[::-1] if kind.left_turned else shape for shape in kind.left]
+        second = [shape[::-1] if kind.right_turned else shape for shape in kind.right]
+        if len(first) != len(second) or any(a[1] != b[0] for a, b in zip(first, second, strict=True)):
+            raise ValueError(f"{first} and {second} cannot be multiplied")
+        sides = {side for shape in (*first, *second) for side in shape}
+        if any(side % LOAD_MULTIPLE or side > WIDEST for side in sides):
+            raise ValueError(
+                f"expected sides that are multiples of {LOAD_MULTIPLE}, up to {WIDEST}, got {sorted(sides)}"
+            )
+        shapes = [(m, n) for (m, _), (_, n) in zip(first, second, strict=True)]
+        if kind.symmetric and any(m != n for m, n in shapes):
+            raise ValueError(f"results of {shapes} are not symmetric")
+        self.places = Places.of(shapes)
+        if kind.addend not in (None, self.places):
+            raise ValueError(f"results are {self.places.runs}, what is added to them is {kind.addend}")
         self.numel = self.places.numel
+        self._inner = [k if kind.multiplied else 0 for _, k in first]
         self._kind = kind
         self._launches: dict[Tile, Callable[..., None]] = {}
         self._best: Callable[..., None] | None = None
@@ -126,32 +184,44 @@ class _Products:
             memories: left, right, addend, out.
             factors: alpha, beta, diagonal.
         """
-        if tile is None:
-            if self._best is None:
-                tiles = suitable_tiles(self.places, self._kind.symmetric)
-                self._best = self._by(fastest(self._kind, tiles, lambda tile: self._by(tile)(*memories, *factors)))
-            self._best(*memories, *factors)
-        else:
+        if tile is not None:
             self._by(tile)(*memories, *factors)
+            return
+        if self._best is None:
+            runs = self.places.runs
+            tiles = sum(n * len(grid(rows, columns, LARGE[0], self._kind.symmetric)) for n, rows, columns in runs)
+            suitable = SMALL if tiles < FILLED else LARGE if self._kind.symmetric else (*LARGE, *WIDE)
+            self._best = self._by(fastest(self._kind, suitable, lambda tile: self._by(tile)(*memories, *factors)))
+        self._best(*memories, *factors)
 
     def _by(self, tile: Tile) -> Callable[..., None]:
-        if tile not in self._launches:
-            self._launches[tile] = self._launch_of(tile)
-        return self._launches[tile]
-
-    def _launch_of(self, tile: Tile) -> Callable[..., None]:
+        if tile in self._launches:
+            return self._launches[tile]
+        settled("no list of tiles has been made for these shapes")
         kind = self._kind
-        cut = Cut.of(kind.left, kind.right, self.places, self._inner, tile, kind.symmetric, kind.device)
+        # Of each program the matrix, and the row and column of its tile.
+        tiles = [
+            (matrix, row, column)
+            for matrix, (rows, columns) in enumerate(self.places)
+            for row, column in grid(rows, columns, tile, kind.symmetric)
+        ]
+        # Of each matrix rows, columns and inner dim, and where operands and result begin, in elements.
+        shapes, depths = np.array(list(self.places), np.int64).reshape(-1, 2), np.array(self._inner, np.int64)
+        begins = [np.array(places.begins()[:-1], np.int64) for places in (kind.left, kind.right, self.places)]
+        sizes = torch.from_numpy(np.stack([*shapes.T, depths, *begins], axis=1)).to(kind.device)
+        programs = torch.from_numpy(np.array(tiles, np.int32).reshape(-1, 3)).to(kind.device)
+        even = not ((shapes % (tile.rows, tile.columns)).any() or (depths % DEPTH).any())
         launch = launcher(
-            *(_multiply, len(cut.tiles)),
+            *(_multiply, len(tiles)),
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
-        flags = (kind.addend is not None, kind.symmetric, kind.left_turned, kind.right_turned, cut.even)
+        flags = (kind.addend is not None, kind.symmetric, kind.left_turned, kind.right_turned, even)
         fixed = (*flags, tile.rows, tile.columns, DEPTH)
 
         def multiplied(left: Tensor, right: Tensor, addend: Tensor, out: Tensor, *factors: float) -> None:
-            launch(left, right, addend, out, cut.tiles, cut.sizes, *factors, *fixed)
+            launch(left, right, addend, out, programs, sizes, *factors, *fixed)
 
+        self._launches[tile] = multiplied
         return multiplied
 
 
@@ -159,24 +229,39 @@ class _Products:
 _products = cache(_Products)
 
 
-def _results(kind: Kind) -> tuple[Places, tuple[int, ...]]:
-    """What the products of two stacks are, and the inner dim of each."""
-    if kind.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"expected operands of one dtype of 16 bits, got {kind.dtype}")
-    first = [shape[::-1] if kind.left_turned else shape for shape in kind.left]
-    second = [shape[::-1] if kind.right_turned else shape for shape in kind.right]
-    if len(first) != len(second) or any(a[1] != b[0] for a, b in zip(first, second, strict=True)):
-        raise ValueError(f"{first} and {second} cannot be multiplied")
-    sides = {side for shape in (*first, *second) for side in shape}
-    if any(side % LOAD_MULTIPLE or side > WIDEST for side in sides):
-        raise ValueError(f"expected sides that are multiples of {LOAD_MULTIPLE}, up to {WIDEST}, got {sorted(sides)}")
-    shapes = [(m, n) for (m, _), (_, n) in zip(first, second, strict=True)]
-    if kind.symmetric and any(m != n for m, n in shapes):
-        raise ValueError(f"results of {shapes} are not symmetric")
-    places = Places.of(shapes)
-    if kind.addend not in (None, places):
-        raise ValueError(f"results are {places.runs}, what is added to them is {kind.addend}")
-    return places, tuple(k if kind.multiplied else 0 for _, k in first)
+def fastest(what: object, tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
+    """Return the fastest tile.  All of them give the same bits.
+
+    Args:
+        what: named in errors.
+        launch: is timed, alone on the device.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, or no tile fits this GPU.
+    """
+    if len(tiles) == 1:
+        return tiles[0]
+    settled(f"no tile has been timed for {what}")
+    torch.cuda.synchronize()  # what is under way, a collective say, would be timed, too
+    times = {}
+    for tile in tiles:
+        try:
+            launch(tile)
+        except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError):
+            continue  # too little shared memory for it, or no code
+        times[tile] = replayed(partial(launch, tile))
+    if not times:
+        raise RuntimeError(f"none of the tiles {tiles} fits this GPU")
+    return min(times, key=times.__getitem__)
+
+
+@lru_cache(maxsize=256)
+def grid(rows: int, columns: int, tile: Tile, symmetric: bool) -> list[tuple[int, int]]:
+    """Return row and column of each tile of a matrix; of a symmetric one only those that reach the diagonal."""
+    high, wide = -(-rows // tile.rows), -(-columns // tile.columns)
+    bands = (range(top, min(top + BAND, high)) for top in range(0, high, BAND))
+    pairs = [(i, j) for band in bands for j in range(wide) for i in band]
+    return [(i, j) for i, j in pairs if not symmetric or (i + 1) * tile.rows > j * tile.columns]
 
 
 @triton.jit
@@ -259,7 +344,7 @@ def _multiply(
 
 @triton.jit
 def _aligned(at):
-    """A number that is a multiple of 16, which the compiler is told."""
+    """Load a number that is a multiple of 16, which the compiler is told."""
     return tl.multiple_of(tl.load(at), 16)
 
 

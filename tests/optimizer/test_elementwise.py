@@ -220,11 +220,11 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
-from muonckpt.optimizer.triton import multiply, normalize, updates
+from muonckpt.optimizer.triton import kernel_products, multiply, updates
 
 # What Triton makes to look at a launch's arguments has variables of its own, which arguments of the same names hide.
 backend = CUDABackend(GPUTarget("cuda", 90, 32))
-named = {**vars(multiply), **vars(normalize), **vars(updates)}
+named = {**vars(multiply), **vars(kernel_products), **vars(updates)}
 for kernel in [one for one in named.values() if isinstance(one, JITFunction)]:
     values = range(2, 2 + len(kernel.arg_names))
     bound, *_ = create_function_from_signature(kernel.signature, kernel.params, backend)(*values)

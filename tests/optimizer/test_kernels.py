@@ -16,8 +16,8 @@ from torch import Tensor
 from muonckpt.optimizer.ground.tensors import Places, Stack
 
 k = kernels("triton.kernel_products")
-normal = kernels("triton.normalize")
-tiles = kernels("triton.tiles")
+normal = kernels("triton.kernel_products")
+tiles = kernels("triton.multiply")
 multiply = kernels("triton.multiply").multiply
 EVERY_TILE = tuple(dict.fromkeys((*tiles.SMALL, *tiles.LARGE, *tiles.WIDE)))  # other tests use one (`conftest`)
 
@@ -236,12 +236,12 @@ COMPILED = """
 import json, re, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from muonckpt.optimizer.triton import multiply, tiles
+from muonckpt.optimizer.triton import multiply
 
 def compiled(dtype, mirror, tile):
     kernel = multiply._multiply
     fixed = dict(ADD=True, MIRROR=mirror, LEFT_TURNED=False, RIGHT_TURNED=mirror, EVEN=False)
-    fixed |= dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tiles.DEPTH)
+    fixed |= dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=multiply.DEPTH)
     kinds = dict.fromkeys(["left", "right", "addend", "out"], "*" + dtype) | {"tiles": "*i32", "sizes": "*i64"}
     kinds |= dict.fromkeys(["alpha", "beta", "diagonal"], "fp32")
     names = kernel.arg_names
@@ -253,12 +253,12 @@ def compiled(dtype, mirror, tile):
     )
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    staged = 2 * tiles.DEPTH * (tile.rows + tile.columns) * tile.stages
+    staged = 2 * multiply.DEPTH * (tile.rows + tile.columns) * tile.stages
     ptx = found.asm["ptx"]
     loads = re.findall(r"cp\\.async\\.c[ag]\\.shared\\.global [^;]*;", ptx)
     return found.metadata.shared, "wgmma" in ptx, len(loads), sum("0x10" in load for load in loads), staged
 
-every = dict.fromkeys((*tiles.SMALL, *tiles.LARGE, *tiles.WIDE))
+every = dict.fromkeys((*multiply.SMALL, *multiply.LARGE, *multiply.WIDE))
 print(json.dumps([compiled(("bf16", "fp16")[n % 2], n % 3 < 2, tile) for n, tile in enumerate(every)]))
 """
 

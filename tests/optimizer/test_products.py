@@ -71,7 +71,7 @@ def test_kernels_where_they_run_and_nowhere_else(hopper: None) -> None:
 
 def test_missing_triton_is_said_once(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "muonckpt.optimizer.triton.kernel_products", raising=False)
-    for name in ("products", "tiles", "launches"):
+    for name in ("multiply", "launches"):
         monkeypatch.delitem(sys.modules, f"muonckpt.optimizer.triton.{name}", raising=False)
         monkeypatch.delattr(f"muonckpt.optimizer.triton.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
