@@ -1,8 +1,7 @@
 """Steps that ranks take together: an error on one reaches the others, and so does a gradient that forbids the step.
 
-Each rank looks at the gradients that it holds, before anything is changed.  A gradient that is not finite, or so large
-that it would make a momentum that is not, is one bit in the first notes that ranks exchange anyway (`step.agreement`),
-so all of them decide alike.
+A gradient that is not finite, or so large that its momentum would not be, is one bit in the first notes that ranks
+exchange anyway (`step.exchange`), so all of them decide alike before anything is changed.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from .step.rank_sets import State
 class CollectiveOptimizer(Optimizer):
     """An optimizer that takes each step together with other ranks.
 
-    A closure, a hook, or a check of gradients may fail on one rank only.  Then this rank still takes part in what the
-    others wait for, with the error in the place of its part, and all of them raise.
+    If a closure, a hook, or a check fails on one rank, it still takes part in the step, with the error in place of its
+    part, and all ranks raise.
     """
 
     _awaited = False
     """Whether the other ranks wait for this one's part in the step under way."""
 
     _stepped, _dropped = True, 0
-    """Whether a step has taken the gradients since they were zeroed, and how often they were zeroed without one."""
+    """True once a step has taken the gradients since they were zeroed, and how often they were zeroed without one."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero gradients as any torch optimizer does, and count those that no step has taken."""
@@ -49,18 +48,12 @@ class CollectiveOptimizer(Optimizer):
         super().zero_grad(set_to_none)
 
     def _gradients_taken(self) -> Facts:
-        """Begin to count anew; returns what ranks compare: one that alone drops gradients has left out a step."""
+        """Count anew, and return the fact that shows a rank that alone has dropped gradients, and left out a step."""
         dropped, self._stepped, self._dropped = self._dropped, True, 0
         return {"the number of times that gradients were dropped without a step": str(dropped)}
 
     def _take_part(self, failure: Exception | None) -> bool:
-        """Do what a step does together with the other ranks.  Collective.
-
-        Args:
-            failure: what keeps this rank from its part.
-
-        Returns:
-            Whether the step is taken.
+        """Take a step together with the other ranks, or tell them of a failure; returns False if it is not taken.
 
         Raises:
             Exception: on all ranks, if one of them fails; this rank's own if it has one.
@@ -69,7 +62,7 @@ class CollectiveOptimizer(Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a step run its hooks, as torch does; what is raised before `_take_part` is told there."""
+        """Let a step run its hooks, as torch does; errors before `_take_part` are told to the other ranks."""
         hooked = Optimizer.profile_hook_step(func)
 
         @wraps(func)
@@ -90,10 +83,10 @@ class CollectiveOptimizer(Optimizer):
 ACTIONS = ("skip", "raise")
 
 MOST_SKIPPED = 10
-"""Steps in a row: a spike is over by then, and a run that has diverged has lost minutes, not days."""
+"""The default of skipped steps in a row: a spike is over by then, and a run that has diverged has lost minutes."""
 
 TRAVELS = torch.finfo(torch.float32).max
-"""The end of what updates travel in: float32, or bfloat16, whose end is nearly the same."""
+"""The largest update that can travel, in float32, or in bfloat16, whose range is nearly the same."""
 
 NAMED = 4
 """Parameters that a rank names; the others are counted."""
@@ -107,7 +100,7 @@ REFUSED = Task(
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """A parameter with a gradient: what this rank holds of it, how large an element may be, and what it is called."""
+    """The gradient that this rank holds of a parameter, the largest element allowed, and the parameter's name."""
 
     gradient: Tensor
     largest: float
@@ -119,16 +112,15 @@ class Guarded:
 
 
 class NonFinite:
-    """Skip steps, or raise, where gradients are not finite, and count.
+    """Skips steps, or raises, where gradients are not finite.
 
     Args:
         action: "skip" or "raise".
-        most_in_a_row: of skipped steps: the next one raises.
+        most_in_a_row: after so many skipped steps, the next one raises.
 
     Attributes:
-        policy: what it does, in words.
-        skipped: how many steps were, of all.
-        in_a_row: how many of the last ones.
+        policy: the arguments, in words.
+        skipped, in_a_row: numbers of skipped steps.
     """
 
     def __init__(self, action: str, most_in_a_row: int) -> None:
@@ -141,14 +133,8 @@ class NonFinite:
         self.skipped, self.in_a_row = 0, 0
 
     def look(self, held: Iterable[Guarded], failure: Exception | None) -> tuple[Tensor, Exception | None]:
-        """Return whether a gradient on this rank forbids the step: a bool on the device, which nothing waits for.
-
-        Args:
-            held: what this rank has of gradients.
-            failure: what keeps this rank from the step anyway.
-
-        Returns:
-            It, and the failure, or that of looking.
+        """Return whether a gradient on this rank forbids the step, a bool on the device, and the failure, or that of
+        looking.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
@@ -165,13 +151,13 @@ class NonFinite:
             return unfit, error
 
     def settle(self, taken: bool, held: Iterable[Guarded], together: dist.ProcessGroup | None) -> None:
-        """Count a step that was taken, or not on any rank of a process group.
+        """Count a step that the ranks of a process group have taken, or not.
 
         Warns:
-            RuntimeWarning: it was skipped; names what this rank has found.
+            RuntimeWarning: it was skipped; names this rank's parameters that are at fault.
 
         Raises:
-            RuntimeError: the same on all ranks: steps are not to be skipped, or too many were.  Collective then.
+            RuntimeError: on all ranks: steps are not to be skipped, or too many were.  Collective then.
         """
         if taken:
             self.in_a_row = 0
@@ -216,12 +202,12 @@ def guarded(groups: Iterable[ParamGroup], state: State) -> Iterator[Guarded]:
 
 
 def largest(slots: Mapping[str, Tensor]) -> float:
-    """Return how large an element of a gradient may be, so that what is computed of it is finite.
+    """Return the size up to which an element of a gradient gives a finite state and update.
 
-    An exponential moving average of numbers up to some size is no larger.  So momenta stay below half of the end of
-    their range, and what is between two such numbers can be computed; and averages of squares stay within theirs.
-    A finite matrix has a finite update then: singular values begin below 1, and no published set makes more than 2 of
-    them at any step, which is what `recipe.HOLD` has room for.
+    An exponential moving average is no larger than its numbers.  So momenta stay below half of the end of their range,
+    and differences of two can be computed; averages of squares stay within theirs.  A finite matrix has a finite update
+    then: singular values begin below 1, and no published set makes more than 2 of them, for which `recipe.HOLD` has
+    room.
     """
     ends = [TRAVELS, *(torch.finfo(value.dtype).max for value in slots.values() if value.ndim)]
     squared = [math.sqrt(torch.finfo(value.dtype).max) for slot, value in slots.items() if slot == EXP_AVG_SQ]
@@ -229,7 +215,7 @@ def largest(slots: Mapping[str, Tensor]) -> float:
 
 
 def _sizes(tensors: Sequence[Tensor]) -> Tensor:
-    """Sizes of elements, the largest of each tensor among them, float32 at least; NaN if there is one."""
+    """Return sizes of elements, the largest of each tensor among them, float32 at least; NaN if there is one."""
     if tensors[0].device.type == "cpu":  # torch's norm of this kind takes ten times as long there
         largest = torch.stack([end for tensor in tensors for end in torch.aminmax(tensor)]).abs_()
     else:

@@ -2,12 +2,10 @@
 
 16-bit tensors are computed in float32 and rounded once.  torch's CPU kernels round a product with a number in the last
 elements of a 16-bit tensor and not in the vectors before them (``add_`` with ``alpha``), so in 16 bits an element would
-depend on where a shard ends.  In float32 and float64 they compute an element alike wherever it lies.  Two 16-bit
-tensors may be added as they are: that rounds once.
+depend on where a shard ends.  Two 16-bit tensors may be added as they are: that rounds once.
 
-A portion has few enough elements that each operation finds in the processor's cache the results of the one before, and
-that temporary tensors are of a portion and not of all parameters; and tensors enough that beginning an operation is
-shared.
+A portion is small enough for the processor's cache, and for its temporary tensors not to matter, and has tensors enough
+that they share the cost of a call.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 """The lists that torch's ``_foreach_`` operators take."""
 
 REDUCTIONS = {torch.float32: (2.0**64, 2.0**80), torch.float64: (2.0**512, 2.0**640)}
-"""By dtype, a limit that every finite norm is below, being the root of a finite sum, and the divisor of a matrix whose
-norm is not.  Then the squares of 2^32 elements of any size add up, and those that count beside the largest are normal
+"""By dtype, a limit above every finite norm, the root of a finite sum, and the divisor of a matrix whose norm is
+infinite: then the squares of 2^32 elements of any size add up, and those that count beside the largest are normal
 numbers."""
 
 ELEMENTS = 2**16
@@ -47,11 +45,8 @@ def in_dtype(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 
 @contextmanager
 def rounded_once(*lists: Tensors) -> Iterator[list[Tensors]]:
-    """Change tensors in place: lends the very tensors, or float32 copies that are rounded into them at the end.
-
-    Args:
-        lists: in each, tensors of one dtype.
-    """
+    """Change lists of tensors, each of one dtype, in place: lends them, or float32 copies that are rounded into
+    them."""
     exact = [in_dtype(tensors, exact_dtype(tensors[0])) if tensors else tensors for tensors in lists]
     yield exact
     for tensors, changed in zip(lists, exact, strict=True):
@@ -61,11 +56,7 @@ def rounded_once(*lists: Tensors) -> Iterator[list[Tensors]]:
 
 def in_portions(lists: Sequence[Tensors]) -> Iterator[list[Tensors]]:
     """Cut parallel lists of tensors of one device, of equal shapes at equal places, to portions of at most `ELEMENTS` a
-    thread, or `LAUNCHED`.
-
-    Yields:
-        of each list the same tensors; or of one that is larger a flat part, or all of it where it is not contiguous in
-        every list.
+    thread, or `LAUNCHED`.  Larger tensors are cut to flat parts, if they are contiguous in every list.
     """
     if not lists[0]:
         return

@@ -1,7 +1,7 @@
-"""What ranks compare before they do something together: a few bytes each time, and words where these differ.
+"""Intents: ranks compare them before they act together, as a few bytes each time, and in words where these differ.
 
-An `Intent` says what a rank is about to do, or which error keeps it from that.  It travels as a note in front of what
-is exchanged anyway, so a rank that fails takes part in the next exchange, and everyone learns of it there.
+They travel as notes in front of what is exchanged anyway, so a rank that fails takes part in the next exchange, and all
+learn of it there.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..ground.cuda_graphs import uploaded
 from ..planning.schedule import NOTE
 
 Facts = Mapping[str, str]
-"""What is the same on all ranks, by subject."""
+"""Values that are the same on all ranks, by subject."""
 
 RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2"})
 """Options that every step reads anew, so that schedules may change them."""
 
 NAMES = frozenset({"params", "param_names", "name"})
-"""A group's members and its labels; ``name`` is the user's, for logs."""
+"""A group's members and labels."""
 
 SHOWN = 4
 """Differences that a rank tells; the others are counted."""
@@ -43,7 +43,7 @@ PLAN_FACT = "the plan"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something that ranks do together: the error if they do not, and what to do then."""
+    """A joint action of ranks: the error if they differ, and advice."""
 
     failure: str
     advice: str
@@ -68,11 +68,10 @@ AGREE_ON_LOAD = Task(
 
 
 class AgreedError(Exception):
-    """An ``error`` that all ranks of a set have heard of, so none of them waits for this one any more.
+    """An ``error`` that all ranks of a set know, so none of them waits for this one; it goes on to tell its other sets.
 
-    This rank goes on to its other sets and tells them.  Any other error leaves ranks waiting amid an exchange; going on
-    could make them wait for each other in a circle, so it is raised at once, and when this process ends, its closing
-    connections tell the others.
+    Any other error leaves ranks waiting amid an exchange, and going on could make a circle of waiting ranks.  So it is
+    raised at once; the others notice when this process ends.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -82,13 +81,12 @@ class AgreedError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Intent:
-    """A statement of what a rank is about to do together with others.
+    """A rank's statement of what it is about to do, or the ``error`` that keeps it from that.
 
     Attributes:
         digest: equal on two ranks if they intend the same.
-        live: numbers that only the device knows, float64; they are compared where they are.
+        live: numbers on the device that are compared there.
         facts: the same in words; asked only where ranks differ.
-        error: what keeps this rank from it.
     """
 
     task: Task
@@ -103,7 +101,7 @@ class Intent:
         return cls(task, _digest(repr(sorted(facts.items())).encode()), (), lambda: facts)
 
     def failed(self, error: Exception, rank: int) -> Intent:
-        """Return the intent of a rank that cannot: it differs from every other rank's."""
+        """Return the intent of a rank that has failed: it differs from every other rank's."""
         return replace(self, digest=_digest(f"rank {rank} failed".encode()), live=(), error=error)
 
     def note(self, device: torch.device) -> Tensor:
@@ -118,7 +116,7 @@ class Intent:
         return torch.cat([fixed, live[:-1], fixed.new_zeros(1)])
 
     def complaint(self, first: int, reference: Facts | None) -> str:
-        """Return this rank's error, or how its facts differ from those of the first rank; empty if they do not."""
+        """Return this rank's error, or how its facts differ from the first rank's; empty if they do not."""
         if self.error is not None:
             return _cut(f"raised {type(self.error).__name__}: {self.error}")
         if reference is None:
@@ -191,10 +189,10 @@ def step_intent(
     """Return the intent to step those parameters that have a gradient, at the rates that their groups have now.
 
     Args:
-        groups: of the parameters, by number.
-        device: where the ranks compare what they intend.
-        constants: what else must be the same.
-        gradients, momenta: the dtype of each parameter's; None for a gradient that is missing.
+        groups: by number.
+        device: where ranks compare notes.
+        constants: facts that must be the same as well.
+        gradients, momenta: dtypes by parameter; None for a missing gradient.
         labels: names the parameters, where ranks differ.
     """
     options = [value for _, value in _live_options(groups)]

@@ -1,9 +1,8 @@
 """A rank's tensors at one step, and their element-wise parts: momentum, the updates that travel, and what is applied.
 
-Gradients are taken into momenta; updates go from where they rest to their owners, on a wire or within this rank, and
-lie end to end there; results go back along the same copies, and are applied where the parameters rest.  Backends give
-the same bits: `TorchElementwise` here, by torch's operators on equal boxes together, and `kernels` by Triton, in a few
-launches.  Both execute the schedule's tables of copies, cut up in their own ways.
+Updates go to their owners, on a wire or within this rank, and lie end to end there; results go back along the same
+copies.  Two backends execute the schedule's tables of copies and give the same bits: `TorchElementwise`, by torch's
+operators on equal boxes together, and `kernels` by Triton, in a few launches.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from ..planning.schedule import Route, Schedule
 from .rank_sets import State
 
 LARGEST_BLOCK = 1 << 16
-"""Elements of the largest block of more than one box: 256 KiB in float32, of which there are a few at a time."""
+"""Elements of the largest block of several boxes: 256 KiB in float32, of which there are a few at a time."""
 
 Sizes = Mapping[int, int]
-"""Numbers of matrices that lie end to end in one memory, and how many elements each has there."""
+"""Elements of matrices that lie end to end in one memory, by number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +114,14 @@ class LocalTensors:
 
 
 class Elementwise(Protocol):
-    """A backend, made for one schedule on one rank.  Wires are bytes, laid out as the schedule's routes say."""
+    """A backend for one schedule on one rank.  Wires are bytes, laid out as the schedule's routes say."""
 
     def begin(self, local: LocalTensors) -> None:
         """Begin a step; momenta are as they were."""
         ...
 
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        """Write updates that leave this rank in a stage, as if momenta had taken the gradients in already."""
+        """Do as `send`, as if momenta had taken the gradients in."""
         ...
 
     def take_in(self, local: LocalTensors) -> None:
@@ -134,10 +133,8 @@ class Elementwise(Protocol):
         ...
 
     def assemble(self, local: LocalTensors, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
-        """Return updates of matrices that this rank owns: those that have arrived, and its own.
-
-        A fresh buffer: dense and aligned alike on every topology, as the bits of a product may depend on it.
-        """
+        """Return the updates of whole matrices, from the wire and from this rank, in a fresh buffer: aligned alike on
+        every topology, as the bits of a product may depend on it."""
         ...
 
     def release(self, local: LocalTensors, stage: int, sizes: Sizes, results: Tensor, wire: Tensor) -> None:
@@ -150,14 +147,12 @@ class Elementwise(Protocol):
 
 
 class UpdateCopies:
-    """The copies of updates that a rank makes in the stages of a schedule, as backends execute them.
-
-    Sources are units in a rank's tensors (or in a memory where they lie end to end), targets are buffers, with offsets
-    in bytes; results are listed as the updates went.
+    """A schedule's copies of updates, as backends execute them: from units, in a rank's tensors or end to end in a
+    memory, to buffers with offsets in bytes; copies back are turned.
 
     Attributes:
         leaving: from tensors to the wire, by stage.
-        returning: results from the wire to tensors, turned.
+        returning: from the wire to tensors, turned.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -194,7 +189,7 @@ class UpdateCopies:
 
 
 def _of_units(copies: Copies, sizes: Sizes) -> tuple[Copies, Int]:
-    """Return the rows of units that lie end to end, and at which element of all each row's unit begins."""
+    """Return the rows of units that lie end to end, and the element at which each row's unit begins."""
     units = np.array(list(sizes), np.int64)
     first = np.searchsorted(copies.source, units)
     unit, rows = expanded(first, np.searchsorted(copies.source, units, side="right") - first)
@@ -207,7 +202,7 @@ def _from_memory(copies: Copies, sizes: Sizes) -> Copies:
 
 
 class BoxKind(NamedTuple):
-    """The properties that boxes of one block share; ``group`` is the identity of their parameters' group."""
+    """The common properties of a block's boxes; ``group`` is the identity of their parameters' group."""
 
     group: int
     momentum: torch.dtype
@@ -219,14 +214,14 @@ class BoxKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EqualBoxes:
-    """Equal boxes of parameters, so that a thousand take as few operators as one: stacked into one dense tensor
-    ``[count, *sizes]``, computed there, and written back.
+    """Equal boxes of parameters: stacked as ``[count, *sizes]``, computed, and written back, so that a thousand take as
+    few operators as one.
 
     Attributes:
         params: the number of each box's parameter.
-        offsets: where the boxes begin in its local tensor; none: each is all of it.
+        offsets: where the boxes begin in local tensors; none: each is all of its tensor.
         sizes, strides: of each box there.
-        far: where they lie in a buffer of elements of ``kind.wire``, ``[count, *sizes]`` together.
+        far: views of a buffer of ``kind.wire`` elements, ``[count, *sizes]`` together.
     """
 
     kind: BoxKind
@@ -253,7 +248,7 @@ class EqualBoxes:
             first += count
 
     def taken(self, buffer: Tensor) -> Tensor:
-        """Return the boxes that lie in a buffer of bytes, ``[count, *sizes]``; perhaps a view."""
+        """Return the boxes of a buffer of bytes, ``[count, *sizes]``; perhaps a view."""
         views = [view.of(buffer.view(self.kind.wire)) for view in self.far]
         return views[0] if len(views) == 1 else torch.cat(views)
 
@@ -473,8 +468,8 @@ def _as_one(boxes: Sequence[Tensor]) -> Tensor:
 
 
 class TravellingState:
-    """All slots of a schedule's parameters but the momentum, on one rank: numbers that an algorithm keeps for the rows
-    or columns of a matrix.  They travel to its owner with the update, and back.
+    """State besides momentum: numbers that an algorithm keeps for the rows or columns of a matrix.  It travels to the
+    owner with the update, and back.
     """
 
     def __init__(self, schedule: Schedule, specs: Sequence[Spec], device: torch.device) -> None:
@@ -482,7 +477,6 @@ class TravellingState:
         self._listed = cache(self._views)
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        """Write the state that leaves this rank in a stage."""
         for unit, slot, here, there in self._active(local, stage, back=False):
             there.of(wire.view(slot.there)).copy_(here.of(self._memory(local, unit, slot)))
 
@@ -508,7 +502,6 @@ class TravellingState:
                 target.of(self._memory(local, unit, slot)).copy_(source.of(state[slot.name]))
 
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        """Take in the state that has arrived in a stage."""
         for unit, slot, here, there in self._active(local, stage, back=True):
             here.of(self._memory(local, unit, slot)).copy_(there.of(wire.view(slot.back)))
 

@@ -1,10 +1,9 @@
 """Exchanges between ranks, and the notes in front of them by which ranks stop together.
 
-With `layer_wise`, this is the only file of the optimizer that talks to other ranks.  Its functions raise
-`LostRankError` where a collective fails, because a rank has ended or does not answer.
+With `layer_wise`, this is the only file of the optimizer that talks to other ranks.  `LostRankError` says that a
+collective has failed, because a rank has ended or does not answer.
 
-A `Link` carries bytes, a `Wire` is one exchange under way, and `Notes` are those of one process group; `StepExchange`
-is one rank's part in a step of such a group, and `GroupAgreement` compares in several groups.
+A `Link` carries bytes, and a `Wire` is one exchange under way; `StepExchange` is a rank's part in a step.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Link(Protocol):
-    """A way to carry a rank's wire to the others: made once for a route, used every step."""
+    """A way to carry wires to other ranks: made once for a route, used every step."""
 
     def start(self, send: Tensor) -> Callable[[], Tensor]:
-        """Begin; the function that is returned waits and gives what arrived, laid out by ``receive_counts``."""
+        """Begin; the returned function waits and returns the bytes received, laid out by ``receive_counts``."""
         ...
 
 
@@ -70,10 +69,8 @@ class AllToAll:
 
 
 class AllGather:
-    """For networks that do not stand all-to-all at scale: every rank sends all that it has to all.
-
-    It moves up to as many times the bytes as there are ranks.  Made collectively: ranks tell each other once how their
-    wires are cut.
+    """For networks that do not stand all-to-all at scale: every rank sends its whole wire to all, up to as many times
+    the bytes as there are ranks.  Making one is collective.
     """
 
     def __init__(self, route: Route, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -118,9 +115,8 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, kind: str) ->
     """Make the connections that links of a kind need, by sending a byte from each rank to each.  Collective, once for a
     group.
 
-    NCCL makes them when they are first used, which for an all-to-all is one for each pair of ranks.  Amid a step, some
-    ranks may wait there for others that wait elsewhere.  So all ranks do it before the first step, group after group in
-    one order, and wait for each.
+    NCCL makes them at their first use, where amid a step some ranks may wait for others that wait elsewhere.  So all
+    ranks do it before, group after group in one order.
     """
     if group is None or kind in (kinds := _connected.setdefault(group, set())):
         return
@@ -133,7 +129,7 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, kind: str) ->
 
 
 class Wire:
-    """One exchange under way: fill the memory as the route says, :meth:`start`, :meth:`arrive`, read the memory."""
+    """One exchange: fill the memory as the route says, :meth:`start`, :meth:`arrive`, read the memory."""
 
     def __init__(self, route: Route, link: Link, device: torch.device) -> None:
         self._route, self._link = route, link
@@ -148,7 +144,7 @@ class Wire:
         return self._buffer
 
     def start(self, note: Tensor | None) -> None:
-        """Begin the exchange, with a note to all ranks.  What was sent may not be touched until it has arrived."""
+        """Begin the exchange, with a note to all ranks."""
         assert self._buffer is not None, "started already"
         if note is not None:
             for start in _starts(self._route.send_counts):
@@ -157,7 +153,7 @@ class Wire:
         self._arrive = self._link.start(self._buffer)
 
     def arrive(self) -> None:
-        """Wait until everything is here; the sending side's memory is given back."""
+        """Wait for the bytes of all ranks, and release those sent."""
         assert self._arrive is not None, "not started"
         self._buffer = self._arrive()
         self._arrive = None
@@ -168,14 +164,13 @@ class Wire:
         return torch.stack([self.memory.narrow(0, start, NOTE) for start in starts])
 
     def differing(self) -> Tensor:
-        """Return whether any note that has arrived differs from the one sent, but for the last byte; a bool on the
-        device."""
+        """Return whether any note differs from the one sent, but for the last byte; a bool on the device."""
         assert self._note is not None, "no notes have arrived"
         return (self.notes() != self._note)[:, :-1].any()
 
 
 def gather_numbers(numbers: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Return some numbers of every rank of a group, ``[ranks, numbers]``, in the order of its ranks.  Collective."""
+    """Return the numbers of every rank of a group, ``[ranks, numbers]``.  Collective."""
     mine = torch.stack([*numbers])
     table = mine.new_empty(dist.get_world_size(group) * len(mine))
     with lost_ranks():
@@ -230,7 +225,7 @@ def any_has(flags: Tensor, intent: Intent, group: dist.ProcessGroup) -> tuple[Te
 
 
 def disagreement(intent: Intent, group: dist.ProcessGroup) -> Exception:
-    """Return the error of ranks that have found that they differ: they tell each other how.  Collective."""
+    """Return the error of ranks that differ, once they have told each other how.  Collective."""
     ranks = dist.get_process_group_ranks(group)
     reference: list[Facts | None] = [dict(intent.facts()) if intent.error is None else None]
     with lost_ranks():
@@ -263,10 +258,8 @@ def _starts(counts: Sequence[int]) -> list[int]:
 
 
 class Notes:
-    """The notes of a process group: whether they differed, read at once or later.
-
-    On a GPU, reading keeps the host waiting until all work before it is done; so only the first notes of a step are
-    read at once there, and the others when the next step begins.
+    """The verdicts on a process group's notes.  Reading one keeps the host waiting for a GPU, so there only the first
+    of a step are read at once, and the others when the next step begins.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -274,29 +267,18 @@ class Notes:
         self._unread: list[Tensor] = []
 
     def settle(self, intent: Intent, differing: Tensor, at_once: bool = False) -> None:
-        """Take in whether notes have differed from this rank's.
-
-        Args:
-            at_once: wait for the device.
-
-        Raises:
-            AgreedError: on every rank, if they have, where that is read.
-        """
+        """Raise an `AgreedError`, on every rank, if notes differ, or let `read` do so on a GPU, unless ``at_once``."""
         if not at_once and capturable(self.device):
             self._unread.append(differing)
         elif differing:
             raise AgreedError(disagreement(intent, self.group))
 
     def compare(self, intent: Intent, at_once: bool = False) -> None:
-        """Send notes and settle them.  Collective; the same exceptions."""
+        """Send notes and `settle` them.  Collective."""
         self.settle(intent, differ(intent, self.group, self.device), at_once)
 
     def read(self) -> None:
-        """Read what has not been read.
-
-        Raises:
-            AgreedError: some rank failed in the last step.
-        """
+        """Raise an `AgreedError` if some rank failed in the last step."""
         unread, self._unread = self._unread, []
         if unread and torch.stack(unread).any():
             raise AgreedError(
@@ -308,15 +290,15 @@ class Notes:
 
 
 class StepExchange:
-    """One rank's part in a step: its own work, and the notes that tell the others of it.
+    """One rank's part in a step.
 
-    Once some of a rank's own work has failed, it does no more of it, but it goes on exchanging, and sends zeros: its
-    notes differ from then on, and where they arrive all ranks stop at the same place.
+    When its work fails, it does no more, but goes on exchanging: it sends zeros and another note, and where that
+    arrives all ranks stop at the same place.
 
     Args:
-        notes: of the ranks that take this step; None: this rank is alone, or a CUDA graph is being captured.
-        unfit: whether something here forbids the step to all ranks: a bool on the device, without dims.  It travels as
-            the last byte of a note, which is not compared.  None: nothing can.
+        notes: None: this rank is alone, or a CUDA graph is being captured.
+        unfit: whether something here forbids the step to all ranks: a bool without dims, the last byte of a note, which
+            is not compared.  None: nothing can.
     """
 
     def __init__(self, intent: Intent, notes: Notes | None, unfit: Tensor | None = None) -> None:
@@ -330,7 +312,7 @@ class StepExchange:
             self._note[-1].copy_(self._unfit)
 
     def attempt(self, work: Callable[..., R], *arguments: object) -> R | None:
-        """Do some work, unless some has failed."""
+        """Return ``work(*arguments)``; None if it or work before it fails."""
         if self._intent.error is None:
             try:
                 return work(*arguments)
@@ -351,11 +333,7 @@ class StepExchange:
         wire.start(self._note)
 
     def check_first(self, wire: Wire) -> bool:
-        """Compare the first notes of a step, at once; returns whether the step is forbidden.
-
-        Raises:
-            AgreedError: on every rank, if they differ.
-        """
+        """Return whether any rank forbids the step; raise an `AgreedError` on every rank if first notes differ."""
         if self._notes is None:
             return self._unfit is not None and bool(self._unfit)
         told = torch.stack([wire.differing(), wire.notes()[:, -1].any()])
@@ -365,7 +343,7 @@ class StepExchange:
         return bool(forbidden)
 
     def check(self, wire: Wire) -> None:
-        """Compare the notes that have arrived; see `Notes.settle`."""
+        """Settle the notes that have arrived."""
         if self._notes is not None:
             self._notes.settle(self._intent, wire.differing())
 
@@ -376,10 +354,8 @@ class StepExchange:
 
 
 class GroupAgreement:
-    """The notes of several process groups, compared one group after the other: what fails in one is told in the next.
-
-    Args:
-        groups: which this rank is a member of; None is left out.
+    """The notes of this rank's process groups (None is left out), compared one group after the other: a failure in one
+    is told in the next.
     """
 
     def __init__(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
@@ -389,7 +365,7 @@ class GroupAgreement:
 
     @property
     def widest(self) -> dist.ProcessGroup | None:
-        """The last group, whose ranks know what all that are in it have told."""
+        """The last group, whose ranks all know what one of them has told in another."""
         return self.groups[-1] if self.groups else None
 
     def agree(self, intent: Intent, compare: Callable[[Notes, Intent], None]) -> None:
@@ -409,11 +385,7 @@ class GroupAgreement:
             raise failure
 
     def read(self) -> None:
-        """Read what no group has read yet.
-
-        Raises:
-            RuntimeError: some rank failed in the last step.
-        """
+        """Raise a RuntimeError if some rank failed in the last step."""
         try:
             for notes in self._notes:
                 notes.read()

@@ -1,10 +1,7 @@
-"""The element-wise parts of a step by Triton kernels: what torch's operators do block by block, in a few launches.
+"""The element-wise parts of a step by Triton kernels, in a few launches.
 
-Updates go from where they rest to the wire, and to the owner's stack where that is this rank, in one pass over gradient
-and momentum; results go from the wire or the stack to the parameters in one pass.  Where all elements of a parameter
-are sent by this rank, its momentum takes the gradient in on the way.
-
-This file needs Triton.
+One pass over gradients and momenta writes updates to the wire or the stack, one pass applies results.  Where this rank
+sends all elements of a parameter, its momentum takes the gradient in on the way.  This file needs Triton.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from .elementwise import LocalTensors, Sizes, UpdateCopies
 
 @dataclass(frozen=True, slots=True)
 class LaunchKind:
-    """What tensors of one launch have in common: their dtypes, what travels, and whether momentum is changed."""
+    """The common properties of a launch's tensors: dtypes, there and on the wire, and whether momenta are changed."""
 
     momentum: torch.dtype
     gradient: torch.dtype
@@ -39,9 +36,7 @@ class LaunchKind:
 
 
 class KernelElementwise:
-    """The element-wise backend for NVIDIA GPUs (`elementwise.Elementwise`).
-
-    Tensors are numbered by parameter and shape of the matrix, as rates depend on both.
+    """The `Elementwise` backend for NVIDIA GPUs.  An entry is a parameter and a shape, as rates depend on both.
 
     Args:
         specs: of the schedule's parameters.
@@ -77,7 +72,6 @@ class KernelElementwise:
         self._captured: list[Tensor] = []
 
     def begin(self, local: LocalTensors) -> None:
-        """Look where tensors lie at this step, and what its rates are."""
         kinds = [self._kind(local, param) for param in self._params]
         if kinds != self._kinds:
             self._kinds, self._segments, self._carried = kinds, {}, {}
@@ -141,7 +135,6 @@ class KernelElementwise:
             updates.apply(segments, self._weights[kind], self._rates, buffer, kind.back)
 
     def _carry(self, key: Hashable, copies: Callable[[], Copies], stack: Tensor, wire: Tensor, *, back: bool) -> None:
-        """Copy a stack to the wire, or back from there."""
         if key not in self._carried:
             table = copies()
             one = replace(table, source=np.zeros_like(table.source))
@@ -153,7 +146,7 @@ class KernelElementwise:
     def _planned(
         self, key: Hashable, copies: Callable[[], Copies], dtype: Callable[[LaunchKind], torch.dtype]
     ) -> list[tuple[LaunchKind, Segments]]:
-        """Return the launches for some copies of units, cut once."""
+        """Return the launches for copies of units, cut once."""
         if key not in self._segments:
             table = copies()
             table = replace(table, source=self._entry[table.source])
@@ -184,7 +177,7 @@ class KernelElementwise:
         return TensorTable(self._table((name, kind), addresses(chosen, self._device), torch.int64), dtype)
 
     def _numbers(self, name: str, values: Sequence[float | Tensor]) -> Tensor:
-        """Return a number for each entry, fp64; tensors on the device are read there, whenever this runs."""
+        """Return a number for each entry, fp64; tensors on the device are read there."""
         live = {id(value): value for value in values if isinstance(value, Tensor) and value.device == self._device}
         numbers = self._table(name, tuple(0.0 if id(v) in live else float(v) for v in values), torch.float64)
         for key, value in live.items():
@@ -193,7 +186,7 @@ class KernelElementwise:
         return numbers
 
     def _table(self, name: Hashable, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-        """Numbers on the device, sent there when they change.  A captured graph reads them as long as it lives."""
+        """Return numbers on the device, sent when they change; a captured graph reads them as long as it lives."""
         held = self._tables.get(name)
         if held is None or held[0] != values:
             held = values, uploaded(values, dtype, self._device)

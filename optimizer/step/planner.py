@@ -26,16 +26,12 @@ from .step import Step
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """The options of an optimizer that its plans follow from.
+    """The options of an optimizer that its plans follow from, as `Muon` takes them.
 
     Attributes:
-        replicas: of plain tensors.
-        exchange: a key of `exchange.LINKS`.
-        stages: the largest number of stages; None: as many as are worth while.
-        resting: where a parameter's elements are on these ranks.
-        cost, form: as `Muon` takes them.
+        resting: the layout of a parameter on these ranks.
         scale: the learning-rate factor of an ``m x n`` matrix of a group.
-        nonfinite: the policy for gradients that are not finite; None: there is none, and no step may be forbidden.
+        nonfinite: the policy for gradients that are not finite; None: no step may be forbidden.
     """
 
     replicas: dist.ProcessGroup | None
@@ -48,11 +44,7 @@ class Planner:
     nonfinite: str | None
 
     def plan(self, held: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> Step:
-        """Plan the steps of a set of ranks, and connect them.  Collective over these.
-
-        Args:
-            groups: all of the optimizer.
-            failure: what keeps this rank from it; the others learn of it.
+        """Plan the steps of a set of ranks, and connect them; or tell them of a failure.  Collective over these.
 
         Raises:
             AgreedError: on all of them, if they plan differently or one of them fails.
@@ -120,10 +112,7 @@ class Planner:
 def elementwise(
     schedule: Schedule, specs: Sequence[Spec], weights: Sequence[Tensor], device: torch.device, *, guarded: bool
 ) -> Elementwise:
-    """Return kernels for the element-wise parts on NVIDIA GPUs, and operators elsewhere: there they are as good.
-
-    Args:
-        guarded: whether updates are sent ahead of momenta.
+    """Return the backend: kernels on NVIDIA GPUs, operators elsewhere, where they are as good.
 
     Warns:
         RuntimeWarning: there is a GPU, and no Triton: operators do the work, in many more launches.

@@ -27,10 +27,7 @@ State = Mapping[Tensor, Mapping[str, Tensor]]
 
 
 def ranks_of(param: Tensor, replicas: dist.ProcessGroup | None) -> Ranks:
-    """Return the global ranks that hold parts or copies of a parameter, sorted; none for this process alone.
-
-    Of a mesh only its ranks count here; what each axis does is in the layout.
-    """
+    """Return the global ranks that hold parts or copies of a parameter, sorted; none for this process alone."""
     if isinstance(param, DTensor):
         return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
     return members(replicas)
@@ -42,8 +39,7 @@ def members(group: dist.ProcessGroup | None) -> Ranks:
 
 
 def one_of_each(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup | None]:
-    """Return groups, each replaced by the first one of the same ranks: ranks tell groups apart, not objects, and
-    ``new_group`` makes another object of the same ranks every time."""
+    """Return groups, each replaced by the first one of the same ranks: ``new_group`` makes a new object every time."""
     first: dict[Ranks, dist.ProcessGroup] = {}
     return [first.setdefault(members(group), group) if group is not None else None for group in groups]
 
@@ -51,17 +47,15 @@ def one_of_each(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup | N
 def in_order(ranks: Ranks) -> tuple[int, int, Ranks]:
     """Return the key by which every rank sorts its sets of ranks, for collectives in one global order.
 
-    A set comes before those that contain it, and the sets of a mesh axis before those of the axes outside of it.  So
-    what a rank has to tell reaches all ranks of a mesh in one pass, set by set.
+    A set comes before those that contain it, and a mesh axis before those outside of it, so that news reaches all ranks
+    of a mesh in one pass.
     """
     return ranks[-1] - ranks[0] if ranks else -1, len(ranks), ranks
 
 
 def crossing(sets: Sequence[Ranks]) -> ValueError | None:
-    """Return why ranks could not decide alike whether a step is taken: no set has all ranks of the others.
-
-    Args:
-        sets: those that this rank shares parameters with, `in_order`.
+    """Return why ranks could not decide alike on a step: no set that this rank is in (`in_order`) has all ranks of the
+    others.
     """
     for ranks in sets:
         if not {*ranks} <= {*sets[-1]}:
@@ -75,16 +69,13 @@ def crossing(sets: Sequence[Ranks]) -> ValueError | None:
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[Ranks, dist.ProcessGroup]] = WeakKeyDictionary()
-"""The groups that `group_of` has made, by the default process group of their time: they end with it."""
+"""The groups that `group_of` has made, by the default process group: they end with it."""
 
 
 def group_of(ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return a process group of exactly these ranks, the same one as long as this world lasts; None for one rank.
+    """Return a process group of exactly these ranks, an ``existing`` one if possible; None for one rank.
 
-    Collective over ``ranks`` (and no others) if it has to be made.
-
-    Args:
-        existing: groups to look at, besides that of the world.
+    It is the same one as long as this world lasts.  Collective over ``ranks`` if it has to be made.
 
     Raises:
         ValueError: this rank is not among them.
@@ -114,7 +105,7 @@ def groups_of_mesh(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """A parameter in the group of this number, and its name if groups have names."""
+    """A parameter, the number of its group, and its name if groups have names."""
 
     param: Tensor
     group: int
@@ -128,8 +119,7 @@ class RankSet:
 
     Attributes:
         ranks: sorted; none for this process alone.
-        members: in the order of the optimizer; there may be none where the ranks are those of ``replicas``.
-        state: the optimizer's.
+        members: in the order of the optimizer; there may be none for the ranks of ``replicas``.
     """
 
     ranks: Ranks
@@ -157,7 +147,7 @@ class RankSet:
 
     @cached_property
     def numbers(self) -> dict[int, int]:
-        """The number that all ranks have in common for a group, by its number on this rank."""
+        """The numbers of groups that all ranks have in common, by those on this rank."""
         return {group: number for number, group in enumerate(dict.fromkeys(member.group for member in self.members))}
 
     @property
@@ -175,24 +165,24 @@ class RankSet:
 
     @cached_property
     def _momenta(self) -> list[tuple[Tensor, Mapping[str, Tensor], str]]:
-        """Parameters, their states, and the slots of momenta; a look-up by parameter in each step would take longer."""
+        """Parameters, their states, and the slots of momenta: looking parameters up in each step would take longer."""
         return [
             (member.param, self.state[member.param], MOMENTUM if member.algorithm in MATRICES else EXP_AVG)
             for member in self.members
         ]
 
     def groups(self, all_groups: Sequence[ParamGroup]) -> dict[int, ParamGroup]:
-        """Return the groups of its parameters, by the numbers that the ranks have in common."""
+        """Return the groups of its parameters, by their common numbers."""
         return {number: all_groups[group] for group, number in self.numbers.items()}
 
 
 _built: WeakKeyDictionary[dist.ProcessGroup, Counter[Hashable]] = WeakKeyDictionary()
-"""How many optimizers of each kind this process has built, by the default process group of its time."""
+"""The number of optimizers of each kind that this process has built, by the default process group."""
 
 
 def ordinals(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup | None) -> dict[Ranks, int]:
-    """Return, for each set of ranks, the number that an optimizer with these groups has among those that this process
-    has built of the same parameters there.  So ranks tell optimizers apart without talking.
+    """Return, by ranks, an optimizer's number among those built of equal parameters there: ranks tell optimizers apart
+    by it without talking.
     """
     numbers: dict[Ranks, int] = {}
     if (world := dist.group.WORLD) is None:
@@ -208,7 +198,7 @@ def ordinals(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup | None) -
 def rank_sets(
     groups: Sequence[ParamGroup], replicas: dist.ProcessGroup | None, state: State = MappingProxyType({})
 ) -> list[RankSet]:
-    """Return the parameters of some groups by their ranks, in the order in which all ranks take part in collectives."""
+    """Return the parameters of groups by their ranks, in the global order of collectives."""
     held: defaultdict[Ranks, list[Member]] = defaultdict(list)
     if replicas is not None:
         held[members(replicas)] = []

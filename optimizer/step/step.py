@@ -1,10 +1,9 @@
 """A step of matrices: momentum, exchange, orthogonalise in batches, exchange back, apply.
 
 Stages overlap: while the matrices of one are orthogonalised, the next one's updates are on their way to their owners
-and the previous one's results on their way back.  So at most two stages are in memory at any time.
+and the previous one's results on their way back, so at most two are in memory.
 
-A `Batch` has matrices that are orthogonalised together, a `Step` is for one set of ranks, and `Steps` takes those of
-all sets that this rank is in, in one order.
+A `Batch` is orthogonalised together, a `Step` is for one set of ranks, and `Steps` takes those of all sets in order.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from .exchange import Link, Notes, StepExchange, Wire
 from .rank_sets import RankSet, State, crossing, rank_sets
 
 LARGEST = 1 << 25
-"""Elements of a stack: 64 heads of 128 x 4096, or two matrices of 4096 x 4096, which is more than a GPU does at a time.
-In 16 bits they are 64 MiB, and Newton-Schulz takes up to four times that besides."""
+"""Elements of a batch by kernels: two matrices of 4096 x 4096, which is more than a GPU does at a time.  In 16 bits
+they are 64 MiB, and Newton-Schulz takes up to four times that besides."""
 
 TOGETHER = 1 << 18
-"""The same for torch's products: what lies in memory for them, there and back, is then 1 MiB in 16 bits.  How many
-of them are multiplied together is up to `products.STACK`."""
+"""The same by torch's products, 1 MiB there and back in 16 bits; `products.STACK` is how many they multiply at a
+time."""
 
 BUSY = 64
-"""Tiles of 128 x 128 that keep a large GPU busy: half of its multiprocessors are enough, as tiles can be smaller."""
+"""Tiles of 128 x 128 that keep a large GPU busy: half of its multiprocessors, as tiles can be smaller."""
 
 UNDER_WAY = 2
 """Stages whose updates are under way when the first notes are read."""
@@ -51,7 +50,7 @@ UNDER_WAY = 2
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices that are done by one call, with the numbers of their units; each gets the bits that it has alone.
+    """Matrices that are orthogonalised by one call, with the numbers of their units.
 
     Raises:
         ValueError: no unit, or not as many as there are places.
@@ -73,18 +72,18 @@ class Batch:
         return {number: rows * columns for number, (rows, columns) in zip(self.numbers, self.places, strict=True)}
 
     def orthogonalized(self, memory: Tensor) -> Tensor:
-        """Orthogonalise the matrices of ``[places.numel]``, end to end in the order of ``numbers``."""
+        """Return the orthogonalised matrices of ``[places.numel]``."""
         return orthogonalize_all(memory, self.places, self.recipe, self.form)
 
 
 def fills_gpu(rows: int, columns: int, copies: int) -> bool:
-    """Return whether the Gram matrices of so many matrices have `BUSY` tiles to compute: one has from 1281² on."""
+    """Return whether the Gram matrices of so many matrices have `BUSY` tiles: one has from 1281² on."""
     side = -(-min(rows, columns) // 128)
     return copies * side * (side + 1) // 2 >= BUSY
 
 
 def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable[[int], ParamGroup]) -> list[Batch]:
-    """Return whole matrices of ``units``, by number, in batches that follow from these alone.
+    """Return units, by number, in batches.
 
     Kernels take up to `LARGEST` elements at a time: matrices of one shape if these fill a GPU, else all that do not
     together, tall ones apart.  torch's products take up to `TOGETHER` elements, of matrices of one shape.
@@ -122,8 +121,7 @@ class PendingStep:
     """A step of which the first notes have arrived, and no update has been applied.
 
     Attributes:
-        coming: updates on their way to their owners, stage by stage; those of the first have arrived.
-        forbidden: by some rank.
+        coming: updates on their way to their owners, by stage; those of the first have arrived.
     """
 
     exchange: StepExchange
@@ -132,7 +130,7 @@ class PendingStep:
     forbidden: bool
 
     def leave(self) -> None:
-        """Do nothing more of it, but wait for what is under way."""
+        """Leave it undone, but wait for what is under way."""
         for wire in list(self.coming)[1:]:
             wire.arrive()
 
@@ -142,12 +140,10 @@ class Step:
 
     Args:
         schedule: for the matrices of ``params``, described by ``specs``.
-        rank: this one.
-        elementwise: the backend for the element-wise parts.
-        group: of all ranks; None for this process alone.
+        group: None for this process alone.
         links: there and back, of each stage.
         device: where ranks exchange.
-        guarded: whether the step may be forbidden: then momenta change only after the first notes have arrived.
+        guarded: whether a step may be forbidden: then momenta change only after the first notes have arrived.
     """
 
     def __init__(
@@ -185,10 +181,9 @@ class Step:
 
         Args:
             held: all parameters of these ranks, matrices or not.
-            groups, state: of the optimizer.
-            failure: what keeps this rank from it; the others learn of it.
+            failure: of this rank; the others learn of it.
             unfit: see `StepExchange`.
-            constants: what else must be the same on all ranks.
+            constants: facts that must be the same on all ranks.
 
         Raises:
             AgreedError: on all ranks, if they differ in what they are about to do, or one of them fails.
@@ -217,14 +212,7 @@ class Step:
         return PendingStep(exchange, local, coming, forbidden)
 
     def finish(self, pending: PendingStep, failure: Exception | None = None) -> None:
-        """Do the rest of a step.  Collective.
-
-        Args:
-            failure: what keeps this rank from it.
-
-        Raises:
-            AgreedError: on all ranks, if one of them fails.
-        """
+        """Do the rest of a step.  Collective; raises an `AgreedError` on all ranks if one of them fails."""
         exchange, local, coming = pending.exchange, pending.local, pending.coming
         if failure is not None:
             exchange.fail(failure)
@@ -254,10 +242,8 @@ class Step:
             exchange.end()
 
     def retire(self, failure: Exception | None) -> None:
-        """Take part in this plan for the last time: the first exchange of a step, with notes only.  Collective.
-
-        Raises:
-            AgreedError: on all ranks, if not all of them plan anew, or one of them fails.
+        """Take part in this plan for the last time: the first exchange of a step, with notes only.  Collective; raises
+        an `AgreedError` on all ranks if not all of them plan anew, or one of them fails.
         """
         if self._notes is None or capturing():
             return
@@ -356,21 +342,16 @@ class Steps:
         unfit: Tensor | None,
         constants: Callable[[Ranks], Facts],
     ) -> bool:
-        """Update all matrices that have a gradient, or none if some rank forbids it.  Collective.
+        """Update all matrices that have a gradient; returns False if some rank forbids it.  Collective.
 
-        A set of ranks comes before those that contain it.  If the step may be forbidden, the first notes of all sets
-        are read before anything is changed, and all that a rank shares parameters with are in its last set: the ranks
-        of that set decide alike.
+        If the step may be forbidden, the first notes of all sets are read before anything is changed.  The last set
+        contains all ranks that this one shares parameters with, so they decide alike.
 
         Args:
-            groups, state, replicas: of the optimizer.
             plan: plans the steps of a set of ranks, or tells them of a failure.
-            failure: what keeps this rank from its part; the others learn of it.
+            failure: of this rank; the others learn of it.
             unfit: see `StepExchange`.
-            constants: what else must be the same on all ranks of a set.
-
-        Returns:
-            Whether the step is taken.
+            constants: facts that must be the same on all ranks of a set.
 
         Raises:
             Exception: on all ranks, if one of them fails; at once, without the other sets, if it is not `AgreedError`.

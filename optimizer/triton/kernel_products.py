@@ -1,7 +1,7 @@
 """Newton-Schulz by kernels, for stacks of matrices on NVIDIA GPUs, in as many launches as one matrix takes.
 
-Products are those of ``multiply``.  Here are norms and padded sides: a launch walks through chunks of the memory of all
-matrices, whatever their shapes, and sums are in an order that follows from the shape of a matrix alone.
+Norms and padding walk through chunks of the memory of all matrices; the order of sums follows from the shape of a
+matrix alone.
 
 This file needs Triton; `newton_schulz.products` imports it when a device asks for it.
 """

@@ -1,11 +1,9 @@
 """The products of Newton-Schulz in 16 bits as one Triton kernel, for stacks of matrices on NVIDIA GPUs.
 
-``out = alpha·A·B + beta·D + diagonal·I`` for matrices of any shapes in one launch, which walks through a list of tiles;
-each names its matrix.  Where results are known to be symmetric, the list has the tiles of one triangle only, which are
-also written mirrored: half the work.  Sums are kept in fp32 and rounded once.
-
-A result has the same bits whatever else is in the stack, as every tile sums along the inner dim in the same order
-(`DEPTH`).  Why it is done so: ``docs/design/kernels.md``.
+``out = alpha·A·B + beta·D + diagonal·I`` for matrices of any shapes in one launch, which walks through a list of tiles.
+Symmetric results have the tiles of one triangle only, which are also written mirrored: half the work.  Sums are kept in
+fp32 and rounded once, in the same order in every tile (`DEPTH`), so a result has the same bits whatever is beside it.
+Why it is done so: ``docs/design/kernels.md``.
 
 This file needs Triton.
 """
@@ -64,9 +62,9 @@ LARGE = (
     else (Tile(128, 128, 8, 3, registers=128), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))
 )
 WIDE = () if INTERPRETED else (Tile(128, 256, 8, 3),)
-"""For results that do not fill a GPU, that do, and that do and are not mirrored.  Few, as each is compiled and timed
-once for every product; each was the fastest of its like somewhere on an H100.  Two programs run at a time on a
-multiprocessor where a thread takes at most 128 registers."""
+"""For results that do not fill a GPU, that do, and that do and are not mirrored; each was the fastest somewhere on an
+H100.  Few, as each is compiled and timed once for every product.  Two programs share a multiprocessor where a thread
+takes at most 128 registers."""
 
 FILLED = 132
 """Tiles of 128 x 128 from which results fill a GPU: an H100 has as many multiprocessors."""
@@ -76,10 +74,7 @@ class Kind(NamedTuple):
     """The common properties of products of two stacks that are launched alike.
 
     Attributes:
-        left, right, addend: how the operands lie; no addend: None.
-        left_turned, right_turned: as in `Stack`.
         multiplied: whether there is a product; without one, the result is the addend.
-        symmetric: see :func:`multiply`.
     """
 
     left: Places

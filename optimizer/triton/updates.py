@@ -1,12 +1,10 @@
 """The element-wise parts of a step as Triton kernels: one launch for parts of any number of tensors.
 
-A launch walks through a list of blocks; each names a segment and where in it to begin (`Segments`).  So nothing is
-copied together first, and the number of launches does not grow with the number of tensors.  The lists are made once;
-tensors and buffers may be others at every step, and are found through addresses.
+A launch walks through a list of blocks, each of a segment of a tensor (`Segments`).  The lists are made once; tensors
+and buffers may be others at every step, and are found by address.
 
-`send` is ``lerp_``, ``lerp`` and the copy to a buffer in one pass; `apply` is decay, scale and subtraction in one pass.
-Both round where torch's operators do (`step.elementwise`), and use a fused multiply-add where its kernels do: the same
-bits.
+`send` is ``lerp_``, ``lerp`` and the copy to a buffer in one pass; `apply` is decay, scale and subtraction.  Both round
+where torch's operators do (`step.elementwise`), and fuse multiply and add where its kernels do: the same bits.
 
 This file needs Triton.
 """
@@ -34,7 +32,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 BLOCK = 1024
-"""Elements that one program works through: with 4096 it needs all registers there are (255 instead of 48)."""
+"""Elements of a program: with 4096 it needs all registers there are (255 instead of 48)."""
 
 LONGEST_SEGMENT = 1 << 30
 """Columns of a segment, so that a block's elements are counted in 32 bits."""
@@ -44,11 +42,11 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Copies, cut into what the kernels walk through; int64 tensors on the device.
+    """Copies, cut into segments and blocks; int64 tensors on the device.
 
     Attributes:
-        segments: of each, ``[9]``: the number of its tensor; its offset there, its columns, row and column strides
-            (elements); how many elements; where they begin in the buffer (bytes), row and column strides there.
+        segments: ``[n, 9]``: number of the tensor; offset there, columns, row and column strides (elements); elements;
+            offset in the buffer (bytes), row and column strides there.
         blocks: of each program, ``[2]``: its segment, and its first element there.
         tensors: how many tensors the numbers are for.
     """
@@ -59,10 +57,7 @@ class Segments:
 
     @classmethod
     def of(cls, copies: Copies, tensors: int, dtype: torch.dtype, device: torch.device) -> Segments:
-        """Plan launches for copies between tensors and a buffer of elements of ``dtype``.
-
-        Args:
-            copies: from tensors, by number, to the buffer, where offsets are in bytes.
+        """Plan launches for copies from tensors, by number, to a buffer of ``dtype`` elements, with offsets in bytes.
 
         Raises:
             ValueError: a copy of another tensor than the ``tensors``.
@@ -81,19 +76,19 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class TensorTable:
-    """Tensors of one dtype as kernels take them: where they lie, int64; 0 for none, which is passed over."""
+    """Addresses of tensors of one dtype, int64; 0 for none, which kernels pass over."""
 
     where: Tensor
     dtype: torch.dtype
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], device: torch.device) -> TensorTable:
-        """They must live until the launch is over.  The same exceptions as :func:`addresses`."""
+        """Return the addresses of tensors, which must live until the launch is over."""
         return cls(uploaded(addresses(tensors, device), torch.int64, device), one_dtype(tensors))
 
 
 def addresses(tensors: Sequence[Tensor | None], device: torch.device) -> tuple[int, ...]:
-    """Return where tensors lie now; copies count from where a tensor begins.
+    """Return the addresses of tensors.
 
     Raises:
         ValueError: a tensor that is not contiguous or lies on another device.
@@ -120,7 +115,7 @@ def one_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
 
 
 def _segments(copies: Copies, size: int) -> NDArray[np.int64]:
-    """Return copies as rows of columns: `Segments.segments`.  Dims are merged where both sides allow it."""
+    """Return `Segments.segments`: dims are merged where both sides allow it."""
     n, ndim = copies.sizes.shape
     dims = np.zeros((n, max(ndim, 2), 3), np.int64)  # from the innermost: sizes and both strides
     dims[:, :, 0] = 1
@@ -156,7 +151,7 @@ def _segments(copies: Copies, size: int) -> NDArray[np.int64]:
 
 
 AHEAD = 2
-"""A value of ``accumulate``: updates are of momenta with the gradients in, and momenta are left as they are."""
+"""A value of ``accumulate``: updates as if momenta had taken gradients in, and momenta are left as they are."""
 
 
 def send(
@@ -172,14 +167,13 @@ def send(
     """Take gradients into momenta, and write updates to a buffer, in one pass.
 
     Args:
-        segments: where elements rest and go; each element of a tensor at most once.
+        segments: has each element of a tensor at most once.
         gradients: none: the tensor takes no part.
-        weights: fp32 ``[tensors, 2]`` on the device: ``1 - momentum``, and ``momentum`` for Nesterov's update or 1 for
-            the momentum itself.  Read when the kernel runs, so a captured graph follows them.
+        weights: fp32 ``[tensors, 2]``: ``1 - momentum``, and ``momentum`` for Nesterov's update or 1 for the momentum
+            itself.  Read when the kernel runs, so a captured graph follows them.
         buffer: uint8.
-        dtype: that the updates are rounded to.
-        accumulate: whether momenta are changed.  False if they have been already: where some elements of a tensor are
-            not sent by this rank.  Or `AHEAD`.
+        dtype: of the updates in the buffer.
+        accumulate: whether momenta are changed; False if they have been already, or `AHEAD`.
 
     Raises:
         ValueError: another number of tensors than the segments are for.
@@ -194,17 +188,10 @@ def send(
 
 
 def apply(segments: Segments, params: TensorTable, table: Tensor, buffer: Tensor, dtype: torch.dtype) -> None:
-    """Decay parameters and subtract what has arrived, in fp32, in one pass.
+    """Decay parameters and subtract the updates in a buffer, in fp32, in one pass; arguments as for :func:`send`.
 
     Args:
-        segments: where elements rest and come from; each element of a tensor at most once.
-        params: none: the tensor takes no part.
-        table: fp32 ``[tensors, 3]`` on the device, read when the kernel runs: see `rate_table`.
-        buffer: uint8.
-        dtype: of what lies there.
-
-    Raises:
-        ValueError: as for :func:`send`.
+        table: see `rate_table`; read when the kernel runs.
     """
     _fits(segments, params.where, table)
     if len(segments.blocks):
@@ -227,10 +214,11 @@ def carry(segments: Segments, tensors: TensorTable, buffer: Tensor, *, back: boo
 
 
 def rate_table(lr: Tensor, scale: Tensor, weight_decay: Tensor, cautious: Tensor) -> Tensor:
-    """The table of :func:`apply`, from a number for each tensor, fp64, and whether its decay is cautious.
+    """Return the table of :func:`apply`, fp32 ``[tensors, 3]``, from a number for each tensor, fp64, and whether its
+    decay is cautious.
 
-    A row is the factor of an update; what is kept of every element; what is taken of an element besides, where the
-    update does not move it away from zero (`scalar.decay`).
+    A row is the factor of an update, the share that is kept of every element, and the share taken where the update does
+    not move it away from zero (`tensors.decay`).
     """
     shed = lr * weight_decay
     retained = torch.where(cautious, 1.0, 1 - shed)
@@ -245,7 +233,7 @@ def _fits(segments: Segments, *tables: Tensor) -> None:
 
 @triton.jit
 def _place(segments, blocks, BLOCK: tl.constexpr):
-    """This program's tensor; where its elements rest there and lie in the buffer; where that begins; which exist."""
+    """Return this program's tensor; places of elements there and in the buffer; the buffer's offset; a mask."""
     block = blocks + tl.program_id(0).to(tl.int64) * 2
     segment = segments + tl.load(block) * 9
     start = tl.load(block + 1)
@@ -267,7 +255,7 @@ def _place(segments, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _lerp(start, end, weight):
-    """As torch does it: from the nearer end, so that weights of 0 and 1 are exact."""
+    """Interpolate as torch does: from the nearer end, so that weights of 0 and 1 are exact."""
     near = weight < 0.5
     return fused(tl.where(near, weight, weight - 1.0), end - start, tl.where(near, start, end))
 
