@@ -1,8 +1,8 @@
 """Work of all ranks together: computed by each, decided by one, with one outcome for all.
 
-Nothing is left waiting by an error: what a rank raises while it computes travels to the others in place of its answer,
-as class and text, which can be pickled; where a collective fails, the error says so.  So each function here raises the
-same MuonckptError on all ranks, of the first rank that failed, or LostRankError if another rank was lost.
+An error leaves no rank waiting: what a rank raises travels to the others in place of its answer, as class and text,
+which can be pickled.  So each function here raises the same MuonckptError on all ranks, that of the first rank that
+failed, or LostRankError if another rank was lost.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The failures of ranks, which all hear: by global rank, -1 stands for all of them."""
+    """The failures that all ranks hear, by global rank; -1 stands for all of them."""
 
     failures: dict[int, _Failure]
 
     def raise_it(self, cause: Exception | None) -> None:
-        """Raise the error of the first rank that failed, if one has; ``cause`` was raised on this rank."""
+        """Raise the error of the first rank that failed, if any; ``cause`` was raised on this rank."""
         for rank, failure in self.failures.items():
             where = f" (rank {rank})" if rank >= 0 and dist.is_initialized() and len(self.failures) == 1 else ""
             raise failure.kind(f"{failure.text}{where}") from cause
@@ -48,12 +48,12 @@ def decide_on_first(
     answer: Callable[[], T],
     decide: Callable[[list[T]], R],
 ) -> R:
-    """Return what the first rank makes of the answers of all, on every rank: one gather and one broadcast.
+    """Return the first rank's decision on the answers of all ranks: one gather and one broadcast.
 
     One process without a process group decides on its own answer.
 
     Args:
-        kind: what an error becomes that is not one of ours.
+        kind: the class for errors that are not ours.
         answer: makes this rank's answer.
         decide: runs on the first rank of the group.
     """
@@ -71,10 +71,10 @@ def scatter_from_first(
     answer: Callable[[], T],
     deal: Callable[[list[T]], list[R]],
 ) -> R:
-    """Return what the first rank makes of the answers of all for each of them: one gather and one scatter.
+    """Return this rank's value of those that the first rank makes of the answers of all: one gather and one scatter.
 
     Args:
-        deal: runs on the first rank of the group; gives one value for each rank.
+        deal: runs on the first rank of the group; returns a value for each rank.
     """
     decisions, cause = _decisions(process_group, kind, answer, deal)
     if decisions is not None and isinstance(decisions[0], _Outcome):
@@ -89,7 +89,7 @@ def scatter_from_first(
 def gather_on_all(
     process_group: dist.ProcessGroup | None, kind: type[MuonckptError], answer: Callable[[], T]
 ) -> list[T]:
-    """Return the answers of all ranks, in the order of the group, on every rank: one gather."""
+    """Return the answers of all ranks, in the order of the group: one gather."""
     mine, cause = _attempted(kind, answer)
     answers: list[T | _Failure] = [mine]
     if dist.is_initialized():
@@ -103,7 +103,7 @@ def gather_on_all(
 def broadcast_from_first(
     process_group: dist.ProcessGroup | None, kind: type[MuonckptError], answer: Callable[[], T]
 ) -> T:
-    """Return the answer of the first rank, on every rank: one broadcast."""
+    """Return the answer of the first rank: one broadcast."""
     heard: list[T | _Outcome | None] = [None]
     cause: Exception | None = None
     if coordinates(process_group):
@@ -116,7 +116,7 @@ def broadcast_from_first(
 
 
 def _attempted(kind: type[MuonckptError], answer: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
-    """Return what this rank has to tell, and the error that it is, if it is one."""
+    """Return this rank's answer, or its failure with the error."""
     try:
         return answer(), None
     except MuonckptError as error:
@@ -131,7 +131,7 @@ def _decisions(
     answer: Callable[[], T],
     decide: Callable[[list[T]], list[R]],
 ) -> tuple[list[R | _Outcome | None] | None, Exception | None]:
-    """Return, on the first rank, what it tells each rank, or one outcome for all; and the error of this rank."""
+    """Return, on the first rank, its decisions or one outcome for all; and the error of this rank."""
     mine, cause = _attempted(kind, answer)
     answers: list[T | _Failure] | None = [mine]
     if dist.is_initialized():
@@ -161,11 +161,7 @@ def _unless_failed(heard: R | _Outcome | None, cause: Exception | None) -> R:
 
 @contextmanager
 def unusable(advice: str = "") -> Iterator[None]:
-    """Have an error say that the state dict is no state of any run: tensors have been overwritten.
-
-    Args:
-        advice: how to have the error before that.
-    """
+    """Add to an error that tensors have been overwritten, and ``advice`` on how to have it before that."""
     try:
         yield
     except LostRankError:  # says it
@@ -187,7 +183,7 @@ def refuse_differing(process_group: dist.ProcessGroup | None, call: str, ranks: 
 
     Args:
         call: what was called.
-        ranks: of each rank of the group, arguments by name.
+        ranks: each rank's arguments by name, in the order of the group.
 
     Raises:
         ArgumentError: names the first argument that differs, and two ranks.
@@ -203,10 +199,10 @@ def refuse_differing(process_group: dist.ProcessGroup | None, call: str, ranks: 
 
 
 def refuse_crossed(process_group: dist.ProcessGroup | None, call: str) -> None:
-    """Refuse that ranks have called different things, which would exchange what the other does not understand, or wait.
+    """Refuse different calls on different ranks, which would misunderstand each other, or wait.
 
-    Every public call begins with this, one gather of names, before it asks objects of the user, which may communicate
-    themselves.  A process group without gloo for the host is not asked: its devices would be waited for.
+    Every public call begins with this gather of names, before it asks objects of the user, which may communicate
+    themselves.  A process group without gloo for the host is not asked, as that would wait for its devices.
 
     Raises:
         ArgumentError: names two calls, and ranks that made them.
@@ -226,12 +222,12 @@ def refuse_crossed(process_group: dist.ProcessGroup | None, call: str) -> None:
 
 
 def group_ranks(process_group: dist.ProcessGroup | None) -> list[int]:
-    """Return global ranks, in the order of the group; [0] for one process without a process group."""
+    """Return the global ranks of a group; [0] for one process without a process group."""
     return list(dist.get_process_group_ranks(process_group or dist.group.WORLD)) if dist.is_initialized() else [0]
 
 
 def wire_device(process_group: dist.ProcessGroup | None, held: Collection[str]) -> torch.device:
-    """Return where bytes have to lie to be exchanged.
+    """Return the device from which bytes can be exchanged.
 
     Args:
         held: the types of the devices on which any rank has tensors.

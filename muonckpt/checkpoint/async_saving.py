@@ -69,13 +69,13 @@ class AsyncSave:
     """A save that runs along with training.
 
     An error that nobody has asked for is raised, or warned of, by the next ``async_save`` of the same process group.
-    If there is none, a line says it when the program ends, whose exit code is 120 then, unless ``on_error="warn"``.
+    If there is none, the program prints it when it ends, with exit code 120 unless ``on_error="warn"``.
 
     Attributes:
         path: the checkpoint.
         progress: bytes that this rank has written, and has to write.
         future: the same save, for programs that take a `concurrent.futures.Future`.
-        on_error: what becomes of an error that nobody has asked for.
+        on_error: ``"raise"`` or ``"warn"``, for an error that nobody has asked for.
     """
 
     def __init__(self, path: str, progress: SaveProgress, outcome: _SaveFuture, on_error: OnError) -> None:
@@ -86,7 +86,7 @@ class AsyncSave:
         self._outcome = outcome
 
     def done(self) -> bool:
-        """Return whether this rank has nothing left to do, well or not."""
+        """Return whether this rank has finished, well or not."""
         return self.future.done()
 
     def result(self, timeout: float | None = None) -> None:
@@ -97,24 +97,24 @@ class AsyncSave:
 
         Raises:
             TimeoutError: it is not finished.
-            MuonckptError: what made the save fail, the same on every rank.
+            MuonckptError: the save failed; the same on every rank.
         """
         self.future.result(timeout)
 
     @property
     def unreported(self) -> BaseException | None:
-        """The error of the save, for which it waits, if this rank has not asked for it."""
+        """The error, for which this waits, if this rank has not asked for it."""
         error = self._outcome.error()
         return None if self._outcome.reported else error
 
     @property
     def failed_on_all(self) -> bool:
-        """Whether all ranks have the error of the save, for which it waits."""
+        """Whether all ranks have an error, for which this waits."""
         error = self._outcome.error()
         return isinstance(error, MuonckptError) and not isinstance(error, LostRankError)
 
     def settle(self) -> None:
-        """Wait, and raise or warn of an error that was not reported, once."""
+        """Wait, and raise or warn of an unreported error, once."""
         error = self.unreported
         self.mark_reported()
         if error is not None and self.on_error == "raise":
@@ -158,15 +158,12 @@ class _Lane:
         progress = SaveProgress()
         staged: dict[str, Any] = {}
         details: Mapping[str, Any] = {}
-        failure: BaseException | None = None
+        failure: Exception | None = None
         try:
             details = as_json(provenance)
             staged = self._copy.of(nested_state(state_dict, "to save"))
-        except MuonckptError as error:  # the other ranks plan with this one: they hear of it there
+        except Exception as error:  # the other ranks plan with this one: they hear of it there
             failure = error
-        except Exception as error:  # of a class that perhaps cannot travel to them
-            failure = DestinationError(f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
 
         def copied() -> LiveState:
             if failure is not None:
@@ -222,7 +219,7 @@ class _Lane:
             return decide_on_first(self._asking, DestinationError, lambda: mine, any)
 
     def settle(self) -> None:
-        """Wait for the last save; raise or warn of its error, on all ranks alike, unless it was reported on one."""
+        """Wait for the last save; unless its error was reported on a rank, raise or warn of it on all."""
         if self.last is None:
             return
         last, unreported = self.last, self.last.unreported is not None
@@ -261,15 +258,14 @@ def async_save(
     """Save a state dict while training goes on: what is saved is the state at the call.  Collective.
 
     The call copies this rank's tensors to host memory (pinned, if there is a GPU), in buffers that the next call uses
-    again.  A thread does what `save` does.  ``destroy_process_group()`` and the end of the program wait for it; end
-    with ``.result()`` to have its error.
+    again, and a thread saves them.  ``destroy_process_group()`` and the end of the program wait for it; end with
+    ``.result()`` to have its error.
 
     Args:
         state_dict, path, provenance: as for `save`.
         process_group: the ranks that save; the first call makes two gloo process groups of them, with the time-out that
             this one has for the host, else with gloo's own of 30 minutes.
-        on_error: what the next call does if this save has failed and nobody has asked: ``"raise"`` its error, or
-            ``"warn"`` of it and go on.
+        on_error: what the next call does with an error that nobody has asked for: ``"raise"`` it, or ``"warn"`` of it.
         when_busy: while a save of the same process group is running, ``"wait"`` until it ends, or ``"refuse"``, which
             asks the other ranks first.
 
@@ -299,7 +295,7 @@ def save_in_thread(
 
     Args:
         wanted: what is to be saved, in words.
-        begin: gives the path, and what this rank's thread does when the checkpoint is published.
+        begin: returns the path, and a function for this rank's thread to call after publication.
     """
     if on_error not in ("raise", "warn") or when_busy not in ("wait", "refuse"):
         raise ValueError(
@@ -327,7 +323,7 @@ def settle_last(process_group: dist.ProcessGroup | None) -> None:
 
 
 def _lane(process_group: dist.ProcessGroup | None) -> _Lane:
-    """Return what belongs to a process group, after closing what belongs to worlds that are gone."""
+    """Return the lane of a process group, after closing those of worlds that are gone."""
     world = _world()
     for group, lane in list(_lanes.items()):
         if lane.process != os.getpid():  # a fork of that process, without its threads
@@ -353,7 +349,7 @@ def _gloo(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 @atexit.register
 def _report_failures() -> None:
-    """Print errors that were not reported, when nobody is left to raise to: threads have ended by now."""
+    """Print unreported errors at the end of the program, when threads have ended."""
     lost = False
     for lane in _lanes.values():
         if lane.last is None or lane.process != os.getpid():
@@ -381,7 +377,7 @@ class _Boxes:
 
 
 class HostCopy:
-    """Buffers, pinned if there is a GPU, and the state that was copied to them last."""
+    """A copy of state in buffers that are pinned if there is a GPU."""
 
     def __init__(self) -> None:
         self._stager = _stager()
@@ -429,7 +425,7 @@ def _mapped(node: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _bare(leaf: Any) -> Any:
-    """Return a tensor without attributes, conjugation, negation and pending collectives; anything else as it is."""
+    """Return a tensor without attributes, conjugation, negation and pending collectives."""
     if not isinstance(leaf, Tensor):
         return leaf
     if declares_boxes(leaf):
@@ -488,7 +484,7 @@ dist.Backend.register_backend(_BACKEND, _EndingGroup, devices=["cpu"])
 
 
 def before_groups_end(act: Callable[[], None]) -> None:
-    """Act in ``destroy_process_group()`` of the world, while its process groups still work."""
+    """Act at the beginning of ``destroy_process_group()`` of the world."""
     group: Any = dist.new_group([dist.get_rank()], backend=_BACKEND, use_local_synchronization=True)
     group.act = act
 
@@ -508,9 +504,9 @@ class _UnflushableStream:
 
 
 def fail_at_the_end() -> None:
-    """Have the program end with exit code 120, which is Python's for a failure after its last line (`sys.exit`).
+    """Have the program end with exit code 120, Python's for a standard error that cannot be flushed.
 
-    Python takes it when standard error cannot be flushed.  `os._exit` would skip what others do at the end.
+    `os._exit` would skip what others do at the end.
     """
     if sys.stderr is not None:
         sys.stderr = _UnflushableStream(sys.stderr)

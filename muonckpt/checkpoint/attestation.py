@@ -40,7 +40,7 @@ _HEX = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True)
 class TensorPrint:
-    """Shape, dtype (torch's name without the prefix) and fingerprint (16 hex digits) of a logical tensor."""
+    """Shape, dtype (torch's name without the prefix) and fingerprint (16 hex digits) of a tensor."""
 
     shape: Index
     dtype: str
@@ -56,7 +56,7 @@ class TensorPrint:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprints:
-    """Tensors by key, as a manifest names them.  Two are equal where shapes, dtypes and fingerprints are."""
+    """The fingerprints of tensors, by the keys that a manifest has."""
 
     tensors: Mapping[str, TensorPrint]
 
@@ -131,8 +131,8 @@ class Attestation:
 def fingerprints(state_dict: Mapping[str, Any], *, process_group: dist.ProcessGroup | None = None) -> Fingerprints:
     """Take the fingerprints of all tensors of a state dict, whatever mesh they are on.  Collective; changes nothing.
 
-    They are those that `save` would write into the manifest, under the same keys.  Each rank reads what it holds, in
-    place: of a tensor on a GPU nothing is copied to the host but one number for each box.
+    They are those that `save` would write into the manifest.  Each rank reads what it holds in place: of a tensor on a
+    GPU only one number for each box is copied to the host.
 
     Args:
         state_dict: nested as for `save`.
@@ -159,8 +159,7 @@ def attest(
     Args:
         state_dict: nested as for `save`.
         other: a path or URL of a checkpoint of any format whose keys are those of the state dict; or fingerprints, of
-            which those of the first rank count.  Where a checkpoint records no fingerprint, the first rank reads the
-            tensor and takes it.
+            which the first rank's count.  Where a checkpoint records none, the first rank reads the tensor.
 
     Raises:
         AttestError: something differs; lists the keys.
@@ -190,7 +189,7 @@ def attest_loaded(
     """Attest what was just loaded.  What began fresh or was kept is compared among replicas only.
 
     Args:
-        sources: gives, on the first rank, the keys of the checkpoint by those of the state dict, of what was loaded.
+        sources: returns, on the first rank, the keys of the checkpoint by those of the state dict.
 
     Raises:
         AttestError: as `attest`.
@@ -212,7 +211,7 @@ def attest_loaded(
 def _attested(
     state_dict: Mapping[str, Any], compared: Compared, unequal: str, process_group: dist.ProcessGroup | None
 ) -> Attestation:
-    """Compare what ranks hold with each other and with what they should; ``unequal`` is the error's beginning."""
+    """Compare what ranks hold with each other and with what they should; ``unequal`` begins the error."""
 
     def shares() -> SharesOfRank:
         live = LiveState.of(state_dict, "to attest")
@@ -249,7 +248,7 @@ def _recorded(tensor: StoredTensor) -> TensorPrint:
 # --- What ranks hold, with its share of fingerprints ------------------------------------------------------------------
 
 SharesOfRank = tuple[RankState, list[int]]
-"""Tensors of a rank, and the share of each of their boxes in the fingerprint of its tensor."""
+"""A rank's tensors, and the share of each of their boxes in a fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +256,8 @@ class HeldTogether:
     """What all ranks hold.
 
     Attributes:
-        tensors: by key; of replicas that differ, the fingerprint is that of the lowest rank's.
-        replicated: boxes that several ranks hold, all alike.
+        tensors: by key; where replicas differ, the lowest rank's counts.
+        replicated: how many boxes several ranks hold, all alike.
         faults: where ranks disagree, a phrase each.
     """
 
@@ -268,7 +267,7 @@ class HeldTogether:
 
 
 def shares_of(live: LiveState, keys: Collection[str]) -> SharesOfRank:
-    """Return where the tensors of some keys are, with shares: taken on their devices, and fetched from each at once.
+    """Return the tensors of some keys with their shares: taken on their devices, and fetched from each at once.
 
     Raises:
         LayoutError: a checkpoint cannot describe this rank's part of a tensor; names the tensor.
@@ -325,7 +324,7 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
 
 
 def _ranks_by(values: Iterable[tuple[K, int]]) -> dict[K, list[int]]:
-    """Return the ranks that have each value; first the value that most ranks have."""
+    """Return the ranks of each value, first the most common."""
     ranks: defaultdict[K, list[int]] = defaultdict(list)
     for value, rank in values:
         if rank not in ranks[value][-1:]:
@@ -342,7 +341,7 @@ def _says(ranks: Mapping[K, Sequence[int]], shown: Callable[[K], str]) -> str:
 
 
 def differing(live: Mapping[str, TensorPrint], expected: Mapping[str, TensorPrint]) -> Iterator[str]:
-    """Yield what differs, a phrase for each key."""
+    """Yield a phrase for each key that differs."""
     for key in sorted(live.keys() | expected.keys()):
         here, there = live.get(key), expected.get(key)
         if here is None:

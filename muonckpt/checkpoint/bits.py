@@ -1,8 +1,8 @@
 """Torch tensors as the bits of their elements, and the fingerprint of these bits where the tensor is.
 
-The fingerprint is that of `muonckpt.fingerprint`, bit for bit, in two complete implementations.  ``share_by_torch``
-uses torch's integer arithmetic, whose ``int64`` wraps modulo 2**64 as numpy's ``uint64`` does.  ``share_by_numpy`` is
-faster for a tensor in host memory.  Neither copies the tensor: they go through it in blocks.
+The fingerprint is that of `muonckpt.fingerprint`, bit for bit, in two complete implementations that go through a tensor
+in blocks.  ``share_by_torch`` uses torch's ``int64``, which wraps modulo 2**64 as numpy's ``uint64`` does;
+``share_by_numpy`` is faster in host memory.
 """
 
 from __future__ import annotations
@@ -29,13 +29,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """Return ``torch.float32`` for ``"float32"``."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
-    return dtype
-
-
 def integer_view(tensor: Tensor) -> Tensor:
     """View a tensor as integers of its element size, signed but for single bytes, with its strides.
 
@@ -53,13 +46,13 @@ def bits_of(tensor: Tensor) -> NDArray[Any]:
 
 
 _DEVICE_BLOCK = 1 << 21
-"""Words of a block on a device.  Its products, of 8 bytes, take 16 MiB: they stay in the cache of a large GPU."""
+"""Words of a block on a device: its products, of 8 bytes, take 16 MiB and stay in the cache of a large GPU."""
 
 _HOST_BLOCK = 1 << 18
 """Words of a block in host memory: at most 2 MiB, and as much for the weights of its rows."""
 
 _CACHED = 1 << 16
-"""Weights of at most so many indices are kept for the next tensor: 16 times 512 KiB on a device at most."""
+"""Weights of at most so many indices are kept for the next tensor: at most 16 times 512 KiB on a device."""
 
 
 def share_of(tensor: Tensor, origin: Index) -> Tensor:
@@ -68,8 +61,8 @@ def share_of(tensor: Tensor, origin: Index) -> Tensor:
     Shares of disjoint boxes add up modulo 2**64.  Nothing waits for a GPU.
 
     Args:
-        tensor: the elements of the box, of any dtype, shape and strides.
-        origin: global index of its first element, one per dim.
+        tensor: the elements, of any dtype, shape and strides.
+        origin: global index of the first one.
     """
     return share_by_numpy(tensor, origin) if tensor.is_cpu else share_by_torch(tensor, origin)
 
@@ -98,13 +91,18 @@ def share_by_torch(tensor: Tensor, origin: Index) -> Tensor:
     for block in _blocks(words.shape, _DEVICE_BLOCK):
         terms = words[block] & mask
         for dim in reversed(range(words.ndim)):
-            terms = terms.mul_(_weights_in(block[dim], dim, origin[dim], words.shape[dim], tensor.device)).sum(-1)
+            begin, along, size = origin[dim], block[dim], words.shape[dim]
+            if size <= _CACHED:
+                weights = _cached_weights(dim, begin, begin + size, tensor.device)[along]
+            else:
+                weights = _weights(dim, begin + along.start, begin + along.stop, tensor.device)
+            terms = terms.mul_(weights).sum(-1)
         total += terms
     return total
 
 
 def unsigned(share: int) -> int:
-    """Return the number in ``0 … 2**64 - 1`` that has the bits of an ``int64``."""
+    """Return the unsigned number that has the bits of an ``int64``."""
     return combine(share)
 
 
@@ -113,7 +111,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _blocks(shape: Index, most: int) -> Iterator[tuple[slice, ...]]:
-    """Yield slices of blocks of at most ``most`` elements: ranges of one dim, whole in all dims behind it."""
+    """Yield slices of blocks of at most ``most`` elements: ranges of one dim, and all of the dims behind it."""
     if 0 in shape:
         return
     if not shape:
@@ -126,12 +124,6 @@ def _blocks(shape: Index, most: int) -> Iterator[tuple[slice, ...]]:
         for start in range(0, shape[dim], step):
             stop = min(start + step, shape[dim])
             yield (*(slice(index, index + 1) for index in before), slice(start, stop), *rest)
-
-
-def _weights_in(along: slice, dim: int, origin: int, size: int, device: torch.device) -> Tensor:
-    if size <= _CACHED:
-        return _cached_weights(dim, origin, origin + size, device)[along]
-    return _weights(dim, origin + along.start, origin + along.stop, device)
 
 
 def _weights(dim: int, start: int, stop: int, device: torch.device) -> Tensor:

@@ -1,8 +1,8 @@
 """Reading elements of a checkpoint into live tensors, after or while they are checked.
 
-A plan says which elements of which chunk go where.  Every chunk of which something is read is checked: compared with
-its digest, or, where ranks need one run of bytes each, by its CRC-32, which follows from those of the runs and detects
-accidents, as it does in a zip archive.  Only plain data is unpickled.
+A plan says which elements of which chunk go where.  Every chunk of which something is read is compared with its digest
+or, where ranks need one run of bytes each, with its CRC-32, which follows from those of the runs.  Only plain data is
+unpickled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Where = tuple[str, Index]
 
 @dataclass(frozen=True, slots=True)
 class ByteRun:
-    """Bytes ``start:stop`` of a chunk's payload, and their CRC-32 as a rank read them."""
+    """Bytes ``start:stop`` of a chunk's payload, and their CRC-32 as read."""
 
     start: int
     stop: int
@@ -54,7 +54,7 @@ class ByteRun:
 
 @dataclass(frozen=True, slots=True)
 class PartlyRead:
-    """The runs that a rank has read of a chunk, with the payload's length and CRC-32 as its item records them."""
+    """The runs that a rank has read of a chunk; the payload's length and CRC-32 as its item records them."""
 
     length: int
     crc32: int
@@ -65,9 +65,8 @@ def run_of(window_lo: Index, window: Index, shape: Index) -> tuple[int, int] | N
     """Return where a window of a dense row-major chunk begins and ends, in elements; None if it is not contiguous.
 
     Args:
-        window_lo: its first index in the chunk, one per dim.
-        window: its shape.
-        shape: that of the chunk.
+        window_lo: its first index in the chunk.
+        window, shape: of both.
     """
     start, numel, row = 0, 1, 1
     for lo, n, size in zip(reversed(window_lo), reversed(window), reversed(shape), strict=True):
@@ -80,7 +79,7 @@ def run_of(window_lo: Index, window: Index, shape: Index) -> tuple[int, int] | N
 def holds(reads: Sequence[PartlyRead]) -> bool | None:
     """Return whether the runs that ranks have read of a chunk are its payload; None if they do not tile it.
 
-    Several ranks may read the same run, as replicas do; their checksums must agree, and so must the items'.
+    Ranks that read the same run, as replicas do, must have the same checksum of it.
     """
     (length, recorded), *disagreeing = {(read.length, read.crc32) for read in reads}
     sums: dict[tuple[int, int], int] = {}
@@ -95,7 +94,7 @@ def holds(reads: Sequence[PartlyRead]) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Elements of a chunk that go into memory: those of ``box``, which lies in the chunk's."""
+    """The elements of a box in a chunk, and where they go."""
 
     tensor: StateRecord
     chunk: Chunk
@@ -104,7 +103,7 @@ class _Read:
 
     @property
     def run(self) -> range | None:
-        """The bytes of the payload, if they are a run, not all of it, that can be checked by itself."""
+        """The bytes of the payload, if they are a run that can be checked by itself, and not all of it."""
         box, whole = self.box, self.chunk.box
         if self.chunk.strides is not None or self.chunk.crc32 is None or box == whole:
             return None
@@ -113,12 +112,10 @@ class _Read:
 
 
 class ChunkReader:
-    """A reader of elements, after all that ranks read has been checked, or chunk by chunk while it is.
+    """A reader of elements, after everything that ranks read has been checked, or while it is.
 
     Args:
-        place: the checkpoint.
-        check: when its bytes are compared with their checksums; None: ``"before"``, but in an object store, from which
-            they would be read twice, ``"while"``.
+        check: as for `load`.
         opened: the checkpoint, if another rank has opened it for this one.
 
     Attributes:
@@ -138,7 +135,7 @@ class ChunkReader:
 
     @cached_property
     def checkpoint(self) -> OpenCheckpoint:
-        """The checkpoint, opened when it is first needed, where errors keep their type and reach all ranks."""
+        """The checkpoint, opened when it is first needed, where errors reach all ranks."""
         return self._opened or open(self.place)
 
     @cached_property
@@ -174,7 +171,7 @@ class ChunkReader:
         self._reads = sorted(reads, key=lambda read: (read.chunk.item.file, read.chunk.item.offset))
 
     def check(self) -> Mapping[Where, PartlyRead]:
-        """Read what is not a tensor, and check the plan's elements if that is done before; return partial reads."""
+        """Read objects, and check elements if that is done before they are read; return partial reads."""
         for key, blob in self._blobs.items():
             self._raw[key] = checked_blob(self.checkpoint.payloads, blob)
             refuse_code(blob.key, self._raw[key])
@@ -183,7 +180,7 @@ class ChunkReader:
         return self.partly_read
 
     def read(self) -> dict[str, Any]:
-        """Read the plan's elements into their tensors, after all ranks have checked, and return what is no tensor."""
+        """Read elements into their tensors, after all ranks have checked, and return the objects."""
         if self._checks_before:
             self._checked.update(read.chunk for read in self._reads)
             self.partly_read = {}
@@ -192,7 +189,7 @@ class ChunkReader:
         return {key: torch.load(io.BytesIO(raw), weights_only=False) for key, raw in self._raw.items()}
 
     def _check(self, read: _Read) -> None:
-        """Check a run of the chunk, noted for `judge`, or the whole chunk, once."""
+        """Check the whole chunk, once, or note the checksum of a run of it for `judge`."""
         tensor, chunk, run = read.tensor, read.chunk, read.run
         if chunk in self._checked:
             return
@@ -251,7 +248,7 @@ class ChunkReader:
 
 @lru_cache(maxsize=4096)
 def _takes(shape: Index, boxes: Boxes, here: tuple[Box, ...]) -> tuple[Copy, ...]:
-    """Return the copies from chunks, by their numbers, that fill boxes; the tensors of a model have few geometries."""
+    """Return the copies from chunks, by number, that fill boxes; a model's tensors have few geometries."""
     if not here:
         return ()
     (asked,) = asked_layouts(shape, (RankBoxes(0, here),))

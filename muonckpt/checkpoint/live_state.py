@@ -1,7 +1,7 @@
 """What a rank holds of a nested state dict: one description for saving, loading, attesting and redistributing.
 
-`LiveState` has the elements, `RankState` is what other ranks are told of them.  `held_layout` proves that what ranks
-hold together is a whole tensor.
+`LiveState` has the elements, `RankState` tells other ranks of them, and `held_layout` proves that ranks together hold a
+whole tensor.
 """
 
 from __future__ import annotations
@@ -49,10 +49,7 @@ class Annotation:
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """A dtype, a global shape and boxes: the way in which a rank holds the tensors of some keys, as layers repeat.
-
-    ``note`` is without the parameter's name, by which such tensors differ.
-    """
+    """The way in which a rank holds some tensors, as layers repeat; their names are not in ``note``."""
 
     dtype: str
     shape: Index
@@ -61,7 +58,7 @@ class HeldTensor:
 
     @property
     def counts(self) -> bool:
-        """Whether the rank takes part in the tensor: it has elements, or the tensor has none."""
+        """Whether the rank has elements, or there are none."""
         return bool(self.boxes) or 0 in self.shape
 
 
@@ -72,8 +69,8 @@ class RankState:
     An *item* is a box, or an object that is not a tensor; items are numbered in the order of keys and boxes.
 
     Attributes:
-        numbers: the index of each key's kind in ``kinds``, where None stands for an object that is not a tensor.
-        paths, names: each key's path in the nested state dict, and the parameter's name if it is known.
+        numbers: index of each key's kind in ``kinds``, where None stands for such an object.
+        paths, names: each key's path in the nested state dict, and the parameter's name if known.
     """
 
     keys: tuple[str, ...]
@@ -97,13 +94,13 @@ class RankState:
                 yield key, kind
 
     def records(self) -> Iterator[StateRecord]:
-        """Yield what describes each tensor, without chunks."""
+        """Yield the record of each tensor, without chunks."""
         for key, number, path, name in zip(self.keys, self.numbers, self.paths, self.names, strict=True):
             if (kind := self.kinds[number]) is not None:
                 yield record_of(key, path, name, kind)
 
     def first_items(self) -> list[int]:
-        """Return for each key the number of its first item, and how many items there are."""
+        """Return the number of each key's first item, and how many items there are."""
         counts = np.array([1 if kind is None else len(kind.boxes) for kind in self.kinds], np.int64)
         return [0, *np.cumsum(counts[np.array(self.numbers, np.int64)]).tolist()]
 
@@ -130,7 +127,7 @@ class LocalParts:
         return cls(boxes, tuple(parts.values()), tuple(accumulate((box.numel for box in boxes), initial=0))[:-1])
 
     def view(self, offset: int, lo: Sequence[int], hi: Sequence[int]) -> Tensor:
-        """Return the elements of the box with these corners, which lies in the part that has the offset."""
+        """Return the elements of a box that lies in the part with the offset."""
         number = bisect_right(self.starts, offset) - 1
         origin = self.boxes[number].lo
         return self.parts[number][tuple(slice(a - at, b - at) for a, b, at in zip(lo, hi, origin, strict=True))]
@@ -145,7 +142,7 @@ class LiveState:
     """A nested state dict, made flat as DCP does it.
 
     Attributes:
-        given: what the user has given; ``nested`` has the state of its objects in their place.
+        given: the user's; ``nested`` has the state of its objects in their place.
         flat, paths: by key.
     """
 
@@ -156,18 +153,18 @@ class LiveState:
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any], purpose: str) -> LiveState:
-        """Make a state dict flat; as `nested_state`."""
+        """Make a state dict flat; raises as `nested_state`."""
         nested = nested_state(state_dict, purpose)
         return cls(state_dict, nested, *flatten_state_dict(nested))
 
     @cached_property
     def annotations(self) -> Mapping[KeyPath, Annotation]:
-        """The fields of records that the state dict has for tensors, by path."""
+        """What the state dict says of its tensors, by path."""
         return dict(_annotated((), self.nested, {}))
 
     @cached_property
     def parts(self) -> dict[str, Parts]:
-        """The boxes of tensors that are here, by key.
+        """The boxes of each tensor that are here, by key.
 
         Raises:
             LayoutError: nothing says where a tensor is, or it is on the meta device; names it.
@@ -183,7 +180,7 @@ class LiveState:
 
     @cached_property
     def described(self) -> RankState:
-        """The description for other ranks; raises as ``parts``, and if these are of another dtype."""
+        """The description for other ranks; raises as ``parts``, and if a box has another dtype than its tensor."""
         annotations = self.annotations
         kinds: dict[Any, int] = {None: 0}
         distinct: list[HeldTensor | None] = [None]
@@ -221,7 +218,7 @@ class LiveState:
         return LocalParts.of(self.parts.get(key, {}))
 
     def placed_on(self, state: RankState) -> list[tuple[int, ...]]:
-        """Return the global ranks that hold elements of each kind in a part of ``described``, if placements say it."""
+        """Return the global ranks that hold each kind in a part of ``described``, none where no placements say it."""
         ranks: list[tuple[int, ...]] = [() for _ in state.kinds]
         for number, key in dict(zip(state.numbers, state.keys, strict=True)).items():
             tensor = self.flat[key]
@@ -231,24 +228,19 @@ class LiveState:
 
     @property
     def devices(self) -> frozenset[str]:
-        """Types of the devices that have its tensors."""
+        """The types of the devices that hold its tensors."""
         return frozenset(part.device.type for parts in self.parts.values() for part in parts.values())
 
     @torch.no_grad()
     def zero(self, keys: Iterable[str]) -> None:
-        """Set tensors to zeros, as far as they are here."""
+        """Zero the parts of tensors that are here."""
         for key in keys:
             for part in self.parts.get(key, {}).values():
                 part.zero_()
 
     @torch.no_grad()
     def put(self, values: Mapping[str, Any], added: Mapping[KeyPath, Any]) -> None:
-        """Set values in the state dict that was given; its objects load them.
-
-        Args:
-            values: by key.
-            added: by path; the state dict has had no such keys.
-        """
+        """Set values by key, and added ones by path, in the state dict that was given; its objects load them."""
         for key, value in values.items():
             set_element(self.nested, self.paths[key], value)
         for path, value in added.items():
@@ -261,7 +253,7 @@ class LiveState:
 
 
 def nested_state(state_dict: Mapping[str, Any], purpose: str) -> dict[str, Any]:
-    """Return a state dict with the state of its objects in their place; an error names the purpose, as "to save"."""
+    """Return a state dict with the state of its objects in their place; errors name the purpose, as "to save"."""
     refuse_no_state_dict(state_dict, purpose)
     nested = dict(state_dict)
     for key in sorted(nested, key=str):  # in one order on all ranks: some objects communicate when they are asked
@@ -281,21 +273,18 @@ def refuse_no_state_dict(given: object, purpose: str) -> None:
 
 
 NOBODY = "nobody"
-"""The buffer of elements that no rank asks for."""
+"""The buffer for elements that no rank asks for."""
 
 
 class RankBoxes(NamedTuple):
-    """The boxes of a tensor that a rank holds, or asks for."""
+    """The boxes of a tensor that a rank holds or asks for."""
 
     rank: int
     boxes: tuple[Box, ...]
 
 
 class Holder(NamedTuple):
-    """A rank that takes part in a tensor, or has an object: its place among ranks, and the number of its first item.
-
-    ``kind`` is the one with this number in its `RankState`: None for an object.
-    """
+    """A rank that holds a tensor or an object: its place among ranks, its first item, and its kind with its number."""
 
     place: int
     item: int
@@ -304,10 +293,10 @@ class Holder(NamedTuple):
 
 
 def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[Holder]]:
-    """Return the ranks that take part in each tensor or object, by key.
+    """Return the holders of each tensor or object, by key.
 
     Raises:
-        LayoutError: nobody holds any element of a tensor; names it.
+        LayoutError: nobody holds any element of a tensor.
     """
     holders: defaultdict[str, list[Holder]] = defaultdict(list)
     for place, state in enumerate(ranks):
@@ -322,7 +311,7 @@ def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[Holder]]:
 
 @lru_cache(maxsize=65536)
 def held_layout(shape: Index, held: tuple[RankBoxes, ...]) -> TensorLayout:
-    """Return where ranks have a tensor; the places are in each rank's boxes, as if these lay dense and end to end.
+    """Return the layout of a tensor on its ranks, with offsets as if a rank's boxes lay dense and end to end.
 
     Raises:
         LayoutError: nobody holds some elements, or boxes overlap in part.
@@ -342,16 +331,16 @@ def _fragments(held: Iterable[RankBoxes], name: Callable[[int], Buffer] = int) -
 
 
 def unheld(shape: Index, boxes: Iterable[Box]) -> list[Box]:
-    """Return boxes of a tensor's elements that none of these boxes has, which may overlap."""
+    """Return boxes of the elements that are in none of these boxes, which may overlap."""
     distinct = sorted(set(boxes), key=lambda box: box.lo)
     return [] if 0 in shape else list(holes_in(Box.of(shape), distinct))
 
 
 @lru_cache(maxsize=65536)
 def asked_layouts(shape: Index, held: tuple[RankBoxes, ...]) -> tuple[TensorLayout, ...]:
-    """Return where ranks want a tensor: each rank is in one of the layouts, with all its boxes.
+    """Return the layouts in which ranks want a tensor, each rank in one of them.
 
-    One layout does unless boxes overlap in part, as two inference engines cut tensors otherwise.
+    There is one unless boxes overlap in part, as where two inference engines cut tensors differently.
 
     Raises:
         LayoutError: the boxes of one rank overlap, or reach outside the tensor.
@@ -368,7 +357,7 @@ def asked_layouts(shape: Index, held: tuple[RankBoxes, ...]) -> tuple[TensorLayo
 
 
 def _apart(held: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
-    """Return ranks in few lists, so that in each of them boxes are equal or disjoint."""
+    """Distribute ranks to few lists, in each of which boxes are equal or disjoint."""
     numbers: dict[Box, int] = {}
     for _, boxes in held:
         for box in boxes:
@@ -396,12 +385,11 @@ def _apart(held: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
 def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[int]]]]) -> None:
     """Prove that no rank's template lacks a tensor of which it holds a part: that would stay as it was, unnoticed.
 
-    Where only boxes say who holds what, and some rank lacks the tensor, those of the others have to be all of it.
-    Boxes that every rank gives are what it holds, and may be a part of the tensor.
+    Where only boxes say who holds what, and some rank lacks the tensor, the others' have to be all of it.  Where all
+    ranks have it, their boxes may be a part of it.
 
     Args:
-        ranks: what each global rank asks for, of all that load together; and by kind the global ranks that hold
-            elements of such a tensor, where placements say that, else none.
+        ranks: what each global rank asks for, and its ``placed_on``.
 
     Raises:
         LayoutError: names the tensor, and the rank or the box that is missing.
@@ -445,7 +433,7 @@ _UNKNOWN = Annotation()
 
 
 def _annotated(path: KeyPath, node: Any, known: Mapping[KeyPath, Annotation]) -> Iterator[tuple[KeyPath, Annotation]]:
-    """Yield annotations of tensors by path, as DCP makes paths: keys as strings, list positions as integers."""
+    """Yield annotations by path, as DCP makes paths: keys as strings, list positions as integers."""
     if isinstance(node, Tensor):
         yield path, replace(known.get(path, _UNKNOWN), layout=placement_json(node))
     elif isinstance(node, Mapping):

@@ -1,8 +1,7 @@
 """Loading a checkpoint into live tensors, on any mesh: all of it, or an error that is the same on all ranks.
 
-All ranks agree on what to load, each checks what it is to read, and then reads it.  What describes the checkpoint is
-read and parsed once, by the first rank.  An error on one rank, wherever it is raised, is the error of all.  Up to the
-reading it leaves all tensors as they were.
+The first rank reads and parses what describes the checkpoint.  All ranks agree on what to load, each checks what it is
+to read, and then reads it.  An error before that leaves all tensors as they were.
 """
 
 from __future__ import annotations
@@ -32,9 +31,10 @@ from .matching import LoadTemplate, Matching, RankRequest, Stored, dropped_by_to
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """A rank's question to the first one: arguments that have to be the same, what it takes, and where that goes.
+    """A rank's question to the first one.
 
     Attributes:
+        arguments: those that have to be the same on all ranks.
         placed: for each kind of ``asked`` the global ranks that hold elements, where placements say that.
     """
 
@@ -67,15 +67,11 @@ class _JointLoad:
         self._stored: Stored
         self._report: LoadReport
         self._sources: Mapping[str, str]
-        """Keys of the checkpoint by those of the state dict, of what any rank loads; on the coordinator alone."""
+        """Keys of the checkpoint by those of the state dict, as all ranks load them; on the coordinator alone."""
 
     @cached_property
     def _checked(self) -> tuple[Location, Extra, Globs]:
-        """The place of the checkpoint, and the globs; made once, as these may be given by an iterator.
-
-        Raises:
-            ArgumentError: an argument is not what it may be.
-        """
+        """The checked arguments; made once, as globs may come from an iterator."""
         if self.check not in (None, "before", "while"):
             raise ArgumentError(f"check is 'before', 'while' or None; got {self.check!r}")
         return location(self.path, SourceError), *selection(self.allow_extra, self.fresh)
@@ -88,7 +84,7 @@ class _JointLoad:
             return self._checked[0]
 
         opened = _opened_together(self.group, place)
-        decide_on_first(self.group, SourceError, lambda: self._ask(opened), self._answer)
+        decide_on_first(self.group, SourceError, lambda: self.ask(opened), self.answer)
 
         def read() -> Mapping[Where, PartlyRead]:
             values = self._reader.read()
@@ -110,7 +106,7 @@ class _JointLoad:
         self._reader.checkpoint.close()
         return loaded
 
-    def _ask(self, opened: Callable[[], OpenCheckpoint | None]) -> _Question:
+    def ask(self, opened: Callable[[], OpenCheckpoint | None]) -> _Question:
         place, extra, globs = self._checked
         live = self._live = LiveState.of(self.state_dict, "to load into")
         self._reader = ChunkReader(place, self.check, opened())
@@ -128,17 +124,17 @@ class _JointLoad:
         }  # fmt: skip
         return _Question(arguments, RankRequest(matching, template.optimizers, globs), asked, live.placed_on(asked))
 
-    def _answer(self, ranks: list[_Question]) -> None:
+    def answer(self, ranks: list[_Question]) -> None:
         """Decide for all ranks, on the coordinator."""
         refuse_differing(self.group, "load", [question.arguments for question in ranks])
         matching, self._report = judge([question.request for question in ranks], self._stored, self._checked[1])
         self._sources = matching.sources
         if not matching.fits:
-            raise SourceError(self._refusal(matching))
+            raise SourceError(self.refusal(matching))
         asked = ((question.asked, question.placed) for question in ranks)
         prove_asked_whole(dict(zip(group_ranks(self.group), asked, strict=True)))
 
-    def _refusal(self, matching: Matching) -> str:
+    def refusal(self, matching: Matching) -> str:
         begin, cure = f"{self._reader.place} does not fit the state dict", f"muonckpt.load(..., {{}}){IN_A_TRAINER}"
         other_keys = matching.differences or matching.extra_state or matching.faults[0].startswith("missing")
         if not other_keys or self._stored.translated:
@@ -154,16 +150,11 @@ class _JointLoad:
 def _opened_together(
     process_group: dist.ProcessGroup | None, place: Callable[[], Location]
 ) -> Callable[[], OpenCheckpoint | None]:
-    """Open a checkpoint on the first rank, and return what gives it on each; None where each has to open it.
+    """Open a checkpoint on the first rank, and return a function that gives it on each; None where each has to open it.
 
     That is so with readers that cannot be sent, such as those of a plug-in; and with elements that have no checksum
     and lie where only the description says: a rank that sees another file would take whatever bytes are there.
-
-    Args:
-        place: asked on the first rank of the group, whose errors are those of all.
-
-    Returns:
-        A function to call once, where an error reaches all ranks: this one may lack a reader that the first has.
+    Call the function once, where an error reaches all ranks: this one may lack a reader that the first has.
     """
     mine: list[OpenCheckpoint] = []
 
@@ -195,14 +186,13 @@ def load(
     """Load a checkpoint in place into the tensors of ``state_dict``, whatever mesh they are on.  Collective.
 
     Keys, coverage, shapes, dtypes, momentum conventions and the items of a stock checkpoint are checked on all ranks
-    before any tensor is touched, and so are digests and checksums unless ``check`` says otherwise.  The first rank
-    reads what describes the checkpoint, for all; each opens only the items that it loads.  A rank that needs one run
-    of elements of a chunk, such as rows, reads only that, and all ranks check the chunk together.
+    before any tensor is touched, and so are digests and checksums unless ``check`` says otherwise.  A rank that needs
+    one run of elements of a chunk, such as rows, reads only that, and all ranks check the chunk together.
 
     Args:
         state_dict: the template, nested as it was saved; other objects with ``load_state_dict`` are called.
-        path: a path or a URL of a checkpoint of this package, of stock DCP, or of any other format that this package
-            reads, if its keys are those of the template.
+        path: a path or a URL of a checkpoint in any format that this package reads, if its keys are those of the
+            template.
         allow_extra: True: load only what the template asks for.  Globs of keys, such as ``["lr_scheduler.*"]``, where
             ``*`` stands for any characters: leave only these.  Other keys that only one side has are an error; but
             options that a converted checkpoint lacks stay as the running optimizer has them, with a warning.
@@ -210,12 +200,11 @@ def load(
             every rank.  The state of these parameters becomes zeros, the number of their steps too; their options are
             those of their group.  A weight of such a name, which is the last part of its path, is loaded where both
             sides have it and keeps its values where the checkpoint has none.  What only the checkpoint has is dropped.
-        attest: at the end compare the fingerprints of the loaded tensors, taken from memory, with those of the
-            checkpoint (docs/guide/attest.md).
+        attest: at the end compare fingerprints of the tensors in memory with those of the checkpoint
+            (docs/guide/attest.md).
         check: ``"before"``: no rank touches a tensor unless what all of them load is whole.  ``"while"``: each chunk is
-            checked when it is read, so other tensors may have been overwritten when damage is found; the error says
-            that the state dict is unusable.  None: ``"before"``, but for an object store, from which the bytes would be
-            read twice, ``"while"``.
+            checked when it is read; the error that reports damage says that the state dict is unusable.  None:
+            ``"before"``, or for an object store, from which bytes would be read twice, ``"while"``.
 
     Returns:
         What was done with which parameters, the same on every rank; print it.

@@ -1,7 +1,7 @@
 """Live state from one mesh to another, between the ranks of one process group, without a disk.
 
-Every rank tells all others what it has, then what it asks for.  From that each derives the same plans and stages, which
-are pure.  In each stage it sends exactly what others ask of it, and receives exactly what it asks for.
+Every rank tells all others what it has, then what it asks for.  From that each derives the same plans and stages, and
+in each stage sends exactly what others ask of it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Redistribution:
     """The result of `redistribute`.
 
     Attributes:
-        report: of parameters, as `load` gives it.
-        tensors: the number of tensors that were filled.
+        report: as `load` gives it.
+        tensors: how many were filled.
         sent, received: bytes that this rank exchanged with others.
-        stages: the number of exchanges.
-        buffers: bytes of the largest exchange of this rank, both ways.
+        stages: how many exchanges there were.
+        buffers: bytes of this rank's largest exchange, both ways.
     """
 
     report: LoadReport
@@ -72,9 +72,7 @@ class _Offer:
 
     Attributes:
         arguments: those that have to be the same on all ranks.
-        pickled: objects that are not tensors, by key.
-        options: values of options that are tensors, by key.
-        devices: types of the devices that have its tensors.
+        pickled, options: objects that are not tensors, and options that are, by key.
     """
 
     arguments: Mapping[str, object]
@@ -120,22 +118,21 @@ def redistribute(
 ) -> Redistribution:
     """Fill the tensors of one state dict from those of another, whatever meshes they are on.  Collective; no disk.
 
-    As `save` of the source and `load` into the target, in memory: each element that a rank asks for comes from a rank
+    Like `save` of the source and `load` into the target, in memory: each element that a rank asks for comes from a rank
     that holds it, if possible itself, and travels once.  A rank without a source or a target gives ``{}``.
 
     Args:
         source_state_dict: nested as for `save`; not changed.
         target_state_dict: the template, as for `load`; filled in place.  Its tensors lie in other memory.
         group: the ranks that take part; all of them call this.
-        memory: bytes of exchange buffers that a rank has at a time, both ways together; the least that any rank gives.
-        allow_extra: True: the source may have keys that no target asks for.  Or globs of those, as for `load`.
-        fresh: as for `load`; the same on every rank.
-        attest: compare replicas of the source with each other, and what has arrived with what was sent (fingerprints).
+        memory: bytes of a rank's exchange buffers, both ways together; the least that any rank gives counts.
+        allow_extra, fresh: as for `load`; the same on every rank.
+        attest: compare fingerprints of the source's replicas, and of what has arrived with what was sent.
 
     Raises:
         SourceError: source and target do not fit each other; lists what differs.
         LayoutError: nobody holds some elements of the source, boxes overlap in part, or source and target share memory.
-        TargetError: the memory does not do for one element.
+        TargetError: one element does not fit into the memory.
         AttestError: replicas of the source differ, or what has arrived is not what was sent.
         ArgumentError: an argument is none of these, or not the same on all ranks.
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
@@ -235,7 +232,7 @@ def _kind(entry: StateRecord | Blob) -> str:
 
 
 def _asked(source: LiveState, target: LiveState, stored: Stored, extra: Extra, globs: Globs, memory: int) -> _Request:
-    """Return what this rank asks for, after checking that it overwrites nothing that it has to give."""
+    """Return what this rank asks for, after checking that it would overwrite nothing that it has to give."""
     template = LoadTemplate.of(target, extra.everything)
     matching = match(template, stored, globs)
     keys = {key: origin for key, origin in matching.sources.items() if key in target.parts}
@@ -245,7 +242,7 @@ def _asked(source: LiveState, target: LiveState, stored: Stored, extra: Extra, g
 
 
 def _moves(ranks: Sequence[int], offers: Sequence[_Offer], requests: Sequence[_Request]) -> list[Transfer]:
-    """Return what has to move, after proving that the source has neither hole nor overlap."""
+    """Return what has to move, after proving that the source is whole."""
     kinds: dict[str, HeldTensor] = {}
     given: defaultdict[str, list[RankBoxes]] = defaultdict(list)
     asked: defaultdict[tuple[str, str], list[RankBoxes]] = defaultdict(list)
@@ -287,11 +284,11 @@ def _compare(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AskedCopies:
-    """The copies of a plan that ranks ask for, in columns, with ranks as their places in the process group.
+    """The copies of a plan that ranks ask for, in columns.
 
     Attributes:
         lo, hi: corners of each copy's box in the tensor, ``[n, d]``.
-        giver, taker: ``[n]``.
+        giver, taker: places of ranks in the process group, ``[n]``.
         source_offset, target_offset: where the box begins if the rank's boxes lie dense and end to end, ``[n]``.
     """
 
@@ -303,7 +300,7 @@ class AskedCopies:
     target_offset: IntArray
 
     def exchanged(self, box: Box, ranks: int) -> IntArray:
-        """Return how many elements of a box each rank sends and receives, together."""
+        """Return how many elements of a box each rank sends and receives together."""
         sizes = np.minimum(self.hi, np.array(box.hi, np.int64)) - np.maximum(self.lo, np.array(box.lo, np.int64))
         volumes = np.maximum(sizes, 0).prod(axis=1) * (self.giver != self.taker)
         there = np.bincount(self.giver, volumes, ranks) + np.bincount(self.taker, volumes, ranks)
@@ -324,7 +321,7 @@ def _asked_copies(plan: Plan, ranks: tuple[int, ...]) -> AskedCopies:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A tensor that moves: its keys on both sides, the bytes of an element, and the copies that fill the target."""
+    """A tensor that moves: its keys on both sides, and the copies that fill the target."""
 
     source: str
     target: str
@@ -341,7 +338,7 @@ class Portion(NamedTuple):
 
 
 Portions = tuple[Portion, ...]
-"""A stage: what is exchanged at a time.  All elements have the same size."""
+"""A stage, which is exchanged at a time.  All elements have the same size."""
 
 
 def transfers_of(
@@ -353,7 +350,7 @@ def transfers_of(
     asked: tuple[RankBoxes, ...],
     ranks: tuple[int, ...],
 ) -> list[Transfer]:
-    """Return the moves that fill what ranks ask for of a tensor: several, if they ask for boxes that overlap in part.
+    """Return the moves that give ranks the boxes that they ask for: several, if these overlap in part.
 
     Raises:
         LayoutError: as `held_layout` and `asked_layouts`.
@@ -364,7 +361,7 @@ def transfers_of(
 
 
 def stages_of(moves: Sequence[Transfer], ranks: int, memory: int) -> list[Portions]:
-    """Cut the moves into stages in which none of so many ranks sends and receives more bytes than ``memory`` together.
+    """Cut the moves into stages in which no rank sends and receives more than ``memory`` bytes together.
 
     Raises:
         TargetError: one element does not fit.
@@ -386,7 +383,7 @@ def stages_of(moves: Sequence[Transfer], ranks: int, memory: int) -> list[Portio
 
 
 def _portions(copies: AskedCopies, box: Box, ranks: int, most: int) -> Iterator[tuple[Box, IntArray]]:
-    """Halve a box, along the dim that spreads its elements best, until no rank moves more than so many at once."""
+    """Halve a box, along the dim that spreads its elements best, until no rank moves more than ``most`` of them."""
     elements = copies.exchanged(box, ranks)
     peak = int(elements.max(initial=0))
     if peak == 0:
@@ -413,7 +410,7 @@ def _portions(copies: AskedCopies, box: Box, ranks: int, most: int) -> Iterator[
 
 
 class _Side(NamedTuple):
-    """The copies of a transfer that this rank gives, or takes: columns, with the place of the other rank."""
+    """The copies of a transfer that this rank gives, or takes, in columns; ``other`` is the other rank's place."""
 
     parts: LocalParts
     lo: IntArray
@@ -425,23 +422,23 @@ class _Side(NamedTuple):
         return _Side(self.parts, *(column[chosen] for column in self[1:]))
 
     def within(self, box: Box) -> _Side:
-        """Return the parts of these copies that lie in a box."""
+        """Cut the copies to what lies in a box."""
         lo, hi = np.maximum(self.lo, np.array(box.lo, np.int64)), np.minimum(self.hi, np.array(box.hi, np.int64))
         return self._replace(lo=lo, hi=hi).rows(np.flatnonzero((lo < hi).all(axis=1)))
 
     def views(self) -> Iterator[Tensor]:
-        """Yield the elements of each copy, where they lie here."""
+        """Yield the elements of each copy, where they lie in this rank's memory."""
         return map(self.parts.view, self.offset.tolist(), self.lo.tolist(), self.hi.tolist())
 
 
 class _Parcels(NamedTuple):
-    """What this rank gives or takes in a stage, ordered by the other rank; and the bytes for each rank."""
+    """The elements that this rank gives or takes in a stage, by the other rank, and the bytes for each rank."""
 
     elements: list[Tensor]
     splits: list[int]
 
     def on_wire(self, wire: Tensor) -> Iterator[Tensor]:
-        """Yield the place of each copy's elements on the wire: aligned, as all elements of a stage have one size."""
+        """Yield the elements' places on the wire: aligned, as all elements of a stage have one size."""
         start = 0
         for part in self.elements:
             yield wire[start : start + part.nbytes].view(part.dtype).view(part.shape)
@@ -451,10 +448,10 @@ class _Parcels(NamedTuple):
 class Carrier:
     """The executor of this rank's part of moves.
 
-    Errors of this rank are kept in ``failure``, and it goes on exchanging, so that the others do not hang.
+    It keeps an error in ``failure`` and goes on exchanging, so that the other ranks do not hang.
 
     Attributes:
-        place: the rank's, in the process group.
+        place: this rank's, in the process group.
         sent, received: bytes so far.
         largest: bytes of its buffers.
     """
@@ -508,7 +505,7 @@ class Carrier:
             self.failure = self.failure or error
 
     def departed(self) -> dict[tuple[int, int], int]:
-        """Return shares of fingerprints of what this rank has given, by number of the move and place of the taker."""
+        """Return the fingerprints' shares of what this rank has given, by move and taker."""
         shares: defaultdict[tuple[int, int], int] = defaultdict(int)
         for number, side in enumerate(self._gives):
             boxes = map(Box, map(tuple, side.lo.tolist()), map(tuple, side.hi.tolist()))
@@ -517,7 +514,7 @@ class Carrier:
         return dict(shares)
 
     def arrived(self) -> dict[int, int]:
-        """Return shares of fingerprints of what this rank has taken, by number of the move."""
+        """Return the fingerprints' shares of what this rank has taken, by move."""
         return {
             number: combine(*map(_share, side.parts.parts, side.parts.boxes))
             for number, side in enumerate(self._takes)
@@ -526,7 +523,7 @@ class Carrier:
 
 
 def _parcels(stage: Portions, sides: Sequence[_Side], place: int, world: int) -> _Parcels:
-    """List what is exchanged with each rank, on both in the same order: of the stage, and of the plan."""
+    """List what is exchanged with each rank, on both sides in the order of the stage and of the plan."""
     elements, others = list[Tensor](), list[int]()
     for number, box in stage:
         part = sides[number].rows(sides[number].other != place).within(box)
@@ -546,7 +543,7 @@ def _share(elements: Tensor, box: Box) -> int:
 
 
 class _Range(NamedTuple):
-    """The addresses of a part in bytes, from its first element to its last."""
+    """The addresses of a part in bytes."""
 
     device: str
     start: int
@@ -562,10 +559,10 @@ class _Range(NamedTuple):
 
 
 def check_apart(source: Mapping[str, Parts], target: Mapping[str, Parts], origins: Mapping[str, str]) -> None:
-    """Check that no part of the target lies in memory of the source, unless it is what it will be filled with.
+    """Check that no part of the target lies in memory of the source, unless it is its own source.
 
     Args:
-        origins: keys of the source, by those of the target that are filled from them.
+        origins: keys of the source, by keys of the target.
 
     Raises:
         LayoutError: names the tensors.

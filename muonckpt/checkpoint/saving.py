@@ -2,8 +2,7 @@
 
 `save` writes a directory that stock ``torch.distributed.checkpoint.load`` reads, plus the manifest ``muonckpt.json``.
 Each rank describes what it holds, the coordinator plans who writes what, each rank writes its file and returns a
-receipt, and the coordinator describes and publishes all.  Ranks plan together when they save something for the first
-time.  Later each says only which plan fits what it has, and if all say the same, they write at once.
+receipt, and the coordinator publishes all.  Later saves of the same structure reuse the plan.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from .storable import refuse_unstorable
 from .whole_plan import RankItems, WholePlan, rank_file, receipt_row
 
 _MOST_PLANS = 2
-"""So that a run which saves two things in turn plans each once."""
+"""Enough for a run that saves two things in turn."""
 
 
 @dataclass(slots=True)
 class SaveProgress:
-    """The bytes of one rank's file; another thread may look."""
+    """The bytes of one rank's file, for another thread to read."""
 
     written: int = 0
     total: int = 0
@@ -68,20 +67,19 @@ class AgreedPlan:
 
 
 class AgreedPlans:
-    """The plans that one rank has last agreed on with the others, which it keeps from save to save."""
+    """The last plans that a rank has agreed on with the others."""
 
     def __init__(self) -> None:
         self._plans: dict[bytes, AgreedPlan] = {}
 
     def fitting(self, held: RankState) -> list[bytes]:
-        """Return the names of plans that were made of the same, the newest first."""
+        """Return the names of the plans that were made when the rank held the same, the newest first."""
         return [plan.name for plan in reversed(self._plans.values()) if plan.held == held]
 
     def __getitem__(self, name: bytes) -> AgreedPlan:
         return self._plans[name]
 
     def keep(self, plan: AgreedPlan) -> None:
-        """Keep a plan, and forget the oldest."""
         self._plans[plan.name] = plan
         for name in list(self._plans)[:-_MOST_PLANS]:
             del self._plans[name]
@@ -91,10 +89,9 @@ class JointSave:
     """One save.
 
     Args:
-        path: where nothing may exist; the same on all ranks.
-        provenance: goes into the manifest as the first rank gives it.
+        path, provenance: as for `save`.
         plans: kept from save to save, by each rank for the same process group.
-        progress: follows this rank's file.
+        progress: is kept up to date for this rank's file.
 
     Raises:
         DestinationError: torchrun started several processes, and this one has no process group.
@@ -125,16 +122,12 @@ class JointSave:
         self._details: Mapping[str, Any]
         """The provenance, as it will be read."""
         self._staged: Location | None = None
-        """On the coordinator: what has to be removed if the save fails."""
+        """On the coordinator, until it is published; removed if the save fails."""
         self._held: int | None = None
-        """Its lock, which tells other saves that this one lives."""
+        """The descriptor of its lock, which tells other saves that this one lives."""
 
     def run(self, state: Callable[[], LiveState]) -> None:
-        """Save, or fail on all ranks with one error, and leave nothing.
-
-        Args:
-            state: gives what this rank holds, or raises why that cannot be had.
-        """
+        """Save what ``state`` returns, or fail on all ranks with one error and leave nothing."""
         try:
             live, plan, staged = self._begin(state)
             file = staged / rank_file(self._rank)
@@ -156,7 +149,7 @@ class JointSave:
                 os.close(self._held)
 
     def _begin(self, state: Callable[[], LiveState]) -> tuple[LiveState, AgreedPlan, Location]:
-        """Return what this rank has, the plan for it, one that all ranks have kept or a new one, and where to write."""
+        """Return what this rank has, the plan for it, kept by all ranks or new, and where to write."""
         live: LiveState
 
         def fitting() -> tuple[Mapping[str, object], list[bytes]]:
@@ -244,8 +237,8 @@ def save(
     """Save a state dict as a new checkpoint, in a directory that all ranks see or in an object store.  Collective.
 
     A directory appears whole, by one rename, after everything in it has been synced and checked; in a store the
-    descriptions of the checkpoint are written last (docs/guide/object_stores.md).  If anything fails on any rank,
-    nothing appears.
+    files that describe the checkpoint are written last (docs/guide/object_stores.md).  If any rank fails, nothing
+    appears.
 
     Args:
         state_dict: nested, as for ``dcp.save``; for example

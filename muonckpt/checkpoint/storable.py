@@ -52,7 +52,7 @@ def refuse_unwritable(key: str, value: Tensor) -> None:
 
 
 def _is_opaque(tensor: Tensor) -> bool:
-    """Return whether nobody, we and DCP included, can look at the elements of this class."""
+    """Return whether neither we nor DCP can look at the elements of this class."""
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     if plain or isinstance(tensor, ShardedTensor) or hasattr(tensor, "__create_write_items__"):
         return False
@@ -64,7 +64,7 @@ def _is_opaque(tensor: Tensor) -> bool:
 
 
 def refuse_unstorable(flat: Mapping[str, object]) -> None:
-    """Refuse a flat state dict of which a checkpoint cannot hold something, or from which `load` would refuse it.
+    """Refuse a flat state dict of which a checkpoint cannot hold something, or `load` would refuse it.
 
     Raises:
         DestinationError: names the key, and the reason or the classes.
@@ -102,7 +102,7 @@ def refuse_code(key: str, raw: bytes) -> None:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether this is plain data at first sight, as almost everything is; subclasses are looked at."""
+    """Return whether this is plain data at first sight, as almost everything is; subclasses are not."""
     kind = type(value)
     if kind is dict:
         assert isinstance(value, dict)

@@ -1,6 +1,6 @@
 """The plan of all ranks together, which the coordinator keeps: who writes what, and what describes it afterwards.
 
-Tensors that ranks hold alike are proved and laid out once, and what is known of each stored box is a row of arrays.
+Tensors that ranks hold alike are proved and laid out once.  A stored box is a row of arrays.
 """
 
 from __future__ import annotations
@@ -27,33 +27,31 @@ from ..vocabulary import KeyPath
 from .live_state import HeldTensor, Holder, RankBoxes, RankState, held_layout, holders_by_key, record_of
 
 RankItems = tuple[list[int], list[int]]
-"""The numbers of the items that a rank writes, in the order of its file, and of the replicas that it holds but another
-rank writes."""
+"""The numbers of the items that a rank writes, in the order of its file, and of those that it holds as a witness."""
 
 _ROW = struct.Struct("<16sQQI")
 _ROWS = np.dtype([("digest", "<u8", (2,)), ("share", "<u8"), ("length", "<u8"), ("crc32", "<u4")])
 
 
 def receipt_row(digest: str, share: int = 0, length: int = 0, crc32: int = 0) -> bytes:
-    """Return the 36 bytes that a rank's receipt has for an item; a receipt has them in the order of the `RankItems`.
+    """Return the 36 bytes that a rank's receipt has for an item, in the order of its `RankItems`.
 
     Args:
         digest: xxh3-128, in hex, of the elements of a tensor, or of the bytes of an object.
-        share: of the fingerprint of the tensor; 0 for an object.
+        share: of the tensor's fingerprint.
         length: bytes of the item in the file; 0 if this rank does not write it.
-        crc32: of the elements of a tensor; 0 for an object.
+        crc32: of the elements of a tensor.
     """
     return _ROW.pack(bytes.fromhex(digest), share, length, crc32)
 
 
 @dataclass(frozen=True, slots=True)
 class _Geometry:
-    """How ranks hold the tensors that are cut alike.
+    """The way in which ranks hold the tensors that are cut alike.
 
     Attributes:
-        kind: dtype, shape and annotation of the tensors.
-        boxes: the stored boxes, by their first index.
-        replicas: for each box the holders that have it, by their positions, and its number among those of the holder.
+        boxes: those that are stored, by their first index.
+        replicas: for each box the positions of its holders, and its number among the holder's boxes.
         sizes, heads: for each box the bytes of its elements, and those of its item before them.
     """
 
@@ -73,10 +71,10 @@ class WholePlan:
     Attributes:
         tensors: without chunks and fingerprints, with the boxes that are stored.
         objects: key, path and row.
-        rank, row, head, size: for each stored box the rank that stores it, its row, and the bytes of its item before
+        rank, row, head, size: for each stored box the rank that writes it, its row, and the bytes of its item before
             its elements, and of these.
         witnesses: rows of replicas that are not stored, and of those that are: ``[2, replicas]``.
-        names: for rows that others witness what to call them, and whether they are of a tensor.
+        names: of the rows that have witnesses, and whether they are of a tensor.
     """
 
     shares: tuple[RankItems, ...]
@@ -91,7 +89,7 @@ class WholePlan:
 
     @classmethod
     def of(cls, ranks: Sequence[RankState]) -> WholePlan:
-        """Plan together what ranks could save: of replicas one is stored, the others are witnesses.
+        """Plan who saves what: of replicas one is stored, the others are witnesses.
 
         Raises:
             LayoutError: a tensor has a hole or an overlap, or ranks hold different things under one key.
@@ -143,7 +141,7 @@ class WholePlan:
             yield replace(record, chunks=Chunks(columns, start, boxes), fingerprint=fingerprint)
 
     def _compare(self, digests: NDArray[Any], ranks: NDArray[np.int64]) -> None:
-        """Check that replicas are equal: DCP stores one of them, and would lose the others silently."""
+        """Check that replicas are equal, as only one of them is stored."""
         mine, theirs = self.witnesses
         for number in np.flatnonzero((digests[mine] != digests[theirs]).any(axis=1)):
             where, tensor = self.names[int(theirs[number])]
@@ -165,12 +163,12 @@ class _Planning:
     def __init__(self, ranks: Sequence[RankState]) -> None:
         self._ranks = ranks
         self._load = [0] * len(ranks)
-        """Bytes that each rank writes; an object counts for one, as its size is not known."""
+        """Bytes that each rank writes; an object, whose size is not known, counts for one."""
         self._written: list[tuple[list[int], list[int]]] = [([], []) for _ in ranks]
-        """For each rank the numbers of the objects and of the tensors' boxes that it writes."""
+        """The objects and the boxes that each rank writes."""
         self._seen: list[list[int]] = [[] for _ in ranks]
         self._pairs: list[tuple[_Placed, _Placed, tuple[str, bool]]] = []
-        """Each replica that is not stored, the one that is, what to call it, and whether it is of a tensor."""
+        """Each replica that is not stored, the one that is, its name, and whether it is of a tensor."""
 
     def plan(self) -> WholePlan:
         described: dict[str, tuple[KeyPath, str | None]] = {}
@@ -243,7 +241,7 @@ class _Planning:
 
 
 def _geometry(key: str, held: Sequence[Holder]) -> _Geometry | None:
-    """Return how ranks hold a tensor, after proving that they hold all of it; None for an object."""
+    """Return how ranks hold a tensor, after proving it whole; None for an object."""
     kinds = [holder.kind for holder in held if holder.kind is not None]
     if not kinds:
         return None
@@ -284,7 +282,7 @@ def rank_file(rank: int) -> str:
 
 
 def _starts(lengths: NDArray[Any]) -> Column:
-    """Return where items of these lengths begin, end to end and aligned; those of length 0 are not stored."""
+    """Return where items of these lengths begin in a file; those of length 0 are not stored."""
     unit = aligned(1)
     room: Column = (lengths.astype(np.int64) + unit - 1) // unit * unit
     starts: Column = np.cumsum(room) - room
