@@ -18,7 +18,7 @@ ShardRule = tuple[str, Cuts]
 
 
 class CheckpointType(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click only
-    """Where a checkpoint is: a path, or a URL of an object store."""
+    """The place of a checkpoint: a path, or a URL of an object store."""
 
     name = "path or url"
 
@@ -29,7 +29,6 @@ class CheckpointType(click.ParamType):  # type: ignore[type-arg]  # generic in n
             self.fail(str(error), param, context)
 
     def shell_complete(self, context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Leave paths to the shell."""
         return [CompletionItem(incomplete, type="file")]
 
 
@@ -86,7 +85,6 @@ def memory_option(default: int, help: str = "Memory.", **more: Any) -> Callable[
 
 
 def jobs_option(default: int = 2, help: str = "Threads.", **more: Any) -> Callable[[Function], Function]:
-    """Return ``--jobs``."""
     kind = click.IntRange(1, 1024)
     return click.option("--jobs", type=kind, default=default, show_default=True, metavar="N", help=help, **more)
 
@@ -114,7 +112,7 @@ class MeshType(click.ParamType):  # type: ignore[type-arg]
 
 
 class ShardRuleType(click.ParamType):  # type: ignore[type-arg]
-    """Which axes cut which dims of tensors that match: '*experts*=ep:0,dp:1'; none: '*='."""
+    """A rule that says which axes cut which dims of matching tensors: '*experts*=ep:0,dp:1'; none: '*='."""
 
     name = "glob=axis:dim,..."
 

@@ -81,24 +81,24 @@ def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as
     names = {dim: f"dim {dim}" for dim in dims} | last
     cut = [dim for dim in dims if any(shard.box.shape[dim] != record.shape[dim] for shard in shards)]
     headers = ("rank", "file", *names.values(), "bytes", *(names[dim] for dim in cut))
+
+    def bar(lo: int, hi: int, length: int, width: int = 24) -> str:
+        start = lo * width // length
+        stop = max(-(-hi * width // length), start + 1)
+        return "." * start + "#" * (stop - start) + "." * (width - stop)
+
     rows = [
         (
             "-" if shard.rank is None else shard.rank,
             shard.file,
             *(f"{lo}:{hi}" for lo, hi in zip(shard.box.lo, shard.box.hi, strict=True)),
             size(shard.bytes),
-            *(_bar(shard.box.lo[dim], shard.box.hi[dim], record.shape[dim]) for dim in cut),
+            *(bar(shard.box.lo[dim], shard.box.hi[dim], record.shape[dim]) for dim in cut),
         )
         for shard in shards
     ]
     print_section(headers, rows)
     return None
-
-
-def _bar(lo: int, hi: int, length: int, width: int = 24) -> str:
-    start = lo * width // length
-    stop = max(-(-hi * width // length), start + 1)
-    return "." * start + "#" * (stop - start) + "." * (width - stop)
 
 
 def _show_rank(opened: OpenCheckpoint, inspection: Inspection, rank: int, as_json: bool, **rest: Any) -> object:

@@ -64,7 +64,6 @@ def _print_narrow(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None
 
 
 def print_section(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print an empty line and a table; nothing if it has no rows."""
     if rows:
         print_line()
         print_table(headers, rows)
@@ -106,7 +105,7 @@ def _seconds() -> float:
 
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show progress; gives a function to call, from any thread, with the bytes done since the last call and the total.
+    """Show progress; yields a function to call, from any thread, with the bytes done since the last call and the total.
 
     A terminal gets a bar on standard error; other outputs get a line for every tenth, at most one a second.
     """

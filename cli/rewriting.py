@@ -44,7 +44,7 @@ from .printing import print_buffers, print_duration, print_json, print_line, pri
 
 
 class RootType(click.ParamType):  # type: ignore[type-arg]
-    """Where a state dict has its model or its optimizer, such as optimizer=app.optimizer."""
+    """The root of the model or of the optimizer in a state dict, such as optimizer=app.optimizer."""
 
     name = "what=path"
 
@@ -264,7 +264,6 @@ _MOST_FILES = 32
 
 
 def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool, **options: Any) -> None:
-    """Call ``function`` with progress, and print its report."""
     try:
         worker = worker_of(os.environ)
         with progress(f"{label if worker.world == 1 else worker}, checked and written") as advance:

@@ -52,12 +52,12 @@ class ItemDifference:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What differs between two checkpoints, ``a`` and ``b``.
+    """The differences between two checkpoints, ``a`` and ``b``.
 
     Attributes:
         a, b: where they are.
         steps: of both, None where unknown.
-        tensors: what became of each tensor that both have.
+        tensors: one for each tensor that both have.
         only_a, only_b: the keys of tensors and items that one has.
         items: items that differ; ``same_items`` is the number of those that do not.
         unmoved: state, and weights that have state, with the same elements although the steps differ.
@@ -81,13 +81,12 @@ class Difference:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of tensors of each status."""
         found = Counter(tensor.status for tensor in self.tensors)
         return {status: found[status] for status in (SAME, MOVED, CLOSE, CHANGED)}
 
     @property
     def differs(self) -> bool:
-        """Whether anything differs but where elements lie, and by more than the tolerance."""
+        """Return whether anything differs but where elements lie, and by more than the tolerance."""
         return bool(self.counts[CHANGED] or self.only_a or self.only_b or self.items)
 
     def to_json(self) -> dict[str, Any]:
@@ -155,11 +154,7 @@ def diff(
 
 
 def _verified(opened: OpenCheckpoint, jobs: int, progress: Progress) -> int:
-    """Read a checkpoint whole; return the bytes of its elements.
-
-    Raises:
-        DamageError: it is not what was written.
-    """
+    """Read a checkpoint whole; return the bytes of its elements."""
     from ...store.audit import audit, payload_bytes  # imports what nothing else of `diff` needs
 
     total = payload_bytes(opened.outline)
@@ -198,11 +193,12 @@ def _difference(
     """Compare two sides; ``verified`` is the bytes of both if they were read and are as recorded."""
     tensors, read = _compared(one, other, tolerance, memory, jobs, progress)
     items = [key for key in one.items if key in other.items]
-    unequal = [key for key in items if not _same_digest(key, one, other)]
-    raws = ((key, one.raw(key), other.raw(key)) for key in unequal)
+    sources = ((key, one.items[key].source, other.items[key].source) for key in items)
+    equal = {key for key, a, b in sources if a and b and a.digest is not None and a.digest == b.digest}
+    raws = ((key, one.raw(key), other.raw(key)) for key in items if key not in equal)
     changed = tuple(ItemDifference(key, value_of(a), value_of(b)) for key, a, b in raws if not same_value(a, b))
     steps = one.step, other.step
-    unread = sum(tensor.by == "fingerprint" for tensor in tensors) + len(items) - len(unequal)
+    unread = sum(tensor.by == "fingerprint" for tensor in tensors) + len(equal)
     return Difference(
         a=one.place,
         b=other.place,
@@ -311,12 +307,6 @@ def _compared(
     return tuple(found[key] for key in one.tensors if key in found), total
 
 
-def _same_digest(key: str, one: _Side, other: _Side) -> bool:
-    """Return whether the recorded digests say that an item is the same on both sides."""
-    mine, theirs = one.items[key].source, other.items[key].source
-    return bool(mine and theirs and mine.digest is not None and mine.digest == theirs.digest)
-
-
 def _unmoved(tensors: Sequence[TensorDifference], side: _Side) -> tuple[str, ...]:
     """Return tensors that training changes in every step, and that did not change."""
     contents = side.look().contents
@@ -337,7 +327,6 @@ def same_value(a: bytes, b: bytes) -> bool:
 
 
 def value_of(raw: bytes) -> Any:
-    """Decode an item; `OPAQUE` if it is not plain data."""
     try:
         return plain_value(raw)
     except MuonckptError:

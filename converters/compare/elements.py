@@ -96,7 +96,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """How the elements of a tensor differ; sums are in float64, over pairs of finite numbers.
+    """Differences between the elements of two tensors; sums are in float64, over pairs of finite numbers.
 
     Attributes:
         elements: their number (real and imaginary parts count as two).
@@ -126,7 +126,7 @@ class Statistics:
 
     @property
     def cosine(self) -> float | None:
-        """The cosine of the angle between the two; None if one is zero."""
+        """Return the cosine of the angle between the two; None if one is zero."""
         norms = self.norm_a * self.norm_b
         return max(-1.0, min(1.0, self.dot / norms)) if norms else None
 
@@ -196,7 +196,7 @@ SAME, MOVED, CLOSE, CHANGED = "same", "moved", "close", "changed"
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """What became of one tensor.
+    """The difference between two tensors of one key.
 
     Attributes:
         status: ``same``, ``moved`` (the same elements in other boxes), ``close`` (within the tolerance), ``changed``.
@@ -239,7 +239,6 @@ class StoredSide:
         self.tensor.check_sources(self.payloads)
 
     def words(self, box: Box) -> Words:
-        """Return the elements of a box, as raw words."""
         return self.tensor.elements(self.payloads, [self.tensor.layout.fragments], box)
 
 

@@ -24,7 +24,7 @@ ELEMENT_BYTES = 40
 
 @dataclass(frozen=True, slots=True)
 class ElementFigures:
-    """Figures of elements; ``norm`` (2-norm), ``largest`` magnitude and ``zeros`` are of the ``finite`` ones."""
+    """Figures of elements; ``norm`` (2-norm), ``largest`` magnitude and ``zeros`` count the ``finite`` ones only."""
 
     finite: int = 0
     norm: float = 0.0
@@ -72,13 +72,13 @@ class TensorFigures:
 
     @property
     def stable_rank(self) -> float | None:
-        """The median of its matrices' stable ranks; None if there is none."""
+        """Return the median of its matrices' stable ranks; None if there is none."""
         ranks = [rank for spectrum in self.spectra if (rank := spectrum.stable_rank) is not None]
         return median(ranks) if ranks else None
 
     @property
     def spectrum(self) -> tuple[float, ...]:
-        """The largest singular values of the matrix whose largest is the greatest."""
+        """Return the largest singular values of the matrix whose largest is the greatest."""
         return max((spectrum.values for spectrum in self.spectra if spectrum.values), default=())
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +90,6 @@ class TensorFigures:
 
 
 def is_numeric(dtype: str) -> bool:
-    """Return whether elements are real numbers."""
     return not dtype.startswith("complex") and as_float64(np.empty(0, DTYPES[dtype].bits), dtype) is not None
 
 
@@ -213,7 +212,7 @@ class Spectrum:
 
     @property
     def stable_rank(self) -> float | None:
-        """``(norm / largest singular value)²``, between 1 and the rank; None of a zero matrix."""
+        """Return ``(norm / largest singular value)²``, between 1 and the rank; None for a zero matrix."""
         return (self.norm / self.values[0]) ** 2 if self.values and self.values[0] > 0 else None
 
 

@@ -228,11 +228,6 @@ def stats_of(
     before: FirstLook | None,
     changes: Mapping[str, float],
 ) -> CheckpointStats:
-    """Put together the numbers of a checkpoint whose tensors have been measured.
-
-    Args:
-        changes: the root mean square of each weight's change since the earlier checkpoint, by key.
-    """
     steps = before.step if before else None, known.step
     updates = tuple(_updates(known, steps, changes))
     since = str(earlier.path) if earlier else None
@@ -240,7 +235,6 @@ def stats_of(
 
 
 def bytes_of_elements(tensors: Iterable[StateRecord]) -> int:
-    """Return the bytes of all their elements."""
     return sum(math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in tensors)
 
 
@@ -260,11 +254,7 @@ def _changes(
     memory: int,
     passed: Callable[[int], None],
 ) -> dict[str, float]:
-    """Return the root mean square of each weight's change.
-
-    Raises:
-        SourceError: there is no weight to compare, or one is damaged.
-    """
+    """Return the root mean square of each weight's change."""
     if not pairs:
         raise SourceError(f"{opened.path} and {earlier.path} have no weights of one key and shape in common")
     now, then = opened.locate([pair[0] for pair in pairs]), earlier.locate([pair[1] for pair in pairs])
@@ -305,7 +295,7 @@ _COLLAPSED = 1.1
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """How a weight changed between two checkpoints.
+    """The change of a weight between two checkpoints.
 
     Attributes:
         rms: the root mean square of the change; ``per_step`` is divided by the number of steps, None if unknown.
@@ -333,8 +323,6 @@ def siblings_of(tensors: Sequence[TensorFigures]) -> Mapping[tuple[str, str], li
 
 
 def _findings_of(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate]) -> Iterator[Finding]:
-    """Look for what is odd in numbers, the gravest first."""
-
     def finding(kind: str, keys: Sequence[str], one: str, many: str, means: str) -> Iterator[Finding]:
         if keys:
             yield Finding.listing(kind, f"1 {one}" if len(keys) == 1 else f"{len(keys)} {many}", keys, means)
@@ -379,7 +367,7 @@ def _findings_of(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdat
 
 
 def _far_from_siblings(values: Mapping[str, float | None]) -> tuple[float, list[str]]:
-    """Return the median of known values that are not zero, and the keys of those far from it; none of few."""
+    """Return the median of the known values other than zero, and the keys of those far from it; none of too few."""
     known = {key: value for key, value in values.items() if value}
     if len(known) < _LEAST_SIBLINGS:
         return 0.0, []

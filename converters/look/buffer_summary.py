@@ -58,9 +58,10 @@ def _sizes(members: Sequence[GroupBuffer]) -> dict[str, Any]:
 
 
 def _shares(members: Sequence[GroupBuffer]) -> dict[str, Any]:
-    """The ranks are those that share all of the buffers: with experts, a run records the buffers of one group only.
+    """Return what each rank holds, of the ranks that share all of the buffers.
 
-    If no rank shares all of them (buffers of several parts), they are all ranks.
+    With experts, a run records the buffers of one process group only.  If no rank shares all (buffers of several
+    parts), all ranks count.
     """
     groups = [set(buffer.group) for buffer in members]
     ranks = sorted(set.intersection(*groups) or set.union(*groups))

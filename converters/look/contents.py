@@ -27,8 +27,6 @@ NO_STATE = "(not optimizer state)"
 
 
 class Role(StrEnum):
-    """What a tensor is for."""
-
     WEIGHTS = "weights"
     MOMENTUM = "momentum"
     MOMENTS = "moments"
@@ -74,7 +72,7 @@ class StatefulParameter:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether there is more than one row and column to orthogonalise."""
+        """Return whether there is more than one row and column to orthogonalise."""
         return len(self.shape) >= 2 and min(self.shape[-2:]) > 1
 
     def shaped(self) -> list[StateRecord]:
@@ -98,7 +96,6 @@ class Contents:
     parameters: Mapping[str, StatefulParameter]
 
     def slots_of(self, role: Role) -> tuple[str, ...]:
-        """Return the slots that the tensors of a role are in."""
         return tuple(dict.fromkeys(tensor.slot for tensor in self.tensors.get(role, ()) if tensor.slot))
 
 
@@ -189,7 +186,7 @@ class HyperParameters:
 
     @property
     def conventions(self) -> dict[str, str]:
-        """The momentum convention that groups name, by parameter."""
+        """Return the momentum convention that groups name, by parameter."""
         return self.values_of(_CONVENTION)
 
 
@@ -299,7 +296,7 @@ class FirstLook:
 
     @property
     def step(self) -> int | float | None:
-        """The step that the saving program recorded, or else that of the step counters if they agree."""
+        """Return the step that the saving program recorded, or else that of the step counters if they agree."""
         counted = self.steps.most if self.steps.least == self.steps.most else None
         return counted if (recorded := recorded_step(self.manifest)) is None else recorded
 
@@ -320,7 +317,6 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
 
 
 def recorded_step(manifest: Manifest) -> int | float | None:
-    """Return the step that the saving program recorded."""
     step = manifest.provenance.get("step")
     return step if isinstance(step, int | float) else None
 
@@ -341,5 +337,4 @@ def groups_as_data(manifest: Manifest, values: Values) -> list[dict[str, Any]]:
 
 
 def groups_as_code(groups: Sequence[dict[str, Any]]) -> str:
-    """Format groups as a Python expression."""
     return pprint.pformat(list(groups), width=120, compact=True, sort_dicts=False)

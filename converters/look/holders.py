@@ -79,13 +79,12 @@ def held_by(manifest: Manifest, rank: int) -> dict[str, tuple[StoredShard, ...]]
 
 
 def writing_ranks(manifest: Manifest) -> list[int]:
-    """Return the ranks whose files hold something."""
     return sorted({rank for file in manifest.columns.names if (rank := rank_in_name(file)) is not None})
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How evenly ranks hold something."""
+    """Shares of ranks, compared."""
 
     ranks: int
     least: int
@@ -95,7 +94,6 @@ class Balance:
 
     @property
     def ratio(self) -> float:
-        """The most, divided by the mean."""
         return self.most / self.mean if self.mean else 1.0
 
     def to_json(self) -> dict[str, Any]:
@@ -157,7 +155,7 @@ def newton_schulz_by_rank(contents: Contents, ranks: Sequence[int]) -> dict[int,
 
 @lru_cache(maxsize=1024)
 def _newton_schulz(shape: Index, dtype: str, boxes: Boxes) -> tuple[int, ...] | None:
-    """FLOPs by box; None if a matrix is cut.  Cached: see `_cut`."""
+    """Return the FLOPs of each box; None if a matrix is cut.  Cached as `_cut` is."""
     sizes = boxes.hi - boxes.lo
     if (sizes[:, -2:] != shape[-2:]).any():
         return None
@@ -171,7 +169,7 @@ def cut_in_words(tensor: StateRecord) -> str:
 
 @lru_cache(maxsize=1024)
 def _cut(shape: Index, every: Boxes) -> str:
-    """Cached: the tensors of a model are cut in few ways."""
+    """Say how a tensor is cut.  Cached: the tensors of a model are cut in few ways."""
     boxes = [box for box in every if box.numel]
     if not math.prod(shape):
         return "without elements"

@@ -93,7 +93,6 @@ class Inspection:
     manifest: Manifest
 
     def to_json(self) -> dict[str, Any]:
-        """Return the attributes as JSON data, without the manifest."""
         fields = (field.name for field in dataclasses.fields(self) if field.name != "manifest")
         symptoms = [{"kind": s.kind, "message": s.message, "names": s.names} for s in self.symptoms]
         return {name: getattr(self, name) for name in fields} | {"symptoms": symptoms}
@@ -179,11 +178,14 @@ def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) ->
     slots = dict.fromkeys(tensor.slot for tensor in tensors)
     elements = manifest.elements
     empty = int((elements == 0).sum())
+    provenance = {name: value for name, value in manifest.provenance.items() if name != "buffers"}
+    if run := provenance.get("layer_wise"):
+        provenance["layer_wise"] = {name: value for name, value in run.items() if name not in ("buffers", "ranks")}
     return Inspection(
         checkpoint=str(checkpoint.path),
         kind=checkpoint.format.name,
         dialect=dialect,
-        provenance=_without_buffers(manifest.provenance),
+        provenance=provenance,
         tensors=len(tensors),
         chunks=len(elements) - empty,
         empty_chunks=empty,
@@ -213,13 +215,6 @@ def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) ->
         notes=groups.notes,
         manifest=manifest,
     )
-
-
-def _without_buffers(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    short = {name: value for name, value in provenance.items() if name != "buffers"}
-    if run := short.get("layer_wise"):
-        short["layer_wise"] = {name: value for name, value in run.items() if name not in ("buffers", "ranks")}
-    return short
 
 
 def _buffers(provenance: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

@@ -139,7 +139,7 @@ def _two_sum(large: F64, small: F64) -> tuple[F64, F64]:
 
 
 def _product_error(numbers: F64, factor: float, product: F64) -> F64:
-    """Return what a rounded product lacks."""
+    """Return the exact product minus the rounded one."""
     high, low = _halves(numbers)
     factor_high, factor_low = (float(half) for half in _halves(np.float64(factor)))
     error: F64 = ((high * factor_high - product) + high * factor_low + low * factor_high) + low * factor_low

@@ -75,7 +75,6 @@ class JoinedCheckpoints:
 
     @classmethod
     def of(cls, parts: Sequence[OpenCheckpoint]) -> JoinedCheckpoints:
-        """Join these checkpoints."""
         return cls(parts, [part.manifest.moved(f"{number}/{{}}".format) for number, part in enumerate(parts)])
 
     @property

@@ -8,6 +8,7 @@ names.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -18,7 +19,7 @@ import numpy as np
 from ...box import Box
 from ...errors import SourceError, TargetError
 from ...layout import TensorLayout
-from ...record import Blob, Extent, Manifest, StateRecord
+from ...record import Blob, Extent, Manifest
 from ...store.open_checkpoint import checked_blob
 from ...store.reading.blocks import bands
 from ...store.reading.dtypes import dtype
@@ -168,12 +169,19 @@ class _Input:
 
     @classmethod
     def of(cls, name: str, outputs: Outputs) -> _Input:
-        dialect = _dialect_of(outputs)
+        nowhere = Extent("none", 0, 0)
+        blobs = tuple(Blob(item.key, item.path, nowhere) for item in outputs.items)
+        dialect: Dialect | None = None
+        with suppress(SourceError):
+            dialect = detect(Manifest(tuple(tensor.record for tensor in outputs.tensors), blobs)).dialect
+        momenta = dialect.slots_called("momentum") if dialect else frozenset()
         averages: dict[str, OutputTensor] = {}
         others: dict[str, OutputTensor] = {}
         weights = set()
         for own in outputs.tensors:
-            record = _with_convention(own.record, dialect)
+            record = own.record
+            if dialect and record.slot in momenta and record.convention is None:
+                record = replace(record, convention=dialect.convention)
             tensor = replace(own, record=record)
             is_weight = bool(dialect and record.slot is None and dialect.model.read(record.path))
             is_option = bool(dialect and dialect.option and dialect.option.read(record.path))
@@ -192,11 +200,6 @@ class _Input:
         return cls(name, averages, others, items, frozenset(weights), outputs.left_out, outputs.notes)
 
     def model_only(self) -> _Input:
-        """Leave out optimizer state and items.
-
-        Raises:
-            SourceError: nothing is left.
-        """
         averages = {key: tensor for key, tensor in self.averaged.items() if key in self.weights}
         others = {key: tensor for key, tensor in self.others.items() if key in self.weights}
         if not averages:
@@ -206,29 +209,7 @@ class _Input:
         return replace(self, averaged=averages, others=others, items={}, left_out=left_out)
 
 
-def _dialect_of(outputs: Outputs) -> Dialect | None:
-    nowhere = Extent("none", 0, 0)
-    blobs = tuple(Blob(item.key, item.path, nowhere) for item in outputs.items)
-    try:
-        return detect(Manifest(tuple(tensor.record for tensor in outputs.tensors), blobs)).dialect
-    except SourceError:
-        return None
-
-
-def _with_convention(record: StateRecord, dialect: Dialect | None) -> StateRecord:
-    """Give the record of a momentum the convention of its program, where that is known but not recorded."""
-    if dialect is None or record.slot is None or record.convention is not None:
-        return record
-    is_momentum = record.slot in dialect.slots_called("momentum")
-    return replace(record, convention=dialect.convention) if is_momentum else record
-
-
 def _agreed_keys(inputs: Sequence[_Input]) -> set[str]:
-    """Return the keys of the tensors to average, which all inputs have.
-
-    Raises:
-        SourceError: one lacks a tensor that another has.
-    """
     keys = set(inputs[0].averaged)
     for one in inputs[1:]:
         for with_it, without in ((inputs[0], one), (one, inputs[0])):
@@ -245,11 +226,7 @@ def _agreed_keys(inputs: Sequence[_Input]) -> set[str]:
 
 
 def _refuse_differences(inputs: Sequence[_Input], payloads: Payloads) -> None:
-    """Refuse counters, options and items that are not the same in all inputs.
-
-    Raises:
-        SourceError: some differ; names them.
-    """
+    """Refuse counters, options and items that are not the same in all inputs."""
 
     def raw(item: OutputItem) -> bytes:
         return item.data if item.source is None else checked_blob(payloads, item.source)

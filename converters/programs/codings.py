@@ -19,7 +19,7 @@ OptionValues = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How a program says common options, where that takes more than another name.
+    """A program's encoding of common options, where that takes more than another name.
 
     Attributes:
         own: the program's options.
@@ -83,7 +83,7 @@ def _schedule(common: OptionValues) -> tuple[Triple, ...] | None:
 
 
 def _named(rows: tuple[Triple, ...]) -> object:
-    """Return the name of the published set that begins so, or the numbers."""
+    """Return the name of the published set that begins with these rows, or the rows themselves."""
     if len(set(rows)) == 1:
         return plain_coefficients(rows[0])
     for name, published in COEFFICIENTS.items():

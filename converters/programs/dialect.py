@@ -92,29 +92,24 @@ class Templates:
     by_chain: Mapping[str, Template]
 
     def read(self, path: KeyPath) -> dict[str, str] | None:
-        """Return the fields of a path, or None if the path matches no template."""
         for chain, template in self.by_chain.items():
             if fields := template.read(path):
                 return {**fields, "chain": chain}
         return None
 
     def write(self, *, chain: str, **fields: str) -> KeyPath:
-        """Return the path with these fields, as in `Template.write`."""
         return self.by_chain[chain].write(**fields)
 
     @property
     def numbered(self) -> bool:
-        """Return whether they name parameters by their number in the optimizer."""
         return any(template.numbered for template in self.by_chain.values())
 
     @property
     def listed(self) -> bool:
-        """Return whether they name groups by their position in a list."""
         return all(template.listed for template in self.by_chain.values())
 
     @property
     def chained(self) -> bool:
-        """Return True: paths say to which of several optimizers they belong."""
         return True
 
     def __str__(self) -> str:
@@ -135,14 +130,12 @@ def _pattern(part: str) -> re.Pattern[str]:
 
 
 def state_template(place: OptimizerPlace, numbered: bool = False) -> Template:
-    """Return the template of the state of an optimizer of torch."""
     if place.flat:
         return Template((f"{place.prefix}{STATE}.{{name}}.{{slot}}",), place.root)
     return Template((STATE, "{number}" if numbered else "{name}", "{slot}"), place.root)
 
 
 def option_template(place: OptimizerPlace) -> Template:
-    """Return the template of the options of an optimizer of torch."""
     if place.flat:
         return Template((f"{place.prefix}{PARAM_GROUPS}.{{name}}.{{option}}",), place.root)
     return Template((PARAM_GROUPS, "{group}", "{option}"), place.root)
@@ -215,7 +208,7 @@ class MomentumOptions:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What only one program writes.
+    """A sign that only one program leaves in a checkpoint.
 
     Attributes:
         slots, options: these slots, and these options of one group, together.
@@ -237,7 +230,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What one program's checkpoints look like.
+    """A description of one program's checkpoints.
 
     Attributes:
         name: the value of ``--to`` and ``--from``.
@@ -245,20 +238,20 @@ class Dialect:
         model, state, option: templates of keys; ``option`` is None if groups are not stored as items.
         convention: the convention of the momentum; None if the user must say it.
         methods: the update methods, in the order in which they are tried.
-        momentum_options: by which its groups with momentum are known, so that the convention holds for them.
-        marks: any of them tells the program.
+        momentum_options: tell the groups with momentum for which the convention holds.
+        marks: each of them alone tells the program.
         own_keys: whether the form of its keys tells the program.
         derived: slots that the program can compute again; they are left out when another dialect is written.
         method_option: the group option that names the method; None if the slots tell it.
-        names_option: the option in which groups list the names of their parameters once more, as groups of torch do
-            that are made of named parameters; None if none is written.
+        names_option: the option in which groups list the names of their parameters once more, as torch's groups of
+            named parameters do; None if none is written.
         facts: common options that the program has no words for, by method and name: what it always does.
-        hints: for common options that the program does not store: where a user finds them.
+        hints: where a user finds common options that the program does not store.
         writable: whether checkpoints of this dialect can be written.
         common: the item that holds all groups and all other non-tensor values; None if there is no such item.
         chains: the key prefix for the state of each method, if the source has none.
         item: makes the key for an item of another program that this one does not know.
-        unsaid: options that would point to a program, and so to a convention; they are never added.
+        unsaid: options that are never added, as they would point to a program, and so to a convention.
         private: globs of items that mean nothing to other programs; a program with the same glob keeps them.
         opaque: globs of state that only the program can read, as nothing says whose it is.
         format: the format that the program needs, by the name of the `Container`; None if any that DCP reads will do.
@@ -290,7 +283,6 @@ class Dialect:
 
     @property
     def numbered(self) -> bool:
-        """Return whether parameters are named by their number in the optimizer."""
         return self.state.numbered
 
     def slots_called(self, name: str) -> frozenset[str]:
@@ -303,7 +295,6 @@ class Dialect:
 
     @property
     def chained(self) -> bool:
-        """Return whether keys of state say to which of several optimizers it belongs."""
         return self.state.chained
 
     def writes(self, method: StoredMethod) -> StoredMethod:

@@ -17,7 +17,6 @@ PLAIN: Mapping[str, object] = {"cautious": False, **UNFUSED}
 
 
 def muon(scales: Mapping[str, tuple[object, ...]]) -> StoredMethod:
-    """Return torch.optim.Muon with these words for scales."""
     return StoredMethod(
         "muon",
         {"momentum": "momentum_buffer"},

@@ -20,7 +20,7 @@ STATE_DTYPES = ("float32", "bfloat16")
 
 
 class WeightsFrom(StrEnum):
-    """What weights are made of: the model's rounded ones, or the optimizer's float32 masters."""
+    """The source of weights where there are two: the model's rounded ones, or the optimizer's float32 masters."""
 
     MASTERS = "masters"
     """The optimizer's float32 masters, which then are no state any more."""
@@ -30,7 +30,7 @@ class WeightsFrom(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What the user says about the state if the checkpoint does not.
+    """The user's statements about state, where the checkpoint has none.
 
     Attributes:
         convention: the source's (``--convention``).
@@ -56,16 +56,10 @@ class Overrides:
 
 
 def spoken(convention: Convention | None) -> str:
-    """Return the convention in a word."""
     return {None: "unknown", Convention.EMA: "average", Convention.SUM: "sum"}[convention]
 
 
 def _check_mu(mu: float, where: str) -> float:
-    """Check a momentum coefficient, and return it.
-
-    Raises:
-        SourceError: momentum cannot be converted with it.
-    """
     if not 0 <= mu < 1:
         raise SourceError(f"{where}: expected a momentum coefficient in [0, 1), found {mu!r}")
     return mu

@@ -41,7 +41,7 @@ KNOWN_SLOTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelPlace:
-    """Where a model lies: the path ``root``, then ``prefix`` in the string that names the parameter."""
+    """The place of a model: the path ``root``, then ``prefix`` in the string that names the parameter."""
 
     root: KeyPath
     prefix: str = ""
@@ -184,11 +184,7 @@ def keys_of(manifest: Manifest) -> Keys:
 
 
 def _model(weights: Iterable[KeyPath], names: Collection[str]) -> ModelPlace | None:
-    """Return the place where most of these parameters are; one that is called ``model`` comes before its copies.
-
-    Raises:
-        SourceError: there are several.
-    """
+    """Return the place where most of these parameters are; one that is called ``model`` comes before its copies."""
     found: Counter[ModelPlace] = Counter()
     for path in weights:
         last = str(path[-1])
@@ -292,7 +288,7 @@ def momentum_note(manifest: Manifest) -> tuple[str, ...]:
 
 
 def _first(dialect: Dialect, entries: list[tuple[str, KeyPath]]) -> str | None:
-    """Return the first key of state, by a known slot, since a name could begin there."""
+    """Return the first key of state; only known slots count, since a name could begin there."""
     known_slots = {slot for method in dialect.methods for slot in method.slots.values()}
     for key, path in entries:
         fields = dialect.state.read(path)
@@ -302,11 +298,7 @@ def _first(dialect: Dialect, entries: list[tuple[str, KeyPath]]) -> str | None:
 
 
 def _by_marks(keys: Keys) -> Detected:
-    """Return the program that the slots and options tell, or none.
-
-    Raises:
-        SourceError: they tell more than one.
-    """
+    """Return the program that the slots and options tell, or none."""
     where = ", ".join(map(str, keys.optimizers))
     flat = any(place.flat for place in keys.optimizers)
     form = "flat" if flat else "numbered" if keys.numbered else "nested"

@@ -31,7 +31,6 @@ _SCALAR = bool | int | float | str | None
 
 
 def entries_of(manifest: Manifest) -> tuple[Entry, ...]:
-    """Return the tensors and the items of a checkpoint."""
     return (*manifest.tensors, *manifest.blobs)
 
 
@@ -304,7 +303,6 @@ class GroupTemplate:
         return cls(tuple(groups))
 
     def options_of(self, name: str) -> Mapping[str, Any]:
-        """Return the options of a parameter, by name."""
         group = next((group for group in self.groups if name in group[PARAMS]), {})
         return {option: value for option, value in group.items() if option not in (PARAMS, "param_names")}
 

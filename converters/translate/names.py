@@ -83,7 +83,6 @@ class NameRule:
         return (self.source if self.splits else self.target)[0]
 
     def inverse(self) -> NameRule:
-        """Return the rule of the opposite direction."""
         return replace(self, source=self.target, target=self.source)
 
     def __str__(self) -> str:
@@ -118,7 +117,6 @@ class NameRules:
         return "\n".join(map(_toml, self.rules))
 
     def inverse(self) -> NameRules:
-        """Return the table of the opposite direction."""
         return NameRules(tuple(rule.inverse() for rule in reversed(self.rules)))
 
     def __add__(self, other: NameRules) -> NameRules:

@@ -63,12 +63,10 @@ class NeutralParameter:
 
     @property
     def stateful(self) -> bool:
-        """Return whether the source has state of it."""
         return self.method is not _NO_METHOD and not self.stateless
 
     @property
     def tensors(self) -> tuple[TranslatedTensor, ...]:
-        """The tensors of its state, and its weight."""
         return (*self.slots.values(), *((self.weight,) if self.weight else ()))
 
 
@@ -104,7 +102,6 @@ class NeutralOptimizer:
 
     @property
     def stateful(self) -> list[NeutralParameter]:
-        """The parameters with state."""
         return [param for param in self.parameters.values() if param.stateful]
 
     @property
@@ -264,11 +261,7 @@ class _Entries:
     left_out: list[str] = field(default_factory=list)
 
     def sort(self, entries: Iterable[Entry]) -> None:
-        """Add these entries.
-
-        Raises:
-            SourceError: state other than a counter is not a tensor, or two optimizers have a parameter of one name.
-        """
+        """Add these entries."""
         dialect = self.dialect
         steps = dialect.slots_called("step") - dialect.derived
         for entry in entries:
@@ -304,11 +297,7 @@ class _Entries:
             self.tensors[slot, name] = entry
 
     def make_masters_weights(self) -> None:
-        """Take float32 masters for the weights, and leave out the model's rounded ones.
-
-        Raises:
-            TargetError: there are no masters.
-        """
+        """Take float32 masters for the weights, and leave out the model's rounded ones."""
         slots = self.dialect.slots_called("master")
         masters = [(slot, name) for slot, name in self.tensors if slot in slots]
         if not masters:
@@ -351,11 +340,7 @@ def _recorded_names(manifest: Manifest, dialect: Dialect) -> NameRules:
 def _with_members(
     groups: tuple[SourceGroup, ...], parameters: Mapping[str, NeutralParameter], values: Values
 ) -> tuple[SourceGroup, ...]:
-    """Return the groups with their parameters by the target's names; a name is in the first group with a part of it.
-
-    Raises:
-        SourceError: parts of one parameter are in groups with different options.
-    """
+    """Return the groups with their parameters by the target's names; a name is in the first group with a part of it."""
     new_names: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for param in parameters.values():
         for alias in param.aliases:
@@ -390,11 +375,7 @@ class _Parser:
     dropped: Collection[str]
 
     def parameters(self, rules: NameRules, must_match: bool) -> dict[str, NeutralParameter]:
-        """Return the parameters that have a weight or state, by the target's names.
-
-        Raises:
-            TargetError: ``must_match``, and no rule matches a parameter.
-        """
+        """Return the parameters that have a weight or state, by the target's names."""
         by_slot: defaultdict[str | None, dict[str, TranslatedTensor]] = defaultdict(dict)
         for (slot, name), stored in self.entries.tensors.items():
             by_slot[slot][name] = TranslatedTensor(stored.dtype, stored.chunk_layout(), (stored.chunks,), name, (name,))

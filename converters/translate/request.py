@@ -15,7 +15,10 @@ from .names import NameRules
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of :func:`.translator.translate`, which by default change nothing, and whether to drop items."""
+    """A request for a translation, which by default changes nothing: the arguments of :func:`.translator.translate`.
+
+    ``tensors_only`` leaves out items that are not tensors.
+    """
 
     source: Dialect | None = None
     target: Dialect | None = None
@@ -27,7 +30,7 @@ class Request:
 
     @property
     def translates(self) -> bool:
-        """Return whether anything is asked for but to leave items out."""
+        """Return whether more is asked for than to leave items out."""
         return replace(self, tensors_only=False) != Request()
 
     def outputs(self, source: OpenCheckpoint) -> Outputs:

@@ -21,7 +21,7 @@ from ...layout import Fragment, Place, TensorLayout, dense
 from ...record import Blob, Manifest, StateRecord, no_chunks
 from ...store.formats.torch_save.plain_item import plain_item
 from ...store.open_checkpoint import Values, scalar_bytes
-from ...vocabulary import MASTER, PARAMS, SCHEDULED, Convention, KeyPath
+from ...vocabulary import MASTER, PARAMS, SCHEDULED, KeyPath
 from ...wording import counted
 from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, sorted_checks
 from ..programs.dialect import Dialect, StoredMethod
@@ -74,11 +74,9 @@ def translate(
 
     Args:
         manifest: the manifest, with payloads.
-        values: the values of the same checkpoint.
         target: the dialect to write; None means the source's.
         source: the dialect of the checkpoint; None means that the keys tell.
-        rules: names and structure; they are applied to parameters and to their state.
-        overrides: what the user says about the momentum if the checkpoint does not.
+        rules: are applied to parameters and to their state.
         drop: slots of state to leave out.
         like: the groups of the run that the result is for.
 
@@ -95,12 +93,16 @@ def translate(
     neutral = parse(manifest, values, detected, target, rules or NameRules(), overrides or Overrides(), drop)
     findings = Findings()
     tensors, items = _Renderer(neutral, target, like, findings).outputs()
-    momenta = tuple(_momentum_sentences(neutral))
-    _report_losses(neutral, target, findings)
+    momenta: list[str] = []
+    counts = Counter(neutral.convention(param) for param in neutral.stateful if "momentum" in param.slots)
+    for (convention, reason), count in counts.items():
+        whose = f" of {count} parameters" if len(counts) > 1 else ""
+        momenta.append(f"momentum{whose}: {spoken(convention)}, because {reason}")
     lost = {*neutral.left_out}
     gone = (neutral.dialect.state.read(entry.path) for entry in entries_of(manifest) if entry.key in lost)
     for slot, count in Counter(fields["slot"] if fields else "weights" for fields in gone).items():
         findings.check(Action.LEFT, slot, f"{count} tensors or items")
+    _report_losses(neutral, target, findings)
     _check_off(tensors, items, "; ".join(momenta), findings)
     summary = (f"source: {detected}", f"target: {target.name} ({target.who})", *momenta, *_sentences(tensors, items))
     notes = (*summary, *(f"note: {note}" for note in sorted(findings.notes)))
@@ -127,15 +129,9 @@ class _Renderer:
 
     @property
     def same_dialect(self) -> bool:
-        """Return whether only names, structure or the convention change."""
         return self.target is self.source.dialect
 
     def outputs(self) -> tuple[list[OutputTensor], list[OutputItem]]:
-        """Return the target's tensors and items.
-
-        Raises:
-            SourceError: the target has no place for some state or option, or something that it needs is unknown.
-        """
         source, stateful, stateless = self.source, self.source.stateful, self.source.stateless
         for param in stateful:
             self.method(param)
@@ -167,11 +163,7 @@ class _Renderer:
         ]
 
     def method(self, param: NeutralParameter) -> StoredMethod:
-        """Return how the target stores the state of a parameter.
-
-        Raises:
-            SourceError: it has no place for it.
-        """
+        """Return how the target stores the state of a parameter."""
         if param.name not in self._methods:
             self._methods[param.name] = param.method if self.same_dialect else self.target.writes(param.method)
         return self._methods[param.name]
@@ -208,11 +200,7 @@ class _Renderer:
         return _under(self.source.records[slot, tensor.aliases[0]], path)
 
     def _state(self, param: NeutralParameter, common: str) -> OutputTensor:
-        """Return the tensor of a slot; momentum is in the convention of the target.
-
-        Raises:
-            SourceError: a convention or a coefficient is needed and unknown, or what says it contradicts itself.
-        """
+        """Return the tensor of a slot; momentum is in the convention of the target."""
         tensor, slot = param.slots[common], self.method(param).slots[common]
         record = self._record(param.method.slots[common], tensor, self._path(param, slot))
         record = replace(record, name=param.name, slot=slot)
@@ -236,11 +224,7 @@ class _Renderer:
         return _made_of(record, tensor, scale, held)
 
     def _step_counter(self, param: NeutralParameter) -> OutputTensor | OutputItem:
-        """Return the step counter of a parameter: the source's if it is a tensor or the dialect stays, else a new one.
-
-        Raises:
-            SourceError: the number of steps is unknown.
-        """
+        """Return the step counter: the source's if it is a tensor or the dialect stays, else a new one."""
         slot = self.method(param).slots["step"]
         path = self._path(param, slot)
         if isinstance(param.counter, StateRecord):
@@ -261,11 +245,7 @@ class _Renderer:
     # Parameters without state.
 
     def _zero_state(self, param: NeutralParameter) -> Iterator[OutputTensor]:
-        """Yield the first state of a parameter: zeros, and a master that is the weight.
-
-        Raises:
-            SourceError: the shape of the parameter is not known, or not how its state begins.
-        """
+        """Yield the first state of a parameter: zeros, and a master that is the weight."""
         slots = {common: slot for common, slot in self.method(param).slots.items() if common != "step"}
         unknown = [slot for common, slot in slots.items() if common not in (*_AS_THE_PARAMETER, "dion_rows", "master")]
         weight = param.weight
@@ -296,11 +276,6 @@ class _Renderer:
     # Groups.
 
     def _groups(self) -> tuple[list[OutputTensor], list[OutputItem]]:
-        """Return the target's groups, as tensors and items.
-
-        Raises:
-            SourceError: the target numbers parameters and their order is not known.
-        """
         source, target = self.source, self.target
         if any(target.holds_groups(item.path) for item in source.items):
             if target.chains:
@@ -323,7 +298,8 @@ class _Renderer:
         if target.common is not None:
             return [], [_item(target.common, [self._common(groups, by_listed)])]
         self._number(groups)
-        self._report_schedules(groups)
+        if f"{PARAM_GROUPS}.{{name}}.{{option}}" in str(target.option):
+            self._report_schedules(groups)
         return [], [*self._items(groups), *derived]
 
     def _translated(
@@ -336,9 +312,6 @@ class _Renderer:
         """Yield the target's groups for a group of the source, one for each set of options.
 
         Adds to ``derived`` the items of state that follow from a parameter's options and its shape.
-
-        Raises:
-            SourceError: an update depends on the number of steps, which is not known.
         """
         known: dict[object, Mapping[str, object]] = {}
         members: defaultdict[str, list[str]] = defaultdict(list)
@@ -434,9 +407,6 @@ class _Renderer:
 
         torch numbers them in the order of the run's groups, which the source's list or a template has.  Otherwise a
         number would be a guess, by which momentum would silently go to another parameter of the same shape.
-
-        Raises:
-            SourceError: the order is not known, or a parameter would be left out of it.
         """
         source, target = self.source, self.target
         if not target.numbered or source.dialect.numbered:
@@ -465,22 +435,17 @@ class _Renderer:
         )
 
     def _report_schedules(self, groups: Iterable[TargetGroup]) -> None:
-        """Report what schedulers have put into groups if torch would drop it, as it does of flat state dicts."""
-        if f"{PARAM_GROUPS}.{{name}}.{{option}}" not in str(self.target.option):
-            return
-        values: defaultdict[str, set[str]] = defaultdict(set)
-        for group in groups:
-            for option in SCHEDULED & group.options.keys():
-                values[option].add(repr(group.options[option]))
-        for option in sorted(values):
-            reason = (
-                "of a flattened state dict torch loads it only into groups that have it: make the scheduler, or set "
-                "any value, before loading"
-            )
-            self.findings.check(Action.SET, f"{option} of groups", *sorted(values[option]), reason=reason)
+        """Report what schedulers have put into groups, which torch drops when it loads a flat state dict."""
+        reason = (
+            "of a flattened state dict torch loads it only into groups that have it: make the scheduler, or set any "
+            "value, before loading"
+        )
+        for option in sorted(SCHEDULED):
+            values = {repr(group.options[option]) for group in groups if option in group.options}
+            if values:
+                self.findings.check(Action.SET, f"{option} of groups", *sorted(values), reason=reason)
 
     def _items(self, groups: list[TargetGroup]) -> Iterator[OutputItem]:
-        """Yield the items of the target's groups, which are in a list or by name."""
         target = self.target
         assert target.option is not None
         listed = target.option.listed
@@ -505,9 +470,6 @@ class _Renderer:
         """Return the optimizers' part of Megatron's common state: groups without parameters, and AdamW's step.
 
         The optimizer of a chain prefix is nested in dicts by its numbers: ``chained_0.`` becomes ``{0: …}``.
-
-        Raises:
-            SourceError: parameters of one optimizer have taken different numbers of steps.
         """
         optimizers: defaultdict[tuple[int, ...], dict[str, Any]] = defaultdict(dict)
         for group in groups:
@@ -553,14 +515,13 @@ def _steps(params: Iterable[NeutralParameter]) -> set[int]:
 
 
 def _under(record: StateRecord, path: KeyPath) -> StateRecord:
-    """Return the record of a tensor that will be stored under this path."""
     return replace(record, key=key_of(path), path=path, chunks=no_chunks(len(record.shape)), layout=None)
 
 
 def _made_of(
     record: StateRecord, tensor: TranslatedTensor, scale: float | None = None, held: str | None = None
 ) -> OutputTensor:
-    """Return the output of a tensor's elements, which are ``held`` in that dtype if in another."""
+    """Return the output of a tensor's elements, which are stored as ``held`` if that is another dtype."""
     return OutputTensor(record, tensor.layout, tensor.sources, scale, held)
 
 
@@ -571,21 +532,11 @@ def _item(path: KeyPath, value: object) -> OutputItem:
 # The report.
 
 
-def _momentum_sentences(neutral: NeutralOptimizer) -> Iterator[str]:
-    """Say what the source's momenta accumulate, and why."""
-    momenta = (param for param in neutral.stateful if "momentum" in param.slots)
-    counts: Counter[tuple[Convention | None, str]] = Counter(map(neutral.convention, momenta))
-    for (convention, reason), count in counts.items():
-        whose = f" of {count} parameters" if len(counts) > 1 else ""
-        yield f"momentum{whose}: {spoken(convention)}, because {reason}"
-
-
 def _report_losses(neutral: NeutralOptimizer, target: Dialect, findings: Findings) -> None:
     """Report what the target's program has no use for, or what it takes to use it."""
     if neutral.private:
-        findings.check(
-            Action.LEFT, "items of the program", *neutral.private, reason=f"{target.name} has no use for them"
-        )
+        reason = f"{target.name} has no use for them"
+        findings.check(Action.LEFT, "items of the program", *neutral.private, reason=reason)
     if target is neutral.dialect:
         return
     if not target.private and any("master" in param.slots for param in neutral.stateful):
@@ -614,7 +565,6 @@ def _check_off(tensors: list[OutputTensor], items: list[OutputItem], momenta: st
 
 
 def _sentences(tensors: list[OutputTensor], items: list[OutputItem]) -> Iterator[str]:
-    """Say what happens to elements and items."""
     new = [tensor.key for tensor in tensors if any(isinstance(source, bytes) for source in tensor.sources)]
     scales = Counter(tensor.scale for tensor in tensors if tensor.scale is not None)
     moved, copied = len(tensors) - len(new), sum(item.source is not None for item in items)
