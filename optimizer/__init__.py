@@ -1,6 +1,6 @@
 """A complete Muon for sharded training: ``Muon`` is a ``torch.optim.Optimizer``.
 
-``groups/`` sorts a model's parameters by rules, ``methods/`` has the algorithms, ``planning/`` decides who does which
+``groups`` sorts a model's parameters by rules, ``methods/`` has the algorithms, ``planning/`` decides who does which
 matrix, ``step/`` runs an update, ``newton_schulz/`` is the arithmetic, ``triton/`` its kernels, ``ground/`` has tools,
 and ``layer_wise/`` is a runtime for whole matrices with owners.  ``options`` checks hyper-parameters, whose defaults
 are in ``muonckpt/vocabulary``; ``state`` follows parameters that a framework replaces, ``restoration`` loads it;

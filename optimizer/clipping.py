@@ -35,23 +35,20 @@ def clip_grad_norm_(
 
     Parameters may be plain tensors and DTensors on any meshes, in any mixture (FSDP, HSDP, tensor and expert
     parallelism); torch's function of this name refuses several meshes.  Every element counts once, however many ranks
-    hold it.  A plain tensor counts as it is on this rank: it is the same on all (DDP), or belongs to this rank's
-    pipeline stage.
+    hold it.  A plain tensor is the same on all ranks (DDP), or belongs to this rank's pipeline stage.
 
-    Collective: every set of ranks that share a parameter adds up one number.  All ranks that hold a parameter must call
-    it, whether they have its gradient or not.
+    Collective: all ranks that hold a parameter must call it, with its gradient or without.
 
     All ranks get the same bits, or an error: parameters that differ between ranks must be on a mesh that says so.
     Squares are added up in float64 and the norm is rounded to float32, so another sharding of the same gradients gives
-    the same norm, except about once in ten million, when it gives its neighbour.  Gradients are scaled alike wherever
-    they lie; 16-bit ones in float32, rounded once.
+    the same norm, except about once in ten million, when it gives its neighbour.  16-bit gradients are scaled in
+    float32 and rounded once.
 
     Args:
         parameters: the same ones, in the same order, on every rank that shares them.
-        error_if_nonfinite: raise if the norm is infinite or not a number, which reads it back from the device;
-            otherwise scale by it, as torch does.
-        pipeline: process group of one rank of each pipeline stage, whose parameters are different ones; their squares
-            are added up too.
+        error_if_nonfinite: raise if the norm is not finite, which reads it back from the device; otherwise scale by it,
+            as torch does.
+        pipeline: process group of one rank of each pipeline stage, whose squares are added up too.
 
     Returns:
         The norm before clipping, float32, 0-d.
@@ -107,14 +104,7 @@ def clip_with(gradients: Sequence[Tensor], squares: Tensor, max_norm: float, err
 
 
 def refuse_other_limits(max_norm: float, limits: Tensor) -> None:
-    """Refuse to clip unless all ranks give the same ``max_norm``.
-
-    Args:
-        limits: the ``max_norm`` of all ranks, or the least and the greatest.
-
-    Raises:
-        RuntimeError: they differ.
-    """
+    """Raise RuntimeError unless ``limits``, the ``max_norm`` of all ranks or their range, are this rank's."""
     if others := sorted({*limits.tolist()} - {float(max_norm)}):
         raise RuntimeError(
             f"gradients are not clipped: max_norm is {float(max_norm)} on rank {dist.get_rank()}, and {others[0]} on "

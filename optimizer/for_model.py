@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..resumption import in_globs
-from .groups.rules import Rule
-from .groups.sorting import WRAPPERS, sort_parameters
+from .groups import WRAPPERS, Rule, sort_parameters
 from .state import as_numbers
 
 
@@ -83,26 +82,24 @@ class ForModel:
     ) -> Self:
         """Return an optimizer of a whole model: Muon for matrices, AdamW for the rest, sorted by rules.
 
-        With the default ``adjust_lr_fn`` the rates of Muon and AdamW differ by two orders of magnitude, so give both,
-        or the scale with which one rate serves both::
+        By default the rates of Muon and AdamW differ by two orders of magnitude.  Give both, or a scale that makes one
+        rate serve both::
 
             Muon.for_model(model, rules=LLAMA, lr=0.02, adamw_lr=3e-4)
             Muon.for_model(model, rules=LLAMA, lr=3e-4, adjust_lr_fn="match_rms_adamw")
 
-        Frozen parameters (``requires_grad=False``) are in no group.  After unfreezing one, call `add_param_group`; a
-        step that finds a gradient of a parameter in no group warns.
+        Frozen parameters are in no group.  After unfreezing one, call `add_param_group`; a step warns of gradients of
+        parameters in no group.
 
         Args:
-            model: may be sharded, compiled or wrapped.  If it is a DistributedDataParallel, ``replicas`` is its process
-                group.
+            model: may be sharded, compiled or wrapped.  A DistributedDataParallel gives ``replicas``.
             lr: rate of matrices.
             rules: a set, such as `groups.LLAMA`, or several, of which earlier ones beat later ones:
                 ``[[Rule("head", "out.weight")], MODULE_TYPES]``.
             adamw_lr: rate of the rest.  None: ``lr``, which is refused unless ``adjust_lr_fn="match_rms_adamw"``.
             kinds: options by kind, as `Decisions.groups` takes them: ``{"vector": {"weight_decay": 0.0}}``.
-            named: give parameters names, by which `Muon.load_state_dict` matches them even across changed groups.  Not
-                for torch's flattened state dicts, which have names anyway, and would repeat those of a whole group for
-                each of its parameters.
+            named: give parameters names, by which `Muon.load_state_dict` matches them even across changed groups.
+                Torch's flattened state dicts have names anyway, and would repeat a group's for each parameter.
             options: of the optimizer itself.
 
         Raises:

@@ -50,10 +50,9 @@ class Model(Protocol):
 def layouts(model: Model) -> Callable[[Tensor], TensorLayout]:
     """Return the ``layout`` argument of `Muon` for this model: a function of a parameter, which does not communicate.
 
-    It knows FSDP and hybrid FSDP (outer axis replicated or sharded) at any ZeRO stage, dense parameters and experts on
-    their own meshes, and tensor parallelism outside of that.  Under expert parallelism a parameter is the experts that
-    its name holds on this rank, on the ranks that share them.  Under tensor parallelism it is the parts of all ranks,
-    end to end.
+    For FSDP and hybrid FSDP (outer axis replicated or sharded) at any ZeRO stage, with experts on their own mesh and
+    tensor parallelism.  A parameter is the experts that its name holds on this rank, on the ranks that share them;
+    tensor-parallel parts are put end to end.
 
     Raises:
         LayoutError: (when called) a tensor that is none of the model's optimizer parameters; tensor-parallel parts that
@@ -115,14 +114,13 @@ def _cuts(param: Any, index: Any) -> Cuts:
 
 
 def finish_gradients(model: Model) -> None:
-    """Finish the gradients of the backward passes, so that every rank that holds a parameter has its gradient, or none.
+    """Finish the gradients of the backward passes, so that all ranks that hold a parameter have its gradient, or none.
 
-    Calls ``finish_grad_sync()``, once after a backward pass: a second call would undo what was done to the gradients
-    since (clipping), and could reduce them twice.  Where this rank's shard is empty, Megatron-FSDP leaves ``grad`` as
-    None; that shard gets the empty gradient that was made for it.
+    Calls ``finish_grad_sync()`` once after backward passes: a second call would undo clipping, and could reduce twice.
+    An empty shard, whose ``grad`` Megatron-FSDP leaves as None, gets its empty gradient.
 
-    As with any optimizer of Megatron-FSDP, a parameter that no backward pass has reached has a gradient of zeros: its
-    momentum fades and its weights decay.  Only frozen parameters have None, and all after ``zero_grad_buffer()``.
+    As always with Megatron-FSDP, a parameter that no backward pass has reached has a gradient of zeros: its momentum
+    fades and its weights decay.  Only frozen parameters have None, and all after ``zero_grad_buffer()``.
 
     :func:`attach` does this before each step; call it yourself to look at or clip the gradients before that.
     """
@@ -152,11 +150,11 @@ class Attached:
 def attach(optimizer: Muon, model: Model) -> Attached:
     """Hook a model to its optimizer: gradients are finished before each step, new weights installed after it.
 
-    Use it instead of ``megatron_fsdp.fully_shard_optimizer``, whose trial step would move the parameters.  Zeroing
-    stays with you: call ``model.zero_grad_buffer()`` after each step; ``optimizer.zero_grad()`` is not enough.
+    Use it instead of ``megatron_fsdp.fully_shard_optimizer``, whose trial step would move the parameters.  Call
+    ``model.zero_grad_buffer()`` after each step; ``optimizer.zero_grad()`` is not enough.
 
-    ``state_dict()`` tells stock DCP, by hooks on local tensors, which box each state tensor is; DCP would take them for
-    even shards.  There is state for empty shards too, so all ranks have the same keys.
+    ``state_dict()`` tells stock DCP, by hooks on local tensors, their true boxes.  Empty shards have state too, so all
+    ranks have the same keys.
 
     Raises:
         ValueError: the model hands its gradients over as ``decoupled_grad``, which `Muon` does not read.

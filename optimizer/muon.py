@@ -41,17 +41,15 @@ from .step.step import Step, Steps
 class Muon(ForModel, CollectiveOptimizer):
     """Muon for matrices and AdamW or Lion for the rest, in one optimizer.
 
-    Each parameter group chooses ``algorithm="muon"`` (the default), "normuon", "adamw" or "lion".  Parameters may be
-    plain tensors or DTensors on any mesh (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``;
-    ``Replicate``).  The same global gradients give the same bits on any mesh.
+    Each parameter group chooses ``algorithm="muon"`` (the default), "normuon", "adamw" or "lion".  Parameters are plain
+    tensors or DTensors on any mesh (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``).
+    The same global gradients give the same bits on any mesh.  A parameter of three dims is a stack of matrices
+    (experts).
 
-    A parameter of three dims is a stack of matrices (experts).  ``pieces=(q, k, v)`` in a group says that the rows of
-    its parameters are fused; each piece is orthogonalised and scaled by itself.
-
-    Every parameter has state from construction on, in its own layout: ``momentum_buffer`` (an exponential moving
-    average, ``m = momentum * m + (1 - momentum) * g``), NorMuon's ``second_moment`` (one number a row, float32), or
-    ``exp_avg``, ``exp_avg_sq`` and ``step``.  So stock ``get_optimizer_state_dict`` and DCP save and load all of it.  A
-    parameter without a gradient is skipped, as in torch; it must then have none on any rank that holds it.
+    Every parameter has state from construction on, in its own layout: ``momentum_buffer`` (``m = momentum * m +
+    (1 - momentum) * g``), NorMuon's ``second_moment`` (one float32 number a row), or ``exp_avg``, ``exp_avg_sq`` and
+    ``step``.  So stock ``get_optimizer_state_dict`` and DCP save and load all of it.  A parameter without a gradient is
+    skipped, as in torch; it must then have none on any rank that holds it.
 
     Args:
         params: parameters or groups, as for any torch optimizer.
@@ -60,29 +58,28 @@ class Muon(ForModel, CollectiveOptimizer):
         weight_decay: default of all groups.  Decay is decoupled: ``p *= 1 - lr * weight_decay``.
         cautious: default of all groups: decay only elements that the update does not move away from zero.
         momentum, nesterov: of matrix groups ("muon", "normuon").
-        adjust_lr_fn: how the rate of a matrix group grows with the matrix's shape: a key of ``ADJUST_LR``, or a
-            function of rows and columns, of which a state dict holds only the name.  None: "original".
-        ns_coefficients: Newton-Schulz coefficients: the name of a set, a `CoefficientSet`, a triple for every step, or
-            triples for the first ones.
+        adjust_lr_fn: scales the rate by a matrix's shape: a key of ``ADJUST_LR``, or a function of rows and columns,
+            which state dicts only name.  None: "original".
+        ns_coefficients: the name of a set of Newton-Schulz coefficients, a `CoefficientSet`, or one or more triples.
         ns_steps: Newton-Schulz iterations.
-        ns_dtype: their dtype: "bfloat16", "float16" or "float32" (see `precision` for what travels).
+        ns_dtype: their dtype: "bfloat16", "float16" or "float32".
         gram: restarts of the Gram form; None: the plain form.
         eps: the smallest norm that a matrix is divided by.
-        pieces, columns, interleaved: what is fused in each parameter of a group (`matrices.Fused`).
-        cost: the cost of a matrix, for sharing out the work: a function of rows, columns, steps and gram (FLOPs), or a
+        pieces, columns, interleaved: the matrices that are fused in each parameter of a group, such as
+            ``pieces=(q, k, v)`` (`matrices.Fused`); each is orthogonalised and scaled by itself.
+        cost: cost of a matrix, for sharing out the work: a function of rows, columns, steps and gram, or a
             `costs.CostTable` of measured times.  The same on every rank.
-        form: how a matrix is orthogonalised: by kernels or by torch, and where ``gram`` is given, in the Gram form or
-            not.  By estimates, or the ``form`` of a `costs.CostTable`.  The same on every rank.
+        form: chooses how a matrix is orthogonalised: by kernels or torch and, with ``gram``, in the Gram form or not.
+            A function that estimates, or the ``form`` of a `costs.CostTable`.  The same on every rank.
         replicas: process group over which *plain* tensors are replicated (DDP); it shares out their matrices.  None:
             this process orthogonalises its plain tensors itself.
         exchange: "all_to_all", or "all_gather" for networks on which that does not scale; it sends more bytes.
-        stages: the largest number of rounds of exchange and compute, which overlap.  More stages need smaller buffers,
-            and each takes time of its own.  None: up to 4, depending on the bytes (`schedule.worthwhile_stages`).
-        layout: where a parameter, its state and its gradients lie, if mesh and placements do not say it.
-        nonfinite: what to do if a gradient on any of the ranks that share parameters is not finite, or too large for
-            its state: "skip" the step, which leaves parameters and all state as they are, or "raise".  It costs a look
-            at every gradient and no collective; on one GPU a step waits for the device, and no step can be captured in
-            a CUDA graph.  None: no look.
+        stages: the most rounds of exchange and compute, which overlap.  More need smaller buffers, and each takes time
+            of its own.  None: up to 4, depending on the bytes (`schedule.worthwhile_stages`).
+        layout: returns the layout of a parameter, its state and gradients, if mesh and placements do not say it.
+        nonfinite: if a gradient on any of the ranks that share parameters is not finite, or too large for its state,
+            "skip" the step, which changes nothing, or "raise".  It looks at every gradient, without a collective; on
+            one GPU a step waits for the device, and no step can be captured in a CUDA graph.  None: no look.
         most_skipped: steps that may be skipped in a row; the next one raises.
 
     Raises:
@@ -91,7 +88,7 @@ class Muon(ForModel, CollectiveOptimizer):
     """
 
     _warns = True
-    """Whether to warn of plain tensors on several ranks, and of steps without a gradient."""
+    """Warn of plain tensors on several ranks, and of steps without a gradient."""
 
     def __init__(
         self,
@@ -130,7 +127,7 @@ class Muon(ForModel, CollectiveOptimizer):
         self._scales, self._steps = Scales(), Steps()
         self._fixed: list[dict[str, Any]] = []
         self._seen: list[Seen] = []
-        self._used = False  # whether any state may differ from how it began
+        self._used = False  # true once state may differ from fresh state
         self._inheriting: str | None = None  # the algorithm of a group that does not say its rate
         self._matrices = {
             "momentum": momentum,
@@ -150,7 +147,7 @@ class Muon(ForModel, CollectiveOptimizer):
         self._ordinals = ordinals(self.param_groups, replicas)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group and create the state of its parameters.  If it is refused, the optimizer is as it was."""
+        """Add a group and create the state of its parameters.  If it is refused, nothing is changed."""
         before = len(self.param_groups)
         for option in CYCLED:  # torch would give it to a group that has none
             self.defaults.pop(option, None)
@@ -188,10 +185,7 @@ class Muon(ForModel, CollectiveOptimizer):
 
     @property
     def schedules(self) -> Mapping[Ranks, Schedule]:
-        """Who orthogonalises which matrices and when, by the ranks that share them.
-
-        Planned by the first step, and again when groups or options change or state is loaded.
-        """
+        """The owners and stages of matrices, by the ranks that share them; planned by the first step."""
         return {ranks: step.schedule for ranks, step in self._steps.planned.items()}
 
     @property
@@ -213,7 +207,7 @@ class Muon(ForModel, CollectiveOptimizer):
         return muon_report(self.param_groups, self._scales, schedules, self.skipped_steps, most_elementwise)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies, without steps: these refer to this optimizer's parameters."""
+        """Return the state for copies, without plans, which refer to this optimizer's parameters."""
         copied = (
             "_ordinals _matrices _replicas _exchange _stages _layout _cost _form _nonfinite _scales _fixed _seen _used "
             "_inheriting"
@@ -222,7 +216,7 @@ class Muon(ForModel, CollectiveOptimizer):
         return {**super().__getstate__(), **own, "_steps": Steps()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
-        """Copy the optimizer; the copy uses the same process group, which belongs to the process."""
+        """Copy the optimizer, but not its process group."""
         memo[id(self._replicas)] = self._replicas
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -242,13 +236,13 @@ class Muon(ForModel, CollectiveOptimizer):
         Options of the arithmetic (``ns_coefficients``, ``adjust_lr_fn``, …) stay as the code has them, with a warning.
 
         Args:
-            state_dict: its parameters are matched by name if both optimizers have names, else by number.  Those with
-                ``requires_grad=False`` may be missing, as stock DCP leaves them out; they keep their state.
+            state_dict: its parameters are matched by name if both optimizers have names, else by number.  Frozen ones
+                may be missing, as stock DCP leaves them out; they keep their state.
             fresh: globs of names of parameters whose state becomes zeros, or is dropped if only ``state_dict`` has it.
 
         Raises:
             ValueError: lists every parameter that is new, gone, of another algorithm or other pieces, or whose state is
-                incomplete or laid out otherwise; or names a glob without a match, or a momentum convention not "ema".
+                incomplete or laid out otherwise; or a glob matches nothing, or the momentum convention is not "ema".
         """
         self._follow_parameters()
         report = load_fitting(self, super().load_state_dict, state_dict, Globs.of(fresh))
@@ -261,7 +255,7 @@ class Muon(ForModel, CollectiveOptimizer):
         """Take a step.  Collective: every rank that holds a parameter must call it.
 
         Raises:
-            Exception: on all ranks that share parameters, if one of them raises an error, which that one raises itself.
+            Exception: on all ranks that share parameters, if one fails; the failing rank raises its own error.
             RuntimeError: on all of them, if rates differ or a gradient is missing on some.
             LostRankError: a rank was lost, or did not answer within the process group's time-out.
         """
@@ -289,7 +283,7 @@ class Muon(ForModel, CollectiveOptimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _follow_parameters(self) -> None:
-        """Make new state for parameters that have been replaced, cast or moved, and copy the former state into it."""
+        """Move state to parameters that have been replaced, cast or moved."""
         changed = list(changes(self._seen, self.param_groups))
         if not changed:
             return
@@ -305,7 +299,7 @@ class Muon(ForModel, CollectiveOptimizer):
         self._steps.plan_anew()
 
     def _begin_anew(self) -> None:
-        """Replace all state, which nobody has used yet, by new state for the groups' present parameters."""
+        """Replace all state by new state for the groups' present parameters."""
         self.state.clear()
         for group in self.param_groups:
             for param in group["params"]:

@@ -32,11 +32,7 @@ def cycled(groups: Sequence[ParamGroup]) -> dict[str, Any]:
 
 
 def refuse_unknown(group: ParamGroup, algorithm: str, options: Collection[str]) -> None:
-    """Refuse options that the algorithm would ignore.
-
-    Raises:
-        ValueError: names the first such option, and the one that may be meant.
-    """
+    """Raise ValueError for an option that the algorithm lacks, naming the one that may be meant."""
     off = {key for key in FOREIGN if not group.get(key)}
     for key in sorted(group.keys() - options - SCHEDULED - NAMES - off):
         near = get_close_matches(key, options, n=1, cutoff=0.85)
@@ -45,11 +41,6 @@ def refuse_unknown(group: ParamGroup, algorithm: str, options: Collection[str]) 
 
 
 def as_plain(coefficients: Coefficients) -> Plain:
-    """Return coefficients as plain values.
-
-    Raises:
-        ValueError: as `coefficient_set`.
-    """
     try:
         return plain_coefficients(coefficients)
     except ValueError as error:
@@ -57,15 +48,9 @@ def as_plain(coefficients: Coefficients) -> Plain:
 
 
 def refuse_shared_rate(groups: Iterable[ParamGroup], algorithm: str, lr: float | Tensor) -> None:
-    """Refuse a group of an element-wise algorithm without a rate of its own: that of matrices is far too large for it.
+    """Raise ValueError if a group of an element-wise algorithm would share ``lr`` with matrices.
 
-    Args:
-        groups: all groups.
-        algorithm: of the group without a rate.
-        lr: the rate that it would have.
-
-    Raises:
-        ValueError: some group has matrices, and another ``adjust_lr_fn`` than "match_rms_adamw".
+    Their rates are far too large for it, except with the scale "match_rms_adamw".
     """
     for group in groups:
         if group["algorithm"] in MATRICES and group["adjust_lr_fn"] != "match_rms_adamw":
@@ -78,14 +63,7 @@ def refuse_shared_rate(groups: Iterable[ParamGroup], algorithm: str, lr: float |
 
 
 def check(group: ParamGroup, scales: Collection[str]) -> None:
-    """Refuse options out of range.
-
-    Args:
-        scales: the names that ``adjust_lr_fn`` may have.
-
-    Raises:
-        ValueError: names the option, its value, and what is expected.
-    """
+    """Raise ValueError for an option out of range; ``scales`` are the names that ``adjust_lr_fn`` may have."""
 
     def need(name: str, fine: bool, expected: str) -> None:
         if not fine:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import LayoutError
 from ..layouts.tensors import local_of, rows_of
 from .ground.tensors import rounded_once
-from .groups.rules import WHOLE, Split
+from .groups import WHOLE, Split
 from .step.exchange import gathered, largest_of_all
 from .step.rank_sets import group_of, groups_of_mesh, ranks_of
 
@@ -41,9 +41,7 @@ class Projection:
         return (stop - start) * self.split.interleaved
 
     def local_factors(self, of_head: Tensor) -> Tensor:
-        """Return, given a factor for each head, one for every row that this rank holds, to be multiplied with them.
-
-        It is 1 outside the piece, and where the head's is NaN.
+        """Return the heads' factors for every row that this rank holds; 1 outside the piece, and in place of NaN.
 
         Raises:
             ValueError: the rows are not a whole number for each head.
@@ -82,23 +80,20 @@ def qk_clip(
 
     For each head ``gamma = min(1, threshold / max_logit)``; its query rows are multiplied by ``gamma ** alpha`` and its
     key rows by ``gamma ** (1 - alpha)``.  Call it after an optimizer step, for every attention layer, and again with
-    the biases if there are any.
+    the biases if there are any.  Query heads that share a key head (grouped-query attention) take the smallest
+    ``gamma`` among them, as in Megatron.
 
-    Query heads that share a key head (grouped-query attention) take the smallest ``gamma`` among them, as in Megatron.
-    The number of key heads follows from the rows of ``key``, as a key is as long as a query.
+    In multi-head latent attention ``query`` and ``key`` are the parts without rotary embedding.  All heads share the
+    rotary key, which stays as it is, so the rotary queries take all of ``gamma``.
 
-    In multi-head latent attention ``query`` and ``key`` are the parts without rotary embedding.  The rotary key is
-    common to all heads and stays as it is, so the rotary queries take all of ``gamma``.
-
-    Every rank scales the rows that it holds.  If weights are on a mesh, all its ranks must call this: they reduce the
-    logits, one number for each head.
+    Collective over the weights' mesh, if they are on one; every rank scales the rows that it holds.
 
     Args:
-        query, key: a tensor consists of heads only.
-        max_logit: ``[query heads]``, the largest logit of each head, as the softmax takes it.  A plain tensor may be
-            that of this rank's part of the batch: the largest on any rank of the weights' mesh counts.  For plain
-            weights, as under DDP, reduce it over the replicas first.  Where ranks have heads of their own, give a
-            DTensor with the placement ``Shard(0)``, and ``Partial("max")`` over data-parallel ranks.
+        query, key: a tensor consists of heads only, each key as long as a query.
+        max_logit: ``[query heads]``, the largest logit of each head, as the softmax takes it.  A plain tensor may be of
+            this rank's part of the batch: it is reduced over the weights' mesh.  For plain weights, as under DDP,
+            reduce it first.  Where ranks have heads of their own, give a DTensor with the placement ``Shard(0)``, and
+            ``Partial("max")`` over data-parallel ranks.
         rotary_query: the rotary part of the queries, if it is a piece of its own.
 
     Returns:

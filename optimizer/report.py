@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..vocabulary import ParamGroup
-from .groups.sorting import table
+from .groups import table
 from .methods.matrix import MATRICES, Scales, fused_of
 from .planning.matrices import rows_columns, shapes_of
 from .planning.schedule import Schedule
@@ -87,19 +87,9 @@ class MuonReport:
 
 
 def muon_report(
-    groups: Sequence[ParamGroup],
-    scales: Scales,
-    schedules: Iterable[Schedule],
-    skipped: int,
-    most_elementwise: float,
+    groups: Sequence[ParamGroup], scales: Scales, schedules: Iterable[Schedule], skipped: int, most_elementwise: float
 ) -> MuonReport:
-    """Report what an optimizer does, and warn of each doubt.
-
-    Args:
-        schedules: those in which this rank takes part; none before the first step.
-        skipped: the number of steps that were skipped.
-        most_elementwise: the share of elements in parameters of two dims or more that AdamW and Lion may step.
-    """
+    """Return the report of `Muon.report`, given this rank's schedules, and warn of each doubt."""
     schedules, rank = list(schedules), dist.get_rank() if dist.is_initialized() else 0
     owned = Counter({rank: 0 for schedule in schedules for rank in schedule.ranks})
     owned.update(unit.owner for schedule in schedules for unit in schedule.units)

@@ -64,11 +64,7 @@ class Fitted:
 
 
 def fitting(
-    optimizer: Optimizer,
-    state_dict: Mapping[str, Any],
-    misfit: Misfit,
-    globs: Globs,
-    kept: Collection[str] = (),
+    optimizer: Optimizer, state_dict: Mapping[str, Any], misfit: Misfit, globs: Globs, kept: Collection[str] = ()
 ) -> Fitted:
     """Check a state dict, and return it as it is to be loaded.
 
@@ -91,7 +87,9 @@ def fitting(
         for member in members:
             if member.key not in state and not member.param.requires_grad and member.home is not None:
                 state[member.key] = optimizer.state[member.param]
-            reason = _reason(member, mine, saved, state, optimizer.state[member.param], misfit)
+            slots, theirs = optimizer.state[member.param], {} if member.home is None else saved[member.home]
+            reason = NEW if member.home is None else _other_meaning(slots, mine, theirs)
+            reason = reason or misfit(slots, state.get(member.key, {}))
             if globs.match(member.name):
                 fresh.append(member)
                 discarded += [] if reason else [member.name]
@@ -104,8 +102,8 @@ def fitting(
     differences |= {name: GONE for name in with_state if name not in dropped}
     names = [[member.name for member in members] for members in groups]
     home = {member.name: member.home for member in loaded if member.home is not None}
-    restored = [{key: as_tuples(as_numbers(group[key])) for key in RESTORED if key in group} for group in saved]
-    origins, apart = origin_groups(names, home, restored.__getitem__)
+    options = [{key: as_tuples(as_numbers(group[key])) for key in RESTORED if key in group} for group in saved]
+    origins, apart = origin_groups(names, home, options.__getitem__)
     differences |= apart
     everybody = {*chain.from_iterable(names), *gone}
     if differences:
@@ -128,15 +126,7 @@ def fitting(
         for member in chain.from_iterable(groups)
     }
     state |= {keys[member.param]: _fresh(member.name, optimizer.state[member.param], kept) for member in fresh}
-    hyper = [
-        _merged(number, mine, {} if origin is None else saved[origin]) | {"params": [keys[p] for p in mine["params"]]}
-        for number, (mine, origin) in enumerate(zip(optimizer.param_groups, origins, strict=True))
-    ]
-    rates = [[as_numbers(group.get("initial_lr")) for group in side] for side in (saved, hyper)]
-    if unfit := scheduler_misfit(*rates):
-        if any("initial_lr" in group for group in optimizer.param_groups):
-            raise ValueError(f"the state does not fit, training would go on wrongly: {unfit}")
-        warnings.warn(unfit, stacklevel=4)
+    hyper = _restored(optimizer.param_groups, saved, origins, keys)
     report = LoadReport(
         tuple(member.name for member in loaded),
         tuple(member.name for member in fresh),
@@ -208,21 +198,12 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
     return [list(group or ()) for group in names]
 
 
-def _reason(
-    member: Counterpart,
-    mine: Mapping[str, Any],
-    saved: Sequence[Mapping[str, Any]],
-    state: Mapping[Any, Any],
-    slots: Mapping[str, Tensor],
-    misfit: Misfit,
-) -> str | None:
-    if member.home is None:
-        return NEW
-    theirs = saved[member.home]
+def _other_meaning(slots: Mapping[str, Tensor], mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """Return the option of two groups by which state in these slots means something else, in words, or None."""
     for option in meaning(slots):
         if option in mine and option in theirs and as_tuples(mine[option]) != as_tuples(theirs[option]):
             return said_otherwise(option, as_tuples(theirs[option]), as_tuples(mine[option]))
-    return misfit(slots, state.get(member.key, {}))
+    return None
 
 
 def _fresh(name: str, slots: Mapping[str, Tensor], kept: Collection[str]) -> dict[str, Tensor]:
@@ -231,18 +212,32 @@ def _fresh(name: str, slots: Mapping[str, Tensor], kept: Collection[str]) -> dic
     return {slot: tensor if slot in kept else torch.zeros_like(tensor) for slot, tensor in slots.items()}
 
 
-def _merged(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    code = {key: value for key, value in mine.items() if key not in (*RESTORED, "algorithm", "params", "param_names")}
-    differing = sorted(key for key in code.keys() & saved.keys() if _plain(key, saved[key]) != _plain(key, code[key]))
-    if differing:
-        shown = ", ".join(f"{key}={code[key]!r} (saved {saved[key]!r})" for key in differing)
-        warnings.warn(f"group {number} keeps the code's {shown}", stacklevel=4)
-    brought = {key: _like(mine.get(key), saved[key]) for key in RESTORED if key in saved}
-    return {**mine, **brought}
+def _restored(
+    groups: Sequence[dict[str, Any]],
+    saved: Sequence[Mapping[str, Any]],
+    origins: Sequence[int | None],
+    keys: Mapping[Tensor, Any],
+) -> list[dict[str, Any]]:
+    """Return an optimizer's groups with the `RESTORED` options of their origins, and keys in place of parameters."""
+    restored = []
+    for number, (mine, origin) in enumerate(zip(groups, origins, strict=True)):
+        theirs = {} if origin is None else saved[origin]
+        code = mine.keys() & theirs.keys() - {*RESTORED, "algorithm", "params", "param_names"}
+        if differing := sorted(key for key in code if _plain(key, theirs[key]) != _plain(key, mine[key])):
+            shown = ", ".join(f"{key}={mine[key]!r} (saved {theirs[key]!r})" for key in differing)
+            warnings.warn(f"group {number} keeps the code's {shown}", stacklevel=4)
+        brought = {key: _like(mine.get(key), theirs[key]) for key in RESTORED if key in theirs}
+        restored.append({**mine, **brought, "params": [keys[param] for param in mine["params"]]})
+    rates = [[as_numbers(group.get("initial_lr")) for group in side] for side in (saved, restored)]
+    if unfit := scheduler_misfit(*rates):
+        if any("initial_lr" in group for group in groups):
+            raise ValueError(f"the state does not fit, training would go on wrongly: {unfit}")
+        warnings.warn(unfit, stacklevel=4)
+    return restored
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Return an option for comparison: state dicts have coefficients as numbers, and torch's have None for a scale."""
+    """Return an option for comparison; torch writes coefficients as numbers, and None for the default scale."""
     if key == "ns_coefficients":
         return as_plain(as_tuples(value))
     return UNNAMED if key == "adjust_lr_fn" and value is None else as_tuples(value)
@@ -320,7 +315,7 @@ class FreshStart:
 
 
 def _equal(own: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Return whether two state dicts have the same parameters and values, perhaps on different devices."""
+    """Return whether two state dicts are equal, perhaps on different devices."""
 
     def same(a: Any, b: Any) -> bool:
         if a is b or type(a) is not type(b) or type(a) is not Tensor:

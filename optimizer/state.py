@@ -46,8 +46,7 @@ def check_state(param: Tensor, layout: TensorLayout, group: Mapping[str, Any], h
     """Refuse options of a group of matrices that do not fit a parameter's existing state.
 
     Raises:
-        LayoutError: the fused matrices do not add up to the parameter.
-        ValueError: they need state of another shape.
+        LayoutError, ValueError: the options do not fit the parameter's shape; they need state of another shape.
     """
     matrices_of(layout.shape, fused_of(group))
     for slot, reduced in extras_of(param, group).items():
@@ -60,7 +59,7 @@ def check_state(param: Tensor, layout: TensorLayout, group: Mapping[str, Any], h
 
 
 def as_numbers(value: Any) -> Any:
-    """Return a hyper-parameter as it is saved, with tensors as numbers."""
+    """Return a hyper-parameter with tensors as numbers."""
     if isinstance(value, tuple | list):
         return type(value)(map(as_numbers, value))
     return value.item() if isinstance(value, Tensor) else value
@@ -79,7 +78,7 @@ def fault(mine: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> str | None:
 
 
 def laid_out_alike(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same shape and, both or neither being DTensors, mesh and placements."""
+    """Return whether two tensors have the same shape, mesh and placements."""
     if not isinstance(a, DTensor) or not isinstance(b, DTensor):
         return isinstance(a, DTensor) == isinstance(b, DTensor) and a.shape == b.shape
     return a.shape == b.shape and a.device_mesh == b.device_mesh and a.placements == b.placements
@@ -94,11 +93,7 @@ def placing(value: Any) -> str:
 
 
 def check_values(params: Iterable[Tensor]) -> None:
-    """Refuse parameters on the meta device, which would never be trained.
-
-    Raises:
-        RuntimeError: a parameter is on the meta device.
-    """
+    """Raise RuntimeError for a parameter on the meta device."""
     for param in params:
         if param.is_meta:
             raise RuntimeError(
@@ -108,11 +103,7 @@ def check_values(params: Iterable[Tensor]) -> None:
 
 
 def check_gradients(params: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
-    """Refuse gradients that are not laid out exactly as their parameters.
-
-    Raises:
-        RuntimeError: a gradient is sparse, or laid out otherwise.
-    """
+    """Raise RuntimeError for a gradient that is sparse, or not laid out exactly as its parameter."""
     for param, gradient in zip(params, gradients, strict=True):
         if gradient is None:
             continue
@@ -182,7 +173,7 @@ def changes(seen: Sequence[Seen], groups: Sequence[Mapping[str, Any]]) -> Iterat
 
 
 def carry_over(change: Change, former: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
-    """Copy a parameter's former state, which was stepped or loaded, to its new state, in that one's dtype.
+    """Copy a parameter's former state to its new state.
 
     Raises:
         ValueError: the shapes differ, or other ranks hold what belongs here now.

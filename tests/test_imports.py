@@ -54,7 +54,6 @@ RULES = {
     "checkpoint": "errors box chunks columns json_fields overlap layout plan fingerprint record resumption new_group "
     "keys version vocabulary layouts store store/io store/reading store/formats",
     "optimizer/ground": "box",
-    "optimizer/groups": "optimizer/planning optimizer/methods",
     "optimizer/newton_schulz": "coefficients optimizer/ground optimizer/triton",
     "optimizer/triton": "overlap plan optimizer/ground",
     "optimizer/planning": "errors box overlap layout plan optimizer/newton_schulz",
@@ -62,15 +61,15 @@ RULES = {
     "optimizer/step": "errors box overlap coefficients layout plan new_group layouts vocabulary optimizer/ground "
     "optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/triton",
     "optimizer": "errors coefficients layout layouts plan resumption vocabulary optimizer/ground "
-    "optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/groups optimizer/step",
+    "optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/step",
     "optimizer/layer_wise": "errors box resumption vocabulary layouts layouts/buffers optimizer/ground "
     "optimizer/methods optimizer/step optimizer",
-    "optimizer/__init__": "optimizer optimizer/groups optimizer/layer_wise optimizer/methods optimizer/newton_schulz",
+    "optimizer/__init__": "optimizer optimizer/layer_wise optimizer/methods optimizer/newton_schulz",
     "compat": "coefficients vocabulary layouts resumption optimizer/__init__ converters/programs",
     "forecasting": "box errors layout layouts layouts/buffers record vocabulary store store/io store/reading "
     "converters/look converters/target optimizer/newton_schulz optimizer/planning",
     "page": "chunks columns errors record version converters/compare converters/look store store/io store/reading",
-    "integrations": "errors store checkpoint optimizer/groups optimizer/__init__",
+    "integrations": "errors store checkpoint optimizer optimizer/__init__",
     "converters/target": "errors box layout record vocabulary layouts layouts/buffers",
     "converters/engine": "errors box chunks columns layout layouts layouts/buffers new_group plan fingerprint record "
     "json_fields store store/io store/reading store/formats version converters/target",

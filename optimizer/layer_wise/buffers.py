@@ -35,8 +35,7 @@ class Members:
     """The parameters of some groups of a model, in its order.
 
     Attributes:
-        named: parameters by name.
-        name_of: names by parameter.
+        named, name_of: parameters by name, and the other way round.
         group_of: the process group that shares a parameter, by name.
         experts: names of experts' parameters.
         sizes: of the two process groups.
@@ -81,10 +80,7 @@ class Members:
         return cls(named, name_of, group_of, expert, GroupSizes(size_of(group), size_of(expert_group)))
 
     def to_place(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        bucket_size: int | None,
-        previous: Mapping[str, int | None] | None,
+        self, groups: Sequence[Mapping[str, Any]], bucket_size: int | None, previous: Mapping[str, int | None] | None
     ) -> ToPlace:
         """Return the input of a placement, given groups with all their options."""
         own = [tuple(self.name_of[param] for param in group["params"]) for group in groups]
@@ -114,12 +110,11 @@ class Members:
         return {**numbers, **fixed_options(dict(enumerate(groups))), "the layout of buffers": digest}
 
     def group_of_buffer(self, buffer: BufferLayout) -> SharingGroup:
-        """Return the process group that shares a buffer's parameters."""
         return self.group_of[buffer.parameters[0].parameter.name]
 
 
 def groups_with(stepped: Mapping[Tensor, Tensor], groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups with other tensors in place of the parameters; those without one are left out."""
+    """Return parameter groups with other tensors in place of those parameters that have one."""
     return [
         {**options_of(group), "params": [stepped[param] for param in group["params"] if param in stepped]}
         for group in groups
@@ -136,7 +131,6 @@ def size_of(group: SharingGroup) -> int:
 
 
 def this_rank() -> int:
-    """Return this process's rank in the world."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -204,7 +198,7 @@ class Part:
         return self.stepped is not self.weight
 
     def follow(self) -> None:
-        """Update the master where the weight was written since `publish`, as by loading a model."""
+        """Update the master where the weight was written since `publish`, as when a model is loaded."""
         if self.mastered:
             rounded = self.stepped.to(self.weight.dtype)
             self.stepped.copy_(self.stepped.where(rounded == self.weight, self.weight.to(self.stepped.dtype)))
@@ -249,7 +243,7 @@ class FlatBuffer:
             dist.broadcast(self.weights, group=group, group_src=0)
 
     def part(self, placed: PlacedParameter) -> Part:
-        """Return this rank's part of a parameter; a master is made of the weight as it is now."""
+        """Return this rank's part of a parameter, with a new master."""
         start, stop = placed.start, placed.start
         for shard in self.layout.holding(placed):
             if rank_of(shard) == self.rank:
@@ -270,11 +264,11 @@ class Bucket:
     """A part of a buffer that one reduction and one gather move.
 
     Args:
-        exact: unequal shards are reduced to their owners only, else by one all-reduce.
+        exact: reduce unequal shards to their owners only, else by one all-reduce.
 
     Attributes:
         gradient_of: views of the gradients by parameter name.
-        even: every rank holds as much of it, in the order of ranks.
+        even: every rank holds an equal shard, in the order of ranks.
     """
 
     def __init__(self, buffer: FlatBuffer, number: int, exact: bool) -> None:
@@ -292,11 +286,11 @@ class Bucket:
         ]
 
     def _held(self, memory: Tensor) -> list[tuple[int, Tensor]]:
-        """Return the ranks of the group that hold parts of the weights or gradients, in order, with views of these."""
+        """Return each shard's rank in the group and its view of the weights or gradients."""
         return [(rank, memory[start:stop]) for rank, start, stop in self._shards]
 
     def reduce(self) -> list[dist.Work]:
-        """Begin to add up gradients in place where they are held; elsewhere the memory is undefined then."""
+        """Begin to add up gradients in place; afterwards only their holders' memory is defined."""
         memory, group = self._gradients, self.group
         if group is None:
             return []
@@ -307,7 +301,7 @@ class Bucket:
         return [dist.reduce(shard, group=group, group_dst=to, async_op=True) for to, shard in self._held(memory)]
 
     def gather(self) -> list[dist.Work]:
-        """Begin to copy the weights in place from where they are held to every rank."""
+        """Begin to gather the weights in place, on every rank."""
         memory, group = self._weights, self.group
         if group is None:
             return []
@@ -319,10 +313,10 @@ class Bucket:
 def filled(
     layouts: Sequence[BufferLayout], members: Members, gradient_dtype: torch.dtype | None, exact: bool
 ) -> tuple[dict[str, Part], list[Bucket]]:
-    """Make buffers with rank 0's values; return this rank's parts by name, and buckets as backward passes fill them.
+    """Make buffers with rank 0's values; return this rank's parts by name, and buckets in the order of backward passes.
 
-    Connects the ranks, as `exchange.connect` does: the first bucket of each kind is moved once, while gradients are
-    zeros and weights the same on all ranks.  Collective.
+    Collective.  Moves the first bucket of each kind once, to connect the ranks (`exchange.connect`), while gradients
+    are zeros and weights the same on all of them.
     """
     parts: dict[str, Part] = {}
     buckets: list[Bucket] = []
@@ -401,7 +395,6 @@ class Gradients:
             handle.remove()
 
     def _take(self, name: str, param: Tensor) -> None:
-        """Take a parameter's gradient; the hook."""
         number = self._number_of[name]
         assert param.grad is not None
         if number < self._reduced:

@@ -58,21 +58,20 @@ class LayerWise(CollectiveOptimizer):
     """Muon for data parallelism with whole matrices, in flat buffers; AdamW or Lion for the rest, cut anywhere.
 
     The model's parameters become views of flat buffers, with the values of rank 0 of their group.  Every backward pass
-    reduces gradients; run all but the last one of a step under `no_sync`.  Gradients go into the buffers, so
-    ``param.grad`` is None after a backward pass; clip with `clip_grad_norm_`.  Only owners hold state (momentum,
-    float32 masters of 16-bit parameters).  A state dict has DTensors of the parameters' shapes, so it loads into a run
-    on FSDP, and the other way round.  Given the same reduced gradients, the update is that of `Muon` in one process,
-    bit for bit, in every layout.
+    reduces gradients into the buffers; run all but the last one of a step under `no_sync`.  ``param.grad`` is None
+    afterwards; clip with `clip_grad_norm_`.  Only owners hold state (momentum, float32 masters of 16-bit parameters).
+    State dicts have DTensors of the parameters' shapes, which runs on FSDP can load, and the other way round.  The same
+    reduced gradients give the bits of `Muon` in one process, in every layout.
 
     A parameter without a gradient on any rank is skipped; where only some ranks have one, the others count as zero.
 
     Args:
         model: its parameters are plain tensors; those that take gradients must all be in ``groups``.
         groups: parameters or parameter groups, as for `Muon`.
-        layout: the name of a placement: "padded-nscost" (equal shards with padding, as in Megatron main),
-            "padded-numel" (as in core 0.18 and 0.19), "decoupled-total-order" (ping-pong owners without padding, as in
-            Megatron dev), "legacy-pingpong" (ping-pong owners of everything) or "balanced" (ours); or the buffers that
-            a checkpoint records (`recorded_run` in `muonckpt.layouts.buffers.records`), whose owners are kept.
+        layout: a placement: "padded-nscost" (equal shards with padding, as in Megatron main), "padded-numel" (as in
+            core 0.18 and 0.19), "decoupled-total-order" (ping-pong owners without padding, as in Megatron dev),
+            "legacy-pingpong" (ping-pong owners of everything) or "balanced" (ours); or the buffers that a checkpoint
+            records (`recorded_run` in `muonckpt.layouts.buffers.records`), whose owners are kept.
         bucket_size: elements at which a bucket closes; None: one bucket for each buffer.
         group: data-parallel ranks; None: all, or this process alone if there is no process group.
         experts: parameters that only the ranks of ``expert_group`` share.
@@ -83,8 +82,8 @@ class LayerWise(CollectiveOptimizer):
         overlap: `step` leaves gathers under way, and each module waits for its own parameters before its next forward.
             Where a parameter is used elsewhere, call `wait` first.
         previous: owners by name, which "balanced" keeps where it can (`BufferLayout.owners`).
-        nonfinite, most_skipped: as `Muon` takes them, for reduced gradients.
-        options: of `Muon`, except those that say how tensors are distributed.
+        nonfinite, most_skipped: as for `Muon`, but of reduced gradients.
+        options: of `Muon`, except those of exchange.
 
     Raises:
         ValueError: parameters that are not the model's, left out, frozen, FP8, DTensors, or taken by another optimizer
@@ -150,10 +149,7 @@ class LayerWise(CollectiveOptimizer):
         self._handles = self._gathers.hook(model, self._members.name_of) if overlap else []
 
     def _example(self, lr: float | Tensor, options: dict[str, Any]) -> Muon:
-        """Return a `Muon` of whole parameters on the meta device, and take its options over.
-
-        It refuses now what the one of this rank's parts would refuse later.
-        """
+        """Return a `Muon` of whole parameters on the meta device, to refuse what any rank's would; copy its options."""
         if refused := sorted({"replicas", "exchange", "stages"} & options.keys()):
             raise ValueError(f"{refused}: owners step whole matrices, nothing is exchanged during a step")
         wholes = {
@@ -166,7 +162,7 @@ class LayerWise(CollectiveOptimizer):
         return example
 
     def _stepper(self, example: Muon, lr: float | Tensor, options: dict[str, Any]) -> Muon:
-        """Return the `Muon` that steps this rank's parts, whose state becomes part of this optimizer's."""
+        """Return the `Muon` that steps this rank's parts, and share its state."""
         members, held = self._members, {}
         for group in self.param_groups:
             for param in group["params"]:
@@ -178,9 +174,9 @@ class LayerWise(CollectiveOptimizer):
         inner = Muon([{**group, **example._scales.as_given(group)} for group in own], lr, **options)
         inner._warns = False  # no other rank has these tensors, and at times none has a gradient
         device = next((param.device.type for param in members.named.values()), "cpu")
-        meshes = {
+        meshes = {  # which makes no process group
             group: DeviceMesh.from_group(group, device) if group is not None else None
-            for group in set(members.group_of.values())
+            for group in dict.fromkeys(members.group_of.values())
         }
         for mine, whole_group in zip(self.param_groups, example.param_groups, strict=True):
             for param, whole in zip(mine["params"], whole_group["params"], strict=True):
@@ -203,7 +199,7 @@ class LayerWise(CollectiveOptimizer):
         return self._gradients.accumulating()
 
     def finish_gradients(self) -> None:
-        """Wait for the reduced gradients of this rank's parts.  Collective; `step` does it otherwise."""
+        """Wait for the reduced gradients, as `step` does otherwise.  Collective."""
         if self._active is None:
             self._finish(None)
 
@@ -287,7 +283,7 @@ class LayerWise(CollectiveOptimizer):
         """Take a step.  Collective.  Without ``overlap``, the parameters are gathered when it returns.
 
         Raises:
-            Exception: on all ranks, if one of them raises an error, which that one raises itself.
+            Exception: on all ranks, if one fails; the failing rank raises its own error.
             RuntimeError: on all ranks, if their rates differ.
         """
         loss = None
@@ -358,7 +354,7 @@ class LayerWise(CollectiveOptimizer):
         self._active = None
 
     def close(self) -> None:
-        """Remove the hooks from the model, which keeps its parameters, so that another optimizer can take over."""
+        """Remove the hooks from the model, for another optimizer to take over."""
         self.wait()
         self._gradients.close()
         for handle in self._handles:
@@ -413,8 +409,7 @@ def state_of(
     """Return the state of one parameter, with the same slots on every rank; it shares memory with the stepped state.
 
     Args:
-        whole: the parameter as it is stepped, on the meta device.
-        example: its state, on the meta device except for its step.
+        whole, example: the parameter as it is stepped, on the meta device, and its state.
         part: this rank's part of it.
         inner: state of ``part.stepped``; empty for a matrix that this rank does not own.
         mesh: the ranks that share the parameter; None: this process alone.
@@ -448,8 +443,7 @@ def restoring(optimizer: Optimizer, given: dict[str, Any], fresh: Globs) -> tupl
     Masters of parameters that start ``fresh`` keep their values.
 
     Raises:
-        ValueError: names every parameter whose state is incomplete, laid out otherwise or of another dtype, or the
-            group of another algorithm or convention.
+        ValueError: as `fitting`; or a slot has another dtype, or lies elsewhere.
     """
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         given = before(optimizer, given) or given

@@ -40,11 +40,7 @@ class Scales:
     given: dict[str, Scale] = field(default_factory=dict)
 
     def name_of(self, scale: str | Scale | None) -> str:
-        """Return the name by which a group knows a scale.
-
-        Raises:
-            ValueError: another function has this name.
-        """
+        """Return a scale's name; raise ValueError if another function has it."""
         if not callable(scale):
             return scale or UNNAMED
         name = f"{scale.__module__}.{scale.__qualname__}"
@@ -53,7 +49,7 @@ class Scales:
         return name
 
     def as_given(self, group: Mapping[str, Any]) -> dict[str, str | Scale]:
-        """Return a group's scale as the user gave it, a name or a function, as an option; empty if it has none."""
+        """Return a group's ``adjust_lr_fn`` as the user gave it; empty if it has none."""
         name = group.get("adjust_lr_fn")
         return {} if name is None else {"adjust_lr_fn": self.given.get(name, name)}
 
@@ -71,7 +67,7 @@ class Method:
     """An algorithm for matrices.
 
     Attributes:
-        slots: float32 state besides ``momentum_buffer``: by name, the shape that it has for a parameter of a group.
+        slots: float32 state besides ``momentum_buffer``: its shape for a parameter of a group, by name.
         defaults: options of its groups besides Muon's.
         finish: takes an orthogonalised matrix ``[m, n]``, its part of the slots (``[m, 1]`` or ``[1, n]``, updated in
             place) and the group; returns the update.
@@ -118,21 +114,19 @@ matrices and every column of wide ones, as in modded-nanogpt."""
 MATRICES: Mapping[str, Method] = {
     "muon": Method({}, {}, lambda matrix, slots, group: matrix),
     "normuon": Method(
-        {SECOND_MOMENT: lambda shape, fused, group: STATISTICS[group["statistics"]](shape, fused)},
-        NORMUON,
-        _normalized,
+        {SECOND_MOMENT: lambda shape, fused, group: STATISTICS[group["statistics"]](shape, fused)}, NORMUON, _normalized
     ),
 }
 
 
 def extras_of(param: Tensor, group: Mapping[str, Any]) -> dict[str, Reduced]:
-    """Return the shapes of a parameter's state besides momentum, by slot."""
+    """Return the shapes of a parameter's state besides momentum."""
     fused = fused_of(group)
     slots = MATRICES[group["algorithm"]].slots
     return {slot: reduced(tuple(param.shape), fused, group) for slot, reduced in slots.items()}
 
 
 def fused_of(group: Mapping[str, Any]) -> Fused:
-    """Return the group's options of fused parameters as one value."""
+    """Return a group's fused matrices."""
     pieces, columns = (tuple(group[key]) if group[key] else None for key in ("pieces", "columns"))
     return Fused(pieces, columns, group["interleaved"])

@@ -1,13 +1,12 @@
 """Element-wise algorithms, for every parameter that is not a matrix: AdamW and Lion.
 
-A sharded parameter is stepped where it lies, without communication.  All arithmetic is torch's foreach operators, in
-float32 at least (`foreach.rounded_once`): they compute an element alike wherever a shard begins or ends and whatever
-is computed beside it, so the bits do not depend on the layout.  torch's fused AdamW does not: on the CPU it rounds a
-tensor's last elements otherwise than the vectors before them.
+A sharded parameter is stepped where it lies, without communication.  The bits do not depend on the layout, as torch's
+foreach operators, in float32 at least (`tensors.rounded_once`), compute an element alike wherever a shard begins or
+ends.  torch's fused AdamW does not: on the CPU it rounds a tensor's last elements otherwise than the vectors before.
 
-Each algorithm has two forms: rates and counts of steps on the host or, where steps can be captured
-(`cuda_graphs.capturable`), on the device, so that every replay of a CUDA graph reads the current ones.  torch's
-capturable AdamW does not serve: it reads betas that are tensors back, and rounds rates to the parameter's dtype.
+Rates and counts of steps are on the host or, where steps can be captured (`cuda_graphs.capturable`), on the device, so
+that every replay of a CUDA graph reads the current ones.  torch's capturable AdamW does not serve: it reads betas that
+are tensors back, and rounds rates to the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class Scalar:
     Args:
         slots: a parameter's state: by name, the function that makes it.
         defaults: options of its groups besides ``lr``, ``weight_decay`` and ``cautious``.
-        on_host, on_device: step local tensors of one device and dtype, of at least 32 bits: parameters, gradients and
-            state by slot, in the same order, and the group.  On the host all tensors have the same count of steps, and
-            the group has numbers; on a device nothing is read back.
+        on_host, on_device: step local tensors of one device and dtype, of at least 32 bits, given parameters, gradients
+            and state by slot in one order, and the group; on the host with their common count of steps, and with
+            numbers in the group.  On a device nothing is read back.
     """
 
     slots: Mapping[str, Callable[[Tensor], Tensor]]
@@ -47,15 +46,11 @@ class Scalar:
     on_device: Callable[[Tensors, Tensors, Slots, ParamGroup], None]
 
     def fresh(self, param: Tensor) -> dict[str, Tensor]:
-        """Return the state of a parameter that has not been stepped."""
+        """Return the state of a new parameter."""
         return {slot: make(param) for slot, make in self.slots.items()}
 
     def check(self, group: ParamGroup) -> None:
-        """Refuse options out of range.
-
-        Raises:
-            ValueError: names the option, its value and what is expected.
-        """
+        """Raise ValueError for an option out of range."""
         if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
             raise ValueError(f"betas={group['betas']!r}: expected two numbers in [0, 1)")
         if not 0 <= group.get("eps", 0) < math.inf:
@@ -140,7 +135,7 @@ def _lion_on_host(params: Tensors, gradients: Tensors, slots: Slots, count: floa
 
 
 def _adamw_on_device(params: Tensors, gradients: Tensors, slots: Slots, group: ParamGroup) -> None:
-    """Step as `_adamw_on_host`: one launch a list, but for two a tensor, as each has its own count of steps."""
+    """Step as `_adamw_on_host`: one launch a list, except two a tensor for its own count of steps."""
     lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
     means, squares = slots[EXP_AVG], slots[EXP_AVG_SQ]
     torch._foreach_add_(slots[STEP], 1)
@@ -175,10 +170,7 @@ def _decay_on_device(params: Tensors, updates: Tensors, rate: Tensor, cautious: 
 
 
 def _live(group: ParamGroup, device: torch.device) -> list[Tensor]:
-    """Return rate, decay and betas on the device, float64, 0-d.
-
-    Tensors on the device are read whenever the step runs; other values become constants of a graph under capture.
-    """
+    """Return rate, decay and betas as 0-d float64; only tensors on the device stay live in a captured graph."""
     return [
         value.reshape(()).double()
         if isinstance(value, Tensor) and value.device == device
@@ -204,8 +196,7 @@ def _moment(param: Tensor) -> Tensor:
 
 
 def counted_on(param: Tensor) -> torch.device:
-    """Return the device that counts a parameter's steps: its own if a CUDA graph may have to count them, else the CPU,
-    where reading them waits for no device."""
+    """Return the device that counts a parameter's steps: its own if a CUDA graph may count them, else the CPU."""
     return param.device if capturable(param.device) else torch.device("cpu")
 
 

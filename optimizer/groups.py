@@ -1,11 +1,16 @@
-"""Applying rules to a model: the decision on each parameter, as a table for people and as parameter groups."""
+"""Parameter groups of a model by explicit rules; whatever they leave unclear is refused, not guessed.
+
+A rule selects parameters by module type, number of dims, or name patterns, and gives them a kind, which decides how
+they are stepped.  `sort_parameters` applies rules to a model; open it first.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -14,10 +19,257 @@ from torch.distributed.fsdp import FlatParameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..methods.matrix import MATRICES
-from ..methods.scalar import SCALARS
-from ..planning.matrices import Fused, matrices_of
-from .rules import KINDS, WHOLE, AnyShape, Rule, Use
+from .methods.matrix import MATRICES
+from .methods.scalar import SCALARS
+from .planning.matrices import Fused, matrices_of
+
+AnyShape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamKind:
+    """A kind of parameter: its algorithm, the numbers of dims it may have (None: any), and advice for other ones."""
+
+    algorithm: str
+    dims: tuple[int, ...] | None = None
+    advice: str = ""
+
+
+_OTHERWISE = "kind 'other' gives anything to AdamW"
+
+KINDS: Mapping[str, ParamKind] = {
+    "matrix": ParamKind("muon", (2,), f"a stack of matrices is kind 'experts', and {_OTHERWISE}"),
+    "experts": ParamKind("muon", (3,), f"one expert's own matrix is kind 'matrix', and {_OTHERWISE}"),
+    "embedding": ParamKind("adamw"),
+    "head": ParamKind("adamw"),
+    "router": ParamKind("adamw"),
+    "vector": ParamKind("adamw", (0, 1), _OTHERWISE),
+    "other": ParamKind("adamw"),
+}
+"""Embeddings and output heads go to AdamW by custom (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982).  So do
+routers, by our own cautious choice, which a rule of kind "matrix" in an earlier layer changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How several matrices are fused in one parameter; Muon orthogonalises each by itself.
+
+    Args:
+        pieces: row counts of the matrices, or their number if they are equal.
+        columns: the same for columns, such as one per head of an output projection.
+        interleaved: the rows are this many equal blocks of ``pieces``; the k-th pieces of all blocks are one matrix.
+
+    Raises:
+        ValueError: a count below 1, or interleaved blocks of a single piece.
+    """
+
+    pieces: int | AnyShape = 1
+    columns: int | AnyShape = 1
+    interleaved: int = 1
+
+    def __post_init__(self) -> None:
+        for counts in (self.pieces, self.columns, self.interleaved):
+            if min((counts,) if isinstance(counts, int) else counts, default=0) < 1:
+                raise ValueError(f"{self}: expected counts of at least 1")
+        if self.interleaved > 1 and self.pieces == 1:
+            raise ValueError(f"{self}: say which pieces each of the interleaved blocks has")
+
+    def of(self, shape: AnyShape) -> Fused:
+        """Return the row and column counts for a parameter of this shape."""
+
+        def counts(value: int | AnyShape, total: int) -> AnyShape | None:
+            if not isinstance(value, int):
+                return value
+            # If these do not add up to the total, the decision is refused.
+            return (total // value,) * value if value > 1 else None
+
+        *_, rows, columns = shape
+        pieces = counts(self.pieces, rows // self.interleaved)
+        return Fused(pieces, counts(self.columns, columns), self.interleaved)
+
+
+WHOLE = Split()
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One place of a parameter in a model: its qualified name, its module, and its name there."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    parameter: Tensor
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Rule:
+    """A kind, and selectors of the parameters that have it: all that are given must match, and one must be given.
+
+    Args:
+        kind: a key of `KINDS`.
+        names: one or more patterns over the whole qualified name.  ``*`` matches anything (dots too), ``?`` one
+            character, ``[qkv]`` one of these; case counts.
+        module: type of the module that holds the parameter, or a base of it.
+        attribute: name of the parameter in that module.
+        dims: numbers of dims of the parameter.
+        where: a condition on that module.
+        split: the matrices that are fused in the parameter.
+        optional: selecting nothing is no error, as in a set for several models.
+        why: a reason, shown with the decision.
+
+    Raises:
+        ValueError: an unknown kind, no selector, or a split of what Muon does not step.
+    """
+
+    kind: str
+    names: str | tuple[str, ...] | None = None
+    _: KW_ONLY
+    module: type[nn.Module] | None = None
+    attribute: str | None = None
+    dims: tuple[int, ...] | None = None
+    where: Callable[[nn.Module], bool] | None = None
+    split: Split = WHOLE
+    optional: bool = False
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"{self!r}: unknown kind; expected one of {', '.join(KINDS)}")
+        if all(given is None for given in (self.names, self.module, self.attribute, self.dims, self.where)):
+            raise ValueError(f"{self!r} would select every parameter; give it names, a module, an attribute or dims")
+        if self.split != WHOLE and KINDS[self.kind].algorithm != "muon":
+            raise ValueError(f"{self!r}: only matrices and experts are split")
+
+    def reason(self, use: Use) -> str | None:
+        """Return in words why this rule selects a parameter, or None."""
+        patterns = (self.names,) if isinstance(self.names, str) else self.names or ()
+        matching = [pattern for pattern in patterns if fnmatchcase(use.name, pattern)]
+        holds = (
+            self.names is None or bool(matching),
+            self.module is None or isinstance(use.owner, self.module),
+            self.attribute is None or use.attribute == self.attribute,
+            self.dims is None or use.parameter.dim() in self.dims,
+        )
+        # A condition on the module may rely on the other selectors.
+        if not all(holds) or not (self.where is None or self.where(use.owner)):
+            return None
+        place = ".".join(filter(None, [self.module.__name__ if self.module else "", self.attribute]))
+        dims = f"{use.parameter.dim()}-D" if self.dims else ""
+        where = getattr(self.where, "__name__", repr(self.where)) if self.where else ""
+        reason = " and ".join(filter(None, [*matching[:1], place, dims, where]))
+        return f"{reason} ({self.why})" if self.why else reason
+
+    def __repr__(self) -> str:
+        given = ((field, getattr(self, field.name)) for field in fields(self))
+        return f"Rule({', '.join(f'{field.name}={value!r}' for field, value in given if value != field.default)})"
+
+
+def stacked_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
+    """Return the split of a projection of all queries, then all keys, then all values."""
+    return Split((heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
+
+
+def grouped_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
+    """Return the split of a projection with a block of rows for each key head: its queries, its key, its value.
+
+    This is the order of Megatron's ``linear_qkv`` and torchtitan's ``wqkv``.
+
+    Raises:
+        ValueError: ``heads`` is not a multiple of ``kv_heads``.
+    """
+    if heads % kv_heads:
+        raise ValueError(f"{heads} heads of queries are not {kv_heads} equal groups")
+    return Split((heads // kv_heads * head_dim, head_dim, head_dim), interleaved=kv_heads)
+
+
+NO_HEAD = Rule("head", (), optional=True)
+"""States that the model has no output head."""
+
+_COMMON = (
+    Rule("embedding", module=nn.Embedding, attribute="weight"),
+    Rule("embedding", module=nn.EmbeddingBag, attribute="weight"),
+    Rule("vector", dims=(0, 1)),
+)
+_HEAD = Rule("head", ("lm_head.weight", "*.lm_head.weight"))
+
+
+def _ready(*rules: Rule) -> tuple[Rule, ...]:
+    """Return a set for several models, in each of which some rules may select nothing."""
+    return tuple(replace(rule, optional=True) for rule in (*_COMMON, *rules))
+
+
+def _mlp(*places: str) -> Rule:
+    """Return the rule of gated MLPs of three nn.Linear in these places, as transformers names them."""
+    parts = ("gate_proj", "up_proj", "down_proj")
+    return Rule("matrix", tuple(f"*{place}.{part}.weight" for place in places for part in parts))
+
+
+def gate_over_up(experts: nn.Module) -> bool:
+    """Return whether stacked experts lie as in an nn.Linear: gate over up ``[E, 2f, d]``, and down ``[E, d, f]``.
+
+    Some models have them transposed under the same names.
+    """
+    match {name: tuple(parameter.shape) for name, parameter in experts.named_parameters(recurse=False)}:
+        case {"gate_up_proj": (count, height, width), "down_proj": down}:
+            return down == (count, width, height // 2) and height % 2 == 0
+    return False
+
+
+_HF_ATTENTION = Rule("matrix", "*self_attn.[qkvo]_proj.weight")
+_HF_EXPERTS = (
+    Rule("router", "*mlp.gate.weight"),
+    Rule("experts", "*mlp.experts.gate_up_proj", where=gate_over_up, split=Split(2)),
+    Rule("experts", "*mlp.experts.down_proj", where=gate_over_up),
+)
+
+MODULE_TYPES = _ready(Rule("matrix", module=nn.Linear, attribute="weight"))
+"""torch's own modules: embeddings, every nn.Linear a matrix, and vectors.  If an nn.Linear is the model's head, name it
+in an earlier layer; if none is, add `NO_HEAD`."""
+
+LLAMA = _ready(_HEAD, _HF_ATTENTION, _mlp("mlp"))
+"""transformers: Llama, Mistral, Qwen2, Qwen3 and others of these names."""
+
+QWEN = _ready(
+    _HEAD,
+    _HF_ATTENTION,
+    _mlp("mlp", "mlp.shared_expert", "mlp.experts.*"),
+    Rule("router", "*mlp.shared_expert_gate.weight"),
+    *_HF_EXPERTS,
+)
+"""transformers: Qwen2, Qwen3, Qwen2-MoE and Qwen3-MoE, with experts as 3-D parameters (from 5.0) or as modules."""
+
+MIXTRAL = _ready(
+    _HEAD,
+    _HF_ATTENTION,
+    Rule("router", "*block_sparse_moe.gate.weight"),
+    Rule("matrix", "*block_sparse_moe.experts.*.w[123].weight"),
+    *_HF_EXPERTS,
+)
+"""transformers: Mixtral, with experts as 3-D parameters (from 5.0) or as modules."""
+
+DEEPSEEK = _ready(
+    _HEAD,
+    Rule("matrix", ("*self_attn.[qo]_proj.weight", "*self_attn.q_[ab]_proj.weight"), why="whole"),
+    Rule("matrix", ("*self_attn.kv_a_proj_with_mqa.weight", "*self_attn.kv_b_proj.weight"), why="whole"),
+    _mlp("mlp", "mlp.shared_experts", "mlp.experts.*"),
+    *_HF_EXPERTS,
+)
+"""transformers: DeepSeek-V2 and V3, with experts as 3-D parameters (from 5.0) or as modules.  The latent projections,
+of several heads, or a latent and a rope part, stay whole, as their sizes are not known here."""
+
+TORCHTITAN = _ready(
+    _HEAD,
+    Rule("head", "output.weight"),
+    Rule("matrix", ("*attention.w[qkvo].weight", "*attention.qkv_linear.w[qkv].weight")),
+    Rule("matrix", ("*attention.wq_[ab].weight", "*attention.wkv_[ab].weight"), why="whole"),
+    Rule("matrix", ("*feed_forward.w[123].weight", "*moe.shared_experts.w[123].weight")),
+    Rule("matrix", "*mtp_layers.*.eh_proj.weight"),
+    Rule("router", ("*moe.router.gate.weight", "*moe.shared_experts.gate.weight")),
+    Rule("experts", ("*moe.experts.w[123]", "*moe.routed_experts.inner_experts.w[123]_E*")),
+)
+"""torchtitan: Llama 3, Qwen3 and DeepSeek-V3, dense or with grouped experts.  A fused ``wqkv`` needs a rule of its own,
+with `grouped_qkv` and the model's sizes."""
+
 
 FROZEN = "frozen"
 """The kind of parameters with ``requires_grad=False``, which are in no group and have no state."""
@@ -37,13 +289,13 @@ class Decision:
     """The decision on one parameter.
 
     Args:
-        names: all its qualified names, several if it is shared; without what wrappers insert.
+        names: its qualified names, several if it is shared; without parts that wrappers insert.
         shape: global shape.
         kind: a key of `KINDS`, or "frozen".
         rule: the rule that decided; None for a frozen parameter.
         why: how that rule selected it.
-        fused: the matrices in it, if any.
-        if_trained: the decision on a frozen parameter if it were trained, if the rules make one.
+        fused: the matrices in it.
+        if_trained: the rules' decision, if any, on a frozen parameter.
 
     Raises:
         ValueError: a kind that cannot have this shape, or fused matrices that do not add up to it.
@@ -68,11 +320,11 @@ class Decision:
 
     @property
     def algorithm(self) -> str:
-        """ "muon", "adamw", or "none" for what is frozen."""
+        """ "muon", "adamw", or "none" if frozen."""
         return "none" if self.kind == FROZEN else KINDS[self.kind].algorithm
 
     def cells(self) -> tuple[str, ...]:
-        """Return the cells of this decision's row in the table."""
+        """Return this decision's row of the table, without names and count."""
         counts = {"": self.fused.pieces or (), "columns ": self.fused.columns or ()}
         fused = {}
         for what, sizes in counts.items():
@@ -107,13 +359,12 @@ class Decisions:
         """Return parameter groups for `Muon`; each parameter that is not frozen is in exactly one.
 
         Schedulers know groups by number, so the order depends on rules and ``kinds`` only: matrices, the rest, then
-        kinds with options of their own, in the order of `KINDS`.  A group whose parameters are all frozen is empty and
-        keeps its number, unless no group comes after it.
+        kinds with options of their own, in the order of `KINDS`.  A group whose parameters are all frozen stays, empty,
+        unless it is last.
 
         Args:
             muon: options of all groups of matrices, such as ``lr`` or ``algorithm="normuon"``.
-            adamw: options of all other groups, such as ``algorithm="lion"``.  Give ``lr`` here, unless one rate serves
-                both (`Muon`).
+            adamw: options of all other groups, such as ``algorithm="lion"``, and ``lr`` unless one rate serves both.
             kinds: options by kind, which override the others.
 
         Raises:
@@ -175,7 +426,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def folded(rows: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
-    """Merge rows whose names differ only in numbers, as those of layers do: the name with ``*`` there, and a count."""
+    """Merge rows whose names differ only in numbers, as layers' do; return names with ``*`` there, and counts."""
     alike: dict[tuple[str, T], list[list[str]]] = {}
     for name, rest in rows:
         parts = re.split(r"([. ])", name)
@@ -195,19 +446,19 @@ def sort_parameters(model: nn.Module, *layers: Sequence[Rule]) -> Decisions:
     """Decide by rules what every parameter of ``model`` is, and refuse everything that they leave unclear.
 
     The first layer with a rule for a parameter decides it, and all rules of that layer that select it must agree.  A
-    parameter that several modules share has several names; if one of them makes it an embedding, and the others a head
-    or a matrix by its module type, it is a tied embedding.
+    shared parameter that is an embedding under one name, and a head or a matrix by module type under the others, is a
+    tied embedding.
 
-    The model may be sharded (DTensors count with their global shape), compiled, checkpointed or wrapped for DDP: names
-    are without what wrappers insert.  Parameters with ``requires_grad=False`` need no rule and are in no group.
+    The model may be sharded (DTensors count with their global shape), compiled, checkpointed or wrapped for DDP; names
+    are without parts that wrappers insert.  Frozen parameters need no rule.
 
     Args:
         layers: sequences of rules, such as your own and then a ready-made set.
 
     Raises:
-        ValueError: lists everything that is unclear: parameters under no rule, rules that disagree, a shape that the
-            kind cannot have or the split does not fit, a matrix as tall as an embedding that no rule names, matrices
-            while no rule speaks of an output head, rules that select nothing, and flat or uninitialized parameters.
+        ValueError: lists everything that is unclear: parameters under no rule, rules that disagree, a shape that does
+            not fit the kind or the split, a matrix as tall as an embedding that no rule names, matrices without a rule
+            about an output head, rules that select nothing, and flat or uninitialized parameters.
     """
     uses_of = _uses(model)
     every_use = [use for uses in uses_of.values() for use in uses]
@@ -299,7 +550,7 @@ def _by_type(rule: Rule | None) -> bool:
 def _possible_heads(
     decisions: Sequence[Decision], uses_of: Mapping[Tensor, Sequence[Use]], layers: Sequence[Sequence[Rule]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield names and problems of matrices that may be an output head: only the user can tell it from any nn.Linear."""
+    """Yield names and problems of matrices that may be an output head, which only the user can tell."""
     uses = [use for uses in uses_of.values() for use in uses]
     by_type = [decision for decision in decisions if _by_type(decision.rule)]
     heads = [rule for layer in layers for rule in layer if rule.kind == "head"]
