@@ -65,11 +65,8 @@ def clip_grad_norm_(
     squares, differs, limits, widest = _sum_over_ranks(params, max_norm)
     if pipeline is not None:
         received = gather_numbers([squares, differs.to(squares), *limits], pipeline)
-        squares, differs, limits = (
-            received[:, 0].sum(),
-            received[:, 1].any(),
-            [received[:, 2].amin(), received[:, 3].amax()],
-        )
+        squares, differs = received[:, 0].sum(), received[:, 1].any()
+        limits = [received[:, 2].amin(), received[:, 3].amax()]
     if (pipeline is not None or any(widest)) and not capturing():
         refuse_other_limits(max_norm, torch.stack(limits))
     if any(widest) and not capturing() and differs:

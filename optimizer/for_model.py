@@ -103,8 +103,8 @@ class ForModel:
             options: of the optimizer itself.
 
         Raises:
-            ValueError: rules leave something unclear (`sort_parameters`), there is no rate for AdamW, or the optimizer
-                refuses an option.
+            ValueError: rules leave something unclear (`sort_parameters`), there is no rate for AdamW, or an option is
+                refused.
         """
         layers: Any = [rules] if all(isinstance(rule, Rule) for rule in rules) else rules
         rate = {} if adamw_lr is None else {"lr": adamw_lr}

@@ -33,8 +33,8 @@ class GroupReport:
         name: the user's.
         matrices: how many are orthogonalised.
         elements: of all its parameters, on all ranks.
-        update_rms: the smallest and largest root mean square of an update to expect at the present rate, without decay;
-            an orthogonal ``m x n`` matrix has ``1 / √max(m, n)``.
+        update_rms: the smallest and largest expected root mean square of an update at the present rate, without decay
+            (``1 / √max(m, n)`` for an orthogonal ``m x n`` matrix).
     """
 
     number: int

@@ -158,8 +158,7 @@ def laid_out(layout: str | Sequence[BufferLayout], model: ToPlace) -> tuple[Buff
     """Return the buffers of a model, as one of `PLACEMENTS` makes them or as they were recorded.
 
     Raises:
-        ValueError: there is no such placement.
-        LayoutError: recorded buffers have other parameters or ranks, or cut a matrix.
+        ValueError, LayoutError: there is no such placement; recorded buffers do not fit the model, or cut a matrix.
     """
     if isinstance(layout, str):
         if layout not in PLACEMENTS:

@@ -35,7 +35,7 @@ UNNAMED = "original"
 
 @dataclass
 class Scales:
-    """The scales that groups know by name: `ADJUST_LR`, and functions that users gave, as groups hold plain values."""
+    """Scales by the names that groups hold: `ADJUST_LR`, and functions that users gave."""
 
     given: dict[str, Scale] = field(default_factory=dict)
 
