@@ -106,7 +106,7 @@ def broadcast_from_first(
     """Return the answer of the first rank: one broadcast."""
     heard: list[T | _Outcome | None] = [None]
     cause: Exception | None = None
-    if coordinates(process_group):
+    if is_coordinator(process_group):
         mine, cause = _attempted(kind, answer)
         heard = [_Outcome({-1: mine}) if isinstance(mine, _Failure) else mine]
     if dist.is_initialized():
@@ -116,7 +116,6 @@ def broadcast_from_first(
 
 
 def _attempted(kind: type[MuonckptError], answer: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
-    """Return this rank's answer, or its failure with the error."""
     try:
         return answer(), None
     except MuonckptError as error:
@@ -135,7 +134,7 @@ def _decisions(
     mine, cause = _attempted(kind, answer)
     answers: list[T | _Failure] | None = [mine]
     if dist.is_initialized():
-        answers = [mine] * dist.get_world_size(process_group) if coordinates(process_group) else None
+        answers = [mine] * dist.get_world_size(process_group) if is_coordinator(process_group) else None
         with lost_ranks():
             dist.gather_object(mine, answers, group=process_group, group_dst=0)
     if answers is None:
@@ -173,7 +172,7 @@ def unusable(advice: str = "") -> Iterator[None]:
         ) from error
 
 
-def coordinates(process_group: dist.ProcessGroup | None) -> bool:
+def is_coordinator(process_group: dist.ProcessGroup | None) -> bool:
     """Return whether this is the first rank of the group."""
     return not dist.is_initialized() or dist.get_rank(process_group) == 0
 
@@ -241,7 +240,7 @@ def wire_device(process_group: dist.ProcessGroup | None, held: Collection[str]) 
     return torch.device(fast[0])
 
 
-def exchanged(
+def exchange(
     process_group: dist.ProcessGroup | None,
     send: Tensor,
     give: Sequence[int],

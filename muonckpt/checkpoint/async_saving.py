@@ -109,7 +109,7 @@ class AsyncSave:
 
     @property
     def failed_on_all(self) -> bool:
-        """Whether all ranks have an error, for which this waits."""
+        """True if all ranks have an error, for which this waits."""
         error = self._outcome.error()
         return isinstance(error, MuonckptError) and not isinstance(error, LostRankError)
 
@@ -131,7 +131,7 @@ class AsyncSave:
 
 
 class _Lane:
-    """The buffers in host memory, the thread and the process groups that saves of one process group share."""
+    """The buffers, the thread and the process groups that saves of one process group share."""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.world = _world()
@@ -184,8 +184,8 @@ class _Lane:
     def _lost_together(self, what: str) -> Iterator[None]:
         """Let collectives in the block fail on all ranks if another rank has ended.
 
-        Gloo tells only the ranks that wait for the one that has ended, and the others would wait for these.  So a rank
-        that hears of it closes its connections, which tells the rest.
+        Gloo tells only those that wait for that rank, and the others would wait for them.  So a rank that hears of it
+        closes its connections, which tells the rest.
 
         Raises:
             LostRankError: a rank was lost, now or before.
@@ -414,7 +414,7 @@ def _stager() -> DefaultStager:
 
 
 def _mapped(node: Any, function: Callable[[Any], Any]) -> Any:
-    """Return nested state with ``function`` of its leaves; containers in which nothing changes are kept as they are."""
+    """Apply a function to the leaves of nested state; containers in which nothing changes are kept."""
     if isinstance(node, Mapping):
         changed = {key: _mapped(value, function) for key, value in node.items()}
         return node if all(changed[key] is value for key, value in node.items()) else changed
@@ -469,7 +469,7 @@ _BACKEND = "muonckpt_before_end"
 
 
 class _EndingGroup(dist.ProcessGroup):
-    """A process group of this rank alone, which torch shuts down before it forgets any other."""
+    """A process group of this rank alone, which torch shuts down before all others."""
 
     act: Callable[[], None]
 

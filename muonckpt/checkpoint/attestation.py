@@ -253,7 +253,7 @@ SharesOfRank = tuple[RankState, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class HeldTogether:
-    """What all ranks hold.
+    """The tensors that all ranks hold together.
 
     Attributes:
         tensors: by key; where replicas differ, the lowest rank's counts.
@@ -285,7 +285,7 @@ def shares_of(live: LiveState, keys: Collection[str]) -> SharesOfRank:
 
 
 def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldTogether:
-    """Return what the ranks hold together; every element counts once.
+    """Join what ranks hold; every element counts once.
 
     Args:
         ranks: the global ranks that the ``shares`` come from.

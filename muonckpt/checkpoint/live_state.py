@@ -58,7 +58,7 @@ class HeldTensor:
 
     @property
     def counts(self) -> bool:
-        """Whether the rank has elements, or there are none."""
+        """True if the rank has elements, or if there are none."""
         return bool(self.boxes) or 0 in self.shape
 
 
@@ -159,7 +159,7 @@ class LiveState:
 
     @cached_property
     def annotations(self) -> Mapping[KeyPath, Annotation]:
-        """What the state dict says of its tensors, by path."""
+        """Annotations of tensors, by path."""
         return dict(_annotated((), self.nested, {}))
 
     @cached_property
@@ -228,12 +228,10 @@ class LiveState:
 
     @property
     def devices(self) -> frozenset[str]:
-        """The types of the devices that hold its tensors."""
         return frozenset(part.device.type for parts in self.parts.values() for part in parts.values())
 
     @torch.no_grad()
     def zero(self, keys: Iterable[str]) -> None:
-        """Zero the parts of tensors that are here."""
         for key in keys:
             for part in self.parts.get(key, {}).values():
                 part.zero_()
@@ -277,8 +275,6 @@ NOBODY = "nobody"
 
 
 class RankBoxes(NamedTuple):
-    """The boxes of a tensor that a rank holds or asks for."""
-
     rank: int
     boxes: tuple[Box, ...]
 

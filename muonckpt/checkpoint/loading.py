@@ -46,11 +46,7 @@ class _Question:
 
 @dataclass(eq=False)
 class _JointLoad:
-    """One load, with the arguments of `load`.
-
-    Attributes:
-        matching: what this rank takes; exists once that is decided.
-    """
+    """One load, with the arguments of `load`; ``matching`` exists once it is decided what this rank takes."""
 
     state_dict: dict[str, Any]
     path: str | os.PathLike[str]

@@ -47,13 +47,13 @@ OwnParameter = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class LoadTemplate:
-    """What a state dict asks for.
+    """The values that a state dict asks for.
 
     Attributes:
         values, paths: by flat key.
         numbered: keys of optimizers whose parameters have numbers; these go by key.
         conventions: of momentum, by key, where the state dict declares them.
-        partial: whether the checkpoint may hold more than it asks for.
+        partial: the checkpoint may hold more than it asks for.
     """
 
     values: Mapping[str, Any]
@@ -87,11 +87,7 @@ class LoadTemplate:
 
 
 class Stored:
-    """The entries of a checkpoint, or of the state of other ranks, by key; and its options as plain data.
-
-    Args:
-        read: gives the value of an entry that is an option.
-    """
+    """The entries of a checkpoint, or of other ranks' state, by key; ``read`` gives the value of an option."""
 
     def __init__(self, entries: Iterable[StateRecord | Blob], read: Callable[[StateRecord | Blob], Any]) -> None:
         self.entries = {entry.key: entry for entry in entries}
@@ -103,7 +99,7 @@ class Stored:
 
     @property
     def translated(self) -> bool:
-        """Whether the checkpoint is our optimizer's, or converted for it: only then it says a momentum convention."""
+        """True for a checkpoint of our optimizer, or converted for it: no other says a momentum convention."""
         return any(
             entry.convention is not None if isinstance(entry, StateRecord) else key.endswith(".convention")
             for key, entry in self.entries.items()
@@ -144,19 +140,18 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """What one rank's template, or a part of it, takes from a checkpoint.
+    """The outcome for one rank's template, or a part of it: what it takes from a checkpoint, and what does not fit.
 
     Attributes:
         sources: keys of the checkpoint, by keys of the template.
         spared: keys of the checkpoint whose values equal others that are taken in their place.
         zeros: keys of the template, of state that starts fresh.
-        loaded, fresh, discarded: as in a `LoadReport`.
+        loaded, fresh, discarded, own_options: as in a `LoadReport`.
         kept: names of weights that keep their values, by key.
         parameters: all that optimizers have.
-        own_options: options that stay as the running optimizer has them, as the checkpoint does not say them; as text.
-        added: options that only the checkpoint has and that are added to the state dict, by their paths in it.
+        added: options that only the checkpoint has and that the state dict gets, by path.
         differences: why the state of a parameter cannot be loaded, by name.
-        extra_state: keys that only the checkpoint has, of state and options of an optimizer that the template has.
+        extra_state: keys that only the checkpoint has, of an optimizer that the template has.
         faults: what else does not fit.
         doubts: what fits and is probably not meant.
     """
@@ -182,7 +177,7 @@ class Matching:
 
     @property
     def names(self) -> set[str]:
-        """Names of all parameters, also of those that only the checkpoint has, if that is known."""
+        """Names of all parameters, with those that only the checkpoint has as far as known."""
         return {*self.differences, *(name for _, name in self.parameters)}
 
     @classmethod
@@ -254,7 +249,7 @@ _GIVEN = {
 
 
 def _other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
-    """Yield which optimizers the checkpoint has in another form than the template, and what loads them."""
+    """Yield a fault for each optimizer that the checkpoint has in another form than the template."""
     if not stored.translated:
         return  # another program's, and to be translated first
     asked = {optimizer.key: optimizer.form for optimizer in template.optimizers}
@@ -305,12 +300,12 @@ _Keys = Mapping[str, str]
 
 
 class _OptimizerMatch:
-    """One optimizer: takes its state by the names of parameters, and its options by their groups.
+    """One optimizer, whose state goes by the names of parameters, and its options by their groups.
 
     Attributes:
-        groups, saved: keys of a group's options, by its number, in the template and in the checkpoint (nested form).
-        mine, theirs: keys of a parameter's options, by its name, in the template and in the checkpoint.
-        home: the number of the group that a parameter has in the checkpoint (nested form).
+        groups, saved: keys of options by group and option, in the template and in the checkpoint (nested form).
+        mine, theirs: keys of options by parameter and option, in the template and in the checkpoint.
+        home: the number of each parameter's group in the checkpoint (nested form).
     """
 
     def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored) -> None:
@@ -373,7 +368,7 @@ class _OptimizerMatch:
         )
 
     def _reason(self, name: str, here: _Keys, there: _Keys) -> str | None:
-        """Return why the state of a parameter cannot be loaded, whose keys by slot are ``here`` and ``there``."""
+        """Return why a parameter's state cannot be loaded; its keys by slot are ``here`` and ``there``."""
         if not there:
             return NEW if here else None
         now, then = self.mine.get(name, _NONE), self.theirs.get(name, _NONE)
@@ -390,7 +385,7 @@ class _OptimizerMatch:
         return None
 
     def _options_by_group(self, loaded: Sequence[str]) -> Matching:
-        """Take options of the nested form: those of the group in which a group's parameters were."""
+        """Give each group the options of the saved group in which its parameters were."""
         home = {name: self.home[name] for name in loaded if name in self.home}
 
         def options(number: int) -> dict[str, Any]:
@@ -435,10 +430,7 @@ class _OptimizerMatch:
         )
 
     def _options_by_name(self, loaded: Sequence[str], fresh: Sequence[str]) -> Matching:
-        """Take options of the flattened form: a parameter's own, or if it is fresh those that others of its group take.
-
-        Its group is the parameters with equal options in the template.
-        """
+        """Give each parameter its own options; a fresh one gets those of its group, which has equal options now."""
 
         def group(name: str) -> str:
             options = self.mine.get(name, _NONE).items()
@@ -457,7 +449,7 @@ class _OptimizerMatch:
         return Matching.joined([Matching(faults=faults), *taken])
 
     def _apart(self, names: Sequence[str]) -> str | None:
-        """Return why parameters with equal options now were no single group in the saved run, if they were not."""
+        """Return a fault if parameters with equal options now had different ones in the saved run."""
         theirs, option_of = self.theirs, self.stored.option
         for option in theirs.get(names[0], {}).keys() - _OWN:
             keys = {name: theirs[name][option] for name in names if option in theirs.get(name, _NONE)}
@@ -472,10 +464,10 @@ class _OptimizerMatch:
         return None
 
     def _options(self, mine: _Keys, theirs: _Keys, origin: str, who: str) -> Matching:
-        """Take options, by option; those that only one side has stay as they are, or are added.
+        """Take options; those that only one side has stay as they are, or are added.
 
         Args:
-            origin: the group or the parameter of the checkpoint that has ``theirs``.
+            mine, theirs: keys by option, the latter of a group or parameter ``origin`` of the checkpoint.
             who: has ``mine``, for people.
         """
         values, entries = self.template.values, self.stored.entries
@@ -519,7 +511,7 @@ def dropped_by_torch(added: Mapping[KeyPath, object]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """A rank's request to the coordinator: what it takes, which optimizers it has, and which globs were given."""
+    """A rank's request to the coordinator."""
 
     matching: Matching
     optimizers: tuple[NamedOptimizer, ...]
@@ -591,7 +583,7 @@ def _extra_keys(keys: Sequence[str], template: Iterable[str]) -> list[str]:
 def _passed_over(
     optimizer: NamedOptimizer, keys: Sequence[str], stored: Stored, loaded: Collection[OwnParameter]
 ) -> Iterator[str]:
-    """Yield options that nothing takes and nobody misses: names, and those of groups of which nothing is loaded."""
+    """Yield options that nobody misses: names, and all of groups of which nothing is loaded."""
     if optimizer.groups is None:
         for name, of_name in optimizer.options_of_names(keys).items():
             yield from of_name.values() if (optimizer.key, name) not in loaded else ()

@@ -30,7 +30,7 @@ from ..record import Blob, Extent, StateRecord
 from ..resumption import Extra, Globs, LoadReport
 from ..store.io.checksums import xxh3_128
 from ..store.reading.dtypes import itemsize
-from .all_ranks import exchanged, gather_on_all, group_ranks, refuse_crossed, refuse_differing, unusable, wire_device
+from .all_ranks import exchange, gather_on_all, group_ranks, refuse_crossed, refuse_differing, unusable, wire_device
 from .attestation import held_together, shares_of
 from .bits import share_of, unsigned
 from .live_state import NOBODY, HeldTensor, LiveState, LocalParts, RankBoxes, RankState, asked_layouts, held_layout
@@ -299,7 +299,7 @@ class AskedCopies:
     source_offset: IntArray
     target_offset: IntArray
 
-    def exchanged(self, box: Box, ranks: int) -> IntArray:
+    def moved(self, box: Box, ranks: int) -> IntArray:
         """Return how many elements of a box each rank sends and receives together."""
         sizes = np.minimum(self.hi, np.array(box.hi, np.int64)) - np.maximum(self.lo, np.array(box.lo, np.int64))
         volumes = np.maximum(sizes, 0).prod(axis=1) * (self.giver != self.taker)
@@ -384,7 +384,7 @@ def stages_of(moves: Sequence[Transfer], ranks: int, memory: int) -> list[Portio
 
 def _portions(copies: AskedCopies, box: Box, ranks: int, most: int) -> Iterator[tuple[Box, IntArray]]:
     """Halve a box, along the dim that spreads its elements best, until no rank moves more than ``most`` of them."""
-    elements = copies.exchanged(box, ranks)
+    elements = copies.moved(box, ranks)
     peak = int(elements.max(initial=0))
     if peak == 0:
         return
@@ -402,7 +402,7 @@ def _portions(copies: AskedCopies, box: Box, ranks: int, most: int) -> Iterator[
         return Box(box.lo, hi), Box(lo, box.hi)
 
     cuts = [halves(dim) for dim in range(box.ndim) if box.shape[dim] > 1]
-    for half in min(cuts, key=lambda pair: max(int(copies.exchanged(half, ranks).max()) for half in pair)):
+    for half in min(cuts, key=lambda pair: max(int(copies.moved(half, ranks).max()) for half in pair)):
         yield from _portions(copies, half, ranks, most)
 
 
@@ -410,7 +410,7 @@ def _portions(copies: AskedCopies, box: Box, ranks: int, most: int) -> Iterator[
 
 
 class _Side(NamedTuple):
-    """The copies of a transfer that this rank gives, or takes, in columns; ``other`` is the other rank's place."""
+    """The copies of a transfer that this rank gives, or takes; ``other`` is the other rank's place."""
 
     parts: LocalParts
     lo: IntArray
@@ -427,7 +427,6 @@ class _Side(NamedTuple):
         return self._replace(lo=lo, hi=hi).rows(np.flatnonzero((lo < hi).all(axis=1)))
 
     def views(self) -> Iterator[Tensor]:
-        """Yield the elements of each copy, where they lie in this rank's memory."""
         return map(self.parts.view, self.offset.tolist(), self.lo.tolist(), self.hi.tolist())
 
 
@@ -485,14 +484,13 @@ class Carrier:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Copy what stays here, and exchange what does not.  Collective."""
         for gives, takes in zip(self._gives, self._takes, strict=True):
             self._copy(takes.rows(takes.other == self.place).views(), gives.rows(gives.other == self.place).views())
         for given, taken in self._stages:
             sent, received = sum(given.splits), sum(taken.splits)
             send, receive = self._wire[:sent], self._wire[sent : sent + received]
             self._copy(given.on_wire(send), given.elements)
-            exchanged(self._group, send, given.splits, receive, taken.splits)
+            exchange(self._group, send, given.splits, receive, taken.splits)
             self._copy(taken.elements, taken.on_wire(receive))
             self.sent, self.received = self.sent + sent, self.received + received
         self._wire = self._wire[:0].clone()
@@ -543,8 +541,6 @@ def _share(elements: Tensor, box: Box) -> int:
 
 
 class _Range(NamedTuple):
-    """The addresses of a part in bytes."""
-
     device: str
     start: int
     stop: int

@@ -18,7 +18,7 @@ from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError
 from ..resumption import Extra, Globs, LoadReport
 from ..store.io.location import location
 from ..store.step_folder import Newest, StepFolder, StepName
-from .all_ranks import broadcast_from_first, coordinates, decide_on_first, refuse_crossed, refuse_differing
+from .all_ranks import broadcast_from_first, decide_on_first, is_coordinator, refuse_crossed, refuse_differing
 from .async_saving import AsyncSave, OnError, WhenBusy, save_in_thread, settle_last
 from .loading import load
 from .saving import save
@@ -146,7 +146,7 @@ class Series:
 
     def _published(self, name: StepName) -> None:
         self._whole.add(name)
-        if coordinates(self._group):
+        if is_coordinator(self._group):
             self._attempt(f"what {self._folder.place} need not keep", lambda: self._prune(name))
 
     def latest(self) -> SavedStep | None:

@@ -123,7 +123,7 @@ def _refused_if_saved(value: object) -> str | None:
 
 
 def _refused(raw: bytes) -> str | None:
-    """Return the classes for which torch does not load these bytes as plain data, None if it loads them."""
+    """Return the classes for which torch does not load these bytes as plain data, if there are any."""
     stream = io.BytesIO(raw)
     try:
         plain_value(raw, Anything())  # torch's reader has no limits on memory and time
