@@ -137,10 +137,11 @@ def _copy_ranges(job, file, to: Path) -> None:
     handle, at = os.open(to / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), 0
     os.posix_fallocate(handle, 0, file.length)
     for written in file.chunks:
-        for part in written.copies:
-            chunk = written.output.chunks[part.source.buffer]
-            source = os.open(job.source.path / chunk.payload.file, os.O_RDONLY)
-            start, left = chunk.payload.offset + 4 * part.source.offset, 4 * part.box.numel
+        for part in written.plan.terms[0].fragments():
+            chunks, number = written.output.located(part.place.buffer)
+            payload = chunks.payload(number)
+            source = os.open(job.source.path / payload.file, os.O_RDONLY)
+            start, left = payload.offset + 4 * part.place.offset, 4 * part.box.numel
             while left:
                 moved = os.copy_file_range(source, handle, left, start, at)
                 start, at, left = start + moved, at + moved, left - moved

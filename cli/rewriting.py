@@ -13,9 +13,8 @@ from typing import Any
 import click
 
 from ..converters.engine.container import FORMATS, container_of
-from ..converters.engine.launch import TIMEOUT, worker_of
 from ..converters.engine.run import MEMORY, THREADS
-from ..converters.engine.workers import LaunchError
+from ..converters.engine.workers import TIMEOUT, LaunchError, worker_of
 from ..converters.options import grouped
 from ..converters.programs.registry import DIALECTS
 from ..converters.report import Report

@@ -1,4 +1,4 @@
-"""Averages checkpoints of one model into one."""
+"""Averages several checkpoints of one model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import DestinationError, TargetError
-from ..store.io.location import Location, Remote, location
+from ..store.io.location import Remote, location
 from ..store.open_checkpoint import OpenCheckpoint, open
 from .engine.container import container_of
 from .engine.job import check_destination, make_job
-from .engine.launch import joined
+from .engine.workers import joined
 from .look.contents import first_look
 from .merge.joined import JoinedCheckpoints, input_prints
 from .merge.merged_outputs import MergeRequest, shares
@@ -24,16 +24,13 @@ from .report import Report
 from .rewrite import check_use, default_format, target_of
 from .target.topology import ROWS, AxisCut
 
-_ENDS = {"first": 0, "last": -1}
-
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """What `merge` makes of its inputs.
+    """Options of `merge`: how its inputs are weighted, and what else is taken from them.
 
     Attributes:
-        proportions: of the inputs, positive numbers, as numbers or as text such as ``"1/3"``; None means
-            that all are equal.
+        proportions: of the inputs, positive numbers, as numbers or as text such as ``"1/3"``; None makes all equal.
         ema: the decay of a moving average: it begins with the first input, and each of the others changes it to
             ``ema * average + (1 - ema) * input``.
         others_from: the input whose counters, hyper-parameters and items are taken: ``"first"``, ``"last"``, or its
@@ -52,8 +49,15 @@ class Average:
         Raises:
             TargetError: the options do not fit them.
         """
-        weights = shares(count, self.proportions, self.ema)
-        return MergeRequest(weights, _number_of(self.others_from, count), self.model_only)
+        number = None
+        if self.others_from is not None:
+            text = str(self.others_from)
+            number = {"first": 0, "last": count - 1}.get(text, int(text) if text.isdecimal() else count)
+            if number >= count:
+                raise TargetError(
+                    f"--others-from: expected first, last, or a number from 0 to {count - 1}, found {text!r}"
+                )
+        return MergeRequest(shares(count, self.proportions, self.ema), number, self.model_only)
 
 
 _EQUAL = Average()
@@ -123,36 +127,23 @@ def merge(
         return execution.run(job, place, tuple(f"source: {one.path}" for one in inputs), workers)
 
 
-def _number_of(others_from: str | int | None, count: int) -> int | None:
-    """The number of the input that is named.
-
-    Raises:
-        TargetError: there is no such input.
-    """
-    if others_from is None:
-        return None
-    text = str(others_from)
-    number = _ENDS.get(text, int(text) if text.isdecimal() else count)
-    if number >= count:
-        raise TargetError(f"--others-from: expected first, last, or a number from 0 to {count - 1}, found {text!r}")
-    return number % count
-
-
 def _provenance(
     request: MergeRequest, inputs: Sequence[OpenCheckpoint], prints: Sequence[Mapping[str, str]]
 ) -> dict[str, Any]:
-    """That of the input that gives what is not averaged, with an entry for this merge, which lists all inputs."""
+    """Return the provenance of the input that gives what is not averaged, with an entry that lists all inputs."""
     base = dict(inputs[request.others_from or 0].provenance)
     steps = [first_look(one).step for one in inputs]
     if request.others_from is None and len(set(steps)) > 1:
         base.pop("step", None)
     merged = [
-        {"name": _name(one.path), "format": one.format.name, "step": step, "weight": str(weight), "fingerprints": found}
+        {
+            "name": one.path.resolve().name,
+            "format": one.format.name,
+            "step": step,
+            "weight": str(weight),
+            "fingerprints": found,
+        }
         for one, step, weight, found in zip(inputs, steps, request.weights, prints, strict=True)
     ]
     entry = {"inputs": merged, "others_from": request.others_from, "model_only": request.model_only}
     return {**base, "merged": [*base.get("merged", ()), entry]}
-
-
-def _name(path: Location) -> str:
-    return str(path.resolve().name)

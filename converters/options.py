@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import TargetError
 from ..store.io.location import Location
 from ..store.reading.payloads import Progress
 from ..vocabulary import Convention
 from .engine.job import Job
-from .engine.launch import TIMEOUT
 from .engine.run import MEMORY, THREADS, run_job
-from .engine.workers import Workers
-from .programs.dialect import Dialect
+from .engine.workers import TIMEOUT, Workers
 from .programs.registry import program
 from .report import Report, report_of
 from .translate.conventions import STATE_DTYPES, Overrides, WeightsFrom
@@ -24,31 +22,33 @@ from .translate.groups import GroupTemplate
 from .translate.names import NameRules, load_rules
 from .translate.request import Request
 
+Name = TypeVar("Name", bound=str)
+
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What a translation has to know beside the program to write for, where the checkpoint does not say it.
+    """Options of a translation: what it has to know beside the program to write for, and no checkpoint says.
 
     Attributes:
         from_dialect: the program whose keys the source has; None means that the keys tell.
-        keys: the form of the optimizer's keys, ``"nested"`` or ``"flat"``; None means that of the target's program.
+        keys: the form of the optimizer's keys, ``"nested"`` or ``"flat"``; None means the target's program decides.
         roots: where the target has its model and its optimizer in the state dict, if not where its program has them:
             ``{"optimizer": "app.optimizer", "model": "app.model"}``; an empty path is the top.
         rules: tables of names and structure, applied in order: names of ready-made ones, TOML files, or `NameRules`;
             ``inverse:`` before a name means the opposite direction.
-        convention: of the source's momentum, if it is not recorded: ``"ema"`` or ``"sum"``.
+        convention: the convention of the source's momentum, if it is not recorded: ``"ema"`` or ``"sum"``.
         target_convention: the convention to write, if the target's program has none of its own.
         mu: the momentum coefficient, if the source's groups have none.
         step: the number of steps taken, if the target stores it and the source does not.
         drop: slots of optimizer state to leave out.
         tensors_only: leave out items that are not tensors.
         fill_missing: write zeros as the state of parameters in groups that have none, as they never had a gradient.
-        weights: what weights are made of where the source has float32 masters as well: ``"masters"``, or ``"model"``;
-            the other is left out.  None: both are written, which only programs with masters can load.
+        weights: where the source has float32 masters as well, what weights are made of, ``"masters"`` or ``"model"``;
+            the other is left out.  None writes both, which only programs with masters can load.
         state_dtype: the dtype of momentum and moments, ``"float32"`` or ``"bfloat16"``, each element rounded once;
-            None: the source's.
-        like: the groups of the run that the result is for, as ``Muon.describe()`` returns them, or a file of JSON with
-            that.  The result has these groups, in this order, and takes from them what the source does not say.
+            None keeps the source's.
+        like: the groups of the run that the result is for, as ``Muon.describe()`` returns them, or a JSON file of them.
+            The result has these groups, in this order, and takes from them what the source does not say.
     """
 
     from_dialect: str | None = None
@@ -74,32 +74,30 @@ class Translation:
             LayoutError: a table of rules cannot be read.
         """
         tables = [self.rules] if isinstance(self.rules, str | NameRules) else self.rules
+        target = program(to_dialect, "--to")
+        if self.keys is not None or self.roots:
+            if target is None:
+                raise TargetError(
+                    "--keys and --root have no meaning without --to; leave them out, and keys stay as they are"
+                )
+            target = placed(target, self.keys, self.roots)
         return Request(
             program(self.from_dialect, "--from"),
-            self._with_keys(program(to_dialect, "--to")),
+            target,
             sum((load_rules(table) if isinstance(table, str) else table for table in tables), NameRules()),
             Overrides(
-                _convention(self.convention),
-                _convention(self.target_convention),
+                _one_of("momentum convention", list(Convention), self.convention),
+                _one_of("momentum convention", list(Convention), self.target_convention),
                 self.mu,
                 self.step,
                 self.fill_missing,
-                None if self.weights is None else WeightsFrom(_one_of("--weights", self.weights, list(WeightsFrom))),
-                None if self.state_dtype is None else _one_of("--state-dtype", self.state_dtype, STATE_DTYPES),
+                _one_of("source of weights", list(WeightsFrom), self.weights),
+                _one_of("dtype of state", STATE_DTYPES, self.state_dtype),
             ),
             frozenset(self.drop),
             self.tensors_only,
             None if self.like is None else GroupTemplate.read(self.like),
         )
-
-    def _with_keys(self, target: Dialect | None) -> Dialect | None:
-        if self.keys is None and not self.roots:
-            return target
-        if target is None:
-            raise TargetError(
-                "--keys and --root have no meaning without --to; leave them out, and keys stay as they are"
-            )
-        return placed(target, self.keys, self.roots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +106,12 @@ class Execution:
 
     Attributes:
         memory: bytes of all buffers together.
-        jobs: threads that check and write files.
+        jobs: the number of threads that check and write files.
         resume: continue an interrupted run with the same arguments.
         verify: read everything back and compare before it is published.
         dry_run: plan only; nothing is written.
-        timeout: seconds without an answer after which another process counts as lost, which ends all of them, if
-            several processes share the work (under torchrun).
+        timeout: where several processes share the work (under torchrun), seconds without an answer after which another
+            one counts as lost, which ends all of them.
         progress: receives the bytes done since its last call and the total.
     """
 
@@ -126,10 +124,10 @@ class Execution:
     progress: Progress = lambda count, total: None
 
     def run(self, job: Job, place: Location, notes: tuple[str, ...], workers: Workers) -> Report | None:
-        """Do a worker's share of a job, and report; ``notes`` come before those of the job.
+        """Do a worker's share of a job, and return what was done, or would be; None in all but the coordinator.
 
-        Returns:
-            What was done, or would be; None in all workers but the coordinator.
+        Args:
+            notes: come before those of the job.
         """
         report = report_of(job, place, notes)
         if self.dry_run:
@@ -155,23 +153,18 @@ IN_ONE_GO = Execution()
 
 def grouped(**options: Any) -> dict[str, Any]:
     """Return the arguments of `reshard`, `convert` or `merge` for options in one list, as a command has them."""
-    translation, execution = ({field.name for field in fields(kind)} for kind in (Translation, Execution))
-    arguments = {name: value for name, value in options.items() if name not in translation | execution}
-    for name, kind, own in (("translation", Translation, translation), ("execution", Execution, execution)):
-        if chosen := {option: value for option, value in options.items() if option in own}:
-            arguments[name] = kind(**chosen)
+    arguments = dict(options)
+    for name, kind in (("translation", Translation), ("execution", Execution)):
+        own = {field.name for field in fields(kind)} & options.keys()
+        if own:
+            arguments[name] = kind(**{option: arguments.pop(option) for option in own})
     return arguments
 
 
-def _convention(name: str | None) -> Convention | None:
+def _one_of(what: str, known: Sequence[Name], name: str | None) -> Name | None:
+    """Return the known value that is equal to a name; None for None."""
     if name is None:
         return None
-    if name not in set(Convention):
-        raise TargetError(f"unknown momentum convention {name!r}; expected one of {', '.join(Convention)}")
-    return Convention(name)
-
-
-def _one_of(option: str, name: str, known: Collection[str]) -> str:
-    if name not in set(known):
-        raise TargetError(f"{option} {name!r}: expected one of {', '.join(known)}")
-    return name
+    if name not in known:
+        raise TargetError(f"unknown {what} {name!r}; expected one of {', '.join(known)}")
+    return known[list(known).index(name)]  # type: ignore[arg-type]  # equal, if not of the same type

@@ -16,14 +16,12 @@ from ..store.formats.signs import items_beside
 from ..store.io.location import Location
 from ..store.reading.dtypes import itemsize
 from .engine.job import Job
-from .engine.output_files import OutputFile
 from .engine.outputs import Check
 
 _UNEVEN = 2.0
-"""A rank that gets this many times the mean is worth a note …"""
+"""A rank that gets this many times the mean is worth a note, if it gets `_MUCH` bytes."""
 
 _MUCH = 64 << 10
-"""… if it gets this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +36,12 @@ class FileReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was done, or would be done; sizes are in bytes.
+    """A report of what was done, or would be done; sizes are in bytes.
 
     Attributes:
         ranks, mesh, layout: of the destination; None if tensors are written whole.
         buffers: `buffer_summary` of the flat buffers that ranks share.
-        files: those of the destination, without those that only describe others.
+        files: of the destination, without those that only describe others.
         tensors: the number of tensors that are written.
         checked: bytes of the source that are checked against their checksums before they are used.
         read: bytes of elements that are read to be written.
@@ -93,6 +91,8 @@ class Report:
 def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> Report:
     """Say what a job will do; ``notes`` come before its own."""
     of_ranks = job.container.of_ranks
+    columns = job.rows.columns
+    bare = np.flatnonzero((job.rows.numel > 0) & ~columns.has_digest & (columns.crc32 == UNKNOWN)).tolist()
     balance = tuple(_unbalanced(job)) if of_ranks else ()
     return Report(
         source=str(job.source.path),
@@ -101,11 +101,11 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
         ranks=job.target.ranks if of_ranks else None,
         mesh=dict(job.target.mesh) if of_ranks else None,
         layout=job.target.layout if of_ranks else None,
-        buffers=_summary(job.buffers) if of_ranks else (),
+        buffers=_summary(job.provenance.get("buffers", ())) if of_ranks else (),
         files=tuple(
             FileReport(
                 destination.name if file.name == job.container.root else file.name,
-                file.count,
+                len(file.items) + len(file.chunks),
                 file.payload,
                 file.length,
             )
@@ -115,8 +115,8 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
         checked=job.bytes_to_check,
         read=job.payload_to_write,
         avoided=job.reads_avoided,
-        written=job.bytes_to_write,
-        unchecked=_unchecked(job),
+        written=sum(file.length for file in job.files),
+        unchecked=sum(not job.source.payloads.is_checked(job.rows.at(row)[1]) for row in bare),
         items_file=None if job.items is None else str(items_beside(destination)),
         decoded=0 if job.items is None else len(job.items.decoded),
         undecoded=() if job.items is None else job.items.undecoded,
@@ -127,34 +127,18 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
     )
 
 
-def _unchecked(job: Job) -> int:
-    tensors, columns = job.manifest.tensors, job.manifest.columns
-    bare = (job.manifest.elements > 0) & ~columns.has_digest & (columns.crc32 == UNKNOWN)
-    ends = np.cumsum([len(tensor.chunks) for tensor in tensors])
-    unknown = 0
-    for row in np.flatnonzero(bare).tolist():
-        number = int(np.searchsorted(ends, row, side="right"))
-        chunk = tensors[number].chunks[row - int(ends[number])]
-        unknown += not job.source.payloads.is_checked(chunk)
-    return unknown
-
-
 def _unbalanced(job: Job) -> Iterator[str]:
-    """Note if some ranks get much more than others, and the largest tensor that has too few parts for all ranks."""
+    """Yield a note if some ranks get much more than others; it names the largest tensor with too few parts for all."""
     ranks, held = job.target.ranks, [file.payload for file in job.files]
     mean, most = sum(held) / ranks, max(held, default=0)
     if most < _MUCH or most < _UNEVEN * mean:
         return
-    parts = Counter(key for file in job.files for key in _with_elements(file))
+    chunks = (chunk for file in job.files for chunk in zip(file.chunks.outputs, file.chunks.plans, strict=True))
+    parts = Counter(output.key for output, plan in chunks if plan.box.numel)
     sizes = {tensor.key: math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in job.tensors}
     few = max((key for key in sizes if parts[key] < ranks), key=sizes.__getitem__, default=None)
     why = f"; {few!r} has {parts[few]} parts for {ranks} ranks: cut it over more dims, with --shard" if few else ""
     yield f"unbalanced: a rank gets up to {most / 2**20:.3g} MiB of tensors, {most / mean:.3g} times the mean{why}"
-
-
-def _with_elements(file: OutputFile) -> Iterator[str]:
-    chunks = file.chunks
-    return (output.key for output, plan in zip(chunks.outputs, chunks.plans, strict=True) if plan.box.numel)
 
 
 def _summary(buffers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:

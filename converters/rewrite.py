@@ -17,7 +17,7 @@ from ..store.io.location import Remote, location
 from ..store.open_checkpoint import OpenCheckpoint, open
 from .engine.container import Container, container_of
 from .engine.job import check_destination, make_job
-from .engine.launch import joined
+from .engine.workers import joined
 from .options import AS_THE_SOURCE_SAYS, IN_ONE_GO, Execution, Translation
 from .programs.dialect import Dialect
 from .report import Report
@@ -82,8 +82,9 @@ def reshard(
             check_destination(opened.path, place, container)
             job = make_job(opened, target, select, request.outputs, container)
             momentum = () if request.translates else momentum_note(with_slots(opened.outline))
-            notes = (*_unused(container, mesh), *_unread(opened), *momentum)
-            return execution.run(job, place, notes, workers)
+            unused = not container.of_ranks and math.prod((mesh or {}).values()) > 1
+            mesh_note = (f"{container.name} holds whole tensors; the mesh makes no difference",) if unused else ()
+            return execution.run(job, place, (*mesh_note, *_unread(opened), *momentum), workers)
 
 
 Arguments = ParamSpec("Arguments")
@@ -118,7 +119,7 @@ def target_of(mesh: Mapping[str, int], shard: Mapping[str, Sequence[AxisCut]], l
 
 
 def default_format(source: OpenCheckpoint, target: Dialect | None) -> str:
-    """The format that the target's program reads, or the source's if ranks can write it, or else DCP."""
+    """Return the format that the target's program reads, or the source's if ranks can write it, or else DCP."""
     if target and target.format:
         return target.format
     if source.format is BUFFERS:
@@ -139,15 +140,8 @@ def check_use(container: Container, mesh: Mapping[str, int] | None, has_rules: b
             raise TargetError(f"{option} has no meaning for format {container.name}; leave it out")
 
 
-def _unused(container: Container, mesh: Mapping[str, int] | None) -> tuple[str, ...]:
-    """A note if a mesh makes no difference."""
-    if container.of_ranks or math.prod((mesh or {}).values()) == 1:
-        return ()
-    return (f"{container.name} holds whole tensors; the mesh makes no difference",)
-
-
 def _unread(source: OpenCheckpoint) -> tuple[str, ...]:
-    """Notes on what lies beside the source, or in its folder, and is not read."""
+    """Return notes on what lies beside the source, or in its folder, and is not read."""
     place = items_beside(source.path)
     notes = (f"the items in {place} are not read",) if place.exists() else ()
     others = source.provenance.get(NOT_READ, ())

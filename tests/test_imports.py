@@ -71,8 +71,8 @@ RULES = {
     "page": "chunks columns errors record version converters/compare converters/look store store/io store/reading",
     "integrations": "errors store checkpoint optimizer optimizer/__init__",
     "converters/target": "errors box layout record vocabulary layouts layouts/buffers",
-    "converters/engine": "errors box chunks columns layout layouts layouts/buffers new_group plan fingerprint record "
-    "json_fields store store/io store/reading store/formats version converters/target",
+    "converters/engine": "errors box checkpoint chunks columns json_fields layout layouts layouts/buffers new_group "
+    "overlap plan fingerprint record store store/io store/reading store/formats version converters/target",
     "converters/programs": "box coefficients errors keys store/formats vocabulary",
     "converters/translate": "errors box chunks coefficients keys layout record vocabulary wording store store/formats "
     "converters/engine converters/programs",
@@ -97,7 +97,7 @@ TORCH = (
     "compat/",
     "integrations/",
     "optimizer/",
-    "converters/engine/process_group",
+    "converters/engine/workers",
 )
 DOORS = {"optimizer"}
 """Packages whose ``__init__`` is a room of its own, above all of theirs: it re-exports what lies in several floors."""
@@ -126,7 +126,6 @@ COLLECTIVES = {
 }
 MAY_COMMUNICATE = {
     "checkpoint/all_ranks",
-    "converters/engine/process_group",
     "optimizer/step/exchange",
     "optimizer/layer_wise/buffers",
 }

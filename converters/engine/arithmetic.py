@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,18 +19,7 @@ Values64 = NDArray[np.float64]
 NATIVE_FLOATS: Mapping[str, str] = MappingProxyType({"float64": "<f8", "float32": "<f4", "float16": "<f2"})
 """The floating-point dtypes that numpy has, by torch's names."""
 
-
-def _read_native(kind: str) -> Callable[[Words], Values64]:
-    return lambda words: words.view(kind).astype(np.float64)
-
-
-def _write_native(kind: str) -> Callable[[Values64], Words]:
-    return lambda values: values.astype(kind).view(f"<u{np.dtype(kind).itemsize}")
-
-
-def _read_bfloat16(words: Words) -> Values64:
-    values: Values64 = (words.astype("<u4") << 16).view("<f4").astype(np.float64)
-    return values
+_FLOATS = (*NATIVE_FLOATS, "bfloat16")
 
 
 def bfloat16_words(values: Values64) -> Words:
@@ -56,13 +45,6 @@ def bfloat16_words(values: Values64) -> Words:
     return words
 
 
-_FLOATS: Mapping[str, tuple[Callable[[Words], Values64], Callable[[Values64], Words]]] = MappingProxyType(
-    {name: (_read_native(kind), _write_native(kind)) for name, kind in NATIVE_FLOATS.items()}
-    | {"bfloat16": (_read_bfloat16, bfloat16_words)}
-)
-"""How elements become float64, and how they are rounded from there."""
-
-
 def scaled(words: Words, dtype: str, by: float, to: str | None = None) -> Words:
     """Return elements multiplied by a factor, each rounded once (to nearest, ties to even).
 
@@ -74,10 +56,14 @@ def scaled(words: Words, dtype: str, by: float, to: str | None = None) -> Words:
     Raises:
         SourceError: elements of these dtypes cannot be computed.
     """
-    for name in (dtype, to or dtype):
+    to = to or dtype
+    for name in (dtype, to):
         if name not in _FLOATS:
             raise SourceError(f"state of dtype {name} cannot be scaled or cast; expected one of {', '.join(_FLOATS)}")
-    read, _ = _FLOATS[dtype]
-    _, write = _FLOATS[to or dtype]
+    values = (words.astype("<u4") << 16).view("<f4") if dtype == "bfloat16" else words.view(NATIVE_FLOATS[dtype])
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        return write(read(words) * by)
+        product = values.astype(np.float64) * by
+        if to == "bfloat16":
+            return bfloat16_words(product)
+        rounded = product.astype(NATIVE_FLOATS[to])
+        return rounded.view(f"<u{rounded.itemsize}")

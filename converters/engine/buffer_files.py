@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from ...box import Box, Index
+from ...box import Box
 from ...layouts.buffers.buffer_layout import BufferLayout, divided, end_to_end
 from ...layouts.buffers.parameters import Parameter
 from ...layouts.buffers.records import GroupBuffer
@@ -16,9 +16,9 @@ from ...record import Manifest
 from ...store.formats import flat_buffers
 from ...store.formats.flat_buffers import ITEMS, RANK_FILE
 from ...store.io.location import Location
-from .output_files import OutputChunks, OutputFile, PayloadFrame, bare, place_items
+from .output_files import OutputChunks, OutputFile, bare, place_items
 from .outputs import OutputItem
-from .rank_files import Filled, LocalBoxes, RankFiles
+from .rank_files import LocalBoxes, RankFiles
 
 
 class BufferFiles(RankFiles):
@@ -29,10 +29,11 @@ class BufferFiles(RankFiles):
 
     name: ClassVar[str] = "buffers"
 
-    def frame(self, dtype: str, shape: Index) -> PayloadFrame:
-        return bare(dtype, shape)
+    frame_of = staticmethod(bare)
 
-    def fill(self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]) -> Filled:
+    def fill(
+        self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]
+    ) -> tuple[list[OutputFile], list[dict[str, Any]]]:
         stored = flat_buffers.place(buffers or tuple(_end_to_end(boxes)))
         ends = flat_buffers.ends(stored)
         places = {(rank, key, chunk.box): chunk.item.offset for own in stored for rank, key, chunk in own.chunks()}
@@ -44,14 +45,14 @@ class BufferFiles(RankFiles):
             order = np.argsort(offsets, kind="stable")
             outputs, plans = ([column[i] for i in order.tolist()] for column in (local.outputs, local.plans))
             files.append(OutputFile(name, (), OutputChunks(name, outputs, plans, offsets[order]), ends.get(name, 0)))
-        return Filled(tuple(files), tuple(buffer.to_json() for buffer in stored))
+        return files, [buffer.to_json() for buffer in stored]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
         flat_buffers.write_buffer_index(manifest, folder)
 
 
 def _end_to_end(boxes: Sequence[LocalBoxes]) -> Iterator[GroupBuffer]:
-    """Buffers of each rank's own, with its boxes end to end, for layouts that have no buffers, such as rows."""
+    """Yield buffers of each rank's own, with its boxes end to end, for layouts that have none, such as rows."""
     for rank, local in enumerate(boxes):
         members: defaultdict[tuple[str | None, str], list[tuple[str, Box]]] = defaultdict(list)
         for output, plan in zip(local.outputs, local.plans, strict=True):

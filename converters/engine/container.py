@@ -23,7 +23,7 @@ from .outputs import Outputs
 
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
-    """A request to a container: write ``outputs``, made from a source and chosen by ``select``, for ``target``."""
+    """A request to a container: write ``outputs``, made from the source of this name, for ``target``."""
 
     source: str
     provenance: Mapping[str, Any]
@@ -35,10 +35,9 @@ class WriteRequest:
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """The files to write, and what the manifest says about them.
+    """The files to write, and what the manifest says about them: layouts of tensors as JSON data, by key.
 
-    ``recorded_layouts`` are the layouts of tensors as JSON data, by key.  ``items`` is a file beside the destination
-    for the non-tensor items, if the other files cannot hold them.
+    ``items`` is a file beside the destination for the non-tensor items, if the other files cannot hold them.
     """
 
     files: tuple[OutputFile, ...]
@@ -48,7 +47,7 @@ class Arranged:
 
 
 class Container(ABC):
-    """One kind of destination.
+    """A kind of destination.
 
     Attributes:
         name: the name of the format.
@@ -74,7 +73,7 @@ class Container(ABC):
 
     @abstractmethod
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        """Write and sync what readers need in addition, such as a manifest, into the finished directory."""
+        """Write and sync what else readers need, such as a manifest, into the finished directory."""
 
     def staged(self, destination: Location) -> Location:
         """Return where files are written before the destination is published."""
@@ -88,7 +87,7 @@ def extended_provenance(
 
     Args:
         step: details of this conversion; the program and the source are added.
-        earlier: entries of the same name, to which this one is appended; None if only the last one is kept.
+        earlier: the entries to which this one is appended; None to keep only this one.
     """
     notes = {"notes": list(request.outputs.notes), "left_out": list(request.outputs.left_out)}
     entry = {"program": PROGRAM, "source": request.source, **step, **{key: text for key, text in notes.items() if text}}

@@ -1,6 +1,6 @@
 """Non-tensor items beside a destination that holds tensors only: ``NAME.items.json``, with plain data as JSON.
 
-Items are decoded without running anything that is in them.  Items that are not plain data are listed with the reason,
+Items are decoded without running anything that is in them.  Those that are not plain data are listed with the reason,
 so that nothing is dropped silently.  docs/formats/items.md describes the file.
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 from ...errors import SourceError
 from ...json_fields import sealed_text
 from ...store.formats.torch_save.plain_item import plain_value
-from ...store.io.checksums import xxh3_128
 from ...store.open_checkpoint import checked_blob
 from ...store.reading.payloads import Payloads
 from .outputs import OutputItem
@@ -29,22 +28,11 @@ _MAX_JSON = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class ItemFile:
-    """The file of items.
-
-    Attributes:
-        data: its bytes.
-        decoded: keys of the items whose values are in it.
-        undecoded: keys of the items that it only lists.
-    """
+    """The bytes of a file of items, and the keys of those whose values are in it, and of those that it only lists."""
 
     data: bytes
     decoded: tuple[str, ...]
     undecoded: tuple[str, ...]
-
-    @property
-    def digest(self) -> str:
-        """The xxh3-128 of its bytes in hex."""
-        return xxh3_128([self.data])
 
     @classmethod
     def of(cls, items: Iterable[OutputItem], payloads: Payloads, source: str) -> ItemFile:

@@ -1,15 +1,16 @@
-"""What a reshard will do, decided without the data: which boxes go into which file, and where in it.
+"""What a reshard will do, decided without the data: which boxes go into which file, and which process writes it.
 
-For each tensor the source's manifest says where the elements are.  A translation may rename, split or join tensors,
-which only makes other layouts of the same buffers.  The container decides which boxes lie in which file; if each rank
-has a file, by the layouts of the target.  One plan per tensor then lists the bytes to copy.
+The source's manifest says where the elements of each tensor are.  A translation may rename, split or join tensors,
+which only makes other layouts of the same buffers.  The container decides which boxes lie in which file.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -28,18 +29,17 @@ from ...store.reading.payloads import Payloads
 from ..target.topology import Target
 from .container import Container, WriteRequest
 from .item_file import ItemFile
-from .output_files import ChunkPlan, OutputFile
+from .output_files import ChunkPlan, OutputFile, is_direct
 from .outputs import Check, Outputs, OutputTensor, layout_digest
-from .source_rows import SourceRows
+from .source_rows import Mask, SourceRows, Unchecked
+from .workers import Worker
 
 
 class Source(Protocol):
-    """A source of a job: an open checkpoint, or several."""
+    """An open checkpoint, or several that are read as one."""
 
     @property
-    def path(self) -> Location:
-        """The place that errors name."""
-        ...
+    def path(self) -> Location: ...
 
     @property
     def manifest(self) -> Manifest: ...
@@ -55,16 +55,11 @@ AnySource = TypeVar("AnySource", bound=Source)
 class Job:
     """Everything about a reshard that does not need the data.
 
-    Args:
+    Attributes:
         manifest: the part of the source's manifest that is read.
         state: the state of the source's files, which shows whether they change later.
-        container: the kind of the files to write.
-        select: the shell patterns by which tensors and items were chosen.
-        outputs: the tensors to write.
-        rows: the chunks of the source.
-        recorded_layouts, provenance: for the manifest: each tensor's layout as JSON data, by key; and the provenance.
-        left_out, notes, checklist: those of the `Outputs`.
-        items: the file of non-tensor items, beside a destination that cannot hold them.
+        recorded_layouts, provenance, items: as in `Arranged`.
+        left_out, notes, checklist: as in `Outputs`.
     """
 
     source: Source
@@ -85,29 +80,18 @@ class Job:
 
     @property
     def tensors(self) -> tuple[StateRecord, ...]:
-        """The tensors to write, without their chunks."""
         return tuple(output.record for output in self.outputs)
 
     @property
     def bytes_to_check(self) -> int:
-        """Bytes of the source's payloads that are used; all of them are checked first."""
+        """Bytes of the source's payloads that are used, and so checked."""
         columns = self.rows.columns
         return int(columns.payload_length[columns.payload != UNKNOWN].sum())
-
-    @property
-    def bytes_to_write(self) -> int:
-        """Length of all files."""
-        return sum(file.length for file in self.files)
 
     @property
     def payload_to_write(self) -> int:
         """Bytes of elements in all files; as many are read to write them."""
         return sum(file.payload for file in self.files)
-
-    @property
-    def buffers(self) -> Sequence[Mapping[str, Any]]:
-        """The flat buffers that are recorded."""
-        return tuple(self.provenance.get("buffers", ()))
 
     @property
     def reads_avoided(self) -> int:
@@ -129,7 +113,7 @@ class Job:
         return avoided
 
     def digest(self) -> str:
-        """Equal for two jobs that would write the same files from the same source."""
+        """Return a digest that two jobs share if they would write the same files from the same source."""
         return xxh3_128(self._described())
 
     def _described(self) -> Iterator[bytes]:
@@ -143,8 +127,9 @@ class Job:
         plans: dict[ChunkPlan, int] = {}
         for output in self.outputs:
             made_of = [own if isinstance(own, bytes) else (self.rows.first(own), len(own)) for own in output.sources]
-            layouts = tuple(map(layout_digest, output.layouts))
-            yield _text(_described(output.record), made_of, layouts, output.making)
+            # The tensor without its chunks, and without its former layout, which nobody uses.
+            record = tuple(value for name, value in record_fields(output.record).items() if name != "layout")
+            yield _text(record, made_of, tuple(map(layout_digest, output.layouts)), output.making)
         for file in self.files:
             for plan in file.chunks.plans:
                 if plan not in plans:
@@ -154,11 +139,6 @@ class Job:
             yield file.chunks.offsets.tobytes()
             yield np.array([tensors[output.key] for output in file.chunks.outputs], np.int64).tobytes()
             yield np.array([plans[plan] for plan in file.chunks.plans], np.int64).tobytes()
-
-
-def _described(record: StateRecord) -> tuple[object, ...]:
-    """Describe a tensor without its chunks, and without its former layout, which nobody uses."""
-    return tuple(value for name, value in record_fields(record).items() if name != "layout")
 
 
 def _text(*values: object) -> bytes:
@@ -176,8 +156,7 @@ def make_job(
     """Plan to write a checkpoint for ``target`` in the files of ``container``.
 
     Args:
-        select: shell patterns.  Only outputs whose key matches one are written, and only what they need is read;
-            empty means everything.
+        select: shell patterns of the keys to write, empty for all; only what these need is read.
         make_outputs: makes the outputs from the source.
 
     Raises:
@@ -186,12 +165,18 @@ def make_job(
         LayoutError: a tensor of the source has a hole or an overlap.
     """
     outputs = make_outputs(source).selected(select)
-    if source.manifest.provenance.get(NUMBERED):
-        _refuse_numbers(source, outputs)
+    for record in [output.record for output in outputs.tensors if source.manifest.provenance.get(NUMBERED)]:
+        if record.slot is not None and record.name is not None and record.name.isdecimal():
+            raise SourceError(
+                f"{source.path}: {record.key!r} is state of number {record.name}, and nothing in its files says which "
+                f"that is: write the names in the order of the optimizer's parameters to {NAMES_FILE} beside them, or "
+                "give a table with --rules (docs/formats/trainers.md); or take the model alone, by --select 'model.*'"
+            )
     manifest = outputs.used(source.manifest)
-    name = source.path.resolve().name
-    task = WriteRequest(name, manifest.provenance, source.payloads, outputs, target, tuple(select))
-    arranged = container.arrange(task)
+    request = WriteRequest(
+        source.path.resolve().name, manifest.provenance, source.payloads, outputs, target, tuple(select)
+    )
+    arranged = container.arrange(request)
     return Job(
         source,
         manifest,
@@ -212,10 +197,10 @@ def make_job(
 
 
 def check_destination(source: Location, destination: Location, container: Container) -> None:
-    """Check that a destination can be written.
+    """Refuse a destination that exists already, or lies inside the source.
 
     Raises:
-        DestinationError: it exists already, or lies inside the source.
+        DestinationError: it does.
     """
     publish.refuse_existing(destination, container.staged(destination))
     if source.resolve() in destination.resolve().parents:
@@ -241,13 +226,90 @@ def file_states(payloads: Payloads, manifest: Manifest) -> tuple[object, ...]:
     return tuple(at_each(payloads.directory, state, sorted(names)))
 
 
-def _refuse_numbers(source: Source, outputs: Outputs) -> None:
-    """Refuse state of parameters that still have numbers for names."""
-    for tensor in outputs.tensors:
-        name, slot = tensor.record.name, tensor.record.slot
-        if slot is not None and name is not None and name.isdecimal():
-            raise SourceError(
-                f"{source.path}: {tensor.key!r} is state of number {name}, and nothing in its files says which "
-                f"that is: write the names in the order of the optimizer's parameters to {NAMES_FILE} beside them, or "
-                "give a table with --rules (docs/formats/trainers.md); or take the model alone, by --select 'model.*'"
-            )
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One worker's part of a job: chunks of the source to check, and files to write."""
+
+    chunks: Unchecked
+    files: tuple[OutputFile, ...]
+
+
+def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assignment:
+    """Return an equal share, by bytes, of the finished files and of those that are still to be written.
+
+    Every worker checks the chunks that it copies from; the coordinator also checks those that no worker copies from.
+    """
+    unchecked = Unchecked(job.rows)
+    if worker.world == 1:  # no need to visit a million chunks
+        return Assignment(unchecked, job.files)
+    file_names: set[str] = set()
+    for is_finished in (True, False):
+        files = [file for file in job.files if (file.name in finished) is is_finished]
+        ends = (0, *part_ends([file.length for file in files], worker.world))
+        file_names.update(file.name for file in files[ends[worker.rank] : ends[worker.rank + 1]])
+    own, others = (tuple(file for file in job.files if (file.name in file_names) is is_own) for is_own in (True, False))
+    checked, of_others = _sources(job, own), _sources(job, others)
+    shared = checked & of_others
+    if worker.coordinates:
+        checked |= ~of_others
+    unchecked.keep(checked, shared)
+    return Assignment(unchecked, own)
+
+
+def part_ends(sizes: Sequence[int], world: int) -> tuple[int, ...]:
+    """Return where each of ``world`` contiguous parts of a sequence ends, the largest sum being as small as possible.
+
+    Neighbouring files mostly copy from the same chunks, which a worker then reads once.
+    """
+    most = range(max(sizes, default=0), sum(sizes) + 1)
+    least = most[bisect_left(most, True, key=lambda limit: len(_filled(sizes, limit)) <= world)] if sizes else 0
+    ends = _filled(sizes, least)
+    return (*ends, *[len(sizes)] * (world - len(ends)))
+
+
+def _filled(sizes: Sequence[int], limit: int) -> list[int]:
+    """Return where parts end if each is filled up to this limit."""
+    ends, filled = [], 0
+    for index, size in enumerate(sizes):
+        if filled + size > limit:
+            ends.append(index)
+            filled = 0
+        filled += size
+    return [*ends, len(sizes)]
+
+
+def _sources(job: Job, files: Iterable[OutputFile]) -> Mask:
+    used = np.zeros(len(job.rows), np.bool_)
+    for file in files:
+        used |= file.chunks.sources(job.rows)
+    return used
+
+
+_MOST_IN_STEP = 8
+"""Files that a thread writes in step.  If it is interrupted, they all are unfinished."""
+
+
+def in_step(files: Sequence[OutputFile], source: Unchecked, threads: int) -> list[tuple[OutputFile, ...]]:
+    """Return all files in order, in groups that one thread writes in step, as they gather from the same chunks.
+
+    Files that share nothing are groups of their own.  There are no fewer groups than can be computed at once, and not
+    many more, because each reads the source again.
+    """
+    runs: list[list[OutputFile]] = []
+    before = np.zeros(len(source.rows), np.bool_)
+    for file in files:
+        columns = enumerate(zip(file.chunks.outputs, file.chunks.plans, strict=True))
+        in_pieces = [number for number, (output, plan) in columns if not is_direct(output, plan)]
+        gathered = file.chunks.sources(source.rows, in_pieces)
+        if (gathered & before).any():
+            runs[-1].append(file)
+        else:
+            runs.append([file])
+        before = gathered
+    at_once = min(threads, len(os.sched_getaffinity(0)))
+    sizes = [min(-(-len(run) // at_once), _MOST_IN_STEP) for run in runs]
+    return [
+        tuple(run[start : start + size])
+        for run, size in zip(runs, sizes, strict=True)
+        for start in range(0, len(run), size)
+    ]

@@ -2,18 +2,18 @@
 
 One thread writes a file from its first byte to its last, in bands of bounded size, and computes checksums on the way.
 A chunk of the source is checked by the CRC-32s of what is read of it, or if it has none, before anything is copied.
-No tensor is ever deserialised.  If every copy of a chunk is one run of bytes on both sides, as for rows, the bytes go
-directly from the source to the file; otherwise bands are assembled in memory.  Both give the same file.
+If every copy of a chunk is one run of bytes on both sides, as for rows, the bytes go directly from the source to the
+file; otherwise bands are assembled in memory.  Small chunks are written together.  All ways give the same file.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
+from itertools import chain
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -25,12 +25,11 @@ from ...chunks import Chunks
 from ...columns import UNKNOWN, Column, Columns
 from ...errors import DestinationError, Interrupted, SourceError
 from ...fingerprint import box_shares
-from ...layout import Buffer, Fragment
-from ...plan import Copy
+from ...layout import Buffer
 from ...record import Extent
 from ...store.io.checksums import Sums, crc32_of, xxh3_128
 from ...store.io.new_file import Writing, drafted
-from ...store.io.ranges import crc32_joined
+from ...store.io.ranges import crc32_joined, joined
 from ...store.io.regular import READ_BYTES, open_regular
 from ...store.open_checkpoint import check_blob
 from ...store.reading.blocks import bands, span
@@ -49,18 +48,42 @@ _GAP = 16 << 10
 """Bytes between two ranges that are read along, because a call costs as much."""
 
 _MOST = 1 << 20
-"""Bytes that are read at a time."""
+"""Bytes of small chunks that are read at a time."""
+
+LARGEST_BAND = 2 << 20
+"""The most bytes of a band: it should stay in cache from the copy through the checksums to the write."""
+
+_MAX_BAND_ROWS = 1 << 16
+"""The most rows of a band: the fingerprint keeps 8 bytes for each row of the last 16 bands."""
 
 Bytes = NDArray[np.uint8]
 
+Advance = Callable[[int], None]
+"""Receives the number of bytes checked or written since the last call; called from several threads."""
 
-def windows(
-    chunks: OutputChunks, most: int, fits: Callable[[OutputTensor, ChunkPlan], bool]
-) -> Iterator[Sequence[int]]:
-    """Yield the numbers of a file's chunks in order: those that fit together, up to ``most`` bytes, others alone."""
+
+def is_small(plan: ChunkPlan, output: OutputTensor) -> bool:
+    """Return whether a chunk has elements, and they are in small chunks of the source."""
+    if not 0 < plan.frame.payload_length <= plan.frame.length <= SMALL_BYTES:
+        return False
+    for term, name in zip(plan.terms, output.dtypes, strict=True):
+        for buffer in term.table.source.tolist():
+            source, number = output.located(buffer)
+            length = len(source) if isinstance(source, bytes) else source.boxes.numel[number] * itemsize(name)
+            if length > SMALL_BYTES:
+                return False
+    return True
+
+
+def windows(chunks: OutputChunks, most: int) -> Iterator[range]:
+    """Yield the numbers of a file's chunks in order: neighbours that are small, up to ``most`` bytes; others alone."""
+    known: dict[Hashable, bool] = {}
     offsets, start = chunks.offsets.tolist(), 0
     for number, (output, plan, offset) in enumerate(zip(chunks.outputs, chunks.plans, offsets, strict=True)):
-        small = fits(output, plan)
+        small = plan.in_runs
+        if small:
+            kind = plan, output.dtypes, output.boxes
+            small = known[kind] if kind in known else known.setdefault(kind, is_small(plan, output))
         if start < number and (not small or offset + plan.frame.length - offsets[start] > most):
             yield range(start, number)
             start = number
@@ -71,41 +94,19 @@ def windows(
         yield range(start, len(chunks))
 
 
-def is_small(plan: ChunkPlan, output: OutputTensor) -> bool:
-    """Return whether a chunk has elements, and they are in small chunks of the source."""
-    if not plan.frame.payload_length > 0 or plan.frame.length > SMALL_BYTES:
-        return False
-    return all(
-        _length(output, copy.source.buffer, itemsize(name)) <= SMALL_BYTES
-        for copies, name in zip(plan.terms, output.dtypes, strict=True)
-        for copy in copies
-    )
-
-
-def _length(output: OutputTensor, buffer: Buffer, size: int) -> int:
-    source, number = output.located(buffer)
-    return len(source) if isinstance(source, bytes) else int(source.boxes.numel[number]) * size
-
-
 def payload_rows(payloads: Payloads, columns: Columns, rows: Column, length: int) -> Bytes:
-    """Return the payloads of rows, all of this length, ``[rows, length]``; neighbours in a file are read together."""
+    """Return the payloads of rows, all of this length in bytes, as ``[rows, length]``."""
     order = np.lexsort((columns.payload[rows], columns.file[rows]))
     file, start = columns.file[rows][order], columns.payload[rows][order]
     found = np.empty((len(rows), length), np.uint8)
+    runs = joined(start, start + length, _GAP, _MOST, file)
     files, starts, numbers = file.tolist(), start.tolist(), order.tolist()
-    first = 0
-    while first < len(rows):
-        begin = starts[first]
-        last, end = first, begin + length
-        while last + 1 < len(rows):
-            offset = starts[last + 1]
-            if files[last + 1] != files[first] or offset > end + _GAP or offset + length > begin + _MOST:
-                break
-            last, end = last + 1, offset + length
-        raw = np.frombuffer(payloads.glance(Extent(columns.names[files[first]], begin, end - begin)), np.uint8)
-        for place, number in zip(starts[first : last + 1], numbers[first : last + 1], strict=True):
-            found[number] = raw[place - begin : place - begin + length]
-        first = last + 1
+    for begin, end, members in zip(runs.start.tolist(), runs.stop.tolist(), runs.members(len(rows)), strict=True):
+        extent = Extent(columns.names[files[members[0]]], begin, end - begin)
+        raw = np.frombuffer(payloads.glance(extent), np.uint8)
+        for member in members:
+            place = starts[member] - begin
+            found[numbers[member]] = raw[place : place + length]
     return found
 
 
@@ -122,22 +123,8 @@ def sums_of(plan: ChunkPlan, elements: Bytes) -> ChunkSums:
     return sums
 
 
-LARGEST_BAND = 2 << 20
-"""The most bytes of a band: it should stay in cache from the copy through the checksums to the write."""
-
-_MAX_BAND_ROWS = 1 << 16
-"""The most rows of a band: the fingerprint keeps 8 bytes for each row of the last 16 bands."""
-
-Advance = Callable[[int], None]
-"""Receives the number of bytes checked or written since the last call; called from several threads."""
-
-
 class Mover:
-    """Checks, copies and reads back the bytes of a job.
-
-    Args:
-        unchecked: the chunks of the source to check; those that have been are taken out of it.
-    """
+    """Checks, copies and reads back the bytes of a job; what is checked of the source is no more ``unchecked``."""
 
     def __init__(
         self,
@@ -159,7 +146,7 @@ class Mover:
         self._progress = progress
 
     def check(self, rows: Iterable[int]) -> None:
-        """Check chunks of the source against their checksums, but for those that another thread has begun to check.
+        """Check chunks of the source against their checksums, without those that another thread has begun to check.
 
         Raises:
             SourceError: one is damaged.
@@ -172,10 +159,10 @@ class Mover:
                 self._progress(payload_of(tensor, chunk).length)
 
     def write(self, files: Sequence[OutputFile]) -> Iterator[tuple[OutputFile, FinishedFile]]:
-        """Write files, and sync each when it is finished: band by band in turn, so that one read serves them all.
+        """Write files band by band in turn, so that one read serves them all; yield each when finished and synced.
 
-        A chunk of the source is checked while it is copied, or right before.  If all chunks were checked first, the
-        disk would be idle meanwhile, and the source would be read from it twice.
+        A chunk of the source is checked while it is copied, or right before: if all were checked first, the disk would
+        be idle meanwhile, and the source would be read from it twice.
         """
         writings = [(file, self._write(file)) for file in files]
         with ExitStack() as stack:
@@ -198,9 +185,7 @@ class Mover:
             (self._staged / str(folder)).mkdir(exist_ok=True)
         with drafted(self._staged / file.name, file.length, self._drafts) as output:
             first_sums: ChunkSums | None = None
-            if (
-                file.header and not output.rewinds
-            ):  # the header with the sums is written first, so they need a pass of their own
+            if file.header and not output.rewinds:  # its sums are written first, so they need a pass of their own
                 first_sums = np.empty(len(file.chunks), SUMS)
                 for number, chunk in enumerate(file.chunks):
                     first_sums[number] = yield from self._pass(chunk)
@@ -217,8 +202,7 @@ class Mover:
         """Return whether a file that the journal names still holds, in every byte, what was written."""
         if finished is None or (len(finished.items), len(finished.chunks)) != (len(file.items), len(file.chunks)):
             return False
-        whole = self._holds(file, finished)
-        if whole:
+        if whole := self._holds(file, finished):
             self._progress(file.payload)
         return whole
 
@@ -252,10 +236,9 @@ class Mover:
             output.write(item.output.data, item.blob.item.offset)
             return xxh3_128([item.output.data])
         check_blob(self._payloads, source)
-        position = item.blob.item.offset
 
         def written() -> Iterator[memoryview]:
-            nonlocal position
+            position = item.blob.item.offset
             for raw in self._payloads.bands(source.item):
                 position = output.write(raw, position)
                 yield raw
@@ -263,19 +246,9 @@ class Mover:
         return xxh3_128(written())
 
     def _written(self, output: Writing, chunks: OutputChunks) -> Generator[None, None, ChunkSums]:
-        """Write chunks in order; pauses after every band, or small chunks."""
+        """Write chunks in order; pauses after every band or window of small chunks."""
         sums = np.empty(len(chunks), SUMS)
-        known: dict[Hashable, bool] = {}
-
-        def fits(tensor: OutputTensor, plan: ChunkPlan) -> bool:
-            if not plan.in_runs:
-                return False
-            kind = plan, tensor.dtypes, tensor.boxes
-            if kind not in known:
-                known[kind] = is_small(plan, tensor)
-            return known[kind]
-
-        for window in windows(chunks, self._band_bytes // 4, fits):
+        for window in windows(chunks, self._band_bytes // 4):
             if len(window) > 1:
                 self._write_window(output, chunks, window, sums)
                 yield
@@ -284,11 +257,10 @@ class Mover:
         return sums
 
     def _write_window(self, output: Writing, chunks: OutputChunks, window: Sequence[int], sums: ChunkSums) -> None:
-        """Write small chunks together."""
         self._raise_if_stopped()
         start = chunks[window[0]].offset
         whole = bytearray(chunks[window[-1]].item.end - start)
-        for plan, numbers in _alike(chunks, window):
+        for plan, numbers in chunks.made_alike(window):
             elements = self._elements(plan, [chunks.outputs[number] for number in numbers])
             sums[numbers] = sums_of(plan, elements)
             places, checksums = (chunks.offsets[numbers] - start).tolist(), sums["checksum"][numbers].tolist()
@@ -301,13 +273,14 @@ class Mover:
     def _elements(self, plan: ChunkPlan, outputs: Sequence[OutputTensor]) -> Bytes:
         """Return the elements of small chunks of one plan and kind, ``[chunks, payload_length]``."""
         terms = []
-        for copies, name in zip(plan.terms, outputs[0].dtypes, strict=True):
-            size = itemsize(name)
+        for term, name in zip(plan.terms, outputs[0].dtypes, strict=True):
+            size, table = itemsize(name), term.table
             raw = np.empty((len(outputs), plan.box.numel * size), np.uint8)
-            stored = {buffer: self._stored(outputs, buffer, size) for buffer in {c.source.buffer for c in copies}}
-            for copy in copies:
-                start, target, length = (size * n for n in (copy.source.offset, copy.target.offset, copy.box.numel))
-                raw[:, target : target + length] = stored[copy.source.buffer][:, start : start + length]
+            buffers = table.source.tolist()
+            stored = {buffer: self._stored(outputs, buffer, size) for buffer in set(buffers)}
+            ranges = ((size * column).tolist() for column in (table.source_offset, table.target_offset, table.numel))
+            for buffer, start, target, length in zip(buffers, *ranges, strict=True):
+                raw[:, target : target + length] = stored[buffer][:, start : start + length]
             terms.append(raw)
         if not outputs[0].computed:
             return terms[0]
@@ -328,20 +301,15 @@ class Mover:
         for row in rows[columns.payload_length[rows] != length].tolist():
             payload_of(*self.unchecked.rows.at(row))  # says what is wrong
         read = payload_rows(self._payloads, columns, rows, length)
-        self._check_rows(rows, read)
-        return read
-
-    def _check_rows(self, rows: Column, read: Bytes) -> None:
-        """Check chunks of the source, of which the bytes have been read."""
-        columns, checked = self.unchecked.rows.columns, 0
-        for number in np.flatnonzero(self.unchecked.take(rows)).tolist():
+        to_check = np.flatnonzero(self.unchecked.take(rows)).tolist()
+        for number in to_check:
             row = int(rows[number])
             digest = columns.digest[row].tobytes() if columns.has_digest[row] else None
             if xxhash.xxh3_128_digest(read[number]) != digest:
                 check_chunk(self._payloads, *self.unchecked.rows.at(row))
-            checked += read.shape[1]
-        if checked:
-            self._progress(checked)
+        if to_check:
+            self._progress(len(to_check) * length)
+        return read
 
     def _write_chunk(self, output: Writing, chunk: OutputChunk) -> Generator[None, None, tuple[bytes, int, int]]:
         frame = chunk.plan.frame
@@ -360,8 +328,7 @@ class Mover:
         self, chunk: OutputChunk, put: Callable[[memoryview], None] = lambda raw: None
     ) -> Generator[None, None, tuple[bytes, int, int]]:
         """Compute the `SUMS` of a chunk's elements, and pass their bytes on in order; pauses after every band."""
-        sums = Sums(chunk.plan.frame.checksum_of)
-        rows = self.unchecked.rows
+        sums, rows = Sums(chunk.plan.frame.checksum_of), self.unchecked.rows
         for row in rows.of(chunk.output, chunk.plan.buffers):  # of what is shared, no process reads all to copy it
             if rows.columns.crc32[row] == UNKNOWN or self.unchecked.is_shared(row):
                 self.check([row])
@@ -379,30 +346,30 @@ class Mover:
         """
         plan, name = chunk.plan, chunk.plan.dtype
         size, adds_up = itemsize(name), plan.frame.checksum_of is crc32_of
-        for copy in sorted(plan.copies, key=lambda copy: copy.target.offset):
-            start, before = copy.source.offset, sums.checksum
-            row = self.unchecked.rows.row(chunk.output, copy.source.buffer)
+        for fragment in plan.terms[0].fragments():
+            buffer, first, before = fragment.place.buffer, fragment.place.offset, sums.checksum
+            row, start = self.unchecked.rows.row(chunk.output, buffer), first
             reads = self._reads if row >= 0 and not adds_up else unseen
-            for band in bands(copy.box, self._band_numel(copy.box, size)):
+            for band in bands(fragment.box, self._band_numel(fragment.box, size)):
                 for box in band.boxes:
-                    raw = chunk.output.read(self._payloads, copy.source.buffer, name, start, box.numel, reads)
+                    raw = chunk.output.read(self._payloads, buffer, name, start, box.numel, reads)
                     yield as_words(raw, name, box.shape), box.lo
                     start += box.numel
             if adds_up and row >= 0 and self.unchecked.rows.columns.crc32[row] != UNKNOWN:
-                crc32 = crc32_joined(before, sums.checksum, copy.box.numel * size)
-                self._copied.add(row, copy.source.offset * size, start * size, crc32)
+                crc32 = crc32_joined(before, sums.checksum, fragment.box.numel * size)
+                self._copied.add(row, first * size, start * size, crc32)
 
     def _reads(self, chunks: Chunks, number: int, start: int, raw: memoryview) -> None:
-        """Check what is read of the source."""
         self._copied.read(self.unchecked.rows.first(chunks) + number, start, raw)
 
     def _assembled(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
         """Yield the elements of a chunk in order, gathered from wherever they lie."""
         plan = chunk.plan
-        fragments = [[Fragment(copy.box, copy.source) for copy in copies] for copies in plan.terms]
-        size = itemsize(plan.dtype)
-        one_read = min((self._numel_of_a_read(copy, size) for copy in plan.copies), default=1)
-        numel = max(min(self._band_numel(plan.box, size), one_read), 1)
+        fragments = [list(term.fragments()) for term in plan.terms]
+        size, numel = itemsize(plan.dtype), self._band_numel(plan.box, itemsize(plan.dtype))
+        for fragment in chain.from_iterable(fragments):  # so many of its elements can be gathered by one read
+            reach = size * span(fragment.box.shape, fragment.place.strides)
+            numel = max(min(numel, self._read_bytes * fragment.box.numel // reach), 1)
         for band in bands(plan.box, numel):
             for box in band.boxes:
                 yield chunk.output.elements(self._payloads, fragments, box, self._reads, self._room), box.lo
@@ -415,10 +382,6 @@ class Mover:
         memory: Bytes = self._gathered.bytes
         return memory[:length].view(bits).reshape(shape)
 
-    def _numel_of_a_read(self, copy: Copy, size: int) -> int:
-        """Return how many elements of a copy one read of its source can gather."""
-        return self._read_bytes * copy.box.numel // (size * span(copy.box.shape, copy.source.strides))
-
     def _band_numel(self, box: Box, size: int) -> int:
         """Return the most elements of a band of this box."""
         rows = _MAX_BAND_ROWS * math.prod(box.shape[1:]) if box.ndim > 1 else box.numel
@@ -427,16 +390,6 @@ class Mover:
     def _raise_if_stopped(self) -> None:
         if self._stop.is_set():
             raise Interrupted("stopped")
-
-
-def _alike(chunks: OutputChunks, window: Sequence[int]) -> Iterator[tuple[ChunkPlan, list[int]]]:
-    """Yield the numbers of chunks that have one plan, and whose elements are made alike of chunks of equal boxes."""
-    for plan, numbers in chunks.alike(window).items():
-        kinds: defaultdict[Hashable, list[int]] = defaultdict(list)
-        for number in numbers:
-            output = chunks.outputs[number]
-            kinds[output.making, output.boxes].append(number)
-        yield from ((plan, alike) for alike in kinds.values())
 
 
 def expected_parts(file: OutputFile, finished: FinishedFile) -> Iterator[tuple[Extent, str]]:
@@ -466,13 +419,13 @@ def expected_parts(file: OutputFile, finished: FinishedFile) -> Iterator[tuple[E
     yield from _zeros(file.name, end, file.length)
 
 
+@lru_cache
+def _digest_of_zeros(length: int) -> str:
+    return xxh3_128([bytes(length)])
+
+
 def _zeros(name: str, start: int, stop: int) -> Iterator[tuple[Extent, str]]:
     """Yield the padding between items, of which all may not fit into memory."""
     for offset in range(start, stop, LARGEST_BAND):
         length = min(LARGEST_BAND, stop - offset)
         yield Extent(name, offset, length), _digest_of_zeros(length)
-
-
-@lru_cache
-def _digest_of_zeros(length: int) -> str:
-    return xxh3_128([bytes(length)])

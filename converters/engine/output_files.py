@@ -1,40 +1,40 @@
 """The files of a destination: chunks and items, their places, and what the finished files hold; without the data.
 
-A checkpoint can have a million chunks.  What chunks of equal tensors have in common is a :class:`ChunkPlan`, of which
-there are few; a file has for each chunk its tensor, its plan and its offset (:class:`OutputChunks`); an
-:class:`OutputChunk` is made when it is asked for.
+A checkpoint can have a million chunks, so they are columns: a file has for each chunk its tensor, its plan and its
+offset (:class:`OutputChunks`).  Chunks of equal tensors share a :class:`ChunkPlan`, so there are few of these.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
-from typing import ClassVar, Protocol, overload
+from itertools import chain, pairwise
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...box import Box, Index, row_major
+from ...box import Box, Index
 from ...chunks import Boxes, Chunks
 from ...columns import UNKNOWN, Column, Columns, check_name
 from ...errors import about
-from ...layout import Buffer, Place, TensorLayout
-from ...plan import Copy
-from ...record import Blob, Extent, StateRecord
+from ...layout import Fragment, Place, TensorLayout, dense
+from ...overlap import IntArray
+from ...plan import Copies, dense_strides, make_plan
+from ...record import Blob, Extent
 from ...store.formats.torch_save.stored_zip import aligned
 from ...store.io.checksums import Checksum, crc32_of
 from ...store.reading.dtypes import itemsize
-from .outputs import OutputItem, OutputTensor, copies_into
+from .outputs import OutputItem, OutputTensor
 from .source_rows import Mask, SourceRows
 from .staging import SUMS, ChunkSums, FinishedFile
 
 
 class PayloadFrame(Protocol):
-    """The bytes around the elements of a stored chunk.  Lengths and offsets are in bytes."""
+    """The bytes around the elements of a stored chunk, whose checksum is in the tail; lengths are in bytes."""
 
     @property
     def head(self) -> bytes: ...
@@ -49,22 +49,18 @@ class PayloadFrame(Protocol):
     def length(self) -> int: ...
 
     @property
-    def checksum_of(self) -> Checksum:
-        """The function for the checksum that the tail contains."""
-        ...
+    def checksum_of(self) -> Checksum: ...
 
-    def tail(self, checksum: int) -> bytes:
-        """Return the bytes after elements with this checksum."""
-        ...
+    def tail(self, checksum: int) -> bytes: ...
 
 
 FrameOf = Callable[[str, Index], PayloadFrame]
-"""Makes the frame of elements of this dtype (torch's name) in a box of this shape."""
+"""Makes the frame around elements of a dtype (torch's name) in a box of a shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoFrame:
-    """The frame of elements that are stored with nothing around them."""
+    """Elements stored with nothing around them."""
 
     payload_length: int
     head: ClassVar[bytes] = b""
@@ -83,50 +79,60 @@ class NoFrame:
 
 
 def bare(dtype: str, shape: Index) -> PayloadFrame:
-    """Return no frame around the elements."""
+    """Return an empty frame, as a `FrameOf`."""
     return NoFrame(math.prod(shape) * itemsize(dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChunkPlan:
-    """A plan to write a box of ``dtype``: the frame around its elements, and the copies that fill its payload.
+class BoxCopies:
+    """The copies that fill a box, dense from element 0, from one layout of a tensor, in the order of filling.
 
-    ``terms`` are the copies from the buffers of each of the tensor's layouts to places in the payload.  Chunks of
-    tensors that lie alike share a plan; it equals no other, so that they are known by it.  ``in_runs`` says whether
-    each copy is one run of elements on both sides.
+    Attributes:
+        starts: the first index of each copy's box in the tensor, ``[n, d]``.
+        table: their columns; ``source`` has numbers of buffers of the output.
+        in_runs: whether each copy is one run of elements on both sides.
+    """
+
+    starts: IntArray
+    table: Copies
+    in_runs: bool
+
+    def fragments(self) -> Iterator[Fragment]:
+        """Yield the box of each copy, and its place in its source."""
+        source, (starts, stops) = self.table, (self.starts.tolist(), (self.starts + self.table.sizes).tolist())
+        places = zip(source.source.tolist(), source.source_offset.tolist(), source.source_strides.tolist(), strict=True)
+        for lo, hi, (buffer, offset, strides) in zip(starts, stops, places, strict=True):
+            yield Fragment(Box(tuple(lo), tuple(hi)), Place(buffer, offset, tuple(strides)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkPlan:
+    """A plan to write a box: the frame around its elements, and the copies from each of the tensor's layouts.
+
+    Chunks of tensors that lie alike share a plan.  It equals no other, so that chunks are grouped by it.
     """
 
     box: Box
     dtype: str
     frame: PayloadFrame
-    terms: tuple[tuple[Copy, ...], ...]
-    in_runs: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        in_runs = all(_is_run(place, copy.box.shape) for copy in self.copies for place in (copy.source, copy.target))
-        object.__setattr__(self, "in_runs", in_runs)
+    terms: tuple[BoxCopies, ...]
 
     @property
-    def copies(self) -> Iterator[Copy]:
-        """Iterate over the copies of all terms."""
-        return chain.from_iterable(self.terms)
+    def in_runs(self) -> bool:
+        return all(term.in_runs for term in self.terms)
 
     @property
-    def buffers(self) -> Iterable[Buffer]:
+    def buffers(self) -> Iterable[int]:
         """The buffers that it copies from, each once."""
-        return dict.fromkeys(copy.source.buffer for copy in self.copies)
+        return dict.fromkeys(chain.from_iterable(term.table.source.tolist() for term in self.terms))
 
-    def amounts(self, dtypes: Sequence[str]) -> dict[Buffer, int]:
+    def amounts(self, dtypes: Sequence[str]) -> dict[int, int]:
         """Return the bytes that it copies from each buffer, of elements of these dtypes, one for each term."""
         amounts = dict.fromkeys(self.buffers, 0)
-        for copies, name in zip(self.terms, dtypes, strict=True):
-            for copy in copies:
-                amounts[copy.source.buffer] += copy.box.numel * itemsize(name)
+        for term, name in zip(self.terms, dtypes, strict=True):
+            for buffer, numel in zip(term.table.source.tolist(), term.table.numel.tolist(), strict=True):
+                amounts[buffer] += numel * itemsize(name)
         return amounts
-
-
-def _is_run(place: Place, shape: Index) -> bool:
-    return all(n == 1 or a == b for n, a, b in zip(shape, place.strides, row_major(shape), strict=True))
 
 
 def chunk_plans(output: OutputTensor, boxes: Sequence[Box], frame_of: FrameOf) -> tuple[ChunkPlan, ...]:
@@ -143,10 +149,26 @@ def chunk_plans(output: OutputTensor, boxes: Sequence[Box], frame_of: FrameOf) -
 def _plans(
     sources: tuple[TensorLayout, ...], boxes: tuple[Box, ...], dtype: str, frame_of: FrameOf
 ) -> tuple[ChunkPlan, ...]:
+    terms = zip(*(_copies(source, boxes) for source in sources), strict=True)
     return tuple(
-        ChunkPlan(box, dtype, frame_of(dtype, box.shape), terms)
-        for box, terms in zip(boxes, copies_into(boxes, sources), strict=True)
+        ChunkPlan(box, dtype, frame_of(dtype, box.shape), term) for box, term in zip(boxes, terms, strict=True)
     )
+
+
+@lru_cache(maxsize=1024)
+def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[BoxCopies, ...]:
+    """Return the copies that fill each box; tensors of the same geometry share them."""
+    names = range(-1, -1 - len(boxes), -1)  # of the buffers to fill; none is a chunk's
+    target = tuple(dense(box, name) for box, name in zip(boxes, names, strict=True) if box.numel)
+    plan = make_plan(source, TensorLayout.of(source.shape, target))
+    number = -1 - np.array(plan.targets, np.int64)[plan.table.target]
+    order = np.lexsort((plan.table.target_offset, number))
+    table = replace(plan.table, source=np.array(plan.sources, np.int64)[plan.table.source]).rows(order)
+    alone, expected = table.sizes == 1, dense_strides(table.sizes)
+    in_runs = np.all([alone | (own == expected) for own in (table.source_strides, table.target_strides)], (0, 2))
+    ends = np.searchsorted(number[order], np.arange(len(boxes) + 1)).tolist()
+    bounds, starts = pairwise(ends), plan.starts[order]
+    return tuple(BoxCopies(starts[lo:hi], table.rows(slice(lo, hi)), bool(in_runs[lo:hi].all())) for lo, hi in bounds)
 
 
 def is_direct(output: OutputTensor, plan: ChunkPlan) -> bool:
@@ -156,16 +178,12 @@ def is_direct(output: OutputTensor, plan: ChunkPlan) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
-    """A chunk of a tensor to write: its plan, and the offset of its item in a file, in bytes."""
+    """A chunk to write: a row of :class:`OutputChunks`.  The offset, in bytes, is that of its item."""
 
     output: OutputTensor
     plan: ChunkPlan
     file: str
     offset: int
-
-    @property
-    def record(self) -> StateRecord:
-        return self.output.record
 
     @property
     def item(self) -> Extent:
@@ -178,11 +196,8 @@ class OutputChunk:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OutputChunks(Sequence[OutputChunk]):
-    """The chunks of one file, in the order of their places: an entry of each column for each chunk.
-
-    ``offsets`` are those of the items, in bytes.
-    """
+class OutputChunks:
+    """The chunks of one file in columns, in the order of their places; the offsets of their items are in bytes."""
 
     file: str
     outputs: Sequence[OutputTensor]
@@ -198,7 +213,7 @@ class OutputChunks(Sequence[OutputChunk]):
         start: int = 0,
         alignment: int = 1,
     ) -> OutputChunks:
-        """Chunks one after the other, the first at ``start``; each begins at a multiple of ``alignment`` bytes."""
+        """Place chunks one after the other from byte ``start`` on, each at a multiple of ``alignment`` bytes."""
         lengths = np.fromiter((plan.frame.length for plan in plans), np.int64, len(plans))
         ends = start + np.cumsum(-(-lengths // alignment) * alignment)
         return cls(file, outputs, plans, np.concatenate([[start], ends[:-1]])[: len(plans)].astype(np.int64))
@@ -206,13 +221,10 @@ class OutputChunks(Sequence[OutputChunk]):
     def __len__(self) -> int:
         return len(self.plans)
 
-    @overload
-    def __getitem__(self, index: int) -> OutputChunk: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[OutputChunk, ...]: ...
-    def __getitem__(self, index: int | slice) -> OutputChunk | tuple[OutputChunk, ...]:
-        if isinstance(index, slice):
-            return tuple(self[number] for number in range(len(self))[index])
+    def __iter__(self) -> Iterator[OutputChunk]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> OutputChunk:
         return OutputChunk(self.outputs[index], self.plans[index], self.file, int(self.offsets[index]))
 
     @property
@@ -227,8 +239,16 @@ class OutputChunks(Sequence[OutputChunk]):
             groups[self.plans[number]].append(number)
         return groups
 
+    def made_alike(self, numbers: Iterable[int]) -> Iterator[tuple[ChunkPlan, list[int]]]:
+        """Group these numbers by plan, and by how their elements are made, of source chunks with equal boxes."""
+        for plan, alike in self.alike(numbers).items():
+            kinds: defaultdict[Hashable, list[int]] = defaultdict(list)
+            for number in alike:
+                kinds[self.outputs[number].making, self.outputs[number].boxes].append(number)
+            yield from ((plan, same) for same in kinds.values())
+
     def sources(self, rows: SourceRows, numbers: Iterable[int] | None = None) -> Mask:
-        """Return which rows of the source chunks are copied from, all of them or these."""
+        """Return a mask of the rows of the source from which all chunks, or these, are copied."""
         used = np.zeros(len(rows) + 1, np.bool_)  # one more, for what is in memory
         for plan, alike in self.alike(numbers).items():
             outputs = [self.outputs[number] for number in alike]
@@ -239,18 +259,16 @@ class OutputChunks(Sequence[OutputChunk]):
 
 @dataclass(frozen=True, slots=True)
 class PlacedItem:
-    """A non-tensor item, and where it goes (``blob``)."""
-
     output: OutputItem
     blob: Blob
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file to write: its header, items and chunks of tensors, in the order of their places, with zeros between them.
+    """A file to write: its header, its items, then its chunks, in the order of their places, with zeros between them.
 
-    ``length`` in bytes.  A name with slashes lies in folders.  ``header`` makes the first bytes of the file from the
-    sums of its chunks; how many bytes these are does not depend on the sums.
+    ``length`` is in bytes.  A name with slashes lies in folders.  ``header`` makes the first bytes of the file from the
+    sums of its chunks; their number does not depend on the sums.
     """
 
     name: str
@@ -258,11 +276,6 @@ class OutputFile:
     chunks: OutputChunks
     length: int
     header: Callable[[ChunkSums], bytes] | None = None
-
-    @property
-    def count(self) -> int:
-        """The number of chunks and items."""
-        return len(self.items) + len(self.chunks)
 
     @property
     def payload(self) -> int:
@@ -284,7 +297,7 @@ def place_items(name: str, items: Sequence[OutputItem]) -> tuple[tuple[PlacedIte
 def written_tensors(
     outputs: Sequence[OutputTensor], files: Sequence[OutputFile], files_done: Mapping[str, FinishedFile]
 ) -> Iterator[tuple[Chunks, int]]:
-    """Yield the chunks of each of these tensors, in the order of the files, and its fingerprint."""
+    """Yield for each of these tensors its chunks, in the order of the files, and its fingerprint."""
     numbers = {output.key: number for number, output in enumerate(outputs)}
     plans = list(chain.from_iterable(file.chunks.plans for file in files))
     owners = (numbers[output.key] for file in files for output in file.chunks.outputs)
@@ -299,16 +312,15 @@ def written_tensors(
         yield Chunks(columns, start, known.setdefault(boxes, boxes)), (int(shares[end]) - int(shares[start])) % 2**64
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # tensors that lie alike share their plans
 def _boxes(plans: tuple[ChunkPlan, ...], ndim: int) -> Boxes:
-    """Cached, because tensors that lie alike share their plans."""
     return Boxes.of_all([plan.box for plan in plans], ndim)
 
 
 def _columns(
     files: Sequence[OutputFile], plans: Sequence[ChunkPlan], order: NDArray[np.intp], sums: ChunkSums
 ) -> Columns:
-    """Return the columns of chunks of files, in this order, in which their sums are already."""
+    """Return the columns of the files' chunks in this order, in which their sums are already."""
     known: dict[ChunkPlan, int] = {}
     number = np.fromiter((known.setdefault(plan, len(known)) for plan in plans), np.int32, len(plans))[order]
     frames = [plan.frame for plan in known]

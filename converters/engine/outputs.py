@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,9 +15,8 @@ import numpy as np
 
 from ...box import Box, Index
 from ...chunks import Chunks
-from ...errors import SourceError, TargetError, about, did_you_mean
-from ...layout import Buffer, Fragment, Place, TensorLayout, dense
-from ...plan import Copy, make_plan
+from ...errors import SourceError, TargetError, did_you_mean
+from ...layout import Buffer, Fragment, Place, TensorLayout
 from ...record import Blob, Extent, Manifest, StateRecord
 from ...store.reading.blocks import bands, span, strided, within
 from ...store.reading.dtypes import dtype, itemsize
@@ -40,7 +39,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """An entry of a checklist: ``subject`` says what it is about, ``values`` are those found, ``reason`` says why."""
+    """An entry of a checklist: what became of a subject, the values found, and why."""
 
     action: Action
     subject: str
@@ -60,23 +59,19 @@ class Findings:
     checks: set[Check] = field(default_factory=set)
 
     def add(self, note: str) -> None:
-        """Add a sentence."""
         self.notes.add(note)
 
     def check(self, action: Action, subject: str, *values: str, reason: str = "") -> None:
-        """Add an entry of the checklist."""
         self.checks.add(Check(action, subject, values, reason))
 
 
 def sorted_checks(checks: Iterable[Check]) -> tuple[Check, ...]:
-    """Sort entries by action, then by subject."""
     order = list(Action)
     return tuple(sorted(checks, key=lambda check: (order.index(check.action), check.subject, check.values)))
 
 
 Reads = Callable[[Chunks, int, int, memoryview], None]
-"""Receives chunks of the source, the number of one of them, and bytes as they were read from this byte of its payload
-on."""
+"""Receives the chunks of a tensor, the number of one, a byte of its payload, and the bytes read from there on."""
 
 Room = Callable[[Index, str], Words]
 """Returns memory for words of this shape and type, with whatever is in it."""
@@ -86,7 +81,7 @@ ELEMENTS_AT_A_TIME = 1 << 15
 
 
 def unseen(chunks: Chunks, number: int, start: int, raw: memoryview) -> None:
-    """Nobody looks at what is read."""
+    """Ignore what is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +116,6 @@ class OutputTensor:
 
     @property
     def computed(self) -> bool:
-        """Return whether elements are computed, and not copied."""
         return self.scale is not None or self.held is not None
 
     @property
@@ -136,22 +130,22 @@ class OutputTensor:
 
     @property
     def making(self) -> Hashable:
-        """How elements are made of those of each term: equal for tensors of which `compute` does the same."""
+        """A key of how elements are computed: equal for tensors for which `compute` does the same."""
         return self.scale, self.held, self.record.dtype
 
     @property
     def boxes(self) -> Hashable:
-        """Equal for tensors whose sources have equal boxes, and as many bytes in memory."""
+        """A key of the sources: equal for tensors whose sources have equal boxes, and as many bytes in memory."""
         return tuple([len(own) if isinstance(own, bytes) else own.boxes for own in self.sources])
 
     def compute(self, terms: Sequence[Words]) -> Words:
-        """Return the elements to write, given those of each term as words of `dtypes`, in any shape."""
+        """Return the elements to write, given those of each term as words of its dtype, in any shape."""
         if not self.computed:
             return terms[0]
         return scaled(terms[0], self.dtypes[0], 1.0 if self.scale is None else self.scale, self.record.dtype)
 
     def located(self, buffer: Buffer) -> tuple[Chunks | bytes, int]:
-        """Return the source that a buffer is of, and its number there."""
+        """Return the source to which a buffer belongs, and the buffer's number there."""
         assert isinstance(buffer, int), "buffers of outputs are numbers"
         for source in self.sources:
             count = 1 if isinstance(source, bytes) else len(source)
@@ -217,7 +211,7 @@ class OutputTensor:
         return words
 
     def _copy_from(self, payloads: Payloads, name: str, place: Place, shape: Index, out: Words, reads: Reads) -> None:
-        """Copy the elements of a box of this shape; reads nothing before the first or after the last of them."""
+        """Copy the elements of a box of this shape; read nothing before the first or after the last of them."""
         source, number = self.located(place.buffer)
         if isinstance(source, bytes):
             numel = span(shape, place.strides)
@@ -230,7 +224,7 @@ class OutputTensor:
         )
 
     def check_sources(self, payloads: Payloads) -> None:
-        """Compare the chunks that it is made of with their checksums.
+        """Compare the source's chunks with their checksums.
 
         Raises:
             SourceError: a chunk is damaged.
@@ -247,38 +241,10 @@ class OutputTensor:
             return payload_of(dataclasses.replace(self.record, dtype=name), chunks[number])  # says what is wrong
         return payload
 
-    def copies(self, boxes: Sequence[Box]) -> tuple[tuple[tuple[Copy, ...], ...], ...]:
-        """Return the copies that fill each of these boxes, which tile the tensor, from each of `layouts`.
-
-        Each box is dense from element 0.
-        """
-        with about(f"tensor {self.key!r}"):
-            return copies_into(tuple(boxes), self.layouts)
-
-
-def copies_into(boxes: tuple[Box, ...], sources: Sequence[TensorLayout]) -> tuple[tuple[tuple[Copy, ...], ...], ...]:
-    """Return the copies that fill each of these boxes, as `OutputTensor.copies`."""
-    return tuple(zip(*(_copies(source, boxes) for source in sources), strict=True)) if boxes else ()
-
-
-@lru_cache(maxsize=1024)
-def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[tuple[Copy, ...], ...]:
-    """Cached, because tensors of the same geometry share their copies."""
-    filled = tuple(dense(box, _target(number)) for number, box in enumerate(boxes) if box.numel)
-    copies: defaultdict[Buffer, list[Copy]] = defaultdict(list)
-    for copy in make_plan(source, TensorLayout.of(source.shape, filled)).copies:
-        copies[copy.target.buffer].append(copy)
-    return tuple(tuple(copies[_target(number)]) for number in range(len(boxes)))
-
-
-def _target(number: int) -> int:
-    """Return the buffer of a box to fill, which is no chunk's."""
-    return -1 - number
-
 
 @lru_cache(maxsize=1024)
 def renumbered(layout: TensorLayout, first: int) -> TensorLayout:
-    """Return a layout whose buffers are counted from ``first`` on.  Cached, because tensors share their layouts."""
+    """Return a layout whose buffers are counted from ``first`` on."""
     buffers = tuple(first + buffer for buffer in layout.buffers if isinstance(buffer, int))
     return dataclasses.replace(layout, buffers=buffers) if first else layout
 
@@ -291,7 +257,10 @@ def layout_digest(layout: TensorLayout) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OutputItem:
-    """A non-tensor item: a copy of an item of the source, or if ``source`` is None the bytes ``data``."""
+    """A non-tensor item: a copy of an item of the source, or if ``source`` is None the bytes ``data``.
+
+    ``length`` is in bytes.
+    """
 
     key: str
     path: tuple[str | int, ...]
@@ -300,16 +269,14 @@ class OutputItem:
 
     @property
     def length(self) -> int:
-        """Length in bytes."""
         return len(self.data) if self.source is None else self.source.item.length
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Everything that a destination holds.
+    """Everything that a destination holds, and the keys of the source that it does not hold (``left_out``).
 
-    ``left_out`` are the keys of the source's tensors and items that are not in the destination; ``notes`` are sentences
-    about what was decided, ``checklist`` what became of each thing.
+    ``notes`` are sentences about what was decided, ``checklist`` says what became of each thing.
 
     Raises:
         SourceError: two tensors or items have the same key.
@@ -330,7 +297,6 @@ class Outputs:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of all tensors and items."""
         return [tensor.key for tensor in self.tensors] + [item.key for item in self.items]
 
     def selected(self, globs: Sequence[str]) -> Outputs:
@@ -352,7 +318,7 @@ class Outputs:
         )
 
     def tensors_only(self) -> Outputs:
-        """Return the same without items."""
+        """Return these outputs without items."""
         return dataclasses.replace(self, items=(), left_out=(*self.left_out, *(item.key for item in self.items)))
 
     def used(self, manifest: Manifest) -> Manifest:

@@ -38,23 +38,16 @@ from .outputs import OutputItem, OutputTensor
 if TYPE_CHECKING:
     from ...layouts.buffers.records import GroupBuffer
 
+
 _frame = lru_cache(maxsize=1024)(tensor_item.frame)  # there are few dtypes and shapes
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBoxes:
-    """The boxes that a rank writes, in columns: the tensor of each, and its plan."""
+    """The boxes that a rank writes, in columns."""
 
     outputs: list[OutputTensor] = field(default_factory=list)
     plans: list[ChunkPlan] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """The files to write, and the flat buffers as the manifest records them."""
-
-    files: tuple[OutputFile, ...]
-    buffers: tuple[Mapping[str, Any], ...]
 
 
 class RankFiles(Container):
@@ -65,7 +58,8 @@ class RankFiles(Container):
     def arrange(self, request: WriteRequest) -> Arranged:
         outputs, target = request.outputs, request.target
         laid = lay_out(target, [output.record for output in outputs.tensors], request.provenance)
-        filled = self.fill(laid.buffers, outputs.items, _by_rank(outputs.tensors, laid, target.ranks, self.frame))
+        boxes = _by_rank(outputs.tensors, laid, target.ranks, self.frame_of)
+        files, recorded = self.fill(laid.buffers, outputs.items, boxes)
         step = {
             "mesh": dict(target.mesh),
             "layout": target.layout,
@@ -73,21 +67,23 @@ class RankFiles(Container):
             "select": list(request.select),
         }
         earlier = request.provenance.get("resharded", [])
-        files = tuple(file for file in filled.files if file.length)
-        return Arranged(files, laid.recorded, extended_provenance(request, "resharded", step, earlier, filled.buffers))
+        provenance = extended_provenance(request, "resharded", step, earlier, recorded)
+        return Arranged(tuple(file for file in files if file.length), laid.recorded, provenance)
+
+    @staticmethod
+    @abstractmethod
+    def frame_of(dtype: str, shape: Index) -> PayloadFrame:
+        """Return what is stored around elements of a dtype (torch's name) in a box of a shape."""
 
     @abstractmethod
-    def frame(self, dtype: str, shape: Index) -> PayloadFrame:
-        """Return what is stored around elements of this dtype (torch's name) in a box of this shape."""
-
-    @abstractmethod
-    def fill(self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]) -> Filled:
-        """Decide on the files.
+    def fill(
+        self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]
+    ) -> tuple[list[OutputFile], list[dict[str, Any]]]:
+        """Return the files, and the flat buffers as the manifest records them.
 
         Args:
             buffers: the flat buffers that ranks share, if the layout has any.
-            items: the non-tensor items.
-            boxes: the boxes of each rank, in the order of the ranks.
+            boxes: the boxes of each rank.
         """
 
 
@@ -99,15 +95,20 @@ class DcpFiles(RankFiles):
 
     name: ClassVar[str] = "dcp"
 
-    def frame(self, dtype: str, shape: Index) -> PayloadFrame:
+    @staticmethod
+    def frame_of(dtype: str, shape: Index) -> PayloadFrame:
         return _frame(dtype, shape)
 
-    def fill(self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]) -> Filled:
-        files = (
-            _dcp_file(f"__{rank}_0.distcp", () if rank else items, local_boxes)
-            for rank, local_boxes in enumerate(boxes)
-        )
-        return Filled(tuple(files), tuple(buffer.to_json() for buffer in buffers))
+    def fill(
+        self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]
+    ) -> tuple[list[OutputFile], list[dict[str, Any]]]:
+        files = []
+        for rank, local in enumerate(boxes):  # items lie end to end, each aligned, those that are no tensors first
+            name = f"__{rank}_0.distcp"
+            placed, start = place_items(name, () if rank else items)
+            chunks = OutputChunks.end_to_end(name, local.outputs, local.plans, start, MEMBER_ALIGNMENT)
+            files.append(OutputFile(name, placed, chunks, max(aligned(chunks.end), start)))
+        return files, [buffer.to_json() for buffer in buffers]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
         native.write_native(manifest, folder)
@@ -121,26 +122,21 @@ class TorchDistFiles(DcpFiles):
 
     name: ClassVar[str] = "torch_dist"
 
-    def fill(self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]) -> Filled:
-        filled = super().fill(buffers, [item for item in items if item.key != COMMON_FILE], boxes)
-        common = [item for item in items if item.key == COMMON_FILE]
-        none = OutputChunks.end_to_end(COMMON_FILE, (), ())
-        files = (OutputFile(COMMON_FILE, place_items(COMMON_FILE, [item])[0], none, item.length) for item in common)
-        return Filled((*filled.files, *files), filled.buffers)
+    def fill(
+        self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]
+    ) -> tuple[list[OutputFile], list[dict[str, Any]]]:
+        files, recorded = super().fill(buffers, [item for item in items if item.key != COMMON_FILE], boxes)
+        for item in (item for item in items if item.key == COMMON_FILE):
+            placed, _ = place_items(COMMON_FILE, [item])
+            files.append(OutputFile(COMMON_FILE, placed, OutputChunks.end_to_end(COMMON_FILE, (), ()), item.length))
+        return files, recorded
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
         native.write_torch_dist(manifest, folder)
 
 
-def _dcp_file(name: str, items: Sequence[OutputItem], boxes: LocalBoxes) -> OutputFile:
-    """Lay items end to end, each aligned; non-tensor items come first, as in DCP."""
-    placed, start = place_items(name, items)
-    chunks = OutputChunks.end_to_end(name, boxes.outputs, boxes.plans, start, MEMBER_ALIGNMENT)
-    return OutputFile(name, placed, chunks, max(aligned(chunks.end), start))
-
-
 def _by_rank(tensors: Sequence[OutputTensor], laid: LaidOut, ranks: int, frame_of: FrameOf) -> list[LocalBoxes]:
-    """Return the boxes of each rank.  Of replicas, the rank with the least to write so far writes one."""
+    """Return the boxes of each rank; a replica is written by the rank with the least to write so far."""
     boxes = [LocalBoxes() for _ in range(ranks)]
     written = [0] * ranks
     for output in tensors:
@@ -162,11 +158,11 @@ def _rank(buffer: Buffer) -> int:
 def lay_out(
     target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any] = MappingProxyType({})
 ) -> LaidOut:
-    """Lay these tensors out on the target.
+    """Lay tensors out on the target.
 
     Args:
         provenance: of their source.  If it records buffers of the target's layout, in which the same ranks share the
-            same tensors, these buffers are used as they are, so that owners do not change.
+            same tensors, these are used as they are, so that owners do not change.
 
     Raises:
         TargetError: a rule matches no tensor, or cuts a dim that a matching tensor does not have.
@@ -176,14 +172,10 @@ def lay_out(
         if not any(fnmatchcase(tensor.key, rule.glob) for tensor in tensors):
             close = did_you_mean(rule.glob, [tensor.key for tensor in tensors])
             raise TargetError(f"rule {rule} matches none of {len(tensors)} tensors{close}")
-    if target.layout == ROWS:
-        return _in_rows(target, tensors)
-    from ..target.buffer_layouts import lay_out_in_buffers  # not needed for rows
+    if target.layout != ROWS:
+        from ..target.buffer_layouts import lay_out_in_buffers  # not needed for rows
 
-    return lay_out_in_buffers(target, tensors, provenance)
-
-
-def _in_rows(target: Target, tensors: Sequence[StateRecord]) -> LaidOut:
+        return lay_out_in_buffers(target, tensors, provenance)
     layouts: dict[str, TensorLayout] = {}
     recorded: dict[str, Mapping[str, Any] | None] = {}
     grids: dict[tuple[AxisCut, ...], tuple[Mesh, tuple[AxisPlacement, ...], Mapping[str, Any]]] = {}

@@ -1,8 +1,8 @@
 """Runs a job: one plan per tensor, executed as streamed file I/O.
 
-`make_job` decides everything that does not need the data (:mod:`.job`).  `run_job` checks the source, writes the files
-in bands of bounded size, computes fingerprints on the way, compares them with the source's, and publishes.  Several
-processes may share a job (:mod:`.launch`): each writes some of the files, and the coordinator publishes.
+:mod:`.job` decides everything that does not need the data.  `run_job` checks the source, writes the files in bands of
+bounded size, computes fingerprints on the way, compares them with the source's, and publishes.  Several processes may
+share a job (:mod:`.workers`): each writes some of the files, and the coordinator publishes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...errors import DestinationError, Interrupted, SourceError
 from ...fingerprint import as_hex
@@ -23,22 +23,21 @@ from ...store.io import publish
 from ...store.io.limits import gc_paused
 from ...store.io.location import Location, check_memory
 from ...store.io.regular import open_regular
-from .assignment import assignment, in_step
-from .job import Job, check_destination, file_states
+from .job import Job, assignment, check_destination, file_states, in_step
 from .mover import Advance, Mover
 from .output_files import OutputFile, written_tensors
-from .staging import Coordinator, FinishedFile, Journal, Staging, how_to_resume, is_unfinished
-from .workers import LONGEST_WAIT, LaunchError, SingleWorker, Worker, Workers, together
+from .staging import Coordinator, FinishedFile, Journal, Staging
+from .workers import LONGEST_WAIT, LaunchError, Worker, Workers, together
 
 MEMORY = 256 << 20
 """The default size of all buffers together, in bytes."""
 
 THREADS = 3
-"""The default number.  On two cores three threads took 0.84 to 0.95 of the time of two for rows of 1 GB (medians of
+"""The default number of threads.  On two cores three took 0.84 to 0.95 of the time of two for rows of 1 GB (medians of
 alternating runs), because some work while another waits for the disk; four took no less."""
 
 _MOST_TASKS = 1024
-"""Parts of a million small tasks: a thread is told of each."""
+"""The most parts into which a million small tasks are divided, because each part is handed to a thread."""
 
 
 def run_job(
@@ -58,7 +57,7 @@ def run_job(
         memory: bytes of buffers, all threads together.
         resume: continue an interrupted run of the same job, with any number of workers.
         verify: read every file back before anything is published.
-        workers: the processes that share this job (:func:`.launch.joined`); all must see its source and destination.
+        workers: the processes that share this job (:func:`.workers.joined`); all must see its source and destination.
             None means this process alone.
 
     Returns:
@@ -71,20 +70,29 @@ def run_job(
         Interrupted: Ctrl-C, or a worker was lost; finished files stay beside the destination for ``resume``.
         MuonckptError: another worker failed; the same kind of error as there.
     """
-    workers = workers or SingleWorker()
+    workers = workers or Workers()
     check_destination(job.source.path, destination, job.container)
     if job.items:
         publish.refuse_other(items_beside(destination), job.items.data)
     check_memory(job.source.path, destination, max((file.length for file in job.files), default=0), threads, memory)
-    place, digest, files_done = job.container.staged(destination), _agreed(job, workers), dict[str, FinishedFile]()
+    place, digests = job.container.staged(destination), workers.gather(job.digest())
+    for rank, planned in enumerate(digests):
+        if planned != digests[0]:
+            raise LaunchError(
+                f"{Worker(rank, len(digests))} has planned another job than worker 0: expected the same command and "
+                "version, and a source with the same files, for all workers"
+            )
+    digest, files_done = digests[0], dict[str, FinishedFile]()
     with (
         _writing(destination),
-        _hold(workers, destination, place, digest, resume) as coordinator,
+        Coordinator(destination, place, digest, resume) if workers.me.coordinates else nullcontext() as coordinator,
         together(workers),
         _writing(destination),  # here, too: what the others hear says what could not be written
         _resumable(place, len(job.files), files_done),
     ):
-        staging, history = _begun(coordinator, place, workers)
+        # The coordinator tells the others where this run stages its files, and which ones earlier runs have finished.
+        run, history = workers.gather((coordinator.staging.run, coordinator.history) if coordinator else ("", {}))[0]
+        staging = Staging(place, run)
         share = assignment(job, workers.me, history)
         band_bytes = max(memory // (2 * threads), 1 << 16)
         with (
@@ -94,11 +102,10 @@ def run_job(
             mover = Mover(payloads, staging, share.chunks, band_bytes, workers.stop, progress)
             for file, finished in _finished_files(mover, share.files, history, journal, threads, verify, workers.stop):
                 files_done[file.name] = finished
-        gathered = workers.gather(_to_json(files_done))
+        gathered = workers.gather(files_done)
         if coordinator is None:
             return None
-        all_done = {name: FinishedFile.of(*finished) for files in gathered for name, finished in files.items()}
-        return _publish(job, destination, coordinator, all_done)
+        return _publish(job, destination, coordinator, {name: file for own in gathered for name, file in own.items()})
 
 
 @contextmanager
@@ -107,9 +114,12 @@ def _resumable(place: Location, files: int, files_done: Mapping[str, FinishedFil
     try:
         yield
     except KeyboardInterrupt:
-        if not is_unfinished(place):
+        if not publish.journal(place).exists():
             raise
-        raise Interrupted(f"stopped with {len(files_done)} of {files} files written; {how_to_resume(place)}") from None
+        raise Interrupted(
+            f"stopped with {len(files_done)} of {files} files written; run the same command with --resume to continue, "
+            f"or remove {place}"
+        ) from None
 
 
 @contextmanager
@@ -121,40 +131,6 @@ def _writing(destination: Location) -> Iterator[None]:
         raise DestinationError(f"cannot write {destination}: {error}") from error
 
 
-def _agreed(job: Job, workers: Workers) -> str:
-    """Agree on the digest of the job.
-
-    Raises:
-        LaunchError: they have planned different jobs.
-    """
-    digests: list[str] = workers.gather(job.digest())
-    if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise LaunchError(
-            f"{Worker(differing[0], len(digests))} has planned another job than worker 0: expected the same command "
-            "and version, and a source with the same files, for all workers"
-        )
-    return digests[0]
-
-
-def _hold(
-    workers: Workers, destination: Location, place: Location, digest: str, resume: bool
-) -> AbstractContextManager[Coordinator | None]:
-    return Coordinator(destination, place, digest, resume) if workers.me.coordinates else nullcontext()
-
-
-def _begun(
-    coordinator: Coordinator | None, place: Location, workers: Workers
-) -> tuple[Staging, dict[str, FinishedFile]]:
-    """Tell all workers where this run stages its files, and which files earlier runs have finished."""
-    told = coordinator and [coordinator.staging.run, _to_json(coordinator.history)]
-    run, history = workers.gather(told)[0]
-    return Staging(place, run), {name: FinishedFile.of(*finished) for name, finished in history.items()}
-
-
-def _to_json(files: Mapping[str, FinishedFile]) -> dict[str, Any]:
-    return {name: finished.to_json() for name, finished in files.items()}
-
-
 def _finished_files(
     mover: Mover,
     files: Sequence[OutputFile],
@@ -164,7 +140,7 @@ def _finished_files(
     verify: bool,
     stop: threading.Event,
 ) -> Iterator[tuple[OutputFile, FinishedFile]]:
-    """Yield files as they are finished.  After the last, all chunks are checked, and files read back if asked for."""
+    """Yield files as they are finished; then check all other chunks, and read the files back if ``verify`` is set."""
 
     def is_reusable(file: OutputFile) -> bool:
         whole = mover.is_finished(file, history.get(file.name))
@@ -203,20 +179,15 @@ R = TypeVar("R")
 
 
 def _results(pool: ThreadPoolExecutor, function: Callable[[T], R], arguments: Iterable[T]) -> Iterator[tuple[T, R]]:
-    """Yield arguments with the results of a function, as the calls finish."""
+    """Yield arguments with the results of a function, as the calls finish; signals are noticed in between."""
     finished: SimpleQueue[Future[R]] = SimpleQueue()
     futures = {pool.submit(function, argument): argument for argument in arguments}
     for future in futures:
         future.add_done_callback(finished.put)
-    for _ in range(len(futures)):
-        future = _next(finished)
-        yield futures[future], future.result()
-
-
-def _next(queue: SimpleQueue[T]) -> T:
-    while True:
+    while futures:
         with suppress(Empty):
-            return queue.get(timeout=LONGEST_WAIT)
+            future = finished.get(timeout=LONGEST_WAIT)
+            yield futures.pop(future), future.result()
 
 
 @gc_paused()
@@ -224,7 +195,11 @@ def _publish(
     job: Job, destination: Location, coordinator: Coordinator, files_done: Mapping[str, FinishedFile]
 ) -> Manifest:
     """Write what describes the finished files, and publish them."""
-    if not _is_unchanged(job):
+    try:
+        unchanged = file_states(job.source.payloads, job.manifest) == job.state
+    except SourceError:
+        unchanged = False
+    if not unchanged:
         raise SourceError(f"{job.source.path} changed while it was read; nothing was published")
     place = coordinator.staging.place
     coordinator.remove_strays({file.name for file in job.files})
@@ -232,17 +207,14 @@ def _publish(
         if file.name not in files_done or _length(place / file.name) != file.length:
             raise DestinationError(f"{place / file.name} is not what its worker wrote; nothing was published")
     manifest = _describe(job, files_done)
-    with _items_published(job, place, destination):
+    with (
+        publish.published_first(items_beside(destination), job.items.data, place / "items.json")
+        if job.items
+        else nullcontext()
+    ):
         job.container.describe(manifest, place)
         coordinator.publish(job.container.root)
     return manifest
-
-
-def _items_published(job: Job, staged: Location, destination: Location) -> AbstractContextManager[None]:
-    """Publish the file of items, if there is one, before the destination."""
-    if job.items is None:
-        return nullcontext()
-    return publish.published_first(items_beside(destination), job.items.data, staged / "items.json")
 
 
 def _length(file: Location) -> int | None:
@@ -253,15 +225,8 @@ def _length(file: Location) -> int | None:
         return None
 
 
-def _is_unchanged(job: Job) -> bool:
-    try:
-        return file_states(job.source.payloads, job.manifest) == job.state
-    except SourceError:
-        return False
-
-
 def _describe(job: Job, files_done: Mapping[str, FinishedFile]) -> Manifest:
-    """Compare what was written with the source's fingerprints, and return its manifest.
+    """Return the manifest of what was written, after comparing it with the source's fingerprints.
 
     Raises:
         SourceError: the moved bytes are not those that the source's manifest describes.

@@ -2,8 +2,8 @@
 
 A chunk is checked by what is read of it to be copied, so each is read once, and the bytes that are checked are the
 bytes that are copied.  Its CRC-32 follows from those of the runs of bytes that tile it, in whatever order and by
-whichever thread they are read.  Where a second thread reads bytes once more, for other files, its reading is not
-checked anew: a file that changes in between is found by the tensor's fingerprint, if the source has one.
+whichever thread they are read.  What a second thread reads again, for other files, is not checked again: a file that
+changes in between is found by the tensor's fingerprint, if the source has one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Mask = NDArray[np.bool_]
 
 
 class SourceRows:
-    """The chunks of the tensors of a source, one tensor after the other, in columns: row 3 is the fourth chunk."""
+    """The chunks of a source in columns, one tensor after the other; a row is the number of a chunk."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._tensors = manifest.tensors
@@ -43,26 +43,23 @@ class SourceRows:
         return len(self.columns)
 
     def first(self, chunks: Chunks) -> int:
-        """Return the row of the first chunk of a tensor."""
         return self._first[chunks.place] if len(chunks) else 0
 
     def row(self, output: OutputTensor, buffer: Buffer) -> int:
-        """Return the row of a buffer of an output; -1 if it is in memory."""
+        """Return the row of an output's buffer; -1 if it is in memory."""
         source, number = output.located(buffer)
         return -1 if isinstance(source, bytes) else self._first[source.place] + number
 
     def rows(self, outputs: Sequence[OutputTensor], buffer: Buffer) -> Column:
-        """Return the row of this buffer of each of these outputs; -1 for those in memory."""
         return np.array([self.row(output, buffer) for output in outputs], np.int64)
 
     def at(self, row: int) -> tuple[StateRecord, Chunk]:
-        """Return the chunk in a row, and its tensor."""
         number = int(np.searchsorted(self._ends, row, side="right"))
         tensor = self._tensors[number]
         return tensor, tensor.chunks[row - int(self._ends[number]) + len(tensor.chunks)]
 
     def of(self, output: OutputTensor, buffers: Iterable[Buffer]) -> list[int]:
-        """Return the rows of buffers of an output that are not in memory, in the order in which they lie in files."""
+        """Return the rows of an output's buffers that are not in memory, in the order in which they lie in files."""
         rows = {self.row(output, buffer) for buffer in buffers} - {-1}
         return sorted(rows, key=lambda row: (self.columns.file[row], self.columns.item[row]))
 
@@ -83,37 +80,34 @@ class Unchecked:
         return iter(np.flatnonzero(self._waiting).tolist())
 
     def keep(self, chosen: Mask, shared: Mask) -> None:
-        """Leave only the chosen rows to be checked; other processes copy from the shared ones as well."""
+        """Check only the chosen rows; other processes copy from the shared ones as well."""
         self._waiting &= chosen
         self._shared = shared
 
     def shared_out(self, most: int) -> Iterator[list[int]]:
         """Yield the rows that are still to be checked, in at most so many parts."""
         waiting = np.flatnonzero(self._waiting)
-        for numbers in np.array_split(waiting, max(min(most, len(waiting)), 1)):
-            yield numbers.tolist()
+        yield from (rows.tolist() for rows in np.array_split(waiting, max(min(most, len(waiting)), 1)))
 
     def take(self, rows: Column) -> Mask:
-        """Return which of these rows were still to be checked; now they are not."""
+        """Mark rows as checked, and return a mask of those that were not yet."""
         with self._taking:
             taken: Mask = self._waiting[rows]
             self._waiting[rows] = False
         return taken
 
     def waits(self, row: int) -> bool:
-        """Return whether a row is still to be checked."""
         return bool(self._waiting[row])
 
     def is_shared(self, row: int) -> bool:
-        """Return whether other processes copy from a row as well."""
         return bool(self._shared[row])
 
 
 class CopiedRuns:
-    """Runs of chunks that have not been read whole yet; safe to use from several threads.
+    """The runs of bytes that have been read of chunks, and that check them; safe to use from several threads.
 
-    Neighbours are joined at once, so a chunk has few of them however many files it is copied to.  Chunks stay unchecked
-    if runs do not tile them: some bytes are not copied, or threads read runs that overlap.
+    Neighbours are joined at once, so a chunk has few of them however many files it is copied to.  A chunk stays
+    unchecked if its runs do not tile it: some bytes are not copied, or threads read runs that overlap.
 
     Args:
         progress: called with the length of each payload that was checked, in bytes.
@@ -128,14 +122,14 @@ class CopiedRuns:
         self._adding = Lock()
 
     def read(self, row: int, start: int, raw: memoryview) -> None:
-        """Add bytes that were read from byte ``start`` of a chunk's payload, as `add` does; if there is a CRC-32."""
+        """Add bytes that were read from byte ``start`` of a chunk's payload, if the chunk has a CRC-32."""
         known = self._runs.get(row)
         another_thread_did = known is not None and start < known.reached
         if self._columns.crc32[row] != UNKNOWN and not another_thread_did and self._unchecked.waits(row):
             self.add(row, start, start + len(raw), crc32_of(raw, 0))
 
     def add(self, row: int, start: int, stop: int, crc32: int) -> None:
-        """Add bytes ``start:stop`` of a chunk's payload, by their CRC-32.  When the last are added, it is checked.
+        """Add bytes ``start:stop`` of a chunk's payload by their CRC-32; the last to be added check the chunk.
 
         Bytes that were added before, as those of replicas are, do not count.
 

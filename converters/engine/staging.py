@@ -1,7 +1,7 @@
 """The staging directory of a job: where its files are written until they are published.
 
-It lies beside the destination; in an object store it is the destination itself.  Until the files are published it also
-holds:
+It lies beside the destination; in an object store it is the destination itself.  Until the files are published it
+holds besides them:
 
     .journal/lock         the job, and a line for each run that has worked on it; the coordinator keeps it locked
     .journal/RUN/0, 1 …   the journal of each worker of a run
@@ -18,7 +18,7 @@ import json
 import shutil
 import uuid
 from base64 import b64decode, b64encode
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -35,36 +35,34 @@ from ...store.io.location import Location, Remote
 from ...store.io.new_file import new_lines, read_lines
 
 SUMS = np.dtype([("digest", "V16"), ("checksum", "<u4"), ("share", "<u8")])
-"""Sums of the elements of a chunk, computed while they were written: xxh3-128, the checksum that the frame stores, and
+"""Sums of the elements of a chunk, computed while they are written: xxh3-128, the checksum that the frame stores, and
 the share of the tensor's fingerprint."""
 
 ChunkSums = NDArray[np.void]
-"""An array of `SUMS`, one for each chunk."""
+"""`SUMS` of each of some chunks."""
 
 
 class FinishedFile(NamedTuple):
-    """A finished file: digests of its items in hex, and `SUMS` of its chunks as bytes, in the order of the job."""
+    """A finished file: the digests of its items in hex, and the `SUMS` of its chunks as bytes, in the job's order."""
 
     items: tuple[str, ...]
     sums: bytes
 
     @property
     def chunks(self) -> ChunkSums:
-        """The `SUMS` of each chunk."""
         return np.frombuffer(self.sums, SUMS)
 
     @classmethod
     def of(cls, items: Iterable[str], sums: str) -> FinishedFile:
-        """Read a finished file from its JSON data."""
+        """Return the finished file that `to_json` describes."""
         return cls(tuple(items), b64decode(sums))
 
     def to_json(self) -> list[Any]:
-        """JSON data: the arguments of `of`."""
         return [self.items, b64encode(self.sums).decode()]
 
 
 class Journal:
-    """The journal of one worker, written at this place; safe to use from several threads."""
+    """Writes the journal of one worker; safe to use from several threads."""
 
     def __init__(self, place: Location, job: str) -> None:
         self._lines, self._job = new_lines(place), job
@@ -72,14 +70,13 @@ class Journal:
         self.close = self._lines.close
 
     def add(self, file: str, finished_file: FinishedFile) -> None:
-        """Record a file that is finished and synced."""
         line = sealed(self._job, {"file": file, "finished": finished_file.to_json()})
         with self._adding:
             self._lines.add(line)
 
 
 def finished(lines: Iterable[bytes], job: str) -> dict[str, FinishedFile]:
-    """Return the finished files that journal lines name; of several lines about one file the last counts."""
+    """Return the finished files of a journal by name; of several lines about one file the last counts."""
     entries = (unsealed(job, line) for line in lines)
     return {entry["file"]: FinishedFile.of(*entry["finished"]) for entry in entries if entry is not None}
 
@@ -102,37 +99,25 @@ _DRAFTS = ".drafts"
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The staging directory ``place`` of a run, as every worker sees it."""
+    """The staging directory of a run, with the run's journals (one for each rank) and unfinished files."""
 
     place: Location
     run: str
 
     @property
     def journals(self) -> Location:
-        """The directory of this run's journals, one for each rank."""
         return publish.journal(self.place) / self.run
 
     @property
     def drafts(self) -> Location:
-        """The directory of this run's unfinished files."""
         return publish.journal(self.place) / f"{self.run}{_DRAFTS}"
-
-
-def is_unfinished(place: Location) -> bool:
-    """Return whether a staging directory holds the work of an interrupted run."""
-    return publish.journal(place).exists()
-
-
-def how_to_resume(place: Location) -> str:
-    """Say what the user can do after an interruption."""
-    return f"run the same command with --resume to continue, or remove {place}"
 
 
 class Coordinator:
     """The coordinator's hold on a staging directory, from the beginning of the work to its end.
 
     Args:
-        place: the staging directory of this destination.
+        place: the staging directory.
         job: digest of the job; equal digests mean equal files.
         resume: continue the work of an earlier run, if there is any.
 
@@ -141,8 +126,7 @@ class Coordinator:
 
     Raises:
         DestinationError: there is unfinished work and ``resume`` is not set, or it belongs to another job; or another
-        run
-            is still working there.
+            run is still working there.
     """
 
     def __init__(self, destination: Location, place: Location, job: str, resume: bool) -> None:
@@ -189,10 +173,14 @@ class Coordinator:
 
     def remove_strays(self, names: Collection[str]) -> None:
         """Remove files that are not the job's: they were left by a run that was killed."""
-        place = self.staging.place
-        journal = publish.journal(place).name
-        for name, file in list(_files(place)):
-            if name not in names and not name.startswith(f"{journal}/"):
+        place, journal = self.staging.place, publish.journal(self.staging.place)
+        if isinstance(place, Path):
+            files: list[Location] = [file for file in place.rglob("*") if not file.is_dir()]
+        else:
+            files = list(place.below())
+        for file in files:
+            name = str(file).removeprefix(f"{place}/")
+            if name not in names and not name.startswith(f"{journal.name}/"):
                 file.unlink()
 
     def __enter__(self) -> Coordinator:
@@ -233,11 +221,3 @@ def _remove(place: Location) -> None:
         place.remove()
     else:
         shutil.rmtree(place)
-
-
-def _files(place: Location) -> Iterator[tuple[str, Location]]:
-    """Yield the files below a directory, with their names in it."""
-    if isinstance(place, Path):
-        yield from ((file.relative_to(place).as_posix(), file) for file in place.rglob("*") if not file.is_dir())
-    else:
-        yield from ((str(file).removeprefix(f"{place}/"), file) for file in place.below())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,20 +14,20 @@ from ...record import Manifest, StateRecord
 from ...store.formats import safetensors, zarr
 from ...store.formats.zarr import ZarrArray
 from ...store.io import publish
+from ...store.io.checksums import xxh3_128
 from ...store.io.location import Location
-from ...store.reading.dtypes import itemsize
 from .container import Arranged, Container, WriteRequest, extended_provenance
 from .item_file import ItemFile
-from .output_files import ChunkPlan, OutputChunks, OutputFile, bare, chunk_plans
+from .output_files import OutputChunks, OutputFile, bare, chunk_plans
 from .outputs import OutputTensor
 from .staging import SUMS, ChunkSums
 
 
 @dataclass(frozen=True, slots=True)
 class WholeFiles(Container):
-    """Whole tensors, with at most ``shard_bytes`` of elements in a file, None for the format's default.
+    """Whole tensors, with non-tensor items in a file beside the destination.
 
-    Non-tensor items are in a file of items beside the destination.
+    A file has at most ``shard_bytes`` of elements; None means the format's default.
     """
 
     shard_bytes: int | None = None
@@ -37,18 +37,21 @@ class WholeFiles(Container):
         outputs = request.outputs
         items = ItemFile.of(outputs.items, request.payloads, request.source) if outputs.items else None
         layouts = {output.key: output.record.layout for output in outputs.tensors}
-        buffers = (
-            request.provenance.get("buffers", ()) if any(layouts.values()) else ()
-        )  # a tensor still refers to them
+        refers_to_buffers = any(layouts.values())
+        buffers = request.provenance.get("buffers", ()) if refers_to_buffers else ()
         step: dict[str, Any] = {}
         if items:
-            step = {"items": len(items.decoded), "undecoded": list(items.undecoded), "items_digest": items.digest}
+            step = {
+                "items": len(items.decoded),
+                "undecoded": list(items.undecoded),
+                "items_digest": xxh3_128([items.data]),
+            }
         recorded = extended_provenance(request, "exported", step, None, buffers)
         return Arranged(tuple(self.files(outputs.tensors, recorded)), layouts, recorded, items)
 
     @abstractmethod
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
-        """Return the files of these tensors; ``recorded`` is the provenance to write.
+        """Return the files of these tensors, with this provenance.
 
         Raises:
             SourceError: the format cannot hold one of the tensors.
@@ -134,15 +137,14 @@ class ZarrFiles(WholeFiles):
 
 
 def _array_files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]:
-    dtype = output.record.dtype
     files = [(name, list(array.chunks(box))) for name, box in array.files()]
-    copies = iter(output.copies([box for _, chunks in files for _, box in chunks]))
+    plans = iter(chunk_plans(output, [box for _, chunks in files for _, box in chunks], bare))
     for name, chunks in files:
         index = zarr.index_of(array, [number for number, _ in chunks])
-        plans = []
-        for number, box in chunks:
+        framed = []
+        for number, plan in zip((number for number, _ in chunks), plans, strict=False):
             suffix = index if number == chunks[-1][0] else b""
-            frame = zarr.ChunkFrame(box.numel * itemsize(dtype), array.chunk_bytes, suffix)
-            plans.append(ChunkPlan(box, dtype, frame, next(copies)))
-        written = OutputChunks.end_to_end(name, [output] * len(plans), plans)
+            frame = zarr.ChunkFrame(plan.frame.payload_length, array.chunk_bytes, suffix)
+            framed.append(replace(plan, frame=frame))
+        written = OutputChunks.end_to_end(name, [output] * len(framed), framed)
         yield OutputFile(name, (), written, written.end)

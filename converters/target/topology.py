@@ -1,7 +1,7 @@
 """The target of a reshard: a mesh, rules by which its axes cut tensors, and the layout of the ranks.
 
-The names of axes and parameters have no meaning of their own.  The user's rules say which axes cut which dims of which
-tensors, and in which order; the first rule whose pattern matches a tensor's key counts.
+The names of axes and parameters have no meaning of their own: the user's rules say which axes cut which dims of which
+tensors, and in which order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AxisCut = tuple[str, int]
 """An axis of the mesh and the dim of a tensor that it cuts."""
 
 ROWS = "rows"
-"""The layout without flat buffers: tensors are cut by rows, or by the rules."""
+"""The layout without flat buffers."""
 
 FLAT = "flat"
 """The layout in flat buffers that are cut into equal parts, even inside a row."""
@@ -47,7 +47,7 @@ LAYOUTS: Mapping[str, str] = MappingProxyType(
 class ShardRule:
     """A rule that cuts tensors whose key matches the shell pattern ``glob`` by these axes, in this order.
 
-    The axes that it does not name hold replicas or, in a layout of buffers, share the buffer.
+    Axes that it does not name hold replicas or, in a layout of buffers, share the buffer.
     """
 
     glob: str
@@ -61,8 +61,8 @@ class ShardRule:
 class Target:
     """A mesh (sizes by axis, outermost first; ranks are numbered in row-major order), rules, and one of `LAYOUTS`.
 
-    Tensors that no rule matches: in rows, all axes cut dim 0, in the order of the mesh; in buffers, no axis cuts them
-    and all ranks share the buffer.  Tensors without dims are never cut.
+    The first rule that matches a tensor's key counts.  If none does: in rows, all axes cut dim 0, in the order of the
+    mesh; in buffers, no axis cuts the tensor and all ranks share the buffer.  Tensors without dims are never cut.
 
     Raises:
         TargetError: the layout is unknown; or a rule names an axis twice, or one that the mesh does not have.
@@ -120,8 +120,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class LaidOut:
-    """Where tensors go, by key: layouts whose buffers are ranks, the same as JSON data for the manifest, and the flat
-    buffers of the layout."""
+    """The layouts of tensors by key, whose buffers are ranks; the same as JSON data; and the flat buffers, if any."""
 
     layouts: Mapping[str, TensorLayout]
     recorded: Mapping[str, Mapping[str, Any] | None]

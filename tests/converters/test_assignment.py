@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.resharded import plan_job, saved
 
-from muonckpt.converters.engine.assignment import Assignment, assignment, part_ends
+from muonckpt.converters.engine.job import Assignment, assignment, part_ends
 from muonckpt.converters.engine.workers import Worker
 
 
@@ -40,7 +40,7 @@ def test_every_file_has_one_worker_and_every_chunk_is_checked_by_all_who_copy_fr
 
     def copied(part: Assignment) -> set:
         chunks = [chunk for file in part.files for chunk in file.chunks]
-        return {job.rows.row(c.output, copy.source.buffer) for c in chunks for copy in c.plan.copies}
+        return {job.rows.row(c.output, buffer) for c in chunks for buffer in c.plan.buffers}
 
     assert set().union(*map(checked, parts)) == everything
     for part in parts:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from muonckpt.cli import main
-from muonckpt.converters.engine.launch import joined, worker_of
-from muonckpt.converters.engine.workers import LaunchError, Worker
+from muonckpt.converters.engine.workers import LaunchError, Worker, joined, worker_of
 
 ENVIRONMENTS = {
     "nothing": ({"HOME": "/"}, Worker(0, 1)),

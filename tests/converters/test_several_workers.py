@@ -22,12 +22,10 @@ from support.trees import tree
 
 import muonckpt
 from muonckpt import DestinationError, Interrupted, MuonckptError
-from muonckpt.converters.engine.assignment import assignment
 from muonckpt.converters.engine.container import container_of
-from muonckpt.converters.engine.job import Job
-from muonckpt.converters.engine.launch import joined
+from muonckpt.converters.engine.job import Job, assignment
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.engine.workers import Worker
+from muonckpt.converters.engine.workers import Worker, joined
 from muonckpt.converters.target.topology import Target
 
 STAGED = ".out.reshard.tmp"

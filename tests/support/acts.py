@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import muonckpt
 from muonckpt.cli.main import run
-from muonckpt.converters.engine.launch import joined
 from muonckpt.converters.engine.run import run_job
+from muonckpt.converters.engine.workers import joined
 from muonckpt.store.io import publish
 from support.damages import content
 from support.interposed import BROKEN, CHANGED, CUT, FULL, HALF, INTERRUPTED, KILLED, READ_ONLY, TORN, Fault

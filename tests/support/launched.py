@@ -12,8 +12,8 @@ from typing import Any
 
 from muonckpt import MuonckptError
 from muonckpt.converters.engine.job import Job
-from muonckpt.converters.engine.launch import joined
 from muonckpt.converters.engine.run import run_job
+from muonckpt.converters.engine.workers import joined
 from muonckpt.store.io.location import location
 from support import workers
 from support.commands import COMMAND
