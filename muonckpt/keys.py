@@ -163,10 +163,11 @@ class NamedOptimizer:
         Args:
             known: names of parameters; in a key that begins with none of them, only the last part is the slot.
         """
+        prefix = self.state
         state: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for key in keys:
-            if key.startswith(self.state):
-                rest = key.removeprefix(self.state)
+            if key.startswith(prefix):
+                rest = key.removeprefix(prefix)
                 name = rest.rpartition(".")[0]
                 while name and name not in known:
                     name = name.rpartition(".")[0]
@@ -176,19 +177,21 @@ class NamedOptimizer:
 
     def options_of_names(self, keys: Iterable[str]) -> dict[str, dict[str, str]]:
         """Return the keys of its options in the flat form, by parameter and option."""
+        prefix = self.options
         options: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for key in keys:
-            if key.startswith(self.options):
-                name, _, option = key.removeprefix(self.options).rpartition(".")
+            if key.startswith(prefix):
+                name, _, option = key.removeprefix(prefix).rpartition(".")
                 options[name][option] = key
         return dict(options)
 
     def options_of_groups(self, keys: Iterable[str]) -> dict[int, dict[str, str]]:
         """Return the keys of its options in the nested form, by group number and option."""
+        prefix = self.options
         options: defaultdict[int, dict[str, str]] = defaultdict(dict)
         for key in keys:
-            if key.startswith(self.options):
-                number, _, option = key.removeprefix(self.options).partition(".")
+            if key.startswith(prefix):
+                number, _, option = key.removeprefix(prefix).partition(".")
                 if number.isdecimal():
                     options[int(number)][option] = key
         return dict(options)

@@ -53,7 +53,10 @@ class DimShares:
         return length
 
     def cut(self, parts: int) -> DimShares:
-        """Cut each share into parts of ``ceil(length / parts)`` indices; the last ones may be short or empty."""
+        """Cut each share into parts of ``ceil(length / parts)`` indices; the last ones may be short or empty.
+
+        Part ``k`` of share ``n`` becomes share ``n * parts + k``.
+        """
         before, length = self.before, self.stop - self.start
         size = -(-self.length // parts)[self.share]
         begin = before // size  # the first part that has some of a run
@@ -62,6 +65,13 @@ class DimShares:
         lo, hi = np.maximum(part * size[run], before[run]), np.minimum((part + 1) * size[run], (before + length)[run])
         shift = (self.start - before)[run]
         return DimShares(self.count * parts, self.share[run] * parts + part, lo + shift, hi + shift)
+
+    def cut_strided(self, split: int, parts: int) -> DimShares:
+        """Cut each share into ``split`` parts, and these as `cut` does; a share has part ``k`` of all of them."""
+        fine = self.cut(split).cut(parts)
+        share = fine.share // (split * parts) * parts + fine.share % parts
+        order = np.argsort(share, kind="stable")
+        return DimShares(self.count * parts, share[order], fine.start[order], fine.stop[order])
 
     def joined(self) -> DimShares:
         """Merge adjacent runs, so that a contiguous share is one box."""
@@ -101,10 +111,6 @@ class Shard:
     def __str__(self) -> str:
         return f"Shard({self.dim})"
 
-    def cut(self, shares: DimShares, parts: int) -> DimShares:
-        """Cut each share over the ranks of an axis: part ``k`` of share ``n`` becomes share ``n * parts + k``."""
-        return shares.cut(parts)
-
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
@@ -118,12 +124,6 @@ class StridedShard:
 
     def __str__(self) -> str:
         return f"StridedShard({self.dim}, split={self.split})"
-
-    def cut(self, shares: DimShares, parts: int) -> DimShares:
-        fine = shares.cut(self.split).cut(parts)
-        share = fine.share // (self.split * parts) * parts + fine.share % parts
-        order = np.argsort(share, kind="stable")
-        return DimShares(shares.count * parts, share[order], fine.start[order], fine.stop[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,5 +224,5 @@ def _shares(size: int, cuts: tuple[tuple[Shard | StridedShard, int], ...]) -> Di
     whole = np.arange(min(size, 1))
     shares = DimShares(1, whole, whole, whole + size)
     for placement, parts in cuts:
-        shares = placement.cut(shares, parts)
+        shares = shares.cut(parts) if isinstance(placement, Shard) else shares.cut_strided(placement.split, parts)
     return shares.joined()

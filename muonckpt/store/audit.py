@@ -22,7 +22,7 @@ from .formats.native import stock_metadata
 from .formats.registry import DCP, OWN
 from .formats.signs import MEGATRON_FILE, METADATA_FILE, items_beside
 from .io.checksums import Sums, crc32, xxh3_128
-from .io.location import Location, Remote, at_each, location
+from .io.location import Location, Remote, location
 from .io.regular import open_regular, read_whole
 from .open_checkpoint import OpenCheckpoint, check_blob
 from .reading.blocks import bands
@@ -64,7 +64,7 @@ def description_faults(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Fin
 def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
     """Compare DCP's metadata, which describe the checkpoint to other programs, with the manifest."""
     others = dict(checkpoint.outline.files)
-    if not (framed and _is_as_written(checkpoint.manifest, checkpoint.path)):
+    if not (framed and _is_as_written(checkpoint)):
         yield from _against(checkpoint)
     for name in sorted(others.keys() - {METADATA_FILE}):
         try:
@@ -76,14 +76,19 @@ def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Find
             yield Finding("metadata", message)
 
 
-def _is_as_written(manifest: Manifest, directory: Location) -> bool:
-    """Return True if DCP's metadata are the bytes that we write for the manifest, and extents neither overlap
-    nor reach beyond their files.
-    """
+def _is_as_written(checkpoint: OpenCheckpoint) -> bool:
+    """Return True if no file is cut, no items overlap, and DCP's metadata are the bytes that we write."""
+    manifest, columns = checkpoint.manifest, checkpoint.manifest.columns
+    numbers = {name: number for number, name in enumerate(columns.names)}
+    of_blobs = [(numbers.setdefault(b.item.file, len(numbers)), b.item.offset, b.item.end) for b in manifest.blobs]
+    of_chunks = np.stack([columns.file, columns.item, columns.item + columns.item_length], axis=1)
+    extents = np.concatenate([of_chunks, np.array(of_blobs, np.int64).reshape(-1, 3)])
+    extents = extents[np.lexsort((extents[:, 1], extents[:, 0]))]
+    same_file = extents[:-1, 0] == extents[1:, 0]
+    if (extents[:-1, 2] > extents[1:, 1])[same_file].any() or checkpoint.lost_files:
+        return False
     try:
-        if not _lie_in_files(manifest, directory):
-            return False
-        data, position = read_whole(directory / METADATA_FILE), 0
+        data, position = read_whole(checkpoint.path / METADATA_FILE), 0
         for part in stock_metadata(manifest):
             if data[position : position + len(part)] != part:
                 return False
@@ -91,27 +96,6 @@ def _is_as_written(manifest: Manifest, directory: Location) -> bool:
         return position == len(data) and manifest.files.get(METADATA_FILE) in (None, xxh3_128([data]))
     except (MuonckptError, OSError):
         return False  # `_against` finds out what is wrong
-
-
-def _lie_in_files(manifest: Manifest, directory: Location) -> bool:
-    columns = manifest.columns
-    numbers = {name: number for number, name in enumerate(columns.names)}
-    of_blobs = [(numbers.setdefault(b.item.file, len(numbers)), b.item.offset, b.item.end) for b in manifest.blobs]
-    of_chunks = np.stack([columns.file, columns.item, columns.item + columns.item_length], axis=1)
-    extents = np.concatenate([of_chunks, np.array(of_blobs, np.int64).reshape(-1, 3)])
-    extents = extents[np.lexsort((extents[:, 1], extents[:, 0]))]
-    following = extents[1:]
-    same_file = extents[:-1, 0] == following[:, 0]
-    if (extents[:-1, 2] > following[:, 1])[same_file].any():
-        return False
-    ends = np.zeros(len(numbers), np.int64)
-    np.maximum.at(ends, extents[:, 0], extents[:, 2])
-
-    def size(name: str) -> int:
-        with open_regular(directory / name) as file:
-            return file.size
-
-    return bool((np.array(at_each(directory, size, numbers), np.int64) >= ends).all())
 
 
 def _against(checkpoint: OpenCheckpoint) -> list[Finding]:

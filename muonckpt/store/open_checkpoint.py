@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import EllipsisType, MappingProxyType, TracebackType
+from types import EllipsisType, MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -322,9 +322,7 @@ class OpenCheckpoint:
     def __enter__(self) -> OpenCheckpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

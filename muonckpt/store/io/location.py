@@ -203,6 +203,8 @@ def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = Val
 
 
 class RemoteFile:
+    """An object that is read by ranges."""
+
     gap, most = GAP, REQUEST_BYTES
 
     def __init__(self, place: Remote, info: dict[str, Any]) -> None:
@@ -249,6 +251,8 @@ class RemoteFile:
 
 
 class Upload:
+    """An object that is being written."""
+
     rewinds = False
 
     def __init__(self, place: Remote, stream: Any) -> None:

@@ -11,7 +11,6 @@ import fcntl
 import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Protocol
 
 from .location import Location, Remote
 from .new_file import content
@@ -21,26 +20,9 @@ class InUse(Exception):
     """A living process has the lock."""
 
 
-class Lock(Protocol):
-    """An open lock.  ``earlier`` are the lines of its earlier owners, None if the lock is new."""
-
-    @property
-    def earlier(self) -> list[bytes] | None: ...
-
-    def sign(self, line: bytes) -> None:
-        """Become its owner; the line identifies this process."""
-        ...
-
-    def is_mine(self) -> bool:
-        """Return True if the lock exists, and no other process has become its owner since."""
-        ...
-
-    def close(self) -> None: ...
-
-
-def open_lock(folder: Location, name: str) -> Lock:
+def open_lock(folder: Location, name: str) -> FileLock | ObjectLock:
     """Open or make the lock file of this name, which locks the directory; raise `InUse` if another process has it."""
-    return _ObjectLock(folder / name) if isinstance(folder, Remote) else _FileLock(folder, name)
+    return ObjectLock(folder / name) if isinstance(folder, Remote) else FileLock(folder, name)
 
 
 def holding(folder: Path) -> int | None:
@@ -69,8 +51,8 @@ def _held(folder: Path, stack: ExitStack) -> tuple[int, bool]:
     raise InUse  # its owner has just renamed it
 
 
-class _FileLock:
-    """A file with a line for each owner, of which the last counts.
+class FileLock:
+    """A file with a line for each owner, of which the last counts; ``earlier`` are those it had, None if it is new.
 
     Where the file system supports it, the kernel locks the file, so that other machines see it, and the directory, so
     that no process enters while it is renamed.
@@ -90,6 +72,7 @@ class _FileLock:
             self._closing = stack.pop_all()
 
     def sign(self, line: bytes) -> None:
+        """Become its owner; the line identifies this process."""
         self._line = line
         self._stream.seek(0, os.SEEK_END)
         self._stream.write(b"\n" + line)  # the line before may have been cut off
@@ -97,6 +80,7 @@ class _FileLock:
         os.fsync(self._stream.fileno())
 
     def is_mine(self) -> bool:
+        """Return True if the lock exists, and no other process has become its owner since."""
         with suppress(FileNotFoundError):
             return self._path.read_bytes().splitlines()[-1:] == [self._line]
         return False
@@ -116,8 +100,8 @@ def _lock(handle: int) -> bool:
     return True
 
 
-class _ObjectLock:
-    """An object, in a store such as S3 that can write one only where none exists."""
+class ObjectLock:
+    """The same as an object, in a store such as S3 that can write one only where none exists."""
 
     def __init__(self, place: Remote) -> None:
         self._place, self._line = place, b""

@@ -7,10 +7,8 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
 
-from .location import Location, Remote, asking, at_each
+from .location import Location, Remote, Upload, asking, at_each
 
 _STRIDE = 2 << 20
 """Bytes after which the disk is asked to write."""
@@ -18,16 +16,6 @@ _STRIDE = 2 << 20
 _AT_ONCE = 256 << 10
 """Most bytes of one write.  For larger ones file systems allocate larger pages, which a guest that has returned
 memory to its host must request again: measured at 4 GB, half the time in the kernel."""
-
-
-class Writing(Protocol):
-    """A file that is being written; if it ``rewinds``, bytes before the last write may still be written."""
-
-    rewinds: bool
-
-    def write(self, data: bytes | memoryview, offset: int) -> int:
-        """Write at ``offset``, behind all earlier writes; return the end."""
-        ...
 
 
 def created(file: Location, length: int) -> AbstractContextManager[Writing]:
@@ -89,9 +77,7 @@ class Output:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 os.fsync(self._handle)
@@ -99,6 +85,7 @@ class Output:
             os.close(self._handle)
 
     def write(self, data: bytes | memoryview, offset: int) -> int:
+        """Write at ``offset``; return the end."""
         left = memoryview(data)
         while left:
             written = os.pwrite(self._handle, left[:_AT_ONCE], offset)
@@ -110,22 +97,13 @@ class Output:
         return offset
 
 
-class Lines(Protocol):
-    """Lines that one thread appends and that survive a crash of the machine.
-
-    They are a file that is synced line by line; in a store, where objects cannot grow, a folder of objects.
-    """
-
-    def add(self, line: bytes) -> None:
-        """Add a line, given without its end; it is on the disk or in the store on return."""
-        ...
-
-    def close(self) -> None: ...
+Writing = Output | Upload
+"""A file that is being written; if it ``rewinds``, bytes before the last write may still be written."""
 
 
-def new_lines(place: Location) -> Lines:
+def new_lines(place: Location) -> LineFile | LineObjects:
     """Open a new place for lines."""
-    return _Objects(place) if isinstance(place, Remote) else _File(place)
+    return LineObjects(place) if isinstance(place, Remote) else LineFile(place)
 
 
 def read_lines(place: Location) -> list[bytes]:
@@ -140,11 +118,14 @@ def content(place: Remote) -> bytes:
         return bytes(place.fs.cat_file(place.path))
 
 
-class _File:
+class LineFile:
+    """Lines that one thread appends and that survive a crash of the machine: a file that is synced line by line."""
+
     def __init__(self, path: Path) -> None:
         self._stream = path.open("xb")
 
     def add(self, line: bytes) -> None:
+        """Add a line, given without its end; it is on the disk on return."""
         self._stream.write(line + b"\n")
         self._stream.flush()
         os.fsync(self._stream.fileno())
@@ -153,7 +134,9 @@ class _File:
         self._stream.close()
 
 
-class _Objects:
+class LineObjects:
+    """The same in a store, where objects cannot grow: a folder with an object for each line."""
+
     def __init__(self, place: Remote) -> None:
         self._place = place
         self._count = 0

@@ -10,14 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from ...errors import DamageError, SourceError, about
 from ...record import Extent
 from .limits import check_description, check_text, on_disk
-from .location import Location, Remote, at_each
+from .location import Location, Remote, RemoteFile, at_each
 
 READ_BYTES = 4 << 20
 """Most bytes of a local file in one read from which boxes are gathered: they stay in cache meanwhile."""
@@ -26,56 +25,9 @@ _GAP = 64 << 10
 """Largest gap, in bytes, between two pieces of a local file that one read includes."""
 
 
-class FileBytes(Protocol):
-    """The bytes of a file, by ranges; offsets and lengths in bytes.
-
-    ``gap`` is the largest gap that one read should include rather than skip, ``most`` the most bytes of one read.
-    """
-
-    gap: int
-    most: int
-
-    @property
-    def size(self) -> int: ...
-
-    def view(self, offset: int, length: int) -> memoryview: ...
-
-    def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]: ...
-
-    def fill(self, buffer: memoryview, offset: int) -> None: ...
-
-
-class File(Protocol):
-    """An open file; ``gap`` and ``most`` as those of its bytes."""
-
-    gap: int
-    most: int
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def state(self) -> tuple[object, ...]:
-        """Return a value that changes when the file is written."""
-        ...
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Read the bytes of a range; fewer where the file ends."""
-        ...
-
-    @property
-    def on_disk(self) -> int:
-        """Return the bytes that it has on the disk: fewer than its size if it has holes."""
-        ...
-
-    def contents(self) -> FileBytes:
-        """Return its bytes, which stay accessible after it has been closed."""
-        ...
-
-    def forget(self) -> None: ...
-
-
 class LocalFile:
+    """An open local file."""
+
     gap, most = _GAP, READ_BYTES
 
     def __init__(self, path: Path, handle: int) -> None:
@@ -88,14 +40,17 @@ class LocalFile:
 
     @property
     def on_disk(self) -> int:
+        """Return the bytes that it has on the disk: fewer than its size if it has holes."""
         return on_disk(_status(self._path, self._handle))
 
     @property
     def state(self) -> tuple[object, ...]:
+        """Return a value that changes when the file is written."""
         status = _status(self._path, self._handle)
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     def read(self, offset: int, length: int) -> bytes:
+        """Read a range; fewer bytes where the file ends."""
         parts = []
         try:
             while length and (part := os.pread(self._handle, length, offset)):  # at most 2 GiB at a time
@@ -106,6 +61,7 @@ class LocalFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def contents(self) -> LocalBytes:
+        """Return its bytes, which stay accessible after it has been closed."""
         return LocalBytes(self._path, os.dup(self._handle))
 
     def forget(self) -> None:
@@ -113,6 +69,8 @@ class LocalFile:
 
 
 class Held:
+    """Bytes in memory that stand in for a file."""
+
     gap, most = _GAP, READ_BYTES
 
     def __init__(self, data: bytes | memoryview) -> None:
@@ -182,6 +140,16 @@ def _status(path: Path, handle: int) -> os.stat_result:
 
 def _unreadable(path: Path, error: OSError) -> SourceError:
     return SourceError(f"cannot read {path}: {error.strerror}")
+
+
+File = LocalFile | RemoteFile
+"""An open file."""
+
+FileBytes = LocalBytes | RemoteFile | Held
+"""The bytes of a file, by ranges; offsets and lengths in bytes.
+
+``gap`` is the largest gap that one read should include rather than skip, ``most`` the most bytes of one read.
+"""
 
 
 @contextmanager
