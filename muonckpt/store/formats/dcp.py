@@ -105,7 +105,7 @@ _FILES_AT_ONCE = 16
 
 
 class _Surroundings:
-    """The bytes before and after the payloads of items of one file, read many items at a time.
+    """The bytes around the payloads of one file's items, read many items at a time.
 
     Args:
         items: the items that may be like their template, each with its first byte, in the order of the file.
@@ -136,15 +136,15 @@ class _Surroundings:
 
 
 def _spans(template: ItemTemplate, offset: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return where an item's bytes before and after its payload start and stop in the file."""
+    """Return the ranges of the file before and after an item's payload."""
     return (offset, offset + len(template.head)), (offset + template.tail_offset, offset + template.length)
 
 
 class DcpReader:
     """Reads ``.metadata`` and the sizes of the files; opens an item when its elements are located.
 
-    ``faults`` are files that are missing, cut or not regular, and items that overlap.  ``digest`` is the xxh3-128 of
-    ``.metadata`` in hex.
+    ``faults`` are missing, cut or irregular files, and overlapping items.  ``digest`` is the xxh3-128 of ``.metadata``
+    in hex.
 
     Raises:
         SourceError: there is no checkpoint; or its metadata is damaged, refused or contradicts itself.
@@ -261,9 +261,7 @@ _MOST_NAMES = 8
 
 
 class SiblingsReader:
-    """Reads all folders as one checkpoint.  Keys begin with the name of their folder only if folders share keys.
-
-    ``faults`` are those of all folders.
+    """Reads all folders as one checkpoint.  Keys begin with their folder's name only if folders share keys.
 
     Raises:
         SourceError: the folders are not parts of one checkpoint, or one of them cannot be read.
@@ -305,7 +303,7 @@ def _holds_optimizers(outline: Manifest) -> bool | None:
 
 
 def _moved(outline: Manifest, folder: str, named: bool) -> Manifest:
-    """Return the outline with files, and keys if they are ``named``, as they are seen from the folder above."""
+    """Return the outline with files, and keys if they are ``named``, as seen from the folder above."""
     moved = outline.moved(lambda file: f"{folder}/{file}")
     if not named:
         return moved

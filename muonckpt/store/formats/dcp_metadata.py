@@ -38,7 +38,7 @@ _NAMES = {
 }
 
 _KNOWN = frozenset(f"{module} {name}" for module, names in _NAMES.items() for name in names)
-"""Everything in one that is not plain data, as "module name"."""
+"""Every class and function that such a file may name, as "module name"."""
 
 _ATTRIBUTES = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
 
@@ -54,9 +54,9 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """An item of ``length`` bytes at byte ``offset`` of ``file``, a name not checked yet.
+    """An item of ``length`` bytes at byte ``offset`` of ``file``, whose name is not checked yet.
 
-    ``transforms`` names what the stream was encoded with (compression, encryption), which is rare.
+    ``transforms`` are the encodings of the stream (compression, encryption), which are rare.
     """
 
     file: str
@@ -69,8 +69,8 @@ class StoredItem:
 class Metadata:
     """The content of a ``.metadata`` file.
 
-    ``storage`` is keyed by (tensor key, offsets of the chunk) and by (blob key, None).  ``paths`` says where a flat key
-    sat in the nested state dict, if not at its own path.  ``extra`` names other programs' attributes.
+    ``storage`` is keyed by (tensor key, offsets of the chunk) and by (blob key, None).  ``paths`` has the nested paths
+    of flat keys.  ``extra`` names other programs' attributes.
     """
 
     tensors: Mapping[str, TensorMeta]
@@ -85,40 +85,36 @@ def parse_metadata(data: bytes) -> Metadata:
     """Parse a ``.metadata`` file.  Runs nothing, imports nothing.
 
     Raises:
-        SourceError: it is not such a file, is cut, names anything that a stock file does not have, or has a size that
-            is not an integer >= 0, or an item twice.  File names are not checked here.
+        SourceError: it is cut or no such file, has a name that a stock file lacks, a size that is not an integer >= 0,
+            or an item twice.  File names are not checked here.
     """
     with gc_paused():
         content = unpickle(data, _KNOWN)
         try:
-            return _metadata(content)
+            fields = _fields("Metadata", content)
+            stored = expect(dict, fields["storage_data"])
+            room = len(stored)
+            tensors: dict[str, TensorMeta] = {}
+            blobs: list[str] = []
+            for key, value in expect(dict, fields["state_dict_metadata"]).items():
+                if expect(Record, value).kind == f"{METADATA} BytesStorageMetadata":
+                    blobs.append(expect(str, key))
+                    continue
+                # Chunks are counted before they are read: in a hostile file many tensors can share one list.
+                tensors[expect(str, key)] = tensor = _tensor(value, room)
+                room -= len(tensor.chunks)
+            paths = expect(dict, fields.get("planner_data") or {})
+            version = fields.get("version")
+            return Metadata(
+                tensors,
+                tuple(blobs),
+                _storage(stored),
+                {expect(str, key): _path(path) for key, path in paths.items()},
+                version if version is None else expect(str, version),
+                tuple(name for name in fields if name not in _ATTRIBUTES),
+            )
         except (KeyError, ValueError) as error:
             raise SourceError(f"expected the metadata of a checkpoint, found a part missing ({error})") from None
-
-
-def _metadata(content: object) -> Metadata:
-    fields = _fields("Metadata", content)
-    stored = expect(dict, fields["storage_data"])
-    room = len(stored)
-    tensors: dict[str, TensorMeta] = {}
-    blobs: list[str] = []
-    for key, value in expect(dict, fields["state_dict_metadata"]).items():
-        if expect(Record, value).kind == f"{METADATA} BytesStorageMetadata":
-            blobs.append(expect(str, key))
-            continue
-        # Chunks are counted before they are read: in a hostile file many tensors can share one list.
-        tensors[expect(str, key)] = tensor = _tensor(value, room)
-        room -= len(tensor.chunks)
-    paths = expect(dict, fields.get("planner_data") or {})
-    version = fields.get("version")
-    return Metadata(
-        tensors,
-        tuple(blobs),
-        _storage(stored),
-        {expect(str, key): _path(path) for key, path in paths.items()},
-        version if version is None else expect(str, version),
-        tuple(name for name in fields if name not in _ATTRIBUTES),
-    )
 
 
 def _fields(kind: str, value: object, module: str = METADATA) -> dict[str, object]:

@@ -5,29 +5,15 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from ...box import Index
 from ...chunks import Boxes
 from ...errors import LayoutError, SourceError
 from ...record import Blob, Manifest, StateRecord
-from ...vocabulary import KeyPath
 from ..reading.dtypes import DTYPES
 from .signs import FILESYSTEM, METADATA, OUR_MARK
 from .torch_save.inert_pickle import Global, Pickler, Record, integer
-
-
-@dataclass(frozen=True, slots=True)
-class _TensorEntry:
-    """A tensor to describe; ``items`` gives the file, offset and length in bytes of each box's item, in three lists."""
-
-    key: str
-    path: KeyPath
-    dtype: str
-    shape: Index
-    boxes: Boxes
-    items: Callable[[], tuple[list[str], list[int], list[int]]]
 
 
 def metadata_parts(manifest: Manifest) -> Iterator[bytes]:
@@ -39,17 +25,9 @@ def metadata_parts(manifest: Manifest) -> Iterator[bytes]:
     entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
     _refuse_twice("key", (entry.key for entry in entries))
     for tensor in manifest.tensors:
-        _check_offsets(tensor.key, tensor.boxes)
-    return _pickled_parts(list(map(_entry, manifest.tensors)), manifest.blobs)
-
-
-def _entry(tensor: StateRecord) -> _TensorEntry:
-    return _TensorEntry(tensor.key, tensor.path, tensor.dtype, tensor.shape, tensor.boxes, lambda: tensor.chunks.items)
-
-
-def _check_offsets(key: str, boxes: Boxes) -> None:
-    if len(boxes) > 1 and not _differ(boxes):
-        _refuse_twice(f"offset of the boxes of {key!r}", map(tuple, boxes.lo.tolist()))
+        if len(tensor.boxes) > 1 and not _differ(tensor.boxes):
+            _refuse_twice(f"offset of the boxes of {tensor.key!r}", map(tuple, tensor.boxes.lo.tolist()))
+    return _pickled_parts(manifest.tensors, manifest.blobs)
 
 
 @lru_cache(maxsize=1024)
@@ -63,13 +41,10 @@ def _refuse_twice(what: str, values: Iterable[Hashable]) -> None:
         raise LayoutError(f"expected each {what} once; found {twice[0]!r} twice")
 
 
-def _pickled_parts(tensors: Sequence[_TensorEntry], blobs: Sequence[Blob]) -> Iterator[bytes]:
+def _pickled_parts(tensors: Sequence[StateRecord], blobs: Sequence[Blob]) -> Iterator[bytes]:
     """Yield the ``.metadata`` file of these tensors and items, in parts of bounded size.
 
     It names no directory of a save (``storage_meta`` is None) and has `OUR_MARK`; DCP accepts both.
-
-    Raises:
-        SourceError: a dtype is not one of torch's.
     """
     writer = _MetadataWriter()
     writer.begin("Metadata", METADATA)
@@ -85,7 +60,7 @@ def _pickled_parts(tensors: Sequence[_TensorEntry], blobs: Sequence[Blob]) -> It
     writer.out += pickle.SETITEMS
     writer.put("planner_data")
     writer.out += _DICT
-    entries: tuple[_TensorEntry | Blob, ...] = (*tensors, *blobs)
+    entries: tuple[StateRecord | Blob, ...] = (*tensors, *blobs)
     for entry in entries:
         writer.put(entry.key)
         writer.put(entry.path)
@@ -120,12 +95,12 @@ class _MetadataWriter(Pickler):
         super().__init__()
         self._pickled: dict[object, bytes] = {}
         self._offsets: dict[Boxes, tuple[bytes, ...]] = {}
-        """What is written of the offsets of each box, once all of it repeats."""
+        """The bytes written for the offsets of each box, once all of them repeat."""
         self._files: dict[str, bytes] = {}
-        """What is written of each file between the offsets of a box and those of its item, once it repeats."""
+        """The bytes written for each file between the offsets of a box and those of its item, once they repeat."""
 
     def full_parts(self) -> Iterator[bytes]:
-        """Yield what has been written, if it is long enough to be passed on."""
+        """Yield the bytes written so far, if they are enough to be passed on."""
         if len(self.out) >= _PART:
             yield bytes(self.out)
             self.out.clear()
@@ -136,7 +111,7 @@ class _MetadataWriter(Pickler):
         self.out += _DICT
 
     def again(self, name: object, write: Callable[[], None]) -> None:
-        """Write what has this name: opcodes are repeated once they make no new entries in the pickle's memo."""
+        """Write the value of this name: opcodes are repeated once they make no new entries in the pickle's memo."""
         if name in self._pickled:
             self.out += self._pickled[name]
             return
@@ -145,7 +120,7 @@ class _MetadataWriter(Pickler):
         if len(self.memo) == known:
             self._pickled[name] = bytes(self.out[start:])
 
-    def tensor(self, tensor: _TensorEntry) -> None:
+    def tensor(self, tensor: StateRecord) -> None:
         if tensor.dtype not in DTYPES:
             raise SourceError(f"expected a dtype of torch, found {tensor.dtype!r}")
         self.again(("tensor", tensor.dtype, tensor.shape, tensor.boxes), lambda: self.put(_tensor_record(tensor)))
@@ -162,9 +137,9 @@ class _MetadataWriter(Pickler):
         self.again("length", lambda: self.put("length"))
         self.out += integer(length) + _END
 
-    def places(self, tensor: _TensorEntry) -> None:
+    def places(self, tensor: StateRecord) -> None:
         """Write ``MetadataIndex`` and ``_StorageInfo`` of each chunk."""
-        files, offsets, lengths = tensor.items()
+        files, offsets, lengths = tensor.chunks.items
         if tensor.boxes in self._offsets and self._files.keys() >= set(files):
             self._repeat(tensor, files, offsets, lengths)
             return
@@ -178,8 +153,8 @@ class _MetadataWriter(Pickler):
         if self._pickled.keys() >= set(numbered):
             self._offsets[tensor.boxes] = tuple(map(self._pickled.__getitem__, numbered))
 
-    def _repeat(self, tensor: _TensorEntry, files: list[str], offsets: list[int], lengths: list[int]) -> None:
-        """Write the places of a tensor of which all but the key and the numbers has been written before."""
+    def _repeat(self, tensor: StateRecord, files: list[str], offsets: list[int], lengths: list[int]) -> None:
+        """Write the places of a tensor from bytes written before, except for its key and numbers."""
         start = len(self.out)
         self._index(tensor.key)
         index = bytes(self.out[start:])
@@ -212,7 +187,7 @@ def _size(sizes: Index) -> Record:
     return Record(Global("torch Size"), (sizes,))
 
 
-def _tensor_record(tensor: _TensorEntry) -> Record:
+def _tensor_record(tensor: StateRecord) -> Record:
     layout = Record(Global("torch.serialization _get_layout"), ("torch.strided",))
     contiguous = Record(Global(f"{METADATA} _MEM_FORMAT_ENCODING"), (0,))
     properties = (Global(f"torch {tensor.dtype}"), layout, False, contiguous, False)

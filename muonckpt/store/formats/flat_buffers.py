@@ -1,7 +1,7 @@
 """Checkpoints of raw flat buffers: an image of each rank's memory in a file, and an index.
 
-docs/formats/flat_buffers.md has the format.  The index is a manifest whose record of buffers names their files, from
-which the places of elements follow; chunks that it lists must agree, and add their digests.
+The index is a manifest whose record of buffers names their files, from which the places of elements follow; chunks that
+it lists must agree, and add their digests: docs/formats/flat_buffers.md.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from ..reading.reader import LocatedReader
 from .signs import FLAT_BUFFERS_FILE
 
 RANK_FILE = "rank_{}.bin".format
-"""The name of a rank's file, as we write it."""
 
 ITEMS = "items.bin"
 
 _ALIGNMENT = 4096
-"""Bytes at a multiple of which a rank's part of a buffer begins, to be mapped or read with direct I/O."""
+"""Each rank's part of a buffer begins at a multiple of it in bytes, to be mapped or read with direct I/O."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBuffer:
-    """A flat buffer, and for each rank of its group the extent of the rank's part, padding included.
+    """A flat buffer, and the extent of each rank's part, padding included.
 
     Raises:
         LayoutError: the parameters differ in dtype, or the extents do not fit the ranks' parts.
@@ -50,7 +49,7 @@ class StoredBuffer:
             raise LayoutError(f"expected places of {lengths(self.buffer)} bytes, got {self.places}")
 
     def chunks(self) -> Iterator[tuple[int, str, Chunk]]:
-        """Yield (global rank, key, chunk) for every box of every tensor in the buffer, replicas too."""
+        """Yield (global rank, key, chunk) for every box of every tensor, replicas too."""
         size = itemsize(buffer_dtype(self.buffer))
         places = dict(zip(self.buffer.group, self.places, strict=True))
         for key, fragment in self.buffer.fragments():
@@ -67,7 +66,7 @@ class StoredBuffer:
 
 
 def place(buffers: Sequence[GroupBuffer]) -> tuple[StoredBuffer, ...]:
-    """Place each rank's parts of these buffers in its file, in this order, each aligned."""
+    """Place each rank's parts of these buffers, aligned, one after another in its file."""
     ends: defaultdict[int, int] = defaultdict(int)
     stored = []
     for buffer in buffers:
@@ -81,10 +80,10 @@ def place(buffers: Sequence[GroupBuffer]) -> tuple[StoredBuffer, ...]:
 
 
 def ends(stored: Sequence[StoredBuffer]) -> dict[str, int]:
+    """Return the byte at which the last part in each file ends."""
     last_bytes: dict[str, int] = {}
-    for stored_buffer in stored:
-        for extent in stored_buffer.places:
-            last_bytes[extent.file] = max(last_bytes.get(extent.file, 0), extent.end if extent.length else 0)
+    for extent in (extent for buffer in stored for extent in buffer.places):
+        last_bytes[extent.file] = max(last_bytes.get(extent.file, 0), extent.end if extent.length else 0)
     return last_bytes
 
 
@@ -113,11 +112,12 @@ def reader(path: Location) -> LocatedReader:
         text = read_whole(file).decode()
     except UnicodeDecodeError as error:
         raise DamageError(f"{file}: expected UTF-8: {error}") from error
-    except OSError as error:
-        raise SourceError(f"cannot read {file}: {error}") from error
     try:
         manifest = Manifest.from_json(text)
-        stored = tuple(map(_stored, manifest.provenance["buffers"]))
+        stored = []
+        for fields in manifest.provenance["buffers"]:
+            places = tuple(Extent(name, *int_tuple(span)) for name, *span in fields["files"])
+            stored.append(StoredBuffer(GroupBuffer.from_json(fields), places))
         tensors = _placed(manifest.tensors, stored)
     except (SourceError, KeyError, TypeError, ValueError, AttributeError) as error:
         kind = type(error) if isinstance(error, SourceError) else DamageError
@@ -128,15 +128,9 @@ def reader(path: Location) -> LocatedReader:
 
 
 def write_buffer_index(manifest: Manifest, directory: Location) -> None:
-    """Write the index of finished files, and wait until it is on disk.  Its list of buffers may be empty."""
+    """Write the index of finished files, perhaps of no buffers, and wait until it is on disk."""
     index = replace(manifest, provenance={"buffers": [], **manifest.provenance})
     write_synced(directory / FLAT_BUFFERS_FILE, index.to_json().encode())
-
-
-def _stored(data: Mapping[str, Any]) -> StoredBuffer:
-    return StoredBuffer(
-        GroupBuffer.from_json(data), tuple(Extent(file, *int_tuple(span)) for file, *span in data["files"])
-    )
 
 
 def _placed(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> tuple[StateRecord, ...]:

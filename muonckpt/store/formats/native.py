@@ -81,15 +81,15 @@ _NO_CHUNKS: Mapping[str, list[int]] = {
 
 
 def entry_of(tensor: StateRecord) -> dict[str, Any]:
-    """Return the fields of docs/formats/manifest.md, "A tensor", and the version that they follow."""
+    """Return a tensor's fields (docs/formats/manifest.md, "A tensor") and their version."""
     return {"version": _VERSION, **json.loads(json.dumps(record_fields(tensor)))}
 
 
 def tensor_of(entry: Mapping[str, Any]) -> StateRecord:
-    """Return the tensor of such an entry, with no chunks yet.
+    """Return the tensor of such an entry, without chunks.
 
     Raises:
-        SourceError: the version is unknown, or a field is missing or not what it should be.
+        SourceError: the version is unknown, or a field is missing or of another type.
     """
     if entry.get("version") != _VERSION:
         raise SourceError(f"entry of version {entry.get('version')!r}; this program reads version {_VERSION}")
@@ -115,7 +115,7 @@ _BACKEND = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
 def write_torch_dist(manifest: Manifest, directory: Location) -> None:
     """Write our description of a checkpoint, DCP's and Megatron's, and sync them.
 
-    Where the checkpoint has no common state, an empty one is written: without one Megatron loads no tensor either.
+    Without a common state Megatron loads no tensor, so an empty one is written where there is none.
     """
     from .dcp import common_file  # readers need neither
     from .torch_save.plain_item import plain_item

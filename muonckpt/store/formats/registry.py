@@ -26,7 +26,6 @@ from ..reading.reader import Format, Reader
 from . import signs
 
 ENTRY_POINTS = "muonckpt.formats"
-"""The group of entry points of plug-ins."""
 
 
 def _refuse_zero(path: Location) -> Reader:

@@ -43,7 +43,7 @@ METADATA_KEY = "__metadata__"
 """The one name that no tensor can have."""
 
 MANIFEST_KEY = "muonckpt"
-"""Our manifest among the metadata; other programs' files have none."""
+"""The key of our manifest in the metadata."""
 
 DTYPE_OF_CODE: Mapping[str, str] = MappingProxyType(
     {
@@ -68,7 +68,7 @@ DTYPE_OF_CODE: Mapping[str, str] = MappingProxyType(
         "F8_E8M0": "float8_e8m0fnu",
     }
 )
-"""Our name of each element type by the format's; types of less than a byte (F4, F6) are not supported."""
+"""Torch's name of each element type by the format's; types of less than a byte (F4, F6) are not supported."""
 
 CODE_OF_DTYPE: Mapping[str, str] = MappingProxyType({name: code for code, name in DTYPE_OF_CODE.items()})
 
@@ -77,10 +77,10 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor: ``dtype`` by torch's name, ``start`` and ``stop`` in bytes of the data.
+    """One tensor: torch's name of its ``dtype``, and ``start`` and ``stop`` in bytes of the data.
 
     Raises:
-        SourceError: the length of the range is not what dtype and shape need.
+        DamageError: the range has not the length that dtype and shape need.
     """
 
     dtype: str
@@ -105,7 +105,7 @@ class Header:
     """``entries`` in the order of their bytes, without gap or overlap.
 
     Raises:
-        SourceError: there is a gap, an overlap or a wrong order.
+        DamageError: there is a gap, an overlap or a wrong order.
     """
 
     entries: Mapping[str, HeaderEntry]
@@ -134,7 +134,7 @@ class Header:
 
 
 def read_header(file: File) -> tuple[Header, int, str]:
-    """Read the header of an open file, the byte at which its data begins, and the xxh3-128 of its text in hex.
+    """Return the header of an open file, the byte at which its data begins, and the xxh3-128 of its text in hex.
 
     Raises:
         SourceError: it is not a safetensors file, or contradicts itself or its length.
@@ -169,7 +169,9 @@ def read_header(file: File) -> tuple[Header, int, str]:
 def parse_header(text: bytes) -> Header:
     limits.check_text(text)
     try:
-        fields = _fields(json.loads(text.decode(), object_pairs_hook=_unique))
+        fields: Any = json.loads(text.decode(), object_pairs_hook=_unique)
+        if not isinstance(fields, dict):
+            raise ValueError("expected a JSON object")
     except (ValueError, RecursionError) as error:
         raise DamageError(f"damaged safetensors header: {type(error).__name__}: {error}") from error
     metadata = fields.pop(METADATA_KEY, {})
@@ -178,12 +180,6 @@ def parse_header(text: bytes) -> Header:
     strange = DamageError if MANIFEST_KEY in metadata else SourceError
     entries = {name: _entry(name, value, strange) for name, value in fields.items()}
     return Header(dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))), metadata)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError("expected a JSON object")
-    return value
 
 
 def _entry(name: str, value: Any, strange: type[SourceError]) -> HeaderEntry:
@@ -211,17 +207,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 INDEX_FILE = "model.safetensors.index.json"
-"""The index of a sharded checkpoint, as we write it.  Any other single index is read, too."""
+"""The index of a sharded checkpoint, as we write it; any other single index is read, too."""
 
 _DATA = "data"
-"""The file in that manifest's extents, which count from the data section, not to depend on its own length."""
+"""The file in our manifest's extents, which count from the data section: the header's length must not matter."""
 
 _PARTS = "DCP_SHARDING_INFO"
-"""A key that DCP's ``HuggingFaceStorageWriter`` writes to ``__metadata__``: the file's tensors may be parts of tensors
-whose size it does not record.  Where it has written whole tensors there is an index."""
+"""A key that DCP's ``HuggingFaceStorageWriter`` writes to ``__metadata__``: tensors may be parts, of tensors whose size
+is not recorded.  Where it has written whole tensors there is an index."""
 
 _SHARD = re.compile(r"model-[0-9]+-of-[0-9]+\.safetensors$")
-"""Files of a sharded checkpoint: one without an index is a part, or unfinished."""
+"""Files of a sharded checkpoint; without an index one is a part, or unfinished."""
 
 
 def reader(path: Location) -> LocatedReader:
@@ -237,24 +233,21 @@ def reader(path: Location) -> LocatedReader:
 def read_safetensors(path: Location) -> Manifest:
     """Read the headers of a file, or of a folder with an index or a single file.
 
-    Extents name files in ``folder(path)``.  Of others' tensors only the name is known, which is their key.
+    Extents name files in ``folder(path)``.  Other programs' tensors have only a key.
 
     Raises:
         SourceError: there is none, it is damaged, or headers, index and manifest disagree.
     """
-    try:
-        files, index = ([path], None) if not path.is_dir() else _files(path)
-        tensors: dict[str, StateRecord] = {}
-        provenance: Mapping[str, Any] = {}
-        for file in files:
-            with about(file):
-                recorded, tensors_of_file = _read_file(file, index)
-                for tensor in tensors_of_file:
-                    if tensors.setdefault(tensor.key, tensor) is not tensor:
-                        raise DamageError(f"tensor {tensor.key!r} is in another file of the checkpoint as well")
-            provenance = provenance or recorded
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
+    files, index = ([path], None) if not path.is_dir() else _files(path)
+    tensors: dict[str, StateRecord] = {}
+    provenance: Mapping[str, Any] = {}
+    for file in files:
+        with about(file):
+            recorded, tensors_of_file = _read_file(file, index)
+            for tensor in tensors_of_file:
+                if tensors.setdefault(tensor.key, tensor) is not tensor:
+                    raise DamageError(f"tensor {tensor.key!r} is in another file of the checkpoint as well")
+        provenance = provenance or recorded
     file_of_tensor = {key: tensor.chunks[0].item.file for key, tensor in tensors.items()}
     if index is not None and file_of_tensor != index.files:
         differing = sorted(file_of_tensor.items() ^ index.files.items())[0]
@@ -267,7 +260,11 @@ def folder(path: Location) -> Location:
 
 
 def refuse(tensors: Sequence[StateRecord]) -> None:
-    """Refuse tensors that the format cannot hold."""
+    """Refuse tensors that the format cannot hold.
+
+    Raises:
+        SourceError: the format lacks the dtype, or cannot have the key.
+    """
     for tensor in tensors:
         if tensor.dtype not in CODE_OF_DTYPE:
             raise SourceError(
@@ -282,10 +279,10 @@ def refuse(tensors: Sequence[StateRecord]) -> None:
 
 
 def front(tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: Sequence[tuple[str, int]] = ()) -> bytes:
-    """Return the bytes before the elements of these tensors, which follow each other in this order.
+    """Return the bytes before the elements of these tensors, which follow one another in this order.
 
     Args:
-        sums: digest and share of the fingerprint of each tensor.  Without them the length is the same.
+        sums: digest and share of the fingerprint of each tensor; without them the header has the same length.
 
     Raises:
         DestinationError: the header would be longer than readers accept.
@@ -311,7 +308,7 @@ def front(tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: S
 
 
 def shards(tensors: Sequence[StateRecord], most: int) -> list[tuple[str, list[StateRecord]]]:
-    """Return the names of files, and the tensors in each, in order.
+    """Distribute tensors over files in order; return each file's name and tensors.
 
     A file has at most ``most`` bytes of elements, or one tensor.  Without tensors there is one empty file.
     """
@@ -329,7 +326,7 @@ def shards(tensors: Sequence[StateRecord], most: int) -> list[tuple[str, list[St
 def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Location) -> None:
     """Write the index of finished shards, and wait until it is on disk.
 
-    The digests of the shards' headers, which have those of their tensors, bind the files together.
+    The digests of their headers, which have the tensors' digests, bind the files together.
     """
     headers = {}
     for name in names:
@@ -345,30 +342,10 @@ def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Locat
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """The file of each tensor; and if we wrote the index, the digest of each file's header, else nothing."""
+    """The file of each tensor, and the digest of each file's header; of others' indices no digests."""
 
     files: Mapping[str, str]
     headers: Mapping[str, str]
-
-    @classmethod
-    def of(cls, data: Any) -> _Index:
-        """Parse the JSON of its file.
-
-        Raises:
-            DamageError: it is not an index, or is ours and not the one that was written.
-        """
-        match data:
-            case {"weight_map": dict(files)} if all(isinstance(name, str) for name in files.values()):
-                pass
-            case _:
-                raise DamageError("damaged index: expected a weight_map of file names")
-        match data.get("metadata"):
-            case {"muonckpt": {"digest": recorded, "headers": dict(headers), **version}, **sizes}:
-                check_digest(recorded, [sizes, {**version, "headers": headers}, files])
-                return cls(files, headers)
-            case {"muonckpt": _}:
-                raise DamageError("damaged index: expected digests of headers under muonckpt")
-        return cls(files, {})
 
 
 def by_element_size(tensors: Sequence[StateRecord]) -> list[StateRecord]:
@@ -391,11 +368,26 @@ def _files(path: Location) -> tuple[list[Location], _Index | None]:
         raise kind(f"{path}: expected one index (*.safetensors.index.json), found {len(indices)}")
     with about(indices[0]):
         try:
-            index = _Index.of(json.loads(read_whole(indices[0])))
+            index = _index_in(json.loads(read_whole(indices[0])))
         except (ValueError, RecursionError) as error:
             raise DamageError(f"damaged index: {error}") from error
         names = sorted({Extent(name, 0, 0).file for name in (*index.files.values(), *index.headers)})
         return [path / name for name in names], index
+
+
+def _index_in(data: Any) -> _Index:
+    match data:
+        case {"weight_map": dict(files)} if all(isinstance(name, str) for name in files.values()):
+            pass
+        case _:
+            raise DamageError("damaged index: expected a weight_map of file names")
+    match data.get("metadata"):
+        case {"muonckpt": {"digest": recorded, "headers": dict(headers), **version}, **sizes}:
+            check_digest(recorded, [sizes, {**version, "headers": headers}, files])
+            return _Index(files, headers)
+        case {"muonckpt": _}:
+            raise DamageError("damaged index: expected digests of headers under muonckpt")
+    return _Index(files, {})
 
 
 def _read_file(file: Location, index: _Index | None) -> tuple[Mapping[str, Any], list[StateRecord]]:
@@ -441,9 +433,9 @@ _OF_RUN = re.compile(r"(iter_|checkpoint-|step-|global_step)[0-9]+(\.[0-9]+)?")
 
 
 def refuse_stray(path: Location) -> None:
-    """Refuse a file of tensors in a folder of checkpoints by step, where it is hardly what was meant.
+    """Refuse a folder of checkpoints by step in which there is one file of tensors, hardly the one that was meant.
 
-    A model of several files can only be named by its folder, so for that there is a warning.
+    A model of several files can only be named by its folder, so for one there is a warning.
 
     Raises:
         SourceError: the folder has one file of tensors, and checkpoints.

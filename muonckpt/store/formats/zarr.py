@@ -1,9 +1,9 @@
 """Checkpoints in a zarr v3 hierarchy: a group for each parameter, an array for each of its tensors.
 
-Arrays whose elements are stored unencoded (with or without shards and checksums) are read from their files.  For other
-codecs the zarr library, imported when needed, decodes whole files.  ``zarr.json`` is read without trust.  Shards of
-checked chunks are written in streams of bounded size, without the library; their chunks are bands of whole trailing
-dims, each one run of the row-major tensor that is copied straight out of its file.
+Arrays of unencoded elements (with or without shards and checksums) are read from their files.  For other codecs the
+zarr library, imported when needed, decodes whole files.  ``zarr.json`` is read without trust.  Shards of checked chunks
+are written in streams of bounded size without the library; a chunk is a band of whole trailing dims, one run of the
+row-major tensor.
 
 Source: the Zarr v3 core specification, and those of the codecs ``bytes``, ``crc32c`` and ``sharding_indexed`` 1.0.
 """
@@ -41,10 +41,10 @@ from .native import entry_of, tensor_of
 from .signs import ZARR_FILE
 
 MANIFEST_ATTRIBUTE = "muonckpt"
-"""The attribute with what zarr's own fields cannot express."""
+"""The attribute with all that zarr's own fields cannot express."""
 
 SEAL = "digest"
-"""The field of that attribute with the digest of what it describes."""
+"""The field of that attribute with the digest of the others."""
 
 INDEX_CHECKSUM = 4
 
@@ -55,13 +55,13 @@ _ZARR_DTYPES: Mapping[str, str] = MappingProxyType(
         if name.startswith(("bool", "int", "uint", "float16", "float32", "float64", "complex64", "complex128"))
     }
 )
-"""Our element types that zarr has, under the same names.  The others are stored as their bits."""
+"""Element types that zarr has, under the same names; the others are stored as their bits."""
 
 MISSING_CHUNK = 2**64 - 1
-"""The offset and length, in the index of a shard, of a chunk that is not there."""
+"""Offset and length, in a shard's index, of a chunk that is not there."""
 
 _READABLE = _ZARR_DTYPES.keys() | {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
-"""The last ones are extensions, which tensorstore writes and stock zarr cannot read."""
+"""The last three are extensions, which tensorstore writes and stock zarr cannot read."""
 
 _CRC32C = {"name": "crc32c"}
 _INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, _CRC32C]
@@ -74,11 +74,11 @@ def stored_as(dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ZarrArray:
-    """One array; ``dtype`` is zarr's.
+    """One array, with zarr's ``dtype``.
 
-    ``file_shape`` is the shape of one file, ``chunk_shape`` of one chunk in it (the same without shards), both with the
-    dims of ``shape``.  ``trailer`` are the bytes behind each chunk's elements (its CRC-32C), None where elements are
-    not stored as they are.  ``sharded`` files end (``index_first``: begin) with an index.
+    ``file_shape`` and ``chunk_shape`` are the shapes of one file and of one chunk in it (the same without shards), with
+    the dims of ``shape``.  ``trailer`` counts the bytes behind each chunk's elements (its CRC-32C); None where elements
+    are encoded.  ``sharded`` files end (``index_first``: begin) with an index.
 
     Raises:
         SourceError: the shapes do not fit each other.
@@ -128,13 +128,13 @@ class ZarrArray:
         return 16 * self.chunks_per_file + INDEX_CHECKSUM if self.sharded else 0
 
     def files(self) -> Iterator[tuple[str, Box]]:
-        """Yield each file, by its path below the root, and the box of the array that it holds."""
+        """Yield each file, by its path below the root, and its box of the array."""
         for cell, box in _grid(Box.of(self.shape), self.file_shape):
             key = self.separator.join((self.prefix, *map(str, cell)) if self.prefix else map(str, cell)) or "0"
             yield f"{self.node}/{key}" if self.node else key, box
 
     def chunks(self, file: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the number of each chunk of a file that has elements, in row-major order, and its box of the array."""
+        """Yield, in row-major order, the number and the box of each chunk of a file that has elements."""
         for cell, box in _grid(file, self.chunk_shape):
             number = 0
             for index, whole, part in zip(cell, self.file_shape, self.chunk_shape, strict=True):
@@ -142,7 +142,9 @@ class ZarrArray:
             yield number, box
 
     def to_json(self) -> str:
-        codecs = [_bytes_codec(self.dtype), _CRC32C]
+        little = {"configuration": {"endian": "little"}} if itemsize(self.dtype) > 1 else {}
+        codecs: list[dict[str, Any]] = [{"name": "bytes", **little}, _CRC32C]
+        zeros = {"bool": False, "float": 0.0, "complex": [0.0, 0.0]}
         if self.sharded:
             inside = {"chunk_shape": list(self.chunk_shape), "codecs": codecs, "index_codecs": _INDEX_CODECS}
             codecs = [{"name": "sharding_indexed", "configuration": {**inside, "index_location": "end"}}]
@@ -154,7 +156,7 @@ class ZarrArray:
                 "data_type": self.dtype,
                 "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.file_shape)}},
                 "chunk_key_encoding": {"name": "default", "configuration": {"separator": self.separator}},
-                "fill_value": _fill_value(self.dtype),
+                "fill_value": next((zero for kind, zero in zeros.items() if self.dtype.startswith(kind)), 0),
                 "codecs": codecs,
                 "attributes": dict(self.attributes),
             },
@@ -163,7 +165,7 @@ class ZarrArray:
 
 
 def array_seal(array: ZarrArray, entry: Mapping[str, Any]) -> str:
-    """Return the digest of an array's description: its shape, its data type and our entry, without the digest."""
+    """Return the digest of an array's shape, data type and entry, without the digest in it."""
     return digest_of([list(array.shape), array.dtype, {key: value for key, value in entry.items() if key != SEAL}])
 
 
@@ -183,19 +185,9 @@ def parse_array(node: str, fields: Mapping[str, Any]) -> ZarrArray:
     """Parse the fields of an array.
 
     Raises:
-        DamageError: a field is missing or not what it should be; or it has our attribute, and something that we never
-            write.
+        DamageError: a field is missing or of another type; or an array of ours has something that we never write.
         SourceError: the data type, the grid, the key encoding or a storage transformer is unknown.
     """
-    try:
-        return _parsed(node, fields)
-    except SourceError as error:
-        if MANIFEST_ATTRIBUTE in fields["attributes"]:
-            raise DamageError(str(error)) from error
-        raise
-
-
-def _parsed(node: str, fields: Mapping[str, Any]) -> ZarrArray:
     try:
         if fields.get("storage_transformers"):
             raise SourceError(f"expected no storage transformers, found {fields['storage_transformers']!r:.200}")
@@ -218,32 +210,28 @@ def _parsed(node: str, fields: Mapping[str, Any]) -> ZarrArray:
             separator=separator,
             attributes=fields["attributes"],
         )
+    except SourceError as error:
+        if MANIFEST_ATTRIBUTE in fields["attributes"]:
+            raise DamageError(str(error)) from error
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamageError(f"damaged {ZARR_FILE}: {type(error).__name__}: {error}") from error
 
 
 def _grid(box: Box, step: Index) -> Iterator[tuple[Index, Box]]:
-    """Yield the cells of a regular grid that begins at the corner of the box, in row-major order, and their parts
-    inside.
-    """
+    """Yield the cells, in row-major order, of a regular grid from the box's corner on, each with its part inside."""
     counts = [-(-size // part) for size, part in zip(box.shape, step, strict=True)]
     for number in range(math.prod(counts)):  # one at a time: a hostile array may have very many
-        cell = _cell(number, counts)
+        cell = [0] * len(counts)
+        for dim in reversed(range(len(counts))):
+            number, cell[dim] = divmod(number, counts[dim])
         lo = tuple(start + index * part for start, index, part in zip(box.lo, cell, step, strict=True))
         hi = tuple(min(start + part, end) for start, part, end in zip(lo, step, box.hi, strict=True))
-        yield cell, Box(lo, hi)
-
-
-def _cell(number: int, counts: list[int]) -> Index:
-    cell = []
-    for count in reversed(counts):
-        number, index = divmod(number, count)
-        cell.append(index)
-    return tuple(reversed(cell))
+        yield tuple(cell), Box(lo, hi)
 
 
 def _codecs(codecs: Any) -> tuple[Index | None, int | None, bool]:
-    """Return the shape of the chunks in a shard (None without shards), their trailer, and the index's place."""
+    """Return the shape of chunks in a shard (None without shards), their trailer, and whether its index is first."""
     match codecs:
         case [{"name": "sharding_indexed", "configuration": {"chunk_shape": shape, "codecs": inner, **rest}}]:
             if rest.get("index_codecs") != _INDEX_CODECS or rest.get("index_location", "end") not in ("start", "end"):
@@ -270,7 +258,7 @@ def _setting(extension: Mapping[Any, Any], name: str, usual: str) -> Any:
 
 
 def _keys(encoding: Any) -> tuple[str, str]:
-    """Return prefix and separator of the names of chunks."""
+    """Return prefix and separator of chunks' names."""
     match encoding:
         case {"name": "default", **rest}:
             prefix, usual = "c", "/"
@@ -297,20 +285,11 @@ def _ints(value: Any) -> Index:
     return tuple(value)
 
 
-def _bytes_codec(dtype: str) -> dict[str, Any]:
-    return {"name": "bytes", **({"configuration": {"endian": "little"}} if itemsize(dtype) > 1 else {})}
-
-
-def _fill_value(dtype: str) -> Any:
-    kinds = {"bool": False, "float": 0.0, "complex": [0.0, 0.0]}
-    return next((value for kind, value in kinds.items() if dtype.startswith(kind)), 0)
-
-
 _DECODED_FILES = 4
 
 
 class ZarrPayloads(Payloads):
-    """The bytes of the elements: those of the files, or of whole decoded files where they are encoded."""
+    """The bytes of the elements: of the files, or of whole decoded files where they are encoded."""
 
     def __init__(self, directory: Location, arrays: Sequence[ZarrArray]) -> None:
         super().__init__(directory)
@@ -360,12 +339,16 @@ def reader(path: Location) -> LocatedReader:
     Raises:
         SourceError: there is none, it is damaged or refused; or a chunk is missing, which zarr would read as zeros.
     """
-    try:
-        attributes, arrays = _nodes(path)
-        tensors = tuple(_record(path, array) for array in arrays)
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
-    _check_root(path, attributes, arrays)
+    attributes, arrays = _nodes(path)
+    tensors = tuple(_record(path, array) for array in arrays)
+    match attributes.get(MANIFEST_ATTRIBUTE):
+        case {"arrays": of_arrays, "digest": recorded, **rest}:
+            with about(path / ZARR_FILE):
+                check_digest(recorded, {**rest, "arrays": of_arrays})
+            entries = ((array.node, array.attributes.get(MANIFEST_ATTRIBUTE)) for array in arrays)
+            seals = {node: entry.get(SEAL) for node, entry in entries if isinstance(entry, dict)}
+            with about(f"{path}: the arrays are not those of {ZARR_FILE}"):
+                check_digest(of_arrays, seals)
     match attributes.get(MANIFEST_ATTRIBUTE):
         case None:
             provenance: Mapping[str, Any] = {"format": "zarr"}
@@ -382,9 +365,7 @@ def reader(path: Location) -> LocatedReader:
 
 
 def _nodes(path: Location) -> tuple[Mapping[str, Any], list[ZarrArray]]:
-    """Return the attributes of the root, and all arrays below it, or the one that it is, by name.  No link is
-    followed.
-    """
+    """Return the root's attributes, and by name all arrays below it, or the root itself.  No link is followed."""
     attributes: Mapping[str, Any] = {}
     arrays, pending = [], [""]
     while pending:
@@ -425,17 +406,6 @@ def _record(path: Location, array: ZarrArray) -> StateRecord:
             raise DamageError(f"expected {len(digests)} chunks, as attribute {MANIFEST_ATTRIBUTE!r} says")
         sealed = (dataclasses.replace(c, digest=digest) for c, digest in zip(chunks, digests, strict=True))
         return dataclasses.replace(tensor, chunks=Chunks.of(sealed, len(tensor.shape)))
-
-
-def _check_root(path: Location, attributes: Mapping[str, Any], arrays: Sequence[ZarrArray]) -> None:
-    match attributes.get(MANIFEST_ATTRIBUTE):
-        case {"arrays": of_arrays, "digest": recorded, **rest}:
-            with about(path / ZARR_FILE):
-                check_digest(recorded, {**rest, "arrays": of_arrays})
-            entries = ((array.node, array.attributes.get(MANIFEST_ATTRIBUTE)) for array in arrays)
-            seals = {node: entry.get(SEAL) for node, entry in entries if isinstance(entry, dict)}
-            with about(f"{path}: the arrays are not those of {ZARR_FILE}"):
-                check_digest(of_arrays, seals)
 
 
 def _is_read_raw(array: ZarrArray) -> bool:
@@ -538,7 +508,7 @@ def nodes(tensors: Sequence[StateRecord]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFrame:
-    """The bytes behind a chunk's elements, all numbers in bytes.
+    """The bytes behind a chunk's elements.
 
     They are zeros beyond the array's edge up to ``chunk_bytes``, the CRC-32C of both, and behind a shard's last chunk
     its ``index``.
@@ -570,7 +540,7 @@ def _crc32c(raw: RawBytes, start: int) -> int:
 
 
 def index_of(array: ZarrArray, numbers: Sequence[int]) -> bytes:
-    """Return the index of a shard that has the chunks of these numbers end to end; empty without shards."""
+    """Return the index of a shard with the chunks of these numbers end to end; empty without shards."""
     if not array.sharded:
         return b""
     length = array.chunk_bytes + INDEX_CHECKSUM
@@ -581,20 +551,26 @@ def index_of(array: ZarrArray, numbers: Sequence[int]) -> bytes:
 
 
 def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None, chunk_bytes: int = CHUNK_BYTES) -> list[ZarrArray]:
-    """Return the array of each tensor, with ``shard_bytes`` of chunks in a file (None: `SHARD_BYTES`), at least one
-    chunk.
+    """Return the array of each tensor, with ``shard_bytes`` of chunks in a file (None: `SHARD_BYTES`), or one chunk.
 
     Raises:
         SourceError: as `nodes`.
     """
     shard_bytes = SHARD_BYTES if shard_bytes is None else shard_bytes
-    return [
-        _array(tensor, node, shard_bytes, chunk_bytes) for tensor, node in zip(tensors, nodes(tensors), strict=True)
-    ]
+    described = []
+    for tensor, node in zip(tensors, nodes(tensors), strict=True):
+        size = itemsize(tensor.dtype)
+        chunk = _block(tensor.shape, chunk_bytes // size)
+        shard = _block(tensor.shape, max(shard_bytes // size, math.prod(chunk)))
+        whole = tuple(-(-length // part) * part for length, part in zip(shard, chunk, strict=True))
+        # Stock zarr 3.1 cannot read a shard without dims.
+        stored, sharded = stored_as(tensor.dtype), bool(tensor.shape)
+        described.append(ZarrArray(node, tensor.shape, stored, whole, chunk, INDEX_CHECKSUM, sharded))
+    return described
 
 
 def write_descriptions(manifest: Manifest, arrays_of_tensors: Sequence[ZarrArray], directory: Location) -> None:
-    """Write the descriptions of groups and of the tensors' arrays, and wait until everything is on disk."""
+    """Write the descriptions of groups and arrays, and wait until everything is on disk."""
     from ..io.publish import sync_tree  # readers do not need it
 
     seals = {}
@@ -619,17 +595,8 @@ def _write(folder: Location, text: str) -> None:
     write_synced(folder / ZARR_FILE, text.encode())
 
 
-def _array(tensor: StateRecord, node: str, shard_bytes: int, chunk_bytes: int) -> ZarrArray:
-    size = itemsize(tensor.dtype)
-    chunk = _block(tensor.shape, chunk_bytes // size)
-    shard = _block(tensor.shape, max(shard_bytes // size, math.prod(chunk)))
-    whole = tuple(-(-length // part) * part for length, part in zip(shard, chunk, strict=True))
-    # Stock zarr 3.1 cannot read a shard without dims.
-    return ZarrArray(node, tensor.shape, stored_as(tensor.dtype), whole, chunk, INDEX_CHECKSUM, bool(tensor.shape))
-
-
 def _block(shape: Index, most: int) -> Index:
-    """Return the largest run of at most ``most`` elements that (almost) divides a tensor of this shape equally."""
+    """Return the largest run of at most ``most`` elements that divides a tensor about equally."""
     block = list(shape)
     for dim, length in enumerate(shape):
         inner = math.prod(shape[dim + 1 :])
@@ -642,7 +609,7 @@ def _block(shape: Index, most: int) -> Index:
 
 
 def _name(part: str | int) -> str:
-    """Return a plain file name for a part of a path: itself, or its plain characters and a hash."""
+    """Return a part of a path as a plain file name, with a hash if characters had to be replaced."""
     text = str(part)
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:_LONGEST_NAME]
     if plain == text and text and not text.startswith((".", "__")) and text != ZARR_FILE:

@@ -32,7 +32,7 @@ _CODES = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"
 def plain_value(raw: bytes, allowed: Container[str] = ()) -> Any:
     """Return the object in the bytes of an item: plain data, and `Record`s of the names that are allowed.
 
-    A scalar of numpy becomes a Python number.
+    numpy's scalars become Python's numbers.
 
     Raises:
         SourceError: it is something else, or not an item at all.
@@ -55,43 +55,32 @@ class PlainParts:
     """Makes plain data of parts of one pickle, as much as is in proportion to its length in bytes.
 
     Args:
-        strict: refuse what is not plain data.
+        strict: refuse everything that is not plain data.
     """
 
     def __init__(self, length: int, strict: bool = True) -> None:
-        self._conversion = _Conversion(strict)
+        self._strict = strict
         self._most = limits.SMALL_DESCRIPTION + limits.UNFOLDED * length
         self._unfolded = 0
+        self._known: dict[int, tuple[Any, int]] = {}
+        """The containers that have been converted, by id: pickles share them."""
 
     def part(self, value: object) -> Any:
-        """Return a part of the pickle's content as plain data.
+        """Return a part of the pickle's content as plain data, with Python's numbers in place of numpy's.
 
         Raises:
-            LimitError: all parts together have too many elements and characters.
+            LimitError: all parts together, with shared ones repeated, have too many elements and characters.
             SourceError: it is something else.
         """
         try:
-            converted, unfolded = self._conversion.of(value)
+            converted, unfolded = self._converted(value)
         except RecursionError:
             raise SourceError("expected plain data, found it nested too deeply") from None
         self._unfolded += unfolded
         limits.check_limit(self._unfolded, self._most, "elements and characters in an item's data")
         return converted
 
-
-class _Conversion:
-    """Turns numpy's numbers into Python's, and counts what there is if shared parts are repeated.
-
-    Args:
-        strict: refuse what is not plain data.
-    """
-
-    def __init__(self, strict: bool) -> None:
-        self._strict = strict
-        self._known: dict[int, tuple[Any, int]] = {}
-        """The containers that have been converted, by id: pickles share them."""
-
-    def of(self, value: Any) -> tuple[Any, int]:
+    def _converted(self, value: Any) -> tuple[Any, int]:
         """Return a converted value, and its number of elements and characters."""
         if type(value) is str:
             return value, 1 + len(value)
@@ -132,7 +121,7 @@ class _Conversion:
     def _all(self, values: Iterable[Any]) -> tuple[list[Any], int]:
         converted, total = [], 0
         for value in values:
-            part, size = self.of(value)
+            part, size = self._converted(value)
             converted.append(part)
             total += size
         return converted, total

@@ -104,7 +104,13 @@ def descriptor(entry: ZipEntry) -> bytes:
 def directory(entries: tuple[ZipEntry, ...], start: int) -> bytes:
     """Return the central directory of these members and the end records, for byte ``start`` of the archive."""
     central = b"".join(map(_central, entries))
-    return central + _end(len(entries), start, len(central))
+    count, size = len(entries), len(central)
+    return (  # torch writes all three end records, however large the archive
+        central
+        + _END64.pack(b"PK\6\6", _END64.size - 12, 798, 45, 0, 0, count, count, size, start)
+        + _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
+        + _END.pack(b"PK\5\6", 0, 0, count, count, size, min(start, _BIG), 0)
+    )
 
 
 @lru_cache(maxsize=8192)
@@ -114,17 +120,6 @@ def _central(entry: ZipEntry) -> bytes:
     size, header_offset = min(entry.size, _BIG), min(entry.header_offset, _BIG)
     numbers = (0, 0, entry.flags, 0, 0, 0, entry.crc32, size, size, len(name), len(extra), 0, 0, 0, 0, header_offset)
     return _CENTRAL.pack(b"PK\1\2", *numbers) + name + extra
-
-
-def _end(count: int, start: int, size: int) -> bytes:
-    """Return the end records of a directory of ``size`` bytes at byte ``start``.  torch writes all three for any
-    size.
-    """
-    return (
-        _END64.pack(b"PK\6\6", _END64.size - 12, 798, 45, 0, 0, count, count, size, start)
-        + _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
-        + _END.pack(b"PK\5\6", 0, 0, count, count, size, min(start, _BIG), 0)
-    )
 
 
 def read_members(read: Read, length: int) -> tuple[ZipMember, ...]:
@@ -190,7 +185,15 @@ def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
     for entry, next_at, (_, _, name) in zip(
         entries, [*(entry.header_offset for entry in entries[1:]), directory_at], split, strict=True
     ):
-        start = _data_at(part, entry)
+        expected = entry.name.encode()
+        header = part(entry.header_offset, _LOCAL.size + len(expected))
+        signature, *_, name_length, extra_length = _LOCAL.unpack_from(header)
+        found = header[_LOCAL.size :]
+        if signature != b"PK\3\4" or name_length != len(expected) or found != expected:
+            raise SourceError(
+                f"expected the header of {entry.name!r} at byte {entry.header_offset} of the item, found {found!r}"
+            )
+        start = entry.header_offset + len(header) + int(extra_length)
         if start + entry.size > next_at:
             raise SourceError(f"expected {name} to end by byte {next_at} of the item, found {start + entry.size}")
         members.append(ZipMember(name, offset + start, entry.size, entry.crc32 if recorded else None))
@@ -267,15 +270,3 @@ def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
                 raise SourceError("expected a zip64 field with the number that does not fit, found none")
             (number,), big = struct.unpack_from("<Q", big), big[8:]
         yield number
-
-
-def _data_at(part: Read, entry: ZipEntry) -> int:
-    expected = entry.name.encode()
-    header = part(entry.header_offset, _LOCAL.size + len(expected))
-    signature, *_, name_length, extra_length = _LOCAL.unpack_from(header)
-    name = header[_LOCAL.size :]
-    if signature != b"PK\3\4" or name_length != len(expected) or name != expected:
-        raise SourceError(
-            f"expected the header of {entry.name!r} at byte {entry.header_offset} of the item, found {name!r}"
-        )
-    return entry.header_offset + len(header) + int(extra_length)
