@@ -17,18 +17,18 @@ from ..resumption import LoadReport
 from ..vocabulary import GROUP_OPTIONS, MOMENTUM, MUON_CONVENTION, ParamGroup
 
 METHODS = {method.name: method for method in dion.PROGRAM.methods if method.name != "normuon"}
-"""The algorithms there that have a counterpart here."""
+"""The algorithms of dion that this package has, too."""
 
 SCALES: Mapping[str | None, str] = {
     word: ours.SCALES[common][0] for common, words in dion.SCALES.items() for word in words
 }
-"""Our name of each value of ``adjust_lr`` there."""
+"""Our name of each value of dion's ``adjust_lr``."""
 
 OPTIONS: Mapping[str, Mapping[str, str]] = {
     name: {own: common for common, own in method.options.items() if common in GROUP_OPTIONS[name]}
     for name, method in METHODS.items()
 }
-"""Our name of each option that an algorithm there reads of a group."""
+"""Our name of each option that an algorithm of dion reads of a group."""
 
 _CODED = {own for method in METHODS.values() for coding in method.codings for own in coding.own}
 WORDS = {own for method in METHODS.values() for own in (*method.options.values(), *method.idle)} | _CODED
@@ -36,20 +36,20 @@ WORDS = {own for method in METHODS.values() for own in (*method.options.values()
 WORDS -= dion.SHARED.keys() - {"step"}
 
 WRITTEN = WORDS - GROUP_OPTIONS["muon"].keys()
-"""Options there that no group here has under the same name."""
+"""Options of dion that no group here has under the same name."""
 
 SLOTS: Mapping[str, Mapping[str, str]] = {
     name: {slot: ours.SLOTS[name][common] for common, slot in method.slots.items()} for name, method in METHODS.items()
 }
-"""Our name of each slot of state there."""
+"""Our name of each of dion's slots of state."""
 
 
 class Muon(optimizer.Muon):
     """``dion.Muon``, drop-in.
 
-    Groups take the options that they take there (``mu``, ``epsilon``, ``cautious_wd``, ``beta1``, ``beta2``,
-    ``num_heads``, ``split_sizes``, …) and those of `optimizer.Muon`.  ``param_groups`` then has our names; an option
-    that is written there under its name in dion is taken over by the next step.
+    Groups take dion's options (``mu``, ``epsilon``, ``cautious_wd``, ``beta1``, ``beta2``, ``num_heads``,
+    ``split_sizes``, …) and those of `optimizer.Muon`.  ``param_groups`` then has our names; an option that is written
+    there under dion's name is taken over by the next step.
 
     What differs: momentum is kept as an average instead of a sum, which gives the same updates (`load_state_dict`
     converts); ``epsilon`` is the smallest norm of a matrix instead of being added to it; and every mesh is supported,
@@ -58,18 +58,18 @@ class Muon(optimizer.Muon):
     Args:
         params, lr, weight_decay: as for `optimizer.Muon`, but with dion's defaults.
         distributed_mesh: a process group or a mesh of one axis over which plain tensors are replicated, so that ranks
-            share their matrices out.  DTensors say themselves where they are.
+            share their matrices out. DTensors know themselves where they are.
         mu, epsilon, nesterov, cautious_wd: ``momentum``, ``eps``, ``nesterov`` and ``cautious`` of `optimizer.Muon`.
         betas: of AdamW and Lion groups; in a group ``beta1`` and ``beta2``.
         adjust_lr: "spectral_norm", "rms_norm" or None.
-        flatten: as there for parameters of two dims, which it leaves as they are; refused for more.
+        flatten: as in dion for parameters of two dims, which it leaves as they are; refused for more.
         use_gram_newton_schulz: the Gram form in float16, with the coefficients of that package.
-        use_triton: kernels are chosen by the GPU, whatever this says; results are the same up to rounding.
+        use_triton: ignored: the GPU decides the kernels; results are the same up to rounding.
         use_polar_express: its coefficients, or those of the quintic iteration.
         newton_schulz_func: refused.
 
     Raises:
-        ValueError: what cannot be had here, by name, with what to do instead; and what `optimizer.Muon` refuses.
+        ValueError: an option cannot be had here; says what to do instead. Or `optimizer.Muon` refuses.
         TypeError: ``distributed_mesh`` is something else.
     """
 
@@ -121,7 +121,7 @@ class Muon(optimizer.Muon):
         )
 
     def _defaults(self, algorithm: str) -> dict[str, Any]:
-        """Return the options of element-wise groups that are given to the optimizer there."""
+        """Return the options of element-wise groups that dion takes from the optimizer's arguments."""
         match algorithm:
             case "adamw":
                 return {"lr": self.defaults["lr"], "betas": self._betas, "eps": self._epsilon}
@@ -134,7 +134,7 @@ class Muon(optimizer.Muon):
         return {**super().__getstate__(), **own}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do one update; options written under dion's names since the last are taken over before."""
+        """Do one update; options written under dion's names since the last one are taken over first."""
         for group in self.param_groups:
             written = {name: group.pop(name) for name in WRITTEN & group.keys()}
             if written:
@@ -145,7 +145,7 @@ class Muon(optimizer.Muon):
     def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:  # type: ignore[override]
         """Load a state of this optimizer, or one of dion's own, whose momentum becomes an average.
 
-        A checkpoint in files is translated by ``muonckpt convert OLD NEW --to muonckpt``.
+        ``muonckpt convert OLD NEW --to muonckpt`` translates checkpoints in files.
 
         Raises:
             ValueError: as `optimizer.Muon.load_state_dict`.
@@ -186,7 +186,7 @@ def _algorithm(group: ParamGroup) -> str:
 
 
 def _ours(group: ParamGroup, params: Sequence[Tensor], betas: tuple[float, float]) -> dict[str, Any]:
-    """Return a group's options in our names, without those that its algorithm does not read there."""
+    """Return a group's options in our names, without those that its algorithm does not read in dion."""
     algorithm = _algorithm(group)
     options = {name: value for name, value in group.items() if name not in WORDS}
     options |= {mine: group[name] for name, mine in OPTIONS[algorithm].items() if name in group}
@@ -206,7 +206,7 @@ def _scale(adjust_lr: str | None) -> str:
 
 
 def _pieces(group: ParamGroup, params: Sequence[Tensor]) -> dict[str, Any]:
-    """Return what a group says about the matrices in its parameters, as ``pieces``."""
+    """Return ``pieces`` for the matrices in a group's parameters, if it describes any."""
     shapes = {tuple(param.shape) for param in params}
     if group.get("flatten") and (deep := [shape for shape in shapes if len(shape) > 2]):
         raise ValueError(
@@ -228,7 +228,7 @@ def _pieces(group: ParamGroup, params: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def _newton_schulz(gram: bool, polar_express: bool) -> dict[str, Any]:
-    """Return the iteration that dion would run, as options of `optimizer.Muon`."""
+    """Return dion's iteration as options of `optimizer.Muon`."""
     if gram:
         return {"ns_coefficients": "polar_express_gram", "ns_dtype": "float16", "gram": (2,)}
     return {"ns_coefficients": "polar_express_dion" if polar_express else "quintic"}

@@ -11,27 +11,26 @@ from .. import optimizer
 from ..coefficients import coefficient_set
 
 TORCH_SCALES = (None, "original", "match_rms_adamw")
-"""What ``adjust_lr_fn`` may be there."""
+"""Values of torch's ``adjust_lr_fn``."""
 
 
 class Muon(optimizer.Muon):
     """``torch.optim.Muon``, drop-in.
 
-    Groups take the options that they take there, and those of `optimizer.Muon`.  State is the same in both: a state
-    dict of either loads into the other.
+    Groups take torch's options and those of `optimizer.Muon`.  State is the same in both: a state dict of either loads
+    into the other.
 
-    What differs: state exists from construction on, not from a parameter's first gradient on; loading one that is
-    incomplete is refused; and parameters may be sharded in any way, with the same bits as in one process.
+    What differs: state exists from construction on, not from a parameter's first gradient on; loading an incomplete one
+    is refused; and parameters may be sharded in any way, with the same bits as in one process.
 
     Args:
-        params, lr, weight_decay, momentum, nesterov, eps, ns_steps: as there, and as for `optimizer.Muon`.
+        params, lr, weight_decay, momentum, nesterov, eps, ns_steps: as in torch, and as for `optimizer.Muon`.
         ns_coefficients: of every step of Newton-Schulz.
         adjust_lr_fn: "original", which is also what None means, or "match_rms_adamw".
         replicas: as for `optimizer.Muon`; torch has no such argument.
 
     Raises:
-        ValueError: a parameter that has not two dims, or a scale that torch does not have; and what `optimizer.Muon`
-            refuses.
+        ValueError: a parameter does not have two dims, torch does not have the scale, or `optimizer.Muon` refuses.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Muon(optimizer.Muon):
                     )
 
     def state_dict(self) -> dict[str, Any]:
-        """As `optimizer.Muon.state_dict`, with coefficients as numbers, as torch has them."""
+        """Return `optimizer.Muon.state_dict`, with coefficients as numbers, as torch has them."""
         state = super().state_dict()
         for group in state["param_groups"]:
             chosen = coefficient_set(group["ns_coefficients"])

@@ -1,9 +1,9 @@
 """A model as planning and memory see it: its parameters with the optimizer's state.
 
-They are read from a checkpoint, or by `model_of_config` from a Hugging Face configuration of a known model family.
-There names, shapes and stacked experts are those of transformers 5, where the experts of a layer are two parameters of
-three dims, gate over up and down.  Embeddings, heads, routers, norms and biases are AdamW's, as in the ready-made rules
-of `optimizer.groups`.  Layers for the prediction of several tokens, which transformers does not build, are left out.
+They are read from a checkpoint, or from a Hugging Face configuration of a known family, with the names, shapes and
+stacked experts of transformers 5: the experts of a layer are two parameters of three dims, gate over up and down.
+Embeddings, heads, routers, norms and biases are AdamW's, as in the ready-made rules of `optimizer.groups`.  Layers for
+the prediction of several tokens, which transformers does not build, are left out.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class ModelParameter:
-    """A parameter.
+    """A parameter and its state.
 
     Attributes:
-        matrix: whether it holds matrices that Muon orthogonalises; otherwise an element-wise method steps it.
+        matrix: whether Muon orthogonalises it; otherwise an element-wise method steps it.
         pieces: the row counts of fused matrices; None if nothing is fused.
     """
 
@@ -58,7 +58,7 @@ class ModelParameter:
 def fresh_parameter(
     name: str, shape: Index, dtype: str, *, matrix: bool, pieces: tuple[int, ...] | None = None
 ) -> ModelParameter:
-    """Give a parameter the state that `muonckpt.optimizer.Muon` makes: momentum, or AdamW's moments and counter."""
+    """Return a parameter with the state that `Muon` makes: momentum, or AdamW's moments and counter."""
     like = [MOMENTUM] if matrix else [EXP_AVG, EXP_AVG_SQ]
     state = [StateTensor(slot, shape, dtype) for slot in like]
     if not matrix:
@@ -299,18 +299,18 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "DeepseekV3ForCausalLM": "deepseek_v3",
     }
 )
-"""Families by their classes, for configurations with a ``model_type`` of their own."""
+"""Families by class, for configurations with a ``model_type`` of their own."""
 
 
 def model_of_config(file: Location, dtype: str | None = None) -> ModelTensors:
     """Read the parameters of the model that a ``config.json`` describes.
 
     Args:
-        dtype: of the parameters in training; None: the configuration's, or else bfloat16.
+        dtype: of the parameters in training; by default the configuration's, or else bfloat16.
 
     Raises:
         SourceError: it is no such file, or a number that the family needs is missing or out of range.
-        TargetError: the family is unknown; names those that are known.
+        TargetError: the family is unknown; names the known ones.
     """
     try:
         data = json.loads(read_whole(file.resolve()))  # Hugging Face's cache is made of links

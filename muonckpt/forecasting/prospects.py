@@ -65,12 +65,12 @@ def forecast(
         meshes: sizes of axes by name, the outermost first.
         model: a ``config.json`` of Hugging Face's, of a known family; or else
         checkpoint: a checkpoint of any program, with momentum.
-        shard: axes and dims by patterns of parameters' names, as `reshard` takes them; a rule counts on the meshes that
-            have its axes.  By default all axes cut the rows.
-        select: only parameters whose name matches one of these patterns, such as those of a pipeline stage.
+        shard: axes and dims by patterns of parameters' names, as for `reshard`; a rule counts on the meshes that have
+            its axes. By default all axes cut the rows.
+        select: patterns of the names of the parameters to count, such as those of a pipeline stage; by default all.
         dtype: of the parameters, gradients and state of a ``model``; by default the configuration's.
         link, disk, flops: rates of one rank: bytes a second to others and to files, FLOPs a second in Newton-Schulz.
-        stages, ns_steps, ns_dtype: as `muonckpt.optimizer.Muon` takes them.
+        stages, ns_steps, ns_dtype: as for `muonckpt.optimizer.Muon`.
         progress: called with the number of meshes that are done, and of all.
 
     Raises:

@@ -1,4 +1,4 @@
-"""One topology: a model on one mesh, what a step moves and computes, what ranks hold, and how long it takes."""
+"""One topology: the costs of a model on one mesh, in bytes, FLOPs and seconds."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from ..vocabulary import MOMENTUM, MUON
 from .models import ModelParameter, ModelTensors
 
 DESCRIPTIONS = 2
-"""Files of a checkpoint that describe the others: ``.metadata`` and ``muonckpt.json``."""
+"""A checkpoint's files that describe the others: ``.metadata`` and ``muonckpt.json``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What becomes of a model on one mesh; sizes are in bytes.
+    """The costs of a model on one mesh; sizes are in bytes.
 
     Attributes:
         unused_rules: rules that name an axis that this mesh does not have.
         stages: the number of stages of exchange, of two collectives each.
         sent: how evenly ranks send in a step: ``least``, ``mean``, ``most``, ``busiest_rank``, ``most_to_mean``.
-        busiest_sent: what the busiest rank sends, alignment of wires included.
+        busiest_sent: the bytes that the busiest rank sends, alignment of wires included.
         newton_schulz: how evenly FLOPs of a step are shared, in the same way.
         memory: ``weights``, ``gradients``, ``state`` of the rank that holds the most; ``wires`` of the rank that sends
             the most; and their ``total``.
         held: how evenly ranks hold weights, gradients and state.
         checkpoint: ``bytes`` of weights and state, number of ``files``, and the ``most`` that a rank writes.
-        padding: for each layout in flat buffers of momentum its name (``layout``); ``padding_percent``, the padding as
-            a share of the buffers; and the most that a rank has, divided by the mean: of ``elements``, padding
-            included, and of FLOPs of ``newton_schulz`` (None where matrices are cut).
+        padding: for each ``layout`` of momentum in flat buffers its ``padding_percent``; and the most of a rank divided
+            by the mean, of ``elements``, padding included, and of FLOPs of ``newton_schulz`` (None where matrices are
+            cut).
         seconds: of ``exchange``, ``newton_schulz`` and ``muon`` in a step, of a ``save``, and of a ``reshard`` by one
             process; None where a rate is unknown.
     """
@@ -86,7 +86,7 @@ def topology_of(
     """Lay a model out on a mesh, as ``reshard`` does, and plan a step there.
 
     Args:
-        rules: the first that matches a parameter's name counts; those with axes that the mesh lacks do not.
+        rules: the first that matches a parameter's name counts; rules with axes that the mesh lacks do not.
 
     Raises:
         TargetError: a rule cuts a dim that a parameter does not have, or names an axis twice.
@@ -125,7 +125,7 @@ def topology_of(
 
 
 def _layouts_on(target: Target) -> _LayoutOf:
-    """Return a function that lays tensors of parameters out; tensors laid out alike share one layout object."""
+    """Return a function that lays out tensors; those laid out alike share one layout object."""
     default: tuple[AxisCut, ...] = tuple((axis, 0) for axis in target.mesh)
 
     @cache
@@ -166,10 +166,10 @@ class Rates:
 
 
 def step_seconds(plan: StepPlan, rates: Rates) -> dict[str, float | None]:
-    """Return the seconds that the slowest ranks of all stages take, as `Topology.seconds` has them.
+    """Return the seconds of a step, as `Topology.seconds` has them, from the slowest rank of each stage.
 
-    While a stage is orthogonalised, the next one gathers and the one before returns; latencies and the element-wise
-    parts of a step are left out.
+    While a stage is orthogonalised, the next one gathers and the one before returns; latencies and element-wise methods
+    are left out.
     """
     wires = np.maximum(plan.sent, plan.received).max(axis=2)
     exchange = wires / rates.link if rates.link else None
@@ -246,10 +246,10 @@ class StepPlan:
     """A step of all ranks.
 
     Attributes:
-        sent, received: bytes to and from other ranks, ``[stages, 2, ranks]``: to the owners, and back.  Notes are
-            counted, the alignment of wires is not: at most 8 bytes between two ranks and collective.
+        sent, received: bytes to and from other ranks, ``[stages, 2, ranks]``: to the owners, and back. They include
+            notes, but not the alignment of wires: at most 8 bytes between two ranks and collective.
         work: FLOPs of Newton-Schulz, ``[stages, ranks]``.
-        busiest: the rank that sends the most; ``busiest_sent`` is what it sends in a step, exactly.
+        busiest: the rank that sends the most; ``busiest_sent`` are its exact bytes in a step.
         wires: the most bytes of wires that it has in memory at once.
     """
 
@@ -268,7 +268,8 @@ def step_plan(
     """Plan a step as the ranks themselves do it.
 
     Args:
-        parameters: the parameters that hold matrices, in forward order, with their layouts on ranks 0 to ``ranks - 1``.
+        parameters: the parameters that hold matrices, in forward order.
+        layouts: theirs, on ranks 0 to ``ranks - 1``.
 
     Raises:
         LayoutError: pieces do not add up to a parameter's rows.
@@ -331,9 +332,9 @@ class Holders:
     held: Mapping[int, list[int]]
 
     def count(self, owners: Sequence[int], replica: int | None, slot: Slot, sent: Counts, received: Counts) -> None:
-        """Add the bytes, ``[2, ranks]``, that travel of as many such matrices as there are owners.
+        """Add the bytes that travel, ``[2, ranks]``, of as many such matrices as there are owners.
 
-        They are counted as if owners had nothing of them; then what an owner holds itself is taken away.
+        They are counted as if owners had nothing; then each owner's own parts are taken away.
 
         Args:
             replica: as `first_replica` of each of the owners.
@@ -368,7 +369,7 @@ def _holders(layout: TensorLayout, fused: Fused, index: int) -> Holders:
 
 
 def leaving_bytes(schedule: Schedule, rank: int) -> int:
-    """Return what the rank of this schedule sends to others in bytes, alignment and notes included."""
+    """Return the bytes that the rank of this schedule sends to others, alignment and notes included."""
     routes = (route for stage in schedule.stages for route in (stage.gather, stage.scatter))
     return sum(sum(route.send_counts) - route.send_counts[rank] for route in routes)
 
@@ -397,7 +398,7 @@ _Kind = tuple[Index, tuple[AxisCut, ...]]
 
 
 def _buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Iterator[dict[str, Any]]:
-    """Yield the padding of every layout in buffers, as ``reshard --layout`` makes them of these parameters' momentum.
+    """Yield `Topology.padding` of every layout in buffers, as ``reshard --layout`` makes them of momentum.
 
     Dims that the rules cut are cut first; the ranks of the other axes share a buffer.
     """

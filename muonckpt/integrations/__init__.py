@@ -1,7 +1,6 @@
-"""Other people's trainers: one file each, imported only by their users, and what they have in common.
+"""Other people's trainers: one file each, imported only by their users.
 
 ``huggingface`` is for transformers' Trainer, ``lightning`` for Lightning's, ``torchtitan`` for torchtitan's,
 ``megatron`` for Megatron-LM; ``saved`` checks the folders that transformers and accelerate write.  accelerate needs no
-more: docs/integrations/accelerate.md.  Nothing here is imported by the rest of the package.  Open ``huggingface``
-first.
+more: docs/integrations/accelerate.md.  Open ``huggingface`` first.
 """

@@ -25,7 +25,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "qwen3": QWEN,
     "qwen3_moe": QWEN,
 }
-"""The rules of models that need none from their user, by the ``model_type`` of their config."""
+"""Ready-made rules of known models, by the ``model_type`` of their config."""
 
 
 def muon(
@@ -35,25 +35,25 @@ def muon(
     fresh: Sequence[str] = (),
     **options: Any,
 ) -> tuple[type[Factory], dict[str, Any]]:
-    """Return what ``Trainer(..., optimizer_cls_and_kwargs=muon(...))`` takes.
+    """Return the argument of ``Trainer(..., optimizer_cls_and_kwargs=muon(...))``.
 
-    Rates are those given here: ``learning_rate``, ``weight_decay`` and ``optim`` of TrainingArguments belong to
-    optimizers that the Trainer makes itself.  Its schedule multiplies the rates given here.
+    The Trainer's schedule multiplies the rates given here; ``learning_rate``, ``weight_decay`` and ``optim`` of
+    TrainingArguments are for optimizers that it makes itself.
 
     Args:
         lr, adamw_lr: as for `Muon.for_model`: the rates of matrices and of everything else; ``adamw_lr`` may be missing
             with ``adjust_lr_fn="match_rms_adamw"``.
-        rules: as for `Muon.for_model`.  None: those of the model's family (`RULES`).
+        rules: as for `Muon.for_model`; by default the rules of the model's family (`RULES`).
         fresh: globs of names of parameters whose state starts fresh when the Trainer resumes, as for
-            `Muon.load_state_dict`; a warning tells what became of which.  Not under FSDP2, where the Trainer loads
-            through stock DCP: use `muonckpt.load`.
-        options: of `Muon.for_model` and of the optimizer.  ``replicas`` is set by itself.
+            `Muon.load_state_dict`; a warning lists what was restored. Not under FSDP2, where the Trainer loads through
+            stock DCP: use `muonckpt.load`.
+        options: of `Muon.for_model` and of the optimizer, except for ``replicas``.
     """
     return Factory, {"lr": lr, "adamw_lr": adamw_lr, "rules": rules, "fresh": fresh, **options}
 
 
 class Factory:
-    """Makes the optimizer when the Trainer has its model; what is no subclass of Optimizer is called with the model."""
+    """Makes the optimizer.  As it is no subclass of Optimizer, the Trainer calls it with its model."""
 
     def __call__(
         self,
@@ -69,7 +69,7 @@ class Factory:
         replicas over the whole world.  Under FSDP2 it replaces them by DTensors, which know where they lie.
 
         Raises:
-            ValueError: no rules were given, and there are none for this model's type; or what `Muon.for_model` refuses.
+            ValueError: there are no rules for this model's type, and none were given; or `Muon.for_model` refuses.
         """
         if rules is None:
             model_type = str(getattr(getattr(model, "config", None), "model_type", None))
@@ -89,14 +89,14 @@ class Factory:
 class VerifySaved(TrainerCallback):  # type: ignore[misc]
     """Checks every checkpoint as soon as it is saved, as far as its files can be judged (`saved.check_saved`).
 
-    The first rank reads back what was written, and raises if it is not whole; the launcher then ends the others.
+    The first rank reads the files back, and raises if they are not whole; the launcher then ends the others.
     """
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check ``checkpoint-N`` when it is complete; the Trainer calls this on all ranks.
 
         Raises:
-            SourceError: lists what is wrong with it.
+            SourceError: lists the damage.
         """
         if state.is_world_process_zero:
             check_saved(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

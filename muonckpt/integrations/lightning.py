@@ -22,26 +22,25 @@ from ..checkpoint.loading import load
 from ..checkpoint.saving import save
 
 TRAINER = "trainer"
-"""The key of what is neither weights nor state of optimizers: loops, schedules, callbacks, as torch.save writes it."""
+"""The key of loops, schedules and callbacks, as torch.save writes them."""
 
 STOCK = "meta.pt"
-"""Where stock ModelParallelStrategy puts that."""
+"""The file in which stock ModelParallelStrategy puts these."""
 
 
 class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
     """ModelParallelStrategy (FSDP2, tensor parallelism), with checkpoints of this package.
 
     A checkpoint is a directory with the keys ``state_dict.*``, ``optimizer_0.*`` and ``trainer``.  It appears whole or
-    not at all, has a digest of every chunk, and loads on any number of ranks.  Checkpoints that stock
-    ModelParallelStrategy has saved are loaded too.
+    not at all, has a digest of every chunk, and loads on any number of ranks.  Checkpoints of stock
+    ModelParallelStrategy are loaded too.
 
     Args:
         arguments: of ModelParallelStrategy; ``data_parallel_size`` and ``tensor_parallel_size`` must be numbers.
         fresh: globs of names of parameters whose state starts fresh when the Trainer resumes, as for `muonckpt.load`; a
-            warning tells what became of which.
-        along: save while training goes on, as `muonckpt.async_save` does.  The save is waited for before the next one,
-            before anything is loaded and at the end; a checkpoint that ModelCheckpoint removes meanwhile stays until
-            the one that is being saved is there.
+            warning lists what was restored.
+        along: save while training goes on, as `muonckpt.async_save` does. The next save, every load and the end wait
+            for it; a checkpoint that ModelCheckpoint removes meanwhile stays until the new one is there.
 
     Raises:
         ValueError: a size is left to Lightning.
@@ -68,7 +67,8 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
         Raises:
             TypeError: there are storage options.
-            MuonckptError: as `muonckpt.save`; ``filepath`` must not exist.  Of the save before, if that ran along.
+            MuonckptError: as `muonckpt.save`; ``filepath`` must not exist. Or the save before, running along, has
+                failed.
         """
         self._settle()
         if storage_options is not None:
@@ -87,7 +87,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             save({**state, TRAINER: trainer}, path, provenance=provenance)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, but not before the one that is being saved is there."""
+        """Remove a checkpoint, but not before a running save has ended."""
         if self._saving is None:
             super().remove_checkpoint(filepath)
         else:
@@ -97,7 +97,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         """Tear down when the last save has ended.
 
         Raises:
-            MuonckptError: what made it fail.
+            MuonckptError: it has failed.
         """
         try:
             self._settle()
@@ -105,7 +105,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             super().teardown()
 
     def _settle(self) -> None:
-        """Wait for a save that is running, and raise its error, or remove what was to be removed after it."""
+        """Wait for a running save, and raise its error or remove the checkpoints that it outdates."""
         saving, outdated = self._saving, self._outdated
         self._saving, self._outdated = None, []
         if saving is not None:
@@ -119,7 +119,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         Without optimizers, as when a model is only evaluated, only weights are loaded.
 
         Raises:
-            MuonckptError: as `muonckpt.load`; then nothing has been loaded.  Of a save that is running.
+            MuonckptError: as `muonckpt.load`; then nothing has been loaded. Or a running save has failed.
         """
         self._settle()
         path = self.broadcast(str(checkpoint_path))

@@ -1,4 +1,4 @@
-"""Megatron-LM: Muon among its emerging optimizers.  To import this module registers it by the name "muonckpt"."""
+"""Megatron-LM: Muon among its emerging optimizers.  Importing this module registers it by the name "muonckpt"."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 from ..optimizer import Muon
 
 NAME = "muonckpt"
-"""What ``OptimizerConfig.optimizer`` calls it, unless it is registered by another name."""
+"""The value of ``OptimizerConfig.optimizer``, unless it is registered by another name."""
 
 FUSED = "fused_qkv"
-"""Marks the groups of what Megatron calls ``is_qkv``."""
+"""Marks the groups with Megatron's ``is_qkv``."""
 
 GROUP_WORDS = (
     *("default_config", "end_wd", "is_decoupled_lr", "is_expert_parallel", "lr_mult", "max_lr", "min_lr", "optimizer"),
     *("start_wd", "wd_mult", FUSED),
 )
-"""What Megatron's schedule and checkpoints keep in parameter groups; no options of the update."""
+"""Entries that Megatron's schedule and checkpoints keep in parameter groups; no options of the update."""
 
 COEFFICIENT_TYPES: Mapping[str, str] = {
     "simple": "keller",
@@ -31,25 +31,25 @@ COEFFICIENT_TYPES: Mapping[str, str] = {
     "polar_express": "polar_express",
     "cans": "cans",
 }
-"""``muon_coefficient_type``, and what the same set is called here."""
+"""Our name of each ``muon_coefficient_type``."""
 
 SCALE_MODES: Mapping[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
     "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
 }
-"""``muon_scale_mode``: what the rate of a matrix is multiplied by."""
+"""The factor of a matrix's rate, by ``muon_scale_mode``."""
 
 MATMUL_PRECISIONS: Mapping[str, str] = {"medium": "bfloat16", "high": "float32", "highest": "float32"}
-"""``muon_fp32_matmul_prec``, and ``ns_dtype``."""
+"""Our ``ns_dtype`` of each ``muon_fp32_matmul_prec``."""
 
 
 class MegatronMuon(Muon):
     """`Muon` for the matrices that Megatron gives it; everything else goes to Megatron's own optimizers.
 
-    Until the first step or the first loaded state, the groups may become others: Megatron's layer-wise optimizer leaves
-    each rank only the matrices that it owns, and its 16-bit wrapper puts float32 masters in the place of parameters.
-    The state is made for what is there then.
+    Until the first step or the first loaded state, the groups may change: Megatron's layer-wise optimizer leaves each
+    rank only the matrices that it owns, and its 16-bit wrapper replaces parameters by float32 masters.  The state is
+    made for what is there then.
 
     Args:
         params: Megatron's groups.
@@ -76,7 +76,7 @@ class MegatronMuon(Muon):
         super().__init__(groups, replicas=experts if of_experts else replicas, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with Megatron's words beside the options."""
+        """Add a group, with Megatron's entries beside the options."""
         words = {word: param_group[word] for word in GROUP_WORDS if word in param_group}
         options = {key: value for key, value in param_group.items() if key not in GROUP_WORDS}
         if words.get(FUSED) and self._qkv and options["params"]:
@@ -96,11 +96,11 @@ class MegatronMuon(Muon):
 
 
 def config_to_kwargs(config: Any, model_chunks: Sequence[Any], process_groups: Any) -> dict[str, Any]:
-    """Translate Megatron's config, whose ``muon_*`` options mean what they mean there, to arguments of `MegatronMuon`.
+    """Translate Megatron's config to arguments of `MegatronMuon`; its ``muon_*`` options keep their meaning.
 
     Raises:
-        ValueError: what is not done here: parts of matrices (tensor parallelism), decay that is not decoupled, or an
-            unknown coefficient type, scale mode or precision.
+        ValueError: it asks for tensor parallelism, for decay that is not decoupled, or for an unknown coefficient type,
+            scale mode or precision.
     """
     for name in ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat"):
         group = getattr(process_groups, name, None)

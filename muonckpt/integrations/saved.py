@@ -1,4 +1,4 @@
-"""A check that what transformers or accelerate have saved is whole; needs neither of them."""
+"""A check that folders of transformers or accelerate are whole; needs neither of them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ ZIPPED = ("*.pt", "*.pth", "*.bin")
 
 
 def check_saved(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Check every part of a folder that a trainer has saved, and return those that were checked.
+    """Check every part of a folder that a trainer has saved, and return the parts.
 
-    - Directories that DCP wrote (``pytorch_model_fsdp_0``, ``optimizer_0``): all that `muonckpt.verify` checks, so
-      coverage, bounds, CRC-32 and values that are not finite.
+    - Directories that DCP wrote (``pytorch_model_fsdp_0``, ``optimizer_0``): as `muonckpt.verify`, so coverage, bounds,
+      CRC-32 and values that are not finite.
     - Weights in safetensors: coverage, bounds and values that are not finite.  The format has no checksums.
     - Files of torch.save (``optimizer.pt``, ``scheduler.pt``): the CRC-32 of every record.
 
     Raises:
-        SourceError: lists everything that is wrong, or says that there is nothing to check.
+        SourceError: lists all damage, or says that there is nothing to check.
     """
     folder = Path(folder)
     sharded = sorted(path.parent for path in folder.glob("*/.metadata"))

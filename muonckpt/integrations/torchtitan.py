@@ -24,13 +24,13 @@ from ..optimizer import Muon
 from ..optimizer.groups import TORCHTITAN, Rule
 
 SAME_UPDATES = ("fused", "foreach", "for-loop")
-"""Implementations of torch's optimizers that differ in speed only.  Muon chooses its kernels itself."""
+"""Implementations of torch's optimizers that differ in speed only; Muon chooses its kernels itself."""
 
 Rules = Sequence[Rule] | Sequence[Sequence[Rule]]
 
 
 class MuonOptimizers(OptimizersContainer):  # type: ignore[misc]
-    """One `Muon` for each model part, for all of its parameters: what ``MuonOptimizers.Config(...)`` builds.
+    """One `Muon` for each model part and all of its parameters; built by ``MuonOptimizers.Config(...)``.
 
     The state has torchtitan's flat keys, such as ``state.layers.0.attention.wq.weight.momentum_buffer``, so pipeline
     stages and other numbers of ranks load it.
@@ -38,9 +38,9 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]
-        """What Trainer.Config takes as ``optimizer``.
+        """The ``optimizer`` of Trainer.Config.
 
-        ``implementation`` makes no difference, and rules say what ``param_groups`` say elsewhere.
+        ``rules`` take the place of ``param_groups``; ``implementation`` makes no difference.
         """
 
         lr: float
@@ -50,13 +50,13 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc]
         """The rate of everything else; may be missing with ``options={"adjust_lr_fn": "match_rms_adamw"}``."""
 
         rules: Annotated[Rules, tyro.conf.Suppress] = TORCHTITAN
-        """What each parameter is, as for `Muon.for_model`."""
+        """The kind of each parameter, as for `Muon.for_model`."""
 
         options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
         """Other options of `Muon.for_model` and of the optimizer."""
 
         def to_dict(self) -> dict[str, Any]:
-            """For torchtitan's log of its configuration; rules hold types and functions, so they are described."""
+            """Return the configuration for torchtitan's log; rules hold types and functions, so they are described."""
             described = {"rules": repr(self.rules), "options": repr(self.options)}
             return {"lr": self.lr, "adamw_lr": self.adamw_lr, **described}
 
@@ -64,7 +64,7 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc]
         """Make the optimizers of these model parts, and log a table of each.
 
         Raises:
-            ValueError: the config sets what belongs to torch's optimizers, or what `Muon.for_model` refuses.
+            ValueError: the config sets options of torch's optimizers; or `Muon.for_model` refuses.
         """
         _refuse_foreign(config)
         self.model_parts = model_parts
@@ -107,20 +107,20 @@ def _refuse_foreign(config: MuonOptimizers.Config) -> None:
 
 
 class MuonckptManager(CheckpointManager):  # type: ignore[misc]
-    """torchtitan's CheckpointManager, with checkpoints of this package; what ``MuonckptManager.Config(...)`` builds.
+    """torchtitan's CheckpointManager, with checkpoints of this package; built by ``MuonckptManager.Config(...)``.
 
-    When to save, what to keep and what to load from where is decided as there.  A checkpoint appears whole or not at
-    all, has a digest of every chunk, and loads on any number of ranks; those that the stock manager has saved with this
-    optimizer are loaded too.  With ``async_mode="async"`` training pays for a copy of its state, and the save is waited
-    for before the next one and at the end.  Hugging Face's format is written and read as there.
+    It decides as before when to save, what to keep and what to load from where.  A checkpoint appears whole or not at
+    all, has a digest of every chunk, and loads on any number of ranks; checkpoints of the stock manager with this
+    optimizer are loaded too.  With ``async_mode="async"`` training pays for a copy of its state; the next save and the
+    end wait for the running one.  Hugging Face's format is written and read by the stock manager.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
-        """What Trainer.Config takes as ``checkpoint``.
+        """The ``checkpoint`` of Trainer.Config.
 
         Raises:
-            ValueError: another asynchronous mode, or what CheckpointManager.Config refuses.
+            ValueError: another asynchronous mode, or CheckpointManager.Config refuses.
         """
 
         fresh: tuple[str, ...] = ()
@@ -146,7 +146,7 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save to a new directory; if asynchronously, return what waits for it.  Collective.
+        """Save to a new directory; if asynchronously, return the save's future.  Collective.
 
         Raises:
             MuonckptError: as `muonckpt.save`; ``checkpoint_id`` must not exist.
@@ -164,7 +164,7 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         """Load what the state dict asks for.  Collective.
 
         If that is everything, the checkpoint may hold nothing else.  If it is only the model, or something was
-        excluded, the rest of the checkpoint is not looked at.
+        excluded, the rest of the checkpoint is ignored.
 
         Raises:
             MuonckptError: as `muonckpt.load`; then nothing has been loaded.
@@ -178,13 +178,13 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         self.states[MODEL].load_state_dict(state_dict)
 
     def _close(self) -> None:
-        """Wait for a save that is running, and raise its error."""
+        """Wait for a running save, and raise its error."""
         if self.save_future is not None:
             self._wait_for_saving()
         super()._close()
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Return the latest step with a checkpoint, or -1; what a save that was cut off has left is none."""
+        """Return the latest step with a complete checkpoint, or -1."""
         folder = folder or self.folder
         names = filesystem.listdir(folder) if filesystem.isdir(folder) else []
         steps = [int(name[1]) for name in map(re.compile(r"step-(\d+)").fullmatch, names) if name]

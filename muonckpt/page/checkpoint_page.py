@@ -127,7 +127,7 @@ def report(
         path: a path or a URL, of any format.
         other: another checkpoint, such as an earlier one of the run; the page shows the changes since.
         stats: the numbers to measure; with ``"none"`` elements are read only for a comparison.
-        select: shell patterns; only weights and state whose key matches one are measured.
+        select: shell patterns of the keys of weights and state to measure; by default all.
         memory: the most bytes of elements in memory.
         jobs: the number of threads.
         progress: called with the bytes read since the last call, and with the total.

@@ -1,8 +1,8 @@
 """Megatron's per-rank files of the layer-wise optimizer, ``layer_wise_optimizer_{rank}.pt``, as one checkpoint.
 
-A file records neither names nor owners.  They come from a description beside the files (:mod:`.layer_wise_names`), and
-must agree with the files: with counts and shapes, and with the weights, where these are available, to which the fp32
-masters must round.  docs/formats/layer_wise.md has the format and the keys.
+Names and owners come from a description beside the files (:mod:`.layer_wise_names`).  It must agree with the files'
+counts and shapes, and with the weights, where available, to which the fp32 masters must round.
+docs/formats/layer_wise.md has the format and the keys.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _OPTION = ("layer_wise", "param_groups")
 def reader(path: Location) -> LocatedReader:
     """Read the files of a directory.
 
-    Reads no elements, except that it compares the first few thousand of each parameter with the weights, if there are
-    any.  Options of groups become items in memory, whose extents name the description as their file.
+    Of elements it reads only the first few thousand of each parameter, to compare them with the weights, if there are
+    any. Options of groups become items in memory, whose extents name the description as their file.
 
     Raises:
         SourceError: there is no description, or a file is missing, damaged or contradicts the description.
@@ -99,7 +99,7 @@ def reader(path: Location) -> LocatedReader:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor-parallel rank: the files of its data-parallel ranks, and what is in them."""
+    """The files of a tensor-parallel rank's data-parallel ranks, and their content."""
 
     files: Sequence[RankFile]
     members: Sequence[ListedParameter]
@@ -131,7 +131,7 @@ def _part(path: Location, description: Description, folder: str) -> _Part:
 
 
 def _joined(parts: Sequence[_Part], how: TensorParallelism) -> Iterator[StateRecord]:
-    """Yield the tensors of all tensor-parallel ranks, each as one.
+    """Yield each tensor of all tensor-parallel ranks as one.
 
     Raises:
         SourceError: the ranks have other tensors, other numbers, or parts that do not fit.
@@ -222,7 +222,7 @@ def _buffers(dealt: Dealt, states: Mapping[str, ParameterState]) -> Iterator[Gro
 
 
 def _options(files: Sequence[RankFile], params: Mapping[int, Sequence[str]]) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield the options of each group that has parameters, and their names; ranks without parameters are ignored."""
+    """Yield the options of each group that has parameters, with their names; ranks without parameters are ignored."""
     for number, names in sorted(params.items()):
         held = [(file.name, file.groups[number]) for file in files if file.groups[number].states]
         first = held[0][1].options
@@ -240,7 +240,7 @@ _OF_OPTIMIZER = re.compile(r"(chained_[0-9]+\.)*optimizer\.")
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A model's weights by name, in the order in which they are listed; their chunks are in files of ``folder``."""
+    """A model's weights by name, in the order of its checkpoint; their chunks are in files of ``folder``."""
 
     folder: Location
     weights: Mapping[str, StateRecord]
@@ -275,8 +275,7 @@ class ModelWeights:
 
 
 def read_weights(path: Location, where: str) -> ModelWeights:
-    """Read the weights under ``model`` in a file of ``torch.save``, or those in a DCP checkpoint, inside the
-    directory.
+    """Read the weights under ``model`` in a file of ``torch.save``, or of a DCP checkpoint in the directory.
 
     Raises:
         SourceError: neither exists, or it is damaged.
@@ -301,7 +300,7 @@ def read_weights(path: Location, where: str) -> ModelWeights:
 
 
 def _rounded(words: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Round float32 elements to nearest even in a dtype of weights; both as bits."""
+    """Round float32 elements to nearest even in a dtype of weights, from bits to bits."""
     match dtype:
         case "float32":
             return words

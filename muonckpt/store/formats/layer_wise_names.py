@@ -1,8 +1,8 @@
 """Megatron's layer-wise optimizer files: one file, the parts of tensor-parallel ranks, and the names that no file has.
 
-A file lists states by number: parameter groups in order, in each the parameters that its rank owns.  The owners and the
-order follow from the parameters and the algorithm that dealt them.  Both are in a description that the user writes,
-``layer_wise.toml`` or ``.json``: docs/formats/layer_wise.md.  Nothing is guessed.
+A file lists states by number: parameter groups in order, in each the parameters that its rank owns.  Owners and order
+follow from the parameters and the algorithm that dealt them, which the user describes in ``layer_wise.toml`` or
+``.json``: docs/formats/layer_wise.md.  Nothing is guessed.
 
 Sources (Megatron core 0.19.2): ``state_dict`` of ``Float16OptimizerWithFloat16Params``, ``FP32Optimizer`` and
 ``ChainedOptimizer`` in ``optimizer.py``; ``_shard_params_from_layout`` and ``_shard_params_ping_pong`` of
@@ -42,7 +42,7 @@ ParameterState = Mapping[str, _Value]
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The share of a rank in one parameter group: the group's options, and its parameters' states in order."""
+    """A rank's share of one parameter group: the group's options, and its parameters' states in order."""
 
     options: Mapping[str, object]
     states: tuple[ParameterState, ...]
@@ -52,8 +52,7 @@ class RankGroup:
 class RankFile:
     """One file: the groups of all child optimizers in order, and the names of their other entries.
 
-    It holds the ``state_dict`` of one child, or a list of them.  A child with fp32 masters keeps them beside the state
-    of the optimizer that it wraps.
+    A child with fp32 masters keeps them beside the state of the optimizer that it wraps.
     """
 
     name: str
@@ -251,7 +250,7 @@ _ORDERS: Mapping[str, _Order] = MappingProxyType(
 DESCRIPTION_PARSERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
     dict(zip(signs.LAYER_WISE_FILES, (tomllib.loads, json.loads), strict=True))
 )
-"""File names of a description, and the parser of each."""
+"""The parsers of a description, by file name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +264,7 @@ class ListedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Select:
-    """Selects a group's parameters from a model's checkpoint, by shell patterns and number of dims."""
+    """Selects a group's parameters of a model by shell patterns and number of dims."""
 
     names: tuple[str, ...]
     dims: int | None = None
@@ -279,14 +278,14 @@ class Select:
 class Description:
     """A parsed description.
 
-    Args:
+    Attributes:
         algorithm: one of `_ORDERS`.
         members: the parameters, in forward order.
         model, groups: instead of members a model's checkpoint, and the selection of each group.
         files: names of the ranks' files, in order; if empty, ``layer_wise_optimizer_{rank}.pt``.
         experts: size of expert parallelism: the ranks ``e, e + experts, …`` have the experts of part ``e``.
         bucket_size, busbw: options of the run's buffers.
-        tensor_parallel: how the parts of tensor-parallel ranks become whole; None if there is one such rank.
+        tensor_parallel: None if there is one tensor-parallel rank.
     """
 
     algorithm: str
@@ -301,7 +300,7 @@ class Description:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Return the folders of tensor-parallel ranks, with a slash, or an empty name for the directory itself."""
+        """The folders of tensor-parallel ranks, with a slash; an empty name is the directory itself."""
         return tuple(f"{name}/" for name in self.tensor_parallel.folders) if self.tensor_parallel else ("",)
 
     def __post_init__(self) -> None:
@@ -325,7 +324,10 @@ class Description:
             raise SourceError(f"{strange[0].parameter.name!r} is in part {strange[0].part} of {self.experts}")
 
     def selected(self, listed: Sequence[tuple[str, Index, str]]) -> tuple[ListedParameter, ...]:
-        """Return the parameters in forward order, given the name, shape and dtype of each in the model's checkpoint.
+        """Return the parameters in forward order.
+
+        Args:
+            listed: name, shape and dtype of each parameter in the model's checkpoint.
 
         Raises:
             SourceError: a pattern fits nothing.
@@ -343,7 +345,7 @@ class Description:
 
 
 def read_description(path: Location) -> Description | None:
-    """Read the description in a directory; None if there is none.
+    """Read the description in a directory, if there is one.
 
     Raises:
         SourceError: it is not TOML or JSON, or not a description.
@@ -422,7 +424,7 @@ def _check(data: Any, kinds: _FieldTypes, *needed: str) -> None:
 class Dealt:
     """Parameters dealt to ranks.
 
-    Args:
+    Attributes:
         buffers: each with the ranks of the run that share it.
         shares: names by (rank, group), in the order of the numbers in that rank's file.
     """
@@ -432,7 +434,7 @@ class Dealt:
 
 
 def deal(description: Description, members: Sequence[ListedParameter], ranks: int) -> Dealt:
-    """Return the share of each of ``ranks`` data-parallel ranks, as the description's algorithm dealt it.
+    """Deal the parameters to ``ranks`` data-parallel ranks, by the description's algorithm.
 
     Raises:
         SourceError: the ranks do not divide into expert-parallel parts.

@@ -53,7 +53,7 @@ class ZipEntry:
 
     @property
     def flags(self) -> int:
-        """Return the flags: the name is UTF-8, and a data descriptor follows, which torch omits for an empty member."""
+        """A UTF-8 name and, except after an empty member, a data descriptor."""
         return 0x808 if self.size else 0x800
 
     def zip64(self, packed: int) -> bytes:
@@ -147,7 +147,7 @@ def member_data(read: Read, member: ZipMember, most: int) -> bytes:
 
 
 def window(read: Read, offset: int, length: int) -> Read:
-    """Read parts of an item by offsets in it.  Its ends, which hold everything but the payload, are read once."""
+    """Read parts of an item by offsets in it.  Its ends, all but the payload, are read once."""
     head = _exactly(read, offset, length if length <= _HEAD + _TAIL else _HEAD)
     tail_at = max(length - _TAIL, 0)
     tail = head[tail_at:] if len(head) == length else _exactly(read, offset + tail_at, _TAIL)
@@ -201,9 +201,9 @@ def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
 
 
 def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
-    """Return where the central directory begins in the item, how many entries it has, and its bytes.
+    """Return the offset of the central directory in the item, its number of entries, and its bytes.
 
-    Redundant fields must agree: other zip readers may use those that are not needed here.
+    Redundant fields must agree: other zip readers may use them.
     """
     signature, *disks, here, count, size, start, comment = _END.unpack(part(length - _END.size, _END.size))
     if signature != b"PK\5\6" or comment:
@@ -257,7 +257,7 @@ def _entries(directory: bytes) -> Iterator[ZipEntry]:
 
 
 def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
-    """Yield size, packed size and header offset; what does not fit in 32 bits comes from the zip64 extra field."""
+    """Yield size, packed size and header offset, from the zip64 extra field where they do not fit in 32 bits."""
     big = b""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<2H", extra)

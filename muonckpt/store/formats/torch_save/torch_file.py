@@ -86,10 +86,10 @@ class TorchFile:
     """Bytes of the pickle, by which limits on what is in it are measured."""
 
     def tensor(self, value: object) -> SavedTensor:
-        """Decode the tensor that part of the content stands for, also if it is a parameter or has attributes.
+        """Decode a tensor, parameter or tensor with attributes of the content.
 
         Raises:
-            SourceError: it is not a tensor, or its elements are not a whole member of the file in row-major order.
+            SourceError: it is none, or its elements are not a whole member of the file in row-major order.
         """
         dtype, chunk = self.chunk(value)
         if chunk.payload != chunk.item or chunk.strides is not None:
@@ -105,7 +105,7 @@ class TorchFile:
     def chunk(self, value: object) -> tuple[str, Chunk]:
         """Return the dtype of a tensor, and its chunk with a box that begins at 0.
 
-        Its item is the whole storage, of which it may be a part; it has a checksum if it is all of that.
+        Its item is the whole storage; it has a checksum if the tensor is all of that.
 
         Raises:
             SourceError: it is not a tensor, or its elements are not without gaps in a member of the file.
@@ -170,7 +170,7 @@ def read_torch_file(directory: Location, name: str) -> TorchFile:
 
 
 def _bare(value: object) -> object:
-    """Return the plain tensor in a parameter, or in a tensor with attributes such as Megatron's ``partition_dim``."""
+    """Return the plain tensor in a parameter, or in one with attributes such as Megatron's ``partition_dim``."""
     match value:
         case Record(kind=kind, args=args) if kind in _PARAMETERS:
             return args[0] if isinstance(args, tuple) and args else value

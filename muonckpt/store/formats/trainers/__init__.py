@@ -1,5 +1,4 @@
-"""What trainers save with ``torch.save``: a model and its optimizers in files of one process, or a part from each
-rank.
+"""State dicts that trainers save with ``torch.save``: in files of one process, or a part from each rank.
 
 ``process_files`` reads folders of Hugging Face and accelerate, plain files and DeepSpeed's universal folders;
 ``rank_state`` the ranks' files of verl and accelerate, ``nanochat_state`` nanochat's; ``state_tree`` makes tensors and

@@ -41,7 +41,7 @@ from .state_tree import (
 
 _FILE = re.compile(r"(?:model_([0-9]{6,12})|optim_([0-9]{6,12})_rank(0|[1-9][0-9]{0,5}))\.pt")
 _REPLICATED = 1024
-"""Elements below which all ranks have AdamW's state of a parameter."""
+"""All ranks have AdamW's whole state of parameters with fewer elements."""
 
 _OPTIMIZER = "optimizer"
 
@@ -109,7 +109,7 @@ def _step(path: Location, listed: Sequence[str]) -> str:
 def _state(
     files: Sequence[TorchFile], names: NamesFile, shapes: Mapping[str, Index], items: HeldItems
 ) -> tuple[list[StateRecord], bool]:
-    """Return the tensors of the optimizer's state, and whether its parameters have numbers for names."""
+    """Return the tensors of the optimizer's state, and whether its parameters have only numbers."""
     ranks = []
     for file in files:
         with about(file.name):

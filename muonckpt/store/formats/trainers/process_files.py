@@ -141,7 +141,7 @@ def _indexed(index: Location) -> Sequence[str]:
 
 
 def _read(file: TorchFile, root: KeyPath, names: NamesFile, items: HeldItems) -> tuple[list[StateRecord], list[str]]:
-    """Return the tensors of a file, and the roots of the optimizers in it whose parameters have numbers only."""
+    """Return a file's tensors, and the roots of its optimizers whose parameters have only numbers."""
     content: object = file.content
     if not is_mapping(content):
         raise SourceError("expected a state dict, found something else; nothing was run")

@@ -157,9 +157,9 @@ def _named(file: TorchFile, root: str, names: NamesFile, order: Mapping[str, Ind
 
 
 def _is_of_whole_model(content: Mapping[object, object], order: Mapping[str, Index], file: TorchFile) -> bool:
-    """Return whether an optimizer has one group of all the model's parameters, with their shapes in the same order.
+    """Return whether an optimizer has one group of all the model's parameters, in its order.
 
-    That is how verl makes one, ``build_optimizer(module.parameters())``, and no other program with such file names.
+    So verl makes it, ``build_optimizer(module.parameters())``, and no other program with such file names.
     """
     groups = content["param_groups"]
     if type(groups) is not list or len(groups) != 1 or mapping(groups[0]).get("params") != list(range(len(order))):
@@ -176,7 +176,7 @@ def _is_of_whole_model(content: Mapping[object, object], order: Mapping[str, Ind
 
 
 def _parameters(values: Mapping[KeyPath, object]) -> dict[str, Index]:
-    """Return the names of a model's parameters with their shapes, in its order; of tied ones the first name."""
+    """Return the shapes of a model's parameters by name, in its order; tied ones have their first name."""
     order: dict[str, Index] = {}
     storages = set()
     for path, value in values.items():

@@ -38,7 +38,7 @@ _DEEPEST = 32
 def leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[KeyPath, object]]:
     """Yield the tensors, as the pickle has them, and the plain data in a state dict, each with its path.
 
-    Keys of dicts are strings in paths, positions in lists are integers, as in DCP.
+    Keys of dicts become strings in paths, positions in lists integers, as in DCP.
 
     Raises:
         LimitError: there is more than in proportion to the file.
@@ -94,14 +94,14 @@ def check_same_keys(ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[T
 
 
 class _Walk:
-    """Walks through nested dicts and lists, and counts all that it meets."""
+    """Walks through nested dicts and lists, and counts every value that it meets."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._met = 0
 
     def below(self, value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
-        """Yield what is not a dict or a list of dicts and tensors, with its path."""
+        """Yield each value, with its path, that is no dict and no list of dicts and tensors."""
         self._met += 1
         limits.check_limit(self._met, self._most, "values in dicts that a file's pickle uses more than once")
         limits.check_limit(len(path), _DEEPEST, "dicts and lists in each other")
@@ -149,12 +149,12 @@ def check_shared(file: TorchFile, chunks: Iterable[Chunk]) -> None:
 
 
 AS_PARAMETER = (BEGIN_AS_ZEROS | {MASTER}) - {STEP, SECOND_MOMENT}
-"""Slots that have the shape of their parameter in every program that writes them."""
+"""Slots that have their parameter's shape in every program that writes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamesFile:
-    """The names of each optimizer's parameters in the order of its numbers, by the optimizer's root."""
+    """The names of each optimizer's parameters in the order of their numbers, by the optimizer's root."""
 
     of_optimizers: Mapping[str, Sequence[str]]
 
@@ -197,7 +197,7 @@ def optimizer_with_names(
 ) -> tuple[Mapping[object, object], Mapping[object, str]]:
     """Return a state dict with its parameters under names, and the names by number.
 
-    Where nothing tells the names, return it unchanged, and no names.
+    Where nothing tells the names, the state dict is returned unchanged, with no names.
 
     Args:
         listed: the names in the order of numbers, as a person wrote them.
@@ -266,7 +266,7 @@ def _recorded(groups: Sequence[Mapping[object, object]]) -> list[str] | None:
 
 
 def check_shapes(slots: Iterator[tuple[str, str, Index]], weights: Mapping[str, Index]) -> None:
-    """Compare the shapes of state (parameter, slot, shape) with those of the weights that lie beside it.
+    """Compare the shapes of state (parameter, slot, shape) with the weights beside it.
 
     Raises:
         SourceError: they differ, so names and numbers are not in the same order.
@@ -316,7 +316,7 @@ def rank_part(file: TorchFile, value: object) -> RankPart:
     """Return the part that a DTensor in a file stands for.
 
     Raises:
-        SourceError: it is not a DTensor of shards and replicas, or what it says of itself is contradictory.
+        SourceError: it is not a DTensor of shards and replicas, or contradicts itself.
     """
     match value:
         case Record(args=(_, _, _, (_, dict(state)))) if is_dtensor(value):
@@ -352,7 +352,7 @@ def _fields(value: object) -> Mapping[object, object]:
 
 
 def _sizes(file: TorchFile, mesh: Mapping[object, object]) -> Index:
-    """Return the sizes of a mesh: of torch's layout of it, or before 2.9 of a tensor of ranks."""
+    """Return the sizes of a mesh, from torch's layout of it, or before 2.9 from a tensor of ranks."""
     match mesh.get("_layout"):
         case Record(state={"axes": axes}):
             return tuple(_product(_fields(axis).get("shape")) for axis in sequence(axes))
