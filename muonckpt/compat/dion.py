@@ -116,18 +116,13 @@ class Muon(optimizer.Muon):
         members = [given] if isinstance(given, Tensor) else list(given)
         params = [member[1] if isinstance(member, tuple) else member for member in members]
         group = {"flatten": self._flatten, **param_group}
-        super().add_param_group(
-            {**self._defaults(_algorithm(group)), **_ours(group, params, self._betas), "params": members}
-        )
-
-    def _defaults(self, algorithm: str) -> dict[str, Any]:
-        """Return the options of element-wise groups that dion takes from the optimizer's arguments."""
-        match algorithm:
-            case "adamw":
-                return {"lr": self.defaults["lr"], "betas": self._betas, "eps": self._epsilon}
-            case "lion":
-                return {"lr": self.defaults["lr"], "betas": self._betas}
-        return {}
+        algorithm = _algorithm(group)
+        arguments: dict[str, Any] = {}  # of the optimizer, which dion takes for element-wise groups
+        if algorithm in ("adamw", "lion"):
+            arguments = {"lr": self.defaults["lr"], "betas": self._betas}
+        if algorithm == "adamw":
+            arguments["eps"] = self._epsilon
+        super().add_param_group({**arguments, **_ours(group, params, self._betas), "params": members})
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("_betas", "_epsilon", "_flatten")}

@@ -94,7 +94,13 @@ def forecast(
     )
     tensors = _selected(tensors, select)
     rules = tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in (shard or {}).items())
-    _check_rules(rules, meshes, tensors)
+    names = [parameter.name for parameter in tensors.parameters]
+    for rule in rules:
+        if not any(fnmatchcase(name, rule.glob) for name in names):
+            raise TargetError(f"rule {rule} matches no parameter{did_you_mean(rule.glob, names)}")
+        axes = {axis for axis, _ in rule.cuts}
+        if not any(mesh.keys() >= axes for mesh in meshes):
+            raise TargetError(f"rule {rule}: no mesh has the axes {', '.join(sorted(axes))}")
     options, rates = MuonOptions(ns_steps, ns_dtype, stages), Rates(link, disk, flops)
 
     topologies = []
@@ -123,16 +129,6 @@ def _selected(model: ModelTensors, globs: Sequence[str]) -> ModelTensors:
     if not chosen.matrices:
         raise TargetError(f"none of the selected parameters of {model.source} is Muon's, so there is nothing to plan")
     return chosen
-
-
-def _check_rules(rules: Sequence[ShardRule], meshes: Sequence[Mapping[str, int]], model: ModelTensors) -> None:
-    names = [parameter.name for parameter in model.parameters]
-    for rule in rules:
-        if not any(fnmatchcase(name, rule.glob) for name in names):
-            raise TargetError(f"rule {rule} matches no parameter{did_you_mean(rule.glob, names)}")
-        axes = {axis for axis, _ in rule.cuts}
-        if not any(mesh.keys() >= axes for mesh in meshes):
-            raise TargetError(f"rule {rule}: no mesh has the axes {', '.join(sorted(axes))}")
 
 
 def _cheapest(topologies: Sequence[Topology]) -> tuple[int, str]:

@@ -79,7 +79,9 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         state = {"state_dict": rest.pop("state_dict")}
         state |= {f"optimizer_{number}": slots for number, slots in enumerate(rest.pop("optimizer_states", ()))}
         # All ranks save to one path, and one rank's loops and callbacks.
-        path, trainer = self.broadcast((str(filepath), _packed(rest)))
+        packed = io.BytesIO()
+        torch.save(rest, packed)
+        path, trainer = self.broadcast((str(filepath), packed.getvalue()))
         provenance = {"epoch": rest["epoch"], "step": rest["global_step"]}
         if self._along:
             self._saving = async_save({**state, TRAINER: trainer}, path, provenance=provenance)
@@ -137,9 +139,3 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{number}"])
         trainer = Path(path) / STOCK if stock else io.BytesIO(state[TRAINER])
         return dict(torch.load(trainer, weights_only=weights_only))
-
-
-def _packed(value: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()

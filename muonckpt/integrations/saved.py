@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import SourceError
@@ -34,26 +33,19 @@ def check_saved(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
         raise SourceError(
             f"{folder}: expected what a trainer saves (DCP directories, safetensors, files of torch.save), found none"
         )
-    faults = [fault for part in (*sharded, *weights) for fault in _audited(part)]
-    faults += [fault for part in zipped for fault in _unzipped(part)]
+    faults: list[str] = []
+    for part in (*sharded, *weights):
+        try:
+            faults += [f"{part.name}: {finding.message}" for finding in verify(part).findings]
+        except SourceError as error:
+            faults.append(str(error))
+    for part in zipped:
+        try:
+            with zipfile.ZipFile(part) as archive:
+                if damaged := archive.testzip():
+                    faults.append(f"{part.name}: the CRC-32 of {damaged} is not that of its bytes")
+        except zipfile.BadZipFile as error:
+            faults.append(f"{part.name}: {error}")
     if faults:
         raise SourceError("\n- ".join([f"{folder} is not whole; resume from another checkpoint:", *faults]))
     return parts
-
-
-def _audited(path: Path) -> Iterator[str]:
-    try:
-        yield from (f"{path.name}: {finding.message}" for finding in verify(path).findings)
-    except SourceError as error:
-        yield str(error)
-
-
-def _unzipped(path: Path) -> Iterator[str]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except zipfile.BadZipFile as error:
-        yield f"{path.name}: {error}"
-        return
-    if damaged is not None:
-        yield f"{path.name}: the CRC-32 of {damaged} is not that of its bytes"

@@ -66,7 +66,17 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc]
         Raises:
             ValueError: the config sets options of torch's optimizers; or `Muon.for_model` refuses.
         """
-        _refuse_foreign(config)
+        if config.param_groups or config.optimizer_factory_kwargs_by_name:
+            raise ValueError(
+                "param_groups and optimizer_factory_kwargs_by_name choose between torch's optimizers; here rules say "
+                "what each parameter is, and options go to all of them: MuonOptimizers.Config(rules=[...], "
+                "options={...}), as docs/integrations/torchtitan.md explains"
+            )
+        if config.implementation not in SAME_UPDATES:
+            raise ValueError(
+                f"implementation={config.implementation!r}: it changes the dtype of AdamW's state, which is that of "
+                f"the parameters here; expected one of {', '.join(SAME_UPDATES)}"
+            )
         self.model_parts = model_parts
         self.optimizers = [
             Muon.for_model(part, lr=config.lr, adamw_lr=config.adamw_lr, rules=config.rules, **config.options)
@@ -85,25 +95,6 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc]
         ]
         self._validate_params(parameters)
         self._post_init(parameters)
-
-
-def _refuse_foreign(config: MuonOptimizers.Config) -> None:
-    """Refuse what the config inherits and what would not be looked at here.
-
-    Raises:
-        ValueError: it is set.
-    """
-    if config.param_groups or config.optimizer_factory_kwargs_by_name:
-        raise ValueError(
-            "param_groups and optimizer_factory_kwargs_by_name choose between torch's optimizers; here rules say what "
-            "each parameter is, and options go to all of them: MuonOptimizers.Config(rules=[...], options={...}), as "
-            "docs/integrations/torchtitan.md explains"
-        )
-    if config.implementation not in SAME_UPDATES:
-        raise ValueError(
-            f"implementation={config.implementation!r}: it changes the dtype of AdamW's state, which is that of the "
-            f"parameters here; expected one of {', '.join(SAME_UPDATES)}"
-        )
 
 
 class MuonckptManager(CheckpointManager):  # type: ignore[misc]

@@ -142,8 +142,8 @@ def _placed(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> t
             if dtypes.get(key) != dtype:
                 raise SourceError(f"a buffer of {dtype} holds tensor {key!r}; the index lists it as {dtypes.get(key)}")
             chunks[key].setdefault(chunk.box, chunk)
-    placed = in_columns((_with_sums(tensor, chunks[tensor.key]), len(tensor.shape)) for tensor in tensors)
-    return tuple(replace(tensor, chunks=own) for tensor, own in zip(tensors, placed, strict=True))
+    listed = [(_with_sums(tensor, chunks[tensor.key]), len(tensor.shape)) for tensor in tensors]
+    return tuple(replace(t, chunks=own) for t, own in zip(tensors, in_columns(listed), strict=True))
 
 
 def _with_sums(tensor: StateRecord, expected: Mapping[Box, Chunk]) -> tuple[Chunk, ...]:

@@ -57,7 +57,7 @@ def reader(path: Location) -> LocatedReader:
     """Read the files of a directory.
 
     Of elements it reads only the first few thousand of each parameter, to compare them with the weights, if there are
-    any. Options of groups become items in memory, whose extents name the description as their file.
+    any.  Options of groups become items in memory, whose extents name the description as their file.
 
     Raises:
         SourceError: there is no description, or a file is missing, damaged or contradicts the description.

@@ -80,7 +80,7 @@ class HeaderEntry:
     """One tensor: torch's name of its ``dtype``, and ``start`` and ``stop`` in bytes of the data.
 
     Raises:
-        DamageError: the range has not the length that dtype and shape need.
+        DamageError: dtype and shape need a range of another length.
     """
 
     dtype: str
@@ -342,7 +342,7 @@ def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Locat
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """The file of each tensor, and the digest of each file's header; of others' indices no digests."""
+    """The file of each tensor, and the digest of each file's header (none in other programs' indices)."""
 
     files: Mapping[str, str]
     headers: Mapping[str, str]
@@ -433,7 +433,7 @@ _OF_RUN = re.compile(r"(iter_|checkpoint-|step-|global_step)[0-9]+(\.[0-9]+)?")
 
 
 def refuse_stray(path: Location) -> None:
-    """Refuse a folder of checkpoints by step in which there is one file of tensors, hardly the one that was meant.
+    """Refuse a folder of checkpoints by step that also has one file of tensors, hardly the one that was meant.
 
     A model of several files can only be named by its folder, so for one there is a warning.
 

@@ -194,7 +194,11 @@ def parse_array(node: str, fields: Mapping[str, Any]) -> ZarrArray:
         if fields["data_type"] not in _READABLE:
             kinds = ", ".join(_READABLE)
             raise SourceError(f"expected one of the data types {kinds}, found {fields['data_type']!r:.200}")
-        files = _ints(_configuration(fields["chunk_grid"], "regular")["chunk_shape"])
+        match fields["chunk_grid"]:
+            case {"name": "regular", "configuration": dict(grid)}:
+                files = _ints(grid["chunk_shape"])
+            case other:
+                raise SourceError(f"expected 'regular' with a configuration, found {other!r:.200}")
         prefix, separator = _keys(fields["chunk_key_encoding"])
         chunks, trailer, index_first = _codecs(fields["codecs"])
         return ZarrArray(
@@ -270,13 +274,6 @@ def _keys(encoding: Any) -> tuple[str, str]:
     if separator not in ("/", "."):
         raise SourceError(f"expected a separator / or ., found {separator!r:.200}")
     return prefix, separator
-
-
-def _configuration(value: Any, name: str) -> dict[str, Any]:
-    match value:
-        case {"name": kind, "configuration": dict(configuration)} if kind == name:
-            return configuration
-    raise SourceError(f"expected {name!r} with a configuration, found {value!r:.200}")
 
 
 def _ints(value: Any) -> Index:

@@ -68,9 +68,9 @@ _TENSOR_NAMES = frozenset(
 class ItemFrame:
     """A tensor's item without its payload; all numbers in bytes.
 
-    ``head`` comes before the payload of ``payload_length`` bytes; ``length`` is that of the whole item.  ``members``
-    are those of the head and then the payload, whose checksum is not known yet.  ``blank`` are the bytes after it, with
-    zeros for that checksum, which is ``crc32_at`` these places of them.
+    ``head`` comes before the payload of ``payload_length`` bytes; ``length`` is the whole item's.  ``members`` are the
+    head's and then the payload, whose checksum is not known yet.  ``blank`` are the bytes after the payload, with zeros
+    for that checksum at ``crc32_at``.
     """
 
     head: bytes
@@ -132,17 +132,16 @@ _ANY_ID = tuple(digit * 40 for digit in (b"0", b"1", b"2", b"4", b"8", b"9"))
 
 @dataclass(frozen=True, slots=True)
 class ItemTemplate:
-    """What all items of tensors of one dtype and shape have in common, as torch and this package write them.
+    """The bytes that items of tensors of one dtype and shape share, as torch and this package write them.
 
-    Such an item is recognised by comparing bytes, which takes a fraction of the time of reading the archive.  All
-    numbers are in bytes.
+    Comparing them recognises such an item in a fraction of the time of reading the archive.  All numbers are in bytes.
 
     Attributes:
         head: the bytes before the payload.
         payload_length, length: of the payload and of the whole item.
-        fixed: ranges of the bytes after the payload that neither the elements nor the identity of the item change,
+        fixed: ranges of the bytes after the payload that depend neither on the elements nor on the item's identity,
             with the bytes there.
-        crc32_at: where among the bytes after the payload the payload's CRC-32 lies.
+        crc32_at: the places of the payload's CRC-32 among the bytes after the payload.
     """
 
     head: bytes
@@ -164,7 +163,7 @@ class ItemTemplate:
         return int.from_bytes(crc32, "little") if alike else None
 
     def recorded(self, items: NDArray[np.uint8]) -> tuple[NDArray[np.bool_], NDArray[np.uint32]]:
-        """Return which of whole items ``[items, length]`` are of this kind, and the CRC-32s that they record."""
+        """Return which of whole items ``[items, length]`` are of this kind, and their recorded CRC-32s."""
         tails = items[:, self.tail_offset :]
         crc32, *others = (np.ascontiguousarray(tails[:, where]).view("<u4")[:, 0] for where in self.crc32_at)
         alike = (items[:, : len(self.head)] == np.frombuffer(self.head, np.uint8)).all(axis=1)
@@ -244,8 +243,8 @@ def _tuple(values: Sequence[int]) -> bytes:
 class TensorItem:
     """A stored tensor: shape and strides in elements, its payload as a range of bytes in the file.
 
-    The payload holds every element once, in the order that the strides define.  ``crc32`` is None where the writer
-    switched checksums off.
+    The payload holds every element once, in the order of the strides.  ``crc32`` is None where the writer switched
+    checksums off.
     """
 
     dtype: str
@@ -261,7 +260,7 @@ class TensorItem:
 
 
 def is_row_major(shape: Index, strides: Index) -> bool:
-    """Return whether these strides are those of row-major order; those of dims of size 1 do not matter."""
+    """Return whether these strides, except for dims of size 1, are in row-major order."""
     return 0 in shape or _steps(shape, strides) == _steps(shape, row_major(shape))
 
 
@@ -297,7 +296,10 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
 @lru_cache(maxsize=1024)
 def _tensor(data: bytes) -> tuple[str, Index, Index]:
     tensor = described(unpickle(data, _TENSOR_NAMES))
-    tensor.check_whole()
+    if tensor.start != 0 or tensor.count != math.prod(tensor.shape):
+        raise SourceError(
+            f"expected a storage of just the elements of shape {tensor.shape}, found a view of {tensor.count}"
+        )
     if tensor.storage != "0":
         raise SourceError(f"expected a tensor of storage '0', found storage {tensor.storage!r}")
     return tensor.dtype, tensor.shape, tensor.strides
@@ -307,8 +309,7 @@ def _tensor(data: bytes) -> tuple[str, Index, Index]:
 class Described:
     """A tensor as a pickle describes it: each element is in the member ``data/{storage}`` once.
 
-    They are there from element ``start`` on without gaps, in the order that the strides define; the member has
-    ``count`` elements.
+    They lie without gaps from element ``start`` on, in the order of the strides; the member has ``count`` elements.
     """
 
     storage: str
@@ -317,17 +318,6 @@ class Described:
     strides: Index
     start: int
     count: int
-
-    def check_whole(self) -> None:
-        """Check that the member has no other elements.
-
-        Raises:
-            SourceError: it has.
-        """
-        if self.start != 0 or self.count != math.prod(self.shape):
-            raise SourceError(
-                f"expected a storage of just the elements of shape {self.shape}, found a view of {self.count}"
-            )
 
 
 def described(value: object) -> Described:
@@ -346,7 +336,8 @@ def described(value: object) -> Described:
     storage, start, size, stride, _, hooks, *element = args
     match storage:
         case Record(kind=reference, args=("storage", Global() as kind, str() as key, str(), int() as count)):
-            known = reference == PERSISTENT and _is_empty(hooks)
+            hooked = expect(Record, hooks)
+            known = reference == PERSISTENT and hooked.args == () and not hooked.items
         case _:
             known = False
     if not known:
@@ -362,10 +353,6 @@ def described(value: object) -> Described:
     if not _is_dense(shape, strides):
         raise SourceError(f"expected each element once, found strides {strides} for shape {shape}")
     return Described(key, dtype, shape, strides, first, held)
-
-
-def _is_empty(hooks: object) -> bool:
-    return expect(Record, hooks).args == () and not expect(Record, hooks).items
 
 
 def _is_dense(shape: Index, strides: Index) -> bool:

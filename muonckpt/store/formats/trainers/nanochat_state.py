@@ -19,7 +19,7 @@ from dataclasses import replace
 from ....box import Box, Index
 from ....errors import DamageError, SourceError, about
 from ....keys import is_optimizer, key_of
-from ....record import Chunk, Chunks, Extent, Manifest, StateRecord
+from ....record import Chunk, Chunks, Extent, StateRecord
 from ....vocabulary import MOMENTUM, PARAMS, Convention
 from ...io.location import Location
 from ...reading.dtypes import itemsize
@@ -27,16 +27,16 @@ from ...reading.reader import LocatedReader
 from .. import signs
 from ..torch_save.inert_pickle import expect
 from ..torch_save.plain_item import HeldItems
-from ..torch_save.torch_file import MemberPayloads, TorchFile, checksums_inside, read_torch_file, whole_record
+from ..torch_save.torch_file import TorchFile, checksums_inside, read_torch_file, whole_record
 from .state_tree import (
     NamesFile,
     PlainTensor,
-    RankPart,
     check_same_keys,
     check_shapes,
     decoded,
     mapping,
     optimizer_with_names,
+    trainer_reader,
 )
 
 _FILE = re.compile(r"(?:model_([0-9]{6,12})|optim_([0-9]{6,12})_rank(0|[1-9][0-9]{0,5}))\.pt")
@@ -69,7 +69,7 @@ def reader(path: Location) -> LocatedReader:
         items = HeldItems()
         tensors: list[StateRecord] = []
         with about(weights.name):
-            for key, value in decoded(weights, weights.content, ("model",)):
+            for key, value in decoded(weights, weights.content, ("model",), dtensors=False):
                 if isinstance(value, PlainTensor):
                     tensors.append(whole_record(key, value.dtype, value.chunk))
                 else:
@@ -80,13 +80,14 @@ def reader(path: Location) -> LocatedReader:
             state, numbered = _state(files, names, shapes, items)
             tensors += state
     read = {model, *(file.name for file in files), signs.NAMES_FILE}
-    provenance: dict[str, object] = {"step": int(step), "ranks": len(ranks)}
-    provenance[signs.NOT_READ] = [name for name in listed if name not in read]
-    if numbered:
-        provenance[signs.NUMBERED] = [_OPTIMIZER]
+    provenance = {
+        "step": int(step),
+        "ranks": len(ranks),
+        signs.NOT_READ: [name for name in listed if name not in read],
+        signs.NUMBERED: [_OPTIMIZER] if numbered else None,
+    }
     checksums = checksums_inside((weights, *files), tensors)
-    manifest = Manifest(tuple(tensors), tuple(items.blobs), provenance)
-    return LocatedReader(manifest, MemberPayloads(folder, items.in_memory, checksums))
+    return trainer_reader(folder, tensors, items, checksums, provenance)
 
 
 def _step(path: Location, listed: Sequence[str]) -> str:
@@ -122,10 +123,10 @@ def _state(
             if not is_optimizer(content):
                 raise SourceError("expected the state of an optimizer, found something else")
             content, by_number = optimizer_with_names(content, names.of_optimizers.get(_OPTIMIZER))
-            values = dict(decoded(file, content, (_OPTIMIZER,)))
+            values = dict(decoded(file, content, (_OPTIMIZER,), dtensors=False))
             for path, value in values.items():
-                if isinstance(value, RankPart) or (isinstance(value, PlainTensor) and value.chunk.strides is not None):
-                    raise SourceError(f"{key_of(path)}: expected plain tensors in row-major order, found others")
+                if isinstance(value, PlainTensor) and value.chunk.strides is not None:
+                    raise SourceError(f"{key_of(path)}: expected elements in row-major order, found others")
             ranks.append(values)
     check_same_keys(ranks, files)
     tensors: list[StateRecord] = []

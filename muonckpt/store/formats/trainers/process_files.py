@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from ....box import Box, Index
 from ....errors import DamageError, SourceError, about
 from ....keys import is_optimizer, key_of
-from ....record import Extent, Manifest, StateRecord
+from ....record import Extent, StateRecord
 from ....vocabulary import KeyPath
 from ...io.location import Location
 from ...io.regular import read_whole
@@ -36,7 +36,6 @@ from .. import safetensors, signs
 from ..torch_save.inert_pickle import expect, sizes_of
 from ..torch_save.plain_item import HeldItems
 from ..torch_save.torch_file import (
-    MemberPayloads,
     TorchFile,
     checksums_inside,
     is_tensor,
@@ -52,6 +51,7 @@ from .state_tree import (
     leaves,
     mapping,
     optimizers_with_names,
+    trainer_reader,
 )
 
 _OPTIMIZER = re.compile(r"(optimizer(?:_[0-9]{1,4})?)\.(?:pt|bin)")
@@ -97,13 +97,12 @@ def reader(path: Location) -> LocatedReader:
         weights = {str(t.path[-1]): t.shape for t in tensors if len(t.path) == 2 and str(t.path[0]).startswith("model")}
         named = (t for t in tensors if "state" in t.path[-3:-2] and key_of(t.path[:-3]) not in numbered)
         check_shapes(((str(t.path[-2]), str(t.path[-1]), t.shape) for t in named), weights)
-    provenance: dict[str, object] = {"files": [*parts.pickles, *(str(place.name) for place in parts.weights)]}
-    if parts.others:
-        provenance[signs.NOT_READ] = list(parts.others)
-    if numbered:
-        provenance[signs.NUMBERED] = numbered
-    manifest = Manifest(tuple(tensors), tuple(items.blobs), provenance)
-    return LocatedReader(manifest, MemberPayloads(parts.folder, items.in_memory, checksums))
+    provenance = {
+        "files": [*parts.pickles, *(str(place.name) for place in parts.weights)],
+        signs.NOT_READ: list(parts.others) or None,
+        signs.NUMBERED: numbered or None,
+    }
+    return trainer_reader(parts.folder, tensors, items, checksums, provenance)
 
 
 def _parts_of_folder(path: Location) -> _Parts:
@@ -191,10 +190,8 @@ def universal_reader(path: Location) -> LocatedReader:
             for file in files:
                 tensor = _read_universal(path, name, file, items, shapes, listed)
                 tensors += [tensor] if tensor is not None else []
-    others = [name for name in (*listed, *loose) if name != _ZERO]
-    provenance = {signs.NOT_READ: sorted(others)} if others else {}
-    manifest = Manifest(tuple(tensors), tuple(items.blobs), provenance)
-    return LocatedReader(manifest, MemberPayloads(path, items.in_memory, {}))
+    others = sorted(name for name in (*listed, *loose) if name != _ZERO)
+    return trainer_reader(path, tensors, items, {}, {signs.NOT_READ: others or None})
 
 
 def _read_universal(

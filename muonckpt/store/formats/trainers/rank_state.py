@@ -24,7 +24,7 @@ from ....box import Index, row_major
 from ....errors import DamageError, SourceError, about
 from ....keys import is_optimizer, key_of
 from ....layouts.mesh import Mesh, fragments_on, local_shape
-from ....record import Chunk, Chunks, Extent, Manifest, StateRecord
+from ....record import Chunk, Chunks, Extent, StateRecord
 from ....vocabulary import KeyPath
 from ...io.location import Location
 from ...reading.dtypes import itemsize
@@ -32,7 +32,7 @@ from ...reading.reader import LocatedReader
 from .. import signs
 from ..torch_save.plain_item import HeldItems
 from ..torch_save.tensor_item import is_row_major
-from ..torch_save.torch_file import MemberPayloads, TorchFile, checksums_inside, read_torch_file, whole_record
+from ..torch_save.torch_file import TorchFile, checksums_inside, read_torch_file, whole_record
 from .state_tree import (
     AS_PARAMETER,
     NamesFile,
@@ -46,6 +46,7 @@ from .state_tree import (
     optimizer_with_names,
     optimizers_with_names,
     rank_part,
+    trainer_reader,
 )
 
 _VERL = re.compile(r"(model|optim)_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt")
@@ -103,14 +104,9 @@ def reader(path: Location) -> LocatedReader:
         names.check_used({key_of(t.path[:-3]) for t in joined.tensors if "state" in t.path[-3:-2]})
     known = {file.name for file in files}
     others = [name for name in listed if name not in known and name not in (signs.NAMES_FILE, _METADATA)]
-    provenance: dict[str, object] = {"ranks": world}
-    if others:
-        provenance[signs.NOT_READ] = others
-    if numbered:
-        provenance[signs.NUMBERED] = [*numbered]
-    manifest = Manifest(tuple(joined.tensors), tuple(joined.items.blobs), provenance)
     checksums = checksums_inside((file for ranks in contents.values() for file in ranks), joined.tensors)
-    return LocatedReader(manifest, MemberPayloads(path, joined.items.in_memory, checksums), tuple(joined.faults))
+    provenance = {"ranks": world, signs.NOT_READ: others or None, signs.NUMBERED: [*numbered] or None}
+    return trainer_reader(path, joined.tensors, joined.items, checksums, provenance, joined.faults)
 
 
 def _rank_files(listed: Sequence[str]) -> list[_RankFile]:
@@ -159,7 +155,7 @@ def _named(file: TorchFile, root: str, names: NamesFile, order: Mapping[str, Ind
 def _is_of_whole_model(content: Mapping[object, object], order: Mapping[str, Index], file: TorchFile) -> bool:
     """Return whether an optimizer has one group of all the model's parameters, in its order.
 
-    So verl makes it, ``build_optimizer(module.parameters())``, and no other program with such file names.
+    verl makes it so, ``build_optimizer(module.parameters())``, and no other program with such file names does.
     """
     groups = content["param_groups"]
     if type(groups) is not list or len(groups) != 1 or mapping(groups[0]).get("params") != list(range(len(order))):
@@ -260,13 +256,13 @@ class _Joined:
 
 
 def _cut(part: RankPart) -> tuple[object, ...]:
-    """Return the properties of a tensor that are the same on all ranks."""
+    """Return a tensor's properties that must be the same on all ranks."""
     return part.dtype, part.shape, part.sizes, tuple(map(str, part.placements))
 
 
 @lru_cache(maxsize=64)
 def _mesh(sizes: Index) -> Mesh:
-    """Return a mesh of these sizes.  Cached: all tensors of a run are on few, which may have many ranks."""
+    """Return a mesh of these sizes.  Cached: the tensors of a run share a few, which may have many ranks."""
     return Mesh.of(*sizes)
 
 

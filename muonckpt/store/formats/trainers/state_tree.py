@@ -21,15 +21,16 @@ from ....box import Index
 from ....errors import SourceError, about
 from ....keys import PARAM_GROUPS, STATE, is_optimizer, key_of
 from ....layouts.mesh import AxisPlacement, Replicate, Shard, StridedShard
-from ....record import Chunk
+from ....record import Chunk, Extent, Manifest, StateRecord
 from ....vocabulary import BEGIN_AS_ZEROS, MASTER, PARAMS, SECOND_MOMENT, STEP, KeyPath
 from ...io import limits
 from ...io.location import Location
 from ...io.regular import read_whole
+from ...reading.reader import LocatedReader
 from ..signs import NAMES_FILE
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
-from ..torch_save.plain_item import PlainParts
-from ..torch_save.torch_file import WITH_TYPE, TorchFile, is_tensor
+from ..torch_save.plain_item import HeldItems, PlainParts
+from ..torch_save.torch_file import WITH_TYPE, MemberPayloads, TorchFile, is_tensor
 
 _MAPPINGS = frozenset({"collections OrderedDict", "collections defaultdict"})
 _DEEPEST = 32
@@ -44,8 +45,25 @@ def leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[Ke
         LimitError: there is more than in proportion to the file.
         SourceError: there is something else; it is not run.
     """
-    plain = PlainParts(file.described)
-    for path, value in _Walk(limits.FEW + file.described // limits.PICKLE_BYTES).below(content, root):
+    plain, most, met = PlainParts(file.described), limits.FEW + file.described // limits.PICKLE_BYTES, 0
+
+    def below(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+        nonlocal met
+        met += 1
+        limits.check_limit(met, most, "values in dicts that a file's pickle uses more than once")
+        limits.check_limit(len(path), _DEEPEST, "dicts and lists in each other")
+        if is_mapping(value):
+            for key, part in mapping(value).items():
+                if type(key) not in (str, int):
+                    raise SourceError(f"expected strings or integers as dict keys, found {type(key).__name__}")
+                yield from below(part, (*path, str(key)))
+        elif type(value) is list and any(is_tensor(part) or is_mapping(part) for part in value):
+            for number, part in enumerate(value):
+                yield from below(part, (*path, number))
+        else:
+            yield path, value
+
+    for path, value in below(content, root):
         if is_tensor(value):
             yield path, value
         else:
@@ -61,8 +79,10 @@ class PlainTensor:
     chunk: Chunk
 
 
-def decoded(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[KeyPath, object]]:
-    """Yield what `leaves` does, with tensors as `PlainTensor` or `RankPart`.
+def decoded(
+    file: TorchFile, content: object, root: KeyPath, *, dtensors: bool = True
+) -> Iterator[tuple[KeyPath, object]]:
+    """Yield what `leaves` does, with tensors as `PlainTensor`, and DTensors as `RankPart` unless they are refused.
 
     Raises:
         LimitError: tensors share more than in proportion to the file.
@@ -72,7 +92,7 @@ def decoded(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[K
     for path, value in leaves(file, content, root):
         if is_tensor(value):
             with about(key_of(path)):
-                part = rank_part(file, value) if is_dtensor(value) else PlainTensor(*file.chunk(value))
+                part = rank_part(file, value) if dtensors and is_dtensor(value) else PlainTensor(*file.chunk(value))
             chunks.append(part.local if isinstance(part, RankPart) else part.chunk)
             yield path, part
         else:
@@ -91,30 +111,6 @@ def check_same_keys(ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[T
             key = key_of(min(differing, key=str))
             only = f"only one of {files[0].name} and {files[rank].name}"
             raise SourceError(f"expected the same keys on all ranks, found {key!r} in {only}")
-
-
-class _Walk:
-    """Walks through nested dicts and lists, and counts every value that it meets."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._met = 0
-
-    def below(self, value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
-        """Yield each value, with its path, that is no dict and no list of dicts and tensors."""
-        self._met += 1
-        limits.check_limit(self._met, self._most, "values in dicts that a file's pickle uses more than once")
-        limits.check_limit(len(path), _DEEPEST, "dicts and lists in each other")
-        if is_mapping(value):
-            for key, part in mapping(value).items():
-                if type(key) not in (str, int):
-                    raise SourceError(f"expected strings or integers as dict keys, found {type(key).__name__}")
-                yield from self.below(part, (*path, str(key)))
-        elif type(value) is list and any(is_tensor(part) or is_mapping(part) for part in value):
-            for number, part in enumerate(value):
-                yield from self.below(part, (*path, number))
-        else:
-            yield path, value
 
 
 def is_mapping(value: object) -> bool:
@@ -146,6 +142,20 @@ def check_shared(file: TorchFile, chunks: Iterable[Chunk]) -> None:
         limits.SMALL_DESCRIPTION + limits.UNFOLDED * stored,
         f"bytes of tensors in {file.name}, which share storages",
     )
+
+
+def trainer_reader(
+    folder: Location,
+    tensors: Iterable[StateRecord],
+    items: HeldItems,
+    checksums: Mapping[Extent, int],
+    provenance: Mapping[str, object],
+    faults: Iterable[SourceError] = (),
+) -> LocatedReader:
+    """Return the reader of state dicts in files of ``torch.save``; the provenance leaves out what is None."""
+    recorded = {key: value for key, value in provenance.items() if value is not None}
+    manifest = Manifest(tuple(tensors), tuple(items.blobs), recorded)
+    return LocatedReader(manifest, MemberPayloads(folder, items.in_memory, checksums), tuple(faults))
 
 
 AS_PARAMETER = (BEGIN_AS_ZEROS | {MASTER}) - {STEP, SECOND_MOMENT}
