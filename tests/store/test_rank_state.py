@@ -98,6 +98,7 @@ def test_lost_mixed_and_foreign_ranks_are_refused(saved, tmp_path):
     nanochat = tmp_path / "nanochat"
     nanochat.mkdir()
     shutil.copy(place / file("model", 1), nanochat / "model_000100.pt")
+    torch.save({}, nanochat / "optim_000100_rank0.pt")
     with pytest.raises(SourceError, match="expected the pickle of a tensor"):
         muonckpt.open(nanochat)
     anew()
