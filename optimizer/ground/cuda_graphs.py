@@ -63,11 +63,7 @@ def replayed(work: Callable[[], object], *, times: int = 10, rounds: int = 5) ->
 
 
 def refuse_absent(shapes: Sequence[tuple[int, ...]], active: Sequence[bool]) -> None:
-    """Refuse parameters that have no gradient, and are not ``active``, while a graph is captured: replays skip them.
-
-    Raises:
-        RuntimeError: names how many there are, and the first.
-    """
+    """Refuse parameters that are not ``active``, as they have no gradient: replays of a graph would skip them."""
     absent = [shape for shape, taking_part in zip(shapes, active, strict=True) if not taking_part]
     if absent:
         raise RuntimeError(

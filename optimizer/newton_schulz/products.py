@@ -177,8 +177,8 @@ def same_as_alone(
 ) -> bool:
     """Return whether ``count`` matrices in a stack get the bits that each has alone on this CPU, by trying once.
 
-    A library may take other instructions for a product in a batch, or by more threads.  A sum in another order may have
-    the same bits by chance, so there are several matrices, the more the fewer sums each has, at changing places.
+    A sum in another order may have the same bits by chance, so there are several matrices, the more the fewer sums each
+    has, at changing places.
     """
     different = max(8, 256 // max(1, min(rows, columns)) ** 2)
     noise = torch.randn(different, rows, columns, generator=torch.Generator().manual_seed(0), device="cpu").to(dtype)
@@ -193,9 +193,8 @@ def same_as_alone(
 
 
 STRIPS, LEAST, LARGE = 4, 128, 3 << 23
-"""The strips of a large symmetric product on a CPU, the fewest rows of one, and the least multiply-adds of the product.
-Four strips are five eighths of the work.  By strips and whole, in us, on one thread of an AMD EPYC: 190 and 170 at
-256 x 256, 302 and 318 at 320 x 320, 484 and 539 at 384 x 384."""
+"""The strips of a large symmetric product on a CPU, the fewest rows of one, and the multiply-adds from which it is
+large.  By strips and whole, in us: 190 and 170 at 256 x 256, 302 and 318 at 320 x 320, 484 and 539 at 384 x 384."""
 
 ROW = 1 << 16
 """Elements whose squares are summed up at once: a running sum in fp32 is off by less than 2^-8."""
@@ -204,25 +203,22 @@ UNITS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp
 """Instructions, one of which a CPU needs to multiply 16 bits faster than fp32."""
 
 STACK = {2: 1 << 18, 4: 1 << 16, 8: 1 << 15}
-"""Elements of the largest stack on a CPU, by the bytes of one: its matrices are to stay in the cache between products,
-and a call for 16 bits costs more.  Us a matrix alone, in such a stack, and in one four times as large, on one thread of
-an AMD EPYC: 58, 17 and 28 for 32 x 32 in fp32, 356, 56 and 60 for 64 x 64 in bf16."""
+"""Elements of the largest stack on a CPU, by the bytes of one: its matrices are to stay in the cache.  Us a matrix
+alone, in such a stack, and in one four times as large: 58, 17 and 28 for 32 x 32 in fp32."""
 
 WORTH = 1 << 18
-"""Multiply-adds of a product from which `UNITS` are used.  Alone, a 64 x 64 matrix takes longer in bf16 than in fp32,
-in a stack half as long; but its dtype may not depend on its company."""
+"""Multiply-adds of a product from which `UNITS` are used, also in a stack: a dtype may not depend on company."""
 
 ROUNDED = 1 << 21
-"""Multiply-adds of a product from which fp32 is rounded where there are no `UNITS`: there rounding costs less than the
-product.  64 x 64 takes 430 us in rounded fp32 and 220 as it is, 128 x 128 930 and 890."""
+"""Multiply-adds of a product from which fp32 is rounded where there are no `UNITS`: there rounding costs less than
+the product.  64 x 64 takes 430 us in rounded fp32 and 220 as it is, 128 x 128 930 and 890."""
 
 
 def by_torch(device: torch.device, dtype: torch.dtype, side: int, length: int) -> TorchProducts:
     """Return the best of torch's products for a dtype and matrices of ``side x length``, shorter first.
 
-    The product of two 16-bit values is exact in fp32, so an fp32 product of rounded operands, rounded once, is that of
-    a 16-bit matrix unit; a CPU without one does it 10 to 100 times faster this way.  Where even that rounding costs
-    more than the product, only the result is rounded, which is more exact than the requested dtype.
+    An fp32 product of rounded operands, rounded once, is that of a 16-bit matrix unit; a CPU without one does it 10 to
+    100 times faster this way.  Where that rounding costs more than the product, only the result is rounded.
     """
     if device.type != "cpu":
         return TorchProducts(dtype, dtype)
@@ -284,7 +280,7 @@ class Form:
     """A way to orthogonalise.  Forms differ in last bits, so all ranks must use the same one for a matrix.
 
     Attributes:
-        kernels: by our kernels (`triton.kernel_products`), else by torch's products.
+        kernels: by our kernels, else by torch's products.
         gram: several steps on one Gram matrix, where restarts are given (`recipe`); else the plain form.
     """
 
@@ -293,8 +289,7 @@ class Form:
 
 
 Choice = Callable[[torch.device, torch.dtype, int, int, int], Form]
-"""The form for ``copies`` matrices of ``m x n``: ``(device, dtype, m, n, copies)``.  It must be the same on all ranks,
-so it follows from these facts alone; `costs.CostTable.form` is a measured one."""
+"""The form for ``copies`` matrices of ``m x n``, the same on all ranks: ``(device, dtype, m, n, copies)``."""
 
 
 def prefer_kernels(device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:

@@ -19,18 +19,13 @@ from ...coefficients import COEFFICIENTS, CoefficientSet, Triple
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 HOLD = 4.0
-"""``X`` is held at four times its size, which moves the small elements of a large matrix away from the end of fp16.
-
-Elements of a normalised ``m x n`` have an rms of ``1 / √(mn)``, 2^-13 at 4096 x 16384; fp16 is normal down to 2^-14.
-No larger power of two is safe: products hold ``HOLD⁴ σ⁴``, sets overshoot to ``σ = 2``, and a GPU may keep partial sums
-of fp16 products in fp16, which ends at 2^16.  It changes no bit of bf16 and fp32, and the last step takes it back."""
+"""``X`` is held at four times its size, which moves small elements of a large matrix away from the end of fp16; no
+larger power of two is safe (`docs/design/newton_schulz.md`).  bf16 and fp32 keep their bits; the last step undoes it."""
 
 
 EPS = 1e-15
-"""The smallest norm that a matrix is divided by, as in `vocabulary.MUON`.
-
-Float32 stops measuring norms there: the squares of smaller matrices' elements have few bits or none.  Below it updates
-fade with their momentum; with 1e-7, which is usual elsewhere, they would fade while norms are still exact."""
+"""The smallest norm that a matrix is divided by, as in `vocabulary.MUON`: where float32 stops measuring norms, as
+squares have few bits or none.  With 1e-7, which is usual elsewhere, updates would fade while norms are still exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +69,7 @@ class Recipe:
 
 
 _LONGEST = 3
-"""Steps on one Gram matrix in 16 bits.  On a 1/k spectrum of 256 x 1024, five have an error of 0.36 in fp16 and 8e4 in
-bf16, with a restart after two 0.005; four are 20 times as bad as three."""
+"""The most steps on one Gram matrix in 16 bits; `docs/design/newton_schulz.md` has the errors of more."""
 
 
 def spans(gram: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
@@ -98,10 +92,10 @@ def spans(gram: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[tuple[in
 
 
 def gram_is_cheaper(rows: int, columns: int) -> bool:
-    """Return whether a matrix of this shape is rectangular enough for the Gram form, with any restarts.
+    """Return whether a matrix is rectangular enough for the Gram form, with any restarts.
 
-    Each step that continues on a Gram matrix saves two products with the long side (``4 s² l``) and adds three of the
-    short side (``Q``, and two for the next ``R``: ``6 s³``), so it pays from ``l / s > 3/2`` on.
+    A step that continues on a Gram matrix saves two products with the long side (``4 s² l``) and adds three of the
+    short side (``6 s³``).
     """
     short, long = sorted((rows, columns))
     return 2 * long > 3 * short
@@ -110,9 +104,9 @@ def gram_is_cheaper(rows: int, columns: int) -> bool:
 def flops(rows: int, columns: int, steps: int, gram: Sequence[int] | None = None) -> int:
     """Return the floating-point operations of ``orthogonalize``; one multiply-add is two.
 
-    With ``s`` the short and ``l`` the long side, a Gram matrix and its use are ``2 s² l`` each, and its square is
-    ``2 s³``.  The plain form builds one at every step.  The Gram form builds one at the start and at each restart, and
-    every other step has three more products of ``2 s³``.  A cubic step has no square, which is not counted here.
+    A Gram matrix and its use are ``2 s² l`` each, of short side ``s`` and long side ``l``, and its square is ``2 s³``.
+    The plain form builds one at every step; the Gram form builds one at the start and at each restart, and every other
+    step has three more products of ``2 s³``.  A cubic step has no square, which is counted all the same.
     """
     short, long = sorted((rows, columns))
     built = steps if gram is None or not gram_is_cheaper(rows, columns) else len(gram) + 1

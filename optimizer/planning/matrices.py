@@ -22,8 +22,7 @@ class Fused:
     """The matrices fused in a parameter's last two dims, rows and columns.  By default one matrix is all of it.
 
     Attributes:
-        pieces: rows of each matrix: ``(q, k, v)``, ``(gate, up)``, one per head, or one per expert of a stacked 2-D
-            parameter.  None: all rows.
+        pieces: rows of each: ``(q, k, v)``, ``(gate, up)``, one per head, or one per expert of a stacked 2-D parameter.
         columns: columns of each, in the same way (heads of an output projection).
         interleaved: the rows are this many blocks, each of ``pieces``; a matrix is made of its piece of every block
             (Megatron's query groups).
@@ -99,8 +98,8 @@ def one_line(shape: Index, fused: Fused) -> Reduced:
 def matrices_of(shape: Index, fused: Fused = Fused()) -> tuple[tuple[Piece, ...], ...]:
     """Return the matrices in a parameter of this shape, each as pieces of it; none if it has no elements.
 
-    The last two dims are rows and columns; every index of a dim before them (experts) is a matrix of its own.  A matrix
-    keeps all dims here; it has two only in its owner's memory.
+    The last two dims are rows and columns; every index of a dim before them (experts) is a matrix of its own, which
+    keeps that dim here.
 
     Raises:
         LayoutError: not two or three dims, or what is fused does not add up to rows and columns.
@@ -172,13 +171,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A parameter.
-
-    Attributes:
-        slots: the tensors that travel, the update first.
-        cost: of orthogonalising an ``m x n`` matrix, in any unit.
-        form: for an ``m x n`` matrix of which the parameter has ``copies``.
-        scale: the learning-rate factor of an ``m x n`` matrix.
+    """A parameter: the ``slots`` that travel, the update first; the cost, form and learning-rate factor of an ``m x n``
+    matrix, of which the parameter has ``copies``.
     """
 
     slots: tuple[Slot, ...]
@@ -189,13 +183,8 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One matrix of a parameter.
-
-    Attributes:
-        param: number of the parameter in its schedule.
-        index: number of the matrix in the parameter.
-        shape: with as many dims as the parameter.
-        owner: the global rank that orthogonalises it, in ``stage`` and ``form``.
+    """Matrix ``index`` of parameter ``param`` of a schedule, in as many dims as the parameter; global rank ``owner``
+    orthogonalises it in ``stage``.
     """
 
     param: int

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from ...box import row_major
 from ...layout import Buffer, TensorLayout
-from ...overlap import expanded, overlaps
+from ...overlap import IntArray, expanded, overlaps
 from ...plan import Copies, dense_strides
 from .matrices import Fused, matrices_of, shapes_of
-from .owners import Int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,33 +38,32 @@ class MatrixParts:
     """
 
     layout: TensorLayout
-    pieces: tuple[Int, Int, Int, Int]
-    first_piece: Int
-    stands: Int
-    piece: Int
-    box: Int
-    first: Int
+    pieces: tuple[IntArray, IntArray, IntArray, IntArray]
+    first_piece: IntArray
+    stands: IntArray
+    piece: IntArray
+    box: IntArray
+    first: IntArray
 
-    def numbers(self, index: int) -> Int:
+    def numbers(self, index: int) -> IntArray:
         """Return the numbers of the parts of a matrix, or of the one that stands for it."""
         return np.arange(*self.first[self.stands[index] :][:2])
 
-    def volumes(self, numbers: Int) -> Int:
+    def volumes(self, numbers: IntArray) -> IntArray:
         """Return the number of elements of each part."""
         begin, end, _, _ = self.pieces
         i, j = self.piece[numbers], self.box[numbers]
         sizes = np.minimum(end[i], self.layout.stops[j]) - np.maximum(begin[i], self.layout.starts[j])
-        volumes: Int = sizes.prod(axis=1)
+        volumes: IntArray = sizes.prod(axis=1)
         return volumes
 
-    def holders(self, numbers: Int) -> tuple[Int, Int]:
-        """Return for each holder of a part: the part's position in ``numbers``, and the number of the fragment; the
-        holders of a part are in the layout's order."""
+    def holders(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """Return each holder of parts, in the layout's order: the part's position in ``numbers``, and the fragment."""
         rows, first = self.layout.by_box
         part, within = expanded(first[self.box[numbers]], np.diff(first)[self.box[numbers]])
         return part, rows[within]
 
-    def holding(self, rank: int) -> tuple[Int, Int]:
+    def holding(self, rank: int) -> tuple[IntArray, IntArray]:
         """Return the numbers of the parts that a rank holds, and for each matrix where its own begin among them."""
         rows = np.flatnonzero(np.isin(self.box, self.layout.boxes_of(rank)))
         return rows, np.searchsorted(rows, self.first)
@@ -76,7 +74,9 @@ class MatrixParts:
         resident: NDArray[np.bool_] = (np.diff(first) > 0)[self.stands]
         return resident
 
-    def places(self, index: Int, part: Int, fragment: Int) -> tuple[Int, tuple[Int, Int], tuple[Int, Int]]:
+    def places(
+        self, index: IntArray, part: IntArray, fragment: IntArray
+    ) -> tuple[IntArray, tuple[IntArray, IntArray], tuple[IntArray, IntArray]]:
         """Return where parts of matrices lie.
 
         Args:
@@ -121,7 +121,7 @@ def matrix_parts(layout: TensorLayout, fused: Fused) -> MatrixParts:
 
 
 @lru_cache(maxsize=4096)
-def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tuple[tuple[Int, Int], ...]:
+def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tuple[tuple[IntArray, IntArray], ...]:
     """Return for each matrix of a parameter its holders, positions in ``ranks``, ascending, and the number of elements
     that each holds.  Matrices that lie alike have the same two arrays.
     """
@@ -136,7 +136,7 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
     held = np.zeros(len(pairs), np.int64)
     np.add.at(held, pair_of, parts.volumes(numbers)[part])
     cuts = np.searchsorted(pairs, standing[1:] * len(ranks))
-    alike: dict[tuple[bytes, bytes], tuple[Int, Int]] = {}
+    alike: dict[tuple[bytes, bytes], tuple[IntArray, IntArray]] = {}
     homes = {}
     splits = zip(standing.tolist(), np.split(pairs % len(ranks), cuts), np.split(held, cuts), strict=False)
     for index, who, much in splits:
@@ -198,9 +198,9 @@ class Owned:
         owner: the owner's position in the list of ranks.
     """
 
-    tensor: Int
-    index: Int
-    owner: Int
+    tensor: IntArray
+    index: IntArray
+    owner: IntArray
 
     def rows(self, chosen: NDArray[np.bool_]) -> Owned:
         return Owned(self.tensor[chosen], self.index[chosen], self.owner[chosen])
@@ -209,11 +209,10 @@ class Owned:
 def rank_copies(
     layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], position: int, matrices: Owned
 ) -> RankCopies:
-    """Return the copies of the rank at a position of ``ranks``.
+    """Return the copies of the rank at a position of ``ranks``; other ranks stand for the wire, where boxes are dense.
 
-    Other ranks are sources or targets by their positions, and stand for the wire: there boxes are dense, without an
-    offset yet.  An owner reads its own replica of a part; of other parts, the replica with the number of the first one
-    that it holds.  Results go to all replicas.
+    An owner reads its own replica of a part; of other parts, the replica with the number of the first one that it has.
+    Results go to all replicas.
     """
     parts = matrix_parts(layout, fused)
     mine = matrices.owner == position
@@ -265,7 +264,7 @@ def _of_held(
     return back.rows(read & ~owner_has).turned(), back
 
 
-def _first_replicas(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], matrices: Owned) -> Int:
+def _first_replicas(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], matrices: Owned) -> IntArray:
     """Return the `first_replica` of each matrix's owner, -1 for none."""
     if not _replicated(layout):
         return np.zeros(len(matrices.index), np.int64)
@@ -274,24 +273,24 @@ def _first_replicas(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], 
     return np.fromiter(firsts, np.int64, len(matrices.index))
 
 
-def _chosen(number: Int, first: Int, replicas: Int) -> Int:
+def _chosen(number: IntArray, first: IntArray, replicas: IntArray) -> IntArray:
     """Return the replica of each part that is read by one who holds none of it."""
-    chosen: Int = np.where(first < 0, number, first) % replicas
+    chosen: IntArray = np.where(first < 0, number, first) % replicas
     return chosen
 
 
-def _on_wire(sizes: Int) -> tuple[Int, Int]:
+def _on_wire(sizes: IntArray) -> tuple[IntArray, IntArray]:
     return np.zeros(len(sizes), np.int64), dense_strides(sizes)
 
 
 @lru_cache(maxsize=256)
-def _positions(layout: TensorLayout, ranks: tuple[int, ...]) -> Int:
+def _positions(layout: TensorLayout, ranks: tuple[int, ...]) -> IntArray:
     """Return the position in ``ranks`` of each of a layout's buffers."""
     position = {rank: index for index, rank in enumerate(ranks)}
     return np.array([position[buffer] for buffer in layout.buffers], np.int64)  # type: ignore[index]
 
 
-def _buffers(layout: TensorLayout, ranks: tuple[int, ...]) -> Int:
+def _buffers(layout: TensorLayout, ranks: tuple[int, ...]) -> IntArray:
     """Return the number of the buffer of each rank; -1 for none."""
     buffers = np.full(len(ranks), -1)
     positions = _positions(layout, ranks)

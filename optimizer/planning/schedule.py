@@ -11,19 +11,21 @@ import gc
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import heapify, heappop, heapreplace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...layout import TensorLayout
+from ...overlap import IntArray
 from ...plan import NO_COPIES, Copies
 from ..newton_schulz.products import Form
 from .matrices import Slot, Spec, Unit, rows_columns
-from .owners import Int, Work, assign, in_stages
 from .residence import Owned, RankCopies, matrix_parts, rank_copies, residence
 
 Ranks = tuple[int, ...]
@@ -38,8 +40,14 @@ MOST_STAGES = 4
 """The fourth hides all but a quarter of the exchange and keeps its buffers to half; a fifth adds little to that."""
 
 STAGE_BYTES = 1 << 23
-"""Bytes that a rank can exchange in the time of one more stage: 5.6 ms over gloo, with 4 ranks on 2 cores; how much
-travels meanwhile, there and on GPUs, is an estimate."""
+"""Bytes that a rank can exchange in the time of one more stage: 5.6 ms over gloo, with 4 ranks on 2 cores; the bytes
+are an estimate."""
+
+SLACK = 1.05
+"""A matrix leaves its holders only where that saves more than a twentieth of the makespan: moving it costs bytes."""
+
+Candidate = tuple[int, int, bool, bool, int]
+"""Load, minus elements held, new to the shape, far from the matrix, position: the smallest is the best."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,16 +69,12 @@ class Route:
 
     @property
     def bytes(self) -> int:
-        """The size of both buffers together."""
         return sum(self.send_counts) + sum(self.receive_counts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """One round: ``gather`` takes updates to the owners, ``scatter`` takes results back.
-
-    ``owned`` are the numbers of the units that this rank orthogonalises.
-    """
+    """One round: ``gather`` takes updates to the owners, ``scatter`` results back; ``owned`` are this rank's units."""
 
     gather: Route
     scatter: Route
@@ -78,7 +82,6 @@ class Stage:
 
     @property
     def bytes(self) -> int:
-        """The size of all wires of this stage on this rank."""
         return self.gather.bytes + self.scatter.bytes
 
 
@@ -100,13 +103,27 @@ class Schedule:
         return tuple(number for stage in self.stages for number in stage.owned)
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One matrix to give away.
+
+    Attributes:
+        cost: of orthogonalising it, in any unit, the same for all.
+        shape: matrices of one shape are worth having on one rank.
+        holders: positions (in the list of ranks, ascending) of the ranks that hold parts of it.
+        held: the number of elements that each of them holds.
+    """
+
+    cost: int
+    numel: int
+    shape: tuple[int, ...]
+    holders: IntArray
+    held: IntArray
+
+
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Pause the cycle collector: plans have no cycles.
-
-    A plan for thousands of ranks is many thousands of objects that stay.  While they are made, the collector would go
-    through everything that the process has, models and modules included, which took half of the time.
-    """
+    """Pause the cycle collector, which took half of the time of a large plan: its objects stay and have no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -140,7 +157,7 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | 
 
 
 def _stages(
-    specs: Sequence[Spec], counts: Sequence[int], owner: Int, turn: Int, ranks: Ranks, rank: int
+    specs: Sequence[Spec], counts: Sequence[int], owner: IntArray, turn: IntArray, ranks: Ranks, rank: int
 ) -> Iterator[Stage]:
     """Yield the stages of a rank.
 
@@ -175,7 +192,7 @@ def _stages(
         )
 
 
-def _by_stage(tables: Sequence[Copies], itemsizes: Sequence[int], turn: Int) -> list[tuple[Copies, Int]]:
+def _by_stage(tables: Sequence[Copies], itemsizes: Sequence[int], turn: IntArray) -> list[tuple[Copies, IntArray]]:
     """Return the rows of tables by stage, in the order of units and slots, with the bytes of each row's elements."""
     table = Copies.joined([NO_COPIES, *tables])
     itemsize = np.repeat(np.array(itemsizes, np.int64), np.array([len(some) for some in tables], np.int64))
@@ -186,12 +203,12 @@ def _by_stage(tables: Sequence[Copies], itemsizes: Sequence[int], turn: Int) -> 
     return [(table.rows(slice(*cut)), itemsize[slice(*cut)]) for cut in pairwise(cuts)]
 
 
-def _route(sends: tuple[Copies, Int], receives: tuple[Copies, Int], own: Copies, ranks: int) -> Route:
+def _route(sends: tuple[Copies, IntArray], receives: tuple[Copies, IntArray], own: Copies, ranks: int) -> Route:
     (sent, send_counts), (received, receive_counts) = (_laid_out(*some, ranks) for some in (sends, receives))
     return Route(send_counts, receive_counts, sent, received.turned(), own)
 
 
-def _laid_out(copies: Copies, itemsize: Int, ranks: int) -> tuple[Copies, tuple[int, ...]]:
+def _laid_out(copies: Copies, itemsize: IntArray, ranks: int) -> tuple[Copies, tuple[int, ...]]:
     """Place copies on the wire, and count the bytes of each rank's part: boxes lie end to end, by the other side's rank
     and then in the order of the rows, each at a multiple of its elements' size.
     """
@@ -219,9 +236,123 @@ def _up(offset: int, to: int) -> int:
     return -(-offset // to) * to
 
 
+def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[int]:
+    """Return the position of each matrix's owner, by longest processing time first (Graham 1969) over all shapes.
+
+    A matrix goes to the least loaded of its holders, while that rank's load stays within ``SLACK`` of the best possible
+    makespan, ``max(sum / ranks, largest)``; after that, to the least loaded rank of all.  Among equally loaded ranks
+    comes the one that holds the most of it, then one that has matrices of its shape, then one on the node (``node``
+    consecutive ranks) of its first holder, then the first.  No rank receives more elements than the mean and one
+    largest
+    matrix: the one that has received the least is always below the mean.
+    """
+    if not work:
+        return []
+    total = sum(matrix.cost for matrix in work)
+    best = max(-(-total // len(ranks)), max(matrix.cost for matrix in work))
+    cap = -(-sum(matrix.numel for matrix in work) // len(ranks)) + max(matrix.numel for matrix in work)
+    books = _Books(cap, np.asarray(ranks, np.int64) // node)
+    kinds: dict[Hashable, int] = {}
+    known: dict[int, int] = {}  # layers that repeat give the same object again
+    alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, matrix in enumerate(work):
+        kind = known.get(id(matrix))
+        if kind is None:
+            # Work that differs in its cost at most; `residence` caches the arrays.
+            same = matrix.shape, id(matrix.holders), id(matrix.held)
+            kind = known[id(matrix)] = kinds.setdefault(same, len(kinds))
+        alike[-matrix.cost, kind].append(index)
+    owners = [0] * len(work)
+    for numbers in (alike[key] for key in sorted(alike)):
+        matrix = work[numbers[0]]
+        home, rest = books.queue(matrix), books.least_loaded(matrix)
+        held = dict(zip(matrix.holders.tolist(), matrix.held.tolist(), strict=True))
+        for index in numbers:
+            owner = books.first(home, matrix)
+            if owner is None or books.load[owner] + matrix.cost > SLACK * best:
+                least = next(rest)
+                owner = least if owner is None or books.load[least] < books.load[owner] else owner
+            books.give(owner, matrix, held.get(owner, 0))
+            owners[index] = owner
+    return owners
+
+
+class _Books:
+    def __init__(self, cap: int, nodes: IntArray) -> None:
+        self.cap, self.nodes = cap, nodes
+        self.load, self.received = np.zeros(len(nodes), np.int64), np.zeros(len(nodes), np.int64)
+        self.shapes: defaultdict[tuple[int, ...], NDArray[np.bool_]] = defaultdict(lambda: np.zeros(len(nodes), bool))
+
+    def queue(self, matrix: Work) -> list[Candidate]:
+        """Return the holders of a matrix as a heap, the best first."""
+        ranks = matrix.holders
+        new, far = ~self.shapes[matrix.shape][ranks], self.nodes[ranks] != self._node(matrix)
+        columns = (self.load[ranks], -matrix.held, new, far, ranks)
+        candidates = list(zip(*(column.tolist() for column in columns), strict=True))
+        heapify(candidates)
+        return candidates
+
+    def first(self, queue: list[Candidate], matrix: Work) -> int | None:
+        """Return the first of a queue that may receive the matrix, if any; outdated candidates are renewed."""
+        while queue:
+            load, minus_held, _, _, rank = queue[0]
+            if self.received[rank] + matrix.numel + minus_held > self.cap:
+                heappop(queue)
+            elif load != self.load[rank]:
+                new, far = not self.shapes[matrix.shape][rank], bool(self.nodes[rank] != self._node(matrix))
+                heapreplace(queue, (int(self.load[rank]), minus_held, new, far, rank))
+            else:
+                return rank
+        return None
+
+    def least_loaded(self, matrix: Work) -> Iterator[int]:
+        """Yield, without end, the least loaded rank that may receive all of a matrix at that time.
+
+        Ranks are sorted only once all of the same load have been given more: loads never sink.
+        """
+        while True:
+            loads = np.where(self.received + matrix.numel <= self.cap, self.load, np.iinfo(np.int64).max)
+            least = loads.min()
+            equal = np.flatnonzero(loads == least)
+            far, new = self.nodes[equal] != self._node(matrix), ~self.shapes[matrix.shape][equal]
+            for rank in equal[np.lexsort((far, new))].tolist():
+                while self.load[rank] == least and self.received[rank] + matrix.numel <= self.cap:
+                    yield rank
+
+    def give(self, rank: int, matrix: Work, held: int) -> None:
+        self.load[rank] += matrix.cost
+        self.received[rank] += matrix.numel - held
+        self.shapes[matrix.shape][rank] = True
+
+    def _node(self, matrix: Work) -> int:
+        return int(self.nodes[matrix.holders[0]])
+
+
+def in_stages(costs: Sequence[int], owners: Sequence[int], ranks: int, most: int) -> list[int]:
+    """Return the stage of each matrix: at most ``most`` stages, of at least as many matrices as ranks on average.
+
+    Each owner's matrices, largest first, are cut where its work passes equal parts of the greatest load.  So every rank
+    has about as much to do in each stage, which hides the exchange of the next.  No stage is shorter than the largest
+    matrix takes: all ranks but its owner would wait.
+    """
+    load = [0] * ranks
+    for cost, owner in zip(costs, owners, strict=True):
+        load[owner] += cost
+    longest = max(*load, 1)
+    count = max(1, min(most, len(costs) // ranks, longest // max(costs, default=1)))
+    done = [0] * ranks
+    stages = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # stable
+        owner, cost = owners[index], costs[index]
+        stages[index] = min(count * (2 * done[owner] + cost) // (2 * longest), count - 1)
+        done[owner] += cost
+    used = {stage: number for number, stage in enumerate(sorted(set(stages)))}
+    return [used[stage] for stage in stages]
+
+
 def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
     """Return the number of stages that takes the least time: ``n`` of them leave an ``n``-th of the exchange uncovered,
-    and take ``n`` times `STAGE_BYTES`.  It follows from sizes, so it is the same on every rank.
+    and take ``n`` times `STAGE_BYTES`.
     """
     sent = sum(
         math.prod(slot.layout.shape) * (slot.there.itemsize + slot.back.itemsize)
@@ -235,8 +366,7 @@ def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
 def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[int, list[tuple[Work, Form]]]:
     """Return the matrices of each kind of parameter, by the identity of its spec: layers that repeat are planned once.
 
-    The form follows from how many matrices of a shape a *parameter* has: that is the same under any sharding, and on
-    ranks that do not hold the same parameters.
+    The form follows from how many matrices of a shape a *parameter* has, which is the same under any sharding.
     """
     matrices = {}
     for kind, spec in {id(spec): spec for spec in specs}.items():

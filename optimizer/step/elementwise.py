@@ -20,12 +20,11 @@ from torch import Tensor
 
 from ...box import Index
 from ...layouts.tensors import local_of
-from ...overlap import expanded
+from ...overlap import IntArray, expanded
 from ...plan import Copies, dense_strides
 from ...vocabulary import MOMENTUM, ParamGroup
 from ..ground.tensors import decay, exact_dtype, in_portions, rounded_once
 from ..planning.matrices import Slot, Spec, rows_columns
-from ..planning.owners import Int
 from ..planning.schedule import Route, Schedule
 from .rank_sets import State
 
@@ -99,7 +98,7 @@ class LocalTensors:
                     torch._foreach_lerp_(exact, given, [rate] * len(exact) if isinstance(rate, Tensor) else rate)
 
     def alike(self, numbers: Iterable[int]) -> list[list[int]]:
-        """Return the numbers of parameters that take part, in lists of one group, dtype and device."""
+        """Return the parameters that take part, in lists of one group, dtype and device."""
         lists: defaultdict[Hashable, list[int]] = defaultdict(list)
         for number in numbers:
             if self.gradients[number] is not None:
@@ -108,7 +107,6 @@ class LocalTensors:
         return list(lists.values())
 
     def return_to(self) -> None:
-        """Copy back the tensors that are not contiguous in their own memory."""
         for own, dense in self.copied:
             own.copy_(dense)
 
@@ -180,7 +178,7 @@ class UpdateCopies:
         """Return the copies of results from a memory in which units lie end to end to the wire."""
         return _from_memory(self._released[stage], sizes)
 
-    def sent(self) -> Int:
+    def sent(self) -> IntArray:
         """Return how many elements of each unit's update this rank sends to owners, or has for itself."""
         sent = np.zeros(self._units, np.int64)
         for copies in (*self.leaving, *self._own):
@@ -188,7 +186,7 @@ class UpdateCopies:
         return sent
 
 
-def _of_units(copies: Copies, sizes: Sizes) -> tuple[Copies, Int]:
+def _of_units(copies: Copies, sizes: Sizes) -> tuple[Copies, IntArray]:
     """Return the rows of units that lie end to end, and the element at which each row's unit begins."""
     units = np.array(list(sizes), np.int64)
     first = np.searchsorted(copies.source, units)
@@ -327,7 +325,6 @@ class TorchElementwise:
     def _together(
         self, key: Hashable, local: LocalTensors, copies: Callable[[], Copies], *, back: bool
     ) -> Sequence[EqualBoxes]:
-        """Return the copies of the parameters that take part, as blocks."""
         if key not in self._blocks:
             table = copies()
             table = table.rows(np.array(self._active, bool)[self._params[table.source]])
@@ -351,7 +348,6 @@ class TorchElementwise:
         )
 
     def _carried(self, key: Hashable, copies: Callable[[], Copies], dtype: torch.dtype) -> list[tuple[View, View]]:
-        """Return pairs of views of a memory in which units lie end to end and of the wire."""
         if key not in self._carries:
             self._carries[key] = list(_carries(copies(), dtype.itemsize))
         return self._carries[key]
@@ -385,7 +381,7 @@ class TorchElementwise:
 
 
 def _blocks(
-    copies: Copies, kind: Int, kinds: Sequence[BoxKind], shapes: Sequence[Sequence[int]]
+    copies: Copies, kind: IntArray, kinds: Sequence[BoxKind], shapes: Sequence[Sequence[int]]
 ) -> Iterator[EqualBoxes]:
     """Yield copies, whose sources are parameters, as blocks of equal boxes of one kind, of up to `LARGEST_BLOCK`
     elements, or of one box.
@@ -440,7 +436,7 @@ def _carries(copies: Copies, itemsize: int) -> Iterator[tuple[View, View]]:
             yield here, there
 
 
-def _equal(keys: Int, copies: Copies) -> Iterator[Int]:
+def _equal(keys: IntArray, copies: Copies) -> Iterator[IntArray]:
     """Yield the numbers of rows with equal keys, by where they begin in the buffer."""
     if not len(keys):
         return
@@ -450,7 +446,7 @@ def _equal(keys: Int, copies: Copies) -> Iterator[Int]:
     yield from np.split(order, cuts)
 
 
-def _evenly(places: Int) -> Iterator[tuple[int, int, list[int]]]:
+def _evenly(places: IntArray) -> Iterator[tuple[int, int, list[int]]]:
     """Yield runs of places ``[n, k]``, equally far apart and none before the last: first, end, how far."""
     apart = np.diff(places, axis=0)
     changes = [*(np.flatnonzero((apart[1:] != apart[:-1]).any(axis=1)) + 2).tolist(), len(places)]

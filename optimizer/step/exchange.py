@@ -112,11 +112,9 @@ _connected: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
 def connect(group: dist.ProcessGroup | None, device: torch.device, kind: str) -> None:
-    """Make the connections that links of a kind need, by sending a byte from each rank to each.  Collective, once for a
-    group.
+    """Make the connections that links of a kind need, by sending a byte from each rank to each.  Collective.
 
-    NCCL makes them at their first use, where amid a step some ranks may wait for others that wait elsewhere.  So all
-    ranks do it before, group after group in one order.
+    NCCL makes them at their first use, where amid a step some ranks may wait for others that wait elsewhere.
     """
     if group is None or kind in (kinds := _connected.setdefault(group, set())):
         return

@@ -136,12 +136,10 @@ class PendingStep:
 
 
 class Step:
-    """The steps of one set of ranks.
+    """The steps of one set of ranks, with a link there and one back for each stage.
 
     Args:
-        schedule: for the matrices of ``params``, described by ``specs``.
         group: None for this process alone.
-        links: there and back, of each stage.
         device: where ranks exchange.
         guarded: whether a step may be forbidden: then momenta change only after the first notes have arrived.
     """
@@ -274,14 +272,12 @@ class Step:
         return local
 
     def _first_wires(self, exchange: StepExchange, local: LocalTensors | None) -> deque[Wire]:
-        """Start the first gathers, and wait for the first one."""
         stages = range(min(UNDER_WAY, len(self.schedule.stages)))
         coming = deque(self._gather(exchange, local, stage) for stage in stages)
         coming[0].arrive()
         return coming
 
     def _gather(self, exchange: StepExchange, local: LocalTensors | None, stage: int) -> Wire:
-        """Send what rests here to the owners of a stage's matrices."""
         wire = Wire(self.schedule.stages[stage].gather, self._links[stage][0], self._device)
         if local is not None:
             ahead = self._guarded and stage < UNDER_WAY
@@ -292,7 +288,6 @@ class Step:
         return wire
 
     def _orthogonalize(self, batch: Batch, local: LocalTensors, stage: int, arrived: Tensor, back: Tensor) -> None:
-        """Orthogonalise a batch, let its algorithm finish each matrix, and write the results."""
         method = MATRICES[batch.algorithm]
         results = batch.orthogonalized(self._elementwise.assemble(local, stage, batch.sizes, arrived))
         if method.slots:

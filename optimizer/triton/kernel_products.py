@@ -53,11 +53,7 @@ class KernelProducts:
         return done.view(matrix.shape)
 
     def over(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[Stack], Stack]) -> Tensor:
-        """Return ``work`` done on all matrices together.
-
-        Sides that are not multiples of `LOAD_MULTIPLE` are padded with zeros, which stay zeros.  Tall matrices are
-        transposed as they are read.
-        """
+        """Return ``work`` done on all matrices together, padded so that kernels can load them: zeros stay zeros."""
         if not places.numel:
             return torch.empty(0, dtype=dtype, device=memory.device)
         full = _padded(places)
@@ -102,9 +98,7 @@ def normalized(memory: Tensor, places: Places, dtype: torch.dtype, eps: float, s
     Args:
         memory: ``[places.numel]``, any floating dtype up to fp32, at an address that is a multiple of 16.
         places: sides are multiples of 16.
-
-    Returns:
-        As ``memory``, of ``dtype``, bf16 or fp16.
+        dtype: of the result, bf16 or fp16.
     """
     result = torch.empty(len(memory), dtype=dtype, device=memory.device)
     if len(result):
@@ -132,12 +126,7 @@ def _normalizer(places: Places, given: torch.dtype, dtype: torch.dtype, device: 
 
 
 def moved(memory: Tensor, places: Places, there: Places) -> Tensor:
-    """Return the matrices in a new memory, where they are padded with zeros, or cut off.
-
-    Args:
-        memory: ``[places.numel]``, of fp32, bf16 or fp16.
-        there: as many matrices.
-    """
+    """Return the matrices of ``memory`` in a new one, padded with zeros or cut off."""
     result = torch.empty(there.numel, dtype=memory.dtype, device=memory.device)
     if there.numel:
         chunks, _ = _chunks(there, memory.device)

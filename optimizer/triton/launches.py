@@ -27,12 +27,11 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def launcher(kernel: Any, programs: int, **options: Any) -> Callable[..., None]:
-    """Return a function that launches so many programs of a kernel, given all its arguments by position, on the current
-    device.
+    """Return a function that launches so many programs of a kernel, on the current device.
 
-    Triton looks at every argument of every launch, which takes longer than a small matrix does.  Here it looks once:
-    later launches go straight to the compiled kernel, so later arguments must be as the first ones were: tensors of the
-    same dtypes that begin at multiples of 16 bytes if those did, the same ``constexpr``; floats may be others.
+    Triton looks at every argument of every launch, which takes longer than a small matrix does.  Here it looks once, so
+    later arguments must be as the first ones were: tensors of the same dtypes that begin at multiples of 16 bytes if
+    those did, the same ``constexpr``; floats may be others.
     """
     if INTERPRETED:
         return lambda *arguments: kernel[(programs,)](*arguments, **options)

@@ -37,7 +37,7 @@ DEPTH = 16 if INTERPRETED else 64
 """Elements of the inner dim that are loaded at a time: the same for all tiles, so that all have one order of sums."""
 
 BAND = 8
-"""Rows of tiles that are worked through together, so that neighbours in time share operands in the L2 cache."""
+"""Rows of tiles that are done together, so that neighbours in time share operands in the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,7 @@ LARGE = (
 )
 WIDE = () if INTERPRETED else (Tile(128, 256, 8, 3),)
 """For results that do not fill a GPU, that do, and that do and are not mirrored; each was the fastest somewhere on an
-H100.  Few, as each is compiled and timed once for every product.  Two programs share a multiprocessor where a thread
-takes at most 128 registers."""
+H100.  Few, as each is compiled and timed once for every product."""
 
 FILLED = 132
 """Tiles of 128 x 128 from which results fill a GPU: an H100 has as many multiprocessors."""
@@ -104,13 +103,10 @@ def multiply(
 
     Args:
         left, right: ``m x k`` and ``k x n`` each, of one dtype, bf16 or fp16, turned or not.
-        addend: ``m x n`` each, not turned; None for none.
-        symmetric: the results are known to be symmetric: elements above the diagonal are mirrored from below.
-        out: the memory of the results, no element of an operand, all of it is written; None for a new one.
-        tile: None for the fastest; see `fastest`.
-
-    Returns:
-        The results, not turned, of the same dtype.
+        addend: ``m x n`` each, not turned.
+        symmetric: results are known to be symmetric: elements above the diagonal are mirrored from below.
+        out: the memory of the results, none of an operand's.
+        tile: None for the fastest.
 
     Raises:
         ValueError: shapes or dtypes that do not fit; sides that are not multiples of `LOAD_MULTIPLE`, or beyond
@@ -139,10 +135,7 @@ def multiply(
 
 
 class _Products:
-    """Products of one kind, and their launches by tile.
-
-    Attributes:
-        places, numel: where the results lie, and all their elements.
+    """Products of one kind, and their launches by tile; the results lie at ``places``, and have ``numel`` elements.
 
     Raises:
         ValueError: shapes or a dtype that do not fit.
@@ -173,12 +166,7 @@ class _Products:
         self._best: Callable[..., None] | None = None
 
     def launch(self, tile: Tile | None, memories: tuple[Tensor, ...], factors: tuple[float, ...]) -> None:
-        """Multiply, by the fastest tile if none is given.
-
-        Args:
-            memories: left, right, addend, out.
-            factors: alpha, beta, diagonal.
-        """
+        """Multiply left, right, addend and out with alpha, beta and diagonal, by the fastest tile if none is given."""
         if tile is not None:
             self._by(tile)(*memories, *factors)
             return
@@ -225,11 +213,7 @@ _products = cache(_Products)
 
 
 def fastest(what: object, tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
-    """Return the fastest tile.  All of them give the same bits.
-
-    Args:
-        what: named in errors.
-        launch: is timed, alone on the device.
+    """Return the fastest tile to ``launch``.  All of them give the same bits.
 
     Raises:
         RuntimeError: a CUDA graph is being captured, or no tile fits this GPU.

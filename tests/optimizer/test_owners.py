@@ -20,9 +20,17 @@ from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
 from muonckpt.optimizer.newton_schulz.products import Form
 from muonckpt.optimizer.newton_schulz.recipe import flops
 from muonckpt.optimizer.planning.matrices import Fused, Slot, Spec, matrices_of, one_column, one_row, shapes_of
-from muonckpt.optimizer.planning.owners import Work, assign, in_stages
 from muonckpt.optimizer.planning.residence import Owned, matrix_parts, rank_copies, residence
-from muonckpt.optimizer.planning.schedule import NOTE, Schedule, make_schedule, paused_collector, worthwhile_stages
+from muonckpt.optimizer.planning.schedule import (
+    NOTE,
+    Schedule,
+    Work,
+    assign,
+    in_stages,
+    make_schedule,
+    paused_collector,
+    worthwhile_stages,
+)
 from muonckpt.plan import Copies, Share, make_share
 
 HALF = torch.bfloat16
