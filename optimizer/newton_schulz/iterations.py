@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...coefficients import Coefficients, Triple, coefficient_set
 from ..ground.tensors import Places
-from .products import Form, M, Products, arithmetic, prefer_kernels
+from .products import Form, M, Products, choose_products, prefer_kernels
 from .recipe import EPS, Recipe
 
 
@@ -67,7 +67,7 @@ def orthogonalize(
     recipe = Recipe(coefficient_set(coefficients), steps, dtype, eps, None if gram is None else tuple(gram))
     if matrix.ndim == 2:
         [iteration] = _made()(recipe, form, matrix.device, ((1, *matrix.shape),))
-        return iteration.kind.one(matrix.detach(), dtype, iteration)
+        return iteration.products.one(matrix.detach(), dtype, iteration)
     count, rows, columns = matrix.shape
     places = Places(((count, rows, columns),) if count else ())
     return orthogonalize_all(matrix.reshape(-1), places, recipe, form).view(matrix.shape)
@@ -84,10 +84,10 @@ def orthogonalize_all(memory: Tensor, places: Places, recipe: Recipe, form: Form
     """
     iterations = _made()(recipe, form, memory.device, places.runs)
     if len(iterations) == 1:
-        return iterations[0].kind.over(memory.detach(), places, recipe.dtype, iterations[0])
+        return iterations[0].products.over(memory.detach(), places, recipe.dtype, iterations[0])
     parts = torch.split(memory.detach(), [iteration.places.numel for iteration in iterations])
     results = [
-        iteration.kind.over(part, iteration.places, recipe.dtype, iteration)
+        iteration.products.over(part, iteration.places, recipe.dtype, iteration)
         for iteration, part in zip(iterations, parts, strict=True)
     ]
     return torch.cat([memory.new_empty(0, dtype=recipe.dtype), *results])
@@ -101,7 +101,7 @@ class _Iteration(Generic[M]):
         spans: runs of steps that share a Gram matrix; none for the plain form.
     """
 
-    kind: Products[M]
+    products: Products[M]
     triples: tuple[Triple, ...]
     spans: tuple[tuple[int, int], ...]
     eps: float
@@ -109,14 +109,14 @@ class _Iteration(Generic[M]):
     places: Places
 
     def __call__(self, x: M) -> M:
-        kind = self.kind
-        x = kind.normal(x, self.eps, self.scale)
+        products = self.products
+        x = products.normal(x, self.eps, self.scale)
         if self.spans:
             for start, stop in self.spans:
-                x = kind.added(x, 0.0, compound(kind.gram(x), self.triples[start:stop], kind))
+                x = products.added(x, 0.0, compound(products.gram(x), self.triples[start:stop], products))
         else:
             for a, b, c in self.triples:
-                x = kind.added(x, a, kind.square(kind.gram(x), b, c))
+                x = products.added(x, a, products.square(products.gram(x), b, c))
         return x
 
 
@@ -148,8 +148,8 @@ def _iterations(
     def of(form: Form, runs: tuple[Run, ...]) -> _Iteration[Any]:
         spans = recipe.spans if form.gram else ()
         inner = torch.float16 if spans and dtype.itemsize == 2 else dtype
-        kind = arithmetic(form, device, inner, *runs[0][1:])
-        return _Iteration(kind, triples, spans, recipe.eps, recipe.scale, Places(runs))
+        products = choose_products(form, device, inner, *runs[0][1:])
+        return _Iteration(products, triples, spans, recipe.eps, recipe.scale, Places(runs))
 
     forms = [form or prefer_kernels(device, dtype, rows, columns, count) for count, rows, columns in runs]
     if runs and forms[0].kernels:

@@ -307,7 +307,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return suitable and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def arithmetic(form: Form, device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Products[Any]:
+def choose_products(form: Form, device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Products[Any]:
     """Return the products to orthogonalise ``rows x columns`` with.
 
     Warns:

@@ -20,7 +20,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 HOLD = 4.0
 """``X`` is held at four times its size, which moves small elements of a large matrix away from the end of fp16; no
-larger power of two is safe (`docs/design/newton_schulz.md`).  bf16 and fp32 keep their bits; the last step undoes it."""
+larger power of two is safe (`docs/design/newton_schulz.md`).  Other dtypes keep their bits; the last step undoes it."""
 
 
 EPS = 1e-15

@@ -106,7 +106,7 @@ class LocalTensors:
                 lists[id(self.groups[number]), momentum.dtype, momentum.device].append(number)
         return list(lists.values())
 
-    def return_to(self) -> None:
+    def write_back(self) -> None:
         for own, dense in self.copied:
             own.copy_(dense)
 
@@ -122,7 +122,7 @@ class Elementwise(Protocol):
         """Do as `send`, as if momenta had taken the gradients in."""
         ...
 
-    def take_in(self, local: LocalTensors) -> None:
+    def accumulate_gradients(self, local: LocalTensors) -> None:
         """Take the gradients into momenta, or see to it that `send` and `assemble` do."""
         ...
 
@@ -283,7 +283,7 @@ class TorchElementwise:
             taken_in = torch.lerp(momenta.to(exact), gradients.to(exact), rate).to(momenta.dtype)
             block.put(wire, self._update(local, block, taken_in))
 
-    def take_in(self, local: LocalTensors) -> None:
+    def accumulate_gradients(self, local: LocalTensors) -> None:
         local.accumulate(self._alike)
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:

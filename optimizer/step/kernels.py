@@ -103,7 +103,7 @@ class KernelElementwise:
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         self._send(("leaving", stage), lambda: self._copies.leaving[stage], wire, ahead=True)
 
-    def take_in(self, local: LocalTensors) -> None:
+    def accumulate_gradients(self, local: LocalTensors) -> None:
         others = (param for param in range(len(self._specs)) if param not in self._accumulated)
         local.accumulate(local.alike(others))
 

@@ -203,7 +203,7 @@ class Step:
             # A graph is captured on all ranks or on none, and nothing can be read meanwhile.
             exchange = StepExchange(intent, None if captured else self._notes, unfit)
             groups_of_matrices = [groups[member.group] for member in held.matrices]
-            local = exchange.attempt(self._look, groups_of_matrices, state)
+            local = exchange.attempt(self._read_gradients, groups_of_matrices, state)
             coming = self._first_wires(exchange, local)
             forbidden = exchange.check_first(coming[0])
         assert local is not None, "all ranks stop at the first check if one has failed"
@@ -216,7 +216,7 @@ class Step:
             exchange.fail(failure)
         with torch.autocast(self._device.type, enabled=False):
             if self._guarded:
-                exchange.attempt(self._elementwise.take_in, local)
+                exchange.attempt(self._elementwise.accumulate_gradients, local)
             returning: Wire | None = None
             stages = self.schedule.stages if self.schedule.units else ()
             for number, stage in enumerate(stages):
@@ -236,7 +236,7 @@ class Step:
                 returning = back
             if returning:
                 self._apply(exchange, local, len(stages) - 1, returning)
-                exchange.attempt(local.return_to)
+                exchange.attempt(local.write_back)
             exchange.end()
 
     def retire(self, failure: Exception | None) -> None:
@@ -255,7 +255,7 @@ class Step:
         for wire in others:
             wire.arrive()
 
-    def _look(self, groups: Sequence[ParamGroup], state: State) -> LocalTensors:
+    def _read_gradients(self, groups: Sequence[ParamGroup], state: State) -> LocalTensors:
         """Return the tensors of this step; momenta have taken the gradients in, unless the step may be forbidden."""
         local = LocalTensors.of(self._params, groups, state)
         active = tuple(gradient is not None for gradient in local.gradients)
@@ -268,7 +268,7 @@ class Step:
             self._active = active
         self._elementwise.begin(local)
         if not self._guarded:
-            self._elementwise.take_in(local)
+            self._elementwise.accumulate_gradients(local)
         return local
 
     def _first_wires(self, exchange: StepExchange, local: LocalTensors | None) -> deque[Wire]:

@@ -30,14 +30,13 @@ from .launches import as_fp32, fused, narrowed, on_device
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
+KERNEL_DTYPES = tuple(_TYPES)
 
 BLOCK = 1024
 """Elements of a program: with 4096 it needs all registers there are (255 instead of 48)."""
 
 LONGEST_SEGMENT = 1 << 30
 """Columns of a segment, so that a block's elements are counted in 32 bits."""
-
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)

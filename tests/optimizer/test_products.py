@@ -1,4 +1,4 @@
-"""Which arithmetic is chosen for a matrix, and that the choice follows from facts that all ranks share."""
+"""Which choose_products is chosen for a matrix, and that the choice follows from facts that all ranks share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from muonckpt.optimizer.newton_schulz.products import (
     Form,
     StripProducts,
     TorchProducts,
-    arithmetic,
     by_torch,
+    choose_products,
     prefer_kernels,
 )
 from muonckpt.optimizer.step.step import fills_gpu
@@ -63,10 +63,10 @@ def test_kernels_where_they_run_and_nowhere_else(hopper: None) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from muonckpt.optimizer.triton.kernel_products import KernelProducts
 
-    assert arithmetic(KERNELS, CUDA, BF16, 8, 8) == KernelProducts(BF16)
-    assert arithmetic(PLAIN, CUDA, BF16, 4096, 4096) == TorchProducts(BF16, BF16)
+    assert choose_products(KERNELS, CUDA, BF16, 8, 8) == KernelProducts(BF16)
+    assert choose_products(PLAIN, CUDA, BF16, 4096, 4096) == TorchProducts(BF16, BF16)
     with pytest.raises(ValueError, match="no kernels for"):
-        arithmetic(KERNELS, CUDA, FP32, 4096, 4096)
+        choose_products(KERNELS, CUDA, FP32, 4096, 4096)
 
 
 def test_missing_triton_is_said_once(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_missing_triton_is_said_once(hopper: None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     with pytest.warns(RuntimeWarning, match="Triton is not installed") as said:
         for _ in range(3):
-            assert arithmetic(KERNELS, CUDA, BF16, 4096, 4096) == TorchProducts(BF16, BF16)
+            assert choose_products(KERNELS, CUDA, BF16, 4096, 4096) == TorchProducts(BF16, BF16)
     assert len(said) == 1
     products._kernels.cache_clear()
 
