@@ -2,10 +2,9 @@
 
 16-bit tensors are computed in float32 and rounded once.  torch's CPU kernels round a product with a number in the last
 elements of a 16-bit tensor and not in the vectors before them (``add_`` with ``alpha``), so in 16 bits an element would
-depend on where a shard ends.  Two 16-bit tensors may be added as they are: that rounds once.
+depend on where a shard ends.  Two 16-bit tensors may be added as they are.
 
-A portion is small enough for the processor's cache, and for its temporary tensors not to matter, and has tensors enough
-that they share the cost of a call.
+A portion is small enough for the processor's cache, and has tensors enough to share the cost of a call.
 """
 
 from __future__ import annotations
@@ -87,11 +86,11 @@ def number_like(value: float, like: Tensors) -> Tensor:
 def decay(params: Tensors, updates: Tensors, rate: float, cautious: bool) -> None:
     """Decoupled weight decay in place: ``p -= rate * p`` (Loshchilov & Hutter 2019, arXiv 1711.05101).
 
-    If ``cautious``, only where the update, which will be subtracted, does not move the element away from zero, that is
-    where ``update * p >= 0`` (Chen et al. 2025, arXiv 2510.12402, algorithm 1); the others keep their bits.
+    If ``cautious``, only where the update, which will be subtracted, does not move the element away from zero:
+    ``update * p >= 0`` (Chen et al. 2025, arXiv 2510.12402, algorithm 1); the others keep their bits.
 
     Args:
-        updates: only their signs matter; as ``params`` in shape and dtype.
+        updates: only their signs matter.
         rate: learning rate times weight decay.
     """
     if cautious:

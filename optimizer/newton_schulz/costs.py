@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from time import perf_counter
 
 import torch
 
@@ -25,13 +25,11 @@ Cost = Callable[[int, int, int, Sequence[int] | None], int]
 class CostTable:
     """Measured times by shape and form.  ``table`` is a `Cost`, and ``table.form`` a `products.Choice`.
 
-    Another shape takes the fastest form of the nearest measured one (in logarithms of both sides), and costs as much
-    for a FLOP.  Ranks must use one table, as owners and last bits follow from it: measure on one, store it
-    (:meth:`as_json`), and give it to all.
+    Another shape takes the fastest form of the nearest measured one (in logarithms of both sides), and costs as much a
+    FLOP.  Owners and last bits follow from it: measure on one rank, store it (:meth:`as_json`), and give it to all.
 
     Attributes:
         nanoseconds: of one of a stack of matrices, by short and long side, and form.
-        steps, gram, dtype: as measured.
 
     Raises:
         ValueError: an empty table, a time that is not positive, or the Gram form without restarts.
@@ -111,8 +109,6 @@ def measure(
 ) -> CostTable:
     """Time this machine, in every form that it has: medians of ``repeats`` runs, after one that is not counted.
 
-    On a GPU runs are replayed as CUDA graphs: a step launches many kernels ahead, so Python does not count.
-
     Args:
         shapes: at least one, ``(m, n)``.
         gram: restarts of the Gram form; None: it is not measured.
@@ -129,15 +125,11 @@ def measure(
         for form in forms:
             work = partial(orthogonalize, stack, steps=steps, dtype=dtype, gram=gram, form=form)
             work()
-            took = replayed(work, times=2, rounds=repeats) if stack.is_cuda else _median_of(work, repeats)
+            # Replayed as a CUDA graph: a step launches many kernels ahead, so Python does not count.
+            took = (
+                replayed(work, times=2, rounds=repeats)
+                if stack.is_cuda
+                else median(timeit.repeat(work, number=1, repeat=repeats))
+            )
             times[short, long][form] = max(1, round(took * 1e9 / copies))
     return CostTable(times, steps, gram, dtype)
-
-
-def _median_of(work: Callable[[], object], repeats: int) -> float:
-    durations = []
-    for _ in range(repeats):
-        begin = perf_counter()
-        work()
-        durations.append(perf_counter() - begin)
-    return median(durations)

@@ -1,9 +1,9 @@
 """The steps of Newton-Schulz and their cost, in the plain form or the Gram form.
 
 A step of the plain form multiplies ``X`` of ``[s, l]`` from the left by ``Z = aI + bR + cR²``, a polynomial of its Gram
-matrix ``R = XXᵀ``.  The next Gram matrix is ``ZRZ``, so the Gram form needs no ``X`` to go on: it compounds steps into
-``Q = Z₃Z₂Z₁`` of ``[s, s]``, and ``X`` becomes ``QX`` once (Dao-AILab/gram-newton-schulz).  Rounding errors of ``R``
-grow with every step, so ``R`` is built anew from ``X`` after some of them: a restart.
+matrix ``R = XXᵀ``.  The next Gram matrix is ``ZRZ``, so the Gram form compounds steps into ``Q = Z₃Z₂Z₁`` of ``[s,
+s]``, and ``X`` becomes ``QX`` once (Dao-AILab/gram-newton-schulz).  Rounding errors of ``R`` grow with every step, so
+``R`` is built anew from ``X`` after some of them: a restart.
 """
 
 from __future__ import annotations

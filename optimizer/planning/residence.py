@@ -69,7 +69,6 @@ class MatrixParts:
         return rows, np.searchsorted(rows, self.first)
 
     def resident(self, rank: int) -> NDArray[np.bool_]:
-        """Return for each matrix whether a rank holds part of it."""
         _, first = self.holding(rank)
         resident: NDArray[np.bool_] = (np.diff(first) > 0)[self.stands]
         return resident
@@ -77,15 +76,13 @@ class MatrixParts:
     def places(
         self, index: IntArray, part: IntArray, fragment: IntArray
     ) -> tuple[IntArray, tuple[IntArray, IntArray], tuple[IntArray, IntArray]]:
-        """Return where parts of matrices lie.
+        """Return sizes of parts, and offset and strides in the holder's tensor and in the whole matrix, which is
+        row-major.
 
         Args:
             index: of each part's matrix.
             part: its number, or the one that stands for it.
             fragment: the fragment of the layout that holds it.
-
-        Returns:
-            Its sizes; offset and strides in the holder's tensor, and in the whole matrix, which is row-major.
         """
         layout, j = self.layout, self.box[part]
         i = self.piece[part] + (self.first_piece[index] - self.first_piece[self.stands[index]])
@@ -171,14 +168,12 @@ def _replicated(layout: TensorLayout) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankCopies:
-    """One rank's copies of some matrices between the ranks that hold them and the owners.
+    """One rank's copies between the holders of some matrices and their owners.
 
     Attributes:
-        gives: parts that it holds, to the owners.
-        takes: parts of its matrices, from their holders.
-        own: parts that it holds of its matrices, from its tensor to the matrix.
-        gives_back: parts of its matrices, to all holders.
-        takes_back: parts that it holds, from the owners.
+        gives, takes_back: parts that it holds of others' matrices.
+        takes, gives_back: parts of its own matrices that others hold.
+        own: parts that it holds of its own matrices, from its tensor to the matrix.
     """
 
     gives: Copies
@@ -190,12 +185,12 @@ class RankCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Owned:
-    """Matrices of one parameter, or of some that are alike, with their owners; arrays of one length.
+    """Matrices of one parameter, or of some that are alike; arrays of one length.
 
     Attributes:
         tensor: the number that copies give to the tensor.
         index: the matrix's number in the parameter.
-        owner: the owner's position in the list of ranks.
+        owner: a position in the list of ranks.
     """
 
     tensor: IntArray

@@ -1,8 +1,7 @@
 """Schedules: the matrices of the parameters that one set of ranks holds, their owners, stages, and exchanges.
 
-A schedule is derived from shapes and placements alone, so every rank makes its own part of the same one.  Elements
-travel on a wire, a flat buffer of bytes with one part for each rank of the group.  Both sides derive it from the same
-plans, so nothing is negotiated or padded, but for alignment (at most 7 bytes between two ranks).
+A schedule follows from shapes and placements, so every rank makes its own part of the same one.  Elements travel on a
+wire, a flat buffer of bytes with one part for each rank of the group, which both sides derive without negotiation.
 """
 
 from __future__ import annotations
@@ -56,9 +55,8 @@ class Route:
 
     Attributes:
         send_counts, receive_counts: bytes to and from each rank of the group.
-        sends: from tensors to the wire, whose offsets are in bytes; targets are positions of ranks.
-        receives: from the wire to tensors.
-        own: from a tensor to its matrix on the same rank, or back; never on a wire.
+        sends, receives: between tensors and the wire, with offsets in bytes and positions of ranks.
+        own: from a tensor to its matrix on the same rank, or back.
     """
 
     send_counts: tuple[int, ...]
@@ -99,19 +97,13 @@ class Schedule:
 
     @property
     def owned(self) -> tuple[int, ...]:
-        """Numbers of the units that this rank orthogonalises, in the order of the stages."""
         return tuple(number for stage in self.stages for number in stage.owned)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One matrix to give away.
-
-    Attributes:
-        cost: of orthogonalising it, in any unit, the same for all.
-        shape: matrices of one shape are worth having on one rank.
-        holders: positions (in the list of ranks, ascending) of the ranks that hold parts of it.
-        held: the number of elements that each of them holds.
+    """One matrix to give away: ``cost`` in any unit, the same for all; ``holders`` are positions, ascending, of the
+    ranks that hold ``held`` elements of it.
     """
 
     cost: int
@@ -331,9 +323,9 @@ class _Books:
 def in_stages(costs: Sequence[int], owners: Sequence[int], ranks: int, most: int) -> list[int]:
     """Return the stage of each matrix: at most ``most`` stages, of at least as many matrices as ranks on average.
 
-    Each owner's matrices, largest first, are cut where its work passes equal parts of the greatest load.  So every rank
-    has about as much to do in each stage, which hides the exchange of the next.  No stage is shorter than the largest
-    matrix takes: all ranks but its owner would wait.
+    Each owner's matrices, largest first, are cut where its work passes equal parts of the greatest load, so that work
+    hides the exchange of the next stage.  No stage is shorter than the largest matrix takes: all other ranks would
+    wait.
     """
     load = [0] * ranks
     for cost, owner in zip(costs, owners, strict=True):

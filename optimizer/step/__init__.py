@@ -1,6 +1,5 @@
 """One update: gather to the owners, orthogonalise, send back, apply.
 
-``step`` takes the steps of all sets of ranks (``rank_sets``), which ``planner`` makes; ``elementwise`` and ``kernels``
-are the backends of their element-wise parts; ``agreement`` says what ranks compare; ``exchange`` is the only file that
-talks to other ranks, and ``planning/schedule`` says how bytes lie there.  Open ``step`` first.
+``step`` takes the steps that ``planner`` makes, of all ``rank_sets``; ``elementwise`` and ``kernels`` are backends of
+their element-wise parts; ``exchange`` talks to other ranks, which compare ``agreement``.  Open ``step`` first.
 """

@@ -156,7 +156,6 @@ def fixed_options(groups: Mapping[int, ParamGroup]) -> Facts:
 
 
 def _live_options(groups: Mapping[int, ParamGroup]) -> Iterator[tuple[str, Any]]:
-    """Yield subject and value of each option of groups (by number) that every step reads anew."""
     for number, group in groups.items():
         for name in sorted(RATES & group.keys()):
             values = group[name] if isinstance(group[name], tuple | list) else (group[name],)

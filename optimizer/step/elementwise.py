@@ -1,8 +1,7 @@
-"""A rank's tensors at one step, and their element-wise parts: momentum, the updates that travel, and what is applied.
+"""A rank's tensors at one step, and their element-wise parts: momentum, the updates that travel, and their application.
 
-Updates go to their owners, on a wire or within this rank, and lie end to end there; results go back along the same
-copies.  Two backends execute the schedule's tables of copies and give the same bits: `TorchElementwise`, by torch's
-operators on equal boxes together, and `kernels` by Triton, in a few launches.
+Two backends execute the schedule's tables of copies and give the same bits: `TorchElementwise`, by torch's operators on
+equal boxes together, and `kernels` by Triton, in a few launches.
 """
 
 from __future__ import annotations
@@ -87,7 +86,6 @@ class LocalTensors:
         )
 
     def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
-        """Take the gradients of parameters, in lists from `alike`, into their momenta: exponential moving averages."""
         for numbers in lists:
             rate = 1 - self.groups[numbers[0]]["momentum"]
             gradients = [gradient for gradient in map(self.gradients.__getitem__, numbers) if gradient is not None]
@@ -246,7 +244,6 @@ class EqualBoxes:
             first += count
 
     def taken(self, buffer: Tensor) -> Tensor:
-        """Return the boxes of a buffer of bytes, ``[count, *sizes]``; perhaps a view."""
         views = [view.of(buffer.view(self.kind.wire)) for view in self.far]
         return views[0] if len(views) == 1 else torch.cat(views)
 
@@ -437,7 +434,6 @@ def _carries(copies: Copies, itemsize: int) -> Iterator[tuple[View, View]]:
 
 
 def _equal(keys: IntArray, copies: Copies) -> Iterator[IntArray]:
-    """Yield the numbers of rows with equal keys, by where they begin in the buffer."""
     if not len(keys):
         return
     order = np.lexsort((copies.target_offset, *keys.T[::-1]))
@@ -459,7 +455,6 @@ def _evenly(places: IntArray) -> Iterator[tuple[int, int, list[int]]]:
 
 
 def _as_one(boxes: Sequence[Tensor]) -> Tensor:
-    """Return equal boxes as one tensor, ``[count, *sizes]``; a view of a single one."""
     return torch.stack(list(boxes)) if len(boxes) > 1 else boxes[0].unsqueeze(0)
 
 
@@ -502,7 +497,6 @@ class TravellingState:
             here.of(self._memory(local, unit, slot)).copy_(there.of(wire.view(slot.back)))
 
     def _active(self, local: LocalTensors, stage: int, *, back: bool) -> Iterator[tuple[int, Slot, View, View]]:
-        """Yield views of this rank's parts of others' matrices that take part, and of the wire."""
         for number, pairs in self._listed(stage, "receives" if back else "sends", back).items():
             slot, unit = divmod(number, len(self._schedule.units))
             param = self._schedule.units[unit].param

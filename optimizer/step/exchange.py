@@ -2,16 +2,13 @@
 
 With `layer_wise`, this is the only file of the optimizer that talks to other ranks.  `LostRankError` says that a
 collective has failed, because a rank has ended or does not answer.
-
-A `Link` carries bytes, and a `Wire` is one exchange under way; `StepExchange` is a rank's part in a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,34 +28,19 @@ R = TypeVar("R")
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Link(Protocol):
-    """A way to carry wires to other ranks: made once for a route, used every step."""
-
-    def start(self, send: Tensor) -> Callable[[], Tensor]:
-        """Begin; the returned function waits and returns the bytes received, laid out by ``receive_counts``."""
-        ...
+Link = Callable[[Tensor], Callable[[], Tensor]]
+"""Begins to carry a wire to the other ranks; made once for a route.  The function that it returns waits, and returns
+the bytes received, laid out by ``receive_counts``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """This process is the only rank: it receives what it sends."""
+def all_to_all(route: Route, group: dist.ProcessGroup, device: torch.device) -> Link:
+    """Return a link by ``all_to_all_single`` with exact splits: nothing travels that need not."""
+    counts = list(route.receive_counts), list(route.send_counts)
 
-    def start(self, send: Tensor) -> Callable[[], Tensor]:
-        return lambda: send
-
-
-@dataclass(frozen=True, slots=True)
-class AllToAll:
-    """One ``all_to_all_single`` with exact splits: nothing travels that need not."""
-
-    route: Route
-    group: dist.ProcessGroup
-
-    def start(self, send: Tensor) -> Callable[[], Tensor]:
-        received = send.new_empty(sum(self.route.receive_counts))
-        counts = list(self.route.receive_counts), list(self.route.send_counts)
+    def start(send: Tensor) -> Callable[[], Tensor]:
+        received = send.new_empty(sum(route.receive_counts))
         with lost_ranks():
-            work = dist.all_to_all_single(received, send, *counts, self.group, async_op=True)
+            work = dist.all_to_all_single(received, send, *counts, group, async_op=True)
 
         def arrive() -> Tensor:
             with lost_ranks():
@@ -67,44 +49,44 @@ class AllToAll:
 
         return arrive
 
+    return start
 
-class AllGather:
-    """For networks that do not stand all-to-all at scale: every rank sends its whole wire to all, up to as many times
-    the bytes as there are ranks.  Making one is collective.
+
+def all_gather(route: Route, group: dist.ProcessGroup, device: torch.device) -> Link:
+    """Return a link for networks that do not stand all-to-all at scale: every rank sends its whole wire to all, up to
+    as many times the bytes as there are ranks.  Collective.
     """
+    table = torch.stack(_of_all(torch.tensor(route.send_counts, dtype=torch.int64, device=device), group))
+    # Where each rank's wire has the part for this one, and the size of the longest wire; in bytes.
+    starts, largest = table[:, : dist.get_rank(group)].sum(dim=1).tolist(), int(table.sum(dim=1).max())
 
-    def __init__(self, route: Route, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._route, self._group = route, group
-        table = torch.stack(_of_all(torch.tensor(route.send_counts, dtype=torch.int64, device=device), group))
-        # Where each rank's wire has the part for this one, and the size of the longest wire; in bytes.
-        self._starts = table[:, : dist.get_rank(group)].sum(dim=1).tolist()
-        self._largest = int(table.sum(dim=1).max())
-
-    def start(self, send: Tensor) -> Callable[[], Tensor]:
-        padded = send.new_empty(self._largest)
+    def start(send: Tensor) -> Callable[[], Tensor]:
+        padded = send.new_empty(largest)
         padded[: len(send)] = send
-        wires = [send.new_empty(self._largest) for _ in self._starts]
+        wires = [send.new_empty(largest) for _ in starts]
         with lost_ranks():
-            work = dist.all_gather(wires, padded, self._group, async_op=True)
+            work = dist.all_gather(wires, padded, group, async_op=True)
 
         def arrive() -> Tensor:
             with lost_ranks():
                 work.wait()
-            cut = zip(wires, self._starts, self._route.receive_counts, strict=True)
+            cut = zip(wires, starts, route.receive_counts, strict=True)
             return torch.cat([wire[start : start + count] for wire, start, count in cut])
 
         return arrive
 
+    return start
+
 
 LINKS: Mapping[str, Callable[[Route, dist.ProcessGroup, torch.device], Link]] = {
-    "all_to_all": lambda route, group, device: AllToAll(route, group),
-    "all_gather": AllGather,
+    "all_to_all": all_to_all,
+    "all_gather": all_gather,
 }
 
 
 def link(route: Route, group: dist.ProcessGroup | None, device: torch.device, kind: str) -> Link:
-    """Return a link of this kind.  Collective for those that must agree on something."""
-    return LINKS[kind](route, group, device) if group is not None else Alone()
+    """Return a link of this kind, or one that this process alone receives by.  Collective for some kinds."""
+    return LINKS[kind](route, group, device) if group is not None else lambda send: lambda: send
 
 
 _connected: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
@@ -119,9 +101,8 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, kind: str) ->
     if group is None or kind in (kinds := _connected.setdefault(group, set())):
         return
     bytes_each = (1,) * dist.get_world_size(group)
-    arrived = link(Route(bytes_each, bytes_each), group, device, kind).start(
-        torch.zeros(len(bytes_each), dtype=torch.uint8, device=device)
-    )()
+    send = torch.zeros(len(bytes_each), dtype=torch.uint8, device=device)
+    arrived = link(Route(bytes_each, bytes_each), group, device, kind)(send)()
     arrived.sum().item()  # waits for the device
     kinds.add(kind)
 
@@ -148,7 +129,7 @@ class Wire:
             for start in _starts(self._route.send_counts):
                 self._buffer.narrow(0, start, NOTE).copy_(note)
         self._note = note
-        self._arrive = self._link.start(self._buffer)
+        self._arrive = self._link(self._buffer)
 
     def arrive(self) -> None:
         """Wait for the bytes of all ranks, and release those sent."""

@@ -146,7 +146,6 @@ class KernelElementwise:
     def _planned(
         self, key: Hashable, copies: Callable[[], Copies], dtype: Callable[[LaunchKind], torch.dtype]
     ) -> list[tuple[LaunchKind, Segments]]:
-        """Return the launches for copies of units, cut once."""
         if key not in self._segments:
             table = copies()
             table = replace(table, source=self._entry[table.source])
@@ -172,7 +171,6 @@ class KernelElementwise:
     def _tensors(
         self, name: str, kind: LaunchKind, dtype: torch.dtype, tensors: Sequence[Tensor | None]
     ) -> TensorTable:
-        """Return the address table of one kind's tensors."""
         chosen = [t if mine == kind else None for t, mine in zip(tensors, self._kinds, strict=True)]
         return TensorTable(self._table((name, kind), addresses(chosen, self._device), torch.int64), dtype)
 

@@ -184,7 +184,7 @@ class Step:
             constants: facts that must be the same on all ranks.
 
         Raises:
-            AgreedError: on all ranks, if they differ in what they are about to do, or one of them fails.
+            AgreedError: on all ranks, if their intents differ, or one of them fails.
         """
         if self._notes is not None:
             self._notes.read()
@@ -240,8 +240,8 @@ class Step:
             exchange.end()
 
     def retire(self, failure: Exception | None) -> None:
-        """Take part in this plan for the last time: the first exchange of a step, with notes only.  Collective; raises
-        an `AgreedError` on all ranks if not all of them plan anew, or one of them fails.
+        """Take part in this plan for the last time, with notes only.  Collective; raises an `AgreedError` on all ranks
+        if not all of them plan anew, or one of them fails.
         """
         if self._notes is None or capturing():
             return

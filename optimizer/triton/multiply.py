@@ -1,9 +1,8 @@
 """The products of Newton-Schulz in 16 bits as one Triton kernel, for stacks of matrices on NVIDIA GPUs.
 
 ``out = alpha·A·B + beta·D + diagonal·I`` for matrices of any shapes in one launch, which walks through a list of tiles.
-Symmetric results have the tiles of one triangle only, which are also written mirrored: half the work.  Sums are kept in
-fp32 and rounded once, in the same order in every tile (`DEPTH`), so a result has the same bits whatever is beside it.
-Why it is done so: ``docs/design/kernels.md``.
+Symmetric results have the tiles of one triangle, which are also written mirrored.  Every tile sums in the same order in
+fp32 and rounds once, so bits do not depend on the stack.  Why it is done so: ``docs/design/kernels.md``.
 
 This file needs Triton.
 """
@@ -323,7 +322,6 @@ def _multiply(
 
 @triton.jit
 def _aligned(at):
-    """Load a number that is a multiple of 16, which the compiler is told."""
     return tl.multiple_of(tl.load(at), 16)
 
 

@@ -1,10 +1,8 @@
 """The element-wise parts of a step as Triton kernels: one launch for parts of any number of tensors.
 
-A launch walks through a list of blocks, each of a segment of a tensor (`Segments`).  The lists are made once; tensors
-and buffers may be others at every step, and are found by address.
-
-`send` is ``lerp_``, ``lerp`` and the copy to a buffer in one pass; `apply` is decay, scale and subtraction.  Both round
-where torch's operators do (`step.elementwise`), and fuse multiply and add where its kernels do: the same bits.
+A launch walks through blocks of segments of tensors.  Lists of these are made once; tensors and buffers may be others
+at every step, and are found by address.  Kernels round where torch's operators do (`step.elementwise`), and fuse
+multiply and add where its kernels do: the same bits.
 
 This file needs Triton.
 """
@@ -170,8 +168,7 @@ def send(
         gradients: none: the tensor takes no part.
         weights: fp32 ``[tensors, 2]``: ``1 - momentum``, and ``momentum`` for Nesterov's update or 1 for the momentum
             itself.  Read when the kernel runs, so a captured graph follows them.
-        buffer: uint8.
-        dtype: of the updates in the buffer.
+        buffer: uint8, for updates of ``dtype``.
         accumulate: whether momenta are changed; False if they have been already, or `AHEAD`.
 
     Raises:
