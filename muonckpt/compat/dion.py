@@ -58,7 +58,7 @@ class Muon(optimizer.Muon):
     Args:
         params, lr, weight_decay: as for `optimizer.Muon`, but with dion's defaults.
         distributed_mesh: a process group or a mesh of one axis over which plain tensors are replicated, so that ranks
-            share their matrices out. DTensors know themselves where they are.
+            share their matrices out.  DTensors know themselves where they are.
         mu, epsilon, nesterov, cautious_wd: ``momentum``, ``eps``, ``nesterov`` and ``cautious`` of `optimizer.Muon`.
         betas: of AdamW and Lion groups; in a group ``beta1`` and ``beta2``.
         adjust_lr: "spectral_norm", "rms_norm" or None.
@@ -69,7 +69,7 @@ class Muon(optimizer.Muon):
         newton_schulz_func: refused.
 
     Raises:
-        ValueError: an option cannot be had here; says what to do instead. Or `optimizer.Muon` refuses.
+        ValueError: an option cannot be had here; says what to do instead.  Or `optimizer.Muon` refuses.
         TypeError: ``distributed_mesh`` is something else.
     """
 

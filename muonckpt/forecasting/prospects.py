@@ -66,7 +66,7 @@ def forecast(
         model: a ``config.json`` of Hugging Face's, of a known family; or else
         checkpoint: a checkpoint of any program, with momentum.
         shard: axes and dims by patterns of parameters' names, as for `reshard`; a rule counts on the meshes that have
-            its axes. By default all axes cut the rows.
+            its axes.  By default all axes cut the rows.
         select: patterns of the names of the parameters to count, such as those of a pipeline stage; by default all.
         dtype: of the parameters, gradients and state of a ``model``; by default the configuration's.
         link, disk, flops: rates of one rank: bytes a second to others and to files, FLOPs a second in Newton-Schulz.

@@ -246,7 +246,7 @@ class StepPlan:
     """A step of all ranks.
 
     Attributes:
-        sent, received: bytes to and from other ranks, ``[stages, 2, ranks]``: to the owners, and back. They include
+        sent, received: bytes to and from other ranks, ``[stages, 2, ranks]``: to the owners, and back.  They include
             notes, but not the alignment of wires: at most 8 bytes between two ranks and collective.
         work: FLOPs of Newton-Schulz, ``[stages, ranks]``.
         busiest: the rank that sends the most; ``busiest_sent`` are its exact bytes in a step.

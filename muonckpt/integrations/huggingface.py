@@ -45,7 +45,7 @@ def muon(
             with ``adjust_lr_fn="match_rms_adamw"``.
         rules: as for `Muon.for_model`; by default the rules of the model's family (`RULES`).
         fresh: globs of names of parameters whose state starts fresh when the Trainer resumes, as for
-            `Muon.load_state_dict`; a warning lists what was restored. Not under FSDP2, where the Trainer loads through
+            `Muon.load_state_dict`; a warning lists what was restored.  Not under FSDP2, where the Trainer loads through
             stock DCP: use `muonckpt.load`.
         options: of `Muon.for_model` and of the optimizer, except for ``replicas``.
     """

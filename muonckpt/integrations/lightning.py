@@ -39,7 +39,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         arguments: of ModelParallelStrategy; ``data_parallel_size`` and ``tensor_parallel_size`` must be numbers.
         fresh: globs of names of parameters whose state starts fresh when the Trainer resumes, as for `muonckpt.load`; a
             warning lists what was restored.
-        along: save while training goes on, as `muonckpt.async_save` does. The next save, every load and the end wait
+        along: save while training goes on, as `muonckpt.async_save` does.  The next save, every load and the end wait
             for it; a checkpoint that ModelCheckpoint removes meanwhile stays until the new one is there.
 
     Raises:
@@ -67,7 +67,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
         Raises:
             TypeError: there are storage options.
-            MuonckptError: as `muonckpt.save`; ``filepath`` must not exist. Or the save before, running along, has
+            MuonckptError: as `muonckpt.save`; ``filepath`` must not exist.  Or the save before, running along, has
                 failed.
         """
         self._settle()
@@ -121,7 +121,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         Without optimizers, as when a model is only evaluated, only weights are loaded.
 
         Raises:
-            MuonckptError: as `muonckpt.load`; then nothing has been loaded. Or a running save has failed.
+            MuonckptError: as `muonckpt.load`; then nothing has been loaded.  Or a running save has failed.
         """
         self._settle()
         path = self.broadcast(str(checkpoint_path))

@@ -130,7 +130,7 @@ def write_torch_dist(manifest: Manifest, directory: Location) -> None:
 
 
 def is_torch_dist(path: Location) -> bool:
-    """Return whether a directory is a ``torch_dist`` checkpoint to Megatron."""
+    """Return whether Megatron takes a directory for a ``torch_dist`` checkpoint."""
     if not (path / MEGATRON_FILE).is_file():
         return False
     with open_regular(path / MEGATRON_FILE) as file:

@@ -81,7 +81,7 @@ class PlainParts:
         return converted
 
     def _converted(self, value: Any) -> tuple[Any, int]:
-        """Return a converted value, and its number of elements and characters."""
+        """Return a converted value, and how many elements and characters it has."""
         if type(value) is str:
             return value, 1 + len(value)
         if type(value) in (int, float, bool, NoneType):

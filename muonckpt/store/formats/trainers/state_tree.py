@@ -101,10 +101,10 @@ def decoded(
 
 
 def check_same_keys(ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[TorchFile]) -> None:
-    """Check that the file of each rank has the same paths.
+    """Refuse ranks whose files do not have the same paths.
 
     Raises:
-        SourceError: they differ.
+        SourceError: names a path that only one of two files has.
     """
     for rank, values in enumerate(ranks):
         if differing := values.keys() ^ ranks[0].keys():
