@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
-from ...errors import DamageError, MuonckptError, TargetError, did_you_mean
+from ...errors import DamageError, MuonckptError
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io.limits import gc_paused
 from ...store.io.location import Remote
@@ -21,7 +20,7 @@ from ...store.open_checkpoint import OpenCheckpoint, checked_blob, open
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
-from ..look.contents import FirstLook, Role, first_look, recorded_step
+from ..look.contents import FirstLook, Role, first_look, keys_matching, recorded_step
 from ..programs.registry import program
 from ..translate.request import Request
 from .elements import (
@@ -141,15 +140,15 @@ def diff(
             sides = [
                 _Side.of(opened, cache(partial(first_look, opened)), to_dialect, program) for opened, program in both
             ]
-        one, other = (side.selected(select) for side in sides)
         for side in sides:
             side.opened.check_files()
-        keys = dict.fromkeys(key for side in sides for key in (*side.tensors, *side.items))
-        for glob in select:
-            if not any(fnmatchcase(key, glob) for key in keys):
-                close = did_you_mean(glob, [*keys])
-                raise TargetError(f"no tensor or item matches {glob!r} in {one.place} or {other.place}{close}")
+        if select:
+            keys = [*dict.fromkeys(key for side in sides for key in (*side.tensors, *side.items))]
+            where = " in " + " or ".join(side.place for side in sides)
+            matching = keys_matching(select, keys, "tensor or item", where)
+            sides = [side.selected(matching) for side in sides]
         verified = sum(_verified(side.opened, jobs, progress) for side in sides) if read else None
+        one, other = sides
         return _difference(one, other, Tolerance(rtol, atol), memory, jobs, progress, verified)
 
 
@@ -254,10 +253,7 @@ class _Side:
         recorded = recorded_step(self.opened.outline)
         return self.look().step if recorded is None else recorded
 
-    def selected(self, globs: Sequence[str]) -> _Side:
-        if not globs:
-            return self
-        keys = {key for key in (*self.tensors, *self.items) if any(fnmatchcase(key, glob) for glob in globs)}
+    def selected(self, keys: Collection[str]) -> _Side:
         tensors = {key: tensor for key, tensor in self.tensors.items() if key in keys}
         return replace(self, tensors=tensors, items={key: item for key, item in self.items.items() if key in keys})
 

@@ -231,11 +231,7 @@ class StoredSide:
         return frozenset(fragment.box for fragment in self.tensor.layout.fragments)
 
     def check(self) -> None:
-        """Compare the chunks with their checksums.
-
-        Raises:
-            SourceError: a chunk is damaged.
-        """
+        """Compare the chunks with their checksums."""
         self.tensor.check_sources(self.payloads)
 
     def words(self, box: Box) -> Words:
@@ -257,9 +253,6 @@ def compare_elements(
     Args:
         most: bytes of memory to use.
         passed: receives bytes that have been compared.
-
-    Raises:
-        SourceError: a chunk is damaged.
     """
     one, other = a.tensor.record, b.tensor.record
     a.check()

@@ -102,9 +102,6 @@ def figures_of(
         memory: bytes to use.
         sketch: whether to sketch spectra, which reads matrices that are larger than ``memory`` several times.
         passed: receives bytes that have been read for the first time.
-
-    Raises:
-        SourceError: a chunk is damaged.
     """
     record = stored.tensor.record
     stored.check()

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from itertools import chain
 from statistics import median
 from typing import Any
 
-from ...errors import SourceError, TargetError, did_you_mean
+from ...errors import SourceError
 from ...record import StateRecord
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, open
@@ -23,7 +22,7 @@ from ...store.reading.payloads import Progress
 from ...store.small_tensors import stacked
 from ...wording import Finding
 from ..engine.outputs import OutputTensor
-from ..look.contents import FirstLook, Role, first_look, unnumbered
+from ..look.contents import FirstLook, Role, first_look, keys_matching, unnumbered
 from .elements import StoredSide, Tolerance, compare_elements
 from .figures import ELEMENT_BYTES, TensorFigures, figures_of, figures_of_alike, is_numeric
 
@@ -72,8 +71,8 @@ class CheckpointStats:
             "steps": self.steps,
             "tensors": [tensor.to_json() for tensor in self.tensors],
             "folded": self.folded(),
-            "updates": [update.to_json() for update in self.updates],
-            "health": [health_json(finding) for finding in self.health],
+            "updates": list(map(asdict, self.updates)),
+            "health": list(map(health_json, self.health)),
         }
 
 
@@ -149,11 +148,8 @@ def measurable(known: FirstLook, select: Sequence[str] = ()) -> Measurable:
     tensors = [(role, tensor) for role in _ROLES for tensor in known.contents.tensors.get(role, ())]
     if not tensors:  # the program is unknown: all that is there
         tensors = [(Role.OTHER, tensor) for tensor in known.manifest.tensors if tensor.shape]
-    keys = [tensor.key for _, tensor in tensors]
-    for glob in select:
-        if not any(fnmatchcase(key, glob) for key in keys):
-            raise TargetError(f"no tensor of weights or state matches {glob!r}{did_you_mean(glob, keys)}")
-    return [(role, t) for role, t in tensors if not select or any(fnmatchcase(t.key, glob) for glob in select)]
+    keys = keys_matching(select, [tensor.key for _, tensor in tensors], "tensor of weights or state")
+    return [(role, tensor) for role, tensor in tensors if tensor.key in keys]
 
 
 def measured(
@@ -166,12 +162,7 @@ def measured(
     jobs: int,
     passed: Callable[[int], None],
 ) -> tuple[TensorFigures, ...]:
-    """Measure these tensors, but those that are not numbers; ``passed`` receives bytes that have been read.
-
-    Raises:
-        SourceError: a chunk is damaged.
-        LayoutError: a tensor has a hole or an overlap.
-    """
+    """Measure these tensors, but those that are not numbers; ``passed`` receives bytes that have been read."""
     names = {t.key: p.name for p in known.contents.parameters.values()
              for t in ([p.weight] if p.weight else []) + list(p.state.values())}  # fmt: skip
     numeric = [(role, record) for role, record in tensors if is_numeric(record.dtype)]

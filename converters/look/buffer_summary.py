@@ -20,11 +20,7 @@ LabelledBuffer = tuple[str, GroupBuffer]
 
 
 def labelled_buffers(provenance: Mapping[str, Any]) -> tuple[LabelledBuffer, ...]:
-    """Return the buffers that a checkpoint is laid out in, with their slots; if there are none, those of its run.
-
-    Raises:
-        SourceError: a record does not follow ``docs/formats/manifest.md``.
-    """
+    """Return the buffers that a checkpoint is laid out in, with their slots; if there are none, those of its run."""
     state = tuple((buffer.slot or NO_STATE, buffer) for buffer in recorded(provenance))
     return state or tuple((RUN, buffer) for buffer in recorded_run(provenance))
 

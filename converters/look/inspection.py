@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from ...columns import UNKNOWN
@@ -20,7 +19,7 @@ from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, open
 from ...store.reading.dtypes import itemsize
 from ...wording import Finding, counted, size
-from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look
+from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look, keys_matching
 from .holders import (
     Branch,
     StoredShard,
@@ -103,11 +102,8 @@ class Inspection:
         Raises:
             TargetError: a pattern matches no tensor; names the closest keys.
         """
-        tensors = self.manifest.tensors
-        for glob in globs:
-            if not any(fnmatchcase(tensor.key, glob) for tensor in tensors):
-                raise TargetError(f"no tensor matches {glob!r}{did_you_mean(glob, [t.key for t in tensors])}")
-        return tuple(t for t in tensors if not globs or any(fnmatchcase(t.key, glob) for glob in globs))
+        keys = keys_matching(globs, [tensor.key for tensor in self.manifest.tensors])
+        return tuple(tensor for tensor in self.manifest.tensors if tensor.key in keys)
 
     def shards(self, key: str, *index: int) -> tuple[StoredShard, ...]:
         """Return the shards of one tensor: which file and rank holds which box.

@@ -104,9 +104,6 @@ class MergeRequest:
 
         Args:
             of_inputs: what each input alone would be written as.
-
-        Raises:
-            SourceError: the inputs do not have the same tensors, or differ in what is not averaged.
         """
         names = [str(part.path) for part in source.parts]
         joined = (source.outputs(number, outputs) for number, outputs in enumerate(of_inputs))

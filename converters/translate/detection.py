@@ -144,9 +144,6 @@ def keys_of(manifest: Manifest) -> Keys:
 
     An optimizer is where state has parameter groups beside it, or if it has none, where all slots are known ones.  The
     model is where most of the parameters that have state are found under their names.
-
-    Raises:
-        SourceError: there are several such places of the model.
     """
     paths = {entry.path: entry.key for entries in (manifest.tensors, manifest.blobs) for entry in entries}
     groups: defaultdict[OptimizerPlace, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))

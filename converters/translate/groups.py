@@ -166,11 +166,7 @@ _OFF: Mapping[str, object] = {"pieces": None, "columns": None, "interleaved": 1,
 def read_options(
     group: SourceGroup, dialect: Dialect, method: StoredMethod, values: Values, shape: Index
 ) -> GroupOptions:
-    """Return the options of a dialect's group as its program would read them for a parameter of this shape.
-
-    Raises:
-        SourceError: an option is damaged, or is not plain data.
-    """
+    """Return the options of a dialect's group as its program would read them for a parameter of this shape."""
     own = {option: values.read(item) for option, item in group.items.items() if option != PARAMS}
     named = {*method.options.values(), *method.idle, *_HOW, *SCHEDULED, dialect.method_option}
     known: dict[str, Any] = dict(dialect.facts.get(method.name, {}))
@@ -199,9 +195,6 @@ def write_options(
     """Return the options as the target names them; ``findings`` gets every difference, with the values.
 
     ``given`` are options of the run that the result is for; they count where the source says nothing.
-
-    Raises:
-        SourceError: the target has no word for an option without which updates are altogether different.
     """
     known, lost = options.known, dict[str, object]()
     said = {own: known[name] for name, own in method.options.items() if name in known}
@@ -307,11 +300,7 @@ class GroupTemplate:
         return {option: value for option, value in group.items() if option not in (PARAMS, "param_names")}
 
     def arranged(self, groups: Sequence[TargetGroup], target: Dialect, findings: Findings) -> list[TargetGroup]:
-        """Return these groups' parameters in the groups of the template, in its order.
-
-        Raises:
-            SourceError: one side has parameters that the other has not, or a group would need two values of an option.
-        """
+        """Return these groups' parameters in the groups of the template, in its order."""
         options = {name: group.options for group in groups for name in group.params}
         wanted = {name for group in self.groups for name in group[PARAMS]}
         if options.keys() != wanted:

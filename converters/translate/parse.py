@@ -122,9 +122,6 @@ class NeutralOptimizer:
         """Return the convention of a parameter's momentum, and why it is this one.
 
         A program's convention is taken only for groups that may be the program's.
-
-        Raises:
-            SourceError: two of those that say it contradict each other, or the group contradicts the program.
         """
         dialect, asked, slot = self.dialect, self.overrides.convention, param.method.slots["momentum"]
         aliases = param.slots["momentum"].aliases
@@ -157,11 +154,7 @@ class NeutralOptimizer:
         return convention, "nothing in the source tells, nor does --convention"
 
     def mu(self, param: NeutralParameter) -> float | None:
-        """Return the momentum coefficient of the parameter's group, or the user's.
-
-        Raises:
-            SourceError: the group's is no number, or is not the user's.
-        """
+        """Return the momentum coefficient of the parameter's group, or the user's."""
         option, given = param.method.options.get("momentum", ""), self.overrides.mu
         stored = _option(param.group, option, self.values)
         if stored is None:
