@@ -101,33 +101,28 @@ def _is_as_written(checkpoint: OpenCheckpoint) -> bool:
 def _against(checkpoint: OpenCheckpoint) -> list[Finding]:
     from .formats.dcp import DcpReader  # not needed where nothing is wrong
 
-    recorded = checkpoint.outline.files.get(METADATA_FILE)
+    file = checkpoint.path / METADATA_FILE
     try:
         reader = DcpReader(checkpoint.path)
         for fault in reader.faults:
             raise fault
-        stock = replace(reader.outline, tensors=reader.locate(reader.outline.tensors))
-        disagreements = list(_disagreements(checkpoint, stock))
-        if recorded not in (None, reader.digest) and not disagreements:
-            message = f"{checkpoint.path / METADATA_FILE}: digest {reader.digest}, {MANIFEST_FILE} has another"
-            disagreements.append(Finding("metadata", message))
+        stock = _described(replace(reader.outline, tensors=reader.locate(reader.outline.tensors)))
+        own = _described(checkpoint.manifest)
     except MuonckptError as error:
-        return [Finding("metadata", f"{checkpoint.path / METADATA_FILE}: {error}")]
-    return disagreements
-
-
-def _disagreements(checkpoint: OpenCheckpoint, metadata: Manifest) -> Iterator[Finding]:
-    stock = _described(metadata)
-    own = _described(checkpoint.manifest)
+        return [Finding("metadata", f"{file}: {error}")]
+    findings = []
     for key in sorted(own.keys() | stock.keys()):
         if key not in own or key not in stock:
-            file = MANIFEST_FILE if key in own else METADATA_FILE
-            message = f"{key!r} is in {file} only, expected it in {MANIFEST_FILE} and {METADATA_FILE}"
-            yield Finding("metadata", message, (key,))
+            only = MANIFEST_FILE if key in own else METADATA_FILE
+            message = f"{key!r} is in {only} only, expected it in {MANIFEST_FILE} and {METADATA_FILE}"
+            findings.append(Finding("metadata", message, (key,)))
             continue
         for fact, _ in sorted(own[key].items() ^ stock[key].items(), key=str)[:1]:
             values = f"{own[key].get(fact)} in {MANIFEST_FILE}, {stock[key].get(fact)} in {METADATA_FILE}"
-            yield Finding("metadata", f"{key!r}: {fact} {values}; expected the same", (key,))
+            findings.append(Finding("metadata", f"{key!r}: {fact} {values}; expected the same", (key,)))
+    if checkpoint.outline.files.get(METADATA_FILE) not in (None, reader.digest) and not findings:
+        findings.append(Finding("metadata", f"{file}: digest {reader.digest}, {MANIFEST_FILE} has another"))
+    return findings
 
 
 def _described(manifest: Manifest) -> dict[str, dict[str, object]]:
