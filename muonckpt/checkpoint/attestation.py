@@ -153,8 +153,8 @@ def attest(
 ) -> Attestation:
     """Prove that the tensors of a state dict are those of a checkpoint, or of another process.  Collective.
 
-    Keys, shapes, dtypes and fingerprints have to be equal, and replicas have to agree.  What is not a tensor is not
-    compared.  docs/guide/attest.md says what this costs and what it does not prove.
+    Keys, shapes, dtypes and fingerprints have to be equal, and replicas have to agree; other objects are not compared.
+    docs/guide/attest.md says what this costs and what it does not prove.
 
     Args:
         state_dict: nested as for `save`.
@@ -186,7 +186,7 @@ def attest_loaded(
     sources: Callable[[], Mapping[str, str]],
     process_group: dist.ProcessGroup | None,
 ) -> Attestation:
-    """Attest what was just loaded.  What began fresh or was kept is compared among replicas only.
+    """Attest what was just loaded; fresh and kept tensors are compared among replicas only.
 
     Args:
         sources: returns, on the first rank, the keys of the checkpoint by those of the state dict.

@@ -336,7 +336,7 @@ def unheld(shape: Index, boxes: Iterable[Box]) -> list[Box]:
 def asked_layouts(shape: Index, held: tuple[RankBoxes, ...]) -> tuple[TensorLayout, ...]:
     """Return the layouts in which ranks want a tensor, each rank in one of them.
 
-    There is one unless boxes overlap in part, as where two inference engines cut tensors differently.
+    There is one, unless boxes overlap in part, as when two inference engines cut tensors differently.
 
     Raises:
         LayoutError: the boxes of one rank overlap, or reach outside the tensor.

@@ -54,13 +54,13 @@ class Restored:
 class Series:
     """The checkpoints of one run: ``step-00001000`` and so on in one folder.  One run at a time saves to it.
 
-    Every method is collective over the process group, with the same arguments on all ranks; without a process group it
-    works for one process.  Other processes may read the checkpoints at any time.
+    Every method is collective over the process group, with the same arguments on all ranks; without one it works for
+    one process.  Other processes may read the checkpoints at any time.
 
     Args:
         folder: a path that all ranks see, or a URL; made when something is saved.
-        keep_last: how many whole checkpoints stay, the newest; at least one.
-        keep_every: checkpoints whose step divides by this stay as well; None: no others.
+        keep_last: how many of the newest whole checkpoints stay; at least one.
+        keep_every: checkpoints whose step is a multiple of this stay as well.
 
     Raises:
         ValueError: a number is below 1.
@@ -101,13 +101,13 @@ class Series:
         Args:
             step: 0 or more.
             state_dict: as for `muonckpt.save`.
-            replace: supersede a whole checkpoint of this step, as a torn or damaged one is in any case.  The new one is
-                saved under a name of its own, ``step-00001000.2``, and the old one is removed after that.
+            replace: supersede a whole checkpoint of this step; a torn or damaged one is superseded in any case.  The
+                new one has a name of its own, ``step-00001000.2``, and the old one is removed afterwards.
             provenance: JSON data to keep in the manifest; ``step`` is added.
 
         Raises:
             DestinationError: there is a whole checkpoint of this step, or it cannot be written.
-            LayoutError, ArgumentError, LostRankError: as of `muonckpt.save`.
+            LayoutError, ArgumentError, LostRankError: as in `muonckpt.save`.
         """
         refuse_crossed(self._group, "Series.save")
         settle_last(self._group)
@@ -134,7 +134,7 @@ class Series:
             on_error, when_busy: as for `muonckpt.async_save`.
 
         Raises:
-            DestinationError, ArgumentError: as of `save` for the step, and as of `muonckpt.async_save`.
+            DestinationError, ArgumentError: as in `save` and `muonckpt.async_save`.
         """
 
         def begin() -> tuple[str, Callable[[], None]]:
@@ -150,9 +150,7 @@ class Series:
             self._attempt(f"what {self._folder.place} need not keep", lambda: self._prune(name))
 
     def latest(self) -> SavedStep | None:
-        """Return the newest whole checkpoint, or None.  Reads descriptions and sizes of files, no data.
-
-        A newer one that is torn is warned of.
+        """Return the newest whole checkpoint, or None, and warn of newer ones that are torn.  Reads no data.
 
         Raises:
             SourceError: the folder cannot be read, or a checkpoint is of a newer version of this package.
@@ -178,8 +176,8 @@ class Series:
         """Load the newest whole checkpoint; if it turns out to be damaged, the one before, with a warning on all ranks.
 
         Tensors may have been overwritten when damage is found; loading the one before writes all of them again.  If
-        that fails as well, the state dict is not to be trained on.  A checkpoint that does not fit the state dict, or
-        cannot be reached for now, is an error and no reason to take an older one.
+        that fails as well, do not train on the state dict.  A checkpoint that does not fit, or cannot be reached for
+        now, is an error and no reason to take an older one.
 
         Args:
             state_dict: the template, as for `muonckpt.load`.
@@ -191,7 +189,7 @@ class Series:
 
         Raises:
             DamageError: there are checkpoints, and none is whole.
-            SourceError, LayoutError, ArgumentError, LostRankError: as of `muonckpt.load`; or the series is empty, and
+            SourceError, LayoutError, ArgumentError, LostRankError: as in `muonckpt.load`; or the series is empty, and
                 must not be.
         """
         patterns, extra = Globs.of(fresh).patterns, Extra.of(allow_extra).patterns

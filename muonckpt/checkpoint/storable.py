@@ -1,6 +1,6 @@
-"""What a checkpoint can hold: tensors whose elements lie in dense memory, and plain data.
+"""Refusing what a checkpoint cannot hold: it holds tensors whose elements lie in dense memory, and plain data.
 
-What `load` refuses, `save` does not write.
+`save` does not write what `load` refuses.
 """
 
 from __future__ import annotations
