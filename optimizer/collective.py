@@ -1,7 +1,7 @@
 """Steps that ranks take together: an error on one reaches the others, and so does a gradient that forbids the step.
 
-A gradient that is not finite, or so large that its momentum would not be, is one bit in the first notes that ranks
-exchange anyway (`step.exchange`), so all of them decide alike before anything is changed.
+A gradient that is not finite, or would make a momentum that is not, is one bit in the first notes that ranks exchange
+(`step.exchange`), so all of them decide alike before anything is changed.
 """
 
 from __future__ import annotations

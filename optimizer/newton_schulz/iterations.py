@@ -2,7 +2,7 @@
 
 The polar factor ``U Vᵀ`` of ``M = U S Vᵀ`` is reached by odd polynomials of the singular values, applied as
 ``X ← a·X + b·(XXᵀ)X + c·(XXᵀ)²X``.  ``M`` is divided by its Frobenius norm first, so they all start in
-``[0, 1]``.  Why it is done as it is, and how large the errors are: ``docs/design/newton_schulz.md``.
+``[0, 1]``.  Reasons and errors: ``docs/design/newton_schulz.md``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def orthogonalize(
 def orthogonalize_all(memory: Tensor, places: Places, recipe: Recipe, form: Form | None) -> Tensor:
     """Orthogonalise matrices of any shapes, end to end in one memory: ``[places.numel]`` in and out.
 
-    Our kernels do all by as many launches as one.  Each matrix gets the bits that it has alone in the same ``form``.
+    Each matrix gets the bits that it has alone in the same ``form``.
 
     Args:
         memory: contiguous, of a real floating dtype.

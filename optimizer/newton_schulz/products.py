@@ -58,8 +58,6 @@ class Products(Protocol[M]):
 class TorchProducts:
     """`Products` by torch's matrix products; ``M`` is a matrix, or a stack of equal ones ``[count, s, l]``.
 
-    A stack is multiplied as one only if its matrices get the bits that they have alone (`same_as_alone`).
-
     Args:
         dtype: operands and results are rounded to it.
         held: the dtype of the tensors, ``dtype`` or wider (`by_torch`).

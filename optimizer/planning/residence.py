@@ -119,8 +119,8 @@ def matrix_parts(layout: TensorLayout, fused: Fused) -> MatrixParts:
 
 @lru_cache(maxsize=4096)
 def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tuple[tuple[IntArray, IntArray], ...]:
-    """Return for each matrix of a parameter its holders, positions in ``ranks``, ascending, and the number of elements
-    that each holds.  Matrices that lie alike have the same two arrays.
+    """Return for each matrix of a parameter its holders, as positions in ``ranks``, and the elements that each holds.
+    Matrices that lie alike have the same two arrays.
     """
     parts = matrix_parts(layout, fused)
     numbers = np.arange(len(parts.piece))

@@ -201,8 +201,8 @@ def _route(sends: tuple[Copies, IntArray], receives: tuple[Copies, IntArray], ow
 
 
 def _laid_out(copies: Copies, itemsize: IntArray, ranks: int) -> tuple[Copies, tuple[int, ...]]:
-    """Place copies on the wire, and count the bytes of each rank's part: boxes lie end to end, by the other side's rank
-    and then in the order of the rows, each at a multiple of its elements' size.
+    """Place copies on the wire, by the other side's rank and then in the order of the rows, each at a multiple of its
+    elements' size, and count the bytes of each rank's part.
     """
     order = np.argsort(copies.target, kind="stable")
     present, first = np.unique(copies.target[order], return_index=True)
@@ -298,10 +298,7 @@ class _Books:
         return None
 
     def least_loaded(self, matrix: Work) -> Iterator[int]:
-        """Yield, without end, the least loaded rank that may receive all of a matrix at that time.
-
-        Ranks are sorted only once all of the same load have been given more: loads never sink.
-        """
+        """Yield, without end, the least loaded rank that may receive all of a matrix at that time; loads never sink."""
         while True:
             loads = np.where(self.received + matrix.numel <= self.cap, self.load, np.iinfo(np.int64).max)
             least = loads.min()

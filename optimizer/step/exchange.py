@@ -178,7 +178,7 @@ def agree(intent: Intent, group: dist.ProcessGroup | None, device: torch.device)
     """Compare what all ranks of a group intend.  Collective.
 
     Raises:
-        AgreedError: on every rank, if they differ or one of them has failed: its own error, or who differs.
+        AgreedError: on every rank, if they differ or one of them has failed.
     """
     if group is not None and differ(intent, group, device):
         raise AgreedError(disagreement(intent, group))

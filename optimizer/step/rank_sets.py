@@ -73,9 +73,8 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[Ranks, dist.ProcessGroup]] = We
 
 
 def group_of(ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return a process group of exactly these ranks, an ``existing`` one if possible; None for one rank.
-
-    It is the same one as long as this world lasts.  Collective over ``ranks`` if it has to be made.
+    """Return a process group of exactly these ranks, an ``existing`` one or always the same; None for one rank.
+    Collective over ``ranks`` if it has to be made.
 
     Raises:
         ValueError: this rank is not among them.
@@ -181,9 +180,7 @@ _built: WeakKeyDictionary[dist.ProcessGroup, Counter[Hashable]] = WeakKeyDiction
 
 
 def ordinals(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup | None) -> dict[Ranks, int]:
-    """Return, by ranks, an optimizer's number among those built of equal parameters there: ranks tell optimizers apart
-    by it without talking.
-    """
+    """Return, by ranks, an optimizer's number among those built of equal parameters there, which tells it apart."""
     numbers: dict[Ranks, int] = {}
     if (world := dist.group.WORLD) is None:
         return numbers

@@ -34,8 +34,7 @@ from .exchange import Link, Notes, StepExchange, Wire
 from .rank_sets import RankSet, State, crossing, rank_sets
 
 LARGEST = 1 << 25
-"""Elements of a batch by kernels: two matrices of 4096 x 4096, which is more than a GPU does at a time.  In 16 bits
-they are 64 MiB, and Newton-Schulz takes up to four times that besides."""
+"""Elements of a batch by kernels: two matrices of 4096 x 4096, which is more than a GPU does at a time."""
 
 TOGETHER = 1 << 18
 """The same by torch's products, 1 MiB there and back in 16 bits; `products.STACK` is how many they multiply at a
@@ -118,11 +117,7 @@ def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingStep:
-    """A step of which the first notes have arrived, and no update has been applied.
-
-    Attributes:
-        coming: updates on their way to their owners, by stage; those of the first have arrived.
-    """
+    """A step of which the first notes, and the first of the updates ``coming`` to their owners, have arrived."""
 
     exchange: StepExchange
     local: LocalTensors

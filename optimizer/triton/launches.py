@@ -29,9 +29,8 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
 def launcher(kernel: Any, programs: int, **options: Any) -> Callable[..., None]:
     """Return a function that launches so many programs of a kernel, on the current device.
 
-    Triton looks at every argument of every launch, which takes longer than a small matrix does.  Here it looks once, so
-    later arguments must be as the first ones were: tensors of the same dtypes that begin at multiples of 16 bytes if
-    those did, the same ``constexpr``; floats may be others.
+    Triton looks at every argument of every launch, which takes longer than a small matrix does.  Here it looks once:
+    only floats and addresses, at multiples of 16 bytes if the first ones were, may differ later.
     """
     if INTERPRETED:
         return lambda *arguments: kernel[(programs,)](*arguments, **options)

@@ -27,13 +27,13 @@ from ..ground.tensors import Places, Stack
 from .launches import INTERPRETED, as_fp32, launcher, narrowed
 
 LOAD_MULTIPLE = 16
-"""Elements that all sides are a multiple of, so that a GPU can load 16 bytes at a time wherever a row begins."""
+"""Elements that all sides are a multiple of, so that a GPU loads 16 bytes at a time."""
 
 WIDEST = 1 << 22
 """Elements of a side, so that those of a tile are counted in 32 bits; where it begins, in 64."""
 
 DEPTH = 16 if INTERPRETED else 64
-"""Elements of the inner dim that are loaded at a time: the same for all tiles, so that all have one order of sums."""
+"""Elements of the inner dim that all tiles load at a time: so all have one order of sums."""
 
 BAND = 8
 """Rows of tiles that are done together, so that neighbours in time share operands in the L2 cache."""
@@ -43,7 +43,7 @@ BAND = 8
 class Tile:
     """The work of one program: ``rows x columns`` of a result, by ``warps`` warps, ``stages`` loads ahead.
 
-    ``registers`` bounds those of a thread, so that more programs run at a time; None: the compiler decides.
+    At most ``registers`` a thread let more programs run at a time; None: the compiler decides.
     """
 
     rows: int
@@ -134,7 +134,7 @@ def multiply(
 
 
 class _Products:
-    """Products of one kind, and their launches by tile; the results lie at ``places``, and have ``numel`` elements.
+    """Products of one kind, at ``places`` with ``numel`` elements, and their launches by tile.
 
     Raises:
         ValueError: shapes or a dtype that do not fit.

@@ -45,7 +45,6 @@ class Segments:
         segments: ``[n, 9]``: number of the tensor; offset there, columns, row and column strides (elements); elements;
             offset in the buffer (bytes), row and column strides there.
         blocks: of each program, ``[2]``: its segment, and its first element there.
-        tensors: how many tensors the numbers are for.
     """
 
     segments: Tensor
@@ -58,7 +57,6 @@ class Segments:
 
         Raises:
             ValueError: a copy of another tensor than the ``tensors``.
-            RuntimeError: a CUDA graph is being captured.
         """
         settled("copies have not been cut into segments")
         for tensor in copies.source[(copies.source < 0) | (copies.source >= tensors)].tolist():
@@ -210,8 +208,7 @@ def carry(segments: Segments, tensors: TensorTable, buffer: Tensor, *, back: boo
 
 
 def rate_table(lr: Tensor, scale: Tensor, weight_decay: Tensor, cautious: Tensor) -> Tensor:
-    """Return the table of :func:`apply`, fp32 ``[tensors, 3]``, from a number for each tensor, fp64, and whether its
-    decay is cautious.
+    """Return the table of :func:`apply`, fp32 ``[tensors, 3]``, from fp64 numbers and a mask.
 
     A row is the factor of an update, the share that is kept of every element, and the share taken where the update does
     not move it away from zero (`tensors.decay`).
