@@ -1,4 +1,4 @@
-"""Who holds what: shards by file and rank, the balance over ranks, and tensors folded by module."""
+"""Holders of a checkpoint: shards by file and rank, the balance over ranks, and tensors folded by module."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class Branch:
     Attributes:
         name: its part of the key; ``0-11`` or ``0,2,4-7`` for modules that are alike.
         alike: how many this stands for within its parent; the other fields are those of one of them.
-        shape, dtype: None of a module.
+        shape, dtype: None for a module.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What is in a checkpoint and how it is laid out, from its metadata alone: as data, and as labelled lines."""
+"""A checkpoint's contents and layout, from its metadata alone: as data, and as labelled lines."""
 
 from __future__ import annotations
 

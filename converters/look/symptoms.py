@@ -1,4 +1,4 @@
-"""What looks sick in a checkpoint's metadata, before any element is read."""
+"""Symptoms in a checkpoint's metadata, found before any element is read."""
 
 from __future__ import annotations
 
