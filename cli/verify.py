@@ -7,6 +7,7 @@ import dataclasses
 import click
 
 from ..store.audit import verify
+from ..store.damage import NOTHING_LOST
 from ..store.io.location import Location
 from ..wording import counted, size
 from .argument_types import CHECKPOINT, jobs_option
@@ -31,8 +32,13 @@ def verify_command(checkpoint: Location, jobs: int, as_json: bool) -> int:
         report = verify(checkpoint, jobs=jobs, progress=advance)
     if as_json:
         findings = [{"kind": f.kind, "key": f.key, "message": f.message} for f in report.findings]
-        print_json({**dataclasses.asdict(report), "findings": findings, "verdict": report.verdict})
+        plain = dataclasses.asdict(dataclasses.replace(report, damage=NOTHING_LOST))
+        del plain["damage"]
+        lost = {"sentence": report.damage.sentence(), "tensors": [t.key for t, _ in report.damage.lost_boxes()]}
+        print_json({**plain, "findings": findings, "verdict": report.verdict, "lost": lost if report.damage else None})
         return 1 if report.findings else 0
+    if report.damage:
+        print_line(report.damage.sentence())
     for finding in report.findings:
         print_line(f"{finding.kind}: {finding.message}")
     for note in report.notes:

@@ -1,4 +1,4 @@
-"""Compares two checkpoints of any formats, topologies and, if both are translated, programs."""
+"""What differs between two checkpoints of any formats, topologies and, if both are translated, programs."""
 
 from __future__ import annotations
 

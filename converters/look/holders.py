@@ -1,4 +1,4 @@
-"""Holders of a checkpoint: shards by file and rank, the balance over ranks, and tensors folded by module."""
+"""Who holds what: shards by file and rank, the balance over ranks, and tensors folded by module."""
 
 from __future__ import annotations
 
@@ -16,20 +16,9 @@ from numpy.typing import NDArray
 from ...box import Box, Index
 from ...layouts.buffers.parameters import Parameter, newton_schulz
 from ...record import Boxes, Manifest, StateRecord
+from ...store.damage import rank_in_name
 from ...store.reading.dtypes import itemsize
 from .contents import Contents, Role
-
-_RANK_IN_NAME = re.compile(
-    r"(?:.*/)?(?:__([0-9]{1,7})_[0-9]+\.distcp|(?:rank|layer_wise_optimizer)_([0-9]{1,7})\.[a-z]+)"
-)
-"""Names of files that a rank writes alone: DCP, flat buffers, layer-wise files."""
-
-
-@lru_cache(maxsize=1 << 16)
-def rank_in_name(file: str) -> int | None:
-    """Return the rank that wrote a file, if the file's name tells."""
-    match = _RANK_IN_NAME.fullmatch(file)
-    return None if match is None else int(match[1] or match[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +179,7 @@ class Branch:
     Attributes:
         name: its part of the key; ``0-11`` or ``0,2,4-7`` for modules that are alike.
         alike: how many this stands for within its parent; the other fields are those of one of them.
-        shape, dtype: None for a module.
+        shape, dtype: None of a module.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A checkpoint's contents and layout, from its metadata alone: as data, and as labelled lines."""
+"""What is in a checkpoint and how it is laid out, from its metadata alone: as data, and as labelled lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Symptoms in a checkpoint's metadata, found before any element is read."""
+"""What looks sick in a checkpoint's metadata, before any element is read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ...errors import LayoutError
 from ...record import Manifest
+from ...store.damage import rank_in_name
 from ...wording import Finding
 from .contents import Contents, HyperParameters, Role, StatefulParameter, StepCounts, unnumbered
-from .holders import rank_in_name
 
 
 def symptoms_of(

@@ -1,4 +1,4 @@
-"""Decides what a merged checkpoint holds: averages of weights and state, and from one input what is not averaged.
+"""What a merged checkpoint holds: averages of weights and state, and whatever is not averaged from one input.
 
 Floating-point tensors are averaged: weights, momenta, moments, master weights.  Counters, hyper-parameters, integers
 and items have no meaningful average: they have to be the same everywhere, or are taken from the input that the user

@@ -1,4 +1,4 @@
-"""Descriptions of what known programs save: one file a program, which is mostly data.
+"""What the known programs save: one file a program, which is mostly data.
 
 A program is a `Dialect`: templates of its keys, its update methods with their slots and options, what tells it from
 others, and how its momentum accumulates.  ``codings`` are options that need more than another name.  ``registry``

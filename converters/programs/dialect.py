@@ -1,4 +1,4 @@
-"""Names in the checkpoints of one program: a :class:`Dialect` is data, and reads and writes with the same templates."""
+"""How one program names what it saves: a :class:`Dialect` is data, and reads and writes with the same templates."""
 
 from __future__ import annotations
 

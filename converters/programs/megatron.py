@@ -38,10 +38,10 @@ _ITEMS = frozenset(
     {COMMON_STATE, COMMON_FILE, "args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
     | {"opt_param_scheduler.*", "rng_state*", "rerun_state_machine*"}
 )
-"""Items in which Megatron saves the state of its run."""
+"""What Megatron saves of its run."""
 
 _BUCKETS = frozenset({"*optimizer.distributed.dp_group_idx_*"})
-"""Flat buckets without names, which Megatron's distributed optimizer saves in `dp_reshardable` form."""
+"""What Megatron's distributed optimizer saves in `dp_reshardable` form: flat buckets without the names in them."""
 
 _HINTS = {
     "ns": "Megatron's --muon-coefficient-type",

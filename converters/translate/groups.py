@@ -109,7 +109,7 @@ def _in_common(manifest: Manifest, dialect: Dialect, values: Values) -> Iterator
 
 
 def _optimizers(chain: str, node: object) -> Iterator[tuple[str, list[dict[str, object]]]]:
-    """Yield the groups of each optimizer, with the prefix of its keys; :mod:`.translator` writes the same nesting."""
+    """Yield the groups of each optimizer, with the prefix of its keys; :mod:`.render` writes the same nesting."""
     match node:
         case {"param_groups": [*groups]} if all(isinstance(group, dict) for group in groups):
             yield chain, groups

@@ -38,10 +38,11 @@ from ..converters.compare.stats import (
     stats_of,
 )
 from ..converters.look.contents import Contents, FirstLook, Role, first_look
-from ..converters.look.holders import chunk_bytes, cut_in_words, newton_schulz_by_rank, rank_in_name
+from ..converters.look.holders import chunk_bytes, cut_in_words, newton_schulz_by_rank
 from ..converters.look.inspection import Inspection, description, inspection_of
 from ..errors import DestinationError, LayoutError, SourceError
 from ..record import Manifest
+from ..store.damage import rank_in_name
 from ..store.io.location import Remote
 from ..store.io.new_file import write_synced
 from ..store.open_checkpoint import open

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 from typing import Literal
@@ -18,6 +18,7 @@ from ..errors import DamageError, LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from ..wording import Finding
+from .damage import NOTHING_LOST, Damage, damage_of_files
 from .formats.native import stock_metadata
 from .formats.registry import DCP, OWN
 from .formats.signs import MEGATRON_FILE, METADATA_FILE, items_beside
@@ -151,6 +152,7 @@ class AuditReport:
         unchecked: how many chunks have no checksum of any kind.
         fingerprints: computed from the bytes on disk, for every tensor that could be read whole.
         notes: remarks that are no faults.
+        damage: what of it is lost.
     """
 
     tensors: int
@@ -161,6 +163,7 @@ class AuditReport:
     fingerprints: dict[str, str]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
+    damage: Damage = field(default=NOTHING_LOST, compare=False)
 
     @property
     def verdict(self) -> Verdict:
@@ -229,6 +232,8 @@ def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) 
     strangers = _orphans(path, manifest) if checkpoint.format in (OWN, DCP) else []
     notes = [f"{name} belongs to no item of this checkpoint" for name in strangers]
     fingerprints: dict[str, str] = {}
+    by_files = damage_of_files(checkpoint)
+    lost, row, lost_items = by_files.chunks.copy(), 0, set(by_files.items)
     unchecked = 0
     unlocated: dict[tuple[str, Index], _ChunkResult] = {}
     framed = True
@@ -238,8 +243,8 @@ def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) 
 
     with ThreadPoolExecutor(jobs) as pool:
         for opening in _batches(manifest.tensors):
-            batch, lost = _located(checkpoint, opening)
-            unlocated |= lost
+            batch, lost_places = _located(checkpoint, opening)
+            unlocated |= lost_places
             unchecked += sum(
                 chunk.box.numel > 0 and not payloads.is_checked(chunk)
                 for tensor in batch
@@ -257,9 +262,16 @@ def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) 
                     results = list(pool.map(audited, chunks))
                     sums = [result.share for result in results if result.share is not None]
                     fingerprint = as_hex(combine(*sums)) if len(sums) == len(chunks) else None
-                    findings += _audit_tensor(tensor, results, fingerprint)
+                    own = list(_audit_tensor(tensor, results, fingerprint))
+                    bad = [result.share is None or bool(result.findings) for result in results]
+                    of_tensor = lost[row : row + len(tensor.chunks)]
+                    of_tensor[tensor.boxes.numel > 0] |= bad
+                    if not any(bad) and any(finding.kind == "fingerprint" for finding in own):
+                        of_tensor[:] = True  # one of its chunks, and nothing tells which
+                    findings += own
                 else:
                     passed(tensor.boxes.elements * itemsize(tensor.dtype))
+                row += len(tensor.chunks)
                 if fingerprint is not None:
                     fingerprints[tensor.key] = fingerprint
         for blob in manifest.blobs:
@@ -267,6 +279,7 @@ def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) 
                 check_blob(payloads, blob)
             except MuonckptError as error:
                 findings.append(Finding("blob", str(error), (blob.key,)))
+                lost_items.add(blob.key)
     return AuditReport(
         tensors=len(manifest.tensors),
         chunks=int((manifest.elements > 0).sum()),
@@ -276,6 +289,7 @@ def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) 
         fingerprints=fingerprints,
         findings=(*description_faults(checkpoint, framed), *findings),
         notes=tuple(notes),
+        damage=replace(by_files, chunks=lost, items=frozenset(lost_items), read=True),
     )
 
 

@@ -211,7 +211,8 @@ SUMMARY += ["balance", "buffers", "slots", "checks", "symptoms", "notes"]
 REWRITING = ["source", "destination", "format", "ranks", "mesh", "layout", "buffers", "files", "tensors", "checked"]
 REWRITING += ["read", "avoided", "written", "unchecked", "items_file", "decoded", "undecoded", "left_out", "notes"]
 REWRITING += ["checklist", "compared", "fingerprints"]
-REPORT = ["tensors", "chunks", "blobs", "payload_bytes", "unchecked", "fingerprints", "findings", "notes", "verdict"]
+REPORT = ["tensors", "chunks", "blobs", "payload_bytes", "unchecked", "fingerprints", "findings", "notes", "verdict",
+          "lost"]  # fmt: skip
 JSON = {
     "inspect": ([], SUMMARY),
     "inspect --tensors": (["--tensors"], [*SUMMARY, "manifest"]),

@@ -157,15 +157,23 @@ def format_of(path: Location) -> Format:
             return _plugin_showing([path.name]) or SAFETENSORS
         if not path.is_dir():  # said now: it may be published before the next look, and seem to lack what was not there
             raise SourceError(f"expected a checkpoint directory, found no directory {path}")
-        names = [entry.name for entry in path.iterdir()]
-        shown = next(_showing(names, BUILT_IN), None)
-        if shown is None and names:
-            shown = _plugin_showing(names)
-        if shown is None and names and len(signs.folders_of_dcp(path)) > 1:
-            return SIBLINGS
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
-    return shown or DCP
+    return shown_by(path) or DCP
+
+
+def shown_by(path: Location) -> Format | None:
+    """Return the format of which a directory shows a sign; None if it shows none.
+
+    Raises:
+        SourceError: the directory cannot be listed, or a plug-in is broken.
+    """
+    try:
+        names = [entry.name for entry in path.iterdir()]
+        shown = next(_showing(names, BUILT_IN), None) or (_plugin_showing(names) if names else None)
+        return SIBLINGS if shown is None and len(signs.folders_of_dcp(path)) > 1 else shown
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error}") from error
 
 
 def format_written_as(word: str) -> Format | None:
