@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from support.commands import called
+from support.resharded import grouped
 from support.trials import SEED, count, tally
 
 import muonckpt
-from muonckpt.converters.options import grouped
 from muonckpt.layouts.buffers.records import GROUP
 
 TRIED = count(30, 1500)

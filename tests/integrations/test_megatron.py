@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from support.pages import as_launched, distance, script, uninterrupted_runs, whole
+from support.resharded import grouped
 from support.workers import run
 
 import muonckpt
-from muonckpt.converters.options import grouped
 from muonckpt.optimizer import Muon
 
 KINDS = ["padded-nscost", "decoupled-total-order"]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from support.rank_files import described, written
+from support.resharded import grouped
 
 import muonckpt
 from muonckpt import SourceError
-from muonckpt.converters.options import grouped
 
 
 @pytest.mark.parametrize("algorithm", ["padded-numel", "legacy-pingpong"])

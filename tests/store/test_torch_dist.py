@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from support.commands import run
 from support.golden import golden
 from support.rank_files import MODEL, value_of, written
+from support.resharded import grouped
 from support.translated import TORCH, W, nested, truth_of
 
 import muonckpt
 from muonckpt import SourceError
-from muonckpt.converters.options import grouped
 from muonckpt.converters.translate.detection import with_slots
 from muonckpt.store.formats.dcp_metadata import parse_metadata
 from muonckpt.store.formats.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE

@@ -15,6 +15,7 @@ from muonckpt.converters.engine.container import Container, container_of
 from muonckpt.converters.engine.job import Job
 from muonckpt.converters.engine.outputs import Outputs
 from muonckpt.converters.engine.run import run_job
+from muonckpt.converters.options import grouped as grouped  # for tests of other rooms
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged
 from muonckpt.record import Manifest

@@ -25,13 +25,13 @@ from support.damages import (
     verify_fault,
 )
 from support.hostile import boxed
+from support.resharded import grouped
 from support.sharded import as_stock
 from support.trials import SCALE, count, tally
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
-from muonckpt.converters.options import grouped
 from muonckpt.optimizer import Muon
 
 TRIED = count(42, 200)

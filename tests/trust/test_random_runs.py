@@ -19,6 +19,7 @@ from support import workers
 from support.continued import Model
 from support.damages import content, tensors_of
 from support.random_topologies import differing, drawn
+from support.resharded import grouped
 from support.trials import SCALE, SEED, count, tally
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -26,7 +27,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import muonckpt
-from muonckpt.converters.options import grouped
 from muonckpt.layouts.buffers.placements import PLACEMENTS
 from muonckpt.optimizer import Muon
 
