@@ -102,7 +102,7 @@ class Translation:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How the work is done.
+    """Options of how the work is done.
 
     Attributes:
         memory: bytes of all buffers together.

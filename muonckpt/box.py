@@ -70,7 +70,7 @@ class Box:
         return None if any(map(ge, lo, hi)) else Box(lo, hi)
 
     def __contains__(self, other: Box) -> bool:
-        """Whether every element of ``other`` is in this box."""
+        """Return whether every element of ``other`` is in this box."""
         return other.numel == 0 or (self & other) == other
 
     def shift(self, by: Sequence[int]) -> Box:

@@ -181,7 +181,7 @@ class Chunks(Sequence[Chunk]):
 
     @property
     def place(self) -> tuple[int, int]:
-        """What tells the chunks of one tensor, if it has any, from those of all others in this process."""
+        """A key that no other tensor's chunks have in this process, if there are any."""
         return id(self.columns), self.start
 
     def payload(self, number: int) -> Extent | None:
@@ -269,7 +269,7 @@ def in_columns(every: Iterable[tuple[Sequence[Chunk], int]]) -> list[Chunks]:
 
 @lru_cache
 def no_chunks(ndim: int) -> Chunks:
-    """Those of a tensor that is stored nowhere yet."""
+    """Return the chunks of a tensor that is stored nowhere yet: none."""
     return Chunks.of((), ndim)
 
 
@@ -298,7 +298,7 @@ def on_columns(every: Iterable[Chunks], columns: Columns) -> list[Chunks]:
 
 
 def chunks_numbered(every: Sequence[tuple[Chunks, tuple[int, ...]]]) -> list[Chunks]:
-    """Of the chunks of many tensors those with these numbers, which rise, on columns that they share."""
+    """Select chunks of many tensors by their numbers, which rise, and put them on columns that they share."""
     starts = np.cumsum([0, *(len(chunks) for chunks, _ in every)])
     rows = np.concatenate([[0], *(start + np.array(own) for start, (_, own) in zip(starts, every, strict=False))])
     columns = columns_of(chunks for chunks, _ in every).taken(rows[1:].astype(np.int64))

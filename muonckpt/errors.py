@@ -39,7 +39,7 @@ class DestinationError(MuonckptError):
 
 
 class AttestError(MuonckptError):
-    """What is in memory is not what it has to be: another checkpoint's, another process's, or a drifted replica's."""
+    """Memory does not hold what it has to: a checkpoint's state, another process's, or that of the other replicas."""
 
 
 class Interrupted(MuonckptError):

@@ -41,7 +41,7 @@ def key_of(path: KeyPath) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPlace:
-    """Where the state dict of an optimizer lies: the path ``root``, then ``prefix`` in the string of a ``flat`` key."""
+    """The place of an optimizer's state dict: the path ``root``, then ``prefix`` in the string of a ``flat`` key."""
 
     root: KeyPath
     prefix: str = ""

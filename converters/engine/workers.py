@@ -67,7 +67,7 @@ class Worker:
 
     @property
     def coordinates(self) -> bool:
-        """Whether this is the coordinator: worker 0, which begins the work, publishes the result and reports it."""
+        """True for the coordinator: worker 0, which begins the work, publishes the result and reports it."""
         return self.rank == 0
 
 

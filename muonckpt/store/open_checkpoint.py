@@ -233,7 +233,7 @@ class StoredTensor:
 
     @property
     def convention(self) -> Convention | None:
-        """How a momentum buffer accumulates gradients; None for others, or if that is not recorded."""
+        """The convention by which a momentum buffer accumulates; None for others, or if that is not recorded."""
         return self.record.convention
 
     @property
