@@ -47,6 +47,7 @@ def plan_command(meshes: Sequence[dict[str, int]], shard: Mapping[str, Cuts], as
     muonckpt plan --ckpt run/step-00001000 --mesh dp=512 --link 50GB --disk 2GB --flops 400e12
     """
     from ..forecasting.prospects import forecast  # imports torch
+    from ..forecasting.topologies import Rates
 
     begin = time.monotonic()
 
@@ -54,8 +55,9 @@ def plan_command(meshes: Sequence[dict[str, int]], shard: Mapping[str, Cuts], as
         if time.monotonic() - begin >= 1 or sys.stderr.isatty():
             print_line(f"plan: mesh {done + 1} of {total}", err=True)
 
+    rates = Rates(*(options.pop(name) for name in ("link", "disk", "flops")))
     given = {name: value for name, value in options.items() if value is not None}
-    found = forecast(meshes, shard=shard, progress=progress, **given)
+    found = forecast(meshes, shard=shard, progress=progress, rates=rates, **given)
     if as_json:
         print_json(found.to_json())
         return

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .converters.report import Report
     from .converters.rewrite import convert, reshard
     from .forecasting.prospects import Prospect, forecast
+    from .forecasting.topologies import Rates
     from .layouts.boxed_tensor import BoxedTensor
     from .page.checkpoint_page import Page, report
     from .store.audit import AuditReport, verify
@@ -69,6 +70,7 @@ __all__ = [
     "OpenCheckpoint",
     "Page",
     "Prospect",
+    "Rates",
     "Redistribution",
     "Report",
     "Restored",
@@ -111,6 +113,7 @@ _NAMES = {
     ".converters.report": ("Report",),
     ".converters.rewrite": ("convert", "reshard"),
     ".forecasting.prospects": ("Prospect", "forecast"),
+    ".forecasting.topologies": ("Rates",),
     ".layouts.boxed_tensor": ("BoxedTensor",),
     ".page.checkpoint_page": ("Page", "report"),
     ".store.audit": ("AuditReport", "verify"),

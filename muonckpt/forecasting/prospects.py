@@ -13,7 +13,7 @@ from ..errors import SourceError, TargetError, did_you_mean
 from ..optimizer.planning.matrices import PRECISIONS
 from ..store.io.location import Remote, location
 from .models import ModelTensors, model_of_checkpoint, model_of_config
-from .topologies import MuonOptions, Rates, Topology, topology_of
+from .topologies import UNKNOWN_RATES, MuonOptions, Rates, Topology, topology_of
 
 PathLike = str | os.PathLike[str] | Remote
 
@@ -49,9 +49,7 @@ def forecast(
     shard: Mapping[str, Sequence[AxisCut]] | None = None,
     select: Sequence[str] = (),
     dtype: str | None = None,
-    link: float | None = None,
-    disk: float | None = None,
-    flops: float | None = None,
+    rates: Rates = UNKNOWN_RATES,
     stages: int | None = None,
     ns_steps: int = MuonOptions().ns_steps,
     ns_dtype: str = MuonOptions().ns_dtype,
@@ -69,7 +67,7 @@ def forecast(
             its axes.  By default all axes cut the rows.
         select: patterns of the names of the parameters to count, such as those of a pipeline stage; by default all.
         dtype: of the parameters, gradients and state of a ``model``; by default the configuration's.
-        link, disk, flops: rates of one rank: bytes a second to others and to files, FLOPs a second in Newton-Schulz.
+        rates: of one rank: bytes a second to others and to files, FLOPs a second in Newton-Schulz.
         stages, ns_steps, ns_dtype: as for `muonckpt.optimizer.Muon`.
         progress: called with the number of meshes that are done, and of all.
 
@@ -101,7 +99,7 @@ def forecast(
         axes = {axis for axis, _ in rule.cuts}
         if not any(mesh.keys() >= axes for mesh in meshes):
             raise TargetError(f"rule {rule}: no mesh has the axes {', '.join(sorted(axes))}")
-    options, rates = MuonOptions(ns_steps, ns_dtype, stages), Rates(link, disk, flops)
+    options = MuonOptions(ns_steps, ns_dtype, stages)
 
     topologies = []
     for done, mesh in enumerate(meshes):

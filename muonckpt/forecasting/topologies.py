@@ -165,6 +165,9 @@ class Rates:
     flops: float | None = None
 
 
+UNKNOWN_RATES = Rates()
+
+
 def step_seconds(plan: StepPlan, rates: Rates) -> dict[str, float | None]:
     """Return the seconds of a step, as `Topology.seconds` has them, from the slowest rank of each stage.
 

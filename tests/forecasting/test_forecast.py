@@ -103,7 +103,10 @@ def test_a_checkpoint_has_the_bytes_that_were_said(tmp_path):
     groups = [{"params": ["a", "b"], "algorithm": "muon"}, {"params": ["n"], "algorithm": "adamw"}]
     muonckpt.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "run")
     found = muonckpt.forecast(
-        [{"dp": 4}, {"dp": 2, "copy": 2}], checkpoint=tmp_path / "run", shard={"*": [("dp", 0)]}, disk=1e6
+        [{"dp": 4}, {"dp": 2, "copy": 2}],
+        checkpoint=tmp_path / "run",
+        shard={"*": [("dp", 0)]},
+        rates=muonckpt.Rates(disk=1e6),
     )
     assert (found.parameters, found.matrices) == (3, 2)
     rows, copied = found.topologies
