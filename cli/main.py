@@ -14,8 +14,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import StringIO, TextIOWrapper
 from types import FrameType
@@ -120,6 +121,11 @@ def cli() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
+    with _warnings_as_notes():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         result = cli.main(args=list(arguments), prog_name="muonckpt", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -150,6 +156,22 @@ def run(arguments: Sequence[str]) -> int:
                 return code
         _complain(f"this is a bug ({type(error).__name__}: {error}); please report it with the output of --debug")
         return 70
+
+
+@contextmanager
+def _warnings_as_notes() -> Iterator[None]:
+    """Print warnings as notes, each once: whoever runs a command has no use for the line of our source."""
+    printed = set()
+
+    def note(message: Warning | str, *place: object, **more: object) -> None:
+        if (text := str(message)) not in printed:
+            printed.add(text)
+            with suppress(OSError):
+                _print_error(f"note: {text}\n")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = note
+        yield
 
 
 def _complain(text: str) -> None:

@@ -64,7 +64,7 @@ CONTINUATIONS = {
     "resumed": Continuation("resumed on 2 ranks, ep=1 fsdp=2"),
     "split": Continuation("resumed on 2 ranks, ep=2 fsdp=1", ep=2),
     "dealt": Continuation("  batch dealt in another order", deal=2),
-    "misread": Continuation("  control: a sum as an average", misread=True),
+    "misread": Continuation("  control: sum read as ema", misread=True),
 }
 
 

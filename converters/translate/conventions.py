@@ -1,9 +1,9 @@
-"""Conversion between the momentum conventions: sum and exponential moving average.
+"""Conversion between the momentum conventions, `sum` and `ema` (a moving average).
 
-A sum ``m = mu * m + g`` and an average ``m = mu * m + (1 - mu) * g`` of the same gradients with constant ``mu`` differ
-by the factor ``1 - mu``, also with Nesterov's lookahead.  A forgotten factor raises no error; it only weighs old
-gradients against new ones by ``1 / (1 - mu)``.  So a convention is never assumed: it is recorded, documented for the
-program that wrote the checkpoint, or given by the user.
+``m = mu * m + g`` and ``m = mu * m + (1 - mu) * g`` of the same gradients with constant ``mu`` differ by the factor
+``1 - mu``, also with Nesterov's lookahead.  A forgotten factor raises no error; it only weighs old gradients against
+new ones by ``1 / (1 - mu)``.  So a convention is never assumed: it is recorded, documented for the program that wrote
+the checkpoint, or given by the user.
 """
 
 from __future__ import annotations
@@ -53,10 +53,6 @@ class Overrides:
     def __post_init__(self) -> None:
         if self.mu is not None:
             _check_mu(self.mu, "--mu")
-
-
-def spoken(convention: Convention | None) -> str:
-    return {None: "unknown", Convention.EMA: "average", Convention.SUM: "sum"}[convention]
 
 
 def _check_mu(mu: float, where: str) -> float:

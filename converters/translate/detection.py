@@ -29,7 +29,6 @@ from ..programs.dialect import (
     state_template,
 )
 from ..programs.registry import DIALECTS, with_plugins
-from .conventions import spoken
 
 KNOWN_SLOTS = frozenset(
     slot
@@ -271,7 +270,7 @@ def momentum_note(manifest: Manifest) -> tuple[str, ...]:
     """Say what the momenta of a checkpoint ``with_slots`` accumulate, and why; nothing if it has none."""
     recorded = {tensor.convention for tensor in manifest.tensors if tensor.convention is not None}
     if recorded:
-        return (f"momentum: {' and '.join(sorted(map(spoken, recorded)))}, because the manifest records it",)
+        return (f"momentum: {' and '.join(sorted(recorded))}, because the manifest records it",)
     try:
         detected = detect(manifest)
     except SourceError:
@@ -281,7 +280,7 @@ def momentum_note(manifest: Manifest) -> tuple[str, ...]:
     if not any(tensor.slot in slots for tensor in manifest.tensors):
         return ()
     why = f"that is what {dialect.name} keeps: {detected.reasons[-1]}" if dialect.convention else detected.reasons[-1]
-    return (f"momentum: {spoken(dialect.convention)}, because {why}",)
+    return (f"momentum: {dialect.convention or 'unknown'}, because {why}",)
 
 
 def _first(dialect: Dialect, entries: list[tuple[str, KeyPath]]) -> str | None:

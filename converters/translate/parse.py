@@ -20,7 +20,7 @@ from ...record import Blob, Manifest, StateRecord
 from ...store.open_checkpoint import Values
 from ...vocabulary import PARAMS, Convention
 from ..programs.dialect import Dialect, StoredMethod
-from .conventions import Overrides, WeightsFrom, agreed_convention, spoken
+from .conventions import Overrides, WeightsFrom, agreed_convention
 from .detection import Detected, is_of_optimizer
 from .groups import Entry, SourceGroup, entries_of, source_groups
 from .names import NameRule, NameRules
@@ -143,7 +143,7 @@ class NeutralOptimizer:
             return convention, "the manifest records it"
         if doubt and asked is None:
             raise SourceError(
-                f"parameter {param.name!r}: momentum of {dialect.name} is {spoken(dialect.convention)}, "
+                f"parameter {param.name!r}: momentum of {dialect.name} is {dialect.convention or 'unknown'}, "
                 f"but {doubt}, so another program may have written it; give --convention {Convention.EMA} or "
                 f"--convention {Convention.SUM}, whichever it keeps"
             )

@@ -25,7 +25,7 @@ from ...vocabulary import MASTER, PARAMS, SCHEDULED, KeyPath
 from ...wording import counted
 from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, sorted_checks
 from ..programs.dialect import Dialect, StoredMethod
-from .conventions import Overrides, agreed_convention, momentum_factor, spoken
+from .conventions import Overrides, agreed_convention, momentum_factor
 from .detection import detect, named
 from .groups import (
     GroupTemplate,
@@ -97,7 +97,7 @@ def translate(
     counts = Counter(neutral.convention(param) for param in neutral.stateful if "momentum" in param.slots)
     for (convention, reason), count in counts.items():
         whose = f" of {count} parameters" if len(counts) > 1 else ""
-        momenta.append(f"momentum{whose}: {spoken(convention)}, because {reason}")
+        momenta.append(f"momentum{whose}: {convention or 'unknown'}, because {reason}")
     lost = {*neutral.left_out}
     gone = (neutral.dialect.state.read(entry.path) for entry in entries_of(manifest) if entry.key in lost)
     for slot, count in Counter(fields["slot"] if fields else "weights" for fields in gone).items():

@@ -52,6 +52,26 @@ def test_inspect_and_verify_count_the_same(name):
     )
 
 
+@pytest.mark.parametrize(
+    "line", ["inspect {run}", "inspect {run} --json", "verify {run}", "stats {run}", "diff {run} {run}",
+             "reshard {run} {out} --mesh dp=2", "convert {run} {out} --to-format zarr", "merge {run} {run} {out}",
+             "report {run} -o {out}", "plan --ckpt {run} --mesh dp=2"],
+)  # fmt: skip
+def test_a_warning_is_a_note_without_the_place_in_our_source(line, tmp_path):
+    """Each command opens a checkpoint that has lost its manifest, which is worth a warning in Python."""
+    weights = {"w": torch.ones(8, 4)}
+    state = {"w": {"momentum_buffer": torch.ones(8, 4)}}
+    groups = [{"params": ["w"], "algorithm": "muon", "lr": 0.02, "momentum": 0.95, "convention": "ema"}]
+    muonckpt.save({"model": weights, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "run")
+    (tmp_path / "run" / "muonckpt.json").unlink()
+    done = called(*line.format(run=tmp_path / "run", out=tmp_path / "out").split())
+    assert done.returncode != 70 and "Warning" not in done.stderr and not re.search(r"\.py:\d", done.stderr)
+    lines = done.stderr.splitlines()
+    assert len([note for note in lines if note.startswith("note: ") and "which is missing" in note]) <= 1
+    if line.startswith("inspect"):
+        assert lines[0].startswith(f"note: {tmp_path / 'run'} was saved with a muonckpt.json, which is missing")
+
+
 def test_a_file_of_torch_save_is_called_one(tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
     assert "torch.save" in called("inspect", tmp_path / "model.pt").stdout

@@ -178,7 +178,7 @@ def test_a_group_of_another_program_beside_that_of_a_known_one_is_not_taken_for_
     groups = [{"params": ["w"], "convention": "ema", "algorithm": "muon"}, {"params": ["v"], **KELLER}]
     states = {name: {"momentum_buffer": W.clone()} for name in ("w", "v")}
     manifest, path = saved(tmp_path, {"optimizer": {"state": states, "param_groups": groups}})
-    with pytest.raises(SourceError, match="'v': momentum of muonckpt is average, but the group lacks 'convention'"):
+    with pytest.raises(SourceError, match="'v': momentum of muonckpt is ema, but the group lacks 'convention'"):
         translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
     groups[1] = {"params": ["v"], "convention": "sum", "algorithm": "muon"}
     manifest, path = saved(tmp_path / "said", {"optimizer": {"state": states, "param_groups": groups}})

@@ -133,7 +133,7 @@ def programs(folder: Path) -> str:
                 for slot, value in slots.items():
                     found = arrived[f"optimizer.state.{name}.{slot}"].numpy()
                     assert np.allclose(found, value.numpy(), rtol=1e-6), (dialect.name, slot)
-        momentum = {None: "as `--convention` says", "ema": "average", "sum": "sum"}[dialect.convention]
+        momentum = dialect.convention or "as `--convention` says"
         why = f"no: {WHY_NOT_WRITTEN[dialect.name]}" if to == "no" else to
         rows.append((f"`{dialect.name}`", dialect.who, momentum, f"`{dialect.state}`", why))
     return table(("program", "who", "momentum", "state under", "written"), rows)
