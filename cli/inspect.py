@@ -13,6 +13,7 @@ import click
 from ..converters.look.contents import groups_as_code, groups_as_data, plain_items
 from ..converters.look.holders import Branch, cut_in_words
 from ..converters.look.inspection import Inspection, inspection_of, overview
+from ..converters.look.run_history import history_of
 from ..record import StateRecord
 from ..store.io.location import Location
 from ..store.open_checkpoint import OpenCheckpoint, open
@@ -28,6 +29,7 @@ from .printing import (
     print_section,
     print_table,
 )
+from .runs import newest_whole, print_run
 
 _VIEWS = ("--tensor", "--rank", "--tree", "--items", "--groups")
 _SORTS: Mapping[str, Callable[[StateRecord], Any]] = {"bytes": lambda t: -_bytes(t), "key": lambda t: t.key}
@@ -48,15 +50,26 @@ _SORTS: Mapping[str, Callable[[StateRecord], Any]] = {"bytes": lambda t: -_bytes
 def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> None:
     """Say what is in CHECKPOINT, of any format, who holds it, and what looks sick.
 
-    With GLOB list the tensors whose keys match.  Reads metadata, hyper-parameters and counters only.
+    With GLOB list the tensors whose keys match.  Reads metadata, hyper-parameters and counters only.  Of the folder of
+    a run it shows the steps, and with any other option their newest whole one.
 
     \b
+    muonckpt inspect run
     muonckpt inspect run/step-00001000 '*experts*' --sort bytes
     muonckpt inspect run/step-00001000 --tensor 'model.layers.3.experts.w1[17]'
     """
     view, *others = [*(name for name in _VIEWS if options[name[2:]] not in (None, False)), ""]
     if [name for name in others if name]:
         raise click.UsageError(f"{view} and {others[0]} are two views; choose one")
+    if (history := history_of(checkpoint)) is not None:
+        if not any(options.values()):
+            if as_json:
+                print_json(history.to_json())
+            else:
+                print_run(history)
+                print_duration()
+            return
+        checkpoint = newest_whole(history)
     with open(checkpoint) as opened:
         shown = _SHOW[view](opened, inspection_of(opened), as_json=as_json, **options)
     if as_json:

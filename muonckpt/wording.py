@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -21,6 +22,11 @@ def size(count: int) -> str:
             return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
         value /= 1024
     raise AssertionError("the last unit takes everything")
+
+
+def moment(seconds: float) -> str:
+    """Return a time, given in seconds since 1970, to the minute in UTC: ``2026-11-23 03:12``."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 @dataclass(frozen=True, slots=True)

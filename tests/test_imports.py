@@ -50,7 +50,7 @@ RULES = {
     "store/formats": "errors box chunks columns fingerprint json_fields record vocabulary layouts layouts/buffers "
     "keys store/io store/reading",
     "store": "errors box chunks columns fingerprint keys layout record vocabulary store/io store/reading store/formats "
-    "wording",
+    "version wording",
     "checkpoint": "errors box chunks columns json_fields overlap layout plan fingerprint record resumption new_group "
     "keys version vocabulary layouts store store/io store/reading store/formats",
     "optimizer/ground": "box",

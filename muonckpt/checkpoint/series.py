@@ -17,7 +17,8 @@ import torch.distributed as dist
 from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError, SourceError
 from ..resumption import Extra, Globs, LoadReport
 from ..store.io.location import location
-from ..store.step_folder import Newest, StepFolder, StepName
+from ..store.run import StepName
+from ..store.step_folder import Newest, StepFolder
 from .all_ranks import broadcast_from_first, decide_on_first, is_coordinator, refuse_crossed, refuse_differing
 from .async_saving import AsyncSave, OnError, WhenBusy, save_in_thread, settle_last
 from .loading import load

@@ -1,4 +1,4 @@
-"""The folder of a run: its checkpoints by step, of whatever program, and which are whole by names and sizes of files.
+"""The folder of a run: its checkpoints by step, of whatever program, and which are whole.
 
 Nothing but the files says what there is, so anyone may look at any time, also while the run goes on.
 """
@@ -6,21 +6,52 @@ Nothing but the files says what there is, so anyone may look at any time, also w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
-from ..errors import SourceError
+from ..errors import DamageError, SourceError
 from .damage import damage_of_files
 from .formats.registry import SIBLINGS, shown_by
-from .io.location import Location, Remote, at_each
+from .formats.signs import folders_of_dcp
+from .io import publish
+from .io.location import Location, at_each
+from .io.regular import open_regular
 from .open_checkpoint import OpenCheckpoint
+from .verified import Verified, verifications, written
 
-State = Literal["whole", "damaged", "incomplete"]
+State = Literal["whole", "damaged", "incomplete", "unread"]
 
-_NUMBER = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})(?:\.([0-9]{1,4}))?")
-"""Names of folders that end with the number of a step, and perhaps that of an attempt at it."""
+_OURS = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+
+
+class StepName(NamedTuple):
+    """The name of a checkpoint of ours: its step, and the number of the attempt at this step.  Names sort by age."""
+
+    step: int
+    attempt: int = 1
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08}" + (f".{self.attempt}" if self.attempt > 1 else "")
+
+    @classmethod
+    def parsed(cls, text: str) -> StepName | None:
+        match = _OURS.fullmatch(text)
+        name = cls(int(match[1]), int(match[2] or 1)) if match else None
+        return name if str(name) == text else None
+
+
+_NUMBERED = re.compile(r"(?P<stem>(?:[^.].*[^0-9])?)(?P<step>[0-9]{1,18})(?:\.ckpt)?")
+"""Names of checkpoints that end with the number of a step, in whatever way a program writes it."""
+
+_POINTERS = ("latest_checkpointed_iteration.txt", "latest")
+"""Files in which programs name the step to resume from: Megatron and verl, DeepSpeed."""
+
+_MOST_OF_POINTER = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +59,20 @@ class RunStep:
     """A checkpoint in the folder of a run.
 
     Attributes:
+        name: of its folder in that of the run.
+        path: where the checkpoint is: that folder, or the only folder in it that holds a checkpoint.
         step: the number in its name.
         attempt: which attempt at this step it is, from 1.
-        state: ``"whole"`` as far as names and sizes of files tell, ``"damaged"``, or ``"incomplete"`` if nothing in it
-            describes a checkpoint.
+        state: ``"whole"`` as far as names and sizes of files and the last verification tell, ``"damaged"``,
+            ``"incomplete"`` if nothing in it describes a checkpoint, or ``"unread"`` if this package does not read it.
         fault: one sentence about what is wrong; empty if it is whole.
         bytes: of all of its files.
         saved: when the last of its files was written, in seconds since 1970; None where a store does not say.
+        files: the `Written.digest` of its files.
+        verified: its last verification, if that is recorded and its files are the same.
     """
 
+    name: str
     path: Location
     step: int
     attempt: int
@@ -44,53 +80,138 @@ class RunStep:
     fault: str
     bytes: int
     saved: float | None
+    files: str
+    verified: Verified | None = None
 
-    @property
-    def name(self) -> str:
-        return self.path.name
+    def to_json(self) -> dict[str, Any]:
+        last = self.verified
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            "step": self.step,
+            "attempt": self.attempt,
+            "state": self.state,
+            "fault": self.fault,
+            "bytes": self.bytes,
+            "saved": self.saved,
+            "verified": {"when": last.when, "verdict": last.verdict, "version": last.version} if last else None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """A file in which a program names the step to resume from; ``name`` is that step's, None if there is no such."""
+
+    file: str
+    text: str
+    name: str | None
 
 
 @dataclass(frozen=True)
 class Run:
-    """The checkpoints in a folder, sorted by step."""
+    """The checkpoints in a folder, sorted by step.
+
+    Attributes:
+        pointer: what the run's program says is the latest checkpoint, if it does.
+    """
 
     path: Location
     steps: tuple[RunStep, ...]
+    pointer: Pointer | None = None
 
     @cached_property
+    def whole(self) -> tuple[RunStep, ...]:
+        return tuple(one for one in self.steps if one.state == "whole")
+
+    @property
     def newest_whole(self) -> RunStep | None:
-        return next((one for one in reversed(self.steps) if one.state == "whole"), None)
+        return self.whole[-1] if self.whole else None
 
     def before(self, path: Location) -> RunStep | None:
         """Return the newest whole checkpoint besides this one, preferably of an earlier step."""
-        (own,) = [one.step for one in self.steps if one.name == path.name] or [None]
-        others = [one for one in self.steps if one.state == "whole" and one.name != path.name]
+        own = next((one.step for one in self.steps if one.name == path.name), None)
+        others = [one for one in self.whole if one.name != path.name]
         earlier = [one for one in others if own is None or one.step <= own]
-        return (earlier or others or [None])[-1]
+        return next(reversed(earlier or others), None)
 
 
-def run_of(path: Location) -> Run | None:
+Visit = Callable[[str, OpenCheckpoint], None]
+"""Called with the name of a step and its checkpoint, while that is open."""
+
+
+def run_of(path: Location, visit: Visit = lambda name, opened: None) -> Run | None:
     """Look at the folder of a run; None if it is a checkpoint itself, or holds none in folders that end with a number.
 
     Reads the metadata of each checkpoint, and no elements.
+
+    Args:
+        visit: called with each checkpoint whose metadata can be read; in a store from several threads.
 
     Raises:
         SourceError: the folder cannot be read.
     """
     try:
-        if not path.is_dir():
+        if not path.is_dir() or _is_checkpoint(path):
             return None
-        if (format := shown_by(path)) is not None and format is not SIBLINGS:
-            return None
-        entries = sorted(path.iterdir(), key=lambda entry: entry.name)
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
-    numbers = {entry: match for entry in entries if (match := _NUMBER.fullmatch(entry.name))}
-    places = [entry for entry in numbers if entry.is_dir()]
-    steps = [_step(place, int(numbers[place][1]), int(numbers[place][2] or 1)) for place in places]
-    if all(one.state == "incomplete" for one in steps):
+    run = look_at_folder(path, visit)
+    return None if all(one.state == "incomplete" for one in run.steps) else run
+
+
+def _is_checkpoint(path: Location) -> bool:
+    """Return True if a folder is one checkpoint rather than the folder of a run.
+
+    Of folders side by side that DCP reads, those of one checkpoint share a number: ``pytorch_model_fsdp_0`` and
+    ``optimizer_0``.
+    """
+    format = shown_by(path)
+    if format is not SIBLINGS:
+        return format is not None
+    stems = defaultdict(set)
+    for name in folders_of_dcp(path):
+        if match := _NUMBERED.fullmatch(name):
+            stems[match["step"]].add(match["stem"])
+    return any(len(alike) > 1 for alike in stems.values())
+
+
+def look_at_folder(
+    path: Location, visit: Visit = lambda name, opened: None, known: Mapping[str, RunStep] = MappingProxyType({})
+) -> Run:
+    """Look at a folder that is that of a run, whatever else lies in it; raises as `run_of`.
+
+    Args:
+        known: steps as they were found earlier, by name; those whose files are the same are not opened again.
+    """
+    try:
+        entries: list[Location] = list(path.iterdir())
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
+    record = verifications(path)
+    entries.sort(key=lambda entry: entry.name)
+    named = [(entry, *found) for entry in entries if (found := _numbered(entry.name))]
+
+    def look(of: tuple[Location, str, StepName]) -> tuple[str, RunStep] | None:
+        entry, stem, name = of
+        with suppress(OSError, FileNotFoundError):
+            if entry.is_dir() or (entry.name.endswith(".ckpt") and entry.is_file()):
+                return stem, _step(entry, name, visit, record.get(entry.name), known.get(entry.name))
         return None
-    return Run(path, tuple(sorted(steps, key=lambda one: (one.step, one.attempt))))
+
+    seen = [one for one in at_each(path, look, named) if one is not None]
+    stems = {stem for stem, step in seen if step.state != "incomplete"}
+    steps = [step for stem, step in seen if not stems or stem in stems]
+    steps.sort(key=lambda one: (one.step, one.attempt, one.name))
+    return Run(path, tuple(steps), _pointer(path, {entry.name for entry in entries}, steps))
+
+
+def _numbered(name: str) -> tuple[str, StepName] | None:
+    """Return the step that a name tells, and what comes before its number."""
+    if own := StepName.parsed(name):
+        return "step-", own
+    if match := _NUMBERED.fullmatch(name):
+        return match["stem"], StepName(int(match["step"]))
+    return None
 
 
 def run_around(checkpoint: Location) -> Run | None:
@@ -101,40 +222,56 @@ def run_around(checkpoint: Location) -> Run | None:
         return None
 
 
-def _step(place: Location, step: int, attempt: int) -> RunStep:
-    bytes, saved = _written(place)
-    if shown_by(place) is None:
-        return RunStep(place, step, attempt, "incomplete", "nothing in it describes a checkpoint", bytes, saved)
+def _step(place: Location, name: StepName, visit: Visit, last: Verified | None, known: RunStep | None) -> RunStep:
+    files = written(place)
+    last = last if last and last.files == files.digest else None
+    if known and (known.files, known.verified) == (files.digest, last):
+        return known
+    found = RunStep(place.name, place, *name, "whole", "", files.bytes, files.last, files.digest, last)
     try:
-        with OpenCheckpoint(place) as opened:
+        path = _checkpoint_in(place)
+        if path is None:
+            why = "it is being removed" if (place / publish.MARK).exists() else _NOT_FINISHED
+            return replace(found, state="incomplete", fault=why)
+        found = replace(found, path=path)
+        with OpenCheckpoint(path) as opened:
             damage = damage_of_files(opened)
             faults = [*map(str, opened.faults)] + [f"{place} has lost its manifest"] * opened.lacks_manifest
+            visit(place.name, opened)
+    except DamageError as error:
+        return replace(found, state="damaged", fault=str(error))
     except SourceError as error:
-        return RunStep(place, step, attempt, "damaged", str(error), bytes, saved)
-    if damage:
-        return RunStep(place, step, attempt, "damaged", damage.sentence(), bytes, saved)
-    return RunStep(place, step, attempt, "damaged" if faults else "whole", "; ".join(faults), bytes, saved)
+        gone = not place.exists()
+        return replace(found, state="incomplete" if gone else "unread", fault="it is gone" if gone else str(error))
+    fault = damage.sentence() if damage else "; ".join(faults)
+    if not fault and last and not last.is_whole:
+        fault = last.sentence
+    return replace(found, state="damaged" if fault else "whole", fault=fault)
 
 
-def _written(place: Location) -> tuple[int, float | None]:
-    """Return the bytes of all files below a folder, and when the last was written."""
-    sizes, times = [0], []
-    for size, time in at_each(place, _stat, list(_files(place))):
-        sizes.append(size)
-        if time is not None:
-            times.append(time)
-    return sum(sizes), max(times, default=None)
+_NOT_FINISHED = "nothing in it describes a checkpoint: a save that goes on, or that was stopped"
 
 
-def _files(place: Location) -> Iterator[Location]:
-    if isinstance(place, Remote):
-        yield from place.below()
-    else:
-        yield from (file for file in place.rglob("*") if file.is_file())
+def _checkpoint_in(place: Location) -> Location | None:
+    """Return the checkpoint of a step: its folder, or the only one in it that shows a format (verl's ``actor``).
+
+    Raises:
+        SourceError: it cannot be listed, or there are several.
+    """
+    if place.is_file() or shown_by(place) is not None:
+        return place
+    inner = [entry for entry in place.iterdir() if entry.is_dir() and shown_by(entry) is not None]
+    if len(inner) > 1:
+        names = ", ".join(sorted(entry.name for entry in inner))
+        raise SourceError(f"{place} holds several checkpoints, {names}: look at each by itself")
+    return inner[0] if inner else None
 
 
-def _stat(file: Location) -> tuple[int, float | None]:
-    if isinstance(file, Remote):
-        return file.fs.info(file.path).get("size") or 0, None
-    found = file.stat()
-    return found.st_size, found.st_mtime
+def _pointer(path: Location, names: set[str], steps: list[RunStep]) -> Pointer | None:
+    for file in _POINTERS:
+        if file in names:
+            with suppress(SourceError), open_regular(path / file) as opened:
+                text = opened.read(0, min(opened.size, _MOST_OF_POINTER)).decode(errors="replace").strip()
+                named = [one.name for one in steps if text in (one.name, str(one.step))]
+                return Pointer(file, text, named[-1] if named else None)
+    return None

@@ -5,10 +5,8 @@ There is no record besides its files, so any process may look at any time.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..errors import DamageError, DestinationError
 from ..record import MANIFEST_FILE
@@ -20,26 +18,9 @@ from .io.limits import gc_paused
 from .io.location import Location, Remote, at_each
 from .io.publish import CLAIM
 from .io.regular import check_extents
+from .run import StepName
 
 _DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
-
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-
-
-class StepName(NamedTuple):
-    """The name of a checkpoint: its step, and the number of the attempt at this step.  Names sort by age."""
-
-    step: int
-    attempt: int = 1
-
-    def __str__(self) -> str:
-        return f"step-{self.step:08}" + (f".{self.attempt}" if self.attempt > 1 else "")
-
-    @classmethod
-    def parsed(cls, text: str) -> StepName | None:
-        match = _NAME.fullmatch(text)
-        name = cls(int(match[1]), int(match[2] or 1)) if match else None
-        return name if str(name) == text else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import muonckpt
 from muonckpt import ArgumentError, DamageError, DestinationError, Series, SourceError
 from muonckpt.store.io.location import location
-from muonckpt.store.step_folder import StepName, superfluous
+from muonckpt.store.run import StepName
+from muonckpt.store.step_folder import superfluous
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

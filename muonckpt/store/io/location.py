@@ -102,6 +102,12 @@ class Remote:
         with asking(self):
             return [Remote(self.fs, path) for path in self.fs.find(self.path)]
 
+    def described(self) -> dict[str, dict[str, Any]]:
+        """Return the store's description of every object in it, or of itself, by the name in this place."""
+        with asking(self):
+            found: dict[str, dict[str, Any]] = self.fs.find(self.path, detail=True)
+        return {path.removeprefix(self.path).lstrip("/"): info for path, info in found.items()}
+
     def glob(self, pattern: str) -> Iterator[Remote]:
         """Return its entries whose names match; none if it is not a directory."""
         return (place for place in self.iterdir() if fnmatchcase(place.name, pattern)) if self.is_dir() else iter(())

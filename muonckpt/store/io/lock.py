@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from .location import Location, Remote
@@ -38,6 +39,18 @@ def holding(folder: Path) -> int | None:
             stack.pop_all()
             return handle
     return None
+
+
+@contextmanager
+def waiting(folder: Path) -> Iterator[None]:
+    """Hold the lock of a directory, as soon as no other process does; where there are no such locks do without."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _held(folder: Path, stack: ExitStack) -> tuple[int, bool]:
