@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 
 from ..converters.look.contents import groups_as_code, groups_as_data, plain_items
-from ..converters.look.holders import Branch, cut_in_words
+from ..converters.look.holders import Branch, cut_in_words, part_as_json
 from ..converters.look.inspection import Inspection, inspection_of, overview
 from ..converters.look.run_history import history_of
 from ..record import StateRecord
+from ..store.damage import rank_in_name
 from ..store.io.location import Location
-from ..store.open_checkpoint import OpenCheckpoint, open
+from ..store.open_checkpoint import OpenCheckpoint, StoredPart, open
 from ..store.reading.dtypes import itemsize
 from ..wording import counted, size
 from .argument_types import CHECKPOINT, WordType
@@ -38,7 +38,7 @@ _SORTS: Mapping[str, Callable[[StateRecord], Any]] = {"bytes": lambda t: -_bytes
 @click.command("inspect")
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.argument("globs", nargs=-1, metavar="[GLOB]...")
-@click.option("--tensor", metavar="KEY", help="Where a tensor's shards are; KEY[17] for one index of dim 0.")
+@click.option("--tensor", metavar="KEY", help="Who holds a tensor; for KEY[3, 100:200] at which bytes.")
 @click.option("--rank", type=click.IntRange(0), metavar="N", help="What the files of a rank hold.")
 @click.option("--tree", is_flag=True, help="Tensors by module; layers that are alike as one.")
 @click.option("--items", is_flag=True, help="Hyper-parameters and other items, decoded.")
@@ -56,7 +56,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> None
     \b
     muonckpt inspect run
     muonckpt inspect run/step-00001000 '*experts*' --sort bytes
-    muonckpt inspect run/step-00001000 --tensor 'model.layers.3.experts.w1[17]'
+    muonckpt inspect run/step-00001000 --tensor 'layers.3.experts.w1[17, 100:200]'
     """
     view, *others = [*(name for name in _VIEWS if options[name[2:]] not in (None, False)), ""]
     if [name for name in others if name]:
@@ -80,14 +80,16 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> None
 
 def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as_json: bool, **rest: Any) -> object:
     """Show who holds which indices of a tensor, with a bar of each along every dim that is cut."""
-    keys = {record.key: record for record in inspection.manifest.tensors}
-    match = re.fullmatch(r"(.+)\[([0-9, ]+)\]", tensor) if tensor not in keys else None
-    key, index = (match[1], tuple(map(int, match[2].split(",")))) if match else (tensor, ())
-    shards = inspection.shards(key, *index)
-    record = keys[key]
+    record, index = inspection.selected(tensor)
+    shards = inspection.shards(record.key, *index)
+    parts = opened.tensors[record.key].parts(index) if index else ()
     if as_json:
-        return {**_described(record), "shards": [shard.to_json() for shard in shards]}
-    print_line(f"{key}: {_shape(record.shape)}, {record.dtype}, {cut_in_words(record)}")
+        more = {"parts": [part_as_json(part) for part in parts]} if index else {}
+        return {**_described(record), "shards": [shard.to_json() for shard in shards], **more}
+    print_line(f"{record.key}: {_shape(record.shape)}, {record.dtype}, {cut_in_words(record)}")
+    if index:
+        _print_parts(tensor, parts)
+        return None
     shards = tuple(shard for shard in shards if shard.box.numel)
     dims = range(len(record.shape))
     last = dict(zip(dims[-2:], ("rows", "columns"), strict=True)) if len(dims) >= 2 else {}
@@ -112,6 +114,19 @@ def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as
     ]
     print_section(headers, rows)
     return None
+
+
+def _print_parts(asked: str, parts: Sequence[StoredPart]) -> None:
+    """Print which rank's file holds which part of what was asked for, and at which bytes."""
+    elements, held = (sum(amounts) for amounts in zip((0, 0), *((p.box.numel, p.bytes) for p in parts), strict=True))
+    print_line(f"{asked}: {counted(elements, 'element')}, {size(held)} in {counted(len(parts), 'chunk')}")
+    rows = []
+    for part in parts:
+        rank = rank_in_name(part.file)
+        runs = f"{part.run} B" if part.runs == 1 else f"{part.runs} x {part.run} B"
+        at = "encoded" if part.offset is None else part.offset
+        rows.append(("-" if rank is None else rank, part.file, str(part.box), at, runs))
+    print_section(("rank", "file", "box", "first byte", "bytes"), rows)
 
 
 def _show_rank(opened: OpenCheckpoint, inspection: Inspection, rank: int, as_json: bool, **rest: Any) -> object:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import ge, sub
+from types import EllipsisType
+from typing import Any
 
 from .errors import LayoutError
 
@@ -79,6 +81,45 @@ class Box:
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in zip(self.lo, self.hi, strict=True)) + "]"
+
+
+Selection = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+"""Numpy's basic indexing, with steps of one."""
+
+
+def ranges_of(shape: Sequence[int], selection: Selection) -> list[int | range]:
+    """Return for each dim of a tensor of this shape the index or the range that a selection takes, as numpy does.
+
+    Raises:
+        IndexError: there are more indices than dims, an index is outside its dim, or a step is not one.
+    """
+    given: list[Any] = list(selection) if isinstance(selection, tuple) else [selection]
+    given += [] if ... in given else [...]
+    missing = len(shape) - len(given) + 1
+    if missing < 0 or given.count(...) > 1:
+        raise IndexError(f"{len(shape)} dims, found {len(given) - 1} indices")
+    before = given.index(...)
+    ranges: list[int | range] = []
+    for dim, index in enumerate([*given[:before], *[slice(None)] * missing, *given[before + 1 :]]):
+        length = shape[dim]
+        if isinstance(index, int) and not -length <= index < length:
+            raise IndexError(f"the indices 0 to {length - 1} in dim {dim}, not {index}")
+        taken: int | range = range(length)[index]
+        if isinstance(taken, range) and taken.step != 1:
+            raise IndexError(f"slices with a step of 1 only, found {index}")
+        ranges.append(taken)
+    return ranges
+
+
+def box_at(shape: Sequence[int], selection: Selection) -> Box:
+    """Return the box that a selection takes of a tensor of this shape; an integer takes a range of one.
+
+    Raises:
+        IndexError: as `ranges_of`.
+    """
+    ranges = [range(taken, taken + 1) if isinstance(taken, int) else taken for taken in ranges_of(shape, selection)]
+    lo = tuple(along.start for along in ranges)
+    return Box(lo, tuple(start + len(along) for start, along in zip(lo, ranges, strict=True)))
 
 
 def row_major(shape: Sequence[int]) -> Index:

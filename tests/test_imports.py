@@ -36,6 +36,7 @@ RULES = {
     "vocabulary": "",
     "keys": "vocabulary",
     "wording": "",
+    "key_search": "errors keys record",
     "columns": "errors box",
     "chunks": "errors box columns layout",
     "chunk_columns": "errors box chunks columns",
@@ -66,22 +67,22 @@ RULES = {
     "optimizer/methods optimizer/step optimizer",
     "optimizer/__init__": "optimizer optimizer/layer_wise optimizer/methods optimizer/newton_schulz",
     "compat": "coefficients vocabulary layouts resumption optimizer/__init__ converters/programs",
-    "forecasting": "box errors layout layouts layouts/buffers record vocabulary store store/io store/reading "
-    "converters/look converters/target optimizer/newton_schulz optimizer/planning",
+    "forecasting": "box errors key_search layout layouts layouts/buffers record vocabulary store store/io "
+    "store/reading converters/look converters/target optimizer/newton_schulz optimizer/planning",
     "page": "chunks columns errors record version converters/compare converters/look store store/io store/reading",
     "integrations": "errors store checkpoint optimizer optimizer/__init__",
     "converters/target": "errors box layout record vocabulary layouts layouts/buffers",
-    "converters/engine": "errors box checkpoint chunks columns json_fields layout layouts layouts/buffers new_group "
-    "overlap plan fingerprint record store store/io store/reading store/formats version converters/target",
+    "converters/engine": "errors box key_search checkpoint chunks columns json_fields layout layouts layouts/buffers "
+    "new_group overlap plan fingerprint record store store/io store/reading store/formats version converters/target",
     "converters/programs": "box coefficients errors keys store/formats vocabulary",
     "converters/translate": "errors box chunks coefficients keys layout record vocabulary wording store store/formats "
     "converters/engine converters/programs",
-    "converters/compare": "errors box record store store/io store/reading store/formats converters/engine "
+    "converters/compare": "errors box key_search record store store/io store/reading store/formats converters/engine "
     "converters/look converters/translate wording converters/programs",
     "converters/merge": "errors box chunks fingerprint layout record store store/io store/reading converters/compare "
     "converters/engine converters/translate converters/programs",
-    "converters/look": "errors box wording columns record vocabulary layouts/buffers store/io store store/reading "
-    "converters/translate converters/programs",
+    "converters/look": "errors box key_search wording columns record vocabulary layouts/buffers store/io store "
+    "store/reading converters/translate converters/programs",
     "converters": "errors columns record vocabulary store store/io store/reading store/formats converters/engine "
     "converters/look converters/merge converters/target converters/translate converters/programs",
     "cli": "errors record version vocabulary wording store store/io store/reading converters converters/compare "

@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 from ...errors import DamageError, MuonckptError
+from ...key_search import keys_matching, names_of
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io.limits import gc_paused
 from ...store.io.location import Remote
@@ -20,7 +21,7 @@ from ...store.open_checkpoint import OpenCheckpoint, checked_blob, open
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
-from ..look.contents import FirstLook, Role, first_look, keys_matching, recorded_step
+from ..look.contents import FirstLook, Role, first_look, recorded_step
 from ..programs.registry import program
 from ..translate.request import Request
 from .elements import (
@@ -145,7 +146,8 @@ def diff(
         if select:
             keys = [*dict.fromkeys(key for side in sides for key in (*side.tensors, *side.items))]
             where = " in " + " or ".join(side.place for side in sides)
-            matching = keys_matching(select, keys, "tensor or item", where)
+            names = names_of(tensor.record for side in sides for tensor in side.tensors.values())
+            matching = keys_matching(select, keys, names, "tensor or item", where)
             sides = [side.selected(matching) for side in sides]
         verified = sum(_verified(side.opened, jobs, progress) for side in sides) if read else None
         one, other = sides

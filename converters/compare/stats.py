@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from ...errors import SourceError
+from ...key_search import keys_matching, names_of
 from ...record import StateRecord
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, open
@@ -22,7 +23,7 @@ from ...store.reading.payloads import Progress
 from ...store.small_tensors import stacked
 from ...wording import Finding
 from ..engine.outputs import OutputTensor
-from ..look.contents import FirstLook, Role, first_look, keys_matching, unnumbered
+from ..look.contents import FirstLook, Role, first_look, unnumbered
 from .elements import StoredSide, Tolerance, compare_elements
 from .figures import ELEMENT_BYTES, TensorFigures, figures_of, figures_of_alike, is_numeric
 
@@ -148,7 +149,8 @@ def measurable(known: FirstLook, select: Sequence[str] = ()) -> Measurable:
     tensors = [(role, tensor) for role in _ROLES for tensor in known.contents.tensors.get(role, ())]
     if not tensors:  # the program is unknown: all that is there
         tensors = [(Role.OTHER, tensor) for tensor in known.manifest.tensors if tensor.shape]
-    keys = keys_matching(select, [tensor.key for _, tensor in tensors], "tensor of weights or state")
+    records = [tensor for _, tensor in tensors]
+    keys = keys_matching(select, [t.key for t in records], names_of(records), "tensor of weights or state")
     return [(role, tensor) for role, tensor in tensors if tensor.key in keys]
 
 

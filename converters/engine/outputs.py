@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +14,8 @@ import numpy as np
 
 from ...box import Box, Index
 from ...chunks import Chunks
-from ...errors import SourceError, TargetError, did_you_mean
+from ...errors import SourceError
+from ...key_search import keys_matching, names_of
 from ...layout import Buffer, Fragment, Place, TensorLayout
 from ...record import Blob, Extent, Manifest, StateRecord
 from ...store.reading.blocks import bands, span, strided, within
@@ -300,17 +300,15 @@ class Outputs:
         return [tensor.key for tensor in self.tensors] + [item.key for item in self.items]
 
     def selected(self, globs: Sequence[str]) -> Outputs:
-        """Return the tensors and items whose key matches one of these shell patterns; everything if there are none.
+        """Return the tensors and items that these keys or shell patterns stand for; everything if there are none.
 
         Raises:
-            TargetError: a pattern matches nothing.
+            TargetError: as `keys_matching`.
         """
         if not globs:
             return self
-        for glob in globs:
-            if not any(fnmatchcase(key, glob) for key in self.keys):
-                raise TargetError(f"no key of the checkpoint matches {glob!r}{did_you_mean(glob, self.keys)}")
-        chosen = {key for key in self.keys if any(fnmatchcase(key, glob) for glob in globs)}
+        names = names_of(tensor.record for tensor in self.tensors)
+        chosen = keys_matching(globs, self.keys, names, "key", " of the checkpoint")
         return dataclasses.replace(
             self,
             tensors=[tensor for tensor in self.tensors if tensor.key in chosen],

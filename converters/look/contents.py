@@ -9,12 +9,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ...box import Index
-from ...errors import MuonckptError, SourceError, TargetError, did_you_mean
+from ...errors import MuonckptError, SourceError
 from ...record import Blob, Manifest, StateRecord
 from ...store.open_checkpoint import OpenCheckpoint, Values
 from ...vocabulary import PARAMS
@@ -142,18 +141,6 @@ def _method(dialect: Dialect, slots: frozenset[str], named: str | None) -> Store
         if stored <= (every := frozenset(method.slots.values())) and every - stored <= {method.slots.get("step")}
     ]
     return next((method for method in fitting if method.name == named), fitting[0] if fitting else None)
-
-
-def keys_matching(globs: Sequence[str], keys: Sequence[str], what: str = "tensor", where: str = "") -> set[str]:
-    """Return the keys that match one of these shell patterns; all of them if there are none.
-
-    Raises:
-        TargetError: a pattern matches nothing; names the closest keys.
-    """
-    for glob in globs:
-        if not any(fnmatchcase(key, glob) for key in keys):
-            raise TargetError(f"no {what} matches {glob!r}{where}{did_you_mean(glob, keys)}")
-    return {key for key in keys if not globs or any(fnmatchcase(key, glob) for glob in globs)}
 
 
 def unnumbered(name: str) -> str:

@@ -17,6 +17,7 @@ from ...box import Box, Index
 from ...layouts.buffers.parameters import Parameter, newton_schulz
 from ...record import Boxes, Manifest, StateRecord
 from ...store.damage import rank_in_name
+from ...store.open_checkpoint import StoredPart
 from ...store.reading.dtypes import itemsize
 from .contents import Contents, Role
 
@@ -31,14 +32,16 @@ class StoredShard:
     offset: int
     bytes: int
 
-    def holds(self, index: Sequence[int]) -> bool:
-        """Return whether it has elements at these indices of the first dims."""
-        bounds = zip(index, self.box.lo, self.box.hi, strict=False)
-        return bool(self.box.numel) and all(lo <= wanted < hi for wanted, lo, hi in bounds)
-
     def to_json(self) -> dict[str, Any]:
         return {"lo": self.box.lo, "hi": self.box.hi, "rank": self.rank, "file": self.file, "offset": self.offset,
                 "bytes": self.bytes}  # fmt: skip
+
+
+def part_as_json(part: StoredPart) -> dict[str, Any]:
+    """Return a part of a tensor as JSON data, with the rank that wrote its file."""
+    return {"lo": part.box.lo, "hi": part.box.hi, "rank": rank_in_name(part.file), "file": part.file,
+            "offset": part.offset, "bytes": part.bytes, "run": part.run, "runs": part.runs,
+            "strides": part.strides}  # fmt: skip
 
 
 def shards_of(tensor: StateRecord) -> tuple[StoredShard, ...]:

@@ -6,20 +6,24 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
+from ...box import box_at
 from ...columns import UNKNOWN
-from ...errors import TargetError, did_you_mean
+from ...errors import TargetError
+from ...key_search import key_meant, keys_matching, names_of
 from ...record import Manifest, StateRecord
 from ...store.io.limits import gc_paused
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, open
 from ...store.reading.dtypes import itemsize
 from ...wording import Finding, counted, size
-from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look, keys_matching
+from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look
 from .holders import (
     Branch,
     StoredShard,
@@ -97,30 +101,51 @@ class Inspection:
         return {name: getattr(self, name) for name in fields} | {"symptoms": symptoms}
 
     def matching(self, *globs: str) -> tuple[StateRecord, ...]:
-        """Return the tensors whose key matches one of these shell patterns; all of them if there are none.
+        """Return the tensors with these keys, or that match these shell patterns; all of them if there are none.
 
         Raises:
-            TargetError: a pattern matches no tensor; names the closest keys.
+            TargetError: as `keys_matching`.
         """
-        keys = keys_matching(globs, [tensor.key for tensor in self.manifest.tensors])
-        return tuple(tensor for tensor in self.manifest.tensors if tensor.key in keys)
+        tensors = self.manifest.tensors
+        keys = keys_matching(globs, [tensor.key for tensor in tensors], names_of(tensors))
+        return tuple(tensor for tensor in tensors if tensor.key in keys)
 
-    def shards(self, key: str, *index: int) -> tuple[StoredShard, ...]:
+    def tensor(self, word: str) -> StateRecord:
+        """Return the tensor with this key, of which what comes first may be left out.
+
+        Raises:
+            TargetError: it is none, or several; names them.
+        """
+        tensors = {tensor.key: tensor for tensor in self.manifest.tensors}
+        return tensors[key_meant(word, [*tensors], names_of(tensors.values()))]
+
+    def selected(self, words: str) -> tuple[StateRecord, tuple[int | slice | EllipsisType, ...]]:
+        """Return the tensor that ``KEY`` or ``KEY[100:200, 3]`` stands for, and the indices, if any.
+
+        Raises:
+            TargetError: as `tensor`; or the indices are not such as numpy takes.
+        """
+        match = _SELECTED.fullmatch(words)
+        if match is None or any(tensor.key == words for tensor in self.manifest.tensors):
+            return self.tensor(words), ()
+        return self.tensor(match[1]), tuple(map(_index, match[2].split(",")))
+
+    def shards(self, key: str, *index: int | slice | EllipsisType) -> tuple[StoredShard, ...]:
         """Return the shards of one tensor: which file and rank holds which box.
 
         Args:
-            index: only those with elements at these indices of the first dims, such as the number of an expert.
+            index: only those with elements there, as numpy would index the tensor: ``17`` for an expert,
+                ``slice(100, 200)`` for rows.  `muonckpt.open(path).tensors[key].parts` says at which bytes.
 
         Raises:
-            TargetError: there is no such tensor; names the closest keys.
+            TargetError: there is no such tensor, or it has no such indices; names the closest keys.
         """
-        tensors = {tensor.key: tensor for tensor in self.manifest.tensors}
-        if key not in tensors:
-            raise TargetError(f"no tensor {key!r}{did_you_mean(key, [*tensors])}")
-        for dim, (wanted, length) in enumerate(zip(index, tensors[key].shape, strict=False)):
-            if not 0 <= wanted < length:
-                raise TargetError(f"{key} has the indices 0 to {length - 1} in dim {dim}, not {wanted}")
-        return tuple(shard for shard in shards_of(tensors[key]) if shard.holds(index))
+        tensor = self.tensor(key)
+        try:
+            box = box_at(tensor.shape, index)
+        except IndexError as error:
+            raise TargetError(f"{tensor.key} of shape {tensor.shape} has {error}") from None
+        return tuple(shard for shard in shards_of(tensor) if not index or shard.box & box)
 
     def on_rank(self, rank: int) -> Mapping[str, tuple[StoredShard, ...]]:
         """Return the shards in the files that a rank wrote, by key.
@@ -142,6 +167,20 @@ class Inspection:
     def tree(self, *globs: str) -> tuple[Branch, ...]:
         """Return the tensors that match a shell pattern by module, with layers that are alike as one branch."""
         return module_tree(self.matching(*globs))
+
+
+_SELECTED = re.compile(r"(.+)\[([^\[\]]+)\]")
+_INDEX = re.compile(r"\s*(?:(-?[0-9]{1,18})|(\.\.\.)|(-?[0-9]{1,18})?\s*:\s*(-?[0-9]{1,18})?)\s*")
+
+
+def _index(text: str) -> int | slice | EllipsisType:
+    match = _INDEX.fullmatch(text)
+    if match is None:
+        raise TargetError(f"expected indices such as [17] or [3, :, -64:], found {text.strip()!r} among them")
+    number, dots, start, stop = match.groups()
+    if number is not None:
+        return int(number)
+    return ... if dots else slice(*(None if bound is None else int(bound) for bound in (start, stop)))
 
 
 def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..converters.target.topology import AxisCut, ShardRule
 from ..errors import SourceError, TargetError, did_you_mean
+from ..key_search import keys_matching
 from ..optimizer.planning.matrices import PRECISIONS
 from ..store.io.location import Remote, location
 from .models import ModelTensors, model_of_checkpoint, model_of_config
@@ -117,12 +118,10 @@ def forecast(
 
 def _selected(model: ModelTensors, globs: Sequence[str]) -> ModelTensors:
     names = [parameter.name for parameter in model.parameters]
-    for glob in globs:
-        if not any(fnmatchcase(name, glob) for name in names):
-            raise TargetError(f"no parameter of {model.source} matches {glob!r}{did_you_mean(glob, names)}")
+    matching = keys_matching(globs, names, what="parameter", where=f" of {model.source}")
     chosen = ModelTensors(
         model.source,
-        tuple(p for p in model.parameters if not globs or any(fnmatchcase(p.name, glob) for glob in globs)),
+        tuple(parameter for parameter in model.parameters if parameter.name in matching),
     )
     if not chosen.matrices:
         raise TargetError(f"none of the selected parameters of {model.source} is Muon's, so there is nothing to plan")

@@ -12,13 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import EllipsisType, MappingProxyType
+from itertools import product
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..box import Box, Index
+from ..box import Box, Index, Selection, box_at, ranges_of
 from ..errors import DamageError, SourceError, about
 from ..keys import OptimizerKey, key_of
 from ..record import MANIFEST_FILE, Blob, Chunk, Extent, Manifest, StateRecord
@@ -145,11 +146,58 @@ class Items(Mapping[str, Any]):
         return len(self._blobs)
 
 
-Selection = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
-"""Numpy's basic indexing, with steps of one."""
-
 _WIDER = "bfloat16"
 """The type that numpy lacks, but float32 has exactly: its bits are the upper half of float32's."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A box of a tensor as it lies in one file; its elements of ``itemsize`` bytes are little-endian.
+
+    Attributes:
+        file: by its name inside the checkpoint.
+        offset: the byte of the file with which the first element begins; None if the file holds them encoded.
+        strides: bytes from one index to the next, along each dim.
+    """
+
+    box: Box
+    file: str
+    offset: int | None
+    strides: Index
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        return self.box.numel * self.itemsize
+
+    @property
+    def run(self) -> int:
+        """The number of bytes that follow one another, in row-major order, before the next gap."""
+        return self._run_and_outer_dims[0]
+
+    @property
+    def runs(self) -> int:
+        """The number of such runs."""
+        return self.bytes // self.run
+
+    def extents(self) -> Iterator[tuple[int, int]]:
+        """Yield the offset and the length of each run: the bytes of ``tensor[box]``, in row-major order.
+
+        Raises:
+            SourceError: the file holds the elements encoded.
+        """
+        if self.offset is None:
+            raise SourceError(f"{self.file} holds the elements encoded: no bytes of it are theirs alone")
+        run, outer = self._run_and_outer_dims
+        for index in product(*(range(0, self.box.shape[dim] * self.strides[dim], self.strides[dim]) for dim in outer)):
+            yield self.offset + sum(index), run
+
+    @property
+    def _run_and_outer_dims(self) -> tuple[int, list[int]]:
+        run, dims = self.itemsize, [dim for dim, length in enumerate(self.box.shape) if length > 1]
+        while dims and self.strides[dims[-1]] == run:
+            run *= self.box.shape[dims.pop()]
+        return run, dims
 
 
 class TensorReader:
@@ -174,6 +222,18 @@ class TensorReader:
             assert common is not None, "the chunk was chosen because they have elements in common"
             words[within(common, box.lo)] = self._elements(tensor, chunk, common)
         return words
+
+    def parts(self, tensor: StateRecord, box: Box) -> tuple[StoredPart, ...]:
+        """Return the parts of a box of a tensor, one for each chunk that has some of it."""
+        size, payloads = dtype(tensor.dtype).itemsize, self._reader.payloads
+        parts = []
+        for chunk in self._chunks(tensor, box):
+            common, payload = chunk.box & box, payload_of(tensor, chunk)
+            assert common is not None, "the chunk was chosen because they have elements in common"
+            place = chunk.stored("").place_at(common.lo)
+            offset = payload.offset + place.offset * size if payloads.is_raw(payload.file) else None
+            parts.append(StoredPart(common, payload.file, offset, tuple(size * s for s in place.strides), size))
+        return tuple(parts)
 
     def _chunks(self, tensor: StateRecord, box: Box) -> list[Chunk]:
         needed = [(number, own.lo) for number, own in enumerate(tensor.boxes) if own & box]
@@ -263,23 +323,27 @@ class StoredTensor:
         return self.reader.words(self.record, Box.of(self.shape))
 
     def __getitem__(self, selection: Selection) -> NDArray[Any]:
-        indices = [range(size)[index] for index, size in zip(self._indices(selection), self.shape, strict=True)]
-        ranges = [range(index, index + 1) if isinstance(index, int) else index for index in indices]
-        if any(along.step != 1 for along in ranges):
-            raise IndexError(f"tensor {self.key!r}: expected slices with a step of 1, found {selection}")
-        lo = tuple(along.start for along in ranges)
-        box = Box(lo, tuple(start + len(along) for start, along in zip(lo, ranges, strict=True)))
+        box = self._box(selection)
         elements: NDArray[Any] = _typed(self.reader.words(self.record, box), self.record)
-        return elements[tuple(0 if isinstance(index, int) else slice(None) for index in indices)]
+        whole = ranges_of(self.shape, selection)
+        return elements[tuple(0 if isinstance(taken, int) else slice(None) for taken in whole)]
 
-    def _indices(self, selection: Selection) -> list[Any]:
-        indices = list(selection) if isinstance(selection, tuple) else [selection]
-        indices += [] if Ellipsis in indices else [Ellipsis]
-        before = indices.index(Ellipsis)
-        missing = len(self.shape) - len(indices) + 1
-        if missing < 0 or indices.count(Ellipsis) > 1:
-            raise IndexError(f"tensor {self.key!r} has {len(self.shape)} dims, found {len(indices) - 1} indices")
-        return [*indices[:before], *[slice(None)] * missing, *indices[before + 1 :]]
+    def parts(self, selection: Selection = ...) -> tuple[StoredPart, ...]:
+        """Return where the elements that ``tensor[selection]`` reads lie, in the order of the chunks.
+
+        Reads no elements; the items of stock DCP are opened to find them.
+
+        Raises:
+            SourceError: an item is damaged.
+            IndexError: the tensor has no such indices.
+        """
+        return self.reader.parts(self.record, self._box(selection))
+
+    def _box(self, selection: Selection) -> Box:
+        try:
+            return box_at(self.shape, selection)
+        except IndexError as error:
+            raise IndexError(f"tensor {self.key!r} of shape {self.shape} has {error}") from None
 
 
 def _typed(words: NDArray[Any], tensor: StateRecord) -> NDArray[Any]:

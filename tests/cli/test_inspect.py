@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.commands import called
@@ -147,6 +148,82 @@ def test_what_is_recorded_of_buffers_is_printed_with_tensors_only(trained, owned
         assert '"shards"' not in inspected(path) + inspected(path, "--json")
         assert json.loads(inspected(path, "--json", "--tensors"))["manifest"]["provenance"][key]
     assert summary(trained)["provenance"]["layer_wise"] == {"layout": "padded-nscost"}
+
+
+def elements_at(folder: Path, parts: list[dict], tensor) -> np.ndarray:
+    """The elements of a box as a program reads them that knows nothing but these bytes."""
+    lo = np.min([part["lo"] for part in parts], axis=0)
+    hi = np.max([part["hi"] for part in parts], axis=0)
+    kind = np.dtype("uint16" if tensor.dtype == "bfloat16" else tensor.dtype)
+    box = np.zeros(hi - lo, kind)
+    for part in parts:
+        sizes = np.subtract(part["hi"], part["lo"])
+        elements = np.zeros(sizes, kind)
+        with (folder / part["file"]).open("rb") as file:
+            for index in np.ndindex(*sizes):
+                file.seek(part["offset"] + sum(np.multiply(index, part["strides"])))
+                elements[index] = np.frombuffer(file.read(kind.itemsize), kind)[0]
+        box[tuple(slice(a, b) for a, b in zip(part["lo"] - lo, part["hi"] - lo, strict=True))] = elements
+    return box
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("dion_fsdp4/ckpt", ""),
+        ("titan_fsdp4/ckpt", "layers.0.experts.w13"),
+        ("xtuner_fsdp4/ckpt", ""),
+        ("megatron/fsdp_dtensor/dp4tp2ep2/iter_0000010", ""),
+        ("megatron/layer_wise/ws4_padded/torch_dist", ""),
+        ("dcp", ""),
+        ("safetensors", ""),
+        ("zarr", ""),
+    ],
+)
+def test_a_range_is_found_in_the_files_at_the_bytes_that_are_named(name, key, owned, tmp_path):
+    if name in ("dcp", "safetensors", "zarr"):
+        made, options = tmp_path / "made", ["--mesh", "dp=3"] * (name == "dcp")
+        assert muonckpt_command(["reshard", str(owned), str(made), "--to-format", name, *options]) == 0
+        path = made
+    else:
+        path = golden(name)
+    opened = muonckpt.open(path)
+    matrices = [t for t in opened.tensors.values() if len(t.shape) >= 2 and min(t.shape) > 2]
+    tensor = opened.tensors[key] if key else max(matrices, key=lambda t: (len(t.record.chunks), t.key))
+    rows, columns = tensor.shape[-2:]
+    text = f"[..., {rows // 3}:{-1}, -2:]"
+    found = json.loads(inspected(path, "--tensor", tensor.key + text, "--json"))
+    folder = path if path.is_dir() else path.parent
+    expected = tensor.bits()[..., rows // 3 : -1, columns - 2 :]
+    assert expected.size and (elements_at(folder, found["parts"], tensor).view(expected.dtype) == expected).all()
+    # The runs are the same bytes in the same order.
+    for part in tensor.parts((..., slice(rows // 3, -1), slice(-2, None))):
+        raw = (folder / part.file).read_bytes()
+        bytes_of_runs = b"".join(raw[start : start + length] for start, length in part.extents())
+        inside = tensor.bits()[tuple(map(slice, part.box.lo, part.box.hi))]
+        assert bytes_of_runs == inside.tobytes() and part.runs * part.run == part.bytes
+
+
+@pytest.mark.parametrize(
+    ("selection", "box"),
+    [("[3]", [[3, 0], [4, 16]]), ("[-1, 2]", [[15, 2], [16, 3]]), ("[4:-8]", [[4, 0], [8, 16]]),
+     ("[:, 90:100]", [[0, 16], [16, 16]]), ("[..., :3]", [[0, 0], [16, 3]]), ("[12:3]", [[12, 0], [12, 16]])],
+)  # fmt: skip
+def test_indices_are_those_of_numpy(selection, box, tmp_path):
+    muonckpt.save({"w": torch.arange(256.0).reshape(16, 16)}, tmp_path / "run")
+    tensor = muonckpt.open(tmp_path / "run").tensors["w"]
+    found = json.loads(inspected(tmp_path / "run", "--tensor", f"w{selection}", "--json"))["parts"]
+    lo, hi = box
+    expected = tensor.numpy()[tuple(map(slice, lo, hi))]
+    assert sum(part["bytes"] for part in found) == expected.nbytes
+    assert not expected.size or ([part["lo"] for part in found], [part["hi"] for part in found]) == ([lo], [hi])
+
+
+@pytest.mark.parametrize("selection", ["[16]", "[-17]", "[1, 2, 3]", "[1:8:2]", "[a]", "[..., ...]"])
+def test_indices_that_a_tensor_does_not_have_are_a_mistake_of_usage(selection, tmp_path):
+    muonckpt.save({"w": torch.ones(16, 16)}, tmp_path / "run")
+    done = called("inspect", tmp_path / "run", "--tensor", f"w{selection}")
+    assert done.returncode == 2 and ("16" in done.stderr or "indices" in done.stderr)
 
 
 @pytest.mark.parametrize(

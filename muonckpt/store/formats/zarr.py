@@ -299,6 +299,9 @@ class ZarrPayloads(Payloads):
     def _bytes(self, name: str) -> FileBytes:
         return Held(self._decode(name)) if name in self._encoded else super()._bytes(name)
 
+    def is_raw(self, name: str) -> bool:
+        return name not in self._encoded
+
     def is_checked(self, chunk: Chunk) -> bool:
         return chunk.item.file in self._checked
 

@@ -139,6 +139,10 @@ class Payloads:
         """Return True if a name stands for bytes in memory that are no file."""
         return name in self._in_memory and not self.place(name).exists()
 
+    def is_raw(self, name: str) -> bool:
+        """Return True if the bytes under a name are those of the file, and not made of them."""
+        return name not in self._in_memory
+
     def view(self, extent: Extent) -> memoryview:
         """Return the bytes of an extent; raise `SourceError` if there is no such regular file, or it is too short."""
         return self.reaching(extent.file, extent.end).view(extent.offset, extent.length)

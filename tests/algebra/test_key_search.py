@@ -1,0 +1,77 @@
+"""Keys that people write: whole, as patterns, and without what comes first."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from support.commands import called
+
+import muonckpt
+from muonckpt.key_search import keys_matching, keys_meant
+from muonckpt.optimizer import Muon
+
+KEYS = ["model.layers.3.w1", "model.layers.13.w1", "ema.layers.3.w2", "model.layers.3.w2", "model.odd[0]",
+        "optimizer.state.4.momentum_buffer"]  # fmt: skip
+NAMES = {KEYS[-1]: ("layers.3.w1.momentum_buffer", "layers.3.w1")}
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("model.layers.3.w1", KEYS[:1]),
+        ("layers.3.w1", KEYS[:1]),  # not 13, and not the state, whose key does not end with it
+        ("3.w2", KEYS[2:4]),
+        ("w1", KEYS[:2]),
+        ("layers.?.w1", KEYS[:1]),
+        ("*w1", KEYS[:2]),
+        ("odd[0]", KEYS[4:5]),  # a name in brackets is no set of characters
+        ("layers.3.w1.momentum_buffer", KEYS[5:]),
+        ("w1.momentum*", KEYS[5:]),
+        ("4.momentum_buffer", KEYS[5:]),
+        ("w3", []),
+        ("ayers.3.w1", []),
+    ],
+)
+def test_a_key_is_found_by_its_last_segments_or_by_its_parameter(word, found):
+    assert keys_meant(word, KEYS, NAMES) == found
+
+
+def test_a_parameter_means_its_state_where_there_is_no_weight():
+    assert keys_meant("layers.3.w1", KEYS[1:], NAMES) == KEYS[5:]
+
+
+def test_a_word_that_may_be_several_keys_is_refused_and_lists_them():
+    with pytest.raises(muonckpt.TargetError, match=r"2 tensors: ema\.layers\.3\.w2, model\.layers\.3\.w2"):
+        keys_matching(["3.w2"], KEYS)
+    assert keys_matching(["*3.w2", "3.w1"], KEYS) == {*KEYS[2:4], KEYS[0]}
+    assert keys_matching([], KEYS) == {*KEYS}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model, and its state by numbers, whose names the manifest records."""
+    path = tmp_path_factory.mktemp("keys")
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("up", "down")})
+    opt = Muon([{"params": list(model.named_parameters()), "algorithm": "muon"}])
+    sum(p.sum() for p in model.parameters()).backward()
+    opt.step()
+    muonckpt.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, path / "a")
+    return path
+
+
+def test_every_command_takes_such_keys(saved, tmp_path):
+    a = saved / "a"
+    listed = json.loads(called("inspect", a, "up.weight", "--json").stdout)
+    assert [tensor["key"] for tensor in listed] == ["model.up.weight"]
+    shown = called("inspect", a, "--tensor", "up.weight")
+    assert shown.stdout.startswith("model.up.weight: 4 x 4"), shown.stderr
+    compared = json.loads(called("diff", a, a, "down.weight", "--json").stdout)
+    assert [tensor["key"] for tensor in compared["tensors"]] == ["model.down.weight"]
+    measured = json.loads(called("stats", a, "down.weight", "--json").stdout)
+    assert [tensor["key"] for tensor in measured["tensors"]] == ["model.down.weight"]
+    assert called("reshard", a, tmp_path / "b", "--mesh", "dp=2", "--select", "up.weight").returncode == 0
+    assert [*muonckpt.open(tmp_path / "b").tensors] == ["model.up.weight"]
+    several = called("inspect", a, "--tensor", "weight")
+    assert several.returncode == 2 and "model.down.weight" in several.stderr.replace("\n", " ")
