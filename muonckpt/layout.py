@@ -325,22 +325,29 @@ def _replica(layout: TensorLayout, box: int) -> Fragment:
     return next(layout._fragments(np.flatnonzero(layout.box == box)[:1]))
 
 
-def holes_in(whole: Box, boxes: Sequence[Box]) -> Iterator[Box]:
-    """Boxes of ``whole`` that no box covers.  For errors and other rare cases: simple, not fast."""
-    left = [whole]
+def holes_in(whole: Box, boxes: Iterable[Box], most: int | None = None) -> list[Box]:
+    """Return boxes of ``whole`` that no box covers, by their first indices.
+
+    Args:
+        most: stop as soon as more boxes than this are left over, and return these, of which later boxes may cover some:
+            for boxes that may lie as an enemy wishes.
+    """
+    lo, hi = (np.array([corner], np.int64).reshape(1, -1) for corner in (whole.lo, whole.hi))
     for taken in boxes:
-        left = [part for box in left for part in _without(box, taken)]
-    return iter(left)
-
-
-def _without(box: Box, taken: Box) -> Iterable[Box]:
-    common = box & taken
-    if common is None:
-        yield box
-        return
-    lo, hi = list(box.lo), list(box.hi)
-    for d in range(box.ndim):
-        for start, stop in ((lo[d], common.lo[d]), (common.hi[d], hi[d])):
-            if start < stop:
-                yield Box((*lo[:d], start, *lo[d + 1 :]), (*hi[:d], stop, *hi[d + 1 :]))
-        lo[d], hi[d] = common.lo[d], common.hi[d]
+        first, last = np.maximum(lo, taken.lo), np.minimum(hi, taken.hi)
+        cut = (first < last).all(axis=1)
+        if not cut.any():
+            continue
+        parts = [(lo[~cut], hi[~cut])]
+        begin, end, first, last = lo[cut], hi[cut], first[cut], last[cut]
+        for d in range(whole.ndim):  # what is left below and above it, within what is taken of the dims before
+            for start, stop in ((begin[:, d], first[:, d]), (last[:, d], end[:, d])):
+                some = start < stop
+                below, above = begin[some], end[some]
+                below[:, d], above[:, d] = start[some], stop[some]
+                parts.append((below, above))
+            begin[:, d], end[:, d] = first[:, d], last[:, d]
+        lo, hi = map(np.concatenate, zip(*parts, strict=True))
+        if most is not None and len(lo) > most:
+            break
+    return [Box(tuple(a), tuple(b)) for a, b in sorted(zip(lo.tolist(), hi.tolist(), strict=True))]

@@ -329,7 +329,7 @@ def _fragments(held: Iterable[RankBoxes], name: Callable[[int], Buffer] = int) -
 def unheld(shape: Index, boxes: Iterable[Box]) -> list[Box]:
     """Return boxes of the elements that are in none of these boxes, which may overlap."""
     distinct = sorted(set(boxes), key=lambda box: box.lo)
-    return [] if 0 in shape else list(holes_in(Box.of(shape), distinct))
+    return [] if 0 in shape else holes_in(Box.of(shape), distinct)
 
 
 @lru_cache(maxsize=65536)

@@ -139,6 +139,10 @@ def _files(names: Sequence[str]) -> str:
 NOTHING_LOST = Damage(Manifest(()), np.zeros(0, np.bool_))
 
 
+_MOST_HOLES = 256
+"""The most holes of a tensor that are listed, else none: lost files leave few, hostile boxes very many."""
+
+
 def damage_of_files(checkpoint: OpenCheckpoint) -> Damage:
     """Return what is lost with files that are missing or cut, by their names and sizes alone."""
     manifest, files = checkpoint.outline, checkpoint.lost_files
@@ -149,7 +153,8 @@ def damage_of_files(checkpoint: OpenCheckpoint) -> Damage:
     holes = {}
     for tensor in manifest.tensors:
         if tensor.boxes.elements < Box.of(tensor.shape).numel:
-            holes[tensor.key] = tuple(holes_in(Box.of(tensor.shape), tensor.boxes))
+            left = holes_in(Box.of(tensor.shape), tensor.boxes, _MOST_HOLES)
+            holes[tensor.key] = tuple(left) if len(left) <= _MOST_HOLES else ()
     return Damage(manifest, lost, items, files, holes)
 
 

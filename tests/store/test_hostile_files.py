@@ -20,7 +20,7 @@ from muonckpt.store.formats.dcp_metadata import StoredItem, parse_metadata
 from muonckpt.store.io.limits import SMALL_DESCRIPTION, SWITCH, LimitError, check_description
 from muonckpt.store.reading.payloads import Payloads
 
-SECONDS, MEBIBYTES = 2.0, 256
+SECONDS, MEBIBYTES = 4.0, 256
 
 LOOK = """
 import json, resource, sys, time
