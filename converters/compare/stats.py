@@ -328,7 +328,7 @@ def _findings_of(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdat
     momenta = [t.key for t in zero if t.role == Role.MOMENTUM]
     means = "no gradient has come: a frozen or unused parameter, an expert without tokens, or state that was lost"
     yield from finding("zero_momentum", momenta, "momentum is all zeros", "momenta are all zeros", means)
-    groups = siblings_of(tensors)
+    groups = siblings_of([tensor for tensor in tensors if not tensor.name.isdecimal()])  # its number is no layer's
     means = "a layer that trains otherwise than its siblings: its initialisation, rate or data, or damage"
     for (pattern, _), members in groups.items():
         middle, far = _far_from_siblings({t.key: t.figures.rms for t in members})

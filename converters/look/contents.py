@@ -7,7 +7,7 @@ import pprint
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from ...box import Index
 from ...errors import MuonckptError, SourceError
 from ...record import Blob, Manifest, StateRecord
+from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, Values
 from ...vocabulary import PARAMS
 from ..programs.dialect import Dialect, StoredMethod
@@ -58,10 +59,12 @@ _SHAPED = frozenset({"momentum", "first", "second", "master"})
 class StatefulParameter:
     """A parameter: its ``weight`` if that is stored, its ``state`` by slot, and its update ``method``.
 
-    The method is None without state, and where no method of the dialect keeps such slots.
+    The method is None without state, and where no method of the dialect keeps such slots.  Where a program's keys have
+    numbers instead of names, ``called`` is the name that its group records, if it records one.
     """
 
     name: str
+    called: str
     weight: StateRecord | None
     state: Mapping[str, StateRecord]
     method: StoredMethod | None
@@ -69,6 +72,11 @@ class StatefulParameter:
     @property
     def shape(self) -> Index:
         return self.weight.shape if self.weight else max((t.shape for t in self.state.values()), key=math.prod)
+
+    @property
+    def alike(self) -> tuple[str, Index]:
+        """Return what it has in common with its siblings in other layers; the number of a parameter is no layer's."""
+        return self.called if self.called.isdecimal() else unnumbered(self.called), self.shape
 
     @property
     def is_matrix(self) -> bool:
@@ -99,12 +107,15 @@ class Contents:
         return tuple(dict.fromkeys(tensor.slot for tensor in self.tensors.get(role, ()) if tensor.slot))
 
 
-def contents_of(manifest: Manifest, dialect: Dialect | None, method_names: Mapping[str, str]) -> Contents:
+def contents_of(
+    manifest: Manifest, dialect: Dialect | None, method_names: Mapping[str, str], names: Mapping[str, str]
+) -> Contents:
     """Sort the tensors of a checkpoint.
 
     Args:
         manifest: with parameters and slots, as `with_slots` gives it.
         method_names: update methods by parameter, where groups name them.
+        names: of parameters that keys call by numbers, where groups record them.
     """
     weights: dict[str, StateRecord] = {}
     state: defaultdict[str, dict[str, StateRecord]] = defaultdict(dict)
@@ -128,7 +139,7 @@ def contents_of(manifest: Manifest, dialect: Dialect | None, method_names: Mappi
         own = known | {slot: _ROLES[common] for common, slot in method.slots.items()} if method else known
         for slot, tensor in slots.items():
             roles[own.get(slot, Role.STATE)].append(tensor)
-        parameters[name] = StatefulParameter(name, weights.get(name), slots, method)
+        parameters[name] = StatefulParameter(name, names.get(name, name), weights.get(name), slots, method)
     return Contents(dialect, {role: tuple(roles[role]) for role in Role if role in roles}, parameters)
 
 
@@ -143,17 +154,51 @@ def _method(dialect: Dialect, slots: frozenset[str], named: str | None) -> Store
     return next((method for method in fitting if method.name == named), fitting[0] if fitting else None)
 
 
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+
+
 def unnumbered(name: str) -> str:
     """Replace every part of a name that is a number by ``*``: a parameter then has one name in all layers."""
-    return re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
+    return _NUMBER.sub("*", name)
 
 
-_MOST_GROUPS = 64
-"""The most groups of one parameter each whose options are read: thousands have few different ones."""
+def folded(names: Sequence[str]) -> tuple[str, ...]:
+    """Write many names as few: numbers as ``*`` or as ranges, and what differs between two of them in braces."""
+    if names and all(map(str.isdecimal, names)):
+        return (ranges(sorted(map(int, names))),)
+    between: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for pattern in dict.fromkeys(map(unnumbered, names)):
+        head, star, rest = pattern.rpartition("*.")
+        middle, dot, tail = rest.rpartition(".")
+        between[f"{head}{star}", f"{dot}{tail}"].append(middle)
+    return tuple(
+        f"{head}{{{', '.join(middles)}}}{tail}" if len(middles) > 1 else f"{head}{middles[0]}{tail}"
+        for (head, tail), middles in between.items()
+    )
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Write ascending numbers with runs as ranges: ``0-3,7``."""
+    text = ""
+    for index, number in enumerate(numbers):
+        follows = index and numbers[index - 1] == number - 1
+        goes_on = index + 1 < len(numbers) and numbers[index + 1] == number + 1
+        if not follows:
+            text += f",{number}"
+        elif not goes_on:
+            text += f"-{number}"
+    return text[1:]
+
+
+def layer_of(name: str) -> str:
+    """Return a name up to its last part that is a number; empty if there is none."""
+    return name[: max((match.end() for match in _NUMBER.finditer(name)), default=0)]
+
 
 _MOST_COUNTERS = 32
 
 _CONVENTION = "convention"
+_NAMES = "param_names"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +208,7 @@ class OptionsOfGroups:
     Attributes:
         groups: their positions in the list of groups; empty if groups are by name.
         parameters: the names of their parameters.
-        options: those that matter to the optimizer, as the program calls them.
+        options: as the program calls them, those that matter to the optimizer first.
     """
 
     groups: tuple[int, ...]
@@ -173,10 +218,17 @@ class OptionsOfGroups:
 
 @dataclass(frozen=True, slots=True)
 class HyperParameters:
-    """Options by group; ``unread`` groups of one parameter were not looked at, ``notes`` say what is unreadable."""
+    """Options by group.
+
+    Attributes:
+        unread: the number of groups of one parameter each that were not looked at because there are many.
+        names: those that groups record of numbered parameters.
+        notes: what is unreadable.
+    """
 
     groups: tuple[OptionsOfGroups, ...]
     unread: int = 0
+    names: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def values_of(self, option: str | None) -> dict[str, str]:
@@ -190,33 +242,57 @@ class HyperParameters:
         return self.values_of(_CONVENTION)
 
 
-def _hyper_parameters(manifest: Manifest, dialect: Dialect | None, values: Values) -> HyperParameters:
+_MOST_GROUPS = 1000
+_MOST_REMOTE_GROUPS = 64
+"""The most groups of one parameter each whose options are read, of a folder and of an object store."""
+
+
+def _hyper_parameters(manifest: Manifest, dialect: Dialect | None, values: Values, most: int) -> HyperParameters:
     """Read the options of the groups, and note what cannot be read."""
     if dialect is None:
-        return HyperParameters((), 0, ("the program is unknown, and so are its parameter groups",))
+        return HyperParameters((), notes=("the program is unknown, and so are its parameter groups",))
     try:
         groups = source_groups(manifest, dialect, values)
-        listed = [group for group in groups if group.number is not None]
         named = [group for group in groups if group.number is None]
-        chosen = _spread(named, _MOST_GROUPS)
-        return HyperParameters(_merged([*listed, *chosen], dialect, values), len(named) - len(chosen))
+        read = [*(group for group in groups if group.number is not None), *_spread(named, most)]
+        return HyperParameters(_merged(read, dialect, values), len(groups) - len(read), _recorded_names(read, values))
     except MuonckptError as error:
-        return HyperParameters((), 0, (f"the parameter groups cannot be read: {error}",))
+        return HyperParameters((), notes=(f"the parameter groups cannot be read: {error}",))
+
+
+def _recorded_names(groups: Sequence[SourceGroup], values: Values) -> dict[str, str]:
+    """Return the names of numbered parameters, where groups list them once more, as torch's do if they are given."""
+    names: dict[str, str] = {}
+    for group in groups:
+        own = values.read(group.items[_NAMES]) if _NAMES in group.items else ()
+        if isinstance(own, list | tuple) and len(own) == len(group.params):
+            names |= zip(group.params, map(str, own), strict=True)
+    return names
 
 
 def _merged(groups: Sequence[SourceGroup], dialect: Dialect, values: Values) -> tuple[OptionsOfGroups, ...]:
     wanted = [dialect.method_option or ""]
     for method in dialect.methods:
         wanted += (*method.options.values(), *(own for coding in method.codings for own in coding.own))
-    ordered = dict.fromkeys((*wanted, _CONVENTION))
+    first = dict.fromkeys((*wanted, _CONVENTION))
     merged: dict[str, OptionsOfGroups] = {}
     for group in groups:
-        options = {name: values.read(group.items[name]) for name in ordered if name in group.items}
+        options = {name: values.read(group.items[name]) for name in first if name in group.items}
+        rest = sorted(group.items.keys() - {*first, PARAMS, _NAMES})
+        options |= {name: _plain(group.items[name], values) for name in rest}
         numbers = () if group.number is None else (group.number,)
         key = repr(sorted(options.items()))
         former = merged.get(key, OptionsOfGroups((), (), options))
         merged[key] = OptionsOfGroups((*former.groups, *numbers), (*former.parameters, *group.params), options)
     return tuple(merged.values())
+
+
+def _plain(item: Blob | StateRecord, values: Values) -> Any:
+    """Read an option that no rule of ours depends on."""
+    try:
+        return values.read(item)
+    except MuonckptError:
+        return "(not plain data)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,8 +387,11 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
         manifest = with_slots_of(manifest, dialect)
     except SourceError as error:
         program, dialect = str(error), None
-    groups = _hyper_parameters(manifest, dialect, values)
-    contents = contents_of(manifest, dialect, groups.values_of(dialect.method_option if dialect else None))
+    most = _MOST_REMOTE_GROUPS if isinstance(checkpoint.path, Remote) else _MOST_GROUPS
+    groups = _hyper_parameters(manifest, dialect, values, most)
+    contents = contents_of(
+        manifest, dialect, groups.values_of(dialect.method_option if dialect else None), groups.names
+    )
     return FirstLook(program, manifest, groups, contents, steps_of(contents, manifest, values, groups))
 
 

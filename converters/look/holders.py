@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,7 @@ from ...record import Boxes, Manifest, StateRecord
 from ...store.damage import rank_in_name
 from ...store.open_checkpoint import StoredPart
 from ...store.reading.dtypes import itemsize
-from .contents import Contents, Role
+from .contents import Contents, Role, ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,16 +233,3 @@ def _alike(members: list[Branch]) -> Branch:
     if len(members) == 1:
         return members[0]
     return replace(members[0], name=ranges(sorted(int(branch.name) for branch in members)), alike=len(members))
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Write ascending numbers with runs as ranges: ``0-3,7``."""
-    text = ""
-    for index, number in enumerate(numbers):
-        follows = index and numbers[index - 1] == number - 1
-        goes_on = index + 1 < len(numbers) and numbers[index + 1] == number + 1
-        if not follows:
-            text += f",{number}"
-        elif not goes_on:
-            text += f"-{number}"
-    return re.sub("^,", "", text)

@@ -23,7 +23,7 @@ from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, open
 from ...store.reading.dtypes import itemsize
 from ...wording import Finding, counted, size
-from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look
+from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look, folded, ranges
 from .holders import (
     Branch,
     StoredShard,
@@ -52,7 +52,8 @@ class Inspection:
         steps: ``least`` and ``most`` of the step counters that were ``read``, and the number of ``counters``.
         optimizer: for each update ``method`` the number of ``parameters``, and of ``matrices`` among them.
         conventions: for each momentum convention the number of ``tensors``, and ``by``: who says so.
-        groups: groups with equal options: their positions (``groups``), the number of ``parameters``, and ``options``.
+        groups: groups with equal options: the ``name`` of what steps them (empty if unknown), their positions
+            (``groups``), the number of ``parameters``, the names of these in short (``holds``), and ``options``.
         unread_groups: the number of groups of one parameter each that were not read because there are many.
         roles: for each role ``tensors``, ``elements``, ``bytes``, ``dtypes`` and ``slots``.
         layouts: each layout on the ranks that wrote, with the number of ``tensors``.
@@ -231,10 +232,7 @@ def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) ->
         steps=dataclasses.asdict(known.steps),
         optimizer=tuple(_methods(contents)),
         conventions=tuple(_conventions(contents, groups)),
-        groups=tuple(
-            {"groups": group.groups, "parameters": len(group.parameters), "options": group.options}
-            for group in groups.groups
-        ),
+        groups=tuple(_groups(contents, groups)),
         unread_groups=groups.unread,
         roles=tuple(
             {"role": str(role), **_sizes(members), "slots": contents.slots_of(role)}
@@ -258,6 +256,21 @@ def _buffers(provenance: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     from .buffer_summary import buffer_summary, labelled_buffers  # imports all of flat buffers
 
     return tuple(buffer_summary(labelled_buffers(provenance)))
+
+
+def _groups(contents: Contents, known: HyperParameters) -> Iterator[dict[str, Any]]:
+    option = contents.dialect.method_option if contents.dialect else None
+    for group in known.groups:
+        members = [contents.parameters[name] for name in group.parameters if name in contents.parameters]
+        methods = {parameter.method.name for parameter in members if parameter.method}
+        said = group.options.get(option or "")
+        yield {
+            "name": said if isinstance(said, str) else methods.pop() if len(methods) == 1 else "",
+            "groups": group.groups,
+            "parameters": len(group.parameters),
+            "holds": folded([known.names.get(name, name) for name in group.parameters]),
+            "options": group.options,
+        }
 
 
 def _methods(contents: Contents) -> Iterator[dict[str, Any]]:
@@ -314,13 +327,11 @@ def _bytes(tensor: StateRecord) -> int:
 
 
 _MOST_LINES = 8
+_MOST_GROUPS = 24
 
 _FIRST = ("algorithm", "lr", "weight_decay", "wd", "momentum", "mu", "betas", "beta1", "beta2", "adamw_betas", "step",
           "convention", "nesterov")  # fmt: skip
 """Options that come first; what programs call them does not matter otherwise."""
-
-_MOST_OPTIONS = 8
-"""The most options of a group that are shown; `--items` and JSON have all."""
 
 _SAID_ELSEWHERE = frozenset({"step", "resharded"})
 
@@ -379,21 +390,51 @@ def _optimizer_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield "optimizer", "; ".join(methods) if methods else "no state"
     for row in inspection.conventions:
         yield "momentum", f"{row['convention'] or 'unknown'} in {counted(row['tensors'], 'tensor')} ({row['by']})"
-    yield from _some("group", [_group_line(group) for group in inspection.groups])
+    yield from _group_lines(inspection.groups)
     if inspection.unread_groups:
-        yield "", f"and {inspection.unread_groups} groups of one parameter, which were not read"
+        yield "", f"and {inspection.unread_groups} groups of one parameter, which were not read (--groups reads them)"
     if inspection.optimizer:
         for note in inspection.notes:
             yield "", note
 
 
-def _group_line(group: Mapping[str, Any]) -> str:
-    numbers = f"{', '.join(map(str, group['groups']))}: " if group["groups"] else ""
-    given = {name: value for name, value in group["options"].items() if value is not None}
-    shown = sorted(given, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))[:_MOST_OPTIONS]
-    options = ", ".join(f"{name} {_value(given[name])}" for name in shown) or "without options"
-    more = f" and {len(given) - len(shown)} more" if len(given) > len(shown) else ""
-    return f"{numbers}{counted(group['parameters'], 'parameter')}, {options}{more}"
+def _group_lines(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Say each option once: of all groups, of those of one name, or of the one group that has it so."""
+    options = [group["options"] for group in groups]
+    names = Counter(group["name"] for group in groups)
+    shared = _shared(options)
+    own = {name: _shared([g["options"] for g in groups if g["name"] == name]) for name in names if names[name] > 1}
+    if len(groups) > 1 and shared:
+        yield "groups", f"all: {_in_words(shared)}"
+    for name, common in own.items():
+        differing = {option: value for option, value in common.items() if option not in shared and value != name}
+        if differing and len(names) > 1:
+            yield "groups", f"{name or 'others'}: {_in_words(differing)}"
+    for group in groups[:_MOST_GROUPS]:
+        known = {**shared, **own.get(group["name"], {})} if len(groups) > 1 else {}
+        mine = {o: value for o, value in group["options"].items() if o not in known and value != group["name"]}
+        numbers = f"{ranges(group['groups'])}: " if group["groups"] else ""
+        name = f"{group['name']}, " if group["name"] else ""
+        held, more = group["holds"][:_MOST_LINES], len(group["holds"]) - _MOST_LINES
+        holds = f" ({', '.join(held)}{f' and {more} more' if more > 0 else ''})" if held else ""
+        words = f": {_in_words(mine)}" if mine else "" if known else ", without options"
+        yield "group", f"{numbers}{name}{counted(group['parameters'], 'parameter')}{holds}{words}"
+    if len(groups) > _MOST_GROUPS:
+        yield "", f"and {len(groups) - _MOST_GROUPS} groups with other options (--groups)"
+
+
+def _shared(options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the options that all groups have, with the same values."""
+    first, *others = options or ({},)
+    return {name: value for name, value in first.items()
+            if all(name in other and repr(other[name]) == repr(value) for other in others)}  # fmt: skip
+
+
+def _in_words(options: Mapping[str, Any]) -> str:
+    ordered = sorted(options, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+    said = ", ".join(f"{name} {_value(options[name])}" for name in ordered if options[name] is not None)
+    unset = ", ".join(name for name in ordered if options[name] is None)
+    return "; ".join(filter(None, (said, unset and f"not set: {unset}")))
 
 
 def _value(value: object) -> str:

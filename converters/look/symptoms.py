@@ -9,7 +9,7 @@ from ...errors import LayoutError
 from ...record import Manifest
 from ...store.damage import rank_in_name
 from ...wording import Finding
-from .contents import Contents, HyperParameters, Role, StatefulParameter, StepCounts, unnumbered
+from .contents import Contents, HyperParameters, Role, StatefulParameter, StepCounts, layer_of
 
 
 def symptoms_of(
@@ -23,6 +23,8 @@ def symptoms_of(
         except LayoutError as error:
             found.append(Finding("hole", str(error), (tensor.key,)))
     found += _files(lost)
+    if found:
+        found += _ranks(manifest)
     found += _muon_off(contents)
     found += _unfit_state(contents)
     found += _without_partner(contents, groups)
@@ -32,11 +34,10 @@ def symptoms_of(
         found.append(
             Finding(
                 "steps",
-                f"parameters have taken different numbers of steps: {steps.least} to {steps.most} (usual for experts "
-                "and parameters that joined later)",
+                f"parameters have taken different numbers of steps: {steps.least} to {steps.most} (an expert without "
+                "tokens, or a parameter that joined later, takes fewer)",
             )
         )
-    found += _ranks(manifest)
     return tuple(found)
 
 
@@ -51,7 +52,10 @@ def _files(lost: Mapping[str, int | None]) -> Iterator[Finding]:
 
 
 def _ranks(manifest: Manifest) -> Iterator[Finding]:
-    """Report ranks between 0 and the last that have no file."""
+    """Report ranks between 0 and the last that have no file, where elements are missing.
+
+    Otherwise it means nothing: of replicas, one is enough.
+    """
     ranks = {rank_in_name(file) for file in (*manifest.columns.names, *(blob.item.file for blob in manifest.blobs))}
     known = {rank for rank in ranks if rank is not None}
     if None in ranks or not known:
@@ -61,12 +65,15 @@ def _ranks(manifest: Manifest) -> Iterator[Finding]:
     absent = [rank for rank in range(last) if rank not in known]
     if absent:
         some = ", ".join(map(str, absent[:8])) + (" …" if len(absent) > 8 else "")
-        message = f"no file of rank {some} (of {last}): right only if these ranks hold copies of what others saved"
+        message = f"no file of rank {some} (of {last}), which may have held what is missing"
         yield Finding("missing_rank", message, tuple(map(str, absent)))
 
 
 def _muon_off(contents: Contents) -> Iterator[Finding]:
-    """Report matrices that carry element-wise state where others carry momentum."""
+    """Report matrices that carry element-wise state where most of their siblings in other layers carry momentum.
+
+    Embeddings, heads, routers and stacks of experts usually do in all layers, and so do all layers of some models.
+    """
     momentum, moments = (set(contents.slots_of(role)) for role in (Role.MOMENTUM, Role.MOMENTS))
 
     def is_by_muon(parameter: StatefulParameter) -> bool:
@@ -79,22 +86,14 @@ def _muon_off(contents: Contents) -> Iterator[Finding]:
     others = [p for p in matrices if not is_by_muon(p) and moments & p.state.keys()]
     if not by_muon:
         return
-    siblings = {unnumbered(p.name) for p in by_muon}
-    off = [p.name for p in others if unnumbered(p.name) in siblings and unnumbered(p.name) != p.name]
+    on, without = (Counter(p.alike for p in ps) for ps in (by_muon, others))
+    off = [p.called for p in others if on[p.alike] >= without[p.alike]]
     if off:
         yield Finding.listing(
             "muon_off",
             f"Muon is off for {_are(off, 'matrix', 'matrices')}, whose siblings in other layers carry momentum, "
             "not Adam's state",
             off,
-        )
-    rest = [p.name for p in others if p.name not in set(off)]
-    if rest:
-        yield Finding.listing(
-            "elementwise_matrix",
-            f"{_are(rest, 'matrix carries', 'matrices carry')} element-wise (Adam) state, where {len(by_muon)} "
-            "others carry momentum (usual for embeddings, heads and routers only)",
-            rest,
         )
 
 
@@ -119,19 +118,30 @@ def _unfit_state(contents: Contents) -> Iterator[Finding]:
 
 
 def _without_partner(contents: Contents, groups: HyperParameters) -> Iterator[Finding]:
-    """Report parameters without state where others have some, and state without parameters."""
+    """Report parameters without state where others have some, and state without parameters.
+
+    Buffers, tied and frozen parameters have none, and neither have frozen layers: what is in no group is reported only
+    if most of its siblings in other layers have state, and something else in its own layer has.
+    """
     parameters = contents.parameters.values()
     if not any(p.state for p in parameters) or not any(p.weight for p in parameters):
         return
     if contents.dialect and contents.dialect.numbered:  # numbers have no names to compare with
         return
     grouped = {name for group in groups.groups for name in group.parameters}
-    bare = [p.name for p in parameters if not p.state and p.weight]
-    listed, loose = [n for n in bare if n in grouped], [n for n in bare if n not in grouped]
+    bare = [p for p in parameters if not p.state and p.weight]
+    trained, without = Counter(p.alike for p in parameters if p.state), Counter(p.alike for p in bare)
+    layers = {layer_of(p.name) for p in parameters if p.state}
+    listed = [p.name for p in bare if p.name in grouped]
+    loose = [
+        p.name
+        for p in bare
+        if p.name not in grouped and trained[p.alike] >= without[p.alike] and layer_of(p.name) in layers
+    ]
     orphans = [p.name for p in parameters if p.weight is None and p.state]
     for kind, names, message in (
-        ("no_state", listed, "no state, though in a parameter group (no gradient has come)"),
-        ("no_state", loose, "no state (usual for buffers, tied and frozen parameters only)"),
+        ("no_state", listed, "no state, though in a parameter group (frozen, or no gradient has come)"),
+        ("no_state", loose, "no state, where siblings in other layers have some"),
         ("no_parameter", orphans, "state, but no weight has this name"),
     ):
         if names:
@@ -139,20 +149,20 @@ def _without_partner(contents: Contents, groups: HyperParameters) -> Iterator[Fi
 
 
 def _dtypes(contents: Contents) -> Iterator[Finding]:
-    """Report more than one dtype in a slot, or among the weights of one parameter in all layers."""
+    """Report more than one dtype of one parameter in all layers, among its weights or in a slot of its state."""
     by_kind: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for parameter in contents.parameters.values():
+        pattern, _ = parameter.alike
         for slot, tensor in parameter.state.items():
-            by_kind["slot", slot][tensor.key] = tensor.dtype
+            by_kind[f"slot {slot}", pattern][tensor.key] = tensor.dtype
         if parameter.weight:
-            by_kind["weights", unnumbered(parameter.name)][parameter.weight.key] = parameter.weight.dtype
+            by_kind["weights", pattern][parameter.weight.key] = parameter.weight.dtype
     for (kind, name), dtypes in by_kind.items():
         if len(counts := Counter(dtypes.values())) > 1:
             usual = counts.most_common(1)[0][0]
             odd = tuple(key for key, dtype in dtypes.items() if dtype != usual)
             numbers = ", ".join(f"{dtype} in {count}" for dtype, count in counts.most_common())
-            where = f"slot {name}" if kind == "slot" else f"weights {name}"
-            yield Finding.listing("dtype", f"{where}: more than one dtype, {numbers} tensors", odd)
+            yield Finding.listing("dtype", f"{kind} of {name}: more than one dtype, {numbers} tensors", odd)
 
 
 def _conventions(contents: Contents, groups: HyperParameters) -> Iterator[Finding]:

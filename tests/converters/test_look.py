@@ -16,7 +16,7 @@ from support.golden import golden
 from support.sharded import manifest_edited
 
 import muonckpt
-from muonckpt.converters.look.holders import ranges
+from muonckpt.converters.look.contents import ranges
 
 LAYERS = range(3)
 MATRICES = [f"layers.{layer}.{name}.weight" for layer in LAYERS for name in ("up", "down")]
@@ -99,6 +99,7 @@ def another_dtype(state):
 
 
 def embedding(state):
+    """Also with the shape of the matrices, and next to modules that have numbers."""
     state["model"]["embed.weight"] = torch.ones(9, 4)
     state["optimizer"]["state"]["embed.weight"] = adam(9, 4)
     state["optimizer"]["param_groups"][1]["params"].append("embed.weight")
@@ -116,7 +117,6 @@ SICK = {
     half_a_method: ("odd_state", (VECTORS[0],)),
     another_shape: ("shape", (MATRICES[0],)),
     another_dtype: ("dtype", (f"model.{MATRICES[4]}",)),
-    embedding: ("elementwise_matrix", ("embed.weight",)),
     late: ("steps", ()),
 }
 
@@ -129,6 +129,144 @@ def test_each_disease_is_named_with_what_has_it_and_nothing_else(disease, tmp_pa
     assert found(inspection) == [SICK[disease]]
     [symptom] = inspection.symptoms
     assert symptom.message in called("inspect", tmp_path / "run").stdout
+
+
+def lora(state):
+    for name in MATRICES:
+        state["optimizer"]["state"].pop(name)
+        state["optimizer"]["param_groups"][0]["params"].remove(name)
+    state["optimizer"]["param_groups"].pop(0)
+
+
+def frozen_layers(state):
+    for name in (*MATRICES[:2], VECTORS[0]):
+        state["optimizer"]["state"].pop(name)
+        for group in state["optimizer"]["param_groups"]:
+            group["params"] = [own for own in group["params"] if own != name]
+
+
+def buffers(state):
+    state["model"] |= {f"layers.{layer}.rotary.inv_freq": torch.ones(2) for layer in LAYERS}
+
+
+def numbered_modules(state):
+    """A Sequential of an embedding, two matrices and a head: its numbers are no layers."""
+    for number, muon in enumerate((False, True, False)):
+        name, shape = f"tail.{number}.weight", (6, 4 + number)
+        state["model"][name] = torch.ones(shape)
+        state["optimizer"]["state"][name] = {"momentum_buffer": torch.ones(shape)} if muon else adam(*shape)
+        state["optimizer"]["param_groups"][0 if muon else 1]["params"].append(name)
+
+
+def norms_in_float32(state):
+    for name in MATRICES:
+        state["model"][name] = state["model"][name].bfloat16()
+        state["optimizer"]["state"][name] = {"momentum_buffer": torch.ones(6, 4).bfloat16()}
+    embedding(state)
+    state["optimizer"]["state"]["embed.weight"] |= {slot: torch.ones(9, 4).bfloat16() for slot in ELEMENTWISE}
+
+
+def half_by_adam(state):
+    """All `down` matrices; and where `up` is by Muon in no more layers than not, nobody knows what was meant."""
+    for name in (*MATRICES[1::2], *MATRICES[0:3:2]):
+        state["optimizer"]["state"][name] = adam(6, 4)
+
+
+def numbered_keys(state):
+    """As torch numbers parameters: by group, whatever the layer."""
+    names = [name for group in state["optimizer"]["param_groups"] for name in group["params"]]
+    embedding(state)
+    state["optimizer"]["state"]["embed.weight"] = adam(6, 4)
+    state["model"]["embed.weight"] = torch.ones(6, 4)
+    names.append("embed.weight")
+    optimizer = state["optimizer"]
+    optimizer["state"] = {number: optimizer["state"][name] for number, name in enumerate(names)}
+    for group in optimizer["param_groups"]:
+        group["params"] = [names.index(name) for name in group["params"]]
+
+
+USUAL = [embedding, lora, frozen_layers, buffers, numbered_modules, norms_in_float32, half_by_adam, numbered_keys]
+
+
+@pytest.mark.parametrize("case", USUAL, ids=lambda case: case.__name__)
+def test_what_is_usual_is_no_symptom(case, tmp_path):
+    state = copy.deepcopy(healthy())
+    case(state)
+    assert found(inspected(state, tmp_path / "run")) == []
+    assert "look at" not in called("inspect", tmp_path / "run").stdout
+
+
+CHECKPOINTS = ["titan_fsdp4/ckpt", "torch_fsdp4/ckpt", "torch_hsdp2x2/ckpt", "dion_fsdp4/ckpt", "xtuner_fsdp4/ckpt",
+               "megatron/fsdp_dtensor/dp4/iter_0000010", "megatron/fsdp_dtensor/dp4tp2ep2/iter_0000010",
+               "megatron/layer_wise/ws4_padded/torch_dist", "megatron/layer_wise/ws4_pingpong/torch_dist"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_healthy_checkpoint_of_another_program_has_no_symptom(name):
+    assert muonckpt.inspect(golden(name)).symptoms == ()
+
+
+def test_a_numbered_parameter_with_a_recorded_name_is_compared_with_its_siblings(tmp_path):
+    state = copy.deepcopy(healthy())
+    muon_off(state)
+    optimizer = state["optimizer"]
+    names = [name for group in optimizer["param_groups"] for name in group["params"]]
+    optimizer["state"] = {number: optimizer["state"][name] for number, name in enumerate(names)}
+    for group in optimizer["param_groups"]:
+        group["param_names"] = group["params"]
+        group["params"] = [names.index(name) for name in group["params"]]
+    inspection = inspected(state, tmp_path / "run")
+    assert found(inspection) == [("muon_off", (MATRICES[2],))]
+    assert [group["holds"] for group in inspection.groups] == [
+        ("layers.*.{up, down}.weight",),
+        ("layers.*.norm.weight",),
+    ]
+
+
+def options_shown(state: dict, path: Path) -> list[str]:
+    inspected(state, path)
+    return [line for line in called("inspect", path).stdout.splitlines() if line.startswith("group")]
+
+
+def test_groups_are_shown_by_name_with_the_options_that_differ(tmp_path):
+    state = copy.deepcopy(healthy())
+    muon, adamw = state["optimizer"]["param_groups"]
+    late = {**muon, "params": muon["params"][4:], "lr": 0.01}
+    muon["params"] = muon["params"][:4]
+    state["optimizer"]["param_groups"] = [muon, late, adamw]
+    assert options_shown(state, tmp_path / "run") == [
+        "groups        all: weight_decay 0.1, convention ema",
+        "groups        muon: momentum 0.95",
+        "group         0: muon, 4 parameters (layers.*.{up, down}.weight): lr 0.02",
+        "group         1: muon, 2 parameters (layers.*.{up, down}.weight): lr 0.01",
+        "group         2: adamw, 3 parameters (layers.*.norm.weight): lr 0.02, betas 0.9/0.95",
+    ]
+
+
+def test_no_option_hides_and_each_is_said_once(tmp_path):
+    state = copy.deepcopy(healthy())
+    many = {f"option{number}": number for number in range(20)}
+    for group in state["optimizer"]["param_groups"]:
+        group |= many
+    state["optimizer"]["param_groups"][1]["lr"] = 0.5
+    shown = "\n".join(options_shown(state, tmp_path / "run"))
+    assert all(shown.count(f"option{number} {number}") == 1 for number in many.values())
+    assert shown.count("lr 0.02") == shown.count("lr 0.5") == 1
+
+
+def test_every_group_is_read_however_many_there_are(tmp_path):
+    """As torchtitan has them, one for each parameter; one of 200 has an option of its own."""
+    names = [f"layers.{number}.up.weight" for number in range(200)]
+    state = {f"state.{name}.momentum_buffer": torch.ones(2, 2) for name in names}
+    for name in names:
+        options = {"lr": 0.01 if "101" in name else 0.02, "momentum": 0.95, "nesterov": True, "ns_steps": 5,
+                   "weight_decay": 0.1, "eps": 1e-7, "ns_coefficients": (3.4, -4.7, 2.0), "adjust_lr_fn": None}  # fmt: skip
+        state |= {f"param_groups.{name}.{option}": value for option, value in options.items()}
+    muonckpt.save({**{name: torch.ones(2, 2) for name in names}, "optimizer": state}, tmp_path / "run")
+    groups = [(group["parameters"], group["options"]["lr"]) for group in muonckpt.inspect(tmp_path / "run").groups]
+    assert groups == [(199, 0.02), (1, 0.01)]
+    shown = called("inspect", tmp_path / "run", "--groups", "--json").stdout
+    assert [len(group["params"]) for group in json.loads(shown)["param_groups"]] == [199, 1]
 
 
 def test_holes_missing_files_and_conventions_that_disagree_are_seen(tmp_path):
