@@ -1,4 +1,4 @@
-"""`muonckpt reshard`, `convert` and `merge`: their options, progress, and the printed report.
+"""`muonckpt reshard`, `convert`, `merge` and `salvage`: their options, progress, and the printed report.
 
 Each option has the name of the Python function's argument; help lists the rare ones at the end.
 """
@@ -6,6 +6,7 @@ Each option has the name of the Python function's argument; help lists the rare 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -259,6 +260,33 @@ def merge_command(
     _rewrite(merge, "merge", sources=sources, average=average, **options)
 
 
+_OF_SALVAGE = ("format", "dry_run", "resume", "verify", "json", "memory", "jobs", "timeout")
+"""The options that `salvage` shares with the others."""
+
+
+@click.command("salvage", cls=RewriteCommand)
+@click.argument("source", type=CHECKPOINT, metavar="BROKEN")
+@click.argument("destination", type=CHECKPOINT, metavar="NEW")
+@click.option("--from", "others", type=CHECKPOINT, multiple=True, metavar="OTHER", help="Fill from it; repeatable.")
+@click.option("--mix-steps", is_flag=True, help="Take boxes from other steps, too.")
+@click.option("--fresh", multiple=True, metavar="GLOB", help="State that may begin as zeros; repeatable.")
+@click.option("--mesh", type=MeshType(), help="Mesh of NEW, if not BROKEN's ranks.")
+@decorated_by(*(_OPTIONS[name] for name in _OF_SALVAGE))
+def salvage_command(**options: Any) -> None:
+    """Write a whole checkpoint NEW out of the damaged one BROKEN, and list every box that was not its own.
+
+    What was whole is copied bit for bit.  What was lost is taken from BROKEN's replicas and its other description, then
+    from each OTHER in turn, then from zeros where --fresh allows it; or it is named, and nothing is written.
+
+    \b
+    muonckpt salvage run/step-3000 run/step-3000.1 --from copy/step-3000
+    muonckpt salvage run/step-3000 run/step-3000.1 --from run/step-2000 --mix-steps --dry-run
+    """
+    from ..converters.salvage import salvage  # the other commands do not need it
+
+    _rewrite(salvage, "salvage", **options)
+
+
 _MOST_FILES = 32
 
 
@@ -289,6 +317,8 @@ def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: boo
         print_line(f"left out: {some_of(report.left_out)}")
     for check in report.checklist:
         print_line(str(check))
+    if report.salvaged:
+        _print_substituted(report)
     if planned:
         print_line(
             f"would check {size(report.checked)} of {report.source}, read {size(report.read)} of it again (whole "
@@ -314,6 +344,21 @@ def _print_plan(report: Report) -> None:
         print_line(f"a rank holds {size(round(mean))} of tensors on average, {size(max(held, default=0))} at most")
     if report.buffers:
         print_buffers(report.buffers)
+
+
+def _print_substituted(report: Report) -> None:
+    """List the boxes that were not the source's own, or if they are many, their number for each tensor."""
+    headers, rows = ("tensor", "box", "taken from", "of step"), list[tuple[object, ...]](report.substituted())
+    if len(rows) > _MOST_FILES:
+        headers = ("tensor", "boxes", "taken from", "of step")
+        counts = Counter((key, name, step) for key, _, name, step in report.substituted())
+        rows = [(key, count, name, step) for (key, name, step), count in counts.items()]
+    if rows:
+        print_table(headers, [tuple("-" if cell is None else cell for cell in row) for row in rows[:_MOST_FILES]])
+    if len(rows) > _MOST_FILES:
+        print_line(f"and of {len(rows) - _MOST_FILES} more tensors (--json)")
+    if report.salvaged and report.salvaged["items"]:
+        print_line(f"items taken: {some_of(list(report.salvaged['items']))}")
 
 
 def _compared(report: Report) -> Iterator[str]:

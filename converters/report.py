@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..box import Box
 from ..columns import UNKNOWN
 from ..record import Manifest
 from ..store.formats.signs import items_beside
@@ -55,6 +56,7 @@ class Report:
         checklist: what became of each thing, and what the user must set in code, with the values found.
         compared: the number of tensors whose fingerprints are compared with the source's.
         fingerprints: of the tensors that were written, by key; None if nothing was written.
+        salvaged: for `salvage`, what was not the source's own, as the provenance records it (docs/guide/salvage.md).
     """
 
     source: str
@@ -79,6 +81,7 @@ class Report:
     checklist: tuple[Check, ...]
     compared: int
     fingerprints: Mapping[str, str | None] | None = None
+    salvaged: Mapping[str, Any] | None = None
 
     def finished(self, manifest: Manifest) -> Report:
         """Return the report when everything has been written."""
@@ -86,6 +89,14 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def substituted(self) -> Iterator[tuple[str, Box, str, int | float | None]]:
+        """Yield the boxes that `salvage` took: the tensor's key, the box, its source, and the step of that."""
+        if self.salvaged is not None:
+            boxes = [Box(tuple(lo), tuple(hi)) for lo, hi in self.salvaged["boxes"]]
+            tensors, sources, taken = self.salvaged["tensors"], self.salvaged["sources"], self.salvaged["taken"]
+            for tensor, box, source in zip(taken["tensor"], taken["box"], taken["source"], strict=True):
+                yield tensors[tensor], boxes[box], sources[source]["name"], sources[source]["step"]
 
 
 def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> Report:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .converters.options import Execution, Translation
     from .converters.report import Report
     from .converters.rewrite import convert, reshard
+    from .converters.salvage import salvage
     from .forecasting.prospects import Prospect, forecast
     from .forecasting.topologies import Rates
     from .layouts.boxed_tensor import BoxedTensor
@@ -93,6 +94,7 @@ __all__ = [
     "redistribute",
     "report",
     "reshard",
+    "salvage",
     "save",
     "stats",
     "verify",
@@ -112,6 +114,7 @@ _NAMES = {
     ".converters.options": ("Execution", "Translation"),
     ".converters.report": ("Report",),
     ".converters.rewrite": ("convert", "reshard"),
+    ".converters.salvage": ("salvage",),
     ".forecasting.prospects": ("Prospect", "forecast"),
     ".forecasting.topologies": ("Rates",),
     ".layouts.boxed_tensor": ("BoxedTensor",),

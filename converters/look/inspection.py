@@ -333,7 +333,7 @@ _FIRST = ("algorithm", "lr", "weight_decay", "wd", "momentum", "mu", "betas", "b
           "convention", "nesterov")  # fmt: skip
 """Options that come first; what programs call them does not matter otherwise."""
 
-_SAID_ELSEWHERE = frozenset({"step", "resharded"})
+_SAID_ELSEWHERE = frozenset({"step", "resharded", "salvaged"})
 
 
 def overview(inspection: Inspection) -> Iterator[tuple[str, str]]:
@@ -351,6 +351,8 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
             yield name, value if isinstance(value, str) else json.dumps(value)
     for step in inspection.provenance.get("resharded") or ():
         yield "resharded", _resharded(step)
+    for step in inspection.provenance.get("salvaged") or ():
+        yield "salvaged", _salvaged(step)
     yield from _step_lines(inspection)
     yield from _optimizer_lines(inspection)
     yield "tensors", f"{inspection.tensors} in {counted(inspection.chunks, 'chunk')}, {size(inspection.bytes)}"
@@ -464,6 +466,23 @@ def _resharded(step: Mapping[str, Any]) -> str:
     named = {"program", "source", "mesh", "layout"}
     more = "".join(f", {name} {json.dumps(value)}" for name, value in step.items() if name not in named and value)
     return f"from {step.get('source')} to {step.get('layout')}{on}{more}, by {step.get('program')}"
+
+
+def _salvaged(step: Mapping[str, Any]) -> str:
+    """Say what is not of the checkpoint that was damaged, by source; the boxes are in the provenance."""
+    try:
+        boxes, items = Counter(step["taken"]["source"]), Counter(step["items"].values())
+        given = []
+        for number in sorted(boxes.keys() | items.keys()):
+            tensors = {t for t, s in zip(step["taken"]["tensor"], step["taken"]["source"], strict=True) if s == number}
+            source = step["sources"][number]
+            what = f"{counted(boxes[number], 'box').replace('boxs', 'boxes')} of {counted(len(tensors), 'tensor')}"
+            also = f" and {counted(items[number], 'item')}" if items[number] else ""
+            of = "" if source["step"] is None else f" (step {source['step']})"
+            given.append(f"{what}{also} from {source['name']}{of}")
+        return f"from {step['source']}, and {'; '.join(given) or 'nothing from elsewhere'} (--json)"
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):  # another program's, or damaged
+        return json.dumps(step)
 
 
 def _some(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:

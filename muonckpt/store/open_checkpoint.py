@@ -365,14 +365,17 @@ class OpenCheckpoint:
     A context manager, which closes the files at its end.  Arrays that were read stay valid.  It may have `faults`, for
     which `open` refuses it.
 
+    Args:
+        format: by which it is read, where it has several descriptions; None means the one that its files show.
+
     Raises:
         SourceError: there is no checkpoint, or its metadata are damaged or refused.
     """
 
     @gc_paused()
-    def __init__(self, path: Location) -> None:
+    def __init__(self, path: Location, format: Format | None = None) -> None:
         self.path = path
-        self.format: Format = format_of(path)
+        self.format: Format = format or format_of(path)
         """``format.name`` is what a user calls it."""
         self._reader = self.format.read(path)
         self._tensors = TensorReader(self._reader)

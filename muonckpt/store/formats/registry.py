@@ -85,6 +85,7 @@ RANK_STATE = Format(
         "optimizer*_rank[0-9]*.bin",
     ),
     weaker_signs=((), ("[A-Za-z]*_0.pt",)),
+    remains=f"{_FORMATS}.trainers.rank_state:remains",
 )
 NANOCHAT = Format(
     "nanochat's files of ranks",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -66,6 +66,8 @@ class Format:
         written_as: the word for ``--format``, if the format is written too.
         writer: a function that returns a `Container` (``converters/engine/container.py``), or its import path.  It is
             called without arguments, or with ``shard_bytes`` if the container is not of ranks and a size was given.
+        remains: reads what is left of a damaged checkpoint without the files of some names, where ``reader`` needs them
+            all or knows one replica of each box only: a function like it with a set of names, or its import path.
     """
 
     name: str
@@ -74,6 +76,13 @@ class Format:
     weaker_signs: tuple[tuple[str, ...], ...] = ()
     written_as: str | None = None
     writer: Callable[..., Any] | str | None = None
+    remains: Callable[[Location, Collection[str]], Reader] | str | None = None
+
+    def without(self, files: Collection[str]) -> Format | None:
+        """Return the format that reads what is left without these files; None if ``reader`` does so itself."""
+        if self.remains is None:
+            return None
+        return replace(self, reader=lambda path: imported(self.remains)(path, files), remains=None)
 
     def read(self, path: Location) -> Reader:
         """Read a checkpoint's metadata.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -73,8 +73,25 @@ def reader(path: Location) -> LocatedReader:
         SourceError: the file of a rank is missing or damaged, ranks contradict each other, or a file holds more than
             tensors and plain data; nothing in it is run.
     """
+    return _read(path, None)
+
+
+def remains(path: Location, without: Collection[str]) -> LocatedReader:
+    """Read what is left of such a folder, as if these files, and those that cannot be opened, were missing.
+
+    Where no other rank has a replica of what a missing rank held, tensors have holes.
+
+    Raises:
+        SourceError: as `reader`, but for files that are missing or damaged.
+    """
+    return _read(path, without)
+
+
+def _read(path: Location, without: Collection[str] | None) -> LocatedReader:
     listed = sorted(str(entry.name) for entry in path.iterdir())
     files = _rank_files(listed)
+    if without is not None:
+        files = [file for file in files if file.name not in without and _opens(path, file.name)]
     if not files:
         raise SourceError(
             f"{path}: expected files of ranks such as model_world_size_8_rank_0.pt, with at most six digits a number, "
@@ -84,10 +101,10 @@ def reader(path: Location) -> LocatedReader:
     for file in sorted(files, key=lambda file: file.rank):
         by_root[file.root].append(file)
     with about(path):
-        world = _world(by_root)
+        world = _world(by_root) if without is None else 1 + max(file.rank for file in files)
         names = NamesFile.beside(path)
         contents = {root: [read_torch_file(path, file.name) for file in own] for root, own in sorted(by_root.items())}
-        joined = _Joined([], HeldItems(), [])
+        joined = _Joined([], HeldItems(), [], partial=without is not None)
         order: dict[str, Index] = {}
         numbered: dict[str, None] = {}
         for root, ranks in contents.items():
@@ -107,6 +124,14 @@ def reader(path: Location) -> LocatedReader:
     checksums = checksums_inside((file for ranks in contents.values() for file in ranks), joined.tensors)
     provenance = {"ranks": world, signs.NOT_READ: others or None, signs.NUMBERED: [*numbered] or None}
     return trainer_reader(path, joined.tensors, joined.items, checksums, provenance, joined.faults)
+
+
+def _opens(path: Location, name: str) -> bool:
+    try:
+        read_torch_file(path, name)
+    except SourceError:
+        return False
+    return True
 
 
 def _rank_files(listed: Sequence[str]) -> list[_RankFile]:
@@ -184,11 +209,12 @@ def _parameters(values: Mapping[KeyPath, object]) -> dict[str, Index]:
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """The tensors and items of all ranks, and the damage found."""
+    """The tensors and items of all ranks, or if it is ``partial`` of some, and the damage found."""
 
     tensors: list[StateRecord]
     items: HeldItems
     faults: list[SourceError]
+    partial: bool
 
     def add(self, ranks: Sequence[Mapping[KeyPath, object]], opened: Sequence[TorchFile]) -> None:
         check_same_keys(ranks, opened)
@@ -226,7 +252,7 @@ class _Joined:
 
     def _add_sharded(self, path: KeyPath, parts: Sequence[RankPart], files: Sequence[str]) -> None:
         first = parts[0]
-        if math.prod(first.sizes) != len(parts):
+        if math.prod(first.sizes) != len(parts) and not self.partial:
             raise SourceError(
                 f"expected a part of every rank of a mesh of sizes {first.sizes}, found the files of {len(parts)} ranks"
             )

@@ -1,0 +1,140 @@
+"""Writes a whole checkpoint out of a damaged one, and lists every box that did not come from it as it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+
+from ..errors import DestinationError, SourceError, TargetError
+from ..record import MANIFEST_FILE
+from ..store.audit import audit, payload_bytes
+from ..store.damage import Damage
+from ..store.formats.registry import DCP, OWN, format_of
+from ..store.formats.signs import METADATA_FILE
+from ..store.io.location import Location, Remote, location
+from ..store.open_checkpoint import OpenCheckpoint, open
+from .engine.container import container_of
+from .engine.job import check_destination, make_job
+from .engine.workers import joined
+from .merge.filling import Filling, FillingSource
+from .options import IN_ONE_GO, Execution
+from .report import Report
+from .rewrite import check_use, default_format, target_of
+from .target.topology import ROWS
+
+
+def salvage(
+    source: str | os.PathLike[str] | Remote,
+    destination: str | os.PathLike[str] | Remote,
+    *,
+    others: Sequence[str | os.PathLike[str] | Remote] = (),
+    mix_steps: bool = False,
+    fresh: Sequence[str] = (),
+    mesh: Mapping[str, int] | None = None,
+    format: str | None = None,
+    execution: Execution = IN_ONE_GO,
+) -> Report | None:
+    """Write a whole checkpoint out of a damaged one, without torch; what was whole is copied bit for bit.
+
+    The damaged checkpoint is read whole first.  What it has lost is taken from its replicas, from its other description
+    (``muonckpt.json`` and ``.metadata``), from ``others`` in their order, and from zeros.  If anything is still lost
+    then, nothing is written.  ``salvaged`` of the report lists every box that was taken, as the provenance of the
+    result does.
+
+    Args:
+        source: the damaged checkpoint, of any format.
+        others: checkpoints that may fill what is lost, each checked in what is taken from it: of the same step, such as
+            a copy or a consolidated file, or of another one.
+        mix_steps: take boxes and items also from checkpoints of other steps, or of unknown ones.
+        fresh: shell patterns of state that may begin anew, as zeros, where no checkpoint has it: momenta, moments and
+            step counters, never weights.
+        mesh: of the destination; None means as many ranks as have written the source.
+        format: the format to write; None means the one that `reshard` would write.
+
+    Returns:
+        What was done, or would be.  If several processes share the work: None in all but the coordinator, rank 0.
+
+    Raises:
+        TargetError: nothing is lost, or an argument does not fit the checkpoint.
+        SourceError: nothing has what is lost, which is named; or one of ``others`` is not of this model.
+        DestinationError: the destination exists, lies inside a source, or cannot be written.
+        Interrupted: the work can be resumed.
+        LaunchError: the environment contradicts itself about the processes, or they do different work.
+    """
+    with joined(os.environ, execution.timeout) as workers, ExitStack() as stack:
+        place = location(destination, DestinationError)
+        readable, unread = _descriptions(location(source, SourceError))
+        broken, *descriptions = map(stack.enter_context, readable)
+        opened = [stack.enter_context(open(other)) for other in others]
+        container = container_of(format or default_format(broken, None))
+        target = target_of(mesh or {"dp": _ranks(broken)}, {}, ROWS)
+        check_use(container, target.mesh, False, ROWS)
+        for one in (broken, *opened):
+            check_destination(one.path, place, container)
+        size = payload_bytes(broken.outline)
+        found = audit(broken, lambda count: execution.progress(count, 3 * size), execution.jobs)
+        if not unread and not found.damage and all(finding.kind == "nonfinite" for finding in found.findings):
+            raise TargetError(f"{broken.path} is whole: nothing of it is lost, so there is nothing to salvage")
+        if found.damage and (replicas := _replicas(broken, found.damage)):
+            descriptions = [stack.enter_context(replicas)]
+        own = [FillingSource.of("itself", one, True) for one in descriptions if found.damage]
+        work = Filling.of(broken, found.damage, [*own, *(FillingSource.of(str(one.path), one) for one in opened)])
+        work.fill(mix_steps, fresh, execution.jobs)
+        salvaged, outputs = work.outputs()
+        job = make_job(salvaged, target, (), lambda _: outputs, container)
+        entry = salvaged.provenance["salvaged"][-1]
+        later = replace(execution, progress=lambda count, total: execution.progress(count, size + total))
+        report = later.run(job, place, (entry["damage"], *entry["notes"]), workers)
+        return report and replace(report, salvaged=entry)
+
+
+def _descriptions(path: Location) -> tuple[list[OpenCheckpoint], list[SourceError]]:
+    """Open a checkpoint by each description of it that can be read, the fullest first; return why others cannot.
+
+    Raises:
+        SourceError: there is none.
+    """
+    named = ((OWN, MANIFEST_FILE), (DCP, METADATA_FILE)) if path.is_dir() else ()
+    formats = [format for format, name in named if (path / name).exists()] or [format_of(path)]
+    opened: list[OpenCheckpoint] = []
+    errors: list[SourceError] = []
+    for format in formats:
+        try:
+            opened.append(OpenCheckpoint(path, format))
+        except SourceError as error:
+            errors.append(error)
+            if left := format.without(()):  # there may be replicas of what is missing
+                opened.append(OpenCheckpoint(path, left))
+    for fault in opened[0].faults if opened and format_of(path).remains else ():
+        raise fault  # replicas differ, and nothing tells which is right
+    if not opened:
+        raise type(errors[0])(
+            f"{'; '.join(map(str, errors))}. Nothing else says what lies where in its files, so nothing can be "
+            "salvaged: restore the description from a copy of this checkpoint, or go back to the step before"
+        )
+    return opened, errors
+
+
+def _replicas(broken: OpenCheckpoint, damage: Damage) -> OpenCheckpoint | None:
+    """Open what a damaged checkpoint is without the files that have damage, where ranks have replicas in others."""
+    columns = broken.outline.columns
+    files = {*damage.files, *(columns.names[number] for number in np.unique(columns.file[damage.chunks]).tolist())}
+    format = format_of(broken.path).without(files)
+    try:
+        return None if format is None else OpenCheckpoint(broken.path, format)
+    except SourceError:
+        return None
+
+
+def _ranks(checkpoint: OpenCheckpoint) -> int:
+    """Return how many ranks a checkpoint is for, as far as it says so."""
+    provenance = checkpoint.provenance
+    match provenance.get("resharded"):
+        case [*_, {"mesh": dict(mesh)}]:
+            return max(int(np.prod([size for size in mesh.values() if isinstance(size, int)], dtype=np.int64)), 1)
+    ranks = provenance.get("world") or provenance.get("ranks")
+    return ranks if isinstance(ranks, int) and ranks > 0 else max(len(checkpoint.outline.columns.names), 1)
