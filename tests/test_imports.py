@@ -79,8 +79,8 @@ RULES = {
     "converters/engine converters/programs",
     "converters/compare": "errors box key_search record store store/io store/reading store/formats converters/engine "
     "converters/look converters/translate wording converters/programs",
-    "converters/merge": "errors box chunks fingerprint key_search layout overlap record version vocabulary wording store "
-    "store/io store/reading converters/compare converters/engine converters/look converters/translate "
+    "converters/merge": "errors box chunks fingerprint key_search layout overlap record version vocabulary wording "
+    "store store/io store/reading converters/compare converters/engine converters/look converters/translate "
     "converters/programs",
     "converters/look": "errors box key_search wording columns record vocabulary layouts/buffers store/io store "
     "store/reading converters/translate converters/programs",

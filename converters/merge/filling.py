@@ -18,6 +18,7 @@ import numpy as np
 from ...box import Box, Index
 from ...chunks import Boxes, Chunks, Strides, chunks_numbered
 from ...errors import MuonckptError, SourceError, about
+from ...key_search import keys_matching, names_of
 from ...layout import Fragment, Place, TensorLayout, dense, holes_in
 from ...overlap import IntArray, overlaps
 from ...record import Blob, Manifest, StateRecord
@@ -28,7 +29,7 @@ from ...version import PROGRAM
 from ...vocabulary import BEGIN_AS_ZEROS, MOMENTUM
 from ...wording import counted
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
-from ..look.contents import FirstLook, first_look, keys_matching
+from ..look.contents import FirstLook, first_look
 from .joined import JoinedCheckpoints
 
 Name = tuple[str, str | None]
@@ -182,7 +183,7 @@ class Filling:
                     self.left[key] = rest
             for key in self.damage.items - self.items.keys():
                 self._take_item(number, source, key, mix_steps)
-        begun = keys_matching(fresh, list(of_key)) if fresh else set()
+        begun = keys_matching(fresh, list(of_key), names_of(self.kept)) if fresh else set()
         for key in [key for key in self.left if key in begun]:
             if of_key[key].slot in BEGIN_AS_ZEROS:
                 zeros = tuple((box, 0) for box in self.left.pop(key))
