@@ -16,7 +16,8 @@ from ..converters.look.run_history import history_of
 from ..record import StateRecord
 from ..store.damage import rank_in_name
 from ..store.io.location import Location
-from ..store.open_checkpoint import OpenCheckpoint, StoredPart, open
+from ..store.open_checkpoint import OpenCheckpoint, StoredPart
+from ..store.opening import open
 from ..store.reading.dtypes import itemsize
 from ..wording import counted, size
 from .argument_types import CHECKPOINT, WordType

@@ -14,7 +14,8 @@ from ..store.formats.native import is_torch_dist
 from ..store.formats.registry import BUFFERS
 from ..store.formats.signs import NOT_READ, items_beside
 from ..store.io.location import Remote, location
-from ..store.open_checkpoint import OpenCheckpoint, open
+from ..store.open_checkpoint import OpenCheckpoint
+from ..store.opening import open
 from .engine.container import Container, container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from .layouts.boxed_tensor import BoxedTensor
     from .page.checkpoint_page import Page, report
     from .store.audit import AuditReport, verify
-    from .store.open_checkpoint import OpenCheckpoint, open
+    from .store.open_checkpoint import OpenCheckpoint
+    from .store.opening import open
 
 __all__ = [
     "ArgumentError",
@@ -120,7 +121,8 @@ _NAMES = {
     ".layouts.boxed_tensor": ("BoxedTensor",),
     ".page.checkpoint_page": ("Page", "report"),
     ".store.audit": ("AuditReport", "verify"),
-    ".store.open_checkpoint": ("OpenCheckpoint", "open"),
+    ".store.open_checkpoint": ("OpenCheckpoint",),
+    ".store.opening": ("open",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 

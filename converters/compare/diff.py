@@ -17,7 +17,8 @@ from ...key_search import keys_matching, names_of
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io.limits import gc_paused
 from ...store.io.location import Remote
-from ...store.open_checkpoint import OpenCheckpoint, checked_blob, open
+from ...store.open_checkpoint import OpenCheckpoint, checked_blob
+from ...store.opening import check_files, open
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
@@ -142,7 +143,7 @@ def diff(
                 _Side.of(opened, cache(partial(first_look, opened)), to_dialect, program) for opened, program in both
             ]
         for side in sides:
-            side.opened.check_files()
+            check_files(side.opened)
         if select:
             keys = [*dict.fromkeys(key for side in sides for key in (*side.tensors, *side.items))]
             where = " in " + " or ".join(side.place for side in sides)

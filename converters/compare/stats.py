@@ -17,7 +17,8 @@ from ...errors import SourceError
 from ...key_search import keys_matching, names_of
 from ...record import StateRecord
 from ...store.io.location import Remote
-from ...store.open_checkpoint import OpenCheckpoint, open
+from ...store.open_checkpoint import OpenCheckpoint
+from ...store.opening import open
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
 from ...store.small_tensors import stacked

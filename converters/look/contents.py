@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from ...box import Index
 from ...errors import MuonckptError, SourceError
 from ...record import Blob, Manifest, StateRecord
+from ...store.damage import OTHER_STATE, Kind, kinds_by_slot
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, Values
 from ...vocabulary import PARAMS
@@ -50,6 +51,20 @@ _ROLES: Mapping[str, Role] = MappingProxyType(
     }
 )
 """Roles by the common names of slots."""
+
+_KINDS: Mapping[Role, str] = MappingProxyType(
+    {
+        Role.WEIGHTS: "weights",
+        Role.MOMENTUM: "momenta",
+        Role.MOMENTS: "moments",
+        Role.MASTERS: "master weights",
+        Role.STEPS: "step counters",
+        Role.STATE: OTHER_STATE,
+        Role.OPTIONS: "options",
+        Role.OTHER: "other tensors",
+    }
+)
+"""What people call the tensors of a role."""
 
 _SHAPED = frozenset({"momentum", "first", "second", "master"})
 """Slots, by their common names, that are shaped like their parameter."""
@@ -141,6 +156,17 @@ def contents_of(
             roles[own.get(slot, Role.STATE)].append(tensor)
         parameters[name] = StatefulParameter(name, names.get(name, name), weights.get(name), slots, method)
     return Contents(dialect, {role: tuple(roles[role]) for role in Role if role in roles}, parameters)
+
+
+def kinds_in(manifest: Manifest) -> Kind:
+    """Return what people call the tensors of a checkpoint of any program, by its keys."""
+    try:
+        dialect = detect(manifest).dialect
+        contents = contents_of(with_slots_of(manifest, dialect), dialect, {})
+    except SourceError:
+        return kinds_by_slot(manifest)
+    known = {tensor.key: _KINDS[role] for role, members in contents.tensors.items() for tensor in members}
+    return lambda tensor: known[tensor.key]
 
 
 def _method(dialect: Dialect, slots: frozenset[str], named: str | None) -> StoredMethod | None:

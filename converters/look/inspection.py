@@ -20,7 +20,8 @@ from ...key_search import key_meant, keys_matching, names_of
 from ...record import Manifest, StateRecord
 from ...store.io.limits import gc_paused
 from ...store.io.location import Remote
-from ...store.open_checkpoint import OpenCheckpoint, open
+from ...store.open_checkpoint import OpenCheckpoint
+from ...store.opening import open
 from ...store.reading.dtypes import itemsize
 from ...wording import Finding, counted, size
 from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look, folded, ranges

@@ -24,7 +24,8 @@ from ..box import Box, Index
 from ..errors import AttestError, SourceError, about
 from ..fingerprint import as_hex, combine, fingerprint
 from ..store.io.location import location
-from ..store.open_checkpoint import OpenCheckpoint, StoredTensor, open
+from ..store.open_checkpoint import OpenCheckpoint, StoredTensor
+from ..store.opening import open
 from ..store.reading.blocks import bands
 from ..store.reading.dtypes import itemsize
 from .all_ranks import decide_on_first, group_ranks, refuse_crossed

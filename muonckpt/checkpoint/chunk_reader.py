@@ -26,7 +26,8 @@ from ..record import Blob, Chunk, Extent, StateRecord
 from ..store.io.checksums import crc32
 from ..store.io.location import Location, Remote
 from ..store.io.ranges import JoinedCrc
-from ..store.open_checkpoint import OpenCheckpoint, checked_blob, open
+from ..store.open_checkpoint import OpenCheckpoint, checked_blob
+from ..store.opening import open
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of
 from .bits import bits_of

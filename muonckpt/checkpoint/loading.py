@@ -21,7 +21,8 @@ from ..columns import UNKNOWN
 from ..errors import ArgumentError, SourceError
 from ..resumption import IN_A_TRAINER, Extra, Globs, LoadReport
 from ..store.io.location import Location, location
-from ..store.open_checkpoint import OpenCheckpoint, open
+from ..store.open_checkpoint import OpenCheckpoint
+from ..store.opening import open
 from .all_ranks import broadcast_from_first, decide_on_first, group_ranks, refuse_crossed, refuse_differing, unusable
 from .attestation import attest_loaded
 from .chunk_reader import ChunkReader, PartlyRead, WhenChecked, Where

@@ -20,7 +20,7 @@ from ..converters.look.contents import Role, first_look
 from ..errors import SourceError, TargetError
 from ..store.io.location import Location
 from ..store.io.regular import read_whole
-from ..store.open_checkpoint import open
+from ..store.opening import open
 from ..store.reading.dtypes import itemsize
 from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
 

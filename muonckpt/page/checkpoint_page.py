@@ -45,7 +45,7 @@ from ..record import Manifest
 from ..store.damage import rank_in_name
 from ..store.io.location import Remote
 from ..store.io.new_file import write_synced
-from ..store.open_checkpoint import open
+from ..store.opening import open
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import Progress
 from ..version import VERSION

@@ -18,7 +18,8 @@ from ..errors import DamageError, LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from ..wording import Finding
-from .damage import NOTHING_LOST, Damage, damage_of_files
+from .damage import Kind, damage_of_files, kinds_by_slot
+from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable
 from .formats.native import stock_metadata
 from .formats.registry import DCP, OWN
 from .formats.signs import MEGATRON_FILE, METADATA_FILE, items_beside
@@ -152,7 +153,7 @@ class AuditReport:
         unchecked: how many chunks have no checksum of any kind.
         fingerprints: computed from the bytes on disk, for every tensor that could be read whole.
         notes: remarks that are no faults.
-        damage: what of it is lost.
+        diagnosis: what is wrong in one sentence, what is lost, and what to do.
     """
 
     tensors: int
@@ -163,7 +164,7 @@ class AuditReport:
     fingerprints: dict[str, str]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
-    damage: Damage = field(default=NOTHING_LOST, compare=False)
+    diagnosis: Diagnosis = field(compare=False)
 
     @property
     def verdict(self) -> Verdict:
@@ -199,8 +200,16 @@ def _batches(tensors: Sequence[StateRecord]) -> Iterator[Sequence[StateRecord]]:
     yield batch
 
 
+Kinds = Callable[[Manifest], Kind]
+"""Says of a checkpoint what people call its tensors."""
+
+
 def verify(
-    path: str | os.PathLike[str] | Remote, *, jobs: int = 2, progress: Progress = lambda count, total: None
+    path: str | os.PathLike[str] | Remote,
+    *,
+    jobs: int = 2,
+    progress: Progress = lambda count, total: None,
+    kinds: Kinds = kinds_by_slot,
 ) -> AuditReport:
     """Check that a checkpoint of any format is whole: what ``muonckpt verify`` prints.
 
@@ -211,20 +220,25 @@ def verify(
         path: a path, or a URL such as ``s3://bucket/step1000``.
         jobs: threads that read and check.
         progress: called with the bytes read since the last call, and with the total.
+        kinds: says what people call the tensors of a checkpoint, where it does not say itself.
 
     Raises:
         SourceError: there is no checkpoint, or what describes it cannot be read at all.
     """
+    place = location(path, SourceError)
     try:
-        opened = OpenCheckpoint(location(path, SourceError))
+        opened = OpenCheckpoint(place)
     except DamageError as error:
-        return AuditReport(0, 0, 0, 0, 0, {}, (Finding("description", str(error)),), ())
+        finding = Finding("description", str(error))
+        return AuditReport(0, 0, 0, 0, 0, {}, (finding,), (), diagnosis_of_unreadable(place, error))
     with opened as checkpoint:
         total = payload_bytes(checkpoint.outline)
-        return audit(checkpoint, lambda count: progress(count, total), jobs)
+        return audit(checkpoint, lambda count: progress(count, total), jobs, kinds)
 
 
-def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) -> AuditReport:
+def audit(
+    checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int, kinds: Kinds = kinds_by_slot
+) -> AuditReport:
     """Verify a checkpoint that is already open; ``passed`` is called with the bytes read since its last call."""
     path, payloads = checkpoint.path, checkpoint.payloads
     manifest = checkpoint.outline
@@ -280,6 +294,8 @@ def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) 
             except MuonckptError as error:
                 findings.append(Finding("blob", str(error), (blob.key,)))
                 lost_items.add(blob.key)
+    every = (*description_faults(checkpoint, framed), *findings)
+    damage = replace(by_files, chunks=lost, items=frozenset(lost_items), read=True)
     return AuditReport(
         tensors=len(manifest.tensors),
         chunks=int((manifest.elements > 0).sum()),
@@ -287,9 +303,9 @@ def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) 
         payload_bytes=payload_bytes(manifest),
         unchecked=unchecked,
         fingerprints=fingerprints,
-        findings=(*description_faults(checkpoint, framed), *findings),
+        findings=every,
         notes=tuple(notes),
-        damage=replace(by_files, chunks=lost, items=frozenset(lost_items), read=True),
+        diagnosis=diagnosis_of(checkpoint, damage, every, kinds(manifest)),
     )
 
 

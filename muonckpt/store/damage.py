@@ -1,27 +1,30 @@
-"""What a checkpoint has lost, in terms of a run, and what to do about it: one description, whoever looks.
+"""What a checkpoint has lost, in terms of a run: one description, whoever looks; `diagnosis` adds what to do about it.
 
 `verify` finds damage by reading everything; `inspect`, `diff`, `report` and `load` by the presence and the sizes of
-files alone.  All of them say it in the same sentence, and give the same commands.
+files alone.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..box import Box
+from ..chunks import Boxes
+from ..errors import SourceError
 from ..layout import holes_in
 from ..record import Manifest, StateRecord
 from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, SECOND_MOMENT, STEP
 from ..wording import counted, size
+from .io.regular import open_regular
 from .open_checkpoint import OpenCheckpoint
 from .reading.dtypes import itemsize
 
@@ -38,11 +41,12 @@ def rank_in_name(file: str) -> int | None:
     return None if match is None else int(match[1] or match[2])
 
 
-_NAMES: Mapping[str | None, str] = MappingProxyType(
+OTHER_STATE = "other state"
+
+_NAMES: Mapping[str, str] = MappingProxyType(
     {
-        None: "weights",
         MOMENTUM: "momenta",
-        SECOND_MOMENT: "second moments",
+        SECOND_MOMENT: "moments",
         EXP_AVG: "moments",
         EXP_AVG_SQ: "moments",
         STEP: "step counters",
@@ -51,10 +55,21 @@ _NAMES: Mapping[str | None, str] = MappingProxyType(
 )
 """What people call the tensors of a slot."""
 
+BEGIN_ANEW = frozenset({"momenta", "moments", "step counters", OTHER_STATE})
+"""Such tensors of an optimizer are zeros when training begins, so that it can begin with them anew."""
+
+Kind = Callable[[StateRecord], str]
+"""Says what people call such tensors, in the plural."""
+
 
 def kind_of(tensor: StateRecord) -> str:
-    """Return what people call such tensors, in the plural, as far as the checkpoint itself says what they are."""
-    return _NAMES.get(tensor.slot, f"state {tensor.slot!r}")
+    """Return what people call such tensors, in the plural, as far as the tensor itself says what it is."""
+    return "weights" if tensor.slot is None else _NAMES.get(tensor.slot, OTHER_STATE)
+
+
+def kinds_by_slot(manifest: Manifest) -> Kind:
+    """Return what people call the tensors of a checkpoint, where it says itself which are state of an optimizer."""
+    return kind_of if any(tensor.slot for tensor in manifest.tensors) else lambda tensor: "tensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +81,7 @@ class Damage:
         chunks: for each chunk, in the order of ``manifest.columns``, whether it is lost.
         items: the keys of the items that are lost.
         files: the files that are missing (None) or shorter than was recorded (their length in bytes).
+        unopened: why files that are there cannot be opened; they are among ``files``, with None.
         holes: boxes of tensors, by key, that no chunk covers, although the tensor has them.
         read: whether all bytes were compared with what was recorded; else only the files' sizes.
     """
@@ -74,6 +90,7 @@ class Damage:
     chunks: NDArray[np.bool_]
     items: frozenset[str] = frozenset()
     files: Mapping[str, int | None] = field(default_factory=dict)
+    unopened: Mapping[str, str] = field(default_factory=dict)
     holes: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
     read: bool = False
 
@@ -81,49 +98,122 @@ class Damage:
         return bool(self.chunks.any() or self.items or self.files or self.holes)
 
     @cached_property
-    def starts(self) -> list[int]:
+    def starts(self) -> NDArray[np.int64]:
         """The number of the first chunk of each tensor, and at the end the number of all."""
-        return np.cumsum([0, *(len(tensor.chunks) for tensor in self.manifest.tensors)]).tolist()
+        return np.cumsum([0, *(len(tensor.chunks) for tensor in self.manifest.tensors)], dtype=np.int64)
+
+    @cached_property
+    def tensors(self) -> tuple[StateRecord, ...]:
+        """The tensors that have lost elements."""
+        lost = np.diff(np.concatenate([[0], np.cumsum(self.chunks)])[self.starts])
+        pairs = zip(self.manifest.tensors, lost.tolist(), strict=True)
+        return tuple(tensor for tensor, count in pairs if count or tensor.key in self.holes)
 
     def lost_boxes(self) -> Iterator[tuple[StateRecord, tuple[Box, ...]]]:
         """Yield the tensors that have lost elements, and the boxes of these."""
-        for tensor, start in zip(self.manifest.tensors, self.starts, strict=False):
-            lost = np.flatnonzero(self.chunks[start : start + len(tensor.chunks)]).tolist()
-            if boxes := (*map(tensor.boxes.__getitem__, lost), *self.holes.get(tensor.key, ())):
-                yield tensor, boxes
+        for tensor in self.tensors:
+            yield tensor, (*self._boxes_of(tensor), *self.holes.get(tensor.key, ()))
 
-    def sentence(self, kind: Callable[[StateRecord], str] = kind_of) -> str:
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {tensor.key: number for number, tensor in enumerate(self.manifest.tensors)}
+
+    def _boxes_of(self, tensor: StateRecord) -> Boxes:
+        """Return the boxes of the chunks that a tensor has lost."""
+        start = self.starts[self._places[tensor.key]]
+        return tensor.boxes.taken(np.flatnonzero(self.chunks[start : start + len(tensor.chunks)]))
+
+    @cached_property
+    def bytes(self) -> int:
+        """The bytes of the elements that are lost."""
+        sizes = np.array([itemsize(tensor.dtype) for tensor in self.manifest.tensors], np.int64)
+        elements = np.where(self.chunks, self.manifest.elements, 0)
+        sums = np.diff(np.concatenate([[0], np.cumsum(elements)])[self.starts])
+        of_holes = (sum(b.numel for b in boxes) * sizes[self._places[key]] for key, boxes in self.holes.items())
+        return int((sums * sizes).sum() + sum(of_holes))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is lost as plain data; the lost boxes are columns, with the number of their tensor."""
+        numbers, lo, hi = list[int](), list[list[int]](), list[list[int]]()
+        for number, tensor in enumerate(self.tensors):
+            own, holes = self._boxes_of(tensor), self.holes.get(tensor.key, ())
+            numbers += [number] * (len(own) + len(holes))
+            lo += [*own.lo.tolist(), *(list(hole.lo) for hole in holes)]
+            hi += [*own.hi.tolist(), *(list(hole.hi) for hole in holes)]
+        return {
+            "bytes": self.bytes,
+            "chunks": int(self.chunks.sum()),
+            "tensors": [tensor.key for tensor in self.tensors],
+            "boxes": {"tensor": numbers, "lo": lo, "hi": hi},
+            "items": sorted(self.items),
+            "files": dict(self.files),
+            "read": self.read,
+        }
+
+    def sentence(self, kind: Kind = kind_of) -> str:
         """Return what is lost, as one sentence for people; ``kind`` says what a tensor is, in the plural."""
-        lost = list(self.lost_boxes())
-        stored = int((self.manifest.elements > 0).sum())
-        bytes_lost = sum(sum(box.numel for box in boxes) * itemsize(tensor.dtype) for tensor, boxes in lost)
         parts = []
-        if lost:
-            parts.append(f"{int(self.chunks.sum())} of {counted(stored, 'chunk')}, {size(bytes_lost)}")
+        if self.tensors:
+            parts.append(self._lost_elements(kind))
         if self.items:
-            parts.append(f"{len(self.items)} of {counted(len(self.manifest.blobs), 'item')} that are not tensors")
-        kinds = Counter(kind(tensor) for tensor, _ in lost)
-        what = ", ".join(f"{name} of {count}" for name, count in kinds.items())
-        of_tensors = f": {what}{' tensors' if len(lost) > 1 else ' tensor'}" if what else ""
+            keys = sorted(self.items)
+            some = ", ".join(keys[:2]) + f" and {len(keys) - 2} more" * (len(keys) > 2)
+            parts.append(f"{len(keys)} of {counted(len(self.manifest.blobs), 'item')} that are not tensors ({some})")
+        if not parts:
+            rest = "tensors and items are whole" if self.read else "all other files have their size"
+            return f"{'; '.join(self._causes())}; {rest}"
+        lost = f"{' and '.join(parts)} {'is' if int(self.chunks.sum()) + len(self.items) == 1 else 'are'} lost"
         rest = "all else is whole" if self.read else "all other files have their size"
-        cause = "; ".join(self._causes()) or "bytes are not those that were written"
-        return f"{cause}: lost are {' and '.join(parts)}{of_tensors}; {rest}" if parts else f"{cause}; {rest}"
+        return f"{'; '.join(self._causes()) or 'bytes are not those that were written'}: {lost}; {rest}"
+
+    def _lost_elements(self, kind: Kind) -> str:
+        chunks, stored = int(self.chunks.sum()), int((self.manifest.elements > 0).sum())
+        kinds = Counter(map(kind, self.tensors))
+        (first, count), *others = kinds.items()
+        named = [f"{first} of {counted(count, 'tensor')}", *(f"{name} of {count}" for name, count in others)]
+        whose = ", ".join(named).replace("tensors of ", "")
+        if not chunks:
+            return f"{size(self.bytes)} ({whose})"
+        return f"{chunks} of {counted(stored, 'chunk')} ({size(self.bytes)}: {whose})"
 
     def _causes(self) -> Iterator[str]:
-        missing = sorted(name for name, length in self.files.items() if length is None)
+        missing = sorted(name for name, length in self.files.items() if length is None and name not in self.unopened)
         cut = sorted(name for name, length in self.files.items() if length is not None)
         for names, fate in ((missing, "missing"), (cut, "cut short")):
             if names:
-                yield f"{_files(names)} {'is' if len(names) == 1 else 'are'} {fate}"
+                yield f"{_files(names)} {'is' if len(names) == 1 else 'are'} {fate}{self._lengths(names)}"
+        for name in sorted(self.unopened)[:1]:
+            yield f"{_files(sorted(self.unopened))} cannot be opened: {self.unopened[name]}"
         columns = self.manifest.columns
-        damaged: defaultdict[str, int] = defaultdict(int)
-        for number, count in zip(*np.unique(columns.file[self.chunks], return_counts=True), strict=True):
-            if (name := columns.names[number]) not in self.files:
-                damaged[name] += int(count)
-        if damaged:
-            yield f"{_files(sorted(damaged))} {'has' if len(damaged) == 1 else 'have'} damaged bytes"
+        damaged = np.bincount(columns.file[self.chunks], minlength=len(columns.names))
+        every = np.bincount(columns.file[self.manifest.elements > 0], minlength=len(columns.names))
+        names = [columns.names[number] for number in np.flatnonzero(damaged) if columns.names[number] not in self.files]
+        other = {columns.names[number] for number in np.flatnonzero((damaged == every) & (every > 1))}
+        for group, fate in (
+            ([name for name in names if name in other], "none of the bytes that were written: another save's, perhaps"),
+            ([name for name in names if name not in other], "damaged bytes"),
+        ):
+            if group:
+                yield f"{_files(sorted(group))} {'has' if len(group) == 1 else 'have'} {fate}"
         if self.holes:
             yield f"no file has some elements of {counted(len(self.holes), 'tensor')}"
+
+    def _lengths(self, names: Sequence[str]) -> str:
+        """Return how long a file is, and how long it was, in brackets, if it is one and not missing."""
+        if len(names) > 1 or (length := self.files[names[0]]) is None:
+            return ""
+        return f" ({length} of {_ends(self.manifest)[names[0]]} bytes)"
+
+
+def _ends(manifest: Manifest) -> dict[str, int]:
+    """Return by file the bytes that it needs to have."""
+    columns = manifest.columns
+    ends = np.zeros(len(columns.names), np.int64)
+    np.maximum.at(ends, columns.file, columns.item + columns.item_length)
+    needed = dict(zip(columns.names, ends.tolist(), strict=True))
+    for blob in manifest.blobs:
+        needed[blob.item.file] = max(needed.get(blob.item.file, 0), blob.item.end)
+    return needed
 
 
 def _files(names: Sequence[str]) -> str:
@@ -155,31 +245,20 @@ def damage_of_files(checkpoint: OpenCheckpoint) -> Damage:
         if tensor.boxes.elements < Box.of(tensor.shape).numel:
             left = holes_in(Box.of(tensor.shape), tensor.boxes, _MOST_HOLES)
             holes[tensor.key] = tuple(left) if len(left) <= _MOST_HOLES else ()
-    return Damage(manifest, lost, items, files, holes)
+    return Damage(manifest, lost, items, files, dict(_unopened(checkpoint, files)), holes)
+
+
+def _unopened(checkpoint: OpenCheckpoint, files: Mapping[str, int | None]) -> Iterator[tuple[str, str]]:
+    for name in (name for name, length in files.items() if length is None):
+        place = checkpoint.payloads.place(name)
+        if place.is_symlink() or place.exists():
+            try:
+                with open_regular(place):
+                    pass
+            except SourceError as error:
+                yield name, str(error)
 
 
 def _length(files: Mapping[str, int | None], name: str) -> int:
     """Return the bytes that a file has, where it is one of these; all there can be for any other."""
     return files[name] or 0 if name in files else np.iinfo(np.int64).max
-
-
-@dataclass(frozen=True, slots=True)
-class Remedy:
-    """Something to do about damage: a ``command`` for a shell, or a line of Python, and what that gives."""
-
-    command: str
-    gives: str
-
-    def __str__(self) -> str:
-        return f"{self.command}\n    {self.gives}"
-
-
-def command(*words: object) -> str:
-    """Return a command of ours as it can be pasted into a shell."""
-    return shlex.join(["muonckpt", *map(str, words)])
-
-
-def numbered(remedies: Iterable[Remedy]) -> str:
-    """Return remedies as the end of an error message: "what to do: (a) …; (b) …"."""
-    listed = [f"({chr(ord('a') + number)}) {one.command}: {one.gives}" for number, one in enumerate(remedies)]
-    return f"What to do: {'; '.join(listed)}" if listed else ""

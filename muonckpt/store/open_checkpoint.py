@@ -1,13 +1,11 @@
-"""A checkpoint, opened and parsed once: every command reads from one, and ``muonckpt.open`` returns one.
+"""A checkpoint, opened and parsed once: every command reads from one, and ``muonckpt.open`` (`opening`) returns one.
 
 Items that are not tensors are decoded as plain data; no code in one is ever run.
 """
 
 from __future__ import annotations
 
-import os
 import struct
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,19 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..box import Box, Index, Selection, box_at, ranges_of
-from ..errors import DamageError, SourceError, about
+from ..errors import SourceError, about
 from ..keys import OptimizerKey, key_of
-from ..record import MANIFEST_FILE, Blob, Chunk, Extent, Manifest, StateRecord
+from ..record import Blob, Chunk, Extent, Manifest, StateRecord
 from ..vocabulary import Convention
 from .formats.registry import DCP, SAFETENSORS, ZARR, format_of
-from .formats.signs import OUR_MARK, items_beside
+from .formats.signs import OUR_MARK
 from .formats.torch_save.inert_pickle import Anything
 from .formats.torch_save.plain_item import plain_value
 from .formats.torch_save.stored_zip import read_members
 from .io import limits
 from .io.checksums import crc32, xxh3_128
 from .io.limits import gc_paused
-from .io.location import Location, Remote, at_each, location
+from .io.location import Location, at_each
 from .io.regular import open_regular
 from .reading.blocks import within
 from .reading.dtypes import dtype
@@ -478,19 +476,6 @@ class OpenCheckpoint:
         sizes = zip(expected, at_each(payloads.directory, size, expected), strict=True)
         return {name: length for name, length in sizes if length is None or length < expected[name]}
 
-    def check_files(self) -> None:
-        """Raise `DamageError` unless every recorded file is there, and long enough.  Reads no data."""
-        lost, beside = self.lost_files, items_beside(self.path)
-        missing = [str(self.payloads.place(name)) for name, length in lost.items() if length is None]
-        missing += [str(self.path / MANIFEST_FILE)] * self.lacks_manifest
-        missing += [str(beside)] * (self.items_digest is not None and not beside.exists())
-        cut = [f"{self.payloads.place(name)} ({length} bytes)" for name, length in lost.items() if length is not None]
-        found = [f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("cut short", cut)) if names]
-        if found:
-            raise DamageError(
-                f"{self.path}: expected every recorded file whole, found {'; '.join(found)}; restore them from a copy"
-            )
-
     @property
     def outline(self) -> Manifest:
         """The manifest in the metadata, in which the places of a chunk's elements may be unknown."""
@@ -520,30 +505,6 @@ class OpenCheckpoint:
     @cached_property
     def values(self) -> Values:
         return Values(self.payloads, self._tensors)
-
-
-def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
-    """Open a checkpoint of any known format, in a folder, a file, or an object store.
-
-    Reads its metadata; needs no torch.
-
-    Args:
-        path: a path, or a URL such as ``s3://bucket/step1000``.
-
-    Raises:
-        SourceError: there is no checkpoint, its metadata are damaged or refused, or no installed library supports the
-            protocol.
-    """
-    checkpoint = OpenCheckpoint(location(path, SourceError))
-    for fault in checkpoint.faults:
-        raise fault
-    if checkpoint.lacks_manifest:
-        warnings.warn(
-            f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing: it is read as a stock checkpoint, "
-            "without digests, momentum conventions and layouts; restore that file from a copy of the checkpoint",
-            stacklevel=2,
-        )
-    return checkpoint
 
 
 _Entry = TypeVar("_Entry", StateRecord, Blob)

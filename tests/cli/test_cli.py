@@ -212,7 +212,7 @@ REWRITING = ["source", "destination", "format", "ranks", "mesh", "layout", "buff
 REWRITING += ["read", "avoided", "written", "unchecked", "items_file", "decoded", "undecoded", "left_out", "notes"]
 REWRITING += ["checklist", "compared", "fingerprints"]
 REPORT = ["tensors", "chunks", "blobs", "payload_bytes", "unchecked", "fingerprints", "findings", "notes", "verdict",
-          "lost"]  # fmt: skip
+          "diagnosis"]  # fmt: skip
 JSON = {
     "inspect": ([], SUMMARY),
     "inspect --tensors": (["--tensors"], [*SUMMARY, "manifest"]),

@@ -244,6 +244,8 @@ def _read_metadata(path: Location) -> bytes:
         unfinished = f": a save into {path} did not finish" if f"{METADATA_FILE}.tmp" in names else ""
         below = sorted(name for name in names if is_checkpoint(path / name))
         instead = f"; there is one in {', '.join(below[:8])}: give the path of one" if below else ""
+        if (data := fnmatch.filter(sorted(names), "__*_*.distcp")) and not below:
+            raise DamageError(f"expected {METADATA_FILE} beside {data[0]}, found none{unfinished}")
         raise SourceError(f"expected {METADATA_FILE} in {path}, found none{unfinished}{instead}")
     with open_regular(path / METADATA_FILE) as file:
         size = file.size

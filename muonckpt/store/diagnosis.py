@@ -1,0 +1,295 @@
+"""What is wrong with a checkpoint, in one sentence, and what to do about it: what every tool and every error says.
+
+`diagnosis_of` has what was found by reading; `diagnosis_by_files` looks at the presence and the sizes of files alone;
+`diagnosis_of_unreadable` is of what cannot be opened.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import DamageError, MuonckptError, SourceError
+from ..record import MANIFEST_FILE, Manifest
+from ..wording import Finding, counted
+from .damage import BEGIN_ANEW, NOTHING_LOST, Damage, Kind, damage_of_files, kinds_by_slot, rank_in_name
+from .formats.native import read_native
+from .formats.registry import OWN
+from .formats.signs import MEGATRON_FILE, METADATA_FILE, items_beside
+from .io.location import Location, Remote
+from .open_checkpoint import OpenCheckpoint
+from .run import RunStep, run_around
+from .step_folder import StepName
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Something to do about damage: a ``command`` for a shell, or a line of Python, and what that gives."""
+
+    command: str
+    gives: str
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """What is wrong with a checkpoint.
+
+    Attributes:
+        path: of the checkpoint.
+        sentence: what is wrong, in terms of a run, without the path; empty if nothing is.
+        remedies: what to do, the cheapest and most exact first.
+        damage: what is lost.
+    """
+
+    path: Location
+    sentence: str
+    remedies: tuple[Remedy, ...] = ()
+    damage: Damage = NOTHING_LOST
+
+    def __bool__(self) -> bool:
+        return bool(self.sentence)
+
+    def __str__(self) -> str:
+        """Return one paragraph, as errors have it."""
+        return f"{self.path}: {self.sentence}. {self.advice}" if self.remedies else f"{self.path}: {self.sentence}"
+
+    @property
+    def advice(self) -> str:
+        """What to do, in one sentence."""
+        listed = "; ".join(f"({letter}) {one.command} ({one.gives})" for letter, one in self._lettered())
+        return f"What to do: {listed}" if listed else ""
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that a terminal shows, a paragraph and a list; none if nothing is wrong."""
+        if self.sentence:
+            yield f"{self.path}: {self.sentence}."
+            yield ""
+        if self.remedies:
+            yield "What to do:"
+            for letter, one in self._lettered():
+                yield f"({letter}) {one.command}"
+                yield f"    {one.gives}"
+            yield ""
+
+    def _lettered(self) -> Iterator[tuple[str, Remedy]]:
+        for number, one in enumerate(self.remedies):
+            yield chr(ord("a") + number), one
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Return it as plain data; None if nothing is wrong."""
+        if not self.sentence:
+            return None
+        remedies = [{"command": one.command, "gives": one.gives} for one in self.remedies]
+        lost = self.damage.to_json() if self.damage else None
+        return {"sentence": self.sentence, "remedies": remedies, "lost": lost}
+
+
+def diagnosis_of(
+    checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], kind: Kind | None = None
+) -> Diagnosis:
+    """Say what is wrong with an open checkpoint.
+
+    Args:
+        findings: what was found besides the damage, or explains it.
+        kind: says what people call a tensor, in the plural; None: as the checkpoint itself says what it is.
+    """
+    kind = kind or kinds_by_slot(damage.manifest)
+    others = [finding for finding in findings if finding.kind not in _explained(damage)]
+    parts = [damage.sentence(kind)] if damage else []
+    sentence = "; ".join([*parts, *_said(others)])
+    if not sentence:
+        return Diagnosis(checkpoint.path, "")
+    return Diagnosis(checkpoint.path, sentence, tuple(_remedies(checkpoint, damage, others, kind)), damage)
+
+
+def diagnosis_by_files(checkpoint: OpenCheckpoint, kind: Kind | None = None) -> Diagnosis:
+    """Say what is wrong with an open checkpoint, as far as names and sizes of files tell."""
+    findings = [Finding("files", str(fault)) for fault in checkpoint.faults]
+    if checkpoint.lacks_manifest:
+        findings.append(Finding("manifest", f"{checkpoint.path} has lost its {MANIFEST_FILE}"))
+    if checkpoint.items_digest is not None and not items_beside(checkpoint.path).exists():
+        findings.append(Finding("items", f"{items_beside(checkpoint.path)} is missing"))
+    return diagnosis_of(checkpoint, damage_of_files(checkpoint), findings, kind)
+
+
+def diagnosis_of_unreadable(path: Location, error: MuonckptError) -> Diagnosis:
+    """Say what is wrong with what cannot be opened; ``error`` is the reason."""
+    reason = str(error).removeprefix(f"{path}: ")
+    return Diagnosis(path, f"it cannot be opened: {reason}", tuple(_instead_of_unreadable(path)))
+
+
+def _explained(damage: Damage) -> frozenset[str]:
+    """Return the kinds of findings that the sentence about damage has said already."""
+    kinds = set[str]()
+    if damage.files:  # the reader of `.metadata` stops at files that are missing, and says so
+        kinds |= {"files", "missing_file", "cut_file", "metadata"}
+    if damage.chunks.any():
+        kinds |= {"unreadable", "crc32c", "digest", "crc32", "fingerprint"}
+    if damage.items:
+        kinds.add("blob")
+    if damage.holes:
+        kinds |= {"coverage", "hole"}
+    return frozenset(kinds)
+
+
+_SAID: Mapping[str, str] = MappingProxyType(
+    {
+        "nonfinite": "{tensors} {have} infinite or NaN elements, and no bytes say that these were others when it was "
+        "saved",
+        "coverage": "the chunks of {tensors} overlap, or leave holes",
+        "manifest": f"its {MANIFEST_FILE} is missing, and with it digests, momentum conventions and layouts",
+        "metadata": f"{METADATA_FILE} and {MANIFEST_FILE} do not say the same",
+        "key": f"{METADATA_FILE} has the path of another key in {{tensors}}",
+    }
+)
+"""Sentences about findings by their kind; of other kinds the message is the sentence."""
+
+
+def _said(findings: Sequence[Finding]) -> Iterator[str]:
+    by_kind = defaultdict[str, list[Finding]](list)
+    for finding in findings:
+        by_kind[finding.kind].append(finding)
+    for kind, alike in by_kind.items():
+        tensors = len({finding.key for finding in alike})
+        more = f" (and {len(alike) - 1} more such findings)" if len(alike) > 1 else ""
+        if kind in _SAID:
+            yield _SAID[kind].format(tensors=counted(tensors, "tensor"), have="has" if tensors == 1 else "have")
+        else:
+            yield f"{alike[0].message}{more}"
+
+
+# --- what to do -------------------------------------------------------------------------------------------------------
+
+
+_DESCRIPTIVE = frozenset({"metadata", "manifest", "key"})
+"""Kinds of findings about descriptions, of which the elements know nothing."""
+
+
+def _remedies(checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], kind: Kind) -> Iterator[Remedy]:
+    """Yield what to do, the cheapest and most exact first.
+
+    What gives up state is not among them where something else keeps it.
+    """
+    path, kinds = checkpoint.path, {finding.kind for finding in findings}
+    lost = bool(damage.tensors or damage.items)
+    if not lost and (damage or kinds) and kinds <= _DESCRIPTIVE:
+        yield _rebuilt(checkpoint)
+        return
+    before = _step_before(path)
+    if before is not None:
+        yield _gone_back(path, before, by_itself=lost)
+    if not lost:
+        if before is None and kinds & {"nonfinite"}:
+            yield Remedy(command("stats", path), "says which tensors have such elements, and how many")
+        return
+    new = _free(path, "salvaged")
+    if before is not None:
+        yield Remedy(
+            command("salvage", path, new, "--from", before.path, "--mix-steps"),
+            f"writes what is whole here, and what is lost as it was at step {before.step}, with a list of it; "
+            "a mixture that no step of the run had",
+        )
+        return
+    yield Remedy(
+        f"{command('salvage', path, new, '--from')} OTHER",
+        "takes what is lost from a copy, a replica or another step, if you have one: none is beside it",
+    )
+    if damage.tensors and not damage.items and {*map(kind, damage.tensors)} <= BEGIN_ANEW:
+        yield from _fresh(path, new, damage)
+
+
+def _fresh(path: Location, new: str, damage: Damage) -> Iterator[Remedy]:
+    """Yield how to begin lost state of the optimizer anew, which only this keeps all the rest."""
+    names = sorted({tensor.name for tensor in damage.tensors if tensor.name is not None})
+    if len(names) <= _MOST_NAMES and not any(name.isdecimal() for name in names):
+        yield Remedy(
+            f"muonckpt.load(state, {str(path)!r}, fresh={names!r})",
+            f"in Python: the state of {counted(len(names), 'parameter')} begins anew, all else is loaded",
+        )
+    yield Remedy(
+        command("salvage", path, new, "--fresh", "*"),
+        "writes what is whole, and zeros where state of the optimizer is lost: no weight is",
+    )
+
+
+_MOST_NAMES = 12
+
+
+def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
+    """Return how to write a checkpoint again with all its descriptions; its elements are whole."""
+    path = checkpoint.path
+    what = "the same elements with new descriptions"
+    kept = "; muonckpt.load reads this one as it is, too" if checkpoint.format is OWN else ""
+    lost = f"; a copy of {MANIFEST_FILE}, if there is one, would also keep its digests" * checkpoint.lacks_manifest
+    return Remedy(_reshard(path, checkpoint.outline), f"writes {what}{kept}{lost}")
+
+
+def _reshard(path: Location, manifest: Manifest) -> str:
+    """Return the command that writes a checkpoint anew on as many ranks as wrote it."""
+    ranks = {rank_in_name(name) for name in manifest.columns.names} - {None}
+    form = ("--format", "torch_dist") if MEGATRON_FILE in manifest.files else ()
+    return command("reshard", path, _free(path, "rebuilt"), "--mesh", f"dp={max(1, len(ranks))}", *form)
+
+
+def _gone_back(path: Location, before: RunStep, by_itself: bool) -> Remedy:
+    itself = ""
+    if by_itself and StepName.parsed(path.name) and StepName.parsed(before.name):
+        itself = "; Series.restore does so by itself"
+    whole = f"step {before.step} is the newest whole one besides it, by its files' sizes"
+    return Remedy(command("verify", before.path), f"{whole}: reads it all, then resume from that{itself}")
+
+
+def _instead_of_unreadable(path: Location) -> Iterator[Remedy]:
+    """Yield what to do if a checkpoint's description cannot be read."""
+    stock = _other_description(path)
+    if stock is not None:
+        moved = f"mv {shlex.quote(str(path / MANIFEST_FILE))} {shlex.quote(str(path / MANIFEST_FILE))}.damaged"
+        yield Remedy(
+            f"{moved} && {_reshard(path, stock)}",
+            f"reads {METADATA_FILE} instead, and writes the same elements with a new {MANIFEST_FILE}; a copy of that "
+            "file, if there is one, would also keep its digests",
+        )
+    if before := _step_before(path):
+        yield _gone_back(path, before, by_itself=True)
+
+
+def _other_description(path: Location) -> Manifest | None:
+    """Return what DCP's description of a checkpoint says, if ours is damaged and all that it describes is there."""
+    if isinstance(path, Remote) or not (path / MANIFEST_FILE).exists():
+        return None
+    from .formats.dcp import DcpReader  # not needed where nothing is wrong
+
+    try:
+        read_native(path)
+    except DamageError:
+        try:
+            reader = DcpReader(path)
+        except SourceError:
+            return None
+        return None if reader.faults else reader.outline
+    except SourceError:  # of a newer version: nothing is damaged
+        return None
+    return None
+
+
+def _step_before(path: Location) -> RunStep | None:
+    place = path.resolve() if path.name in ("", "..") else path
+    run = run_around(place)
+    return None if run is None else run.before(place)
+
+
+def _free(path: Location, word: str) -> str:
+    """Return the path of a checkpoint beside this one that does not exist yet."""
+    place = path.resolve() if path.name in ("", "..") else path
+    names = (f"{place.name}-{word}{number}" for number in ("", *range(2, 1000)))
+    return str(next(new for name in names if not (new := place.parent / name).exists()))
+
+
+def command(*words: object) -> str:
+    """Return a command of ours as it can be pasted into a shell."""
+    return shlex.join(["muonckpt", *map(str, words)])

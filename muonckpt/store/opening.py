@@ -1,0 +1,57 @@
+"""Opening a checkpoint that has to be whole, as far as its descriptions and the sizes of its files tell."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+from ..errors import DamageError, SourceError
+from ..record import MANIFEST_FILE
+from .io.location import Remote, location
+from .open_checkpoint import OpenCheckpoint
+
+
+def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
+    """Open a checkpoint of any known format, in a folder, a file, or an object store.
+
+    Reads its metadata; needs no torch.
+
+    Args:
+        path: a path, or a URL such as ``s3://bucket/step1000``.
+
+    Raises:
+        SourceError: there is no checkpoint, its metadata are damaged or refused, or no installed library supports the
+            protocol.  Of a damaged one it says what is lost, and what to do.
+    """
+    place = location(path, SourceError)
+    try:
+        checkpoint = OpenCheckpoint(place)
+    except DamageError as error:
+        from .diagnosis import diagnosis_of_unreadable  # not needed where nothing is wrong
+
+        raise DamageError(str(diagnosis_of_unreadable(place, error))) from error
+    if not checkpoint.faults and not checkpoint.lacks_manifest:
+        return checkpoint
+    from .diagnosis import diagnosis_by_files  # not needed where nothing is wrong
+
+    diagnosis = diagnosis_by_files(checkpoint)
+    for fault in checkpoint.faults:
+        raise type(fault)(str(diagnosis)) from fault
+    warnings.warn(
+        f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing: it is read as a stock checkpoint, "
+        f"without digests, momentum conventions and layouts. {diagnosis.advice}",
+        stacklevel=2,
+    )
+    return checkpoint
+
+
+def check_files(checkpoint: OpenCheckpoint) -> None:
+    """Check that every recorded file is there, and long enough.  Reads no data.
+
+    Raises:
+        DamageError: one is not; says what is lost, and what to do.
+    """
+    from .diagnosis import diagnosis_by_files  # not needed where nothing is wrong
+
+    if diagnosis := diagnosis_by_files(checkpoint):
+        raise DamageError(str(diagnosis))
