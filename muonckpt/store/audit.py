@@ -18,7 +18,7 @@ from ..errors import DamageError, LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from ..wording import Finding
-from .damage import Kind, damage_of_files, kinds_by_slot
+from .damage import Kinds, damage_of_files, kinds_by_slot
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable
 from .formats.native import stock_metadata
 from .formats.registry import DCP, OWN
@@ -200,10 +200,6 @@ def _batches(tensors: Sequence[StateRecord]) -> Iterator[Sequence[StateRecord]]:
     yield batch
 
 
-Kinds = Callable[[Manifest], Kind]
-"""Says of a checkpoint what people call its tensors."""
-
-
 def verify(
     path: str | os.PathLike[str] | Remote,
     *,
@@ -305,7 +301,7 @@ def audit(
         fingerprints=fingerprints,
         findings=every,
         notes=tuple(notes),
-        diagnosis=diagnosis_of(checkpoint, damage, every, kinds(manifest)),
+        diagnosis=diagnosis_of(checkpoint, damage, every, kinds),
     )
 
 

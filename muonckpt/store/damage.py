@@ -61,6 +61,9 @@ BEGIN_ANEW = frozenset({"momenta", "moments", "step counters", OTHER_STATE})
 Kind = Callable[[StateRecord], str]
 """Says what people call such tensors, in the plural."""
 
+Kinds = Callable[[Manifest], Kind]
+"""Says of a checkpoint what people call its tensors; asked only where something is wrong."""
+
 
 def kind_of(tensor: StateRecord) -> str:
     """Return what people call such tensors, in the plural, as far as the tensor itself says what it is."""

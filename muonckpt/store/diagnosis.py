@@ -11,19 +11,20 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DamageError, MuonckptError, SourceError
 from ..record import MANIFEST_FILE, Manifest
 from ..wording import Finding, counted
-from .damage import BEGIN_ANEW, NOTHING_LOST, Damage, Kind, damage_of_files, kinds_by_slot, rank_in_name
+from .damage import BEGIN_ANEW, NOTHING_LOST, Damage, Kind, Kinds, damage_of_files, kinds_by_slot, rank_in_name
 from .formats.native import read_native
 from .formats.registry import OWN
 from .formats.signs import MEGATRON_FILE, METADATA_FILE, items_beside
 from .io.location import Location, Remote
 from .open_checkpoint import OpenCheckpoint
-from .run import RunStep, run_around
-from .step_folder import StepName
+
+if TYPE_CHECKING:
+    from .run import RunStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,31 +91,31 @@ class Diagnosis:
 
 
 def diagnosis_of(
-    checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], kind: Kind | None = None
+    checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], kinds: Kinds = kinds_by_slot
 ) -> Diagnosis:
     """Say what is wrong with an open checkpoint.
 
     Args:
         findings: what was found besides the damage, or explains it.
-        kind: says what people call a tensor, in the plural; None: as the checkpoint itself says what it is.
+        kinds: says what people call the tensors, where the checkpoint does not say itself what they are.
     """
-    kind = kind or kinds_by_slot(damage.manifest)
+    if not damage and not findings:
+        return Diagnosis(checkpoint.path, "")
+    kind = kinds(damage.manifest)
     others = [finding for finding in findings if finding.kind not in _explained(damage)]
     parts = [damage.sentence(kind)] if damage else []
     sentence = "; ".join([*parts, *_said(others)])
-    if not sentence:
-        return Diagnosis(checkpoint.path, "")
     return Diagnosis(checkpoint.path, sentence, tuple(_remedies(checkpoint, damage, others, kind)), damage)
 
 
-def diagnosis_by_files(checkpoint: OpenCheckpoint, kind: Kind | None = None) -> Diagnosis:
+def diagnosis_by_files(checkpoint: OpenCheckpoint, kinds: Kinds = kinds_by_slot) -> Diagnosis:
     """Say what is wrong with an open checkpoint, as far as names and sizes of files tell."""
     findings = [Finding("files", str(fault)) for fault in checkpoint.faults]
     if checkpoint.lacks_manifest:
         findings.append(Finding("manifest", f"{checkpoint.path} has lost its {MANIFEST_FILE}"))
     if checkpoint.items_digest is not None and not items_beside(checkpoint.path).exists():
         findings.append(Finding("items", f"{items_beside(checkpoint.path)} is missing"))
-    return diagnosis_of(checkpoint, damage_of_files(checkpoint), findings, kind)
+    return diagnosis_of(checkpoint, damage_of_files(checkpoint), findings, kinds)
 
 
 def diagnosis_of_unreadable(path: Location, error: MuonckptError) -> Diagnosis:
@@ -237,6 +238,8 @@ def _reshard(path: Location, manifest: Manifest) -> str:
 
 
 def _gone_back(path: Location, before: RunStep, by_itself: bool) -> Remedy:
+    from .run import StepName  # not needed where nothing is wrong
+
     itself = ""
     if by_itself and StepName.parsed(path.name) and StepName.parsed(before.name):
         itself = "; Series.restore does so by itself"
@@ -278,6 +281,8 @@ def _other_description(path: Location) -> Manifest | None:
 
 
 def _step_before(path: Location) -> RunStep | None:
+    from .run import run_around  # not needed where nothing is wrong
+
     place = path.resolve() if path.name in ("", "..") else path
     run = run_around(place)
     return None if run is None else run.before(place)
