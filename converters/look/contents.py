@@ -162,7 +162,7 @@ def kinds_in(manifest: Manifest) -> Kind:
     """Return what people call the tensors of a checkpoint of any program, by its keys."""
     try:
         dialect = detect(manifest).dialect
-        contents = contents_of(with_slots_of(manifest, dialect), dialect, {})
+        contents = contents_of(with_slots_of(manifest, dialect), dialect, {}, {})
     except SourceError:
         return kinds_by_slot(manifest)
     known = {tensor.key: _KINDS[role] for role, members in contents.tensors.items() for tensor in members}
