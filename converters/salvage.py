@@ -16,7 +16,8 @@ from ..store.damage import Damage
 from ..store.formats.registry import DCP, OWN, format_of
 from ..store.formats.signs import METADATA_FILE
 from ..store.io.location import Location, Remote, location
-from ..store.open_checkpoint import OpenCheckpoint, open
+from ..store.open_checkpoint import OpenCheckpoint
+from ..store.opening import open
 from .engine.container import container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined
