@@ -18,7 +18,7 @@ from ..errors import DamageError, LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from ..wording import Finding
-from .damage import Kinds, damage_of_files, kinds_by_slot
+from .damage import Damage, Kinds, damage_of_files, kinds_by_slot
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable
 from .formats.native import stock_metadata
 from .formats.registry import DCP, OWN
@@ -165,6 +165,11 @@ class AuditReport:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     diagnosis: Diagnosis = field(compare=False)
+
+    @property
+    def damage(self) -> Damage:
+        """Return what is lost."""
+        return self.diagnosis.damage
 
     @property
     def verdict(self) -> Verdict:

@@ -100,7 +100,7 @@ def diagnosis_of(
         kinds: says what people call the tensors, where the checkpoint does not say itself what they are.
     """
     if not damage and not findings:
-        return Diagnosis(checkpoint.path, "")
+        return Diagnosis(checkpoint.path, "", damage=damage)
     kind = kinds(damage.manifest)
     others = [finding for finding in findings if finding.kind not in _explained(damage)]
     parts = [damage.sentence(kind)] if damage else []
