@@ -32,6 +32,7 @@ COMMANDS = {
     "diff": "Say what differs between two checkpoints, tensor by tensor.",
     "stats": "Measure weights and state: norms, spectra, updates; say what looks odd.",
     "report": "Write a page for a browser: findings, a map of shards, balance, norms, every tensor.",
+    "doctor": "Say what your program's optimizer does, what is probably not meant, and the same in ours.",
     "plan": "Say what a step, memory and checkpoints would cost on meshes of your choice.",
     "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
     "reshard": "Rewrite a checkpoint for another mesh, layout, format or program, without a GPU.",

@@ -61,11 +61,12 @@ def plan_command(meshes: Sequence[dict[str, int]], shard: Mapping[str, Cuts], as
     if as_json:
         print_json(found.to_json())
         return
-    _print(found)
+    print_prospect(found)
     print_duration()
 
 
-def _print(found: Prospect) -> None:
+def print_prospect(found: Prospect) -> None:
+    """Print the costs on each mesh, side by side."""
     print_line(
         f"{found.source}: {counted(found.parameters, 'parameter')}, {found.elements:,} elements; "
         f"{found.matrices} by Muon"

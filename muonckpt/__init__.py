@@ -2,7 +2,8 @@
 
 ``box``, ``layout`` and ``plan`` say where elements lie; ``layouts/`` reads shardings, ``store/`` files; ``checkpoint/``
 saves and loads live state; ``compat/`` has our optimizer under others' names; ``forecasting/`` answers what if;
-``page/`` makes a report.  ``optimizer``, ``converters`` and ``cli`` lie beside this folder.  Open ``layout`` first.
+``page/`` makes a report; ``diagnosis/`` looks at a program's own optimizer.  ``optimizer``, ``converters`` and ``cli``
+lie beside this folder.  Open ``layout`` first.
 
 All names but the errors are imported when first used, so that programs which only look at checkpoints start without
 torch.
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from .converters.report import Report
     from .converters.rewrite import convert, reshard
     from .converters.salvage import salvage
+    from .diagnosis.doctor import Diagnosis, doctor
     from .forecasting.prospects import Prospect, forecast
     from .forecasting.topologies import Rates
     from .layouts.boxed_tensor import BoxedTensor
@@ -61,6 +63,7 @@ __all__ = [
     "CheckpointStats",
     "DamageError",
     "DestinationError",
+    "Diagnosis",
     "Difference",
     "Execution",
     "Fingerprints",
@@ -86,6 +89,7 @@ __all__ = [
     "attest",
     "convert",
     "diff",
+    "doctor",
     "fingerprints",
     "forecast",
     "inspect",
@@ -116,6 +120,7 @@ _NAMES = {
     ".converters.report": ("Report",),
     ".converters.rewrite": ("convert", "reshard"),
     ".converters.salvage": ("salvage",),
+    ".diagnosis.doctor": ("Diagnosis", "doctor"),
     ".forecasting.prospects": ("Prospect", "forecast"),
     ".forecasting.topologies": ("Rates",),
     ".layouts.boxed_tensor": ("BoxedTensor",),

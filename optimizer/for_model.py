@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..resumption import in_globs
-from .groups import WRAPPERS, Rule, sort_parameters
+from .groups import WRAPPERS, Decisions, Rule, sort_parameters
 from .state import as_numbers
 
 
@@ -113,6 +113,13 @@ class ForModel:
         optimizer = cls(sorter.sort(model), lr=lr, **{**replicas, **options})  # type: ignore[call-arg]
         optimizer._groups_of_model = sorter
         return optimizer
+
+    def decisions(self) -> Decisions | None:
+        """Return what `for_model` decides about each parameter of the model; None for groups that were given."""
+        model = self._groups_of_model.model() if self._groups_of_model is not None else None
+        if self._groups_of_model is None or model is None:
+            return None
+        return sort_parameters(model, *self._groups_of_model.layers)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _warn_of_left_out(self, stacklevel: int) -> None:

@@ -69,6 +69,9 @@ RULES = {
     "compat": "coefficients vocabulary layouts resumption optimizer/__init__ converters/programs",
     "forecasting": "box errors key_search layout layouts layouts/buffers record vocabulary store store/io "
     "store/reading converters/look converters/target optimizer/newton_schulz optimizer/planning",
+    "diagnosis": "errors coefficients resumption vocabulary wording converters/engine converters/programs "
+    "converters/target converters/translate forecasting optimizer optimizer/__init__ optimizer/methods "
+    "optimizer/newton_schulz optimizer/planning",
     "page": "chunks columns errors record version converters/compare converters/look store store/io store/reading",
     "integrations": "errors store checkpoint optimizer optimizer/__init__",
     "converters/target": "errors box layout record vocabulary layouts layouts/buffers",
@@ -87,8 +90,10 @@ RULES = {
     "converters": "errors box columns record vocabulary store store/io store/reading store/formats converters/engine "
     "converters/look converters/merge converters/target converters/translate converters/programs",
     "cli": "errors record version vocabulary wording store store/io store/reading converters converters/compare "
-    "converters/engine converters/look converters/target converters/translate forecasting page converters/programs",
-    "": "errors version layouts store checkpoint converters/look converters converters/compare forecasting page",
+    "converters/engine converters/look converters/target converters/translate diagnosis forecasting page "
+    "converters/programs",
+    "": "errors version layouts store checkpoint converters/look converters converters/compare diagnosis forecasting "
+    "page",
     "__main__": "cli",
 }
 TORCH = (
@@ -97,6 +102,7 @@ TORCH = (
     "new_group",
     "checkpoint/",
     "compat/",
+    "diagnosis/",
     "integrations/",
     "optimizer/",
     "converters/engine/workers",

@@ -149,7 +149,7 @@ class GroupOptions:
     unknown: Mapping[str, object]
 
 
-_HOW = frozenset({"foreach", "fused", "capturable", "differentiable", "clip_grad", "param_names", "name"})
+HOW = frozenset({"foreach", "fused", "capturable", "differentiable", "clip_grad", "param_names", "name"})
 """Options that say how a program computes, or what a group is called, but not what is computed."""
 
 _ROUNDING = frozenset({"gram", "ns_dtype"})
@@ -158,7 +158,7 @@ _ROUNDING = frozenset({"gram", "ns_dtype"})
 _REFUSED = {"maximize": "it goes up the gradient", "coupled": "decay that is added to the gradient"}
 """Common options without which an update is another one altogether, and what they mean."""
 
-_OFF: Mapping[str, object] = {"pieces": None, "columns": None, "interleaved": 1, "cautious": False, "maximize": False,
+OFF: Mapping[str, object] = {"pieces": None, "columns": None, "interleaved": 1, "cautious": False, "maximize": False,
                               "flatten": False, "gram": None, "ns_dtype": "bfloat16"}  # fmt: skip
 """Common options that need no word where they have this value."""
 
@@ -168,7 +168,12 @@ def read_options(
 ) -> GroupOptions:
     """Return the options of a dialect's group as its program would read them for a parameter of this shape."""
     own = {option: values.read(item) for option, item in group.items.items() if option != PARAMS}
-    named = {*method.options.values(), *method.idle, *_HOW, *SCHEDULED, dialect.method_option}
+    return common_options(own, dialect, method, shape)
+
+
+def common_options(own: Mapping[str, Any], dialect: Dialect, method: StoredMethod, shape: Index) -> GroupOptions:
+    """Return a program's options of a group in common words, as it would read them for a parameter of this shape."""
+    named = {*method.options.values(), *method.idle, *HOW, *SCHEDULED, dialect.method_option}
     known: dict[str, Any] = dict(dialect.facts.get(method.name, {}))
     for coding in method.codings:
         known |= coding.read({option: own[option] for option in coding.own if option in own}, shape)
@@ -208,7 +213,7 @@ def write_options(
         else:
             said |= written
     facts = target.facts.get(method.name, {})
-    lost |= {name: known[name] for name in known.keys() - named if known[name] not in (facts.get(name), _OFF.get(name))}
+    lost |= {name: known[name] for name in known.keys() - named if known[name] not in (facts.get(name), OFF.get(name))}
     said |= {option: known[option] for option in SCHEDULED if option in known}
     groups = f"{method.name} groups"
 
@@ -234,14 +239,14 @@ def write_options(
         else:
             action = Action.LEFT if name in _ROUNDING else Action.SET
             report(action, name, f"{target.name} has no option for it", value)
-    for name in sorted(facts.keys() - known.keys() - _OFF.keys()):
+    for name in sorted(facts.keys() - known.keys() - OFF.keys()):
         hint = source.hints.get(name, "unknown")
         report(Action.SET, name, f"always so in {target.name}; {source.name} does not say it: {hint}", facts[name])
     for option, value in sorted(options.unknown.items()):
         report(Action.LEFT, option, f"no counterpart in {target.name}", value)
     said = {option: value for option, value in said.items() if option not in target.unsaid}
     taken = {option: value for option, value in given.items() if option not in {*said, target.method_option}}
-    for option in sorted(taken.keys() - method.idle.keys() - _HOW):
+    for option in sorted(taken.keys() - method.idle.keys() - HOW):
         report(Action.CARRIED, option, f"{source.name} does not say it; taken from the template", taken[option])
     said |= taken
     assumed = {option: value for option, value in method.assumed.items() if option not in {*said, *target.unsaid}}

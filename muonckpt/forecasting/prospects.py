@@ -80,8 +80,6 @@ def forecast(
     """
     if (model is None) == (checkpoint is None):
         raise TargetError("expected a model's config.json or a checkpoint, one of the two")
-    if not meshes:
-        raise TargetError("expected at least one mesh, such as dp=8")
     if ns_dtype not in PRECISIONS:
         raise TargetError(f"unknown ns_dtype {ns_dtype!r}; expected one of {', '.join(PRECISIONS)}")
     if (stages is not None and stages < 1) or ns_steps < 1:
@@ -91,8 +89,27 @@ def forecast(
         if checkpoint is not None
         else model_of_config(location(model, SourceError), dtype)  # type: ignore[arg-type]
     )
-    tensors = _selected(tensors, select)
-    rules = tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in (shard or {}).items())
+    options = MuonOptions(ns_steps, ns_dtype, stages)
+    return prospect_of(_selected(tensors, select), meshes, shard or {}, options, rates, progress)
+
+
+def prospect_of(
+    tensors: ModelTensors,
+    meshes: Sequence[Mapping[str, int]],
+    shard: Mapping[str, Sequence[AxisCut]],
+    options: MuonOptions,
+    rates: Rates = UNKNOWN_RATES,
+    progress: Callable[[int, int], None] = lambda count, total: None,
+) -> Prospect:
+    """Compute the costs of a model whose parameters are known, as `forecast` does for what it has read.
+
+    Raises:
+        TargetError: no mesh, or a rule that fits nothing.
+        LayoutError: a matrix cannot be planned.
+    """
+    if not meshes:
+        raise TargetError("expected at least one mesh, such as dp=8")
+    rules = tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items())
     names = [parameter.name for parameter in tensors.parameters]
     for rule in rules:
         if not any(fnmatchcase(name, rule.glob) for name in names):
@@ -100,8 +117,6 @@ def forecast(
         axes = {axis for axis, _ in rule.cuts}
         if not any(mesh.keys() >= axes for mesh in meshes):
             raise TargetError(f"rule {rule}: no mesh has the axes {', '.join(sorted(axes))}")
-    options = MuonOptions(ns_steps, ns_dtype, stages)
-
     topologies = []
     for done, mesh in enumerate(meshes):
         progress(done, len(meshes))
