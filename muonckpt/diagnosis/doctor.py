@@ -145,9 +145,7 @@ def _costs(
         return None
     matrices = [group for one in built.optimizers for group in one.param_groups if "ns_steps" in group]
     steps = max((int(group["ns_steps"]) for group in matrices), default=MuonOptions().ns_steps)
-    return prospect_of(
-        ModelTensors(built.source, tuple(parameters)), meshes, shard, MuonOptions(ns_steps=steps), Rates()
-    )
+    return prospect_of(ModelTensors(built.source, tuple(parameters)), meshes, shard, MuonOptions(ns_steps=steps))
 
 
 def _model_parameter(built: Built, one: Treatment) -> ModelParameter:

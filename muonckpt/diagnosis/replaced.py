@@ -85,9 +85,11 @@ class OurGroup:
     pairs: tuple[OptionPair, ...]
 
     def said(self) -> dict[str, Any]:
-        """Return the options that are not our defaults, and the rate."""
-        defaults = {**GROUP_OPTIONS[self.options["algorithm"]], "algorithm": "muon"}
-        return {name: value for name, value in self.options.items() if name == "lr" or value != defaults.get(name, _NO)}
+        """Return the algorithm and the options that are not our defaults, and the rate."""
+        defaults = {"algorithm": "muon", **GROUP_OPTIONS[self.options["algorithm"]]}
+        order = [*defaults, *sorted(self.options.keys() - defaults.keys())]
+        chosen = {name: self.options[name] for name in order if name in self.options}
+        return {name: value for name, value in chosen.items() if name == "lr" or value != defaults.get(name, _NO)}
 
 
 _NO = object()
@@ -264,7 +266,7 @@ def _code(model: nn.Module, groups: Sequence[OurGroup], scale: ScaleFunction | N
         globs = ", ".join(map(json.dumps, in_globs(own, names - {*own})))
         yield "        {"
         yield f'            "params": named({globs}),'
-        for name, value in sorted(group.said().items(), key=lambda item: item[0] != "algorithm"):
+        for name, value in group.said().items():
             yield f"            {json.dumps(name)}: {_text(value)},"
         yield "        },"
     yield "    ]"
