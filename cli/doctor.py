@@ -13,9 +13,9 @@ from .plan import print_prospect
 from .printing import print_duration, print_json, print_line, print_section, print_table
 
 if TYPE_CHECKING:
-    from ..diagnosis.doctor import Diagnosis
-    from ..diagnosis.proof import Proof
-    from ..diagnosis.replaced import Replacement
+    from ..checkup.doctor import Checkup
+    from ..checkup.proof import Proof
+    from ..checkup.replaced import Replacement
 
 
 @click.command("doctor")
@@ -40,7 +40,7 @@ def doctor_command(
     muonckpt doctor build.py:make
     muonckpt doctor build.py:make --mesh dp=8,tp=2
     """
-    from ..diagnosis.doctor import doctor  # imports torch
+    from ..checkup.doctor import doctor  # imports torch
 
     found = doctor(source, meshes=meshes, shard=shard, proof=not no_proof)
     if as_json:
@@ -51,9 +51,9 @@ def doctor_command(
     return int(found.proof is not None and found.proof.exact is not None and not found.proof.equal)
 
 
-def _print(found: Diagnosis) -> None:
-    from ..diagnosis.suspects import WRITE
-    from ..diagnosis.treatments import HEADERS, table
+def _print(found: Checkup) -> None:
+    from ..checkup.suspects import WRITE
+    from ..checkup.treatments import HEADERS, table
 
     total = sum(one.parameter.numel() for one in found.parameters)
     where = (

@@ -2,7 +2,7 @@
 
 ``box``, ``layout`` and ``plan`` say where elements lie; ``layouts/`` reads shardings, ``store/`` files; ``checkpoint/``
 saves and loads live state; ``compat/`` has our optimizer under others' names; ``forecasting/`` answers what if;
-``page/`` makes a report; ``diagnosis/`` looks at a program's own optimizer.  ``optimizer``, ``converters`` and ``cli``
+``page/`` makes a report; ``checkup/`` looks at a program's own optimizer.  ``optimizer``, ``converters`` and ``cli``
 lie beside this folder.  Open ``layout`` first.
 
 All names but the errors are imported when first used, so that programs which only look at checkpoints start without
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .checkpoint.redistribution import Redistribution, redistribute
     from .checkpoint.saving import save
     from .checkpoint.series import Restored, SavedStep, Series
+    from .checkup.doctor import Checkup, doctor
     from .converters.compare.diff import Difference, diff
     from .converters.compare.stats import CheckpointStats, stats
     from .converters.look.inspection import Inspection, inspect
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from .converters.report import Report
     from .converters.rewrite import convert, reshard
     from .converters.salvage import salvage
-    from .diagnosis.doctor import Diagnosis, doctor
     from .forecasting.prospects import Prospect, forecast
     from .forecasting.topologies import Rates
     from .layouts.boxed_tensor import BoxedTensor
@@ -61,9 +61,9 @@ __all__ = [
     "Average",
     "BoxedTensor",
     "CheckpointStats",
+    "Checkup",
     "DamageError",
     "DestinationError",
-    "Diagnosis",
     "Difference",
     "Execution",
     "Fingerprints",
@@ -120,7 +120,7 @@ _NAMES = {
     ".converters.report": ("Report",),
     ".converters.rewrite": ("convert", "reshard"),
     ".converters.salvage": ("salvage",),
-    ".diagnosis.doctor": ("Diagnosis", "doctor"),
+    ".checkup.doctor": ("Checkup", "doctor"),
     ".forecasting.prospects": ("Prospect", "forecast"),
     ".forecasting.topologies": ("Rates",),
     ".layouts.boxed_tensor": ("BoxedTensor",),

@@ -69,7 +69,7 @@ RULES = {
     "compat": "coefficients vocabulary layouts resumption optimizer/__init__ converters/programs",
     "forecasting": "box errors key_search layout layouts layouts/buffers record vocabulary store store/io "
     "store/reading converters/look converters/target optimizer/newton_schulz optimizer/planning",
-    "diagnosis": "errors coefficients resumption vocabulary wording converters/engine converters/programs "
+    "checkup": "errors coefficients resumption vocabulary wording converters/engine converters/programs "
     "converters/target converters/translate forecasting optimizer optimizer/__init__ optimizer/methods "
     "optimizer/newton_schulz optimizer/planning",
     "page": "chunks columns errors record version converters/compare converters/look store store/io store/reading",
@@ -90,9 +90,9 @@ RULES = {
     "converters": "errors box columns record vocabulary store store/io store/reading store/formats converters/engine "
     "converters/look converters/merge converters/target converters/translate converters/programs",
     "cli": "errors record version vocabulary wording store store/io store/reading converters converters/compare "
-    "converters/engine converters/look converters/target converters/translate diagnosis forecasting page "
+    "converters/engine converters/look converters/target converters/translate checkup forecasting page "
     "converters/programs",
-    "": "errors version layouts store checkpoint converters/look converters converters/compare diagnosis forecasting "
+    "": "errors version layouts store checkpoint converters/look converters converters/compare checkup forecasting "
     "page",
     "__main__": "cli",
 }
@@ -102,7 +102,7 @@ TORCH = (
     "new_group",
     "checkpoint/",
     "compat/",
-    "diagnosis/",
+    "checkup/",
     "integrations/",
     "optimizer/",
     "converters/engine/workers",

@@ -1,6 +1,6 @@
 """Optimizers whose checkpoints say too little to tell whose they are, and whose code says the rest.
 
-They are in no registry: nothing that is read from files is taken for theirs.  `diagnosis`, which sees the optimizer
+They are in no registry: nothing that is read from files is taken for theirs.  `checkup`, which sees the optimizer
 itself, reads their groups by these.
 """
 

@@ -24,7 +24,7 @@ _STEPPED = (2, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Checkup:
     """What a program's optimizers do to its model.
 
     Attributes:
@@ -68,7 +68,7 @@ def doctor(
     meshes: Sequence[Mapping[str, int]] = (),
     shard: Mapping[str, Sequence[AxisCut]] | None = None,
     proof: bool = True,
-) -> Diagnosis:
+) -> Checkup:
     """Say what each parameter of a model gets from its optimizer, what is probably not meant, and what a step costs.
 
     For another program's Muon also write the lines of ours with every option translated, and step both on copies of
@@ -106,7 +106,7 @@ def doctor(
     proved = prove(built.optimizers, replaced) if replaced is not None and proof else None
     if proved is not None and not proved.equal:
         findings.append(_unproved(proved))
-    return Diagnosis(
+    return Checkup(
         source,
         built.device,
         built.why,
