@@ -74,6 +74,18 @@ class ByteCountType(click.ParamType):  # type: ignore[type-arg]  # generic in ne
         return count
 
 
+class RateType(ByteCountType):
+    """Bytes a second, such as 50MiB/s."""
+
+    name = "bytes a second"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> int:
+        try:
+            return super().convert(str(value).removesuffix("/s"), param, context)
+        except click.BadParameter:
+            self.fail(f"{value!r} is no rate; write for example 50MiB/s", param, context)
+
+
 _LEAST_MEMORY = 64_000
 """Bytes below which buffers would hold single rows."""
 

@@ -12,9 +12,11 @@ from ..converters.compare.diff import DIFF_MEMORY, Difference, diff
 from ..converters.compare.elements import TensorDifference
 from ..converters.programs.registry import DIALECTS
 from ..store.io.location import Location
+from ..store.run import run_of
 from ..wording import counted, size
 from .argument_types import CHECKPOINT, ProgramType, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, print_section, progress, some_of
+from .runs import newest_whole
 
 _MOST_ROWS = 20
 
@@ -23,7 +25,7 @@ _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 
 @click.command("diff")
 @click.argument("a", type=CHECKPOINT)
-@click.argument("b", type=CHECKPOINT)
+@click.argument("b", type=CHECKPOINT, required=False)
 @click.argument("globs", nargs=-1, metavar="[GLOB]...")
 @click.option("--summary", is_flag=True, help="Print counts only.")
 @click.option("--all", "every", is_flag=True, help="List every tensor that changed.")
@@ -37,19 +39,25 @@ _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 @jobs_option()
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def diff_command(
-    a: Location, b: Location, globs: Sequence[str], summary: bool, every: bool, as_json: bool, **options: Any
+    a: Location, b: Location | None, globs: Sequence[str], summary: bool, every: bool, as_json: bool, **options: Any
 ) -> int:
     """Say what differs between the checkpoints A and B, of any formats and meshes; exit with 1 if anything does.
 
     Every file's presence and size are looked at; a fault exits with 3.  Where both have fingerprints, tensors that are
-    equal are not read without --read, so flipped bytes are not found.
+    equal are not read without --read, so flipped bytes are not found.  Of the folder of a run, alone, its two newest
+    whole steps are compared.
 
     \b
+    muonckpt diff run
     muonckpt diff run/step-00001000 run/step-00001100 '*momentum*'
     muonckpt diff run-on-8 run-on-64 --summary
     """
     if (options["from_a"] or options["from_b"]) and not options["to_dialect"]:
         raise click.UsageError("--from-a and --from-b have no meaning without --to")
+    if b is None:
+        if (run := run_of(a)) is None:
+            raise click.UsageError(f"expected a second checkpoint, or the folder of a run, and {a} is none")
+        a, b = newest_whole(run, 2)
     with progress("diff") as advance:
         found = diff(a, b, select=globs, progress=advance, **options)
     if as_json:

@@ -70,7 +70,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> None
                 print_run(history)
                 print_duration()
             return
-        checkpoint = newest_whole(history)
+        [checkpoint] = newest_whole(history.run)
     with open(checkpoint) as opened:
         shown = _SHOW[view](opened, inspection_of(opened), as_json=as_json, **options)
     if as_json:

@@ -11,9 +11,11 @@ import click
 from ..converters.compare.stats import STATS_MEMORY
 from ..page.checkpoint_page import StatsChoice, report
 from ..store.io.location import Location
+from ..store.run import run_of
 from ..wording import counted
 from .argument_types import CHECKPOINT, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, progress
+from .runs import newest_whole
 
 
 @click.command("report")
@@ -36,13 +38,15 @@ def report_command(
 ) -> None:
     """Write a page about CHECKPOINT, of any format: findings, a map of its shards, balance, norms, and every tensor.
 
-    With OTHER, such as an earlier checkpoint of the run, also what has changed since.  The page is one file, and needs
-    no network.
+    With OTHER, such as an earlier checkpoint of the run, also what has changed since.  Of the folder of a run, the page
+    is about its newest whole step.  The page is one file, and needs no network.
 
     \b
     muonckpt report run/step-00001000 -o report.html
     muonckpt report run/step-00001100 run/step-00001000 -o report.html --stats norms
     """
+    if (run := run_of(checkpoint)) is not None:
+        [checkpoint] = newest_whole(run)
     with progress("report") as advance:
         page = report(checkpoint, other, select=select, progress=advance, **options)
     written = page.write(output)

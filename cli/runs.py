@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..converters.look.run_history import RunHistory, overview_of_run
 from ..errors import SourceError
 from ..store.io.location import Location
-from ..store.run import RunStep
+from ..store.run import Run, RunStep
 from ..wording import counted, moment, size
 from .printing import print_line, print_table
 
@@ -23,18 +23,19 @@ def print_run(history: RunHistory) -> None:
         print_line(f"{label:<13} {value}")
 
 
-def newest_whole(history: RunHistory) -> Location:
-    """Return the newest whole checkpoint of a run, and say on standard error which that is.
+def newest_whole(run: Run, count: int = 1) -> list[Location]:
+    """Return the newest whole checkpoints of a run, the oldest first, and say on standard error which these are.
 
     Raises:
-        SourceError: none is whole.
+        SourceError: there are fewer.
     """
-    run = history.run
-    if run.newest_whole is None:
-        faults = "; ".join(f"{step.name}: {step.fault}" for step in run.steps[-2:])
-        raise SourceError(f"expected a whole checkpoint in {run.path}, found none: {faults}")
-    print_line(f"the newest whole of {counted(len(run.steps), 'step')} is {run.newest_whole.name}", err=True)
-    return run.newest_whole.path
+    chosen = run.whole[-count:]
+    if len(chosen) < count:
+        faults = "".join(f"; {step.name}: {step.fault}" for step in run.steps if step.fault)
+        raise SourceError(f"expected {counted(count, 'whole step')} in {run.path}, found {len(chosen)}{faults}")
+    names = " and ".join(step.name for step in chosen)
+    print_line(f"of {counted(len(run.steps), 'step')} in {run.path}, the newest whole: {names}", err=True)
+    return [step.path for step in chosen]
 
 
 def print_steps(steps: Sequence[RunStep]) -> None:

@@ -8,9 +8,11 @@ import click
 
 from ..converters.compare.stats import STATS_MEMORY, CheckpointStats, stats
 from ..store.io.location import Location
+from ..store.run import run_of
 from ..wording import counted
 from .argument_types import CHECKPOINT, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, print_section, print_table, progress
+from .runs import newest_whole
 
 
 @click.command("stats")
@@ -34,12 +36,16 @@ def stats_command(
 ) -> None:
     """Measure the weights, momentum and moments of CHECKPOINT, and say what looks odd and what that usually means.
 
-    Reads every element once or several times, in bounded memory.  With GLOB only tensors whose keys match.
+    Reads every element once or several times, in bounded memory.  With GLOB only tensors whose keys match.  Of the
+    folder of a run, its newest whole step is measured, since the whole one before it.
 
     \b
     muonckpt stats run/step-00001000 '*momentum*'
     muonckpt stats run/step-00001100 --since run/step-00001000
     """
+    if (run := run_of(checkpoint)) is not None:
+        *before, checkpoint = newest_whole(run, min(max(len(run.whole), 1), 2))
+        since = since or next(iter(before), None)
     with progress("stats") as advance:
         found = stats(
             checkpoint, since, select=globs, spectra=not no_spectra, memory=memory, jobs=jobs, progress=advance

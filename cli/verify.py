@@ -4,33 +4,50 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import click
 
 from ..record import Manifest
-from ..store.audit import verify
+from ..store.audit import AuditReport, verify
 from ..store.damage import Kind
 from ..store.io.location import Location
+from ..store.io.pace import Pace
+from ..store.run import Run, RunStep, run_of
+from ..store.run_audit import StepVerdict, verdicts_of, verify_recorded
 from ..wording import Finding, counted, size
-from .argument_types import CHECKPOINT, jobs_option
+from .argument_types import CHECKPOINT, RateType, jobs_option
 from .printing import print_duration, print_json, print_line, progress
 
 
 @click.command("verify")
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("-v", "--verbose", is_flag=True, help="List every finding; else those of a kind are one line.")
+@click.option("--all", "every", is_flag=True, help="Of a run: verify every step, the never verified first.")
+@click.option(
+    "--scrub",
+    type=RateType(),
+    is_flag=False,
+    flag_value="50MiB/s",
+    metavar="RATE",
+    help="Read at most so fast, to run beside a training; 50MiB/s if no rate follows.",
+)
 @jobs_option(help="Threads that read and check.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, with every finding and lost box.")
-def verify_command(checkpoint: Location, verbose: bool, jobs: int, as_json: bool) -> int:
+def verify_command(
+    checkpoint: Location, verbose: bool, every: bool, scrub: int | None, jobs: int, as_json: bool
+) -> int:
     """Check that CHECKPOINT is whole; exit with 1 if anything is wrong, with 3 if it cannot be opened at all.
 
     Says first what is wrong and what to do.  Reads everything and checks coverage, bounds, checksums, fingerprints,
-    and for infinite or NaN values.  Without our manifest, DCP checkpoints are checked by the CRC-32 of each item.
+    and for infinite or NaN values.  Without our manifest, DCP checkpoints are checked by the CRC-32 of each item.  Of
+    the folder of a run it verifies the newest whole step.  When that was, is recorded in the folder where the
+    checkpoint lies: `muonckpt inspect` shows it.
 
     \b
     muonckpt verify run/step-00001000
     muonckpt verify s3://bucket/run/step-00001000 --jobs 8 --json
+    muonckpt verify run --all --scrub 50MiB/s
     """
 
     def kinds(manifest: Manifest) -> Kind:
@@ -38,8 +55,18 @@ def verify_command(checkpoint: Location, verbose: bool, jobs: int, as_json: bool
 
         return kinds_in(manifest)
 
-    with progress("verify") as advance:
-        report = verify(checkpoint, jobs=jobs, progress=advance, kinds=kinds)
+    pace = None if scrub is None else Pace(scrub)
+    run = run_of(checkpoint)
+    if run is None and every:
+        raise click.UsageError(f"--all is for the folder of a run, and {checkpoint} is none")
+
+    def audited(place: Location) -> AuditReport:
+        with progress(f"verify {place.name}") as advance:
+            return verify(place, jobs=jobs, progress=advance, kinds=kinds, pace=pace)
+
+    if run is not None:
+        return _print_verdicts(run, verdicts_of(run, audited, every), as_json)
+    report, unrecorded = verify_recorded(checkpoint, audited)
     if as_json:
         findings = [{"kind": f.kind, "key": f.key, "message": f.message} for f in report.findings]
         own = {f.name: getattr(report, f.name) for f in dataclasses.fields(report) if f.name != "diagnosis"}
@@ -48,7 +75,7 @@ def verify_command(checkpoint: Location, verbose: bool, jobs: int, as_json: bool
     for line in report.diagnosis.lines:
         print_line(line)
     _print_findings(report.findings, verbose)
-    for note in report.notes:
+    for note in (*report.notes, *filter(None, [unrecorded])):
         print_line(f"note: {note}")
     if report.unchecked:
         print_line(
@@ -75,3 +102,49 @@ def _print_findings(findings: Sequence[Finding], verbose: bool) -> None:
             print_line(f"{kind}: {finding.message}")
         if len(alike) > 1 and not verbose:
             print_line(f"{kind}: and {len(alike) - 1} more (-v)")
+
+
+def _print_verdicts(run: Run, verdicts: Iterable[StepVerdict], as_json: bool) -> int:
+    """Print the verdict of each step as soon as it is known; return the exit code."""
+    known: list[StepVerdict] = []
+    for verdict in verdicts:
+        known.append(verdict)
+        if not as_json:
+            print_line(_line(verdict))
+    unread = [step for step in run.steps if step.name not in {verdict.step.name for verdict in known}]
+    newest = max((verdict.step for verdict in known if verdict.is_whole), key=_age, default=None)
+    if as_json:
+        steps = [
+            {
+                "name": verdict.step.name,
+                "path": str(verdict.step.path),
+                "verdict": verdict.report.verdict if verdict.report else verdict.step.state,
+                "sentence": verdict.sentence,
+                "findings": [{"kind": f.kind, "key": f.key, "message": f.message} for f in verdict.report.findings]
+                if verdict.report
+                else [],
+                "note": verdict.note,
+            }
+            for verdict in known
+        ]
+        others = [{"name": step.name, "state": step.state, "fault": step.fault} for step in unread]
+        print_json({"steps": steps, "not_verified": others, "newest_whole": newest.name if newest else None})
+    else:
+        for step in unread:
+            if step.state != "whole" and (newest is None or _age(step) > _age(newest)):
+                print_line(f"{step.name}: {step.state}, not verified: {step.fault}")
+        print_line(f"newest whole  {newest.path if newest else 'none'}")
+        print_duration()
+    return int(any(verdict.is_damaged for verdict in known) or newest is None)
+
+
+def _age(step: RunStep) -> tuple[int, int]:
+    return step.step, step.attempt
+
+
+def _line(verdict: StepVerdict) -> str:
+    note = f" ({verdict.note})" if verdict.note else ""
+    if verdict.report is None:
+        return f"{verdict.step.name}: {verdict.step.state}, not verified: {verdict.sentence}{note}"
+    read = f", {size(verdict.report.payload_bytes)} read" if verdict.report.payload_bytes else ""
+    return f"{verdict.step.name}: {verdict.report.verdict}{': ' if verdict.sentence else read}{verdict.sentence}{note}"

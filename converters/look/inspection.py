@@ -23,7 +23,8 @@ from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.opening import open
 from ...store.reading.dtypes import itemsize
-from ...wording import Finding, counted, size
+from ...store.verified import Verified, verified
+from ...wording import Finding, counted, moment, size
 from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look, folded, ranges
 from .holders import (
     Branch,
@@ -65,6 +66,7 @@ class Inspection:
         slots: for each slot of optimizer state ``tensors``, ``elements``, ``bytes`` and ``dtypes``.
         checks: the numbers of chunks by the best checksum in the metadata: ``digest``, ``crc32``, ``in_the_item``
             (known when it is opened).  Whether they hold is for `verify` to say.
+        verified: when it was last verified, if that is recorded and its files are the same.
         symptoms: what looks sick.
         notes: what could not be told, and why.
         manifest: with parameters and slots as the dialect's keys name them.
@@ -93,6 +95,7 @@ class Inspection:
     buffers: tuple[Mapping[str, Any], ...]
     slots: tuple[Mapping[str, Any], ...]
     checks: Mapping[str, int]
+    verified: Verified | None
     symptoms: tuple[Finding, ...]
     notes: tuple[str, ...]
     manifest: Manifest
@@ -100,7 +103,8 @@ class Inspection:
     def to_json(self) -> dict[str, Any]:
         fields = (field.name for field in dataclasses.fields(self) if field.name != "manifest")
         symptoms = [{"kind": s.kind, "message": s.message, "names": s.names} for s in self.symptoms]
-        return {name: getattr(self, name) for name in fields} | {"symptoms": symptoms}
+        last = {"verified": self.verified.to_json() if self.verified else None}
+        return {name: getattr(self, name) for name in fields} | {"symptoms": symptoms, **last}
 
     def matching(self, *globs: str) -> tuple[StateRecord, ...]:
         """Return the tensors with these keys, or that match these shell patterns; all of them if there are none.
@@ -245,6 +249,7 @@ def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) ->
         buffers=_buffers(manifest.provenance),
         slots=tuple({"slot": slot or NO_STATE, **_sizes([t for t in tensors if t.slot == slot])} for slot in slots),
         checks=_checks(manifest),
+        verified=verified(checkpoint.path),
         symptoms=symptoms_of(contents, manifest, groups, known.steps, checkpoint.lost_files),
         notes=groups.notes,
         manifest=manifest,
@@ -371,8 +376,11 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield from _balance_lines(inspection.balance)
     words = {"digest": "digests", "crc32": "CRC-32s", "in_the_item": "in the items, if any"}
     sums = ", ".join(f"{inspection.checks[kind]} {word}" for kind, word in words.items() if inspection.checks[kind])
-    compared = "when they were last compared is not recorded: `muonckpt verify` does it"
-    yield "checksums", f"{sums or 'none'}; {compared}"
+    yield "checksums", sums or "none"
+    last = inspection.verified
+    faults = f": {last.sentence}" if last and last.sentence else ""
+    never = "never, as its files are now: `muonckpt verify` does it"
+    yield "verified", f"{moment(last.when)} UTC, {last.verdict}{faults}" if last else never
 
 
 def _step_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ from .formats.registry import DCP, OWN
 from .formats.signs import MEGATRON_FILE, METADATA_FILE, items_beside
 from .io.checksums import Sums, crc32, xxh3_128
 from .io.location import Location, Remote, location
+from .io.pace import Pace
 from .io.regular import open_regular, read_whole
 from .open_checkpoint import OpenCheckpoint, check_blob
 from .reading.blocks import bands
@@ -211,6 +212,7 @@ def verify(
     jobs: int = 2,
     progress: Progress = lambda count, total: None,
     kinds: Kinds = kinds_by_slot,
+    pace: Pace | None = None,
 ) -> AuditReport:
     """Check that a checkpoint of any format is whole: what ``muonckpt verify`` prints.
 
@@ -222,6 +224,7 @@ def verify(
         jobs: threads that read and check.
         progress: called with the bytes read since the last call, and with the total.
         kinds: says what people call the tensors of a checkpoint, where it does not say itself.
+        pace: holds the reading back to a rate.
 
     Raises:
         SourceError: there is no checkpoint, or what describes it cannot be read at all.
@@ -233,6 +236,7 @@ def verify(
         finding = Finding("description", str(error))
         return AuditReport(0, 0, 0, 0, 0, {}, (finding,), (), diagnosis_of_unreadable(place, error))
     with opened as checkpoint:
+        checkpoint.payloads.pace = pace
         total = payload_bytes(checkpoint.outline)
         return audit(checkpoint, lambda count: progress(count, total), jobs, kinds)
 

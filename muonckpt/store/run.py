@@ -83,8 +83,12 @@ class RunStep:
     files: str
     verified: Verified | None = None
 
+    @property
+    def folder(self) -> Location:
+        """The folder in that of the run."""
+        return self.path if self.path.name == self.name else self.path.parent
+
     def to_json(self) -> dict[str, Any]:
-        last = self.verified
         return {
             "name": self.name,
             "path": str(self.path),
@@ -94,7 +98,7 @@ class RunStep:
             "fault": self.fault,
             "bytes": self.bytes,
             "saved": self.saved,
-            "verified": {"when": last.when, "verdict": last.verdict, "version": last.version} if last else None,
+            "verified": self.verified.to_json() if self.verified else None,
         }
 
 

@@ -58,6 +58,9 @@ class Verified:
     def is_whole(self) -> bool:
         return self.verdict != "faulty"
 
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
@@ -167,11 +170,11 @@ def verified(checkpoint: Location) -> Verified | None:
     Lists its files and reads the record beside it.
     """
     place = checkpoint if isinstance(checkpoint, Remote) else checkpoint.absolute()
-    entry = verifications(place.parent).get(place.name)
-    if entry is None:
-        return None
-    with suppress(OSError):
-        return entry if entry.files == written(place).digest else None
+    for recorded in (place, place.parent):  # the checkpoint of a step may lie in the step's folder
+        entry = verifications(recorded.parent).get(recorded.name)
+        with suppress(OSError):
+            if entry and entry.files == written(recorded).digest:
+                return entry
     return None
 
 
@@ -196,11 +199,11 @@ def record(checkpoint: Location, verdict: str, sentence: str, before: Written) -
 
 def _add(folder: Location, name: str, entry: Verified) -> None:
     if isinstance(folder, Remote):
-        (folder / RECORD / name).write(json.dumps(asdict(entry)).encode())
+        (folder / RECORD / name).write(json.dumps(entry.to_json()).encode())
         return
     with waiting(folder):
         kept = {other: one for other, one in verifications(folder).items() if (folder / other).exists()}
-        entries = {other: asdict(one) for other, one in sorted({**kept, name: entry}.items())}
+        entries = {other: one.to_json() for other, one in sorted({**kept, name: entry}.items())}
         text = json.dumps({"muonckpt": VERSION, "checkpoints": entries}, indent=1)
         _replace(folder / RECORD, text.encode())
 

@@ -319,6 +319,8 @@ class ZarrPayloads(Payloads):
         array, box = self._encoded[file]
         size = math.prod(array.file_shape) * itemsize(array.dtype)
         limits.check_limit(size, limits.DECODED + 1000 * self.on_disk(file), f"bytes in {file} when it is decoded")
+        if self.pace:
+            self.pace(self.on_disk(file))
         try:
             import zarr
 

@@ -17,12 +17,16 @@ from ...errors import DamageError, SourceError, about
 from ...record import Extent
 from .limits import check_description, check_text, on_disk
 from .location import Location, Remote, RemoteFile, at_each
+from .pace import Pace
 
 READ_BYTES = 4 << 20
 """Most bytes of a local file in one read from which boxes are gathered: they stay in cache meanwhile."""
 
 _GAP = 64 << 10
 """Largest gap, in bytes, between two pieces of a local file that one read includes."""
+
+_PACED = 1 << 20
+"""Most bytes of a local file that are read without asking again, so that no burst exceeds the rate by much."""
 
 
 class LocalFile:
@@ -131,6 +135,32 @@ class LocalBytes:
             filled += count
 
 
+class PacedBytes:
+    """The bytes of a file, read at a pace."""
+
+    def __init__(self, file: LocalBytes | RemoteFile, pace: Pace) -> None:
+        self._file, self._pace = file, pace
+        self.gap, self.most = file.gap, file.most
+
+    @property
+    def size(self) -> int:
+        return self._file.size
+
+    def view(self, offset: int, length: int) -> memoryview:
+        self._pace(length)
+        return self._file.view(offset, length)
+
+    def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        self._pace(sum(length for _, length in ranges))
+        return self._file.views(ranges)
+
+    def fill(self, buffer: memoryview, offset: int) -> None:
+        for start in range(0, len(buffer), _PACED):
+            part = buffer[start : start + _PACED]
+            self._pace(len(part))
+            self._file.fill(part, offset + start)
+
+
 def _status(path: Path, handle: int) -> os.stat_result:
     try:
         return os.fstat(handle)
@@ -145,7 +175,7 @@ def _unreadable(path: Path, error: OSError) -> SourceError:
 File = LocalFile | RemoteFile
 """An open file."""
 
-FileBytes = LocalBytes | RemoteFile | Held
+FileBytes = LocalBytes | RemoteFile | Held | PacedBytes
 """The bytes of a file, by ranges; offsets and lengths in bytes.
 
 ``gap`` is the largest gap that one read should include rather than skip, ``most`` the most bytes of one read.

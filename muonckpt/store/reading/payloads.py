@@ -21,7 +21,8 @@ from ...record import Chunk, Extent, StateRecord
 from ..io.checksums import crc32, xxh3_128
 from ..io.limits import check_holes
 from ..io.location import Location
-from ..io.regular import FileBytes, Held, open_regular
+from ..io.pace import Pace
+from ..io.regular import FileBytes, Held, PacedBytes, open_regular
 from .blocks import batches, blocks, span, strided
 from .dtypes import dtype, itemsize
 
@@ -103,6 +104,8 @@ class Payloads:
 
     def __init__(self, directory: Location, in_memory: Mapping[str, bytes] = MappingProxyType({})) -> None:
         self.directory = directory
+        self.pace: Pace | None = None
+        """What holds the reading of files back; set before the first is opened."""
         self._in_memory = {name: Held(data) for name, data in in_memory.items()}
         self._files: dict[str, FileBytes] = {}
         self._states: dict[str, tuple[object, ...]] = {}
@@ -276,7 +279,8 @@ class Payloads:
             check_holes(file, opened.size, opened.on_disk)
             if self._states.setdefault(name, opened.state) != opened.state:
                 raise DamageError(f"{file} changed while it was read")
-            return opened.contents()
+            contents = opened.contents()
+            return PacedBytes(contents, self.pace) if self.pace else contents
 
 
 def elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:

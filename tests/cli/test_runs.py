@@ -1,0 +1,122 @@
+"""Commands on the folder of a run: which steps it has, which is to be resumed from, and what changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support.commands import called
+
+import muonckpt
+
+
+@pytest.fixture
+def run(tiny_checkpoint, tmp_path) -> Path:
+    for step in (1, 2, 3):
+        shutil.copytree(tiny_checkpoint, tmp_path / "run" / f"step-{step:08}")
+    return tmp_path / "run"
+
+
+def flip(checkpoint: Path) -> None:
+    """Change one bit of the last element."""
+    payload = muonckpt.open(checkpoint).outline.tensors[-1].chunks[-1].payload
+    raw = bytearray((checkpoint / payload.file).read_bytes())
+    raw[payload.end - 1] ^= 1
+    (checkpoint / payload.file).write_bytes(raw)
+
+
+def printed(code: int, *arguments: object) -> str:
+    done = called(*arguments)
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+def test_inspect_prints_a_table_of_steps_that_fits_80_columns(run):
+    (run / "step-00000003" / "__0_0.distcp").unlink()
+    (run / "step-00000004").mkdir()
+    lines = printed(0, "inspect", run).splitlines()
+    table = lines[2:7]
+    assert [line.split()[:2] for line in table] == [
+        ["step", "state"],
+        ["step-00000001", "whole"],
+        ["step-00000002", "whole"],
+        ["step-00000003", "damaged"],
+        ["step-00000004", "incomplete"],
+    ]
+    assert max(map(len, table)) <= 80
+    assert "newest whole  step-00000002, by names and sizes of files; not verified yet" in lines
+
+
+def test_inspect_prints_the_same_as_json(run):
+    found = json.loads(printed(0, "inspect", run, "--json"))
+    assert found["newest_whole"] == "step-00000003"
+    assert [step["state"] for step in found["steps"]] == ["whole"] * 3
+    assert [change["moved"]["weights"]["changed"] for change in found["changes"]] == [0, 0]
+
+
+def test_a_view_of_a_run_is_that_of_its_newest_whole_step(run):
+    (run / "step-00000003" / "__0_0.distcp").unlink()
+    done = called("inspect", run, "--groups")
+    assert done.stdout == printed(0, "inspect", run / "step-00000002", "--groups")
+    assert "the newest whole: step-00000002" in done.stderr
+
+
+def test_inspect_of_a_checkpoint_says_when_it_was_verified(run):
+    step = run / "step-00000003"
+    assert "verified      never" in printed(0, "inspect", step)
+    printed(0, "verify", step)
+    assert " UTC, whole" in printed(0, "inspect", step)
+    flip(step)
+    assert "verified      never, as its files are now" in printed(0, "inspect", step)
+    printed(1, "verify", step)
+    assert "faulty: " in printed(0, "inspect", step)
+
+
+def test_verify_finds_the_newest_step_that_is_whole(run):
+    assert printed(0, "verify", run).splitlines()[-1] == f"newest whole  {run / 'step-00000003'}"
+    flip(run / "step-00000003")
+    lines = printed(1, "verify", run).splitlines()
+    assert lines[0].startswith("step-00000003: faulty: ")
+    assert lines[1].startswith("step-00000002: whole, ")
+    assert lines[2] == f"newest whole  {run / 'step-00000002'}"
+
+
+def test_verify_all_gives_a_verdict_of_each_and_fails_if_any_is_damaged(run):
+    assert printed(0, "verify", run, "--all", "--scrub", "1GiB/s").count(": whole, ") == 3
+    flip(run / "step-00000001")
+    found = json.loads(printed(1, "verify", run, "--all", "--json"))
+    assert {step["name"]: step["verdict"] for step in found["steps"]} == {
+        "step-00000001": "faulty",
+        "step-00000002": "whole",
+        "step-00000003": "whole",
+    }
+    assert found["newest_whole"] == "step-00000003"
+
+
+def test_a_save_that_goes_on_is_no_damage(run):
+    (run / "step-00000004").mkdir()
+    lines = printed(0, "verify", run).splitlines()
+    assert any(line.startswith("step-00000004: incomplete, not verified") for line in lines)
+    printed(0, "verify", run, "--all")
+
+
+def test_mistakes_about_runs_are_answered(run, tiny_checkpoint, tmp_path):
+    assert "is for the folder of a run" in called("verify", tiny_checkpoint, "--all").stderr
+    assert "expected a second checkpoint" in called("diff", tiny_checkpoint).stderr
+    assert "write for example 50MiB/s" in called("verify", run, "--scrub", "fast").stderr
+    for step in run.iterdir():
+        (step / "__0_0.distcp").unlink()
+    done = called("inspect", run, "--tree")
+    assert done.returncode == 3
+    assert "expected 1 whole step" in done.stderr
+
+
+def test_diff_and_stats_and_report_take_the_newest_whole_steps(run, tmp_path):
+    (run / "step-00000003" / "__0_0.distcp").unlink()
+    assert "step-00000001 and " in printed(0, "diff", run)
+    found = json.loads(printed(0, "stats", run, "--no-spectra", "--json"))
+    assert Path(found["checkpoint"]).name == "step-00000002"
+    assert Path(found["since"]).name == "step-00000001"
+    assert "step-00000002" in printed(0, "report", run, "-o", tmp_path / "page.html", "--stats", "none")

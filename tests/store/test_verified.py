@@ -1,0 +1,221 @@
+"""The record of when checkpoints were last verified: whose word holds, for which files, and who may write it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+import pytest
+
+import muonckpt
+from muonckpt.store.audit import verify
+from muonckpt.store.io.location import location
+from muonckpt.store.io.pace import Pace
+from muonckpt.store.run import StepName, run_of
+from muonckpt.store.run_audit import verdicts_of, verify_recorded, verify_run
+from muonckpt.store.step_folder import StepFolder
+from muonckpt.store.verified import RECORD, record, verifications, verified, written
+
+
+@pytest.fixture
+def run(tiny_checkpoint, tmp_path) -> Path:
+    for step in (1, 2, 3):
+        shutil.copytree(tiny_checkpoint, tmp_path / "run" / f"step-{step:08}")
+    return tmp_path / "run"
+
+
+def flip(checkpoint: Path) -> None:
+    """Change one bit of the last element."""
+    payload = muonckpt.open(checkpoint).outline.tensors[-1].chunks[-1].payload
+    raw = bytearray((checkpoint / payload.file).read_bytes())
+    raw[payload.end - 1] ^= 1
+    (checkpoint / payload.file).write_bytes(raw)
+
+
+def test_what_was_verified_is_known_until_its_files_change(run):
+    step = run / "step-00000003"
+    assert verified(step) is None
+    report, note = verify_recorded(step, verify)
+    assert (report.verdict, note) == ("whole", "")
+    assert verified(step).verdict == "whole"
+    assert muonckpt.inspect(step).verified == verified(step)
+    flip(step)
+    assert verified(step) is None
+
+
+def test_a_copy_does_not_inherit_it(run, tmp_path):
+    """Not even one that keeps all times: nobody has compared the bytes that the copy has."""
+    verify_recorded(run / "step-00000003", verify)
+    shutil.copytree(run, tmp_path / "copy")
+    assert (tmp_path / "copy" / RECORD).exists()
+    assert verified(tmp_path / "copy" / "step-00000003") is None
+    run.rename(tmp_path / "moved")
+    assert verified(tmp_path / "moved" / "step-00000003") is not None
+
+
+def test_a_step_that_was_found_damaged_counts_as_damaged(run):
+    flip(run / "step-00000003")
+    assert run_of(run).newest_whole.name == "step-00000003"
+    assert [(v.step.name, v.is_whole) for v in verify_run(run)] == [("step-00000003", False), ("step-00000002", True)]
+    after = run_of(run)
+    assert after.newest_whole.name == "step-00000002"
+    assert "damaged bytes" in after.steps[2].fault
+
+
+def test_all_are_verified_those_longest_ago_last_verified_first(run):
+    (run / "step-00000004").mkdir()
+    verify_recorded(run / "step-00000002", verify)
+    verdicts = list(verify_run(run, every=True))
+    assert [v.step.step for v in verdicts] == [4, 3, 1, 2]
+    assert [v.report is None for v in verdicts] == [True, False, False, False]
+    assert sorted(verifications(run)) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_what_was_read_before_an_interruption_is_recorded(run):
+    def audited(place):
+        if place.name == "step-00000002":
+            raise KeyboardInterrupt
+        return verify(place)
+
+    with pytest.raises(KeyboardInterrupt):
+        list(verdicts_of(run_of(run), audited, every=True))
+    assert [*verifications(run)] == ["step-00000003"]
+
+
+def test_a_checkpoint_that_changes_while_it_is_read_is_not_recorded(run):
+    step = run / "step-00000003"
+
+    def audited(place):
+        report = verify(place)
+        flip(step)
+        return report
+
+    _, note = verify_recorded(step, audited)
+    assert "changed while they were verified" in note
+    assert verified(step) is None
+
+
+def test_checkpoints_that_are_gone_leave_the_record(run):
+    list(verify_run(run, every=True))
+    shutil.rmtree(run / "step-00000001")
+    verify_recorded(run / "step-00000003", verify)
+    assert sorted(verifications(run)) == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "[]", '{"checkpoints": 3}', '{"checkpoints": {"step-00000003": {"when": []}}}']
+)
+def test_a_record_that_others_spoilt_counts_as_none_and_is_replaced(text, run):
+    (run / RECORD).write_text(text)
+    step = run / "step-00000003"
+    assert verified(step) is None
+    assert verify_recorded(step, verify)[1] == ""
+    assert verified(step).verdict == "whole"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_a_note(run):
+    run.chmod(0o555)
+    try:
+        report, note = verify_recorded(run / "step-00000003", verify)
+    finally:
+        run.chmod(0o755)
+    assert report.verdict == "whole"
+    assert "cannot be recorded" in note
+
+
+def test_a_record_that_cannot_be_replaced_is_a_note(run):
+    (run / RECORD).mkdir()
+    (run / RECORD / "in the way").touch()
+    report, note = verify_recorded(run / "step-00000003", verify)
+    assert report.verdict == "whole"
+    assert "cannot be recorded" in note
+    assert sorted(entry.name for entry in run.iterdir() if entry.name.endswith(".tmp")) == []
+
+
+def _record_each(run: str, names: list[str]) -> None:
+    for name in names:
+        place = Path(run) / name
+        assert record(place, "whole", "", written(place)) == ""
+
+
+def test_of_what_several_processes_record_at_once_nothing_is_lost(tmp_path):
+    names = [f"step-{step:08}" for step in range(40)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_record_each, args=(str(tmp_path), names[part::4])) for part in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0, 0, 0]
+    assert sorted(verifications(tmp_path)) == names
+    assert sorted(json.loads((tmp_path / RECORD).read_text())["checkpoints"]) == names
+
+
+def test_a_store_keeps_an_object_for_each_checkpoint(run):
+    place = location(f"memory://{uuid.uuid4().hex}/run")
+    place.fs.put(str(run), place.path, recursive=True)
+    verdicts = list(verify_run(place, every=True))
+    assert [(v.is_whole, v.note) for v in verdicts] == [(True, "")] * 3
+    assert sorted(verifications(place)) == ["step-00000001", "step-00000002", "step-00000003"]
+    assert verified(place / "step-00000003").verdict == "whole"
+    assert muonckpt.inspect(place / "step-00000003").verified is not None
+    assert [step.verified is not None for step in run_of(place).steps] == [True] * 3
+
+
+def test_a_series_leaves_the_record_alone(run):
+    list(verify_run(run, every=True))
+    (run / f"{RECORD}.0123456789ab.tmp").touch()  # of a killed process
+    folder = StepFolder(run)
+    assert folder.newest(()).name == StepName(3)
+    folder.prune(StepName(3), 1, None, lambda name: True)
+    folder.clean()
+    record(run / "step-00000003", "whole", "", written(run / "step-00000003"))
+    assert sorted(entry.name for entry in run.iterdir()) == [RECORD, "step-00000003"]
+
+
+class Clock:
+    """A clock that only sleeping advances."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def test_a_pace_lets_reads_begin_when_the_earlier_ones_have_had_their_time():
+    clock = Clock()
+    pace = Pace(100, lambda: clock.now, clock.sleep)
+    for count in (50, 100, 10):
+        pace(count)
+    assert clock.slept == [0.5, 1.0]
+    clock.now += 10  # an idle time is not made up for
+    pace(10)
+    pace(10)
+    assert clock.slept == [0.5, 1.0, pytest.approx(0.1)]
+
+
+def test_every_byte_that_a_verification_reads_goes_through_the_pace(run):
+    clock, counts = Clock(), []
+
+    class Counting(Pace):
+        def __call__(self, count: int) -> None:
+            counts.append(count)
+            super().__call__(count)
+
+    step = run / "step-00000003"
+    report = verify(step, jobs=1, pace=Counting(1000, lambda: clock.now, clock.sleep))
+    assert report.verdict == "whole"
+    assert sum(counts) >= report.payload_bytes
+    assert max(counts) <= 1 << 20
+    assert clock.now == pytest.approx((sum(counts) - counts[-1]) / 1000)
