@@ -34,7 +34,7 @@ def test_the_site_builds_without_a_broken_link_and_fetches_nothing(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "--quiet", "build", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    pages = ("api/muonckpt.html", "commands.html")
+    pages = ("api/saving.html", "commands.html")
     api, commands = (re.sub("<[^>]*>", "", (tmp_path / page).read_text()) for page in pages)
     assert "a directory that all ranks see or in an object store" in api, "the first line of save's docstring"
     assert "muonckpt diff run-on-8 run-on-64 --summary" in commands, "an example of its help"

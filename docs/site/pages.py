@@ -26,20 +26,45 @@ from muonckpt.cli.main import COMMANDS, cli
 
 ROOT = Path(__file__).parents[2]
 
-FROM_ROOT = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md",
+FROM_ROOT = {"index.md": "docs/site/landing.md", "readme.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md",
              "security.md": "SECURITY.md"}  # fmt: skip
-"""Pages of the site that are files above docs/."""
+"""Pages of the site that are other files than those of docs/ in the same place."""
 
 ROOMS = {"muonckpt": "muonckpt", "muonckpt.optimizer": "optimizer", "muonckpt.converters": "converters",
          "muonckpt.cli": "cli"}  # fmt: skip
 """Packages, and where they lie."""
 
-API = {
-    "api/muonckpt.md": ("muonckpt", ["muonckpt"]),
-    "api/optimizer.md": ("muonckpt.optimizer", ["muonckpt.optimizer"]),
-    "api/optimizer_groups.md": ("muonckpt.optimizer.groups", ["muonckpt.optimizer.groups"]),
+TOPICS = {
+    "api/saving.md": (
+        "Saving and loading",
+        "save async_save AsyncSave Series SavedStep Restored load BoxedTensor",
+    ),
+    "api/looking.md": (
+        "Looking at checkpoints",
+        "open OpenCheckpoint inspect Inspection verify AuditReport diff Difference stats CheckpointStats report Page",
+    ),
+    "api/rewriting.md": (
+        "Rewriting checkpoints",
+        "reshard convert merge salvage Translation Execution Average Report",
+    ),
+    "api/live.md": (
+        "Proving and moving live state",
+        "attest Attestation fingerprints Fingerprints redistribute Redistribution",
+    ),
+    "api/forecasts.md": ("Forecasts", "forecast Prospect Rates"),
+    "api/errors.md": (
+        "Errors",
+        "MuonckptError SourceError DamageError DestinationError LayoutError TargetError ArgumentError AttestError "
+        "Interrupted LostRankError",
+    ),
+}
+"""Pages of the names that `muonckpt` has, by topic: their titles and names."""
+
+MODULES = {
+    "api/optimizer.md": ("The optimizer", ["muonckpt.optimizer"]),
+    "api/groups.md": ("Parameter groups", ["muonckpt.optimizer.groups"]),
     "api/integrations.md": (
-        "muonckpt.integrations, muonckpt.compat",
+        "Trainers, and other programs' optimizers",
         [
             *(f"muonckpt.integrations.{name}" for name in ("huggingface", "lightning", "megatron", "torchtitan")),
             "muonckpt.compat.torch_muon",
@@ -47,7 +72,7 @@ API = {
         ],
     ),
 }
-"""Pages of the API: their titles, and the modules whose public names they describe."""
+"""Pages of whole modules: their titles, and the modules whose public names they describe."""
 
 WORKER = "assets/file_worker.js"
 
@@ -71,7 +96,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made."""
     made = {name: (ROOT / source).read_text() for name, source in FROM_ROOT.items()}
     made["commands.md"] = commands()
-    made |= {name: api(title, modules) for name, (title, modules) in API.items()}
+    made |= {name: api(title, modules) for name, (title, modules) in MODULES.items()}
+    made |= {name: topic(title, names.split()) for name, (title, names) in TOPICS.items()}
+    check_topics()
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
     files.append(File.generated(config, WORKER, content=(ROOT / "docs" / "site" / "file_worker.js").read_text()))
@@ -167,6 +194,18 @@ def api(title: str, modules: list[str]) -> str:
         for name in sorted(public_names(module), key=lambda name: (name[0].isupper(), name)):  # functions first
             lines += [f"::: {module}.{name}", *_options(len(modules)), ""]
     return "\n".join(lines)
+
+
+def topic(title: str, names: list[str]) -> str:
+    """The page of some names of `muonckpt`."""
+    return "\n".join([f"# {title}", "", *(f"::: muonckpt.{name}\n" for name in names)])
+
+
+def check_topics() -> None:
+    """Refuse topics that leave a public name of `muonckpt` out, or have one twice."""
+    listed = sorted(name for _, names in TOPICS.values() for name in names.split())
+    if wrong := {*listed} ^ {*public_names("muonckpt")} or {name for name in listed if listed.count(name) > 1}:
+        raise PluginError(f"expected each public name of muonckpt once in the topics of docs/site/pages.py: {wrong}")
 
 
 def _options(modules: int) -> list[str]:
