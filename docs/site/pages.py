@@ -51,7 +51,7 @@ TOPICS = {
         "Proving and moving live state",
         "attest Attestation fingerprints Fingerprints redistribute Redistribution",
     ),
-    "api/forecasts.md": ("Forecasts", "forecast Prospect Rates"),
+    "api/forecasts.md": ("Forecasts and check-ups", "forecast Prospect Rates doctor Checkup"),
     "api/errors.md": (
         "Errors",
         "MuonckptError SourceError DamageError DestinationError LayoutError TargetError ArgumentError AttestError "
