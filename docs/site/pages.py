@@ -26,9 +26,9 @@ from muonckpt.cli.main import COMMANDS, cli
 
 ROOT = Path(__file__).parents[2]
 
-FROM_ROOT = {"index.md": "docs/site/landing.md", "readme.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md",
+FROM_ROOT = {"readme.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md",
              "security.md": "SECURITY.md"}  # fmt: skip
-"""Pages of the site that are other files than those of docs/ in the same place."""
+"""Pages of the site that are files above docs/."""
 
 ROOMS = {"muonckpt": "muonckpt", "muonckpt.optimizer": "optimizer", "muonckpt.converters": "converters",
          "muonckpt.cli": "cli"}  # fmt: skip
