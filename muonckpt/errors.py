@@ -6,8 +6,14 @@ families to exit codes; nothing else depends on the hierarchy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class MuonckptError(Exception):
@@ -78,6 +84,29 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     parts = dict.fromkeys(part for key in known[:20_000] for part in key.split("."))
     close = close or get_close_matches(bare, list(parts), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def called_like(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function of the public API with a call: arguments that it does not take are refused with that line."""
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError:
+                try:
+                    signature.bind(*args, **kwargs)
+                except TypeError as misfit:
+                    near = did_you_mean(str(misfit).rpartition("argument ")[2].strip("'"), [*signature.parameters])
+                    raise TypeError(f"{function.__qualname__}: {misfit}{near or '.'} Write {line}") from None
+                raise
+
+        return call
+
+    return decorated
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..errors import called_like
 from ..resumption import in_globs
-from .groups import WRAPPERS, Decisions, Rule, sort_parameters
+from ..vocabulary import GROUP_OPTIONS
+from .groups import EXAMPLE, FAMILIES, KINDS, WRAPPERS, Decisions, Rules, layers_of, rules_to_write, sort_parameters
 from .state import as_numbers
 
 
@@ -22,7 +25,7 @@ class GroupsOfModel:
     """The arguments of `Muon.for_model` that make groups, with a weak reference to the model."""
 
     model: weakref.ref[nn.Module]
-    layers: Sequence[Sequence[Rule]]
+    rules: Rules
     adamw: Mapping[str, Any]
     kinds: Mapping[str, Mapping[str, Any]]
     named: bool
@@ -33,7 +36,7 @@ class GroupsOfModel:
         Raises:
             ValueError: as `sort_parameters`.
         """
-        decisions = sort_parameters(model, *self.layers)
+        decisions = sort_parameters(model, self.rules)
         groups = decisions.groups(adamw=self.adamw, kinds=self.kinds)
         if self.named:
             names = {decision.parameter: decision.names[0] for decision in decisions}
@@ -59,6 +62,41 @@ class GroupsOfModel:
                 yield f"optimizer.add_param_group({{'params': [{', '.join(places.values())}], {options}}})"
 
 
+def line(rules: str) -> str:
+    return f"Muon.for_model(model, rules={rules}, lr=0.02, adamw_lr=3e-4)"
+
+
+EXAMPLE_LINE = line(EXAMPLE)
+
+
+def refuse_no_parameters(params: object) -> None:
+    """Refuse a model, or decisions on one, in the place of parameters.
+
+    Raises:
+        TypeError: shows the line that makes an optimizer of them.
+    """
+    if isinstance(params, nn.Module):
+        rules = rules_to_write(params)
+        raise TypeError(
+            f"params: expected parameters or groups, found a model, {type(params).__name__}. Write {line(rules)}"
+        )
+    if isinstance(params, Decisions):
+        raise TypeError(
+            "params: expected parameters or groups, found the decisions of sort_parameters. Write "
+            "Muon(decisions.groups(adamw={'lr': 3e-4}), lr=0.02)"
+        )
+
+
+def _refuse_group_options(options: Mapping[str, Any], own: Collection[str]) -> None:
+    """Refuse options that only some groups have; ``own`` are those that the optimizer takes for all."""
+    for key in sorted(options.keys() - own):
+        value = options[key]
+        algorithms = [value] if key == "algorithm" else [name for name, known in GROUP_OPTIONS.items() if key in known]
+        if kinds := [kind for kind, of in KINDS.items() if not {*algorithms}.isdisjoint(FAMILIES[of.algorithm])]:
+            given = ", ".join(f"{kind!r}: {{{key!r}: {value!r}}}" for kind in kinds)
+            raise TypeError(f"{key}={value!r} is an option of some kinds of parameters only. Write kinds={{{given}}}")
+
+
 class ForModel:
     """The methods of `Muon` that take a model."""
 
@@ -69,12 +107,13 @@ class ForModel:
     """The names of parameters that no group has, of which a warning has been given."""
 
     @classmethod
+    @called_like(EXAMPLE_LINE)
     def for_model(
         cls,
         model: nn.Module,
         *,
         lr: float | Tensor,
-        rules: Sequence[Rule] | Sequence[Sequence[Rule]],
+        rules: Rules = (),
         adamw_lr: float | Tensor | None = None,
         kinds: Mapping[str, Mapping[str, Any]] | None = None,
         named: bool = False,
@@ -85,8 +124,8 @@ class ForModel:
         By default the rates of Muon and AdamW differ by two orders of magnitude.  Give both, or a scale that makes one
         rate serve both::
 
-            Muon.for_model(model, rules=LLAMA, lr=0.02, adamw_lr=3e-4)
-            Muon.for_model(model, rules=LLAMA, lr=3e-4, adjust_lr_fn="match_rms_adamw")
+            Muon.for_model(model, rules=[LLAMA], lr=0.02, adamw_lr=3e-4)
+            Muon.for_model(model, rules=[LLAMA], lr=3e-4, adjust_lr_fn="match_rms_adamw")
 
         Frozen parameters are in no group.  After unfreezing one, call `add_param_group`; a step warns of gradients of
         parameters in no group.
@@ -94,8 +133,8 @@ class ForModel:
         Args:
             model: may be sharded, compiled or wrapped.  A DistributedDataParallel gives ``replicas``.
             lr: rate of matrices.
-            rules: a set, such as `groups.LLAMA`, or several, of which earlier ones beat later ones:
-                ``[[Rule("head", "out.weight")], MODULE_TYPES]``.
+            rules: a set, such as `groups.LLAMA`, or several in a list, of which earlier ones beat later ones:
+                ``[[Rule("head", "out.weight")], MODULE_TYPES]``.  Without any, the error shows which to write.
             adamw_lr: rate of the rest.  None: ``lr``, which is refused unless ``adjust_lr_fn="match_rms_adamw"``.
             kinds: options by kind, as `Decisions.groups` takes them: ``{"vector": {"weight_decay": 0.0}}``.
             named: give parameters names, by which `Muon.load_state_dict` matches them even across changed groups.
@@ -103,13 +142,14 @@ class ForModel:
             options: of the optimizer itself.
 
         Raises:
+            TypeError: as `sort_parameters`; or an option is not one of the optimizer.
             ValueError: rules leave something unclear (`sort_parameters`), there is no rate for AdamW, or an option is
                 refused.
         """
-        layers: Any = [rules] if all(isinstance(rule, Rule) for rule in rules) else rules
+        _refuse_group_options(options, inspect.signature(cls).parameters)
         rate = {} if adamw_lr is None else {"lr": adamw_lr}
         replicas = {"replicas": model.process_group} if isinstance(model, DistributedDataParallel) else {}
-        sorter = GroupsOfModel(weakref.ref(model), layers, rate, kinds or {}, named)
+        sorter = GroupsOfModel(weakref.ref(model), layers_of(rules), rate, kinds or {}, named)
         optimizer = cls(sorter.sort(model), lr=lr, **{**replicas, **options})  # type: ignore[call-arg]
         optimizer._groups_of_model = sorter
         return optimizer
@@ -119,7 +159,7 @@ class ForModel:
         model = self._groups_of_model.model() if self._groups_of_model is not None else None
         if self._groups_of_model is None or model is None:
             return None
-        return sort_parameters(model, *self._groups_of_model.layers)
+        return sort_parameters(model, self._groups_of_model.rules)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _warn_of_left_out(self, stacklevel: int) -> None:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ..errors import called_like, did_you_mean
+from ..resumption import in_globs
 from .methods.matrix import MATRICES
 from .methods.scalar import SCALARS
 from .planning.matrices import Fused, matrices_of
@@ -140,10 +142,13 @@ class Rule:
         if self.split != WHOLE and KINDS[self.kind].algorithm != "muon":
             raise ValueError(f"{self!r}: only matrices and experts are split")
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (self.names,) if isinstance(self.names, str) else self.names or ()
+
     def reason(self, use: Use) -> str | None:
         """Return in words why this rule selects a parameter, or None."""
-        patterns = (self.names,) if isinstance(self.names, str) else self.names or ()
-        matching = [pattern for pattern in patterns if fnmatchcase(use.name, pattern)]
+        matching = [pattern for pattern in self.patterns if fnmatchcase(use.name, pattern)]
         holds = (
             self.names is None or bool(matching),
             self.module is None or isinstance(use.owner, self.module),
@@ -161,7 +166,41 @@ class Rule:
 
     def __repr__(self) -> str:
         given = ((field, getattr(self, field.name)) for field in fields(self))
-        return f"Rule({', '.join(f'{field.name}={value!r}' for field, value in given if value != field.default)})"
+        shown = {field.name: repr(value) for field, value in given if value != field.default}
+        if self.module:
+            shown["module"] = f"{self.module.__module__}.{self.module.__qualname__}"
+        positional = ("kind", "names")
+        return f"Rule({', '.join(text if name in positional else f'{name}={text}' for name, text in shown.items())})"
+
+
+Rules = Union[Rule, Iterable["Rules"]]  # noqa: UP007
+"""Rules as users give them: rules side by side are one layer, of which an earlier one beats a later one.  So
+``[[Rule("head", "out.weight")], MODULE_TYPES]`` has two layers; how deep they are nested says nothing."""
+
+EXAMPLE = "[[Rule('head', 'lm_head.weight')], MODULE_TYPES]"
+"""Rules as they are written in a line of code; NO_HEAD stands in the place of its rule where no matrix is a head."""
+
+
+def layers_of(rules: Rules) -> list[tuple[Rule, ...]]:
+    """Return the layers of rules, the first one to be asked first.
+
+    Raises:
+        TypeError: something among them is no rule.
+    """
+    if isinstance(rules, Rule):
+        return [(rules,)]
+    if isinstance(rules, str | nn.Module) or not isinstance(rules, Iterable):
+        found = repr(rules) if isinstance(rules, str) else f"a {type(rules).__name__}"
+        raise TypeError(f"rules: expected rules in lists, as in rules={EXAMPLE}; found {found} among them")
+    layers: list[tuple[Rule, ...]] = []
+    beside = False  # the last layer is of rules side by side
+    for given in rules:
+        if isinstance(given, Rule) and beside:
+            layers[-1] += (given,)
+        else:
+            layers += layers_of(given)
+        beside = isinstance(given, Rule)
+    return layers
 
 
 def stacked_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
@@ -438,11 +477,23 @@ def folded(rows: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
     ]
 
 
+class _Unclear(ValueError):
+    """Rules leave a parameter unclear; one more rule would settle it."""
+
+    def __init__(self, what: str, rule: Rule) -> None:
+        super().__init__(what)
+        self.rule = rule
+
+
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Parts that torch.compile, activation checkpointing and FSDP1 insert into names; DCP drops them too."""
 
 
-def sort_parameters(model: nn.Module, *layers: Sequence[Rule]) -> Decisions:
+_WHERE = "where RULES are those given now; a 'matrix' is stepped by Muon, all 'other' by AdamW"
+
+
+@called_like(f"sort_parameters(model, {EXAMPLE})")
+def sort_parameters(model: nn.Module, *rules: Rules) -> Decisions:
     """Decide by rules what every parameter of ``model`` is, and refuse everything that they leave unclear.
 
     The first layer with a rule for a parameter decides it, and all rules of that layer that select it must agree.  A
@@ -453,17 +504,36 @@ def sort_parameters(model: nn.Module, *layers: Sequence[Rule]) -> Decisions:
     are without parts that wrappers insert.  Frozen parameters need no rule.
 
     Args:
-        layers: sequences of rules, such as your own and then a ready-made set.
+        rules: as for `Muon.for_model`: a set, or several in a list, of which earlier ones beat later ones.
 
     Raises:
-        ValueError: lists everything that is unclear: parameters under no rule, rules that disagree, a shape that does
-            not fit the kind or the split, a matrix as tall as an embedding that no rule names, matrices without a rule
-            about an output head, rules that select nothing, and flat or uninitialized parameters.
+        TypeError: this is no model, or something among the rules is no rule.
+        ValueError: lists everything that is unclear, and rules that would settle it: parameters under no rule, rules
+            that disagree, a shape that does not fit the kind or the split, a matrix as tall as an embedding that no
+            rule names, matrices without a rule about an output head, rules that select nothing, and flat or
+            uninitialized parameters.
     """
     uses_of = _uses(model)
+    if not (layers := layers_of(rules)):
+        raise ValueError(f"rules: expected some, found none. Write rules={rules_to_write(model)}")
+    return _sort(uses_of, layers, f"RULES], {_WHERE}")
+
+
+def rules_to_write(model: nn.Module) -> str:
+    """Return rules that sort the modules of torch in a model, as code to begin with."""
+    try:
+        _sort(_uses(model), [MODULE_TYPES], "MODULE_TYPES]")
+    except ValueError as error:
+        _, found, code = str(error).rpartition("rules=")
+        return code if found else EXAMPLE
+    return "MODULE_TYPES"
+
+
+def _sort(uses_of: Mapping[Tensor, Sequence[Use]], layers: Sequence[Sequence[Rule]], given: str) -> Decisions:
     every_use = [use for uses in uses_of.values() for use in uses]
-    problems = [
-        ("", f"{rule!r} selects nothing")
+    known = [use.name for use in every_use]
+    problems: list[tuple[str, Exception]] = [
+        ("", ValueError(f"{rule!r} selects nothing{''.join(did_you_mean(name, known) for name in rule.patterns[:1])}"))
         for layer in layers
         for rule in layer
         if not rule.optional and not any(map(rule.reason, every_use))
@@ -474,21 +544,39 @@ def sort_parameters(model: nn.Module, *layers: Sequence[Rule]) -> Decisions:
             decisions.append(_decide(parameter, uses, layers))
         except ValueError as error:
             owners = " and ".join(dict.fromkeys(type(use.owner).__name__ for use in uses))
-            names = " = ".join(use.name for use in uses)
-            problems.append((names, f"{list(parameter.shape)} in {owners}: {error}"))
+            shape = f"{list(parameter.shape)} in {owners}"
+            text = f"{shape}: {error}"
+            problem = _Unclear(text, error.rule) if isinstance(error, _Unclear) else ValueError(text)
+            problems.append((" = ".join(use.name for use in uses), problem))
     problems += _possible_heads(decisions, uses_of, layers)
     if problems:
         lines = [
             f"{name} ({count} alike) {what}" if count > 1 else f"{name} {what}"
-            for name, count, what in folded(problems)
+            for name, count, what in folded((name, str(problem)) for name, problem in problems)
         ]
-        raise ValueError("\n- ".join(["the parameters cannot be sorted:", *map(str.strip, lines)]))
+        settling = _as_code([problem.rule for _, problem in problems if isinstance(problem, _Unclear)], known)
+        lines = ["the parameters cannot be sorted:", *map(str.strip, lines)]
+        raise ValueError("\n- ".join(lines) + (f"\nWrite rules=[[{', '.join(settling)}], {given}" if settling else ""))
     return Decisions(tuple(decisions))
 
 
+def _as_code(rules: Sequence[Rule], known: Collection[str]) -> list[str]:
+    """Return rules as code, those with names alone joined by their kind; ``known`` are all names of parameters."""
+    named = [rule for rule in rules if rule.names and rule == Rule(rule.kind, rule.names)]
+    joined = []
+    for kind in dict.fromkeys(rule.kind for rule in named):
+        names = [name for rule in named if rule.kind == kind for name in rule.patterns]
+        globs = in_globs(names, {*known} - {*names}) if {*names} <= {*known} else names
+        joined.append(Rule(kind, globs[0] if len(globs) == 1 else tuple(globs)))
+    others = [rule for rule in rules if rule not in named]
+    return ["NO_HEAD" if rule == NO_HEAD else repr(rule) for rule in dict.fromkeys((*joined, *others))]
+
+
 def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a model, whose names and modules decide, found a {type(model).__name__}")
     modules = list(model.named_modules(remove_duplicate=False))
-    replicated = [path for path, module in modules if isinstance(module, DistributedDataParallel)]
+    replicated = [path for path, module in modules if isinstance(module, DistributedDataParallel | DataParallel)]
     inserted = {f"{path}.module".removeprefix(".") for path in replicated}
     uses_of: dict[Tensor, list[Use]] = {}
     for path, module in modules:
@@ -528,7 +616,7 @@ def _by_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[
             whole = Decision(parameter, names, shape, rule.kind, rule, why)
             # Its kind has been checked to have rows and columns.
             return whole if rule.split == WHOLE else replace(whole, fused=rule.split.of(shape))
-    raise ValueError("no rule selects it; add one")
+    raise _Unclear("no rule selects it; add one", Rule("vector" if parameter.dim() < 2 else "other", names))
 
 
 def _agreed(selecting: Sequence[tuple[Rule, str]], shared: bool) -> tuple[Rule, str]:
@@ -539,8 +627,10 @@ def _agreed(selecting: Sequence[tuple[Rule, str]], shared: bool) -> tuple[Rule, 
     by_type = all(rule.kind in ("embedding", "head") or _by_type(rule) for rule, _ in selecting)
     if shared and embedding and by_type:
         return embedding[0], f"{embedding[1]} (tied)"
-    disagreeing = " and ".join(dict.fromkeys(repr(rule) for rule, _ in selecting))
-    raise ValueError(f"{disagreeing} disagree; put the one that shall win into an earlier layer")
+    disagreeing = list(dict.fromkeys(rule for rule, _ in selecting))
+    winner = next((rule for rule in disagreeing if rule.names), disagreeing[0])
+    listed = " and ".join(map(repr, disagreeing))
+    raise _Unclear(f"{listed} disagree; put the one that shall win into an earlier layer", winner)
 
 
 def _by_type(rule: Rule | None) -> bool:
@@ -549,7 +639,7 @@ def _by_type(rule: Rule | None) -> bool:
 
 def _possible_heads(
     decisions: Sequence[Decision], uses_of: Mapping[Tensor, Sequence[Use]], layers: Sequence[Sequence[Rule]]
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[tuple[str, _Unclear]]:
     """Yield names and problems of matrices that may be an output head, which only the user can tell."""
     uses = [use for uses in uses_of.values() for use in uses]
     by_type = [decision for decision in decisions if _by_type(decision.rule)]
@@ -561,17 +651,22 @@ def _possible_heads(
     )
     # Rules that name every matrix leave a head of another name unsorted, so it is enough that they know of heads.
     known = named or tied or (heads and not by_type)
-    if not known and any(decision.kind == "matrix" for decision in decisions):
-        yield "", "which matrix is the output head?  Add Rule('head', its name), or NO_HEAD if there is none"
     # Frozen embeddings count too, by their module.
     embeddings = [decision.parameter for decision in decisions if decision.kind == "embedding"]
     embeddings += [use.parameter for use in uses if isinstance(use.owner, nn.Embedding)]
     heights = {tensor.shape[0] for tensor in embeddings if tensor.dim() == 2}
-    for decision in by_type:
-        if decision.shape[0] in heights:
-            name = decision.names[0]
-            yield (
-                " = ".join(decision.names),
-                f"{list(decision.shape)} has as many rows as an embedding: is it an output head?  Add "
-                f"Rule('head', {name!r}) or Rule('matrix', {name!r}) in an earlier layer",
-            )
+    tall = [decision for decision in by_type if decision.shape[0] in heights]
+    for decision in tall:
+        shape = list(decision.shape)
+        unclear = _Unclear(
+            f"{shape} has as many rows as an embedding: is it an output head?", Rule("head", decision.names)
+        )
+        yield " = ".join(decision.names), unclear
+    if not known and not tall and (matrices := [d.names[0] for d in decisions if d.kind == "matrix"]):
+        alike = ", ".join(name for name, _, _ in folded((name, "") for name in matrices))
+        yield (
+            "",
+            _Unclear(
+                f"which matrix is the output head, if there is one: {alike}?  Then Rule('head', its name)", NO_HEAD
+            ),
+        )

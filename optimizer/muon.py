@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..coefficients import Coefficients
+from ..errors import LayoutError, called_like
 from ..layout import TensorLayout
 from ..layouts.tensors import layout_of
 from ..resumption import Globs, LoadReport
 from ..vocabulary import MUON, MUON_CONVENTION
 from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
-from .for_model import ForModel
+from .for_model import EXAMPLE_LINE, ForModel, refuse_no_parameters
 from .methods.matrix import MATRICES, Scale, Scales
 from .methods.scalar import SCALARS
 from .newton_schulz.costs import Cost
@@ -90,6 +91,7 @@ class Muon(ForModel, CollectiveOptimizer):
     _warns = True
     """Warn of plain tensors on several ranks, and of steps without a gradient."""
 
+    @called_like(EXAMPLE_LINE)
     def __init__(
         self,
         params: Any,
@@ -117,6 +119,7 @@ class Muon(ForModel, CollectiveOptimizer):
         nonfinite: str | None = None,
         most_skipped: int = MOST_SKIPPED,
     ) -> None:
+        refuse_no_parameters(params)
         if exchange not in LINKS:
             raise ValueError(f"exchange={exchange!r}: expected one of {sorted(LINKS)}")
         if stages is not None and stages < 1:
@@ -167,7 +170,13 @@ class Muon(ForModel, CollectiveOptimizer):
             inheriting = algorithm if inherits else self._inheriting
             if inheriting is not None:
                 refuse_shared_rate(self.param_groups, inheriting, self.defaults["lr"])
-            fresh = {param: self._fresh_state(param, group) for param in group["params"]}
+            fresh = {}
+            for number, param in enumerate(group["params"]):
+                try:
+                    fresh[param] = self._fresh_state(param, group)
+                except LayoutError as error:
+                    name = group.get("param_names", {number: f"parameter {number} of group {before}"})[number]
+                    raise LayoutError(f"{name}: {error}. To have a model's parameters sorted: {EXAMPLE_LINE}") from None
         except Exception:
             del self.param_groups[before:]
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -65,29 +65,32 @@ def refuse_shared_rate(groups: Iterable[ParamGroup], algorithm: str, lr: float |
 def check(group: ParamGroup, scales: Collection[str]) -> None:
     """Raise ValueError for an option out of range; ``scales`` are the names that ``adjust_lr_fn`` may have."""
 
-    def need(name: str, fine: bool, expected: str) -> None:
-        if not fine:
+    def need(name: str, fine: Callable[[Any], bool], expected: str) -> None:
+        try:
+            holds = fine(group[name])
+        except (TypeError, RuntimeError):  # of another type, such as a string, or a tensor of several elements
+            holds = False
+        if not holds:
             raise ValueError(f"{name}={group[name]!r}: expected {expected}")
 
-    one = torch.as_tensor(group["lr"]).numel() == 1
-    need("lr", one and 0 <= float(group["lr"]) < math.inf, "a finite rate >= 0")
-    need("weight_decay", 0 <= float(group["weight_decay"]) < math.inf, "a finite decay >= 0")
+    need("lr", lambda lr: torch.as_tensor(lr).numel() == 1 and 0 <= float(lr) < math.inf, "a finite rate >= 0")
+    need("weight_decay", lambda decay: 0 <= decay < math.inf, "a finite decay >= 0")
     if group["algorithm"] in SCALARS:
         SCALARS[group["algorithm"]].check(group)
         return
-    need("momentum", 0 <= group["momentum"] < 1, "a number in [0, 1)")
-    need("adjust_lr_fn", group["adjust_lr_fn"] in scales, f"a function, or one of {sorted(scales)}")
-    need("ns_steps", group["ns_steps"] >= 1, "at least one step")
-    need("ns_dtype", group["ns_dtype"] in PRECISIONS, f"one of {sorted(PRECISIONS)}")
-    need("eps", 0 < group["eps"] < math.inf, "a positive number")
+    need("momentum", lambda momentum: 0 <= momentum < 1, "a number in [0, 1)")
+    need("adjust_lr_fn", scales.__contains__, f"a function, or one of {sorted(scales)}")
+    need("ns_steps", lambda steps: steps >= 1, "at least one step")
+    need("ns_dtype", PRECISIONS.__contains__, f"one of {sorted(PRECISIONS)}")
+    need("eps", lambda eps: 0 < eps < math.inf, "a positive number")
     need(
         "convention",
-        group["convention"] == MUON_CONVENTION,
+        MUON_CONVENTION.__eq__,
         f"{str(MUON_CONVENTION)!r}: converters translate state of another convention",
     )
     if group["gram"] is not None:
         spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)
     if "beta2" in group:
-        need("beta2", 0 <= group["beta2"] < 1, "a number in [0, 1)")
-        need("statistics", group["statistics"] in STATISTICS, f"one of {sorted(STATISTICS)}")
-        need("update_norm", group["update_norm"] in UPDATE_NORMS, f"one of {sorted(UPDATE_NORMS)}")
+        need("beta2", lambda beta2: 0 <= beta2 < 1, "a number in [0, 1)")
+        need("statistics", STATISTICS.__contains__, f"one of {sorted(STATISTICS)}")
+        need("update_norm", UPDATE_NORMS.__contains__, f"one of {sorted(UPDATE_NORMS)}")

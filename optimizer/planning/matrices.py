@@ -94,6 +94,9 @@ def one_line(shape: Index, fused: Fused) -> Reduced:
     return one_row(shape, fused) if True in wide else one_column(shape, fused)
 
 
+_ELSE = "put this parameter in an 'adamw' group: {'params': [...], 'algorithm': 'adamw', 'lr': 3e-4}"
+
+
 @lru_cache(maxsize=4096)
 def matrices_of(shape: Index, fused: Fused = Fused()) -> tuple[tuple[Piece, ...], ...]:
     """Return the matrices in a parameter of this shape, each as pieces of it; none if it has no elements.
@@ -105,9 +108,9 @@ def matrices_of(shape: Index, fused: Fused = Fused()) -> tuple[tuple[Piece, ...]
         LayoutError: not two or three dims, or what is fused does not add up to rows and columns.
     """
     if len(shape) < 2:
-        raise LayoutError(f"Muon needs a matrix, got shape {shape}; put this parameter in an 'adamw' group")
+        raise LayoutError(f"Muon needs a matrix, got shape {shape}; {_ELSE}")
     if len(shape) > 3:
-        raise LayoutError(f"which dims of shape {shape} are rows and columns is not clear; put it in an 'adamw' group")
+        raise LayoutError(f"which dims of shape {shape} are rows and columns is not clear; {_ELSE}")
     if 0 in shape:
         return ()
     *stack, rows, columns = shape
