@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,6 @@ from ..store.formats.registry import DCP, OWN, format_of
 from ..store.formats.signs import METADATA_FILE
 from ..store.io.location import Location, Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.opening import open
 from .engine.container import container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined
@@ -69,8 +68,14 @@ def salvage(
     with joined(os.environ, execution.timeout) as workers, ExitStack() as stack:
         place = location(destination, DestinationError)
         readable, unread = _descriptions(location(source, SourceError))
+        if not readable:
+            raise type(unread[0])(
+                f"{'; '.join(map(str, unread))}. Nothing else says what was in its files, and where, so nothing can be "
+                "salvaged: restore the missing description or file from a copy of this checkpoint, or go back to the "
+                "step before"
+            )
         broken, *descriptions = map(stack.enter_context, readable)
-        opened = [stack.enter_context(open(other)) for other in others]
+        opened = [stack.enter_context(_best(location(other, SourceError))) for other in others]
         container = container_of(format or default_format(broken, None))
         target = target_of(mesh or {"dp": _ranks(broken)}, {}, ROWS)
         check_use(container, target.mesh, False, ROWS)
@@ -97,7 +102,7 @@ def _descriptions(path: Location) -> tuple[list[OpenCheckpoint], list[SourceErro
     """Open a checkpoint by each description of it that can be read, the fullest first; return why others cannot.
 
     Raises:
-        SourceError: there is none.
+        SourceError: replicas differ, and nothing tells which is right.
     """
     named = ((OWN, MANIFEST_FILE), (DCP, METADATA_FILE)) if path.is_dir() else ()
     formats = [format for format, name in named if (path / name).exists()] or [format_of(path)]
@@ -109,15 +114,23 @@ def _descriptions(path: Location) -> tuple[list[OpenCheckpoint], list[SourceErro
         except SourceError as error:
             errors.append(error)
             if left := format.without(()):  # there may be replicas of what is missing
-                opened.append(OpenCheckpoint(path, left))
+                with suppress(SourceError):
+                    opened.append(OpenCheckpoint(path, left))
     for fault in opened[0].faults if opened and format_of(path).remains else ():
-        raise fault  # replicas differ, and nothing tells which is right
-    if not opened:
-        raise type(errors[0])(
-            f"{'; '.join(map(str, errors))}. Nothing else says what lies where in its files, so nothing can be "
-            "salvaged: restore the description from a copy of this checkpoint, or go back to the step before"
-        )
+        raise fault
     return opened, errors
+
+
+def _best(path: Location) -> OpenCheckpoint:
+    """Open a checkpoint, which may be damaged itself, by the fullest description of it that can be read.
+
+    Raises:
+        SourceError: there is none.
+    """
+    opened, errors = _descriptions(path)
+    for error in errors if not opened else ():
+        raise error
+    return opened[0]
 
 
 def _replicas(broken: OpenCheckpoint, damage: Damage) -> OpenCheckpoint | None:

@@ -284,7 +284,7 @@ def audit(
                     own = list(_audit_tensor(tensor, results, fingerprint))
                     bad = [result.share is None or bool(result.findings) for result in results]
                     of_tensor = lost[row : row + len(tensor.chunks)]
-                    of_tensor[tensor.boxes.numel > 0] |= bad
+                    of_tensor[tensor.boxes.numel > 0] |= np.array(bad, np.bool_)
                     if not any(bad) and any(finding.kind == "fingerprint" for finding in own):
                         of_tensor[:] = True  # one of its chunks, and nothing tells which
                     findings += own

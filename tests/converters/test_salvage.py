@@ -201,10 +201,10 @@ def test_either_description_stands_in_for_the_other(name, how, steps, broken, tm
 def test_without_any_description_it_says_what_to_do(steps, broken, tmp_path):
     (broken / ".metadata").unlink()
     (broken / "muonckpt.json").write_text("{")
-    with pytest.raises(SourceError, match="restore the description from a copy of this checkpoint, or go back"):
+    with pytest.raises(SourceError, match="restore the missing description or file from a copy of this checkpoint"):
         muonckpt.salvage(broken, tmp_path / "new", others=[steps[2]])
     (broken / "muonckpt.json").unlink()
-    with pytest.raises(SourceError, match="restore the description"):
+    with pytest.raises(SourceError, match="restore the missing description"):
         muonckpt.salvage(broken, tmp_path / "new")
 
 
@@ -230,6 +230,18 @@ def test_sources_are_asked_in_order_each_for_what_those_before_it_lack(steps, br
         assert {(key, "first"), (key, "second")} <= given
         boxes = [taken for name, taken, source, _ in report.substituted() if (name, source) == (key, "second")]
         assert sum(taken.numel for taken in boxes) == box.numel
+
+
+@pytest.mark.parametrize("description", [".metadata", "muonckpt.json"])
+def test_two_copies_that_have_lost_different_files_are_one_whole_one(description, steps, broken, tmp_path):
+    other = Path(shutil.copytree(steps[3], tmp_path / "other"))
+    (broken / "__0_0.distcp").unlink()
+    (other / "__1_0.distcp").unlink()
+    (other / description).unlink()
+    unknown = description == "muonckpt.json"  # which alone says the step of this run
+    muonckpt.salvage(broken, tmp_path / "new", others=[other], mix_steps=unknown)
+    mine, theirs = bits(steps[3]), bits(tmp_path / "new")
+    assert all(np.array_equal(mine[key], theirs[key]) for key in mine)
 
 
 def test_weights_come_from_a_consolidated_file_and_state_begins_anew(steps, broken, tmp_path):
@@ -363,19 +375,31 @@ def test_stock_checkpoints_are_salvaged_from_an_export(name, tmp_path):
     assert muonckpt.verify(tmp_path / "new").verdict == "whole"
 
 
-@pytest.mark.parametrize("format", ["safetensors", "zarr"])
-def test_damaged_files_of_whole_tensors_are_salvaged(format, steps, tmp_path):
+@pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
+@pytest.mark.parametrize("format", ["safetensors", "zarr", "buffers"])
+def test_damaged_files_of_other_formats_are_salvaged(format, how, steps, tmp_path):
     broken = tmp_path / f"broken.{format}"
-    muonckpt.convert(steps[3], broken, format=format)
-    files = [file for file in (broken, *broken.rglob("*")) if file.is_file()]
-    file = max(files, key=lambda file: file.stat().st_size)
+    layout = {"layout": "balanced", "mesh": {"dp": 3}} if format == "buffers" else {}
+    muonckpt.reshard(steps[3], broken, format=format, **layout)
+    with muonckpt.open(broken) as opened:
+        extent = opened.tensors[f"optimizer.state.{NAMES[0]}.momentum_buffer"].record.chunks[0].item
+    file = broken / extent.file if broken.is_dir() else broken
     raw = bytearray(file.read_bytes())
-    raw[len(raw) // 2 if format == "safetensors" else 0] ^= 1
-    file.write_bytes(raw)
+    raw[extent.offset + extent.length // 2] ^= 1
+    if how == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(raw if how == "flipped" else raw[:-40])
+    if (format, how) == ("safetensors", "missing"):
+        with pytest.raises(SourceError):
+            muonckpt.salvage(broken, tmp_path / "new", others=[steps[3]])
+        return
     report = muonckpt.salvage(broken, tmp_path / "new", others=[steps[3]])
     assert list(report.substituted())
     mine, theirs = bits(steps[3]), bits(tmp_path / "new")
+    assert mine.keys() == theirs.keys()
     assert all(np.array_equal(mine[key], theirs[key]) for key in mine)
+    assert muonckpt.verify(tmp_path / "new").verdict == "whole"
 
 
 @pytest.fixture(scope="module")

@@ -74,6 +74,7 @@ ZARR = Format(
     (signs.ZARR_FILE,),
     written_as="zarr",
     writer=f"{_WRITERS}.whole_files:ZarrFiles",
+    remains=f"{_FORMATS}.zarr:remains",
 )
 RANK_STATE = Format(
     "torch.save's files of ranks with DTensors",
@@ -104,6 +105,7 @@ SAFETENSORS = Format(
     ("*.safetensors", "*.safetensors.index.json"),
     written_as="safetensors",
     writer=f"{_WRITERS}.whole_files:safetensors_files",
+    remains=f"{_FORMATS}.safetensors:remains",
 )
 ZERO = Format("DeepSpeed's ZeRO files", _refuse_zero, weaker_signs=(("*_optim_states.pt",),))
 UNIVERSAL = Format(

@@ -15,7 +15,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -139,6 +139,14 @@ def read_header(file: File) -> tuple[Header, int, str]:
     Raises:
         SourceError: it is not a safetensors file, or contradicts itself or its length.
     """
+    header, start, digest = _front(file)
+    if start + header.data_length != file.size:
+        raise DamageError(f"expected {start + header.data_length} bytes, found {file.size}: it was cut or grew")
+    return header, start, digest
+
+
+def _front(file: File) -> tuple[Header, int, str]:
+    """Do the same for a file that may be cut behind its header."""
     size = file.size
     head = file.read(0, 8)
     length = int.from_bytes(head, "little")
@@ -160,10 +168,7 @@ def read_header(file: File) -> tuple[Header, int, str]:
             length, limits.SMALL_DESCRIPTION + rest, f"bytes of a header before {rest} bytes on the disk"
         )
     text = file.read(8, length)
-    header = parse_header(text)
-    if 8 + length + header.data_length != size:
-        raise DamageError(f"expected {8 + length + header.data_length} bytes, found {size}: it was cut or grew")
-    return header, 8 + length, xxh3_128([text])
+    return parse_header(text), 8 + length, xxh3_128([text])
 
 
 def parse_header(text: bytes) -> Header:
@@ -206,6 +211,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
+HeaderOf = Callable[[File], tuple[Header, int, str]]
+"""Reads the header of an open file, as `read_header` does."""
+
 INDEX_FILE = "model.safetensors.index.json"
 """The index of a sharded checkpoint, as we write it; any other single index is read, too."""
 
@@ -230,7 +238,17 @@ def reader(path: Location) -> LocatedReader:
     return LocatedReader(read_safetensors(path), Payloads(folder(path)))
 
 
-def read_safetensors(path: Location) -> Manifest:
+def remains(path: Location, without: Collection[str]) -> LocatedReader:
+    """Read files of which some may be cut: the headers say what was in them.
+
+    Raises:
+        SourceError: as `reader`, but for files that are too short.
+    """
+    refuse_stray(path)
+    return LocatedReader(read_safetensors(path, _front), Payloads(folder(path)))
+
+
+def read_safetensors(path: Location, header_of: HeaderOf = read_header) -> Manifest:
     """Read the headers of a file, or of a folder with an index or a single file.
 
     Extents name files in ``folder(path)``.  Other programs' tensors have only a key.
@@ -243,7 +261,7 @@ def read_safetensors(path: Location) -> Manifest:
     provenance: Mapping[str, Any] = {}
     for file in files:
         with about(file):
-            recorded, tensors_of_file = _read_file(file, index)
+            recorded, tensors_of_file = _read_file(file, index, header_of)
             for tensor in tensors_of_file:
                 if tensors.setdefault(tensor.key, tensor) is not tensor:
                     raise DamageError(f"tensor {tensor.key!r} is in another file of the checkpoint as well")
@@ -390,9 +408,11 @@ def _index_in(data: Any) -> _Index:
     return _Index(files, {})
 
 
-def _read_file(file: Location, index: _Index | None) -> tuple[Mapping[str, Any], list[StateRecord]]:
+def _read_file(
+    file: Location, index: _Index | None, header_of: HeaderOf
+) -> tuple[Mapping[str, Any], list[StateRecord]]:
     with open_regular(file) as opened:
-        file_header, start, actual = read_header(opened)
+        file_header, start, actual = header_of(opened)
     expected = actual if index is None else index.headers.get(file.name, actual)
     if actual != expected:
         raise DamageError(

@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -341,8 +341,21 @@ def reader(path: Location) -> LocatedReader:
     Raises:
         SourceError: there is none, it is damaged or refused; or a chunk is missing, which zarr would read as zeros.
     """
+    return _read(path, _chunks)
+
+
+def remains(path: Location, without: Collection[str]) -> LocatedReader:
+    """Read a hierarchy of which chunks may be missing or cut: tensors have holes there.
+
+    Raises:
+        SourceError: as `reader`, but for missing and damaged files of chunks.
+    """
+    return _read(path, _remaining_chunks)
+
+
+def _read(path: Location, chunks_of: ChunksOf) -> LocatedReader:
     attributes, arrays = _nodes(path)
-    tensors = tuple(_record(path, array) for array in arrays)
+    tensors = tuple(_record(path, array, chunks_of) for array in arrays)
     match attributes.get(MANIFEST_ATTRIBUTE):
         case {"arrays": of_arrays, "digest": recorded, **rest}:
             with about(path / ZARR_FILE):
@@ -386,12 +399,12 @@ def _nodes(path: Location) -> tuple[Mapping[str, Any], list[ZarrArray]]:
     return attributes, arrays
 
 
-def _record(path: Location, array: ZarrArray) -> StateRecord:
+def _record(path: Location, array: ZarrArray, chunks_of: ChunksOf) -> StateRecord:
     with about(path / array.node):
-        chunks = list(_chunks(path, array)) if 0 not in array.shape else []
+        chunks = list(chunks_of(path, array)) if 0 not in array.shape else []
         if MANIFEST_ATTRIBUTE not in array.attributes:
             parts = tuple(array.node.split("/"))
-            stored = Chunks.of(chunks, len(array.shape))
+            stored = Chunks.of(filter(None, chunks), len(array.shape))
             return StateRecord(array.node or path.name, parts, array.shape, array.dtype, stored)
         entry = array.attributes[MANIFEST_ATTRIBUTE]
         if not isinstance(entry, dict):
@@ -406,7 +419,7 @@ def _record(path: Location, array: ZarrArray) -> StateRecord:
         digests = entry.get("digests", [None] * len(chunks))
         if len(digests) != len(chunks):
             raise DamageError(f"expected {len(digests)} chunks, as attribute {MANIFEST_ATTRIBUTE!r} says")
-        sealed = (dataclasses.replace(c, digest=digest) for c, digest in zip(chunks, digests, strict=True))
+        sealed = (dataclasses.replace(c, digest=digest) for c, digest in zip(chunks, digests, strict=True) if c)
         return dataclasses.replace(tensor, chunks=Chunks.of(sealed, len(tensor.shape)))
 
 
@@ -416,23 +429,38 @@ def _is_read_raw(array: ZarrArray) -> bool:
     return array.is_plain and checked
 
 
+ChunksOf = Callable[[Location, ZarrArray], Iterator[Chunk | None]]
+"""Yields the stored chunks of an array in order, None for one that is not there."""
+
+
 def _chunks(path: Location, array: ZarrArray) -> Iterator[Chunk]:
-    raw = _is_read_raw(array)
     for file, box in array.files():
-        size = _size(path, file)
-        if not raw:
-            with about(path / file):
-                if array.sharded:
-                    list(_stored(path, array, file, size, box))  # checks that no chunk is missing
-            item = Extent(file, 0, size)
-            yield Chunk(box, item, Extent(file, 0, box.numel * itemsize(array.dtype)))
-            continue
-        with about(path / file):
+        yield from _chunks_of_file(path, array, file, box)
+
+
+def _remaining_chunks(path: Location, array: ZarrArray) -> Iterator[Chunk | None]:
+    """Yield chunks, and None for each of those of a file that is missing, or damaged where it says what it has."""
+    for file, box in array.files():
+        try:
+            yield from list(_chunks_of_file(path, array, file, box))
+        except DamageError:
+            inside = list(array.chunks(box)) if _is_read_raw(array) and array.sharded else [box]
+            yield from [None] * len(inside)
+
+
+def _chunks_of_file(path: Location, array: ZarrArray, file: str, box: Box) -> Iterator[Chunk]:
+    size = _size(path, file)
+    with about(path / file):
+        if _is_read_raw(array):
             for part, offset, length in _stored(path, array, file, size, box):
                 if length != array.chunk_bytes + (array.trailer or 0):
                     raise DamageError(f"box {part}: expected {array.chunk_bytes} bytes and a checksum, found {length}")
                 payload = Extent(file, offset, part.numel * itemsize(array.dtype))
                 yield Chunk(part, Extent(file, offset, length), payload)
+            return
+        if array.sharded:
+            list(_stored(path, array, file, size, box))  # checks that no chunk is missing
+    yield Chunk(box, Extent(file, 0, size), Extent(file, 0, box.numel * itemsize(array.dtype)))
 
 
 def _stored(path: Location, array: ZarrArray, file: str, size: int, box: Box) -> Iterator[tuple[Box, int, int]]:
