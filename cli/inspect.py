@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import click
 
 from ..converters.look.contents import groups_as_code, groups_as_data, plain_items
 from ..converters.look.holders import Branch, cut_in_words, part_as_json
-from ..converters.look.inspection import Inspection, inspection_of, overview
+from ..converters.look.inspection import LOOK_AT, Inspection, inspection_of, overview
 from ..converters.look.run_history import history_of
 from ..record import StateRecord
 from ..store.damage import rank_in_name
@@ -26,9 +27,11 @@ from .printing import (
     print_buffers,
     print_duration,
     print_json,
+    print_labelled,
     print_line,
     print_section,
     print_table,
+    terminal_width,
 )
 from .runs import newest_whole, print_run
 
@@ -174,7 +177,7 @@ def _show_items(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, *
 def _show_groups(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, **rest: Any) -> object:
     groups = groups_as_data(opened.outline, opened.values)
     if not as_json:
-        for line in groups_as_code(groups).splitlines():
+        for line in groups_as_code(groups, min(terminal_width(sys.stdout) or 120, 120)).splitlines():
             print_line(line)
     return {"param_groups": groups}
 
@@ -200,8 +203,8 @@ def _show_summary(
         rows = [(t.key, _shape(t.shape), t.dtype, t.slot or "-", size(_bytes(t)), cut_in_words(t)) for t in listed]
         print_table(("tensor", "shape", "dtype", "slot", "bytes", "cut into"), rows)
         return None
-    for label, value in overview(inspection):  # an empty label goes on with the line above
-        print_line(f"{label:<13} {value}")
+    for label, value in overview(inspection):
+        print_labelled(label, value, fg="red" if label == LOOK_AT else None)
     roles = [
         (r["role"], ", ".join(r["slots"]) or "-", r["tensors"], r["elements"], size(r["bytes"]), ", ".join(r["dtypes"]))
         for r in inspection.roles

@@ -63,6 +63,20 @@ _taken: list[int] = []
 """Signals that have told this process to end."""
 
 
+def _colour(context: click.Context, _: click.Parameter, when: str | None) -> None:
+    """Set when output has colours; an option after the command counts, else the one before it, else ``NO_COLOR``."""
+    if when is not None:
+        context.color = {"always": True, "never": False}.get(when)
+    elif context.parent is None and (os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"):
+        context.color = False
+
+
+_WHEN = click.Choice(["auto", "always", "never"])
+
+COLOUR = click.Option(["--color"], type=_WHEN, expose_value=False, callback=_colour, hidden=True)
+"""The option `--color` of every command; the help of `muonckpt` itself has it."""
+
+
 class _Commands(click.Group):
     """Imports the module of a command only when that command runs."""
 
@@ -90,6 +104,8 @@ class _Commands(click.Group):
             return None
         module = import_module(f".{_FILES.get(name, name)}", __package__)
         command: click.Command = getattr(module, f"{name}_command")
+        if COLOUR not in command.params:
+            command.params.append(COLOUR)
         return command
 
     def resolve_command(
@@ -108,6 +124,10 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(VERSION)
+@click.option(
+    "--color", type=_WHEN, expose_value=False, callback=_colour,
+    help="Colours, also after the command; auto: on a terminal, unless NO_COLOR is set.",
+)  # fmt: skip
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")  # `run` looks for it
 def cli() -> None:
     """Inspect, verify, reshard and convert checkpoints of sharded Muon training.

@@ -1,18 +1,20 @@
-"""Printing: tables, rich on a terminal and plain lines elsewhere, JSON, and progress."""
+"""Printing: tables and lines, folded and in colour on a terminal and plain elsewhere, JSON, and progress."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from ..wording import size
+from .tables import TextTable, folded
 
 if TYPE_CHECKING:
     from ..converters.look.buffer_summary import LabelledBuffer
@@ -21,57 +23,58 @@ if TYPE_CHECKING:
 BEGAN = "muonckpt.began"
 
 _MOST_NAMES = 8
-_NARROW = 56
+_LABEL = 13
+_COMMANDS = ("muonckpt ", "python ")
 
 
-def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table; off a terminal as aligned columns, nothing wrapped or cut, so that it can be searched."""
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], colours: Sequence[str | None] = ()) -> None:
+    """Print a table, folded to the width of a terminal; elsewhere nothing is folded, so that it can be searched.
+
+    Args:
+        colours: of the rows, on a terminal; those that are not given have none.
+    """
     cells = [[printable(str(cell)) for cell in row] for row in rows]
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Column, Table
-        from rich.text import Text
-
-        console = Console()
-        lengths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
-        if len(headers) > 2 and sum(lengths) + 2 * len(lengths) > console.width:  # a name is never folded into slivers
-            _print_narrow(headers, cells)
-            return
-        columns = (Column(header, overflow="fold") for header in headers)  # nothing is cut
-        shown = Table(*columns, box=None, header_style="bold", pad_edge=False)
-        for row in cells:
-            shown.add_row(*map(Text, row))  # not markup
-        console.print(shown)
-        return
-    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
-    for line in ([*headers], *cells):
-        print_line("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    table = TextTable(headers, cells, terminal_width(sys.stdout))
+    for line in table.header():
+        click.secho(line, bold=True)
+    for number, row in enumerate(cells):
+        for line in table.form.lines(row):
+            click.echo(_coloured(line, colours[number] if number < len(colours) else None))
 
 
-def _print_narrow(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print each row as its first cell, and below it the others with their headers."""
-    for first, *others in rows:
-        print_line(first)
-        line = ""
-        for header, cell in zip(headers[1:], others, strict=True):
-            part = f"{header} {cell}, " if cell not in ("", "-") else ""
-            if line and len(line) + len(part) - 2 > _NARROW:
-                print_line(f"    {line.rstrip(', ')}")
-                line = ""
-            line += part
-        if line:
-            print_line(f"    {line.rstrip(', ')}")
-
-
-def print_section(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def print_section(headers: Sequence[str], rows: Sequence[Sequence[object]], colours: Sequence[str | None] = ()) -> None:
     if rows:
         print_line()
-        print_table(headers, rows)
+        print_table(headers, rows, colours)
 
 
-def print_line(text: str = "", *, err: bool = False) -> None:
-    """Print a line that may have names of files and tensors in it."""
-    click.echo(printable(text), err=err)
+def print_line(text: str = "", *, err: bool = False, fg: str | None = None) -> None:
+    """Print a line that may have names of files and tensors in it; on a terminal in a colour, and folded.
+
+    A command stays one line, so that it can be pasted.
+    """
+    width, shown = terminal_width(sys.stderr if err else sys.stdout), printable(text)
+    whole = width is None or shown.lstrip().startswith(_COMMANDS)
+    for line in [shown] if whole or width is None else folded(shown, width, "    "):
+        click.echo(_coloured(line, fg), err=err)
+
+
+def print_labelled(label: str, value: str, fg: str | None = None) -> None:
+    """Print a line of a summary; without a label it goes on with the one above."""
+    width, shown = terminal_width(sys.stdout), printable(value)
+    lines = [shown] if width is None else folded(shown, max(width - _LABEL - 1, 1))
+    for number, line in enumerate(lines):
+        name = printable(label) if number == 0 else ""
+        click.echo(f"{click.style(name.ljust(_LABEL), bold=True, fg=fg)} {_coloured(line, fg)}")
+
+
+def _coloured(text: str, fg: str | None) -> str:
+    return text if fg is None else click.style(text, fg=fg)
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Return the columns of the terminal that a stream writes to; None if it writes to none."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
 def printable(text: str) -> str:
@@ -103,6 +106,11 @@ def _seconds() -> float:
     return 0.0 if began is None else time.monotonic() - began
 
 
+def _without_colour() -> bool | None:
+    context = click.get_current_context(silent=True)
+    return True if context is not None and context.color is False else None
+
+
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Show progress; yields a function to call, from any thread, with the bytes done since the last call and the total.
@@ -116,7 +124,8 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
         from rich.console import Console
 
         columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn(binary_units=True))
-        with bars.Progress(*columns, bars.TimeRemainingColumn(), console=Console(stderr=True)) as shown:
+        console = Console(stderr=True, no_color=_without_colour())
+        with bars.Progress(*columns, bars.TimeRemainingColumn(), console=console) as shown:
             task = shown.add_task(label, total=None, visible=False)
             yield lambda count, total: shown.update(task, advance=count, total=total, visible=True)
         return

@@ -9,7 +9,7 @@ from ..errors import SourceError
 from ..store.io.location import Location
 from ..store.run import Run, RunStep
 from ..wording import counted, moment, size
-from .printing import print_line, print_table
+from .printing import print_labelled, print_line, print_table
 
 HEADERS = ("step", "state", "bytes", "saved (UTC)", "verified (UTC)")
 
@@ -17,10 +17,10 @@ HEADERS = ("step", "state", "bytes", "saved (UTC)", "verified (UTC)")
 def print_run(history: RunHistory) -> None:
     """Print the table of steps, and what there is to know besides."""
     (label, first), *rest = overview_of_run(history)
-    print_line(f"{label:<13} {first}")
+    print_labelled(label, first)
     print_steps(history.steps)
     for label, value in rest:
-        print_line(f"{label:<13} {value}")
+        print_labelled(label, value)
 
 
 def newest_whole(run: Run, count: int = 1) -> list[Location]:
@@ -40,7 +40,8 @@ def newest_whole(run: Run, count: int = 1) -> list[Location]:
 
 def print_steps(steps: Sequence[RunStep]) -> None:
     print_line()
-    print_table(HEADERS, [row_of(step) for step in steps])
+    colours = [None if step.state == "whole" else "red" for step in steps]
+    print_table(HEADERS, [row_of(step) for step in steps], colours)
     print_line()
 
 

@@ -441,5 +441,5 @@ def groups_as_data(manifest: Manifest, values: Values) -> list[dict[str, Any]]:
     return [{PARAMS: list(group.params), **group.options} for group in merge_equal(groups)]
 
 
-def groups_as_code(groups: Sequence[dict[str, Any]]) -> str:
-    return pprint.pformat(list(groups), width=120, compact=True, sort_dicts=False)
+def groups_as_code(groups: Sequence[dict[str, Any]], width: int = 120) -> str:
+    return pprint.pformat(list(groups), width=width, compact=True, sort_dicts=False)

@@ -332,6 +332,9 @@ def _bytes(tensor: StateRecord) -> int:
     return math.prod(tensor.shape) * itemsize(tensor.dtype)
 
 
+LOOK_AT = "look at"
+"""The label of what looks sick."""
+
 _MOST_LINES = 8
 _MOST_GROUPS = 24
 
@@ -345,7 +348,7 @@ _SAID_ELSEWHERE = frozenset({"step", "resharded", "salvaged"})
 def overview(inspection: Inspection) -> Iterator[tuple[str, str]]:
     """Yield the summary of a checkpoint as labelled lines, with what looks sick; the tables are not included."""
     yield from description(inspection)
-    yield from _some("look at", [symptom.message for symptom in inspection.symptoms])
+    yield from _some(LOOK_AT, [symptom.message for symptom in inspection.symptoms])
 
 
 def description(inspection: Inspection) -> Iterator[tuple[str, str]]:

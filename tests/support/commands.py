@@ -9,6 +9,8 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import pytest
+
 from muonckpt.cli.main import run
 
 COMMAND = [sys.executable, "-c", "from muonckpt.cli.main import main; main()"]
@@ -25,6 +27,26 @@ def called(*arguments: object) -> subprocess.CompletedProcess[str]:
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         code = run(list(map(str, arguments)))
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+class Terminal(io.StringIO):
+    """Text that is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def on_terminal(width: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """As `called`, with both outputs on a terminal of so many columns; the text keeps its colours."""
+    with redirect_stdout(Terminal()) as out, redirect_stderr(Terminal()) as err, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(width))
+        patch.setenv("TERM", "xterm-256color")
+        code = run(list(map(str, arguments)))
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def without_colour(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def arguments_of(command: str, source: Path, tmp_path: Path) -> list[object]:

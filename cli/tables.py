@@ -1,0 +1,127 @@
+"""Tables and paragraphs as lines of text, folded between words and columns so that they fit a terminal.
+
+A table that is too wide stays one: what is long in the first column, the keys, stands on a line of its own, words of
+other columns are folded, and columns that still find no place go on below, the headers likewise.  Nothing is left out,
+and no word is broken; only a word that alone is too long is wider than the terminal.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+GAP = 2
+"""Spaces between columns."""
+
+_INDENT = 4
+"""Spaces before what belongs to a key on the line above."""
+
+_LOOKED_AT = 200
+"""The rows by whose lines the best of several forms is chosen."""
+
+_TIGHT = 24
+"""The most that the first column is narrowed to while its keys stand beside the others."""
+
+
+Block = tuple[tuple[int, int], ...]
+"""Columns that stand side by side: the number of each, and its width."""
+
+
+@dataclass(frozen=True)
+class Folding:
+    """A way to fold a table: the width of the ``key`` column, and the other columns in blocks, one below the other."""
+
+    key: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def width(self) -> int:
+        return self.key + max(sum(GAP + width for _, width in block) for block in self.blocks)
+
+    def lines(self, row: Sequence[str]) -> list[str]:
+        """Return the lines of a row."""
+        key, lines = row[0], list[str]()
+        if len(key) > self.key and self.blocks:
+            lines.append(key)
+            key = ""
+        for block in self.blocks:
+            cells = [folded(row[column], width) for column, width in block]
+            for number in range(max(map(len, cells), default=0)):
+                parts = [cell[number] if number < len(cell) else "" for cell in cells]
+                texts = (part.ljust(width) for part, (_, width) in zip(parts, block, strict=True))
+                lines.append((" " * GAP).join((key.ljust(self.key), *texts)).rstrip())
+                key = ""
+        return lines or [key]
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """Headers and rows of cells, to be written within a ``width``; None for any."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    width: int | None = None
+
+    @cached_property
+    def form(self) -> Folding:
+        natural, *others = (max(map(len, column)) for column in zip(self.headers, *self.rows, strict=True))
+        columns = tuple(enumerate(others, 1))
+        whole = Folding(natural, (columns,) if columns else ())
+        if self.width is None or natural + sum(others) + GAP * len(others) <= self.width or not columns:
+            return whole
+        some = [self.headers, *self.rows[:_LOOKED_AT]]
+        least = {column: max(_longest_word(row[column]) for row in some) for column, _ in columns}
+        beside = self.width - sum(others) - GAP * len(others)
+        narrow = min(natural, _INDENT)
+        keys = {natural, min(natural, max(beside, _TIGHT)), narrow}
+        forms = [Folding(key, _blocks(columns, least, max(self.width - key - GAP, 1))) for key in keys]
+        fitting = [form for form in forms if form.key == narrow or form.width <= self.width]
+        return min(fitting, key=lambda form: (*self._cost([form.lines(row) for row in some]), -form.key))
+
+    def _cost(self, rows: Sequence[Sequence[str]]) -> tuple[int, int]:
+        """Count the lines that are too wide although they have several words, and all lines."""
+        wide = [line for lines in rows for line in lines if len(line) > (self.width or 0) and len(line.split()) > 1]
+        return len(wide), sum(map(len, rows))
+
+    def header(self) -> list[str]:
+        return self.form.lines(self.headers)
+
+    def body(self) -> list[str]:
+        return [line for row in self.rows for line in self.form.lines(row)]
+
+
+def _longest_word(text: str) -> int:
+    return max(map(len, text.split()), default=0)
+
+
+def _blocks(columns: Block, least: dict[int, int], room: int) -> tuple[Block, ...]:
+    """Return columns with widths that fit in the room, in one block if words can be folded so far, else in several."""
+
+    def taken(block: Sequence[tuple[int, int]]) -> int:
+        return sum(width for _, width in block) + GAP * (len(block) - 1)
+
+    least = {column: min(width, room) for column, width in least.items()}  # a longer word has its line alone
+    for most in range(min(max(width for _, width in columns), room), 0, -1):
+        narrowed = tuple((column, max(min(width, most), least[column])) for column, width in columns)
+        if taken(narrowed) <= room:
+            return (narrowed,)
+    blocks: list[list[tuple[int, int]]] = [[]]
+    for column, width in columns:
+        own = (column, max(min(width, room), least[column]))
+        if blocks[-1] and taken([*blocks[-1], own]) > room:
+            blocks.append([])
+        blocks[-1].append(own)
+    return tuple(map(tuple, blocks))
+
+
+def folded(text: str, width: int, indent: str = "") -> list[str]:
+    """Return the lines of a text, folded between words where it is too long; further lines are indented."""
+    if len(text) <= width:
+        return [text]
+    lead = text[: len(text) - len(text.lstrip())]
+    return textwrap.wrap(
+        text, width, initial_indent="", subsequent_indent=lead + indent, break_long_words=False, break_on_hyphens=False,
+        drop_whitespace=True,
+    )  # fmt: skip
