@@ -9,13 +9,13 @@ from typing import Any, get_args
 import click
 
 from ..converters.compare.stats import STATS_MEMORY
-from ..page.checkpoint_page import StatsChoice, report
+from ..converters.look.run_history import history_of
+from ..page.checkpoint_page import Page, Reading, StatsChoice, report
+from ..page.run_page import RunPage, page_of_run
 from ..store.io.location import Location
-from ..store.run import run_of
 from ..wording import counted
 from .argument_types import CHECKPOINT, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, progress
-from .runs import newest_whole
 
 
 @click.command("report")
@@ -26,33 +26,49 @@ from .runs import newest_whole
     help="Page to write.",
 )  # fmt: skip
 @click.option(
-    "--stats", type=click.Choice(get_args(StatsChoice)), default="spectra", show_default=True,
-    help="What is measured; none reads metadata only.",
+    "--stats", type=click.Choice(get_args(StatsChoice)),
+    help="What is measured: spectra by default, norms of each step of a run; none reads metadata only.",
 )  # fmt: skip
 @click.option("--select", multiple=True, metavar="GLOB", help="Measure only what has a matching key; repeatable.")
 @memory_option(STATS_MEMORY)
 @jobs_option()
 @click.option("--json", "as_json", is_flag=True, help="Print the page's place, bytes and number of findings as JSON.")
 def report_command(
-    checkpoint: Location, other: Location | None, output: Path, select: Sequence[str], as_json: bool, **options: Any
+    checkpoint: Location,
+    other: Location | None,
+    output: Path,
+    stats: StatsChoice | None,
+    select: Sequence[str],
+    as_json: bool,
+    **options: Any,
 ) -> None:
-    """Write a page about CHECKPOINT, of any format: findings, a map of its shards, balance, norms, and every tensor.
+    """Write a page about CHECKPOINT, of any format, whole or damaged: what is wrong, findings, a map of its shards,
+    balance, norms, and every tensor.
 
-    With OTHER, such as an earlier checkpoint of the run, also what has changed since.  Of the folder of a run, the page
-    is about its newest whole step.  The page is one file, and needs no network.
+    With OTHER, such as an earlier checkpoint of the run, also what has changed since.  Of the folder of a run, a page
+    about all of its steps.  The page is one file, and needs no network.
 
     \b
     muonckpt report run/step-00001000 -o report.html
     muonckpt report run/step-00001100 run/step-00001000 -o report.html --stats norms
+    muonckpt report run -o run.html
     """
-    if (run := run_of(checkpoint)) is not None:
-        [checkpoint] = newest_whole(run)
+    history = history_of(checkpoint)
+    if history is not None and other is not None:
+        raise click.UsageError(f"{checkpoint} is a run, which is not compared with another; name one of its steps")
+    page: Page | RunPage
     with progress("report") as advance:
-        page = report(checkpoint, other, select=select, progress=advance, **options)
+        if history is None:
+            page = report(checkpoint, other, stats=stats or "spectra", select=select, progress=advance, **options)
+        else:
+            page = page_of_run(history, Reading(stats or "norms", select, **options), advance)
     written = page.write(output)
     if as_json:
         print_json({"page": str(output), "bytes": written, "findings": page.findings})
         return
-    found = counted(page.findings, "finding") if page.findings else "nothing odd"
+    lines = list(page.lines)
+    for line in lines:
+        print_line(line)
+    found = counted(page.findings, "finding") if page.findings else "nothing else" if lines else "nothing odd"
     print_line(f"{output}: {found} in {checkpoint}")
     print_duration()

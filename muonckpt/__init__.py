@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .forecasting.topologies import Rates
     from .layouts.boxed_tensor import BoxedTensor
     from .page.checkpoint_page import Page, report
+    from .page.run_page import RunPage, report_run
     from .store.audit import AuditReport, verify
     from .store.open_checkpoint import OpenCheckpoint
     from .store.opening import open
@@ -79,6 +80,7 @@ __all__ = [
     "Redistribution",
     "Report",
     "Restored",
+    "RunPage",
     "SavedStep",
     "Series",
     "SourceError",
@@ -98,6 +100,7 @@ __all__ = [
     "open",
     "redistribute",
     "report",
+    "report_run",
     "reshard",
     "salvage",
     "save",
@@ -125,6 +128,7 @@ _NAMES = {
     ".forecasting.topologies": ("Rates",),
     ".layouts.boxed_tensor": ("BoxedTensor",),
     ".page.checkpoint_page": ("Page", "report"),
+    ".page.run_page": ("RunPage", "report_run"),
     ".store.audit": ("AuditReport", "verify"),
     ".store.open_checkpoint": ("OpenCheckpoint",),
     ".store.opening": ("open",),

@@ -72,7 +72,8 @@ RULES = {
     "checkup": "errors coefficients resumption vocabulary wording converters/engine converters/programs "
     "converters/target converters/translate forecasting optimizer optimizer/__init__ optimizer/methods "
     "optimizer/newton_schulz optimizer/planning",
-    "page": "chunks columns errors record version converters/compare converters/look store store/io store/reading",
+    "page": "chunks columns errors record version wording converters/compare converters/look store store/io "
+    "store/reading",
     "integrations": "errors store checkpoint optimizer optimizer/__init__",
     "converters/target": "errors box layout record vocabulary layouts layouts/buffers",
     "converters/engine": "errors box key_search checkpoint chunks columns json_fields layout layouts layouts/buffers "

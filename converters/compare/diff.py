@@ -171,14 +171,15 @@ def diff_of(
     a: tuple[OpenCheckpoint, FirstLook],
     b: tuple[OpenCheckpoint, FirstLook],
     *,
+    without: Collection[str] = (),
     memory: int,
     jobs: int,
     progress: Progress,
 ) -> Difference:
-    """Compare all of two checkpoints that are open and sorted already."""
+    """Compare two checkpoints that are open and sorted already, ``without`` the tensors and items of these keys."""
 
     def side(opened: OpenCheckpoint, known: FirstLook) -> _Side:
-        return _Side.of(opened, lambda: known, None, None)
+        return _Side.of(opened, lambda: known, None, None, without)
 
     return _difference(side(*a), side(*b), Tolerance(), memory, jobs, progress)
 
@@ -232,10 +233,18 @@ class _Side:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, opened: OpenCheckpoint, look: Look, to_dialect: str | None, from_dialect: str | None) -> _Side:
+    def of(
+        cls,
+        opened: OpenCheckpoint,
+        look: Look,
+        to_dialect: str | None,
+        from_dialect: str | None,
+        without: Collection[str] = (),
+    ) -> _Side:
         if to_dialect is None:
-            tensors = [OutputTensor(t, t.chunk_layout()) for t in opened.outline.tensors]
-            outputs = Outputs(tensors, [OutputItem(blob.key, blob.path, blob) for blob in opened.outline.blobs])
+            tensors = [OutputTensor(t, t.chunk_layout()) for t in opened.outline.tensors if t.key not in without]
+            blobs = [blob for blob in opened.outline.blobs if blob.key not in without]
+            outputs = Outputs(tensors, [OutputItem(blob.key, blob.path, blob) for blob in blobs])
         else:
             outputs = Request(program(from_dialect), program(to_dialect)).outputs(opened)
         return cls(

@@ -1,25 +1,13 @@
-"""A page about a checkpoint, alone or beside another one: its data, and one HTML file of data, style and script.
-
-Names in a checkpoint may be hostile.  They are in the page as JSON only, in which no ``<`` occurs, and the script shows
-them as text; a policy lets browsers run and apply only our own script and style, known by their hashes, and load
-nothing.
-"""
+"""A page about a checkpoint, alone or beside another one, whole or damaged: its data."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import math
 import os
-import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any, Literal
 
 import numpy as np
@@ -30,6 +18,7 @@ from ..converters.compare.diff import Difference, diff_of
 from ..converters.compare.stats import (
     STATS_MEMORY,
     CheckpointStats,
+    Measurable,
     bytes_of_elements,
     health_json,
     measurable,
@@ -37,23 +26,26 @@ from ..converters.compare.stats import (
     siblings_of,
     stats_of,
 )
-from ..converters.look.contents import Contents, FirstLook, Role, first_look
+from ..converters.look.contents import Contents, FirstLook, Role
 from ..converters.look.holders import chunk_bytes, cut_in_words, newton_schulz_by_rank
 from ..converters.look.inspection import Inspection, description, inspection_of
-from ..errors import DestinationError, LayoutError, SourceError
+from ..errors import SourceError
 from ..record import Manifest
-from ..store.damage import rank_in_name
-from ..store.io.location import Remote
-from ..store.io.new_file import write_synced
-from ..store.opening import open
+from ..store.damage import Damage, rank_in_name
+from ..store.diagnosis import Diagnosis
+from ..store.io.location import Remote, location
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import Progress
 from ..version import VERSION
+from .document import html_of, plain, rounded, write_page
+from .whole_parts import Looked, in_turns, on_whole_parts
 
 StatsChoice = Literal["spectra", "norms", "none"]
 
 _FIGURES = ("norm", "rms", "largest", "zeros", "nan", "infinite", "stable_rank", "spectrum")
 """Figures of each measured tensor on the page."""
+
+_SCRIPTS = ("words", "frame", "findings", "table", "charts", "model", "rows", "map", "tensor", "sections", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +56,52 @@ class Page:
         known: its metadata by role.
         stats: its measured numbers, if any.
         difference: the changes since the other checkpoint (``a``), if there is one.
+        diagnosis: what is wrong with it, and what to do.
+        unmeasured, uncompared: the keys of tensors that were left out because parts of them are lost.
     """
 
     inspection: Inspection
     known: FirstLook
     stats: CheckpointStats | None
     difference: Difference | None
+    diagnosis: Diagnosis
+    unmeasured: frozenset[str] = frozenset()
+    uncompared: frozenset[str] = frozenset()
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """The lines for a terminal that say what is wrong, and what to do; none if nothing is wrong."""
+        return self.diagnosis.lines
 
     @property
     def findings(self) -> int:
-        """The number of findings in the metadata and the numbers."""
-        return len(self.inspection.symptoms) + len(self.stats.health if self.stats else ())
+        """The number of findings in the metadata and the numbers, besides what the diagnosis tells."""
+        told = told_by(self.diagnosis.damage)
+        symptoms = [symptom for symptom in self.inspection.symptoms if symptom.kind not in told]
+        return len(symptoms) + len(self.stats.health if self.stats else ())
 
     def to_json(self) -> dict[str, Any]:
         """Return the data of the page, as docs/guide/report.md describes it."""
         manifest, ranks = self.inspection.manifest, self.inspection.bytes_of_ranks()
         work = newton_schulz_by_rank(self.known.contents, list(ranks)) if ranks else None
+        places = {tensor.key: number for number, tensor in enumerate(manifest.tensors)}
+        stats = _stats_columns(self.stats, places) if self.stats else None
+        unmeasured = sorted(places[key] for key in self.unmeasured)
+        difference = self.difference.to_json() | {"left_out": sorted(self.uncompared)} if self.difference else None
         return {
             "muonckpt": VERSION,
             "overview": list(description(self.inspection)),
             "inspection": plain(self.inspection.to_json()),
+            "verdict": verdict_of(self.diagnosis),
+            "lost": lost_columns(self.diagnosis.damage, places),
             **shard_columns(manifest, self.known.contents),
             "ranks": {"bytes": by_number(ranks), "newton_schulz": by_number(work)},
-            "stats": plain(_stats_columns(self.stats, [t.key for t in manifest.tensors])) if self.stats else None,
-            "difference": plain(self.difference.to_json()) if self.difference else None,
+            "stats": plain(stats | {"left_out": unmeasured}) if stats else None,
+            "difference": plain(difference),
         }
 
     def html(self) -> str:
-        return html_of(f"{Path(self.inspection.checkpoint).name} - muonckpt report", self.to_json())
+        return html_of(f"{Path(self.inspection.checkpoint).name} - muonckpt report", self.to_json(), _SCRIPTS)
 
     def write(self, file: str | os.PathLike[str]) -> int:
         """Write the page into a local file, which appears whole and replaces an earlier one; return its bytes.
@@ -99,17 +109,7 @@ class Page:
         Raises:
             DestinationError: it cannot be written.
         """
-        place, text = Path(file), self.html().encode("ascii")
-        draft = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
-        try:
-            write_synced(draft, text)
-            draft.replace(place)
-        except OSError as error:
-            raise DestinationError(f"the report cannot be written to {place}: {error}") from error
-        finally:
-            with suppress(OSError):  # it has its name, or was never made
-                draft.unlink()
-        return len(text)
+        return write_page(file, self.html())
 
 
 def report(
@@ -122,7 +122,9 @@ def report(
     jobs: int = 2,
     progress: Progress = lambda count, total: None,
 ) -> Page:
-    """Make a page about a checkpoint, as ``muonckpt report`` writes it; needs no torch.
+    """Make a page about a checkpoint, whole or damaged, as ``muonckpt report`` writes it; needs no torch.
+
+    What is lost is shown, and left out of the numbers.
 
     Args:
         path: a path or a URL, of any format.
@@ -134,15 +136,47 @@ def report(
         progress: called with the bytes read since the last call, and with the total.
 
     Raises:
-        SourceError: a checkpoint cannot be read, or is damaged.
-        LayoutError: a tensor has a hole or an overlap.
+        SourceError: there is no checkpoint, or its metadata cannot be read.
         TargetError: a pattern matches nothing.
     """
+    places = [location(place, SourceError) for place in (path, other) if place is not None]
     with ExitStack() as stack:
-        opened = stack.enter_context(open(path))
-        known = first_look(opened)
-        inspection = inspection_of(opened, known)
-        chosen = [] if stats == "none" else measurable(known, select)
+        turn = in_turns(progress)
+        looked: Sequence[Looked] = [Looked.at(place, stack) for place in places]
+        if stats != "none":  # who reads elements also wants to know what else is damaged
+            looked = [one.read_whole(jobs, turn()) if one.damage else one for one in looked]
+        reading = Reading(stats, select, memory, jobs)
+        looked, (found, difference) = on_whole_parts(looked, jobs, turn(), reading.numbers)
+        own = looked[0]
+        chosen = {tensor.key for _, tensor in reading.chosen(own.known)}
+        return Page(
+            inspection_of(own.opened, own.known),
+            own.known,
+            found,
+            difference,
+            own.diagnosis,
+            unmeasured=own.left_out & chosen,
+            uncompared=frozenset[str]().union(*(one.left_out for one in looked)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is read of elements for a page, and with how much memory and how many threads."""
+
+    stats: StatsChoice
+    select: Sequence[str] = ()
+    memory: int = STATS_MEMORY
+    jobs: int = 2
+
+    def chosen(self, known: FirstLook) -> Measurable:
+        """Return the tensors to measure."""
+        return () if self.stats == "none" else measurable(known, self.select)
+
+    def numbers(self, looked: Sequence[Looked], progress: Progress) -> tuple[CheckpointStats | None, Difference | None]:
+        """Measure a checkpoint, and compare it with the other one if there is one, without what they have lost."""
+        own, *others = looked
+        chosen = [(role, tensor) for role, tensor in self.chosen(own.known) if tensor.key not in own.left_out]
         to_measure = bytes_of_elements(tensor for _, tensor in chosen)
         to_compare = 0
 
@@ -151,41 +185,66 @@ def report(
             to_compare = total
             progress(count, total + to_measure)
 
-        earlier = stack.enter_context(open(other)) if other is not None else None
-        before = first_look(earlier) if earlier else None
-        difference = None
-        if earlier and before:
-            sides = (earlier, before), (opened, known)
-            difference = diff_of(*sides, memory=memory, jobs=jobs, progress=compared)
-        found = None
-        if stats != "none":
+        def passed(count: int) -> None:
+            progress(count, to_compare + to_measure)
 
-            def passed(count: int) -> None:
-                progress(count, to_compare + to_measure)
-
-            spectra = stats == "spectra"
-            try:
-                tensors = measured(opened, known, chosen, spectra=spectra, memory=memory, jobs=jobs, passed=passed)
-            except (SourceError, LayoutError) as error:
-                instead = "without measuring, by --stats none or stats='none', there is a page"
-                raise type(error)(f"{error}; {instead}") from error
-            weights = {tensor.key for tensor in known.contents.tensors.get(Role.WEIGHTS, ())}
-            changes = {  # root mean squares, where both checkpoints have a weight in one shape
-                tensor.key: tensor.statistics.rms_change if tensor.statistics else 0.0
-                for tensor in (difference.tensors if difference else ())
-                if tensor.key in weights and tensor.by != "shape"
-            }
-            found = stats_of(opened, known, tensors, earlier, before, changes)
-    return Page(inspection, known, found, difference)
+        memory, jobs, difference = self.memory, self.jobs, None
+        for other in others:
+            sides, without = ((one.opened, one.known) for one in (other, own)), own.left_out | other.left_out
+            difference = diff_of(*sides, without=without, memory=memory, jobs=jobs, progress=compared)
+        if self.stats == "none":
+            return None, difference
+        spectra, weights = self.stats == "spectra", own.known.contents.tensors.get(Role.WEIGHTS, ())
+        tensors = measured(own.opened, own.known, chosen, spectra=spectra, memory=memory, jobs=jobs, passed=passed)
+        keys = {tensor.key for tensor in weights}
+        changes = {  # root mean squares, where both checkpoints have a weight in one shape
+            tensor.key: tensor.statistics.rms_change if tensor.statistics else 0.0
+            for tensor in (difference.tensors if difference else ())
+            if tensor.key in keys and tensor.by != "shape"
+        }
+        earlier, before = ((others[0].opened, others[0].known)) if others else (None, None)
+        return stats_of(own.opened, own.known, tensors, earlier, before, changes), difference
 
 
-def _stats_columns(stats: CheckpointStats, keys: Sequence[str]) -> dict[str, Any]:
+def verdict_of(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return the sentence and the remedies that every tool has; the sentence is empty if nothing is wrong."""
+    remedies = [{"command": one.command, "gives": one.gives} for one in diagnosis.remedies]
+    return {"sentence": diagnosis.sentence, "remedies": remedies, "read": diagnosis.damage.read}
+
+
+def lost_columns(damage: Damage, places: Mapping[str, int]) -> dict[str, Any]:
+    """Return what is lost, as columns.
+
+    ``shards``: runs of rows of the columns of shards, ``start`` and ``stop``.  ``holes``: ``tensor``, a position, and
+    the boxes ``lo`` and ``hi`` that no file has.  ``files``: ``name``, and the ``bytes`` that are left, None if it is
+    missing.  ``items``: keys.  ``told``: kinds of findings that the verdict has told.
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], damage.chunks, [False]]).astype(np.int8)))
+    holes = [(places[key], box) for key, boxes in damage.holes.items() for box in boxes]
+    return {
+        "shards": {"start": edges[::2].tolist(), "stop": edges[1::2].tolist()},
+        "holes": {
+            "tensor": [number for number, _ in holes],
+            "lo": [list(box.lo) for _, box in holes],
+            "hi": [list(box.hi) for _, box in holes],
+        },
+        "files": {"name": list(damage.files), "bytes": list(damage.files.values())},
+        "items": sorted(damage.items),
+        "told": sorted(told_by(damage)),
+    }
+
+
+def told_by(damage: Damage) -> frozenset[str]:
+    """Return the kinds of findings that the sentence about damage has told."""
+    return frozenset({"missing_file", "cut_file", "hole"}) if damage else frozenset()
+
+
+def _stats_columns(stats: CheckpointStats, places: Mapping[str, int]) -> dict[str, Any]:
     """Return the numbers as JSON data, with five significant digits.
 
-    Figures are columns, and ``tensor`` a position in ``keys``; rows of ``folded`` have ``members``, positions in
+    Figures are columns, and ``tensor`` a position in ``places``; rows of ``folded`` have ``members``, positions in
     columns.
     """
-    positions = {key: position for position, key in enumerate(keys)}
     rows = {id(tensor): row for row, tensor in enumerate(stats.tensors)}
     figures = [tensor.to_json() for tensor in stats.tensors]
     members = [[rows[id(tensor)] for tensor in group] for group in siblings_of(stats.tensors).values()]
@@ -193,28 +252,16 @@ def _stats_columns(stats: CheckpointStats, keys: Sequence[str]) -> dict[str, Any
         "since": stats.since,
         "steps": stats.steps,
         "tensors": {
-            "tensor": [positions[tensor.key] for tensor in stats.tensors],
-            **{name: [_rounded(row[name]) for row in figures] for name in _FIGURES},
+            "tensor": [places[tensor.key] for tensor in stats.tensors],
+            **{name: [rounded(row[name]) for row in figures] for name in _FIGURES},
         },
         "folded": [
-            {name: _rounded(value) for name, value in row.items()} | {"members": own}
+            {name: rounded(value) for name, value in row.items()} | {"members": own}
             for row, own in zip(stats.folded(), members, strict=True)
         ],
         "updates": [update.to_json() for update in stats.updates],
         "health": [health_json(finding) for finding in stats.health],
     }
-
-
-def _rounded(value: Any) -> Any:
-    match value:
-        case float():
-            return float(f"{value:.5g}")
-        case Mapping():
-            return {name: _rounded(each) for name, each in value.items()}
-        case tuple():
-            return [_rounded(each) for each in value]
-        case _:
-            return value
 
 
 def shard_columns(manifest: Manifest, contents: Contents) -> dict[str, Any]:
@@ -267,45 +314,3 @@ def shard_columns(manifest: Manifest, contents: Contents) -> dict[str, Any]:
 def by_number(shares: Mapping[int, int] | None) -> dict[str, list[int]] | None:
     """Return shares of ranks as columns ``rank`` and ``share``; None if unknown."""
     return {"rank": list(shares), "share": list(shares.values())} if shares else None
-
-
-_SCRIPTS = ("model", "table", "charts", "map", "tensor", "sections", "main")
-
-_ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
-
-
-def html_of(title: str, data: Mapping[str, Any]) -> str:
-    """Return the page, in ASCII; ``data`` is JSON data, as `plain` gives it."""
-    style = _asset("page.css")
-    script = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
-    return Template(_asset("page.html")).substitute(
-        title=escape(title).encode("ascii", "xmlcharrefreplace").decode(),
-        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
-        "form-action 'none'",
-        style=style,
-        script=script,
-        data=json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_ESCAPED),
-    )
-
-
-def plain(value: Any) -> Any:
-    """Convert data to JSON's types; infinite and NaN numbers, and whatever else JSON lacks, become text."""
-    match value:
-        case None | bool() | int() | str():
-            return value
-        case float():
-            return value if math.isfinite(value) else str(value)
-        case Mapping():
-            return {str(name): plain(each) for name, each in value.items()}
-        case list() | tuple():
-            return [plain(each) for each in value]
-        case _:
-            return str(value)
-
-
-def _asset(name: str) -> str:
-    return files(__package__).joinpath("assets", name).read_text("ascii")
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

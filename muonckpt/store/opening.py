@@ -7,7 +7,7 @@ import warnings
 
 from ..errors import DamageError, SourceError
 from ..record import MANIFEST_FILE
-from .io.location import Remote, location
+from .io.location import Location, Remote, location
 from .open_checkpoint import OpenCheckpoint
 
 
@@ -23,13 +23,7 @@ def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
         SourceError: there is no checkpoint, its metadata are damaged or refused, or no installed library supports the
             protocol.  Of a damaged one it says what is lost, and what to do.
     """
-    place = location(path, SourceError)
-    try:
-        checkpoint = OpenCheckpoint(place)
-    except DamageError as error:
-        from .diagnosis import diagnosis_of_unreadable  # not needed where nothing is wrong
-
-        raise DamageError(str(diagnosis_of_unreadable(place, error))) from error
+    checkpoint = open_damaged(location(path, SourceError))
     if not checkpoint.faults and not checkpoint.lacks_manifest:
         return checkpoint
     from .diagnosis import diagnosis_by_files  # not needed where nothing is wrong
@@ -43,6 +37,20 @@ def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
         stacklevel=2,
     )
     return checkpoint
+
+
+def open_damaged(place: Location) -> OpenCheckpoint:
+    """Open a checkpoint as `open` does, also one with faults.
+
+    Raises:
+        SourceError: as `open` does about the metadata.
+    """
+    try:
+        return OpenCheckpoint(place)
+    except DamageError as error:
+        from .diagnosis import diagnosis_of_unreadable  # not needed where nothing is wrong
+
+        raise DamageError(str(diagnosis_of_unreadable(place, error))) from error
 
 
 def check_files(checkpoint: OpenCheckpoint) -> None:

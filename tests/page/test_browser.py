@@ -6,6 +6,7 @@ import io
 import json
 
 import pytest
+import torch
 from PIL import Image
 from support.browser import browser, point_at, shown, waited
 from support.hostile_names import two_steps
@@ -26,7 +27,7 @@ def driver(tmp_path_factory):
         yield shown(driver, folder / "page.html")
         requests = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
         asked = {r["params"]["request"]["url"] for r in requests if r["method"] == "Network.requestWillBeSent"}
-        assert asked == {(folder / "page.html").as_uri()}, "the page loads nothing"
+        assert asked == {page.as_uri() for page in folder.glob("*.html")}, "pages load nothing"
 
 
 def text(driver, selector: str) -> str:
@@ -108,8 +109,127 @@ def test_the_map_says_box_file_and_offset_to_the_pointer_and_to_the_keyboard(dri
     waited(lambda: driver.execute_script("return document.getElementById('tip').hidden"))
     place = "arguments[0].scrollIntoView({block: 'center'}); return arguments[0].getBoundingClientRect().top"
     top = driver.execute_script(place, view)
-    point_at(driver, left, top + 24 + 10)
-    waited(lambda: text(driver, "#tip") == tip)
+
+    def pointed() -> str:
+        """What the page says there; scrolling, which ends a little later, hides it."""
+        point_at(driver, left, top + 24 + 10)
+        return text(driver, "#tip")
+
+    waited(lambda: pointed() == tip)
     view.send_keys("\ue007")  # Enter
     waited(lambda: driver.execute_script("return document.getElementById('tensor').open"))
     assert text(driver, "#tensor-title") == first
+
+
+@pytest.fixture(scope="module")
+def damaged(driver):
+    """A run of two steps of a model with six layers, on four ranks; rank 2's file of the later step is missing."""
+    names = {f"layers.{layer}.{kind}.weight": (16, 8) for layer in range(6) for kind in ("up", "down")} | {"out": (8,)}
+    generator = torch.Generator().manual_seed(0)
+    run = driver.place / "damaged run"
+    for step in (1, 2):
+        model = {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+        momentum = {
+            name: {"momentum_buffer": torch.randn(16, 8, generator=generator)} for name in names if name != "out"
+        }
+        groups = [{"params": [*momentum], "algorithm": "muon", "lr": 0.02, "convention": "ema"}]
+        whole = driver.place / f"whole {step}"
+        muonckpt.save({"model": model, "optimizer": {"state": momentum, "param_groups": groups}}, whole)
+        muonckpt.reshard(whole, run / f"step-{step:08}", mesh={"dp": 4})
+    (run / "step-00000002" / "__2_0.distcp").unlink()
+    muonckpt.report(run / "step-00000002", stats="norms").write(driver.place / "damaged.html")
+    muonckpt.report_run(run).write(driver.place / "run.html")
+    return run
+
+
+def widths(driver, page, *sizes: int) -> list[int]:
+    """How wide the page is in windows of these widths."""
+    found = []
+    for width in sizes:
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        shown(driver, page)
+        found.append(driver.execute_script("return document.documentElement.scrollWidth"))
+    return found
+
+
+def map_rows(driver) -> list[str]:
+    """The first rows of the map, by what they say when the keyboard goes down from one to the next."""
+    view = driver.find_element("id", "map-view")
+    said = []
+    while True:
+        view.send_keys("\ue015")  # arrow down
+        found = driver.find_element("id", "map-live").get_attribute("textContent")
+        if said and found == said[-1]:
+            return said
+        said.append(found)
+
+
+def test_the_first_screen_is_the_verdict_and_what_to_do(driver, damaged):
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    )
+    shown(driver, driver.place / "damaged.html")
+    report = muonckpt.verify(damaged / "step-00000002")
+    said = text(driver, "#verdict")
+    assert report.diagnosis.sentence in said and all(
+        r.command in said and r.gives in said for r in report.diagnosis.remedies
+    )
+    assert "rank 2's file __2_0.distcp is missing" in said
+    place = "return document.querySelector('#findings').getBoundingClientRect().bottom < innerHeight"
+    assert driver.execute_script(place), "both are on the first screen"
+    shown(driver, driver.place / "page.html")
+    assert len(text(driver, "#verdict .verdict").splitlines()) == 1, "a whole one says so in one line"
+
+
+def test_a_lost_file_is_a_striped_column_that_says_why(driver, damaged):
+    shown(driver, driver.place / "damaged.html")
+    view = driver.find_element("id", "map-view")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", view)
+    middles, words = [], []
+    for key in ("\ue015", "\ue014", "\ue014", "\ue014"):  # down to the first row, and right along the ranks
+        view.send_keys(key)
+        rank = len(words)
+        waited(lambda rank=rank: f"rank {rank}: " in text(driver, "#tip"))
+        words.append(text(driver, "#tip"))
+        middles.append(driver.execute_script("return document.getElementById('tip').getBoundingClientRect().left - 14"))
+    assert ["lost: all of it" in said and "__2_0.distcp is missing" in said for said in words] == [0, 0, 1, 0]
+    top = driver.execute_script("return arguments[0].getBoundingClientRect().top", view) + 24
+    with Image.open(io.BytesIO(driver.get_screenshot_as_png())) as picture:
+        cells = [picture.convert("RGB").crop((x - 20, top + 6, x + 20, top + 14)) for x in middles[:3]]
+    assert [len(cell.getcolors()) > 1 for cell in cells] == [False, False, True], "stripes, not another colour only"
+
+
+def test_layers_that_are_alike_are_one_row_for_the_model_and_for_the_optimizer(driver, damaged):
+    shown(driver, driver.place / "damaged.html")
+    rows = map_rows(driver)
+    titles = [row.split(";")[0] for row in rows]
+    kinds = ("up", "down")
+    model = [f"model.layers.0\u20135.{kind}.weight" for kind in kinds]
+    optimizer = [f"optimizer.state.layers.0\u20135.{kind}.weight.momentum_buffer" for kind in kinds]
+    assert titles == [*model, "model.out", *optimizer]
+    view = driver.find_element("id", "map-view")
+    view.send_keys("\ue00f" * 3, "\ue013" * 9, "\ue007")  # up to the first row, which Enter opens
+    opened = [row.split(";")[0] for row in map_rows(driver)]
+    assert opened[-9:-2] == [*(f"model.layers.{layer}.up.weight" for layer in range(1, 6)), model[1], "model.out"]
+
+
+def test_pages_fit_into_narrow_and_wide_windows(driver, damaged):
+    sizes = (500, 1000, 1600)
+    for page in ("page.html", "damaged.html", "run.html"):
+        assert widths(driver, driver.place / page, *sizes) == [*sizes]
+    used = driver.execute_script("return document.getElementById('steps').getBoundingClientRect().width")
+    assert used > 1500, "the window's width is used"
+    metrics = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+def test_the_page_of_a_run_has_its_steps(driver, damaged):
+    shown(driver, driver.place / "run.html")
+    assert keys_shown(driver, "#steps") == ["step-00000001", "step-00000002"]
+    said = text(driver, "#verdict")
+    assert "step-00000002 is damaged: rank 2's file __2_0.distcp is missing" in said and "step-00000001" in said
+    driver.find_elements("css selector", "#steps tbody tr.row button")[1].click()
+    waited(lambda: driver.execute_script("return document.getElementById('tensor').open"))
+    assert "__2_0.distcp is missing" in text(driver, "#tensor")
+    assert driver.get_log("browser") == []

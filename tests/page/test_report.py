@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -84,7 +86,9 @@ def test_the_page_has_what_inspect_says(name):
     assert {role: data["tensors"]["role"].count(role) for role in set(data["tensors"]["role"])} == counted
     found = shards(data)
     for record in records:
-        expected = [(s.file, s.rank, s.offset, s.box.lo, s.box.hi) for s in inspection.shards(record.key)]
+        expected = [
+            (s.file, s.rank, s.offset, s.box.lo, s.box.hi) for s in inspection.shards(record.key) if s.box.numel
+        ]
         assert sorted(found[record.key], key=repr) == sorted(expected, key=repr)
 
 
@@ -150,16 +154,105 @@ def test_the_command_writes_the_page_whole_or_not_at_all(run, page, tmp_path):
     assert called("report", run / "20", "--select", "no.such*", "-o", target).returncode == 2
 
 
-def test_a_damaged_element_where_the_page_says_is_found_and_a_page_of_the_rest_is_made(run, tmp_path):
+def lost_shards(data: dict) -> set[tuple]:
+    """The key, the file and the bounds of each shard that the page paints as lost."""
+    rows = [
+        (key, data["cuts"][cut]["lo"][i], data["cuts"][cut]["hi"][i])
+        for key, cut in zip(data["tensors"]["key"], data["tensors"]["cut"], strict=True)
+        for i in range(len(data["cuts"][cut]["lo"]))
+    ]
+    runs = zip(data["lost"]["shards"]["start"], data["lost"]["shards"]["stop"], strict=True)
+    lost = [row for start, stop in runs for row in range(start, stop)]
+    files = data["files"]["name"]
+    return {(rows[n][0], files[data["shards"]["file"][n]], tuple(rows[n][1]), tuple(rows[n][2])) for n in lost}
+
+
+def test_a_damaged_element_where_the_page_says_is_painted_and_left_out_of_the_numbers(run, tmp_path):
     shutil.copytree(run / "20", tmp_path / "20")
     key = "model.layers.2.up.weight"
-    [(file, _, offset, *_)] = shards(data_of(muonckpt.report(run / "20", stats="none").html()))[key]
+    [(file, _, offset, lo, hi)] = shards(data_of(muonckpt.report(run / "20", stats="none").html()))[key]
     with muonckpt.open(run / "20") as checkpoint:
         first = checkpoint.tensors[key][0, 0].tobytes()
     place = tmp_path / "20" / file
     raw = place.read_bytes()
     assert raw[offset : offset + 4] == first
     place.write_bytes(raw[:offset] + bytes(4) + raw[offset + 4 :])
-    with pytest.raises(muonckpt.SourceError, match=rf"{re.escape(key)}.*--stats none"):
-        muonckpt.report(tmp_path / "20")
-    assert muonckpt.report(tmp_path / "20", stats="none").stats is None
+    unread = data_of(muonckpt.report(tmp_path / "20", stats="none").html())
+    assert unread["verdict"]["sentence"] == "" and not lost_shards(unread), "names and sizes tell nothing"
+    page = muonckpt.report(tmp_path / "20", run / "10", stats="norms")
+    data = data_of(page.html())
+    assert lost_shards(data) == {(key, file, lo, hi)}
+    assert "damaged bytes" in data["verdict"]["sentence"] and data["verdict"]["read"]
+    keys = data["tensors"]["key"]
+    measured = {keys[number] for number in data["stats"]["tensors"]["tensor"]}
+    others = {tensor.key for tensor in muonckpt.stats(run / "20", spectra=False).tensors}
+    assert measured == others - {key} and [keys[number] for number in data["stats"]["left_out"]] == [key]
+    assert data["difference"]["left_out"] == [key]
+    assert key not in {tensor["key"] for tensor in data["difference"]["tensors"]} and data["difference"]["only_a"] == []
+
+
+@pytest.mark.parametrize("name", ["stock DCP", "Megatron-FSDP", "torch_dist"])
+@pytest.mark.parametrize("fate", ["missing", "cut short"])
+def test_the_page_of_a_checkpoint_without_a_file_paints_what_lay_in_it(name, fate, tmp_path):
+    """Every shard in the file, and no other: by names and sizes alone, and when all is read."""
+    shutil.copytree(golden(FORMATS[name]), tmp_path / "ckpt")
+    whole = data_of(muonckpt.report(tmp_path / "ckpt", stats="none").html())
+    file = max(zip(whole["files"]["bytes"], whole["files"]["name"], strict=True))[1]
+    place = tmp_path / "ckpt" / file
+    if fate == "missing":
+        place.unlink()
+    else:
+        os.truncate(place, 1)
+    expected = {(key, f, lo, hi) for key, own in shards(whole).items() for f, _, _, lo, hi in own if f == file}
+    for stats in ("none", "norms"):
+        page = muonckpt.report(tmp_path / "ckpt", stats=stats)
+        data = data_of(page.html())
+        assert {one for one in lost_shards(data) if one[2] != one[3] or one[2] == ()} == expected
+        assert data["lost"]["files"] == {"name": [file], "bytes": [None if fate == "missing" else 1]}
+        assert file in data["verdict"]["sentence"] and fate in data["verdict"]["sentence"]
+        assert data["inspection"]["tensors"] == whole["inspection"]["tensors"]
+    lost = {key for key, *_ in expected}
+    measured = {data["tensors"]["key"][number] for number in data["stats"]["tensors"]["tensor"]}
+    assert measured == {tensor.key for tensor in muonckpt.stats(golden(FORMATS[name]), spectra=False).tensors} - lost
+
+
+def test_the_command_says_the_verdict_of_a_damaged_checkpoint(run, tmp_path):
+    shutil.copytree(run / "20", tmp_path / "20")
+    (tmp_path / "20" / "__0_0.distcp").unlink()
+    done = called("report", tmp_path / "20", "-o", tmp_path / "page.html")
+    assert done.returncode == 0 and "rank 0's file __0_0.distcp is missing" in done.stdout
+    assert "rank 0's file __0_0.distcp is missing" in (tmp_path / "page.html").read_text()
+
+
+def test_the_page_of_a_run_has_norms_and_drift_of_every_step(run, tmp_path):
+    shutil.copytree(run / "10", tmp_path / "run" / "step-00000010")
+    shutil.copytree(run / "20", tmp_path / "run" / "step-00000020")
+    shutil.copytree(run / "20", tmp_path / "run" / "step-00000030")
+    (tmp_path / "run" / "step-00000030" / "__0_0.distcp").unlink()
+    page = muonckpt.report_run(tmp_path / "run")
+    data = data_of(page.html())
+    assert [step["name"] for step in data["steps"]] == [f"step-000000{step}" for step in (10, 20, 30)]
+    assert [step["state"] for step in data["steps"]] == ["whole", "whole", "damaged"]
+    assert data["newest_whole"] == "step-00000020" and "step-00000030 (damaged)" in data["verdict"]
+    measured = [muonckpt.stats(run / step, spectra=False).tensors for step in ("10", "20")]
+    norms = [{tensor.key: tensor.figures.norm for tensor in tensors} for tensors in measured]
+    changes = {t.key: t.statistics.norm_change for t in muonckpt.diff(run / "10", run / "20").tensors if t.statistics}
+    layers = [f"model.layers.{layer}.up.weight" for layer in range(4)]
+    (own,) = [row for row in data["series"] if row["pattern"] == "model.layers.*.up.weight"]
+    expected = [math.hypot(*(step[key] for key in layers)) for step in norms]
+    assert own["tensors"] == 4 and own["norm"][:2] == pytest.approx(expected, rel=1e-4)
+    assert own["norm"][2] is None, "nothing is invented"
+    drift = math.hypot(*(changes[key] for key in layers)) / expected[0]
+    assert own["drift"] == [None, pytest.approx(drift, rel=1e-4), None]
+    assert [len(found) for found in data["findings"][:2]] == [
+        len(muonckpt.report(run / step, stats="norms").inspection.symptoms)
+        + len(muonckpt.stats(run / step, spectra=False).health)
+        for step in ("10", "20")
+    ]
+    assert data["left_out"][2] == len(norms[0]) and page.findings == 1 + sum(map(len, data["findings"]))
+    unmeasured = data_of(muonckpt.report_run(tmp_path / "run", stats="none").html())
+    assert unmeasured["series"] == [] and unmeasured["steps"] == data["steps"]
+    said = called("report", tmp_path / "run", "-o", tmp_path / "page.html")
+    assert said.returncode == 0 and page.verdict in said.stdout
+    assert (tmp_path / "page.html").read_text() == page.html()
+    assert called("report", tmp_path / "run", run / "10", "-o", tmp_path / "page.html").returncode == 2

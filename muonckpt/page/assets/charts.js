@@ -116,10 +116,10 @@ function dot(context, x, y, radius, odd, colourOf) {
   context.fill();
 }
 
-// One dot a tensor, from the first layer to the last, on a logarithmic scale; `odd` ones stand out.
-function dotChart({ title, note, values, names, odd, colourOf }) {
-  const known = values.map((value) => (value === null || typeof value !== "number" ? 0 : value));
-  const label = title + " by layer: " + known.slice(0, 40).map(short).join(", ");
+// One dot a layer or a step, from the first to the last, on a logarithmic scale; `odd` ones stand out, and null has none.
+function dotChart({ title, note, values, names, odd, colourOf, by = "layer" }) {
+  const known = values.map((value) => (value === null || typeof value === "number" ? value : 0));
+  const label = `${title} by ${by}: ` + known.slice(0, 40).map(short).join(", ");
   const draw = (context, width, height) => {
     const [left, bottom] = [54, height - 18];
     const scale = logScale(known, bottom - 4, 6);
@@ -128,12 +128,12 @@ function dotChart({ title, note, values, names, odd, colourOf }) {
     context.strokeStyle = colour(colourOf);
     context.globalAlpha = 0.45;
     context.beginPath();
-    known.forEach((value, i) => context.lineTo(x(i), scale.place(value)));
+    known.forEach((value, i) => { if (value !== null) context.lineTo(x(i), scale.place(value)); });
     context.stroke();
     context.globalAlpha = 1;
     const radius = known.length > 200 ? 1.5 : 3;
     known.forEach((value, i) => {
-      dot(context, x(i), scale.place(value), radius, odd(i), colourOf);
+      if (value !== null) dot(context, x(i), scale.place(value), radius, odd(i), colourOf);
     });
     context.fillStyle = colour("muted");
     context.textAlign = "center";
@@ -186,7 +186,7 @@ function spectraChart({ spectra, names, odd, colourOf }) {
   return chart({ title: "Spectra", note: "largest singular values", label: "Largest singular values of " + count(lines.length, "tensor"), height: 170, draw });
 }
 
-// A small picture of values from the first layer to the last, for a cell of a table.
+// A small picture of values from the first layer or step to the last, for a cell of a table.
 function sparkline(values, odd, colourOf) {
   const canvas = el("canvas", { "aria-hidden": "true" });
   const [width, height] = [150, 25];
@@ -194,6 +194,7 @@ function sparkline(values, odd, colourOf) {
   const scale = logScale(values, height - 4, 4);
   const flat = scale.high - scale.low < 0.7 ? { place: (v) => (v > 0 ? height / 2 - ((Math.log10(v) - (scale.low + scale.high) / 2) / 0.7) * (height - 8) : height - 4) } : scale;
   values.forEach((value, i) => {
+    if (value === null) return;
     const x = 3 + (values.length > 1 ? (i * (width - 6)) / (values.length - 1) : (width - 6) / 2);
     dot(context, x, flat.place(value), values.length > 60 ? 1 : 1.7, odd(i), colourOf);
   });

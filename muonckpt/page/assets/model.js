@@ -1,121 +1,4 @@
-"use strict";
-// The data of the page, how values are written, and how elements are made.  Names come from files and may be hostile:
-// they become text nodes only, with characters that have no glyph escaped.
-
-const DATA = JSON.parse(document.getElementById("data").textContent);
-const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-const COLLATOR = new Intl.Collator("en", { numeric: true });
-const ROLES = ["weights", "momentum", "moments", "masters", "steps"];
-
-function shown(text) {
-  return String(text).replace(/[\p{C}\p{Zl}\p{Zp}]/gu, (c) => "\\u{" + c.codePointAt(0).toString(16) + "}");
-}
-
-function count(n, noun) {
-  return WHOLE.format(n) + (noun ? " " + noun + (n === 1 ? "" : "s") : "");
-}
-
-function bytes(n) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-  let unit = 0;
-  while (n >= 1024 && unit < units.length - 1) { n /= 1024; unit += 1; }
-  return (unit ? Number(n.toPrecision(3)) : n) + " " + units[unit];
-}
-
-function flops(n) {
-  const units = ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"];
-  let unit = 0;
-  while (n >= 1000 && unit < units.length - 1) { n /= 1000; unit += 1; }
-  return Number(n.toPrecision(3)) + " " + units[unit];
-}
-
-function short(value) {
-  if (value === null || value === undefined) return "-";
-  if (typeof value === "string") return shown(value);
-  const size = Math.abs(value);
-  return size && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(3)));
-}
-
-function percent(share) {
-  return share && share < 0.001 ? "<0.1 %" : (100 * share).toFixed(1) + " %";
-}
-
-function shapeOf(shape) {
-  return shape.length ? shape.join(" \u00d7 ") : "scalar";
-}
-
-// el("p", { class: "muted", onclick: f }, "text", child): strings become text, nothing is parsed.
-function el(tag, properties, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(properties || {})) {
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
-  }
-  for (const child of children.flat(Infinity)) {
-    if (child !== null && child !== undefined && child !== false) node.append(typeof child === "object" ? child : shown(child));
-  }
-  return node;
-}
-
-function section(id, title, ...children) {
-  const heading = el("h2", { id: id + "-title" }, title);
-  return el("section", { id, "aria-labelledby": id + "-title" }, heading, ...children);
-}
-
-// Canvases cannot use light-dark(): the browser computes the colour of an element that nobody sees.
-const PROBE = document.body.appendChild(el("span", { class: "visually-hidden", "aria-hidden": "true" }));
-
-function colour(name) {
-  PROBE.style.color = "var(--" + name + ")";
-  return getComputedStyle(PROBE).color;
-}
-
-function colourName(role) {
-  return ROLES.includes(role) ? role : "other";
-}
-
-// A canvas at the resolution of the screen, cleared; its units are CSS pixels.
-function context2d(canvas, width, height) {
-  const ratio = window.devicePixelRatio || 1;
-  const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
-  if (canvas.width !== w || canvas.height !== h) { canvas.width = w; canvas.height = h; }
-  canvas.style.width = width + "px";
-  canvas.style.height = height + "px";
-  const context = canvas.getContext("2d");
-  context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  context.clearRect(0, 0, width, height);
-  context.font = "11px " + getComputedStyle(document.body).fontFamily;
-  context.textBaseline = "middle";
-  return context;
-}
-
-// What draws itself on canvases, to be drawn again when the theme or the size of the window changes.
-const REDRAWN = new Map();
-
-function drawn(node, draw) {
-  REDRAWN.set(node, draw);
-  draw();
-}
-
-function redrawAll() {
-  for (const [node, draw] of REDRAWN) {
-    if (node.isConnected) draw(); else REDRAWN.delete(node);
-  }
-}
-
-const TIP = document.getElementById("tip");
-
-function showTip(x, y, title, lines) {
-  TIP.replaceChildren(el("b", {}, title), ...lines.map((line) => el("div", {}, line)));
-  TIP.hidden = false;
-  const { width, height } = TIP.getBoundingClientRect();
-  TIP.style.left = Math.max(4, Math.min(x + 14, innerWidth - width - 6)) + "px";
-  TIP.style.top = Math.max(4, y + 18 + height > innerHeight ? y - height - 10 : y + 18) + "px";
-}
-
-function hideTip() {
-  TIP.hidden = true;
-}
+// A checkpoint's tensors, who holds their shards, and which of these are lost.
 
 // Tensors, one object each, with the range of their shards in the columns.
 const TENSORS = [];
@@ -126,39 +9,83 @@ const TENSORS = [];
     const cut = DATA.cuts[columns.cut[i]];
     const stop = start + cut.lo.length;
     TENSORS.push({ index: i, key: columns.key[i], role: columns.role[i], slot: columns.slot[i], shape: columns.shape[i],
-      dtype: columns.dtype[i], bytes: columns.bytes[i], fingerprint: columns.fingerprint[i], cut, start, stop });
+      dtype: columns.dtype[i], bytes: columns.bytes[i], fingerprint: columns.fingerprint[i], cut, cutNumber: columns.cut[i],
+      start, stop, lost: 0, holes: [] });
     start = stop;
   }
 }
 
-// Who holds shards: ranks where the names of files tell them, else files.
+// The elements of each shard of a tensor that is cut so, in the order of its shards.
+for (const cut of DATA.cuts) {
+  cut.elements = Float64Array.from(cut.lo, (lo, i) => lo.reduce((product, low, dim) => product * (cut.hi[i][dim] - low), 1));
+}
+
+function itemBytes(tensor) {
+  const elements = tensor.shape.reduce((product, size) => product * size, 1);
+  return elements ? tensor.bytes / elements : 0;
+}
+
+// Lost shards by row of the columns; `lost` of a tensor is in bytes, `holes` are the boxes that no file has.
+const LOST = new Uint8Array(DATA.shards.file.length);
+{
+  const { start, stop } = DATA.lost.shards;
+  start.forEach((first, run) => LOST.fill(1, first, stop[run]));
+  const { tensor, lo, hi } = DATA.lost.holes;
+  tensor.forEach((index, i) => {
+    const elements = lo[i].reduce((product, low, dim) => product * (hi[i][dim] - low), 1);
+    TENSORS[index].holes.push({ lo: lo[i], hi: hi[i], elements });
+  });
+  const some = start.length > 0 || tensor.length > 0;
+  for (const one of some ? TENSORS : []) {
+    let elements = one.holes.reduce((sum, hole) => sum + hole.elements, 0);
+    for (let row = one.start; row < one.stop; row++) if (LOST[row]) elements += one.cut.elements[row - one.start];
+    one.lost = elements * itemBytes(one);
+  }
+}
+const ANY_LOST = TENSORS.some((tensor) => tensor.lost);
+
+// Why the shards of a file are lost: it is missing, shorter than recorded, or has other bytes than were written.
+const FATES = new Map(DATA.lost.files.name.map((name, i) =>
+  [name, DATA.lost.files.bytes[i] === null ? "is missing" : "is cut short, to " + bytes(DATA.lost.files.bytes[i])]));
+
+function fate(file) {
+  return file + " " + (FATES.get(file) || "has damaged bytes");
+}
+
+// Who holds shards: ranks where the names of files tell them, else files.  `gone` are those with a lost file.
 const HOLDERS = (() => {
   const files = DATA.files;
   const ranked = files.name.length > 0 && files.rank.every((rank) => rank !== null);
   const places = ranked ? [...new Set(files.rank)].sort((a, b) => a - b) : files.name;
   const position = new Map(places.map((place, i) => [place, i]));
   const held = new Array(places.length).fill(0);
+  const gone = new Array(places.length).fill(false);
   const ofFile = files.name.map((name, i) => position.get(ranked ? files.rank[i] : name));
   files.bytes.forEach((amount, i) => { held[ofFile[i]] += amount; });
-  return { ranked, noun: ranked ? "rank" : "file", places, ofFile, held };
+  files.name.forEach((name, i) => { if (FATES.has(name)) gone[ofFile[i]] = true; });
+  return { ranked, noun: ranked ? "rank" : "file", places, ofFile, held, gone };
 })();
 
 function holderName(position) {
   return HOLDERS.ranked ? "rank " + HOLDERS.places[position] : HOLDERS.places[position];
 }
 
-// The shards of a tensor that have elements: holder, file, offset, box, number of elements.
+// The shards of a tensor that have elements: holder, file, offset, box, number of elements, whether they are lost.
 function shardsOf(tensor) {
   const found = [];
-  const { lo, hi } = tensor.cut;
+  const { lo, hi, elements } = tensor.cut;
   for (let i = 0; i < lo.length; i++) {
-    const elements = lo[i].reduce((product, low, dim) => product * (hi[i][dim] - low), 1);
-    if (!elements) continue;
+    if (!elements[i]) continue;
     const file = DATA.shards.file[tensor.start + i];
     found.push({ holder: HOLDERS.ofFile[file], file: DATA.files.name[file], offset: DATA.shards.offset[tensor.start + i],
-      lo: lo[i], hi: hi[i], elements });
+      lo: lo[i], hi: hi[i], elements: elements[i], lost: LOST[tensor.start + i] === 1 });
   }
   return found;
+}
+
+// A shard in words: its box, its place, and what became of it.
+function shardInWords(shard) {
+  return boxInWords(shard) + " \u2014 " + shard.file + " at " + count(shard.offset) + (shard.lost ? " \u2014 lost: " + fate(shard.file) : "");
 }
 
 function dimName(dim, dims) {
@@ -170,7 +97,28 @@ function boxInWords(shard) {
   return shard.lo.map((low, dim) => dimName(dim, shard.lo.length) + " " + low + ":" + shard.hi[dim]).join(", ");
 }
 
-function itemBytes(tensor) {
-  const elements = tensor.shape.reduce((product, size) => product * size, 1);
-  return elements ? tensor.bytes / elements : 0;
+// How lost elements are painted on canvases: stripes, not told by their colour alone.
+function stripes(context) {
+  const ratio = window.devicePixelRatio || 1;
+  const side = 6 * Math.max(1, Math.round(ratio));
+  const tile = el("canvas", { width: side, height: side });
+  const own = tile.getContext("2d");
+  own.fillStyle = colour("panel");
+  own.fillRect(0, 0, side, side);
+  own.strokeStyle = colour("bad");
+  own.lineWidth = side / 2.6;
+  own.beginPath();
+  for (const shift of [-side, 0, side]) { own.moveTo(shift - 1, side + 1); own.lineTo(shift + side + 1, -1); }
+  own.stroke();
+  const pattern = context.createPattern(tile, "repeat");
+  pattern.setTransform(new DOMMatrix().scale(1 / ratio));
+  return pattern;
+}
+
+function striped(context, pattern, x, y, width, height) {
+  context.fillStyle = pattern;
+  context.fillRect(x, y, width, height);
+  context.strokeStyle = colour("bad");
+  context.lineWidth = 1;
+  if (width > 4 && height > 4) context.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
 }

@@ -11,28 +11,6 @@ const FIGURES = new Map(MEASURED.map((figures) => [figures.key, figures]));
 const INDEX = new Map(TENSORS.map((tensor) => [tensor.key, tensor.index]));
 const ODD = new Set(DATA.stats ? DATA.stats.health.flatMap((finding) => finding.keys) : []);
 
-function nameOf(path) {
-  return path.replace(/\/+$/, "").split("/").pop() || path;
-}
-
-function tile(value, what) {
-  if (value === "1") what = what.replace(/s$/, "");
-  return el("div", { class: "tile" }, el("b", {}, value), el("span", {}, what));
-}
-
-function plainTable(caption, heads, rows) {
-  const numbers = heads.map((head) => head.startsWith("#"));
-  return el("table", {}, el("caption", { class: "visually-hidden" }, caption),
-    el("thead", {}, el("tr", {}, heads.map((head, i) => el("th", { scope: "col", class: numbers[i] ? "num" : null }, head.replace("#", ""))))),
-    el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", { class: numbers[i] ? "num" : null }, cell))))));
-}
-
-function tag(role) {
-  const node = el("span", { class: "tag" });
-  node.style.background = "var(--" + colourName(role) + ")";
-  return node;
-}
-
 function overviewSection() {
   const found = DATA.inspection;
   const total = found.roles.reduce((sum, role) => sum + role.bytes, 0);
@@ -45,39 +23,14 @@ function overviewSection() {
   const lines = DATA.overview.filter(([label]) => !["checkpoint", "tensors", "files", "other items"].includes(label));
   const roles = found.roles.map((role) => [[tag(role.role), role.role], role.slots.join(", ") || "-", count(role.tensors), count(role.elements), bytes(role.bytes),
     shares(total ? role.bytes / total : 0, role.role), role.dtypes.join(", ")]);
-  return section("overview", "Overview",
+  return section("overview", "What is in it",
     el("div", { class: "tiles" }, tile(found.step === null ? "-" : String(found.step), "step"), tile(count(found.tensors), "tensors"),
       tile(count(found.chunks), "shards"), tile(bytes(found.bytes), "of elements"), HOLDERS.ranked ? tile(count(HOLDERS.places.length), "ranks") : null, tile(count(found.files), "files"), tile(found.kind, "format")),
     el("div", { class: "panel" }, el("dl", { class: "facts" }, lines.map(([label, text]) => [el("dt", {}, label), el("dd", {}, text)]))),
     el("h3", { class: "visually-hidden" }, "Contents"),
     roles.length
-      ? el("div", { class: "panel scroll-x" }, plainTable("Contents by role", ["contents", "slots", "#tensors", "#elements", "#bytes", "share", "dtypes"], roles))
+      ? el("div", { class: "panel roles" }, plainTable("Contents by role", ["contents", "slots", "#tensors", "#elements", "#bytes", "share", "dtypes"], roles))
       : el("p", { class: "empty" }, "This checkpoint has no tensors."));
-}
-
-const GRAVE = new Set(["hole", "missing_file", "cut_file", "nonfinite", "muon_off"]);
-
-function finding(found, names, means, look) {
-  const [few, most] = [3, 200];
-  const link = (name) => el("button", { type: "button", class: "link mono", onclick: () => look(name) }, name);
-  const listed = names.slice(0, most).map((name) => el("li", {}, link(name)));
-  if (names.length > most) listed.push(el("li", {}, "and " + count(names.length - most) + " more"));
-  return el("li", { class: GRAVE.has(found.kind) ? "grave" : null }, el("span", { class: "kind" }, found.kind), found.message,
-    el("div", { class: "more" }, means ? el("p", {}, "usually " + means) : null,
-      names.length && names.length <= few ? el("p", {}, "open ", names.map((name) => [link(name), " "])) : null),
-    names.length > few ? el("details", {}, el("summary", {}, count(names.length, "name")), el("ul", {}, listed)) : null);
-}
-
-function findingsSection(look) {
-  const symptoms = DATA.inspection.symptoms.map((found) => finding(found, found.names, null, look));
-  const health = DATA.stats ? DATA.stats.health.map((found) => finding(found, found.keys, found.means, look)) : [];
-  const said = [];
-  if (!symptoms.length) said.push("Nothing looks sick in the metadata.");
-  if (!DATA.stats) said.push("The numbers were not measured, so nothing is said of them (--stats none).");
-  else if (!health.length) said.push(`Nothing is odd in the numbers of ${count(MEASURED.length, "tensor")}.`);
-  return section("findings", "Findings",
-    symptoms.length + health.length ? el("ul", { class: "findings" }, symptoms, health) : null,
-    said.length ? el("p", { class: symptoms.length + health.length ? "muted" : "empty" }, said.join(" ")) : null);
 }
 
 function mapSection(open) {
@@ -94,13 +47,17 @@ function mapSection(open) {
       map.rebuild();
     } }, swatch, role);
   });
-  const every = el("input", { type: "checkbox", onchange: () => { map.every = every.checked; map.rebuild(); } });
+  const box = (field, words) => {
+    const input = el("input", { type: "checkbox", onchange: () => { map[field] = input.checked; map.rebuild(); } });
+    return el("label", {}, input, " " + words);
+  };
   return section("map", "Map of shards",
     el("div", { class: "bar" }, map.crumbs, map.modules, el("span", { role: "group", "aria-label": "Roles shown", class: "bar" }, toggles),
-      el("label", {}, every, " every tensor a row")),
+      box("every", "every tensor a row"), ANY_LOST ? box("damagedOnly", "damaged only") : null),
     map.node, map.live,
-    el("p", { class: "muted below", id: "map-help" }, `A row is a module or a tensor, a column a ${HOLDERS.noun}; a cell is the stronger, the more bytes of its row it holds. ` +
-      "Click or Enter zooms into a module or opens a tensor; arrow keys move, Backspace goes up."));
+    el("p", { class: "muted below", id: "map-help" }, `A row is a tensor, tensors that are alike in many layers, or a module; a column is a ${HOLDERS.noun}. A cell is the stronger, the more bytes of its row it holds. `,
+      ANY_LOST ? [el("span", { class: "stripes", "aria-hidden": "true" }), " and \u2715 mark what is lost. "] : null,
+      "Click or Enter opens a row; arrow keys move, Backspace goes up."));
 }
 
 function balanceSection() {
@@ -149,6 +106,7 @@ function normsSection() {
   if (!DATA.stats) return section("norms", "Norms and spectra", el("p", { class: "empty" }, "The numbers were not measured. Without --stats none, muonckpt report reads the elements, and shows norms and spectra by layer."));
   const { folded } = DATA.stats;
   const tensors = MEASURED;
+  const leftOut = DATA.stats.left_out.map((index) => TENSORS[index].key);
   if (!folded.length) return section("norms", "Norms and spectra", el("p", { class: "empty" }, "No tensor of weights or state has numbers to measure."));
   const charts = el("div", { class: "grid three", id: "norm-charts" });
   const heading = el("h3", { class: "mono" });
@@ -188,7 +146,8 @@ function normsSection() {
   const first = folded.findIndex((row) => row.members.some((n) => ODD.has(tensors[n].key)));
   choose(first < 0 ? 0 : first);
   return section("norms", "Norms and spectra", el("div", { class: "panel" }, el("div", { role: "status" }, heading), charts),
-    el("div", { class: "bar below" }, field, said, el("span", { class: "muted" }, "A row is a parameter or a slot in all layers; press one to see its charts. Red squares: named by a finding.")), table.node);
+    el("div", { class: "bar below" }, field, said, el("span", { class: "muted" }, "A row is a parameter or a slot in all layers; press one to see its charts. Red squares: named by a finding.")), table.node,
+    keyList("Not measured, because parts of them are lost", leftOut));
 }
 
 function differenceSection() {
@@ -225,17 +184,22 @@ function differenceSection() {
     search.search();
   } }, count(n) + " " + (status === "moved" ? "moved only" : status)));
   const text = (data) => { const written = typeof data === "string" ? data : JSON.stringify(data); return written.length > 300 ? written.slice(0, 300) + " \u2026" : written; };
-  const listed = (title, keys) => (keys.length ? el("details", {}, el("summary", {}, title + ": " + count(keys.length)),
-    el("ul", {}, keys.slice(0, 500).map((key) => el("li", { class: "mono" }, key)), keys.length > 500 ? el("li", {}, "and " + count(keys.length - 500) + " more") : null)) : null);
   const steps = found.steps.every((step) => step !== null) ? ` (step ${found.steps[0]} \u2192 ${found.steps[1]})` : "";
   return section("difference", "What has changed",
-    el("p", {}, "Since ", el("span", { class: "mono" }, found.a), steps + ": ", found.differs ? "the two differ." : "nothing; the two are the same."),
+    el("p", {}, "Since ", el("span", { class: "mono" }, found.a), steps + ": ", found.differs ? "the two differ." : found.left_out.length ? "nothing, as far as both are whole." : "nothing; the two are the same.",
+      found.left_out.length ? ` ${count(found.left_out.length, "key")} with lost parts are not compared.` : null),
     el("div", { class: "bar" }, search.field, el("span", { role: "group", "aria-label": "Statuses shown", class: "bar" }, toggles), search.said),
     tensors.length ? table.node : el("p", { class: "empty" }, "The two have no tensor of one key. Checkpoints of different programs are compared by muonckpt diff --to."),
-    found.unmoved.length ? listed("Weights and state that are identical although the steps differ (stale, frozen or without gradients)", found.unmoved) : null,
+    found.unmoved.length ? keyList("Weights and state that are identical although the steps differ (stale, frozen or without gradients)", found.unmoved) : null,
     found.items.length ? el("div", { class: "panel" }, el("h3", {}, "Other items that changed"),
       plainTable("Other items that changed", ["item", "before", "now"], found.items.slice(0, 500).map((item) => [el("code", {}, item.key), text(item.a), text(item.b)]))) : null,
-    listed("Only in the other", found.only_a), listed("Only in this one", found.only_b));
+    keyList("Not compared, because parts of them are lost in one of the two", found.left_out),
+    keyList("Only in the other", found.only_a), keyList("Only in this one", found.only_b));
+}
+
+function keyList(title, keys) {
+  return keys.length ? el("details", {}, el("summary", {}, title + ": " + count(keys.length)),
+    el("ul", {}, keys.slice(0, 500).map((key) => el("li", { class: "mono" }, key)), keys.length > 500 ? el("li", {}, "and " + count(keys.length - 500) + " more") : null)) : null;
 }
 
 function tensorsSection() {
@@ -248,6 +212,7 @@ function tensorsSection() {
     { label: "shards", width: 76, number: true, value: (i) => TENSORS[i].stop - TENSORS[i].start, text: (i) => count(TENSORS[i].stop - TENSORS[i].start) },
     { label: "cut into", width: 156, value: (i) => TENSORS[i].cut.words, text: (i) => TENSORS[i].cut.words },
   ];
+  if (ANY_LOST) columns.splice(1, 0, { label: "lost", width: 92, number: true, value: (i) => TENSORS[i].lost, cell: (i) => (TENSORS[i].lost ? el("span", { class: "bad" }, "\u2715 " + bytes(TENSORS[i].lost)) : "-") });
   const figure = (name, label, width) => ({ label, width, number: true, value: (i) => FIGURES.get(TENSORS[i].key)?.[name] ?? null, text: (i) => short(FIGURES.get(TENSORS[i].key)?.[name]) });
   if (DATA.stats) columns.push(figure("rms", "RMS", 88));
   if (TENSORS.some((tensor) => tensor.fingerprint)) columns.push({ label: "fingerprint", width: 148, value: (i) => TENSORS[i].fingerprint, text: (i) => TENSORS[i].fingerprint || "-" });

@@ -1,7 +1,7 @@
 // A table of any length: real rows of a real table, of which only those in view exist.
 
 const ROW = 26;
-const TAIL = 26;
+const TAIL = 24;
 const AHEAD = 12;
 
 // columns: { label, width (pixels; none takes the rest), number (bool), value(i) to sort by, text(i), cell(i) a node }.
@@ -29,7 +29,7 @@ class LongTable {
     });
     this.table = el("table", { "aria-colcount": columns.length }, el("caption", { class: "visually-hidden" }, caption),
       el("colgroup", {}, widths), el("thead", {}, el("tr", { "aria-rowindex": 1 }, this.heads)), this.body);
-    const least = columns.reduce((sum, column) => sum + (column.width || 260), 0);
+    const least = columns.reduce((sum, column) => sum + (column.width || (innerWidth < 640 ? 190 : 260)), 0);
     this.table.style.minWidth = least + "px";
     this.node = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption, onscroll: () => this.soon() },
       this.table);
@@ -133,7 +133,7 @@ class LongTable {
 // A key in a cell: where it does not fit, its middle is left out, because keys differ at their ends.
 function keyCell(key, role) {
   const text = shown(key);
-  const cut = text.length > 1.5 * TAIL ? text.length - TAIL : 0;
+  const cut = text.length > 1.15 * TAIL ? text.length - TAIL : 0;
   return el("span", { class: "key", title: text }, role ? tag(role) : null, cut ? el("span", { class: "front" }, text.slice(0, cut)) : null,
     el("span", { class: "tail" }, text.slice(cut)));
 }

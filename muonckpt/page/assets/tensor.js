@@ -5,7 +5,7 @@ DIALOG.addEventListener("click", (event) => { if (event.target === DIALOG) DIALO
 
 function openTensor(index) {
   const tensor = TENSORS[index];
-  const shards = shardsOf(tensor);
+  const shards = [...tensor.holes.map((hole) => ({ ...hole, holder: -1, file: "no file has it", offset: 0, lost: true })), ...shardsOf(tensor)];
   const size = itemBytes(tensor);
   const figures = FIGURES.get(tensor.key);
   const facts = [
@@ -14,6 +14,7 @@ function openTensor(index) {
     ["cut into", tensor.cut.words],
     ["fingerprint", tensor.fingerprint || "not recorded"],
   ];
+  if (tensor.lost) facts.unshift(["lost", el("span", { class: "bad" }, bytes(tensor.lost) + ", in " + count(shards.filter((shard) => shard.lost).length) + " of " + count(shards.length, "shard"))]);
   if (figures) {
     facts.push(["norm, RMS", short(figures.norm) + ", " + short(figures.rms)], ["largest", short(figures.largest)],
       ["zeros", percent(figures.zeros)], ["NaN, infinite", count(figures.nan) + ", " + count(figures.infinite)],
@@ -24,9 +25,10 @@ function openTensor(index) {
     height: 300,
     columns: [
       { label: "box", value: (i) => i, text: (i) => boxInWords(shards[i]) },
-      { label: HOLDERS.noun, width: 110, number: HOLDERS.ranked, value: (i) => HOLDERS.places[shards[i].holder], text: (i) => HOLDERS.places[shards[i].holder] },
+      ...(tensor.lost ? [{ label: "state", width: 150, value: (i) => (shards[i].lost ? 0 : 1), cell: (i) => stateOf(shards[i]) }] : []),
+      { label: HOLDERS.noun, width: 110, number: HOLDERS.ranked, value: (i) => HOLDERS.places[shards[i].holder] ?? null, text: (i) => HOLDERS.places[shards[i].holder] ?? "-" },
       { label: "file", width: 170, value: (i) => shards[i].file, text: (i) => shards[i].file },
-      { label: "offset", width: 120, number: true, value: (i) => shards[i].offset, text: (i) => count(shards[i].offset) },
+      { label: "offset", width: 120, number: true, value: (i) => shards[i].offset, text: (i) => (shards[i].holder < 0 ? "-" : count(shards[i].offset)) },
       { label: "bytes", width: 100, number: true, value: (i) => shards[i].elements, text: (i) => bytes(shards[i].elements * size) },
     ],
   });
@@ -41,7 +43,13 @@ function openTensor(index) {
   table.draw();
 }
 
-// The shards along the two dims that are cut first, or the last two, to scale; a colour for each rank.
+function stateOf(shard) {
+  if (!shard.lost) return "as recorded";
+  const why = shard.holder < 0 ? "in no file" : FATES.has(shard.file) ? "file " + FATES.get(shard.file) : "damaged bytes";
+  return el("span", { class: "bad", title: why }, "\u2715 " + why);
+}
+
+// The shards along the two dims that are cut first, or the last two, to scale; a colour for each rank, stripes where they are lost.
 function picture(tensor, shards) {
   const dims = tensor.shape.length;
   const cut = tensor.shape.map((_, dim) => dim).filter((dim) => shards.some((s) => s.hi[dim] - s.lo[dim] !== tensor.shape[dim]));
@@ -55,11 +63,13 @@ function picture(tensor, shards) {
     const [w, h] = [width - 2, down === null ? 34 : height - 4];
     const line = colour("panel");
     const text = colour("text");
+    const pattern = stripes(context);
     shards.forEach((shard) => {
       const x = 1 + (shard.lo[across] / columns) * w;
       const y = 1 + (down === null ? 0 : (shard.lo[down] / rows) * h);
       const boxWidth = ((shard.hi[across] - shard.lo[across]) / columns) * w;
       const boxHeight = down === null ? h : ((shard.hi[down] - shard.lo[down]) / rows) * h;
+      if (shard.lost) { striped(context, pattern, x, y, Math.max(boxWidth, 2), Math.max(boxHeight, 2)); return; }
       context.fillStyle = `hsl(${(shard.holder * 137.5 + 210) % 360} 45% 50% / 0.45)`;
       context.fillRect(x, y, boxWidth, boxHeight);
       context.strokeStyle = line;
@@ -73,7 +83,7 @@ function picture(tensor, shards) {
     return (x, y) => {
       const [column, row] = [((x - 1) / w) * columns, ((y - 1) / h) * rows];
       const found = shards.filter((s) => s.lo[across] <= column && column < s.hi[across] && (down === null || (s.lo[down] <= row && row < s.hi[down])));
-      return found.length && y <= h ? { title: holderName(found[0].holder), lines: found.slice(0, 6).map((s) => boxInWords(s) + " \u2014 " + s.file + " at " + count(s.offset)) } : null;
+      return found.length && y <= h ? { title: found[0].holder < 0 ? "nobody" : holderName(found[0].holder), lines: found.slice(0, 6).map((s) => (s.holder < 0 ? boxInWords(s) + " \u2014 lost: no file has it" : shardInWords(s))) } : null;
     };
   };
   return chart({ title: label, label, height: down === null ? 40 : 150, draw });
