@@ -113,10 +113,11 @@ def test_mistakes_about_runs_are_answered(run, tiny_checkpoint, tmp_path):
     assert "expected 1 whole step" in done.stderr
 
 
-def test_diff_and_stats_and_report_take_the_newest_whole_steps(run, tmp_path):
+def test_diff_and_stats_take_the_newest_whole_steps_and_report_all(run, tmp_path):
     (run / "step-00000003" / "__0_0.distcp").unlink()
     assert "step-00000001 and " in printed(0, "diff", run)
     found = json.loads(printed(0, "stats", run, "--no-spectra", "--json"))
     assert Path(found["checkpoint"]).name == "step-00000002"
     assert Path(found["since"]).name == "step-00000001"
-    assert "step-00000002" in printed(0, "report", run, "-o", tmp_path / "page.html", "--stats", "none")
+    reported = printed(0, "report", run, "-o", tmp_path / "page.html", "--stats", "none")
+    assert "1 of 3 steps is not whole: step-00000003 (damaged)" in reported
