@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
+from warnings import catch_warnings, simplefilter
 
 import click
 from click.shell_completion import CompletionItem
@@ -49,6 +52,48 @@ class RulesType(click.ParamType):  # type: ignore[type-arg]
 
 
 CHECKPOINT = CheckpointType()
+
+
+class KeyType(click.ParamType):  # type: ignore[type-arg]
+    """A key of the checkpoint that stands before it on the command line, or a pattern of keys."""
+
+    name = "key"
+
+    def shell_complete(self, context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Complete a key, or the end of one; nothing where that checkpoint cannot be read at once."""
+        given = [value for values in context.params.values() for value in _each(values)] + list(context.args)
+        keys: list[str] = []
+        with suppress(Exception), catch_warnings():  # a shell is no place for errors
+            simplefilter("ignore")
+            places = (Path(word) for word in given if isinstance(word, Path | str))
+            keys = _keys_like(incomplete, _keys_in(next(place for place in places if place.exists())))
+        return list(map(CompletionItem, keys))
+
+
+def _each(values: object) -> Sequence[object]:
+    return values if isinstance(values, list | tuple) else [values]
+
+
+def _keys_in(place: Path) -> list[str]:
+    """Return the keys of a checkpoint, or of the last one in the folder of a run."""
+    from ..errors import SourceError
+    from ..store.open_checkpoint import OpenCheckpoint  # not needed to parse
+
+    try:
+        manifest = OpenCheckpoint(place).outline
+    except SourceError:
+        manifest = OpenCheckpoint(max(entry for entry in place.iterdir() if entry.is_dir())).outline
+    return [entry.key for entries in (manifest.tensors, manifest.blobs) for entry in entries]
+
+
+def _keys_like(incomplete: str, keys: Sequence[str]) -> list[str]:
+    """Return the keys that begin so; or else, without what comes first, those in which a part does."""
+    inner = f".{incomplete}"
+    whole = [key for key in keys if key.startswith(incomplete)]
+    return whole or list(dict.fromkeys(key[key.index(inner) + 1 :] for key in keys if inner in key))
+
+
+KEY = KeyType()
 
 _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _MAX_SIZE_DIGITS = 6

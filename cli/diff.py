@@ -14,7 +14,7 @@ from ..converters.programs.registry import DIALECTS
 from ..store.io.location import Location
 from ..store.run import run_of
 from ..wording import counted, size
-from .argument_types import CHECKPOINT, ProgramType, jobs_option, memory_option
+from .argument_types import CHECKPOINT, KEY, ProgramType, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, print_section, progress, some_of
 from .runs import newest_whole
 
@@ -26,7 +26,7 @@ _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 @click.command("diff")
 @click.argument("a", type=CHECKPOINT)
 @click.argument("b", type=CHECKPOINT, required=False)
-@click.argument("globs", nargs=-1, metavar="[GLOB]...")
+@click.argument("globs", type=KEY, nargs=-1, metavar="[GLOB]...")
 @click.option("--summary", is_flag=True, help="Print counts only.")
 @click.option("--all", "every", is_flag=True, help="List every tensor that changed.")
 @click.option("--rtol", type=click.FloatRange(0), metavar="NUMBER", help="Take as equal: |a-b| <= RTOL max(|a|, |b|).")

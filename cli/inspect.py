@@ -21,7 +21,8 @@ from ..store.open_checkpoint import OpenCheckpoint, StoredPart
 from ..store.opening import open
 from ..store.reading.dtypes import itemsize
 from ..wording import counted, size
-from .argument_types import CHECKPOINT, WordType
+from .argument_types import CHECKPOINT, KEY, MeshType, WordType, shard_option
+from .fitting import print_fit
 from .printing import (
     print_buffer_parameters,
     print_buffers,
@@ -35,23 +36,26 @@ from .printing import (
 )
 from .runs import newest_whole, print_run
 
-_VIEWS = ("--tensor", "--rank", "--tree", "--items", "--groups")
+_VIEWS = ("--tensor", "--rank", "--tree", "--items", "--groups", "--fits")
 _SORTS: Mapping[str, Callable[[StateRecord], Any]] = {"bytes": lambda t: -_bytes(t), "key": lambda t: t.key}
 
 
 @click.command("inspect")
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.argument("globs", nargs=-1, metavar="[GLOB]...")
-@click.option("--tensor", metavar="KEY", help="Who holds a tensor; for KEY[3, 100:200] at which bytes.")
+@click.argument("globs", type=KEY, nargs=-1, metavar="[GLOB]...")
+@click.option("--tensor", type=KEY, metavar="KEY", help="Who holds a tensor; for KEY[3, 100:200] at which bytes.")
 @click.option("--rank", type=click.IntRange(0), metavar="N", help="What the files of a rank hold.")
 @click.option("--tree", is_flag=True, help="Tensors by module; layers that are alike as one.")
 @click.option("--items", is_flag=True, help="Hyper-parameters and other items, decoded.")
 @click.option("--groups", is_flag=True, help="Parameter groups as code; with --json as convert --like takes them.")
+@click.option("--fits", type=MeshType(), metavar="MESH", help="Can it be resumed on dp=48,tp=2?  Exit with 1 for no.")
+@shard_option("With --fits: axes that cut matching tensors; repeatable.")
+@click.option("--layout", metavar="LAYOUT", help="With --fits: as reshard has it.")
 @click.option("--sort", type=WordType([*_SORTS]), help="Order of listed tensors.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--ranks", is_flag=True, help="List every rank, however many.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --tensors also the manifest.")
-def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> None:
+def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
     """Say what is in CHECKPOINT, of any format, who holds it, and what looks sick.
 
     With GLOB list the tensors whose keys match.  Reads metadata, hyper-parameters and counters only.  Of the folder of
@@ -61,10 +65,15 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> None
     muonckpt inspect run
     muonckpt inspect run/step-00001000 '*experts*' --sort bytes
     muonckpt inspect run/step-00001000 --tensor 'layers.3.experts.w1[17, 100:200]'
+    muonckpt inspect run/step-00001000 --fits dp=48,tp=2 --shard '*experts*=tp:0,dp:1' --shard '*=dp:0'
     """
     view, *others = [*(name for name in _VIEWS if options[name[2:]] not in (None, False)), ""]
     if [name for name in others if name]:
         raise click.UsageError(f"{view} and {others[0]} are two views; choose one")
+    if view == "--fits":
+        return print_fit(checkpoint, options["fits"], options["shard"], options["layout"], as_json)
+    if options["shard"] or options["layout"]:
+        raise click.UsageError("--shard and --layout have no meaning without --fits")
     if (history := history_of(checkpoint)) is not None:
         if not any(options.values()):
             if as_json:
@@ -72,7 +81,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> None
             else:
                 print_run(history)
                 print_duration()
-            return
+            return 0
         [checkpoint] = newest_whole(history.run)
     with open(checkpoint) as opened:
         shown = _SHOW[view](opened, inspection_of(opened), as_json=as_json, **options)
@@ -80,6 +89,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> None
         print_json(shown)
     else:
         print_duration()
+    return 0
 
 
 def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as_json: bool, **rest: Any) -> object:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..store.io.location import Location
 from ..wording import counted, size
 from .argument_types import CHECKPOINT, ByteCountType, Cuts, MeshType, shard_option
+from .fitting import print_fit
 from .printing import print_duration, print_json, print_line, print_table
 
 if TYPE_CHECKING:
@@ -22,9 +24,10 @@ if TYPE_CHECKING:
 @click.option("--model", type=CHECKPOINT, metavar="JSON", help="A config.json of Hugging Face's.")
 @click.option("--ckpt", "checkpoint", type=CHECKPOINT, metavar="CKPT", help="Or a checkpoint with momentum.")
 @click.option(
-    "--mesh", "meshes", type=MeshType(), multiple=True, required=True,
+    "--mesh", "meshes", type=MeshType(), multiple=True,
     help="Axes, outermost first: dp=8,tp=2; repeatable.",
 )  # fmt: skip
+@click.option("--fits", type=MeshType(), metavar="MESH", help="Only say if CKPT can be resumed there; 1 for no.")
 @shard_option("Axes that cut matching parameters, on meshes that have them; repeatable.")
 @click.option("--select", multiple=True, metavar="GLOB", help="Only parameters with a matching name; repeatable.")
 @click.option("--dtype", metavar="DTYPE", help="Of a model's parameters and state, if not the config's.")
@@ -37,7 +40,14 @@ if TYPE_CHECKING:
 @click.option("--ns-steps", type=click.IntRange(1), metavar="N", help="Steps of Newton-Schulz.")
 @click.option("--ns-dtype", metavar="DTYPE", help="What it computes in: bfloat16, float16 or float32.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def plan_command(meshes: Sequence[dict[str, int]], shard: Mapping[str, Cuts], as_json: bool, **options: Any) -> None:
+def plan_command(
+    meshes: Sequence[dict[str, int]],
+    fits: dict[str, int] | None,
+    shard: Mapping[str, Cuts],
+    checkpoint: Location | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
     """Say what a step of Muon, a rank's memory and a checkpoint would cost on each mesh, and which is the cheapest.
 
     The optimizer's own planner plans the step, so this command needs torch; no process is started.
@@ -45,7 +55,14 @@ def plan_command(meshes: Sequence[dict[str, int]], shard: Mapping[str, Cuts], as
     \b
     muonckpt plan --model config.json --mesh dp=64 --mesh dp=8,tp=8 --shard '*_proj.weight=tp:0,dp:0'
     muonckpt plan --ckpt run/step-00001000 --mesh dp=512 --link 50GB --disk 2GB --flops 400e12
+    muonckpt plan --ckpt run/step-00001000 --fits dp=48,tp=2
     """
+    if fits is not None:
+        if meshes or checkpoint is None:
+            raise click.UsageError("--fits needs --ckpt, and no --mesh")
+        return print_fit(checkpoint, fits, shard, None, as_json)
+    if not meshes:
+        raise click.UsageError("expected --mesh or --fits, such as --mesh dp=8")
     from ..forecasting.prospects import forecast  # imports torch
     from ..forecasting.topologies import Rates
 
@@ -57,12 +74,14 @@ def plan_command(meshes: Sequence[dict[str, int]], shard: Mapping[str, Cuts], as
 
     rates = Rates(*(options.pop(name) for name in ("link", "disk", "flops")))
     given = {name: value for name, value in options.items() if value is not None}
+    given |= {} if checkpoint is None else {"checkpoint": checkpoint}
     found = forecast(meshes, shard=shard, progress=progress, rates=rates, **given)
     if as_json:
         print_json(found.to_json())
-        return
+        return 0
     print_prospect(found)
     print_duration()
+    return 0
 
 
 def print_prospect(found: Prospect) -> None:

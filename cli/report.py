@@ -14,7 +14,7 @@ from ..page.checkpoint_page import Page, Reading, StatsChoice, report
 from ..page.run_page import RunPage, page_of_run
 from ..store.io.location import Location
 from ..wording import counted
-from .argument_types import CHECKPOINT, jobs_option, memory_option
+from .argument_types import CHECKPOINT, KEY, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, progress
 
 
@@ -29,7 +29,7 @@ from .printing import print_duration, print_json, print_line, progress
     "--stats", type=click.Choice(get_args(StatsChoice)),
     help="What is measured: spectra by default, norms of each step of a run; none reads metadata only.",
 )  # fmt: skip
-@click.option("--select", multiple=True, metavar="GLOB", help="Measure only what has a matching key; repeatable.")
+@click.option("--select", type=KEY, multiple=True, metavar="GLOB", help="Measure only these keys; repeatable.")
 @memory_option(STATS_MEMORY)
 @jobs_option()
 @click.option("--json", "as_json", is_flag=True, help="Print the page's place, bytes and number of findings as JSON.")

@@ -30,6 +30,7 @@ from ..vocabulary import Convention
 from ..wording import counted, size
 from .argument_types import (
     CHECKPOINT,
+    KEY,
     ByteCountType,
     Function,
     MeshType,
@@ -146,7 +147,7 @@ _OPTIONS = {
         help="Table of renames, splits and joins; repeatable.",
     ),
     "select": click.option(
-        "--select", multiple=True, metavar="GLOB", help="Take only what has a matching key; repeatable."
+        "--select", type=KEY, multiple=True, metavar="GLOB", help="Take only what has a matching key; repeatable."
     ),
     "tensors_only": click.option("--tensors-only", is_flag=True, help="Leave out items that are not tensors."),
     "dry_run": click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),

@@ -10,14 +10,14 @@ from ..converters.compare.stats import STATS_MEMORY, CheckpointStats, stats
 from ..store.io.location import Location
 from ..store.run import run_of
 from ..wording import counted
-from .argument_types import CHECKPOINT, jobs_option, memory_option
+from .argument_types import CHECKPOINT, KEY, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, print_section, print_table, progress
 from .runs import newest_whole
 
 
 @click.command("stats")
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.argument("globs", nargs=-1, metavar="[GLOB]...")
+@click.argument("globs", type=KEY, nargs=-1, metavar="[GLOB]...")
 @click.option("--since", type=CHECKPOINT, metavar="CKPT", help="An earlier checkpoint: how far weights have moved.")
 @click.option("--all", "every", is_flag=True, help="List every tensor, layers not folded.")
 @click.option("--no-spectra", is_flag=True, help="Do not sketch singular values: faster.")

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .checkup.doctor import Checkup, doctor
     from .converters.compare.diff import Difference, diff
     from .converters.compare.stats import CheckpointStats, stats
+    from .converters.look.fits import Fit, fits
     from .converters.look.inspection import Inspection, inspect
     from .converters.merging import Average, merge
     from .converters.options import Execution, Translation
@@ -68,6 +69,7 @@ __all__ = [
     "Difference",
     "Execution",
     "Fingerprints",
+    "Fit",
     "Inspection",
     "Interrupted",
     "LayoutError",
@@ -93,6 +95,7 @@ __all__ = [
     "diff",
     "doctor",
     "fingerprints",
+    "fits",
     "forecast",
     "inspect",
     "load",
@@ -117,6 +120,7 @@ _NAMES = {
     ".checkpoint.series": ("Restored", "SavedStep", "Series"),
     ".converters.compare.diff": ("Difference", "diff"),
     ".converters.compare.stats": ("CheckpointStats", "stats"),
+    ".converters.look.fits": ("Fit", "fits"),
     ".converters.look.inspection": ("Inspection", "inspect"),
     ".converters.merging": ("Average", "merge"),
     ".converters.options": ("Execution", "Translation"),

@@ -134,6 +134,14 @@ class StateRecord:
         return self.chunks.boxes
 
 
+def says_convention(entries: Iterable[StateRecord | Blob]) -> bool:
+    """Return True for entries of our optimizer, or converted for it: no other says a momentum convention."""
+    return any(
+        entry.convention is not None if isinstance(entry, StateRecord) else entry.key.endswith(".convention")
+        for entry in entries
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything in one checkpoint.  ``provenance`` is free-form JSON: program, versions, world, mesh, step.

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..keys import NamedOptimizer, StateForm, named_optimizers, numbered_optimizers, option_prefix
-from ..record import Blob, StateRecord
+from ..record import Blob, StateRecord, says_convention
 from ..resumption import (
     GONE,
     KEPT,
@@ -100,10 +100,7 @@ class Stored:
     @property
     def translated(self) -> bool:
         """True for a checkpoint of our optimizer, or converted for it: no other says a momentum convention."""
-        return any(
-            entry.convention is not None if isinstance(entry, StateRecord) else key.endswith(".convention")
-            for key, entry in self.entries.items()
-        )
+        return says_convention(self.entries.values())
 
     def form(self, key: str) -> StateForm | None:
         """Return the form in which an optimizer was saved, None if the checkpoint does not say it."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 
 import click
 import pytest
-from click.shell_completion import BashComplete
+from click.shell_completion import BashComplete, FishComplete, ZshComplete
 from support.commands import called
 
+import muonckpt
 from muonckpt.cli.main import COMMANDS, cli
 
 
@@ -39,6 +41,37 @@ def test_commands_paths_tables_and_words_are_completed():
     assert completed("reshard", "a", "b", "--rules", "hf-q") == [("plain", "hf-qkv")]
     assert completed("reshard", "a", "b", "--rules", "./my") == [("file", "./my")]
     assert completed("convert", "a", "b", "--to", "tit") == [("plain", "titan")]
+
+
+def test_keys_of_the_checkpoint_on_the_line_are_completed(tiny_checkpoint, tmp_path):
+    tiny = str(tiny_checkpoint)
+    keys = [*muonckpt.open(tiny).tensors]
+    weights = [("plain", key) for key in keys if key.startswith("model.")]
+    assert weights and completed("inspect", tiny, "--tensor", "model.") == weights
+    for line in (["inspect", tiny], ["stats", tiny], ["diff", tiny, tiny], ["reshard", tiny, "out", "--select"],
+                 ["merge", tiny, tiny, "out", "--select"]):  # fmt: skip
+        assert set(weights) <= set(completed(*line, "model.")), line
+    shortened = completed("inspect", tiny, "--tensor", weights[0][1].removeprefix("model."))
+    assert ("plain", weights[0][1].removeprefix("model.")) in shortened
+    shutil.copytree(tiny, tmp_path / "run" / "step-00000001")
+    assert completed("inspect", str(tmp_path / "run"), "--tensor", "model.") == weights, "of a run its last checkpoint"
+
+
+def test_completion_is_silent_where_there_is_nothing_to_read(tmp_path, capfd):
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "muonckpt.json").write_text("{")
+    for place in ("nowhere", tmp_path, tmp_path / "damaged", "s3://bucket/step-1"):
+        assert completed("inspect", str(place), "--tensor", "mod") == []
+    assert completed("inspect", "--tensor", "mod") == []
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("completion", [BashComplete, ZshComplete, FishComplete])
+def test_shells_are_answered_by_their_variables(completion, tiny_checkpoint, monkeypatch):
+    key = next(iter(muonckpt.open(tiny_checkpoint).tensors))
+    monkeypatch.setenv("COMP_WORDS", f"muonckpt inspect {tiny_checkpoint} --tensor {key[:-1]}")
+    monkeypatch.setenv("COMP_CWORD", key[:-1] if completion is FishComplete else "4")
+    assert key in completion(cli, {}, "muonckpt", "_MUONCKPT_COMPLETE").complete()
 
 
 @pytest.mark.parametrize(

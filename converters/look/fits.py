@@ -1,0 +1,390 @@
+"""Can a checkpoint be resumed on a mesh?  Yes or no, why, and what each rank would hold there.
+
+Tensors are laid out as `reshard` lays them out.  Costs are those of the geometries, not of tensors times ranks: tensors
+of one shape that are cut alike share a layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import SourceError
+from ...layout import TensorLayout
+from ...overlap import overlaps
+from ...record import Boxes, Manifest, StateRecord, says_convention
+from ...store.diagnosis import Diagnosis, command, diagnosis_by_files
+from ...store.io.limits import gc_paused
+from ...store.io.location import Location, Remote, location
+from ...store.open_checkpoint import OpenCheckpoint
+from ...store.reading.dtypes import itemsize
+from ...wording import Finding, counted, size
+from ..engine.rank_files import lay_out
+from ..target.topology import ROWS, AxisCut, ShardRule, Target
+from .contents import FirstLook, Role, first_look, unnumbered
+from .holders import balance_of
+
+Counts = NDArray[np.int64]
+
+WEIGHTS = "weights and others"
+"""The label of what is in no slot of optimizer state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unevenness:
+    """Weights and state of one name in all layers, of which ranks would hold different amounts.
+
+    Attributes:
+        pattern: the name of their parameter, or their key, with ``*`` for the parts that are numbers.
+        cuts: the axes and the dims that they cut.
+        least, most: the elements of a rank; ``without`` is the number of ranks that hold none.
+    """
+
+    pattern: str
+    tensors: int
+    shape: tuple[int, ...]
+    cuts: str
+    least: int
+    most: int
+    without: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The answer to the question whether a checkpoint can be resumed on a mesh; true if it can.
+
+    Attributes:
+        mesh: sizes by axis, outermost first; ``layout`` and ``rules`` as `reshard` takes them.
+        tensors: how many there are; ``uneven_tensors`` of them are cut into unequal shares, and of ``empty_tensors``
+            some rank would hold nothing: at most ``ranks_without`` of one.
+        optimizer: what its state needs: ``"load"``, ``"convert"``, or ``"none"`` if there is none.
+        held: for each slot ``tensors``, ``bytes``, and the ``least``, ``mean``, ``most`` that a rank would hold; the
+            last entry is of all.
+        uneven: what ranks would hold unequal shares of, folded by layers.
+        findings: what else to know before the run is started.
+        reads: ``count`` and ``bytes`` of what all ranks together would read from chunks in a `load`, and ``resharded``:
+            the count from a checkpoint that was resharded for this mesh before.
+        diagnosis: what is wrong with the checkpoint; false if nothing is.
+    """
+
+    checkpoint: str
+    mesh: Mapping[str, int]
+    layout: str
+    rules: tuple[str, ...]
+    tensors: int
+    uneven_tensors: int
+    empty_tensors: int
+    ranks_without: int
+    optimizer: str
+    held: tuple[Mapping[str, Any], ...]
+    uneven: tuple[Unevenness, ...]
+    findings: tuple[Finding, ...]
+    reads: Mapping[str, int]
+    diagnosis: Diagnosis = field(repr=False)
+
+    def __bool__(self) -> bool:
+        return not self.diagnosis
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @property
+    def place(self) -> str:
+        """The mesh in the form of the command line."""
+        return ",".join(f"{axis}={count}" for axis, count in self.mesh.items())
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence, yes or no first."""
+        if self.diagnosis:
+            return f"no: {self.diagnosis.sentence}"
+        shares = []
+        if self.uneven_tensors:
+            are = "is" if self.uneven_tensors == 1 else "are"
+            shares.append(f"{self.uneven_tensors} of {counted(self.tensors, 'tensor')} {are} uneven")
+        if self.empty_tensors:
+            ranks = f"{'up to ' * (self.empty_tensors > 1)}{counted(self.ranks_without, 'rank')}"
+            hold = "holds" if self.ranks_without == 1 else "hold"
+            shares.append(f"{ranks} {hold} nothing of {self.empty_tensors}")
+        if self.layout != ROWS:
+            shares.append(f"a rank would hold {size(self.held[-1]['least'])} to {size(self.held[-1]['most'])}")
+        begin = {
+            "load": "yes: `load` reshards it",
+            "convert": "yes for its weights, which `load` reshards; its optimizer state after `convert`",
+            "none": "yes: `load` reshards its weights; it has no optimizer state, which would start fresh",
+        }[self.optimizer]
+        return f"{begin}; {' and '.join(shares) or 'all ranks hold equal shares'}"
+
+    @property
+    def advice(self) -> str:
+        """Whether `load` suffices, or `reshard` is of use, in one sentence with the command."""
+        if self.diagnosis:
+            return self.diagnosis.advice
+        mean = self.reads["bytes"] // max(self.reads["count"], 1)
+        reads = f"the ranks would read {counted(self.reads['count'], 'piece')} of {size(mean)} on average"
+        if self.reads["count"] < max(_MANY_READS, 2 * self.reads["resharded"]) or mean > _SMALL_READ:
+            return f"`load` suffices: {reads}"
+        rules = [word for rule in self.rules for word in ("--shard", rule)]
+        layout = ["--layout", self.layout] if self.layout != ROWS else []
+        resharded = command("reshard", self.checkpoint, f"{self.checkpoint}-resharded", "--mesh", self.place, *rules,
+                            *layout)  # fmt: skip
+        fewer = counted(self.reads["resharded"], "piece")
+        return f"`load` suffices, but {reads}; from a slow store it may pay to reshard once ({fewer}): {resharded}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        mine = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        mine |= {"uneven": [dataclasses.asdict(entry) for entry in self.uneven], "diagnosis": self.diagnosis.to_json()}
+        mine["findings"] = [{"kind": f.kind, "message": f.message, "names": f.names} for f in self.findings]
+        return {"fits": bool(self), "sentence": self.sentence, "advice": self.advice, "ranks": self.ranks, **mine}
+
+
+_MANY_READS = 100_000
+_SMALL_READ = 1 << 20
+"""Where ranks read more pieces than this that are smaller than this, a slow store is busy with requests."""
+
+
+def fits(
+    path: str | os.PathLike[str] | Remote,
+    mesh: Mapping[str, int],
+    *,
+    shard: Mapping[str, Sequence[AxisCut]] = MappingProxyType({}),
+    layout: str = ROWS,
+) -> Fit:
+    """Say whether a checkpoint can be resumed on a mesh, as ``muonckpt inspect --fits`` prints it.
+
+    Reads metadata and the sizes of files, no elements; needs no torch.
+
+    Args:
+        path: a checkpoint of any format and program.
+        mesh, shard, layout: as for `reshard`: sizes of axes by name, the outermost first; which axes cut which dims of
+            the tensors whose key matches a pattern, by default all axes cut the rows; and what each rank holds.
+
+    Raises:
+        SourceError: there is no checkpoint, or its metadata cannot be read.
+        TargetError: an argument does not fit the others, or the checkpoint.
+    """
+    with OpenCheckpoint(location(path, SourceError)) as opened:
+        return fit_of(opened, Target(mesh, tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items()), layout))
+
+
+@gc_paused()
+def fit_of(opened: OpenCheckpoint, target: Target) -> Fit:
+    """Answer for an open checkpoint."""
+    known = first_look(opened)
+    manifest = known.manifest
+    tensors = [tensor for tensor in manifest.tensors if math.prod(tensor.shape)]
+    laid = lay_out(target, tensors, opened.provenance)
+    shares = _Shares(target, laid.layouts)
+    parameters = known.contents.parameters.values()
+    names = {t.key: p.name for p in parameters for t in (p.weight, *p.state.values()) if t and not p.name.isdecimal()}
+    uneven = tuple(shares.uneven(tensors, names))
+    return Fit(
+        checkpoint=str(opened.path),
+        mesh=dict(target.mesh),
+        layout=target.layout,
+        rules=tuple(map(str, target.rules)),
+        tensors=len(tensors),
+        uneven_tensors=sum(entry.tensors for entry in uneven),
+        empty_tensors=sum(entry.tensors for entry in uneven if entry.without),
+        ranks_without=max((entry.without for entry in uneven), default=0),
+        optimizer=_optimizer(known, manifest),
+        held=tuple(shares.held(tensors)),
+        uneven=uneven,
+        findings=tuple(_findings(known, target, tensors, opened.path)),
+        reads=shares.reads(tensors),
+        diagnosis=diagnosis_by_files(opened),
+    )
+
+
+def _optimizer(known: FirstLook, manifest: Manifest) -> str:
+    if not any(parameter.state for parameter in known.contents.parameters.values()):
+        slots = any(tensor.slot is not None for tensor in manifest.tensors)
+        return "convert" if slots else "none"
+    return "load" if says_convention((*manifest.tensors, *manifest.blobs)) else "convert"
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """The shares of the ranks of a target; what is computed for a layout is kept for all tensors that have it."""
+
+    target: Target
+    layouts: Mapping[str, TensorLayout]
+    _known: dict[int, Counts] = field(default_factory=dict)
+    _pairs: dict[tuple[int, Boxes], int] = field(default_factory=dict)
+
+    def elements(self, layout: TensorLayout) -> Counts:
+        """Return the elements that each rank holds."""
+        if id(layout) not in self._known:
+            held = np.zeros(self.target.ranks, np.int64)
+            numel = (layout.stops - layout.starts).prod(axis=1)
+            np.add.at(held, np.array(layout.buffers, np.int64)[layout.buffer], numel[layout.box])
+            if not layout.shape:  # one rank writes a scalar, and each has it
+                held[:] = 1
+            self._known[id(layout)] = held
+        return self._known[id(layout)]
+
+    def held(self, tensors: Sequence[StateRecord]) -> Iterator[dict[str, Any]]:
+        """Yield what ranks hold of each slot, and of all."""
+        times: defaultdict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
+        for tensor in tensors:
+            layout = self.layouts[tensor.key]
+            self.elements(layout)
+            times[tensor.slot or WEIGHTS][id(layout), itemsize(tensor.dtype)] += 1
+        total = np.zeros(self.target.ranks, np.int64)
+        for slot, counts in times.items():
+            held = np.zeros(self.target.ranks, np.int64)
+            for (layout_id, width), count in counts.items():
+                held += self._known[layout_id] * (width * count)
+            total += held
+            yield _amounts(slot, sum(counts.values()), held)
+        if len(times) > 1:
+            yield _amounts("all", len(tensors), total)
+
+    def uneven(self, tensors: Sequence[StateRecord], names: Mapping[str, str]) -> Iterator[Unevenness]:
+        """Yield what ranks hold unequal shares of; in buffers that is the sense of the layout, and not told.
+
+        Args:
+            names: the parameter of each weight and of its state, by key.
+        """
+        folded: Counter[tuple[str, tuple[int, ...], str, int]] = Counter()
+        every = tuple((axis, 0) for axis in self.target.mesh)
+        for tensor in tensors:
+            if tensor.shape and self.target.layout == ROWS:
+                held = self.elements(layout := self.layouts[tensor.key])
+                if held.min() != held.max():
+                    cuts = ", ".join(f"{axis}:{dim}" for axis, dim in self.target.cuts(tensor, every))
+                    folded[unnumbered(names.get(tensor.key, tensor.key)), tensor.shape, cuts, id(layout)] += 1
+        for (pattern, shape, cuts, layout_id), count in folded.items():
+            held = self._known[layout_id]
+            yield Unevenness(pattern, count, shape, cuts, int(held.min()), int(held.max()), int((held == 0).sum()))
+
+    def reads(self, tensors: Sequence[StateRecord]) -> dict[str, int]:
+        """Count what ranks read of the chunks that there are, and of such as they would write themselves."""
+        count = bytes_read = resharded = 0
+        for tensor in tensors:
+            if not tensor.shape:  # each rank reads it
+                count, resharded = count + self.target.ranks, resharded + self.target.ranks
+                bytes_read += itemsize(tensor.dtype) * self.target.ranks
+                continue
+            layout = self.layouts[tensor.key]
+            key = id(layout), tensor.boxes
+            if key not in self._pairs:
+                copies = np.bincount(layout.box, minlength=len(layout.starts))
+                filled = tensor.boxes.numel > 0
+                chunks = tensor.boxes.lo[filled], tensor.boxes.hi[filled]
+                boxes, _ = overlaps(layout.starts, layout.stops, *chunks)
+                self._pairs[key] = int(copies[boxes].sum())
+            count += self._pairs[key]
+            bytes_read += layout.numel_held * itemsize(tensor.dtype)
+            resharded += len(layout.box)
+        return {"count": count, "bytes": bytes_read, "resharded": resharded}
+
+
+def _amounts(slot: str, tensors: int, held: Counts) -> dict[str, Any]:
+    balance = balance_of(dict(enumerate(held.tolist())))
+    assert balance is not None, "a mesh has ranks"
+    return {"slot": slot, "tensors": tensors, "bytes": int(held.sum()), **balance.to_json()}
+
+
+def _findings(known: FirstLook, target: Target, tensors: Sequence[StateRecord], path: Location) -> Iterator[Finding]:
+    if target.layout == ROWS and not target.rules and len(target.mesh) > 1:
+        axes = " and ".join(target.mesh)
+        yield Finding(
+            "default_cut",
+            f"without --shard, {axes} together cut the rows of every tensor into {target.ranks} parts; give the cuts "
+            "of your program, such as --shard '*=AXIS:0', for what its ranks would hold (`load` takes any)",
+        )
+    if _optimizer(known, known.manifest) == "convert":
+        who = "nobody known" if isinstance(known.program, str) else known.program.dialect.name
+        source = " --from PROGRAM" if isinstance(known.program, str) else ""
+        to_ours = command("convert", path, f"{path}-for-muonckpt", "--to", "muonckpt")
+        yield Finding(
+            "program", f"the optimizer state has the keys of {who}: {to_ours}{source}; then `load` reshards that, too"
+        )
+    if not isinstance(known.program, str) and known.program.dialect.numbered:
+        yield Finding(
+            "numbers",
+            "the optimizer state knows parameters by number: only the same parameter groups in the same order take it; "
+            "get_state_dict saves names, which any groups take",
+        )
+    if masters := known.contents.tensors.get(Role.MASTERS):
+        yield Finding.listing(
+            "masters",
+            f"{counted(len(masters), 'parameter')} with float32 masters in the state, which LayerWise takes; for an "
+            "optimizer without masters make the weights of them by `muonckpt convert --weights masters`",
+            [tensor.key for tensor in masters],
+        )
+    if target.layout == ROWS:
+        yield from _bad_cuts(target, tensors, _pieces(known))
+    elif cutting := {axis for rule in target.rules for axis, _ in rule.cuts if target.mesh[axis] > 1}:
+        yield Finding(
+            "layer_wise",
+            f"LayerWise takes plain tensors: what {' and '.join(sorted(cutting))} cut has to be the local tensors of a "
+            "program such as Megatron, not DTensors, which Muon takes",
+        )
+
+
+_MEANS: Mapping[str, str] = MappingProxyType(
+    {
+        "fused": "that is right where parameters are gathered before they are used (FSDP), and wrong for tensor "
+        "parallelism, where each rank needs its share of every fused matrix",
+        "stack": "expert parallelism usually wants equal numbers",
+        "unequal": "tensor parallelism takes that, FSDP2 refuses it",
+    }
+)
+"""What cuts mean for programs, by the kind of the finding; `load` and Muon take them all."""
+
+
+def _bad_cuts(
+    target: Target, tensors: Sequence[StateRecord], pieces: Mapping[str, tuple[int, ...]]
+) -> Iterator[Finding]:
+    """Yield the cuts by rules that go through fused matrices (``pieces``, by key), and unequal ones of other dims."""
+    found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for tensor in tensors:
+        for dim, axes in _parts(target, tensor).items():
+            parts, length = math.prod(target.mesh[axis] for axis in axes), tensor.shape[dim]
+            share = -(-length // parts)
+            without = parts - -(-length // share)
+            cut = f"{','.join(axes)}:{dim} cuts"
+            shares = f"{parts} parts of at most {share}{f', {without} of them empty' if without else ''}"
+            if tensor.key in pieces and dim == len(tensor.shape) - 2:
+                heights = "+".join(map(str, pieces[tensor.key]))
+                found["fused", f"{cut} rows that are fused of {heights} into {parts} parts"].append(tensor.key)
+            elif length % parts and len(tensor.shape) == 3 and dim == 0:
+                found["stack", f"{cut} stacks of {length} matrices into {shares}"].append(tensor.key)
+            elif length % parts and dim:
+                found["unequal", f"{cut} {length} indices into {shares}"].append(tensor.key)
+    for (kind, message), keys in found.items():
+        yield Finding.listing(kind, f"{message} ({_MEANS[kind]})", keys)
+
+
+def _pieces(known: FirstLook) -> dict[str, tuple[int, ...]]:
+    """Return the rows of fused matrices by key, for weights as for the state that records them."""
+    pieces = {}
+    by_group = {name: group.options.get("pieces") for group in known.groups.groups for name in group.parameters}
+    for parameter in known.contents.parameters.values():
+        tensors = [tensor for tensor in (parameter.weight, *parameter.state.values()) if tensor]
+        own = next((tensor.pieces for tensor in tensors if tensor.pieces), None) or by_group.get(parameter.name)
+        if isinstance(own, list | tuple) and len(own) > 1:
+            pieces |= {tensor.key: tuple(own) for tensor in tensors if len(tensor.shape) >= 2}
+    return pieces
+
+
+def _parts(target: Target, tensor: StateRecord) -> Mapping[int, list[str]]:
+    """Return the axes by which a rule cuts each dim of a tensor; nothing if no rule matches it."""
+    cut: defaultdict[int, list[str]] = defaultdict(list)
+    for axis, dim in target.cuts(tensor, ()):
+        if target.mesh[axis] > 1:
+            cut[dim].append(axis)
+    return cut
