@@ -20,14 +20,14 @@ def print_fit(
     checkpoint: Location, mesh: Mapping[str, int], shard: Mapping[str, Cuts], layout: str | None, as_json: bool
 ) -> int:
     """Print whether a checkpoint can be resumed on a mesh; return the exit code, 0 for yes and 1 for no."""
-    from ..converters.look.fits import ROWS, fits  # imports all layouts
+    from ..converters.look.fits import fits  # imports all layouts
     from ..store.run import run_of
     from .runs import newest_whole
 
     if (run := run_of(checkpoint)) is not None:
         [checkpoint] = newest_whole(run)
 
-    fit = fits(checkpoint, mesh, shard=shard, layout=layout or ROWS)
+    fit = fits(checkpoint, mesh, shard=shard, **({} if layout is None else {"layout": layout}))
     if as_json:
         print_json(fit.to_json())
     else:

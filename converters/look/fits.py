@@ -371,7 +371,7 @@ def _bad_cuts(
 
 def _pieces(known: FirstLook) -> dict[str, tuple[int, ...]]:
     """Return the rows of fused matrices by key, for weights as for the state that records them."""
-    pieces = {}
+    pieces: dict[str, tuple[int, ...]] = {}
     by_group = {name: group.options.get("pieces") for group in known.groups.groups for name in group.parameters}
     for parameter in known.contents.parameters.values():
         tensors = [tensor for tensor in (parameter.weight, *parameter.state.values()) if tensor]
