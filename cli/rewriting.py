@@ -288,7 +288,7 @@ def salvage_command(**options: Any) -> None:
     _rewrite(salvage, "salvage", **options)
 
 
-_MOST_FILES = 32
+_MOST_FILES = 12
 
 
 def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool, **options: Any) -> None:

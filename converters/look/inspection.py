@@ -342,7 +342,10 @@ _FIRST = ("algorithm", "lr", "weight_decay", "wd", "momentum", "mu", "betas", "b
           "convention", "nesterov")  # fmt: skip
 """Options that come first; what programs call them does not matter otherwise."""
 
-_SAID_ELSEWHERE = frozenset({"step", "resharded", "salvaged"})
+_MADE_WITH = ("program", "torch", "python", "platform", "world")
+"""What says of the provenance where a checkpoint was made."""
+
+_SAID_ELSEWHERE = frozenset({*_MADE_WITH, "step", "resharded", "salvaged"})
 
 
 def overview(inspection: Inspection) -> Iterator[tuple[str, str]]:
@@ -355,6 +358,9 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     """Yield the summary without what looks sick; an empty label goes on with the one above."""
     yield "checkpoint", inspection.checkpoint
     yield "kind", inspection.kind
+    made = [f"{name} {inspection.provenance[name]}" for name in _MADE_WITH if inspection.provenance.get(name)]
+    if made:
+        yield "made by", ", ".join(made).removeprefix("program ")
     for name, value in inspection.provenance.items():
         if name not in _SAID_ELSEWHERE and value not in ([], {}, None, ""):
             yield name, value if isinstance(value, str) else json.dumps(value)
@@ -364,14 +370,14 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
         yield "salvaged", _salvaged(step)
     yield from _step_lines(inspection)
     yield from _optimizer_lines(inspection)
-    yield "tensors", f"{inspection.tensors} in {counted(inspection.chunks, 'chunk')}, {size(inspection.bytes)}"
+    others = f"{counted(inspection.other_items, 'other item')}; {counted(inspection.files, 'file')}"
+    chunks = f"{inspection.tensors} in {counted(inspection.chunks, 'chunk')}, {size(inspection.bytes)}"
+    yield "tensors", f"{chunks}; {others}"
     if inspection.empty_chunks:
         yield "", f"and {counted(inspection.empty_chunks, 'chunk')} without elements"
-    yield "other items", str(inspection.other_items)
-    yield "files", str(inspection.files)
     dialect = inspection.dialect
     yield "keys", f"{dialect['name']} ({dialect['who']})" if dialect["name"] else "unknown"
-    for reason in dialect["reasons"]:
+    for reason in dialect["reasons"] if dialect["name"] != "muonckpt" else ():  # ours needs no proof
         yield "", reason
     layouts = [f"{counted(layout['tensors'], 'tensor')} {_how(layout)}" for layout in inspection.layouts]
     yield from _some("layout", layouts)
@@ -445,7 +451,7 @@ def _shared(options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _in_words(options: Mapping[str, Any]) -> str:
-    ordered = sorted(options, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+    ordered = sorted(options, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
     said = ", ".join(f"{name} {_value(options[name])}" for name in ordered if options[name] is not None)
     unset = ", ".join(name for name in ordered if options[name] is None)
     return "; ".join(filter(None, (said, unset and f"not set: {unset}")))
