@@ -66,7 +66,7 @@ def diff_command(
     if not summary:
         _print_details(found, every)
     for line in _summary(found):
-        print_line(line)
+        print_line(line, fg="red" if line.startswith(("look at:", "infinite or NaN")) else None)
     print_duration()
     return int(found.differs)
 
@@ -87,8 +87,9 @@ def _print_details(found: Difference, every: bool) -> None:
     if len(changed) > _MOST_ROWS and not every:
         print_line(f"and {len(changed) - _MOST_ROWS} more that changed less (--all)")
     print_section(("item", "A", "B"), [(item.key, *_both(item.a, item.b)) for item in found.items])
-    for name, keys in (("A", found.only_a), ("B", found.only_b)):
-        print_section((f"only in {name}",), [(key,) for key in (keys if every else keys[:_MOST_ROWS])])
+    for name, keys, colour in (("A", found.only_a, "red"), ("B", found.only_b, "green")):  # as `git diff` has them
+        rows = [(key,) for key in (keys if every else keys[:_MOST_ROWS])]
+        print_section((f"only in {name}",), rows, [colour] * len(rows))
         if len(keys) > _MOST_ROWS and not every:
             print_line(f"and {len(keys) - _MOST_ROWS} more (--all)")
     if changed or found.items or found.only_a or found.only_b:

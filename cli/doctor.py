@@ -65,7 +65,7 @@ def _print(found: Checkup) -> None:
     print_table(HEADERS, list(table(found.parameters)))
     print_line()
     for finding in found.findings:
-        print_line(f"look at: {finding.message}")
+        print_line(f"look at: {finding.message}", fg="red")
         means, _, line = finding.means.partition(WRITE)
         for text in filter(None, (means, line and f"write: {line}")):
             print_line(f"         {text}")
@@ -95,7 +95,7 @@ def _print_replacement(replaced: Replacement) -> None:
     print_line("write instead:")
     print_line()
     for line in replaced.code.splitlines():
-        print_line(line)
+        print_line(line, code=True)
 
 
 def _proof_lines(proof: Proof) -> list[str]:

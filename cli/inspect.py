@@ -188,7 +188,7 @@ def _show_groups(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, 
     groups = groups_as_data(opened.outline, opened.values)
     if not as_json:
         for line in groups_as_code(groups, min(terminal_width(sys.stdout) or 120, 120)).splitlines():
-            print_line(line)
+            print_line(line, code=True)
     return {"param_groups": groups}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import threading
@@ -24,7 +25,8 @@ BEGAN = "muonckpt.began"
 
 _MOST_NAMES = 8
 _LABEL = 13
-_COMMANDS = ("muonckpt ", "python ")
+_COMMAND = re.compile(r"\s*(\([a-z]\) )?(muonckpt|python) ")
+"""The beginning of a line that is a command, perhaps one of a list."""
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], colours: Sequence[str | None] = ()) -> None:
@@ -48,13 +50,13 @@ def print_section(headers: Sequence[str], rows: Sequence[Sequence[object]], colo
         print_table(headers, rows, colours)
 
 
-def print_line(text: str = "", *, err: bool = False, fg: str | None = None) -> None:
+def print_line(text: str = "", *, err: bool = False, fg: str | None = None, code: bool = False) -> None:
     """Print a line that may have names of files and tensors in it; on a terminal in a colour, and folded.
 
-    A command stays one line, so that it can be pasted.
+    A command and a line of code stay one line, so that they can be pasted.
     """
     width, shown = terminal_width(sys.stderr if err else sys.stdout), printable(text)
-    whole = width is None or shown.lstrip().startswith(_COMMANDS)
+    whole = code or _COMMAND.match(shown) is not None
     for line in [shown] if whole or width is None else folded(shown, width, "    "):
         click.echo(_coloured(line, fg), err=err)
 

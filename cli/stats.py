@@ -58,7 +58,7 @@ def stats_command(
     print_section(("weights since the earlier", "RMS of change", "per step", "lr", "factor"), updates)
     print_line()
     for finding in found.health:
-        print_line(f"look at: {finding.message}")
+        print_line(f"look at: {finding.message}", fg="red")
         print_line(f"         usually {finding.means}")
     odd = counted(len(found.health), "finding") if found.health else "nothing odd"
     print_line(f"{checkpoint}: {counted(len(found.tensors), 'tensor')} measured, {odd}")

@@ -72,8 +72,8 @@ def verify_command(
         own = {f.name: getattr(report, f.name) for f in dataclasses.fields(report) if f.name != "diagnosis"}
         print_json({**own, "findings": findings, "verdict": report.verdict, "diagnosis": report.diagnosis.to_json()})
         return 1 if report.findings else 0
-    for line in report.diagnosis.lines:
-        print_line(line)
+    for number, line in enumerate(report.diagnosis.lines):
+        print_line(line, fg="red" if number == 0 else None)
     _print_findings(report.findings, verbose)
     for note in (*report.notes, *filter(None, [unrecorded])):
         print_line(f"note: {note}")
@@ -99,7 +99,7 @@ def _print_findings(findings: Sequence[Finding], verbose: bool) -> None:
         by_kind[finding.kind].append(finding)
     for kind, alike in by_kind.items():
         for finding in alike if verbose else alike[:1]:
-            print_line(f"{kind}: {finding.message}")
+            print_line(f"{kind}: {finding.message}", fg="red")
         if len(alike) > 1 and not verbose:
             print_line(f"{kind}: and {len(alike) - 1} more (-v)")
 
@@ -110,7 +110,7 @@ def _print_verdicts(run: Run, verdicts: Iterable[StepVerdict], as_json: bool) ->
     for verdict in verdicts:
         known.append(verdict)
         if not as_json:
-            print_line(_line(verdict))
+            print_line(_line(verdict), fg="red" if verdict.is_damaged else None)
     unread = [step for step in run.steps if step.name not in {verdict.step.name for verdict in known}]
     newest = max((verdict.step for verdict in known if verdict.is_whole), key=_age, default=None)
     if as_json:
@@ -132,7 +132,7 @@ def _print_verdicts(run: Run, verdicts: Iterable[StepVerdict], as_json: bool) ->
     else:
         for step in unread:
             if step.state != "whole" and (newest is None or _age(step) > _age(newest)):
-                print_line(f"{step.name}: {step.state}, not verified: {step.fault}")
+                print_line(f"{step.name}: {step.state}, not verified: {step.fault}", fg="red")
         print_line(f"newest whole  {newest.path if newest else 'none'}")
         print_duration()
     return int(any(verdict.is_damaged for verdict in known) or newest is None)

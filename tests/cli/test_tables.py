@@ -73,7 +73,7 @@ def test_a_terminal_shows_every_word_whole_and_no_line_is_too_wide(view, places)
         lines = without_colour(shown.stdout).splitlines()
         assert Counter(word for line in lines for word in line.split()) == Counter(wide.stdout.split())
         too_wide = [line for line in lines if len(line) > width and len(line.split()) > 1]
-        assert not [line for line in too_wide if not line.lstrip().startswith("muonckpt ")]
+        assert not [line for line in too_wide if not re.match(r"\([a-z]\) muonckpt ", line)]
 
 
 @pytest.mark.parametrize("name", ["titan_fsdp4/ckpt", "megatron/fsdp_dtensor/dp4tp2ep2/iter_0000010"])
@@ -135,5 +135,24 @@ def test_a_fault_is_red(tmp_path):
     muonckpt.save({"w": torch.ones(2, 2)}, tmp_path / "run")
     [file] = (tmp_path / "run").glob("*.distcp")
     file.unlink()
-    lines = on_terminal(100, "inspect", tmp_path / "run").stdout.splitlines()
-    assert any("\x1b[31m" in line and "missing" in line for line in lines)
+    for command in ("inspect", "verify"):
+        lines = on_terminal(100, command, tmp_path / "run").stdout.splitlines()
+        assert any("\x1b[31m" in line and "missing" in line for line in lines), command
+
+
+def test_what_only_one_has_is_red_and_green(tmp_path):
+    muonckpt.save({"w": torch.ones(2), "old": torch.ones(2)}, tmp_path / "a")
+    muonckpt.save({"w": torch.ones(2), "new": torch.ones(2)}, tmp_path / "b")
+    shown = on_terminal(80, "diff", tmp_path / "a", tmp_path / "b").stdout
+    assert "\x1b[31mold\x1b[0m" in shown and "\x1b[32mnew\x1b[0m" in shown
+
+
+def test_a_command_to_paste_is_one_line(tmp_path):
+    """Also on a terminal that is narrower than it."""
+    muonckpt.save({"w": torch.ones(2, 2)}, tmp_path / "steps" / "step-1")
+    muonckpt.save({"w": torch.ones(2, 2)}, tmp_path / "steps" / "step-2")
+    next((tmp_path / "steps" / "step-2").glob("*.distcp")).unlink()
+    line = ("verify", tmp_path / "steps" / "step-2")
+    commands = [text for text in called(*line).stdout.splitlines() if re.match(r"\([a-z]\) muonckpt ", text)]
+    shown = without_colour(on_terminal(40, *line).stdout).splitlines()
+    assert commands and all(command in shown for command in commands)
