@@ -37,9 +37,11 @@ if TYPE_CHECKING:
     from .checkpoint.series import Restored, SavedStep, Series
     from .checkup.doctor import Checkup, doctor
     from .converters.compare.diff import Difference, diff
+    from .converters.compare.run_watch import RunWatch, WatchedRun, WatchedStep, run_columns
     from .converters.compare.stats import CheckpointStats, stats
     from .converters.look.fits import Fit, fits
     from .converters.look.inspection import Inspection, inspect
+    from .converters.look.run_history import RunHistory, look_at_run
     from .converters.merging import Average, merge
     from .converters.options import Execution, Translation
     from .converters.report import Report
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from .store.audit import AuditReport, verify
     from .store.open_checkpoint import OpenCheckpoint
     from .store.opening import open
+    from .store.run import Run, RunStep
+    from .store.run_audit import StepVerdict, verify_run
 
 __all__ = [
     "ArgumentError",
@@ -82,12 +86,19 @@ __all__ = [
     "Redistribution",
     "Report",
     "Restored",
+    "Run",
+    "RunHistory",
     "RunPage",
+    "RunStep",
+    "RunWatch",
     "SavedStep",
     "Series",
     "SourceError",
+    "StepVerdict",
     "TargetError",
     "Translation",
+    "WatchedRun",
+    "WatchedStep",
     "__version__",
     "async_save",
     "attest",
@@ -99,16 +110,19 @@ __all__ = [
     "forecast",
     "inspect",
     "load",
+    "look_at_run",
     "merge",
     "open",
     "redistribute",
     "report",
     "report_run",
     "reshard",
+    "run_columns",
     "salvage",
     "save",
     "stats",
     "verify",
+    "verify_run",
 ]
 
 _NAMES = {
@@ -119,9 +133,11 @@ _NAMES = {
     ".checkpoint.saving": ("save",),
     ".checkpoint.series": ("Restored", "SavedStep", "Series"),
     ".converters.compare.diff": ("Difference", "diff"),
+    ".converters.compare.run_watch": ("RunWatch", "WatchedRun", "WatchedStep", "run_columns"),
     ".converters.compare.stats": ("CheckpointStats", "stats"),
     ".converters.look.fits": ("Fit", "fits"),
     ".converters.look.inspection": ("Inspection", "inspect"),
+    ".converters.look.run_history": ("RunHistory", "look_at_run"),
     ".converters.merging": ("Average", "merge"),
     ".converters.options": ("Execution", "Translation"),
     ".converters.report": ("Report",),
@@ -134,6 +150,8 @@ _NAMES = {
     ".page.checkpoint_page": ("Page", "report"),
     ".page.run_page": ("RunPage", "report_run"),
     ".store.audit": ("AuditReport", "verify"),
+    ".store.run": ("Run", "RunStep"),
+    ".store.run_audit": ("StepVerdict", "verify_run"),
     ".store.open_checkpoint": ("OpenCheckpoint",),
     ".store.opening": ("open",),
 }
