@@ -132,6 +132,9 @@ def in_globs(names: Collection[str], others: Iterable[str]) -> list[str]:
     return globs
 
 
+UNCAST = "nothing is cast silently"
+_CAST = "its state follows, and nothing is lost"
+
 KEPT = "Their state is kept where names, groups and rules are those of the saved run"
 
 
@@ -153,10 +156,16 @@ def differences_listed(differences: Mapping[str, str], names: Collection[str], c
     globs = in_globs(differences, set(names) - differences.keys())
     wrapped = inserted_parts(of_reason[NEW], of_reason[GONE])
     parameters = "1 parameter differs" if len(differences) == 1 else f"{len(differences)} parameters differ"
-    return (
-        f"{parameters}: {'; '.join(parts)}{f'. {wrapped}' if wrapped else ''}. {kept}. "
-        f"To go on without their state: {cure.format(f'fresh={globs!r}')}"
-    )
+    told = f"{parameters}: {'; '.join(parts)}{f'. {wrapped}' if wrapped else ''}"
+    if all(UNCAST in reason for reason in differences.values()):  # something else keeps all of it
+        return f"{told}. Write model.to(...) of the dtype of the checkpoint, load, and cast the model then: {_CAST}"
+    if kept == KEPT and {*differences.values()} == {NEW} and not wrapped:
+        kept = "It has none to lose"
+    for family, kind in (("adamw", "other"), ("muon", "matrix")):
+        if members := of_reason.get(said_otherwise("algorithm", family, "muon" if family == "adamw" else "adamw")):
+            rule = f"Rule({kind!r}, {tuple(in_globs(members, set(names) - {*members}))!r})"
+            kept += f", as by rules=[[{rule}], RULES] where RULES are those given now"
+    return f"{told}. {kept}. To go on without their state: {cure.format(f'fresh={globs!r}')}"
 
 
 IN_A_TRAINER = " (in a trainer, to muon(...), MuonckptStrategy(...) or MuonckptManager.Config(...))"
@@ -181,6 +190,40 @@ def inserted_parts(mine: Collection[str], theirs: Collection[str]) -> str | None
             cure = f"{unwrapped}; or {rule}" if prefix else unwrapped
             return f"names in the {where} {what}, the others do not: {rule if longer is theirs else cure}"
     return None
+
+
+def moved_parts(
+    mine: Collection[tuple[Any, ...]], theirs: Collection[tuple[Any, ...]]
+) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """Return the places, here and there, of parts that are the same but for what stands before them.
+
+    Args:
+        mine: paths that only the program has.
+        theirs: paths that only the checkpoint has.
+    """
+    left, known, places = {*mine}, {*theirs}, []
+    ending: defaultdict[Any, list[tuple[Any, ...]]] = defaultdict(list)
+    for path in theirs:
+        ending[path[-1]].append(path)
+
+    def before(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[int, int]:
+        alike = 0
+        while alike < min(len(one), len(other)) and one[-1 - alike] == other[-1 - alike]:
+            alike += 1
+        return len(one) - alike, len(other) - alike
+
+    while left:
+        first = min(left, key=str)
+        cuts = {(first[:here], other[:there]) for other in ending[first[-1]] for here, there in [before(first, other)]}
+        for here, there in sorted(cuts, key=lambda cut: (len(cut[0]) + len(cut[1]), str(cut))):
+            part = {path for path in left if path[: len(here)] == here}
+            if len(here) <= 1 and len(there) <= 2 and all((*there, *path[len(here) :]) in known for path in part):
+                places.append((here, there))
+                left -= part
+                break
+        else:
+            left = {path for path in left if path[0] != first[0]}
+    return places
 
 
 def _inserted(longer: set[str], shorter: set[str]) -> tuple[str, str] | None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
 
 import muonckpt
 from muonckpt.optimizer import Muon
@@ -111,3 +112,163 @@ def test_rules_say_the_same_however_they_are_nested(rules):
     assert str(sort_parameters(model, rules)) == expected
     groups = Muon.for_model(model, rules=rules, lr=0.02, adamw_lr=3e-4).param_groups
     assert [len(group["params"]) for group in groups] == [2, 6]
+
+
+# Checkpoints.
+
+
+def trained(seed: int = 0, made: type[nn.Module] = Net) -> tuple[nn.Module, Muon]:
+    torch.manual_seed(seed)
+    model = made()
+    optimizer = Muon.for_model(model, rules=RULES, lr=0.02, adamw_lr=3e-4)
+    words = torch.randint(50, (4, 8))
+    nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten()).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state(model: nn.Module, optimizer: Muon) -> dict[str, Any]:
+    weights, own = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": own}
+
+
+def equal(one: tuple[nn.Module, Muon], other: tuple[nn.Module, Muon]) -> bool:
+    """Whether two models have the same weights, and their optimizers the same state."""
+    pairs = list(zip(one[0].parameters(), other[0].parameters(), strict=True))
+    states = [(one[1].state[a], other[1].state[b]) for a, b in pairs]
+    return all(torch.equal(a, b) for a, b in pairs) and all(
+        torch.equal(a[slot], b[slot]) for a, b in states for slot in a
+    )
+
+
+GIVEN = {
+    "objects": lambda model, optimizer: {"model": model, "optimizer": optimizer},
+    "state dicts": lambda model, optimizer: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+    "names": state,
+    "weights only": lambda model, optimizer: model.state_dict(),
+    "under app": lambda model, optimizer: {"app": state(model, optimizer)},
+    "other words": lambda model, optimizer: {"weights": state(model, optimizer)["model"],
+                                             "optim": state(model, optimizer)["optimizer"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("objects", "names"), ("state dicts", "names"), ("names", "objects"), ("under app", "names"),
+     ("names", "under app"), ("names", "other words"), ("other words", "names"), ("names", "weights only"),
+     ("weights only", "names")],
+)  # fmt: skip
+def test_a_template_of_another_form_is_refused_with_the_line_that_loads_everything(tmp_path, saved, loaded):
+    source, (model, optimizer) = trained(), trained(1)
+    series = muonckpt.Series(tmp_path)
+    series.save(3, GIVEN[saved](*source))
+    state_dict = GIVEN[loaded](model, optimizer)
+    names = {"model": model, "optimizer": optimizer, "state_dict": state_dict, "series": series,
+             "get_optimizer_state_dict": get_optimizer_state_dict}  # fmt: skip
+    error = run("series.restore(state_dict)", names)
+    if form := re.search(r"Write 'optimizer': (.*) in the state dict, (which|and then (.*))", error):
+        names["state_dict"] = state_dict = {**state_dict, "optimizer": eval(form[1], names)}
+        series.restore(state_dict)
+        if form[3]:
+            exec(form[3], {**names, "set_optimizer_state_dict": set_optimizer_state_dict})
+        assert equal((model, optimizer), source)
+        return
+    exec(re.search(r"Write (state_dict = .*)$", error)[1], names)
+    restored = series.restore(names["state_dict"], allow_extra=loaded == "weights only")
+    assert restored.step == 3
+    if "weights only" in (saved, loaded):
+        assert all(map(torch.equal, model.state_dict().values(), source[0].state_dict().values()))
+    else:
+        assert equal((model, optimizer), source)
+
+
+class Fewer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm = nn.Linear(24, 16, bias=False), nn.Identity()
+
+
+class More(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(16, 16)
+
+
+SAVED = {
+    "series.save(state, 3)": "a step is an integer, 0 or more, and comes before the state dict; found a dict. Write "
+    "series.save(step, state_dict)",
+    "series.save('3', state)": "found '3'. Write series.save(int(step), state_dict)",
+    "series.save(torch.tensor(3), state)": "found a Tensor. Write series.save(int(step), state_dict)",
+    "series.save(3.0, state)": "found 3.0. Write series.save(int(step), state_dict)",
+    "series.save(4, model)": "expected a state dict to save, found Net. Write weights, state = get_state_dict(",
+    "series.save(4, get_state_dict(model, optimizer))": "found tuple. Write weights, state = get_state_dict(",
+    "muonckpt.save('there', state)": "found str; the state dict is the first argument, and the path comes after it",
+    "muonckpt.load('there', state)": "found str; the state dict is the first argument, and the path comes after it",
+    "series.restore(series.latest())": "found SavedStep; the state dict is the first argument",
+    "muonckpt.save(state, series.latest())": "exists already, and nothing is overwritten; choose another destination",
+    "series.save(3, state)": "a run that is resumed goes on behind it, from restored.step + 1",
+    "series.restore(state)['model']": "Series.restore returns the step, 3, the path and a report; ",
+    "step, state = series.restore(state)": "Write first = restored.step + 1",
+    "first = series.restore(state) + 1": "Write first = restored.step + 1",
+    "muonckpt.Series(series.latest()).restore(state)": "expected the folder of a run, found a checkpoint: ",
+    "muonckpt.load(state, folder)": "there is one in step-00000003",
+    "series.restore({**state, 'step': 0})": "missing key 'step' (the checkpoint has nothing of it; to load the rest: "
+    "state_dict.pop('step'))",
+    "series.restore({**state, 'schedule': schedule})": "and 6 more (the checkpoint has nothing of it; to load the "
+    "rest: state_dict.pop('schedule'))",
+    "series.restore({'model': state['model']})": "(to load them, give them in the state dict; "
+    "allow_extra=['optimizer.*'] loses them)",
+    "series.restore(other(More))": "new, without state in the checkpoint: extra.weight, extra.bias. It has none "
+    "to lose. To go on without their state: muonckpt.load(..., fresh=['extra.weight', 'extra.bias'])",
+    "series.restore(other(Fewer))": "only in the checkpoint: ",
+    "series.restore(cast())": "Write model.to(...) of the dtype of the checkpoint, load, and cast the model then",
+    "series.restore(moved())": "as by rules=[[Rule('other', ('head.weight',))], RULES] where RULES are those given now",
+    "series.restore(state, fresh='head.weight')": "expected a list of globs, such as fresh=['head.weight']",
+}
+
+
+@pytest.mark.parametrize("script", SAVED)
+def test_what_cannot_be_saved_or_loaded_says_what_to_write(tmp_path, script):
+    model, optimizer = trained()
+    own, series = state(model, optimizer), muonckpt.Series(tmp_path)
+    series.save(3, own)
+
+    def cast() -> dict[str, Any]:
+        half = Net().bfloat16()
+        return state(half, Muon.for_model(half, rules=RULES, lr=0.02, adamw_lr=3e-4))
+
+    def moved() -> dict[str, Any]:
+        net, rules = Net(), [[Rule("matrix", "head.weight"), NO_HEAD], MODULE_TYPES]
+        return state(net, Muon.for_model(net, rules=rules, lr=0.02, adamw_lr=3e-4))
+
+    def other(made: type[nn.Module]) -> dict[str, Any]:
+        net = made()
+        return state(net, Muon.for_model(net, rules=RULES, lr=0.02, adamw_lr=3e-4))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(trained()[1], lambda step: 1.0)
+    names = {
+        **NAMES,
+        "More": More,
+        "Fewer": Fewer,
+        "model": model,
+        "optimizer": optimizer,
+        "state": own,
+        "series": series,
+        "folder": str(tmp_path),
+        "get_state_dict": get_state_dict,
+        "schedule": schedule,
+        "cast": cast,
+        "moved": moved,
+        "other": other,
+    }
+    error = run(script, names)
+    assert SAVED[script] in error, error
+    if script.endswith("cast())"):
+        assert "fresh=" not in error, "nothing that loses state where something else keeps it"
+
+
+def test_what_was_restored_prints_as_one_line(tmp_path):
+    series, own = muonckpt.Series(tmp_path), state(*trained())
+    series.save(3, own)
+    restored = series.restore(own)
+    assert str(restored) == f"step 3 restored from {tmp_path}/step-00000003: state loaded: 8"

@@ -39,6 +39,8 @@ class _Outcome:
         """Raise the error of the first rank that failed, if any; ``cause`` was raised on this rank."""
         for rank, failure in self.failures.items():
             where = f" (rank {rank})" if rank >= 0 and dist.is_initialized() and len(self.failures) == 1 else ""
+            if type(cause) is failure.kind and str(cause) == f"{failure.text}{where}":
+                raise cause  # told once
             raise failure.kind(f"{failure.text}{where}") from cause
 
 

@@ -263,8 +263,13 @@ def nested_state(state_dict: Mapping[str, Any], purpose: str) -> dict[str, Any]:
 def refuse_no_state_dict(given: object, purpose: str) -> None:
     if not isinstance(given, Mapping):
         swapped = isinstance(given, str | os.PathLike)
-        order = "; the state dict is the first argument, and the path comes after it" * swapped
-        raise ArgumentError(f"expected a state dict {purpose}, found {type(given).__name__}{order}")
+        order = "; the state dict is the first argument, and the path comes after it"
+        made = (
+            ". Write weights, state = get_state_dict(model, optimizer), and give {'model': weights, 'optimizer': state}"
+        )
+        raise ArgumentError(
+            f"expected a state dict {purpose}, found {type(given).__name__}{order if swapped else made}"
+        )
 
 
 # --- What ranks hold together -----------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from ..resumption import (
     differences_listed,
     inserted_parts,
     meaning,
+    moved_parts,
     origin_groups,
     said_otherwise,
     scheduler_misfit,
@@ -224,6 +225,8 @@ def match(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
     """Decide what a rank's template takes from a checkpoint."""
     if forms := tuple(_other_forms(template, stored)):
         return Matching(spared=frozenset(stored.entries), faults=forms)
+    if moved := _moved(template, stored):
+        return Matching(spared=frozenset(stored.entries), faults=(moved,))
     unnamed = tuple(
         f"the parameters of {key!r} have numbers, so fresh={list(globs.patterns)!r} cannot name them: save and load "
         "get_optimizer_state_dict(model, optimizer), which has names"
@@ -244,6 +247,10 @@ _GIVEN = {
 }
 """What users save and load, by its form."""
 
+_LINES = {
+    form: text.removeprefix("the optimizer itself, or ").partition(", whose")[0] for form, text in _GIVEN.items()
+} | {StateForm.NUMBERED: "optimizer"}
+
 
 def _other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
     """Yield a fault for each optimizer that the checkpoint has in another form than the template."""
@@ -253,11 +260,41 @@ def _other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
     for key, form in {**asked, **dict.fromkeys(template.numbered, StateForm.NUMBERED)}.items():
         saved = stored.form(key)
         if saved not in (None, form):
-            after = "" if saved is StateForm.NUMBERED else ", and then set_optimizer_state_dict"
+            after = "which load then sets itself, without set_optimizer_state_dict"
+            if saved is not StateForm.NUMBERED:
+                after = f"and then set_optimizer_state_dict(model, optimizer, optim_state_dict=state_dict[{key!r}])"
             yield (
                 f"{key!r} was saved from {_GIVEN[saved]}, and is to be loaded into {_GIVEN[form]}. To keep all of "
-                f"its state, load it into what it was saved from: give that as {key!r}{after}"
+                f"its state, load it into what it was saved from. Write {key!r}: {_LINES[saved]} in the state "
+                f"dict, {after}"
             )
+
+
+def _moved(template: LoadTemplate, stored: Stored) -> str | None:
+    """Return a fault if whole parts of the checkpoint stand at other keys than in the template."""
+    mine = {path for key, path in template.paths.items() if key not in stored.entries}
+    theirs = {entry.path for key, entry in stored.entries.items() if key not in template.values}
+    if not (places := moved_parts(mine, theirs)):
+        return None
+    told, written = [], {}
+    for here, there in places:
+        names = (repr(".".join(map(str, path))) if path else "its top" for path in (there, here))
+        told.append("the checkpoint has at {} what the state dict has at {}".format(*names))
+        written[there] = f"state_dict{''.join(f'[{part!r}]' for part in here)}"
+    moved = {path for path in mine if any(path[: len(here)] == here for here, _ in places)}
+    for root in dict.fromkeys(path[0] for path in template.paths.values() if path not in mine):
+        written[root,] = f"state_dict[{root!r}]"
+    if lacking := dict.fromkeys(repr(path[0]) for path in sorted(mine - moved, key=str)):
+        told.append(f"it has no {', '.join(lacking)}")
+    return f"{'; '.join(told)}. Write state_dict = {written.get(()) or _as_code(written)}"
+
+
+def _as_code(values: Mapping[KeyPath, str]) -> str:
+    """Return a nested state dict as code, from the code of values by their paths."""
+    parts: defaultdict[Any, dict[KeyPath, str]] = defaultdict(dict)
+    for (root, *rest), code in values.items():
+        parts[root][tuple(rest)] = code
+    return f"{{{', '.join(f'{root!r}: {part.get(()) or _as_code(part)}' for root, part in parts.items())}}}"
 
 
 def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
@@ -276,14 +313,31 @@ def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
         elif isinstance(template.values[key], torch.Tensor) and globs.match(str(name)):
             kept[key] = str(name)
         else:
-            missing.append(f"missing key {key!r}")
+            missing.append(key)
             lacking[tuple(above)].add(str(name))
     for key, entry in stored.entries.items() if lacking else ():
         *above, name = entry.path
         if key not in template.values:
             unasked[tuple(above)].add(str(name))
     wrapped = filter(None, (inserted_parts(names, unasked[above]) for above, names in lacking.items()))
-    return Matching(sources, kept=kept, faults=(*wrapped, *missing, *faults))
+    return Matching(sources, kept=kept, faults=(*wrapped, *_missing_keys(missing, template, stored), *faults))
+
+
+def _missing_keys(keys: Sequence[str], template: LoadTemplate, stored: Stored) -> Iterator[str]:
+    """Yield what only the state dict has; what holds no tensors, and the checkpoint has nothing of, as one."""
+    known = {entry.path[0] for entry in stored.entries.values()}
+    known |= {template.paths[key][0] for key, value in template.values.items() if isinstance(value, torch.Tensor)}
+    roots: defaultdict[Any, list[str]] = defaultdict(list)
+    for key in keys:
+        root = template.paths[key][0]
+        if root in known:
+            yield f"missing key {key!r}"
+        else:
+            roots[root].append(key)
+    for root, lost in roots.items():
+        more = f" and {len(lost) - 1} more" * (len(lost) > 1)
+        rest = f"the checkpoint has nothing of it; to load the rest: state_dict.pop({root!r})"
+        yield f"missing key {lost[0]!r}{more} ({rest})"
 
 
 _OF_SCHEDULERS = frozenset({"base_lrs", "_schedulers"})
@@ -573,7 +627,7 @@ def _extra_keys(keys: Sequence[str], template: Iterable[str]) -> list[str]:
         roots[escape(key) if root in used or not dot else f"{escape(root)}.*"].append(key)
     faults = [f"extra key {alike[0]!r}" + f" and {len(alike) - 1} more" * (len(alike) > 1) for alike in roots.values()]
     if faults:
-        faults[0] += f" (allow_extra={list(roots)[:12]!r} leaves what only the checkpoint has)"
+        faults[0] += f" (to load them, give them in the state dict; allow_extra={list(roots)[:12]!r} loses them)"
     return faults
 
 

@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError, SourceError
 from ..resumption import Extra, Globs, LoadReport
+from ..store.formats.signs import METADATA_FILE
 from ..store.io.location import location
 from ..store.run import StepName
 from ..store.step_folder import Newest, StepFolder
@@ -44,12 +45,23 @@ class Restored:
 
     Attributes:
         step, path: those of the checkpoint that was loaded; training goes on behind it.
-        report: what was done with which parameters; print it.
+        report: what was done with which parameters; ``print`` shows all of this in one line.
     """
 
     step: int
     path: str
     report: LoadReport
+
+    def __str__(self) -> str:
+        return f"step {self.step} restored from {self.path}: {'; '.join(str(self.report).splitlines())}"
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise TypeError(
+            f"Series.restore returns the step, {self.step}, the path and a report; what was loaded is in the state "
+            "dict that it was given. Write first = restored.step + 1"
+        )
+
+    __add__ = __getitem__
 
 
 class Series:
@@ -208,6 +220,11 @@ class Series:
                     )
                 if required:
                     raise SourceError(f"expected a checkpoint in {place}, found none: is it the folder of this run?")
+                if self._ask_first((place / METADATA_FILE).exists):
+                    raise SourceError(
+                        f"expected the folder of a run, found a checkpoint: {place}. Write "
+                        f"Series({str(place.parent)!r}), or muonckpt.load(state_dict, {str(place)!r})"
+                    )
                 return None
             saved = self._saved(newest.name)
             self._warn_of(faults, f"restoring {saved.path} instead")
@@ -242,7 +259,11 @@ class Series:
         def arguments() -> Mapping[str, object]:
             if type(step) is not int or step < 0:
                 actual = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__name__}"
-                raise ArgumentError(f"a step is an integer, 0 or more, and comes before the state dict; found {actual}")
+                given = "step" if isinstance(step, Mapping) else "int(step)"
+                line = "" if type(step) is int else f". Write series.save({given}, state_dict)"
+                raise ArgumentError(
+                    f"a step is an integer, 0 or more, and comes before the state dict; found {actual}{line}"
+                )
             return {"step": step, "replace": replace}
 
         def begin(asked: list[Mapping[str, object]]) -> StepName:

@@ -87,7 +87,7 @@ def refuse_existing(destination: Location, staged: Location | None = None) -> No
     """Raise `DestinationError` if the destination exists; where files are ``staged`` there, unfinished work may."""
     unfinished = staged == destination and journal(destination).exists()
     if (destination.exists() or destination.is_symlink()) and not unfinished:
-        raise DestinationError(f"{destination} exists already; choose another destination or remove it first")
+        raise DestinationError(f"{destination} exists already, and nothing is overwritten; choose another destination")
 
 
 def publish(staged: Location, destination: Location) -> None:
@@ -145,7 +145,7 @@ def refuse_other(place: Location, data: bytes) -> None:
         with suppress(SourceError), open_regular(place) as file:
             if file.size == len(data) and bytes(file.read(0, file.size)) == data:
                 return
-        raise DestinationError(f"{place} exists already; choose another destination or remove it first")
+        raise DestinationError(f"{place} exists already, and nothing is overwritten; choose another destination")
 
 
 @contextmanager
