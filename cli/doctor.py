@@ -10,7 +10,7 @@ import click
 from ..wording import counted
 from .argument_types import Cuts, MeshType, shard_option
 from .plan import print_prospect
-from .printing import print_duration, print_json, print_line, print_section, print_table
+from .printing import print_duration, print_json, print_line, print_section, print_table, some_of
 
 if TYPE_CHECKING:
     from ..checkup.doctor import Checkup
@@ -108,6 +108,10 @@ def _proof_lines(proof: Proof) -> list[str]:
         f"  in float32: updates {exact.digits} (largest difference {exact.update:.1e}), momentum {exact.momentum:.1e}",
         f"  as both run, in their own dtype: updates {run.update:.1e}, momentum {run.momentum:.1e}",
     ]
+    if proof.corners:
+        lines.append(
+            f"  of {counted(len(proof.corners), 'large parameter')} a corner was stepped: {some_of(proof.corners)}"
+        )
     if proof.left_out:
         lines.append(
             f"  not stepped, too large: {counted(len(proof.left_out), 'kind')}, such as {proof.left_out[0]}; a "

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..errors import TargetError, did_you_mean
@@ -78,7 +79,7 @@ def _imported(folder: str, load: Callable[[], Any], what: str) -> Any:
         sys.path.insert(0, folder)
     try:
         return load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(f"{what} cannot be imported: {_said(error)}") from error
 
 
@@ -99,7 +100,7 @@ def build(make: Maker, source: str) -> Built:
             why = "options of groups are tensors made on the default device"
         except TargetError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if device == "cpu":
                 raise TargetError(f"{source}() fails: {_said(error)}") from error
             why = _said(error)
@@ -110,6 +111,8 @@ def _sorted(made: Any, source: str, device: str, why: str) -> Built:
     parts = [*made.values()] if isinstance(made, Mapping) else made
     if isinstance(parts, tuple | list) and len(parts) >= 2 and isinstance(parts[0], nn.Module):
         optimizers = tuple(_unwrapped(parts[1:]))
+        if lazy := [name for name, param in parts[0].named_parameters() if is_lazy(param)]:
+            raise TargetError(f"{source}(): {lazy[0]} is uninitialized and has no shape yet; run the model once first")
         if optimizers:
             return Built(source, parts[0], optimizers, device, why)
     found = ", ".join(type(part).__name__ for part in parts) if isinstance(parts, tuple | list) else type(made).__name__
@@ -150,5 +153,7 @@ def _unreadable(optimizers: Iterable[Optimizer]) -> bool:
     return any(isinstance(value, Tensor) and value.is_meta for value in values)
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"it calls sys.exit({error.code!r}); keep what a script does under `if __name__ == '__main__':`"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..forecasting.models import ModelParameter, ModelTensors, StateTensor, fres
 from ..forecasting.prospects import Prospect, prospect_of
 from ..forecasting.topologies import MuonOptions
 from ..optimizer import Muon
-from ..wording import Finding
+from ..wording import Finding, counted
 from .built import Built, Maker, build, maker_of
 from .programs import class_of, known_optimizer, refusal
 from .proof import NEAR, Proof, prove
@@ -92,13 +93,13 @@ def doctor(
     def options(one: Treatment) -> Mapping[str, object]:
         return {} if one.optimizer is None or one.group is None else groups[one.optimizer][one.group]
 
-    findings = [*suspicions(built.model, every, options)]
+    findings = [*_misplaced(built, every), *suspicions(built.model, every, options)]
     foreign = [optimizer for optimizer in built.optimizers if not isinstance(optimizer, Muon)]
     replaced = None
     if len(foreign) == len(built.optimizers):
         unknown = [optimizer for optimizer in foreign if known_optimizer(optimizer) is None]
         findings += [Finding("unknown_optimizer", refusal(one), (class_of(one),)) for one in unknown]
-        if not unknown:
+        if not unknown and any(one.optimizer is not None for one in every):
             try:
                 replaced = replacement(built.model, built.optimizers, every)
             except SourceError as error:
@@ -117,6 +118,25 @@ def doctor(
         replaced,
         proved,
     )
+
+
+def _misplaced(built: Built, every: Sequence[Treatment]) -> Iterator[Finding]:
+    """Yield parameters that an optimizer has and the model has not, and those that are stepped twice."""
+    own = {one.parameter: one.name for one in every}
+    held = [param for one in built.optimizers for group in one.param_groups for param in group["params"]]
+    strangers = [tuple(param.shape) for param in held if param not in own]
+    if strangers:
+        yield Finding(
+            "not_in_model",
+            f"{counted(len(strangers), 'parameter')} of the optimizer not in the model, one of shape {strangers[0]}",
+            (),
+            "the model was sharded, cast or materialised after the optimizer was made, or it is another model's: make "
+            "the optimizer last",
+        )
+    twice = [own[param] for param, count in Counter(held).items() if count > 1 and param in own]
+    if twice:
+        means = "each of its groups updates it in every step; leave it in one of them"
+        yield Finding.listing("stepped_twice", f"{counted(len(twice), 'parameter')} in several groups", twice, means)
 
 
 def _unproved(proof: Proof) -> Finding:

@@ -29,7 +29,10 @@ from .treatments import Treatment
 
 STEPS = 2
 
-MOST_FLOPS = 1e12
+LARGEST = 1 << 17
+"""Elements of the largest copy: of larger parameters a corner with the same ratio of rows to columns is stepped."""
+
+MOST_FLOPS = 2e11
 """Of Newton-Schulz in all steps of a proof: some seconds on a few cores.  The cheapest kinds come first."""
 
 NEAR = 1e-3
@@ -60,7 +63,7 @@ class Agreement:
 def _digits(difference: float) -> str:
     if difference == 0:
         return "bit for bit"
-    return f"equal to {max(0, math.floor(-math.log10(difference)))} digits" if difference < 1 else "not equal"
+    return f"equal to {math.floor(-math.log10(difference))} digits" if difference <= 0.1 else "not equal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,8 @@ class Proof:
         steps: taken by both, with the same gradients.
         parameters: that were stepped, one of each kind.
         exact: in float32 throughout; ``as_run`` with Newton-Schulz in the dtype that both have by themselves.
-        left_out: parameters of kinds that are too large to be stepped here.
+        corners: those of which a corner was stepped, as the whole would take too long.
+        left_out: parameters of kinds that are too large to be stepped here, and have no such corner.
         failure: why the other optimizer cannot be stepped here; the rest is then None.
     """
 
@@ -79,6 +83,7 @@ class Proof:
     parameters: tuple[str, ...]
     exact: Agreement | None
     as_run: Agreement | None
+    corners: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     failure: str = ""
 
@@ -92,40 +97,65 @@ def prove(optimizers: Sequence[Optimizer], replaced: Replacement) -> Proof:
     """Step both optimizers on copies of one parameter of each kind, twice, with the same gradients."""
     chosen, left_out = _chosen(replaced.groups)
     names = tuple(one.name for one in chosen)
+    corners = tuple(one.name for one, shape in chosen.items() if shape != one.shape)
     if not chosen:
-        return Proof(0, (), None, None, left_out, "every kind of parameter is too large")
+        return Proof(0, (), None, None, (), left_out, "every kind of parameter is too large")
     with _alone():
         try:
             exact = _compared(optimizers, replaced.groups, chosen, in_float32=True)
             as_run = _compared(optimizers, replaced.groups, chosen, in_float32=False)
         except Exception as error:  # of their code
             return Proof(
-                0, names, None, None, left_out, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                0, names, None, None, corners, left_out, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             )
-    return Proof(STEPS, names, exact, as_run, left_out)
+    return Proof(STEPS, names, exact, as_run, corners, left_out)
 
 
-def _chosen(groups: Sequence[OurGroup]) -> tuple[tuple[Treatment, ...], tuple[str, ...]]:
-    """Return one parameter of each shape in each group, as many as can be stepped soon, and the names of the others."""
+def _chosen(groups: Sequence[OurGroup]) -> tuple[dict[Treatment, tuple[int, ...]], tuple[str, ...]]:
+    """Return one parameter of each shape in each group, with the shape of its copy, and the names of kinds left out."""
     kinds: dict[tuple[int, tuple[int, ...]], Treatment] = {}
     for number, group in enumerate(groups):
         for one in group.members:
             kinds.setdefault((number, one.shape), one)
-    costs = {}
-    for (number, shape), one in kinds.items():
+    costs: dict[Treatment, tuple[float, tuple[int, ...]]] = {}
+    for (number, _), one in kinds.items():
+        shape = _corner(one, groups[number])
         steps = int(groups[number].options.get("ns_steps", 0))
-        each = flops(shape[-2], shape[-1], steps) * math.prod(shape[:-2]) if one.by_muon else 10 * math.prod(shape)
-        costs[one] = 2 * 2 * STEPS * each
-    spent, chosen = 0.0, []
-    for one in sorted(costs, key=costs.__getitem__):
-        spent += costs[one]
+        each = flops(shape[-2], shape[-1], steps) * math.prod(shape[:-2]) if one.by_muon else 1e3 * math.prod(shape)
+        costs[one] = 2 * 2 * STEPS * each, shape
+    spent, chosen = 0.0, dict[Treatment, tuple[int, ...]]()
+    for one, (cost, shape) in sorted(costs.items(), key=lambda item: item[1]):
+        spent += cost
         if spent <= MOST_FLOPS:
-            chosen.append(one)
-    return tuple(chosen), tuple(one.name for one in costs if one not in chosen)
+            chosen[one] = shape
+    return chosen, tuple(one.name for one in costs if one not in chosen)
+
+
+def _corner(one: Treatment, group: OurGroup) -> tuple[int, ...]:
+    """Return the shape of a copy: the parameter's, or where that is large a corner's on which the update looks alike.
+
+    Fused matrices have their sizes in options, and XTuner keeps a factor of the shape as state.
+    """
+    shape = [*one.shape]
+    if not one.by_muon:
+        while math.prod(shape) > LARGEST:
+            shape = [-(-size // 2) for size in shape]
+        return tuple(shape)
+    if any(group.options.get(option) for option in ("pieces", "columns")) or group.method.derived:
+        return one.shape
+    if math.prod(shape) > LARGEST:
+        shape[:-2] = [min(size, 2) for size in shape[:-2]]
+    for factor in (5, 3, 2, 2, 2, 2, 2, 2, 2, 2):
+        if math.prod(shape) > LARGEST and not shape[-2] % factor and not shape[-1] % factor:
+            shape[-2:] = [size // factor for size in shape[-2:]]
+    return tuple(shape)
 
 
 def _compared(
-    optimizers: Sequence[Optimizer], groups: Sequence[OurGroup], chosen: Sequence[Treatment], in_float32: bool
+    optimizers: Sequence[Optimizer],
+    groups: Sequence[OurGroup],
+    chosen: Mapping[Treatment, tuple[int, ...]],
+    in_float32: bool,
 ) -> Agreement:
     theirs, mine = ({one.parameter: nn.Parameter(start) for one, start in _starts(chosen)} for _ in range(2))
     twins = [_twin(optimizer, theirs) for optimizer in optimizers]
@@ -140,7 +170,7 @@ def _compared(
             for group in groups
         ]
     )
-    worst = Agreement(0.0, 0.0, chosen[0].name)
+    worst = Agreement(0.0, 0.0, next(iter(chosen)).name)
     for step in range(STEPS):
         before = [{one: at[one.parameter].detach().clone() for one in chosen} for at in (theirs, mine)]
         for one, gradient in zip(chosen, _random(chosen, 1000 + step), strict=True):
@@ -184,17 +214,17 @@ def _apart(mine: Tensor, theirs: Tensor) -> float:
     return difference / size if size else (0.0 if not difference else math.inf)
 
 
-def _starts(chosen: Sequence[Treatment]) -> Iterator[tuple[Treatment, Tensor]]:
+def _starts(chosen: Mapping[Treatment, tuple[int, ...]]) -> Iterator[tuple[Treatment, Tensor]]:
     """Yield each parameter with its values in float32, or with random ones where it has none."""
     for one, values in zip(chosen, _random(chosen, 0), strict=True):
-        parameter = one.parameter.detach()
-        yield one, values.mul_(0.02) if parameter.is_meta else parameter.to("cpu", torch.float32, copy=True)
+        corner = one.parameter.detach()[tuple(slice(size) for size in chosen[one])]
+        yield one, values.mul_(0.02) if corner.is_meta else corner.to("cpu", torch.float32, copy=True).contiguous()
 
 
-def _random(chosen: Sequence[Treatment], seed: int) -> Iterator[Tensor]:
+def _random(chosen: Mapping[Treatment, tuple[int, ...]], seed: int) -> Iterator[Tensor]:
     generator = torch.Generator("cpu").manual_seed(seed)
-    for one in chosen:
-        yield torch.randn(one.shape, generator=generator)
+    for shape in chosen.values():
+        yield torch.randn(shape, generator=generator)
 
 
 def _twin(optimizer: Optimizer, copies: Mapping[Tensor, Tensor]) -> Optimizer:

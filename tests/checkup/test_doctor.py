@@ -222,16 +222,47 @@ def test_the_proof_leaves_the_users_objects_alone():
     assert all(param.grad is None for param in kept["net"].parameters())
 
 
-def test_large_kinds_are_left_out_of_the_proof_and_named():
+def test_of_large_parameters_a_corner_is_stepped_or_they_are_left_out_and_named():
     def make():
-        net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 12_000, bias=False))
-        huge = nn.Parameter(torch.empty(12_000, 12_000))
-        net.register_parameter("huge", huge)
-        return net, torch.optim.Muon([net[0].weight, net[1].weight, huge])
+        net = nn.ModuleDict({"tall": nn.Linear(4096, 12_288, bias=False), "odd": nn.Linear(6007, 6011, bias=False)})
+        net["small"] = nn.Linear(64, 48, bias=False)
+        net["norm"] = nn.LayerNorm(1 << 20)
+        matrices = [param for param in net.parameters() if param.dim() == 2]
+        vectors = {"params": [*net["norm"].parameters()], "use_muon": False}
+        return net, SingleDeviceMuonWithAuxAdam([{"params": matrices, "use_muon": True}, vectors])
 
     found = muonckpt.doctor(make)
     assert found.device == "meta" and found.proof.equal
-    assert found.proof.left_out == ("huge",) and set(found.proof.parameters) == {"0.weight", "1.weight"}
+    assert found.proof.left_out == ("odd.weight",)
+    assert set(found.proof.corners) == {"tall.weight", "norm.weight"}
+    assert {*found.proof.corners, "small.weight"} == set(found.proof.parameters)
+
+
+def test_parameters_of_another_model_and_those_of_two_optimizers_are_told():
+    def strange():
+        return nn.Linear(4, 4), torch.optim.AdamW(nn.Linear(3, 5).parameters())
+
+    def twice():
+        net = nn.Linear(4, 4)
+        return net, [torch.optim.Muon([net.weight]), torch.optim.AdamW(net.parameters())]
+
+    found = muonckpt.doctor(strange)
+    assert {"not_in_model", "in_no_group"} == kinds(found).keys() and found.replacement is None
+    assert "(5, 3)" in found.findings[0].message
+    assert kinds(muonckpt.doctor(twice))["stepped_twice"] == ("weight",)
+
+
+def test_a_function_that_leaves_or_is_lazy_is_told():
+    def leaves():
+        raise SystemExit(3)
+
+    def lazy():
+        net = nn.LazyLinear(4)
+        return net, torch.optim.AdamW(net.parameters())
+
+    for make, words in ((leaves, r"sys.exit\(3\); keep"), (lazy, "weight is uninitialized")):
+        with pytest.raises(TargetError, match=words):
+            muonckpt.doctor(make)
 
 
 # What parameters get, and what is not meant.
