@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
+from ...box import Index
 from ...errors import LayoutError
 from ...record import Manifest
 from ...store.damage import rank_in_name
@@ -98,15 +99,26 @@ def _muon_off(contents: Contents) -> Iterator[Finding]:
 
 
 def _unfit_state(contents: Contents) -> Iterator[Finding]:
-    """Report slots that no method keeps together, and state that is not shaped like its parameter."""
+    """Report slots that no method keeps together, and state that is not shaped like its parameter.
+
+    Slots of no method known here are those of another optimizer, unless most siblings in other layers lack them.
+    """
     if contents.dialect is not None:
+        known = {slot for method in contents.dialect.methods for slot in method.slots.values()}
+        usual = defaultdict[tuple[str, Index], Counter[frozenset[str]]](Counter)
+        for parameter in contents.parameters.values():
+            if parameter.state:
+                usual[parameter.alike][frozenset(parameter.state)] += 1
         odd: defaultdict[str, list[str]] = defaultdict(list)
         for parameter in contents.parameters.values():
-            if parameter.state and parameter.method is None:
+            slots = frozenset(parameter.state)
+            if parameter.method or not slots:
+                continue
+            if slots <= known or slots != usual[parameter.alike].most_common(1)[0][0]:
                 odd[", ".join(sorted(parameter.state))].append(parameter.name)
-        for slots, names in odd.items():
+        for listed, names in odd.items():
             methods = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in contents.dialect.methods)
-            about = f"{_are(names, 'parameter has', 'parameters have')} the state {slots}"
+            about = f"{_are(names, 'parameter has', 'parameters have')} the state {listed}"
             yield Finding(
                 "odd_state", f"{about}, which no method of {contents.dialect.name} keeps ({methods})", (*names,)
             )

@@ -109,7 +109,18 @@ def late(state):
     state["optimizer"]["state"][VECTORS[2]]["step"] = torch.tensor(3.0)
 
 
+def of_another_optimizer(state):
+    for name in VECTORS:
+        state["optimizer"]["state"][name]["max_exp_avg_sq"] = torch.ones(6)
+
+
+def unlike_its_siblings(state):
+    of_another_optimizer(state)
+    del state["optimizer"]["state"][VECTORS[2]]["exp_avg"]
+
+
 SICK = {
+    unlike_its_siblings: ("odd_state", (VECTORS[2],)),
     muon_off: ("muon_off", (MATRICES[2],)),
     no_state: ("no_state", (MATRICES[3],)),
     frozen: ("no_state", (MATRICES[3],)),
@@ -185,7 +196,17 @@ def numbered_keys(state):
         group["params"] = [names.index(name) for name in group["params"]]
 
 
-USUAL = [embedding, lora, frozen_layers, buffers, numbered_modules, norms_in_float32, half_by_adam, numbered_keys]
+USUAL = [
+    of_another_optimizer,
+    embedding,
+    lora,
+    frozen_layers,
+    buffers,
+    numbered_modules,
+    norms_in_float32,
+    half_by_adam,
+    numbered_keys,
+]
 
 
 @pytest.mark.parametrize("case", USUAL, ids=lambda case: case.__name__)
