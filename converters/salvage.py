@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
@@ -20,6 +20,7 @@ from ..store.open_checkpoint import OpenCheckpoint
 from .engine.container import container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined
+from .look.contents import kinds_in
 from .merge.filling import Filling, FillingSource
 from .options import IN_ONE_GO, Execution
 from .report import Report
@@ -67,14 +68,15 @@ def salvage(
     """
     with joined(os.environ, execution.timeout) as workers, ExitStack() as stack:
         place = location(destination, DestinationError)
-        readable, unread = _descriptions(location(source, SourceError))
-        if not readable:
+        unread: list[SourceError] = []
+        descriptions = _descriptions(location(source, SourceError), unread)
+        if (broken := next(descriptions, None)) is None:
             raise type(unread[0])(
                 f"{'; '.join(map(str, unread))}. Nothing else says what was in its files, and where, so nothing can be "
                 "salvaged: restore the missing description or file from a copy of this checkpoint, or go back to the "
                 "step before"
             )
-        broken, *descriptions = map(stack.enter_context, readable)
+        stack.enter_context(broken)
         opened = [stack.enter_context(_best(location(other, SourceError))) for other in others]
         container = container_of(format or default_format(broken, None))
         target = target_of(mesh or {"dp": _ranks(broken)}, {}, ROWS)
@@ -82,13 +84,13 @@ def salvage(
         for one in (broken, *opened):
             check_destination(one.path, place, container)
         size = payload_bytes(broken.outline)
-        found = audit(broken, lambda count: execution.progress(count, 3 * size), execution.jobs)
+        found = audit(broken, lambda count: execution.progress(count, 3 * size), execution.jobs, kinds_in)
         if not unread and not found.damage and all(finding.kind == "nonfinite" for finding in found.findings):
             raise TargetError(f"{broken.path} is whole: nothing of it is lost, so there is nothing to salvage")
-        if found.damage and (replicas := _replicas(broken, found.damage)):
-            descriptions = [stack.enter_context(replicas)]
-        own = [FillingSource.of("itself", one, True) for one in descriptions if found.damage]
-        work = Filling.of(broken, found.damage, [*own, *(FillingSource.of(str(one.path), one) for one in opened)])
+        own = [*descriptions, *_replicas(broken, found.damage)] if found.damage else []
+        sources = [FillingSource.of("itself", stack.enter_context(one), True) for one in own]
+        sources += [FillingSource.of(str(one.path), one) for one in opened]
+        work = Filling.of(broken, found.diagnosis, sources)
         work.fill(mix_steps, fresh, execution.jobs)
         salvaged, outputs = work.outputs()
         job = make_job(salvaged, target, (), lambda _: outputs, container)
@@ -98,27 +100,25 @@ def salvage(
         return report and replace(report, salvaged=entry)
 
 
-def _descriptions(path: Location) -> tuple[list[OpenCheckpoint], list[SourceError]]:
-    """Open a checkpoint by each description of it that can be read, the fullest first; return why others cannot.
+def _descriptions(path: Location, errors: list[SourceError]) -> Iterator[OpenCheckpoint]:
+    """Open a checkpoint by each description of it that can be read, the fullest first; add why others cannot.
 
     Raises:
         SourceError: replicas differ, and nothing tells which is right.
     """
     named = ((OWN, MANIFEST_FILE), (DCP, METADATA_FILE)) if path.is_dir() else ()
-    formats = [format for format, name in named if (path / name).exists()] or [format_of(path)]
-    opened: list[OpenCheckpoint] = []
-    errors: list[SourceError] = []
-    for format in formats:
+    for format in [format for format, name in named if (path / name).exists()] or [format_of(path)]:
         try:
-            opened.append(OpenCheckpoint(path, format))
+            opened = OpenCheckpoint(path, format)
         except SourceError as error:
             errors.append(error)
             if left := format.without(()):  # there may be replicas of what is missing
                 with suppress(SourceError):
-                    opened.append(OpenCheckpoint(path, left))
-    for fault in opened[0].faults if opened and format_of(path).remains else ():
-        raise fault
-    return opened, errors
+                    yield OpenCheckpoint(path, left)
+            continue
+        for fault in opened.faults if format.remains else ():
+            raise fault
+        yield opened
 
 
 def _best(path: Location) -> OpenCheckpoint:
@@ -127,21 +127,19 @@ def _best(path: Location) -> OpenCheckpoint:
     Raises:
         SourceError: there is none.
     """
-    opened, errors = _descriptions(path)
-    for error in errors if not opened else ():
-        raise error
-    return opened[0]
+    errors: list[SourceError] = []
+    for opened in _descriptions(path, errors):
+        return opened
+    raise errors[0]
 
 
-def _replicas(broken: OpenCheckpoint, damage: Damage) -> OpenCheckpoint | None:
+def _replicas(broken: OpenCheckpoint, damage: Damage) -> Iterator[OpenCheckpoint]:
     """Open what a damaged checkpoint is without the files that have damage, where ranks have replicas in others."""
     columns = broken.outline.columns
     files = {*damage.files, *(columns.names[number] for number in np.unique(columns.file[damage.chunks]).tolist())}
-    format = format_of(broken.path).without(files)
-    try:
-        return None if format is None else OpenCheckpoint(broken.path, format)
-    except SourceError:
-        return None
+    if left := format_of(broken.path).without(files):
+        with suppress(SourceError):
+            yield OpenCheckpoint(broken.path, left)
 
 
 def _ranks(checkpoint: OpenCheckpoint) -> int:

@@ -22,14 +22,15 @@ from ...key_search import keys_matching, names_of
 from ...layout import Fragment, Place, TensorLayout, dense, holes_in
 from ...overlap import IntArray, overlaps
 from ...record import Blob, Manifest, StateRecord
-from ...store.damage import Damage, kind_of
+from ...store.damage import BEGIN_ANEW, OTHER_STATE, Damage, Kind
+from ...store.diagnosis import Diagnosis
 from ...store.open_checkpoint import OpenCheckpoint, check_blob
 from ...store.reading.payloads import check_chunk
 from ...version import PROGRAM
 from ...vocabulary import BEGIN_AS_ZEROS, MOMENTUM
 from ...wording import counted
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
-from ..look.contents import FirstLook, first_look
+from ..look.contents import FirstLook, first_look, kinds_in
 from .joined import JoinedCheckpoints
 
 Name = tuple[str, str | None]
@@ -129,7 +130,8 @@ class Filling:
 
     broken: OpenCheckpoint
     look: FirstLook
-    damage: Damage
+    diagnosis: Diagnosis
+    kind: Kind
     sources: Sequence[FillingSource]
     kept: Sequence[StateRecord]
     left: dict[str, tuple[Box, ...]]
@@ -137,9 +139,13 @@ class Filling:
     items: dict[str, tuple[int, Blob]] = field(default_factory=dict)
     refused: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
+    @property
+    def damage(self) -> Damage:
+        return self.diagnosis.damage
+
     @classmethod
-    def of(cls, broken: OpenCheckpoint, damage: Damage, sources: Sequence[FillingSource]) -> Filling:
-        look = first_look(broken)
+    def of(cls, broken: OpenCheckpoint, diagnosis: Diagnosis, sources: Sequence[FillingSource]) -> Filling:
+        look, damage = first_look(broken), diagnosis.damage
         tensors = look.manifest.tensors
         whole = ~damage.chunks & (look.manifest.elements > 0)
         numbers = [
@@ -156,7 +162,7 @@ class Filling:
                 parts[tensor.key].append(_Part(0, replicas, True))
             if missing := tuple(box for box in dict.fromkeys(boxes) if box not in own):
                 left[tensor.key] = missing
-        return cls(broken, look, damage, sources, kept, left, parts)
+        return cls(broken, look, diagnosis, kinds_in(look.manifest), sources, kept, left, parts)
 
     def fill(self, mix_steps: bool, fresh: Sequence[str], jobs: int) -> None:
         """Take what is lost from each source in turn, and then from zeros.
@@ -185,12 +191,17 @@ class Filling:
                 self._take_item(number, source, key, mix_steps)
         begun = keys_matching(fresh, list(of_key), names_of(self.kept)) if fresh else set()
         for key in [key for key in self.left if key in begun]:
-            if of_key[key].slot in BEGIN_AS_ZEROS:
+            if self._begins_as_zeros(of_key[key]):
                 zeros = tuple((box, 0) for box in self.left.pop(key))
                 self.parts[key].append(_Part(len(self.sources) + 1, zeros, False))
             else:
-                self.refused[key].append(f"{kind_of(of_key[key])} do not begin as zeros, so --fresh does not make them")
+                self.refused[key].append(
+                    f"{self.kind(of_key[key])} do not begin as zeros, so --fresh does not make them"
+                )
         self._refuse_losses()
+
+    def _begins_as_zeros(self, tensor: StateRecord) -> bool:
+        return tensor.slot in BEGIN_AS_ZEROS or self.kind(tensor) in BEGIN_ANEW - {OTHER_STATE}
 
     def _is_same(self, source: FillingSource, mine: StateRecord | None, theirs: StateRecord | None) -> bool:
         """Return whether a source has the state of the same moment, as far as both say so."""
@@ -249,11 +260,9 @@ class Filling:
         shown = "; ".join(lost[:_MOST_NAMED]) + more
         reasons = Counter(reason for key in keys for reason in self.refused[key]).most_common(_MOST_NAMED)
         why = "".join(f"; {reason} ({count} of {len(keys)})" for reason, count in reasons)
-        begin = sum(tensor.slot in BEGIN_AS_ZEROS for tensor in self.kept if tensor.key in self.left)
         raise SourceError(
-            f"{self.broken.path}: {self.damage.sentence()}. Nothing given has {counted(len(keys), 'tensor or item')}: "
-            f"{shown}{why}. Nothing was written. Give another checkpoint of the run with --from, of another step with "
-            "--mix-steps as well" + (", or let state begin anew with --fresh GLOB" if begin else "")
+            f"{self.broken.path}: {self.diagnosis.sentence}. Of that nothing given has {len(keys)}: {shown}{why}. "
+            f"Nothing was written. {self.diagnosis.advice}"
         )
 
     # What is written.
@@ -316,7 +325,7 @@ class Filling:
         return {
             "program": PROGRAM,
             "source": self.broken.path.resolve().name,
-            "damage": self.damage.sentence() if self.damage else "a description was lost",
+            "damage": self.diagnosis.sentence or "a file or a description of it was lost",
             "sources": [dict(zip(("name", "format", "step"), row, strict=True)) for row in rows],
             "tensors": list(self.parts),
             "boxes": [[list(box.lo), list(box.hi)] for box in boxes],
@@ -331,7 +340,7 @@ class Filling:
         others = {(part.source, key) for key, parts in self.parts.items() for part in parts if not part.same}
         kinds: defaultdict[tuple[int, bool], Counter[str]] = defaultdict(Counter)
         for number, key in others:
-            kinds[number, self._is_momentum(of_key[key])][kind_of(of_key[key])] += 1
+            kinds[number, self._is_momentum(of_key[key])][self.kind(of_key[key])] += 1
         for (number, is_momentum), counts in sorted(kinds.items()):
             names = ", ".join(f"{kind} of {count}" for kind, count in sorted(counts.items()))
             tensors = f"{names} {'tensor' if counts.total() == 1 else 'tensors'}"
