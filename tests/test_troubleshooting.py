@@ -116,6 +116,8 @@ def calls() -> Iterator[Callable[[], object]]:
     yield lambda: called("reshard", "run", "two", "--mesh", "dp=2", "--shard", "w=tp:0").stderr
     yield without_torch
     yield lambda: called("verify", "model.safetensors").stdout
+    yield lambda: called("salvage", changed_file("lost", flipped), "salvaged").stderr
+    yield lambda: called("salvage", "run", "salvaged").stderr
 
 
 def message(call: Callable[[], object]) -> str:
