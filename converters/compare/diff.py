@@ -147,7 +147,9 @@ def diff(
         if select:
             keys = [*dict.fromkeys(key for side in sides for key in (*side.tensors, *side.items))]
             where = " in " + " or ".join(side.place for side in sides)
-            names = names_of(tensor.record for side in sides for tensor in side.tensors.values())
+            translated = (tensor.record for side in sides for tensor in side.tensors.values())
+            stored = (tensor for side in sides for tensor in side.look().manifest.tensors)
+            names = {**names_of(translated), **names_of(stored)}
             matching = keys_matching(select, keys, names, "tensor or item", where)
             sides = [side.selected(matching) for side in sides]
         verified = sum(_verified(side.opened, jobs, progress) for side in sides) if read else None

@@ -151,7 +151,9 @@ def measurable(known: FirstLook, select: Sequence[str] = ()) -> Measurable:
     if not tensors:  # the program is unknown: all that is there
         tensors = [(Role.OTHER, tensor) for tensor in known.manifest.tensors if tensor.shape]
     records = [tensor for _, tensor in tensors]
-    keys = keys_matching(select, [t.key for t in records], names_of(records), "tensor of weights or state")
+    keys = keys_matching(
+        select, [t.key for t in records], names_of(known.manifest.tensors), "tensor of weights or state"
+    )
     return [(role, tensor) for role, tensor in tensors if tensor.key in keys]
 
 

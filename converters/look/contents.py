@@ -7,7 +7,7 @@ import pprint
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -387,7 +387,7 @@ class FirstLook:
 
     Attributes:
         program: whose keys it has, or a sentence that says why that is unknown.
-        manifest: with parameters and slots as the program's keys name them.
+        manifest: with parameters and slots as the program's keys name them, or groups where keys have numbers.
     """
 
     program: Detected | str
@@ -418,7 +418,11 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
     contents = contents_of(
         manifest, dialect, groups.values_of(dialect.method_option if dialect else None), groups.names
     )
-    return FirstLook(program, manifest, groups, contents, steps_of(contents, manifest, values, groups))
+    steps = steps_of(contents, manifest, values, groups)
+    if groups.names:
+        named = (replace(t, name=groups.names.get(t.name, t.name)) if t.name else t for t in manifest.tensors)
+        manifest = replace(manifest, tensors=tuple(named))
+    return FirstLook(program, manifest, groups, contents, steps)
 
 
 def recorded_step(manifest: Manifest) -> int | float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -73,5 +74,11 @@ def test_every_command_takes_such_keys(saved, tmp_path):
     assert [tensor["key"] for tensor in measured["tensors"]] == ["model.down.weight"]
     assert called("reshard", a, tmp_path / "b", "--mesh", "dp=2", "--select", "up.weight").returncode == 0
     assert [*muonckpt.open(tmp_path / "b").tensors] == ["model.up.weight"]
+    momentum = called("inspect", a, "--tensor", "up.weight.momentum_buffer[2:, 1]", "--json")
+    found = json.loads(momentum.stdout)
+    assert re.fullmatch(r"optimizer\.state\.[01]\.momentum_buffer", found["key"]) and found["name"] == "up.weight"
+    for command in (["diff", a, a], ["stats", a]):
+        listed = json.loads(called(*command, "up.weight.momentum_buffer", "--json").stdout)
+        assert [tensor["key"] for tensor in listed["tensors"]] == [found["key"]]
     several = called("inspect", a, "--tensor", "weight")
     assert several.returncode == 2 and "model.down.weight" in several.stderr.replace("\n", " ")
