@@ -43,6 +43,11 @@ TOPICS = {
         "Looking at checkpoints",
         "open OpenCheckpoint inspect Inspection verify AuditReport diff Difference stats CheckpointStats report Page",
     ),
+    "api/runs.md": (
+        "Runs",
+        "look_at_run Run RunStep RunHistory verify_run StepVerdict RunWatch WatchedRun WatchedStep report_run RunPage "
+        "run_columns",
+    ),
     "api/rewriting.md": (
         "Rewriting checkpoints",
         "reshard convert merge salvage Translation Execution Average Report",
@@ -51,7 +56,7 @@ TOPICS = {
         "Proving and moving live state",
         "attest Attestation fingerprints Fingerprints redistribute Redistribution",
     ),
-    "api/forecasts.md": ("Forecasts and check-ups", "forecast Prospect Rates doctor Checkup"),
+    "api/forecasts.md": ("Forecasts and check-ups", "forecast Prospect Rates fits Fit doctor Checkup"),
     "api/errors.md": (
         "Errors",
         "MuonckptError SourceError DamageError DestinationError LayoutError TargetError ArgumentError AttestError "
