@@ -65,7 +65,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
     muonckpt inspect run
     muonckpt inspect run/step-00001000 '*experts*' --sort bytes
     muonckpt inspect run/step-00001000 --tensor 'layers.3.experts.w1[17, 100:200]'
-    muonckpt inspect run/step-00001000 --fits dp=48,tp=2 --shard '*experts*=tp:0,dp:1' --shard '*=dp:0'
+    muonckpt inspect run/step-00001000 --fits dp=48,tp=2 --shard '*=tp:0,dp:0'
     """
     view, *others = [*(name for name in _VIEWS if options[name[2:]] not in (None, False)), ""]
     if [name for name in others if name]:
