@@ -119,6 +119,10 @@ class StateRecord:
     def __reduce__(self) -> tuple[Any, ...]:
         return StateRecord, tuple(map(self.__getattribute__, self.__slots__))  # half the time of a dataclass's own
 
+    def without_empty_chunks(self) -> StateRecord:
+        """Return the tensor without the chunks that have no elements: some ranks write a file of nothing else."""
+        return replace(self, chunks=self.chunks.only(np.flatnonzero(self.boxes.numel > 0).tolist()))
+
     def chunk_layout(self) -> TensorLayout:
         """The tensor's layout in the checkpoint: buffer 3 is the payload of chunk 3.
 

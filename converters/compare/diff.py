@@ -244,7 +244,8 @@ class _Side:
         without: Collection[str] = (),
     ) -> _Side:
         if to_dialect is None:
-            tensors = [OutputTensor(t, t.chunk_layout()) for t in opened.outline.tensors if t.key not in without]
+            records = [t.without_empty_chunks() for t in opened.outline.tensors if t.key not in without]
+            tensors = [OutputTensor(t, t.chunk_layout()) for t in records]
             blobs = [blob for blob in opened.outline.blobs if blob.key not in without]
             outputs = Outputs(tensors, [OutputItem(blob.key, blob.path, blob) for blob in blobs])
         else:

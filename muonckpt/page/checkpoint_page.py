@@ -176,7 +176,8 @@ class Reading:
     def numbers(self, looked: Sequence[Looked], progress: Progress) -> tuple[CheckpointStats | None, Difference | None]:
         """Measure a checkpoint, and compare it with the other one if there is one, without what they have lost."""
         own, *others = looked
-        chosen = [(role, tensor) for role, tensor in self.chosen(own.known) if tensor.key not in own.left_out]
+        whole = [(role, tensor) for role, tensor in self.chosen(own.known) if tensor.key not in own.left_out]
+        chosen = [(role, tensor.without_empty_chunks()) for role, tensor in whole]
         to_measure = bytes_of_elements(tensor for _, tensor in chosen)
         to_compare = 0
 

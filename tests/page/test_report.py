@@ -216,6 +216,19 @@ def test_the_page_of_a_checkpoint_without_a_file_paints_what_lay_in_it(name, fat
     assert measured == {tensor.key for tensor in muonckpt.stats(golden(FORMATS[name]), spectra=False).tensors} - lost
 
 
+def test_a_lost_file_of_empty_chunks_takes_no_tensor_out_of_the_numbers(tmp_path):
+    """Ranks write chunks without elements, of tensors that are too small for all of them."""
+    shutil.copytree(golden(FORMATS["replicas"]), tmp_path / "ckpt")
+    whole = data_of(muonckpt.report(tmp_path / "ckpt", stats="none").html())
+    file = max(zip(whole["files"]["bytes"], whole["files"]["name"], strict=True))[1]
+    (tmp_path / "ckpt" / file).unlink()
+    page = muonckpt.report(tmp_path / "ckpt", golden(FORMATS["replicas"]), stats="norms")
+    lost = {key for key, own in shards(whole).items() if any(f == file for f, *_ in own)}
+    every = {tensor.key for tensor in muonckpt.stats(golden(FORMATS["replicas"]), spectra=False).tensors}
+    assert {tensor.key for tensor in page.stats.tensors} == every - lost and page.unmeasured == every & lost
+    assert {tensor.key for tensor in page.difference.tensors} == {*whole["tensors"]["key"]} - lost
+
+
 def test_the_command_says_the_verdict_of_a_damaged_checkpoint(run, tmp_path):
     shutil.copytree(run / "20", tmp_path / "20")
     (tmp_path / "20" / "__0_0.distcp").unlink()
