@@ -10,6 +10,7 @@ all the same, are checkpoints of a run, of which the user names one.
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -277,7 +278,7 @@ class SiblingsReader:
             names = ", ".join(list(outlines)[:_MOST_NAMES]) + ", …" * (len(outlines) > _MOST_NAMES)
             raise SourceError(
                 f"expected a checkpoint in {path}, found several, in its folders {names}; give the path of one, "
-                f"such as {path / list(outlines)[-1]}"
+                f"such as {path / max(outlines, key=_numbers)}"
             )
         self.faults = tuple(fault for reader in readers.values() for fault in reader.faults)
         tensors = [tensor.key for outline in outlines.values() for tensor in outline.tensors]
@@ -292,6 +293,11 @@ class SiblingsReader:
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
         return located(self.payloads.directory, tensors)
+
+
+def _numbers(name: str) -> list[int]:
+    """Return the numbers in a name, by which steps are sorted."""
+    return [int(number) for number in re.findall("[0-9]{1,18}", name)]
 
 
 def _holds_optimizers(outline: Manifest) -> bool | None:
