@@ -18,7 +18,7 @@ from ..record import StateRecord
 from ..store.damage import rank_in_name
 from ..store.io.location import Location
 from ..store.open_checkpoint import OpenCheckpoint, StoredPart
-from ..store.opening import open
+from ..store.opening import open_damaged
 from ..store.reading.dtypes import itemsize
 from ..wording import counted, size
 from .argument_types import CHECKPOINT, KEY, MeshType, WordType, shard_option
@@ -83,7 +83,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
                 print_duration()
             return 0
         [checkpoint] = newest_whole(history.run)
-    with open(checkpoint) as opened:
+    with open_damaged(checkpoint) as opened:
         shown = _SHOW[view](opened, inspection_of(opened), as_json=as_json, **options)
     if as_json:
         print_json(shown)
@@ -213,6 +213,8 @@ def _show_summary(
         rows = [(t.key, _shape(t.shape), t.dtype, t.slot or "-", size(_bytes(t)), cut_in_words(t)) for t in listed]
         print_table(("tensor", "shape", "dtype", "slot", "bytes", "cut into"), rows)
         return None
+    for line in inspection.diagnosis.lines:
+        print_line(line)
     for label, value in overview(inspection):
         print_labelled(label, value, fg="red" if label == LOOK_AT else None)
     roles = [

@@ -33,7 +33,23 @@ class SourceError(MuonckptError):
 
 
 class DamageError(SourceError):
-    """A checkpoint is not what was written: a file is missing or cut, or its bytes are others."""
+    """A checkpoint is not what was written: a file is missing or cut, or its bytes are others.
+
+    Attributes:
+        fault: what is wrong, without the advice on what to do, with which the message may end.
+    """
+
+    def __init__(self, fault: str, advice: str = "") -> None:
+        super().__init__(f"{fault}. {advice}" if advice else fault)
+        self.fault = fault
+
+
+class LostFileError(DamageError):
+    """A file of a checkpoint is missing or cut: what it held is lost, and all else may be whole."""
+
+
+ADVICE = "What to do: "
+"""The beginning of an advice on damage."""
 
 
 class ArgumentError(MuonckptError, TypeError, ValueError):

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -104,7 +105,7 @@ class StatefulParameter:
         return [tensor for slot, tensor in self.state.items() if slot in slots]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Contents:
     """A checkpoint's tensors by role.
 
@@ -120,6 +121,14 @@ class Contents:
 
     def slots_of(self, role: Role) -> tuple[str, ...]:
         return tuple(dict.fromkeys(tensor.slot for tensor in self.tensors.get(role, ()) if tensor.slot))
+
+    def kind(self, tensor: StateRecord) -> str:
+        """Return what people call such tensors, in the plural."""
+        return self._kinds[tensor.key]
+
+    @cached_property
+    def _kinds(self) -> Mapping[str, str]:
+        return {tensor.key: _KINDS[role] for role, members in self.tensors.items() for tensor in members}
 
 
 def contents_of(
@@ -165,8 +174,7 @@ def kinds_in(manifest: Manifest) -> Kind:
         contents = contents_of(with_slots_of(manifest, dialect), dialect, {}, {})
     except SourceError:
         return kinds_by_slot(manifest)
-    known = {tensor.key: _KINDS[role] for role, members in contents.tensors.items() for tensor in members}
-    return lambda tensor: known[tensor.key]
+    return contents.kind
 
 
 def _method(dialect: Dialect, slots: frozenset[str], named: str | None) -> StoredMethod | None:

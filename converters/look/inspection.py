@@ -15,13 +15,14 @@ from typing import Any
 
 from ...box import box_at
 from ...columns import UNKNOWN
-from ...errors import TargetError
+from ...errors import SourceError, TargetError
 from ...key_search import key_meant, keys_matching, names_of
 from ...record import Manifest, StateRecord
+from ...store.diagnosis import Diagnosis, diagnosis_by_files
 from ...store.io.limits import gc_paused
-from ...store.io.location import Remote
+from ...store.io.location import Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
-from ...store.opening import open
+from ...store.opening import open_damaged
 from ...store.reading.dtypes import itemsize
 from ...store.verified import Verified, verified
 from ...wording import Finding, counted, moment, size
@@ -67,7 +68,8 @@ class Inspection:
         checks: the numbers of chunks by the best checksum in the metadata: ``digest``, ``crc32``, ``in_the_item``
             (known when it is opened).  Whether they hold is for `verify` to say.
         verified: when it was last verified, if that is recorded and its files are the same.
-        symptoms: what looks sick.
+        diagnosis: what is lost, as far as names and sizes of files tell, and what to do about it.
+        symptoms: what looks sick besides.
         notes: what could not be told, and why.
         manifest: with parameters and slots as the dialect's keys name them.
     """
@@ -96,6 +98,7 @@ class Inspection:
     slots: tuple[Mapping[str, Any], ...]
     checks: Mapping[str, int]
     verified: Verified | None
+    diagnosis: Diagnosis
     symptoms: tuple[Finding, ...]
     notes: tuple[str, ...]
     manifest: Manifest
@@ -103,8 +106,9 @@ class Inspection:
     def to_json(self) -> dict[str, Any]:
         fields = (field.name for field in dataclasses.fields(self) if field.name != "manifest")
         symptoms = [{"kind": s.kind, "message": s.message, "names": s.names} for s in self.symptoms]
-        last = {"verified": self.verified.to_json() if self.verified else None}
-        return {name: getattr(self, name) for name in fields} | {"symptoms": symptoms, **last}
+        last = self.verified.to_json() if self.verified else None
+        plain = {"verified": last, "diagnosis": self.diagnosis.to_json(), "symptoms": symptoms}
+        return {name: getattr(self, name) for name in fields} | plain
 
     def matching(self, *globs: str) -> tuple[StateRecord, ...]:
         """Return the tensors with these keys, or that match these shell patterns; all of them if there are none.
@@ -200,7 +204,7 @@ def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
     Raises:
         SourceError: there is no checkpoint, or its metadata are damaged or refused.
     """
-    with open(path) as checkpoint:
+    with open_damaged(location(path, SourceError)) as checkpoint:
         return inspection_of(checkpoint)
 
 
@@ -250,7 +254,8 @@ def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) ->
         slots=tuple({"slot": slot or NO_STATE, **_sizes([t for t in tensors if t.slot == slot])} for slot in slots),
         checks=_checks(manifest),
         verified=verified(checkpoint.path),
-        symptoms=symptoms_of(contents, manifest, groups, known.steps, checkpoint.lost_files),
+        diagnosis=(diagnosis := diagnosis_by_files(checkpoint, lambda manifest: contents.kind)),
+        symptoms=symptoms_of(contents, manifest, groups, known.steps, diagnosis.damage),
         notes=groups.notes,
         manifest=manifest,
     )

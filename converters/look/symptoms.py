@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 from ...box import Index
 from ...errors import LayoutError
 from ...record import Manifest
-from ...store.damage import rank_in_name
+from ...store.damage import Damage, rank_in_name
 from ...wording import Finding
 from .contents import Contents, HyperParameters, Role, StatefulParameter, StepCounts, layer_of
 
 
 def symptoms_of(
-    contents: Contents, manifest: Manifest, groups: HyperParameters, steps: StepCounts, lost: Mapping[str, int | None]
+    contents: Contents, manifest: Manifest, groups: HyperParameters, steps: StepCounts, damage: Damage
 ) -> tuple[Finding, ...]:
-    """Look for what is wrong or odd, the gravest first; ``lost`` are the files that are missing or cut."""
+    """Look for what is odd, the gravest first; what ``damage`` has lost is no symptom, but said by itself."""
     found: list[Finding] = []
-    for tensor in manifest.tensors:
+    for tensor in (tensor for tensor in manifest.tensors if tensor.key not in damage.holes):
         try:
             tensor.chunk_layout()
         except LayoutError as error:
             found.append(Finding("hole", str(error), (tensor.key,)))
-    found += _files(lost)
-    if found:
-        found += _ranks(manifest)
     found += _muon_off(contents)
     found += _unfit_state(contents)
     found += _without_partner(contents, groups)
@@ -40,16 +37,6 @@ def symptoms_of(
             )
         )
     return tuple(found)
-
-
-def _files(lost: Mapping[str, int | None]) -> Iterator[Finding]:
-    missing = sorted(name for name, length in lost.items() if length is None)
-    cut = sorted(lost.keys() - {*missing})
-    for kind, names, what in (("missing_file", missing, "missing"), ("cut_file", cut, "cut short")):
-        if names:
-            ranks = sorted({rank for name in names if (rank := rank_in_name(name)) is not None})
-            of_ranks = f", of rank {', '.join(map(str, ranks[:8]))}" if ranks else ""
-            yield Finding.listing(kind, f"{_are(names, 'file', 'files')} {what}{of_ranks}", names)
 
 
 def _ranks(manifest: Manifest) -> Iterator[Finding]:

@@ -27,7 +27,7 @@ from ..store.io.checksums import crc32
 from ..store.io.location import Location, Remote
 from ..store.io.ranges import JoinedCrc
 from ..store.open_checkpoint import OpenCheckpoint, checked_blob
-from ..store.opening import open
+from ..store.opening import open_to_load
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of
 from .bits import bits_of
@@ -137,7 +137,7 @@ class ChunkReader:
     @cached_property
     def checkpoint(self) -> OpenCheckpoint:
         """The checkpoint, opened when it is first needed, where errors reach all ranks."""
-        return self._opened or open(self.place)
+        return self._opened or open_to_load(self.place)
 
     @cached_property
     def _tensors(self) -> Mapping[str, StateRecord]:

@@ -18,11 +18,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ..columns import UNKNOWN
-from ..errors import ArgumentError, SourceError
+from ..errors import ADVICE, ArgumentError, DamageError, SourceError
 from ..resumption import IN_A_TRAINER, Extra, Globs, LoadReport
 from ..store.io.location import Location, location
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.opening import open
+from ..store.opening import open_to_load
 from .all_ranks import broadcast_from_first, decide_on_first, group_ranks, refuse_crossed, refuse_differing, unusable
 from .attestation import attest_loaded
 from .chunk_reader import ChunkReader, PartlyRead, WhenChecked, Where
@@ -103,6 +103,12 @@ class _JointLoad:
         self._reader.checkpoint.close()
         return loaded
 
+    def advice(self) -> str:
+        """Return on all ranks what to do about damage, after it was found."""
+        from ..store.diagnosis import advice_on  # not needed where nothing is wrong
+
+        return broadcast_from_first(self.group, SourceError, lambda: advice_on(self._checked[0]))
+
     def ask(self, opened: Callable[[], OpenCheckpoint | None]) -> _Question:
         place, extra, globs = self._checked
         live = self._live = LiveState.of(self.state_dict, "to load into")
@@ -156,7 +162,7 @@ def _opened_together(
     mine: list[OpenCheckpoint] = []
 
     def packed() -> bytes | None:
-        mine.append(open(place()))
+        mine.append(open_to_load(place()))
         columns, elements = mine[0].outline.columns, mine[0].outline.elements
         guarded = columns.has_digest | (columns.crc32 != UNKNOWN) | (columns.payload == UNKNOWN)  # an item says it
         if not dist.is_initialized() or not (guarded | (elements == 0)).all():
@@ -215,7 +221,12 @@ def load(
     """
     refuse_crossed(process_group, "load")
     joint = _JointLoad(state_dict, path, allow_extra, fresh, attest, check, process_group)
-    report, matching = joint.run(), joint.matching
+    try:
+        report, matching = joint.run(), joint.matching
+    except DamageError as error:  # on all ranks
+        if ADVICE in str(error):
+            raise
+        raise DamageError(str(error), joint.advice()) from error
     if matching.own_options:
         own = "; ".join(matching.own_options)
         warnings.warn(f"{path} does not say options, which stay as the running optimizer's: {own}", stacklevel=2)

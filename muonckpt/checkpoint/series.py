@@ -243,7 +243,7 @@ class Series:
                 if not isinstance(error, DamageError):
                     raise
                 self._damaged.add(newest.name)
-                faults[newest.name] = str(error)
+                faults[newest.name] = error.fault
             else:
                 return Restored(saved.step, saved.path, report)
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DamageError, MuonckptError, SourceError
+from ..errors import ADVICE, DamageError, MuonckptError, SourceError
 from ..record import MANIFEST_FILE, Manifest
 from ..wording import Finding, counted
 from .damage import BEGIN_ANEW, NOTHING_LOST, Damage, Kind, Kinds, damage_of_files, kinds_by_slot, rank_in_name
 from .formats.native import read_native
 from .formats.registry import OWN
 from .formats.signs import MEGATRON_FILE, METADATA_FILE, items_beside
-from .io.location import Location, Remote
+from .io.location import Location
 from .open_checkpoint import OpenCheckpoint
 
 if TYPE_CHECKING:
@@ -56,13 +56,18 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """Return one paragraph, as errors have it."""
-        return f"{self.path}: {self.sentence}. {self.advice}" if self.remedies else f"{self.path}: {self.sentence}"
+        return str(self.error)
+
+    @property
+    def error(self) -> DamageError:
+        """The error that says so."""
+        return DamageError(f"{self.path}: {self.sentence}", self.advice)
 
     @property
     def advice(self) -> str:
         """What to do, in one sentence."""
         listed = "; ".join(f"({letter}) {one.command} ({one.gives})" for letter, one in self._lettered())
-        return f"What to do: {listed}" if listed else ""
+        return f"{ADVICE}{listed}" if listed else ""
 
     @property
     def lines(self) -> Iterator[str]:
@@ -71,7 +76,7 @@ class Diagnosis:
             yield f"{self.path}: {self.sentence}."
             yield ""
         if self.remedies:
-            yield "What to do:"
+            yield ADVICE.strip()
             for letter, one in self._lettered():
                 yield f"({letter}) {one.command}"
                 yield f"    {one.gives}"
@@ -122,6 +127,21 @@ def diagnosis_of_unreadable(path: Location, error: MuonckptError) -> Diagnosis:
     """Say what is wrong with what cannot be opened; ``error`` is the reason."""
     reason = str(error).removeprefix(f"{path}: ")
     return Diagnosis(path, f"it cannot be opened: {reason}", tuple(_instead_of_unreadable(path)))
+
+
+def advice_on(path: Location) -> str:
+    """Return what is to be said where reading a checkpoint has found damage: what is lost, and what to do."""
+    try:
+        with OpenCheckpoint(path) as checkpoint:
+            diagnosis = diagnosis_by_files(checkpoint)
+    except MuonckptError as error:
+        diagnosis = diagnosis_of_unreadable(path, error)
+    if diagnosis:
+        return f"{diagnosis.sentence}. {diagnosis.advice}"
+    remedies = [Remedy(command("verify", path), "lists all that is damaged, and what can be done about it")]
+    if before := _step_before(path):
+        remedies.append(_gone_back(path, before, by_itself=True))
+    return Diagnosis(path, "", tuple(remedies)).advice
 
 
 def _explained(damage: Damage) -> frozenset[str]:
@@ -249,11 +269,9 @@ def _gone_back(path: Location, before: RunStep, by_itself: bool) -> Remedy:
 
 def _instead_of_unreadable(path: Location) -> Iterator[Remedy]:
     """Yield what to do if a checkpoint's description cannot be read."""
-    stock = _other_description(path)
-    if stock is not None:
-        moved = f"mv {shlex.quote(str(path / MANIFEST_FILE))} {shlex.quote(str(path / MANIFEST_FILE))}.damaged"
+    if _has_other_description(path):
         yield Remedy(
-            f"{moved} && {_reshard(path, stock)}",
+            command("salvage", path, _free(path, "salvaged")),
             f"reads {METADATA_FILE} instead, and writes the same elements with a new {MANIFEST_FILE}; a copy of that "
             "file, if there is one, would also keep its digests",
         )
@@ -261,23 +279,22 @@ def _instead_of_unreadable(path: Location) -> Iterator[Remedy]:
         yield _gone_back(path, before, by_itself=True)
 
 
-def _other_description(path: Location) -> Manifest | None:
-    """Return what DCP's description of a checkpoint says, if ours is damaged and all that it describes is there."""
-    if isinstance(path, Remote) or not (path / MANIFEST_FILE).exists():
-        return None
+def _has_other_description(path: Location) -> bool:
+    """Return whether our description of a checkpoint is damaged, and DCP's and all that it describes are there."""
     from .formats.dcp import DcpReader  # not needed where nothing is wrong
 
+    if not (path / MANIFEST_FILE).exists():
+        return False
     try:
         read_native(path)
     except DamageError:
         try:
-            reader = DcpReader(path)
+            return not DcpReader(path).faults
         except SourceError:
-            return None
-        return None if reader.faults else reader.outline
+            return False
     except SourceError:  # of a newer version: nothing is damaged
-        return None
-    return None
+        return False
+    return False
 
 
 def _step_before(path: Location) -> RunStep | None:

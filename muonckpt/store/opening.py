@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 
-from ..errors import DamageError, SourceError
+from ..errors import DamageError, LostFileError, SourceError
 from ..record import MANIFEST_FILE
 from .io.location import Location, Remote, location
 from .open_checkpoint import OpenCheckpoint
@@ -23,18 +23,32 @@ def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
         SourceError: there is no checkpoint, its metadata are damaged or refused, or no installed library supports the
             protocol.  Of a damaged one it says what is lost, and what to do.
     """
-    checkpoint = open_damaged(location(path, SourceError))
-    if not checkpoint.faults and not checkpoint.lacks_manifest:
+    return _refused(open_damaged(location(path, SourceError)), lost_files=False)
+
+
+def open_to_load(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
+    """Open a checkpoint although files of it may be missing or cut, for those who check all that they read.
+
+    Raises:
+        SourceError: as `open`, but not for lost files.
+    """
+    return _refused(open_damaged(location(path, SourceError)), lost_files=True)
+
+
+def _refused(checkpoint: OpenCheckpoint, lost_files: bool) -> OpenCheckpoint:
+    """Return the checkpoint unless it has faults, of which those of ``lost_files`` may be meant to pass."""
+    faults = [fault for fault in checkpoint.faults if not (lost_files and isinstance(fault, LostFileError))]
+    if not faults and not checkpoint.lacks_manifest:
         return checkpoint
     from .diagnosis import diagnosis_by_files  # not needed where nothing is wrong
 
     diagnosis = diagnosis_by_files(checkpoint)
-    for fault in checkpoint.faults:
-        raise type(fault)(str(diagnosis)) from fault
+    for fault in faults:
+        raise diagnosis.error if isinstance(fault, DamageError) else type(fault)(str(diagnosis)) from fault
     warnings.warn(
         f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing: it is read as a stock checkpoint, "
         f"without digests, momentum conventions and layouts. {diagnosis.advice}",
-        stacklevel=2,
+        stacklevel=3,
     )
     return checkpoint
 
@@ -50,7 +64,7 @@ def open_damaged(place: Location) -> OpenCheckpoint:
     except DamageError as error:
         from .diagnosis import diagnosis_of_unreadable  # not needed where nothing is wrong
 
-        raise DamageError(str(diagnosis_of_unreadable(place, error))) from error
+        raise diagnosis_of_unreadable(place, error).error from error
 
 
 def check_files(checkpoint: OpenCheckpoint) -> None:
@@ -62,4 +76,4 @@ def check_files(checkpoint: OpenCheckpoint) -> None:
     from .diagnosis import diagnosis_by_files  # not needed where nothing is wrong
 
     if diagnosis := diagnosis_by_files(checkpoint):
-        raise DamageError(str(diagnosis))
+        raise diagnosis.error

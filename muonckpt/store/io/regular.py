@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...errors import DamageError, SourceError, about
+from ...errors import DamageError, LostFileError, SourceError, about
 from ...record import Extent
 from .limits import check_description, check_text, on_disk
 from .location import Location, Remote, RemoteFile, at_each
@@ -257,7 +257,9 @@ def extent_faults(path: Location, named: Iterable[tuple[Extent, str]]) -> Iterat
     are_there = dict(zip(names, at_each(path, is_there, names), strict=True))
     missing = [name for name in names if not are_there[name]]
     if missing:
-        yield DamageError(f"expected {len(items)} files in {path}, found {len(missing)} missing: {', '.join(missing)}")
+        yield LostFileError(
+            f"expected {len(items)} files in {path}, found {len(missing)} missing: {', '.join(missing)}"
+        )
     present = [name for name in names if are_there[name]]
     for name, size in zip(present, at_each(path, size_of, present), strict=True):
         if isinstance(size, SourceError):
@@ -267,5 +269,6 @@ def extent_faults(path: Location, named: Iterable[tuple[Extent, str]]) -> Iterat
         for (extent, what), (following, next_item) in pairwise([*extents, (Extent(name, size, 0), "")]):
             if extent.end > following.offset:
                 reason = f"{next_item} begins before that" if next_item else f"the file has {size}: it was cut"
-                yield DamageError(f"{path / name}: expected {what} up to byte {extent.end}, but {reason}")
+                kind = DamageError if next_item else LostFileError
+                yield kind(f"{path / name}: expected {what} up to byte {extent.end}, but {reason}")
                 break

@@ -167,7 +167,7 @@ def window(read: Read, offset: int, length: int) -> Read:
 def _exactly(read: Read, offset: int, length: int) -> bytes:
     data = bytes(read(offset, length))
     if len(data) != length:
-        raise SourceError(f"expected {length} bytes at byte {offset} of the file, found {len(data)}")
+        raise DamageError(f"expected {length} bytes at byte {offset} of the file, found {len(data)}")
     return data
 
 

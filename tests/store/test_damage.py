@@ -1,0 +1,286 @@
+"""What is lost is said in terms of a run, in one wording, and what is advised works when it is pasted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.commands import called
+from support.golden import golden
+from support.sharded import as_stock
+
+import muonckpt
+from muonckpt import DamageError, Series
+from muonckpt.chunks import Boxes, Chunks
+from muonckpt.columns import Columns
+from muonckpt.record import Manifest, StateRecord
+from muonckpt.store.damage import Damage
+from muonckpt.store.diagnosis import Diagnosis, diagnosis_by_files
+from muonckpt.store.opening import open_damaged
+
+NAMES = ("layers.0.weight", "layers.1.weight")
+
+
+def state(step: int) -> dict[str, Any]:
+    rng = torch.Generator().manual_seed(step)
+    model = {name: torch.randn(24, 16, generator=rng) for name in NAMES}
+    momenta = {name: {"momentum_buffer": torch.randn(24, 16, generator=rng)} for name in NAMES}
+    muon = {"params": list(NAMES), "algorithm": "muon", "lr": 0.02, "momentum": 0.95, "convention": "ema"}
+    return {"model": model, "optimizer": {"state": momenta, "param_groups": [muon]}}
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory) -> Path:
+    """A series of two steps on two ranks.  Do not change."""
+    folder = tmp_path_factory.mktemp("saves")
+    for step in (2, 3):
+        muonckpt.save(state(step), folder / f"{step}", provenance={"step": step})
+        muonckpt.reshard(folder / f"{step}", folder / "run" / f"step-{step:08}", mesh={"dp": 2})
+    return folder / "run"
+
+
+@pytest.fixture
+def series(saves, tmp_path) -> Path:
+    """Its copy; the last step is for damage."""
+    return Path(shutil.copytree(saves, tmp_path / "run"))
+
+
+@pytest.fixture
+def alone(saves, tmp_path) -> Path:
+    """A copy of its last step in a folder where nothing else is."""
+    return Path(shutil.copytree(saves / "step-00000003", tmp_path / "alone" / "checkpoint"))
+
+
+def bits(path: Path | str) -> dict[str, bytes]:
+    with muonckpt.open(path) as opened:
+        return {key: tensor.bits().tobytes() for key, tensor in opened.tensors.items()}
+
+
+def diagnosed(path: Path) -> Diagnosis:
+    return muonckpt.verify(path).diagnosis
+
+
+def pasted(command: str) -> str:
+    """Run an advised command; return the checkpoint that it has written, if it writes one."""
+    program, *arguments = shlex.split(command)
+    done = called(*arguments)
+    assert (program, done.returncode) == ("muonckpt", 0), (command, done.stdout, done.stderr)
+    return arguments[2] if len(arguments) > 2 else arguments[1]
+
+
+def flipped_in(path: Path, key: str) -> None:
+    """Change a bit of a tensor's last chunk."""
+    with muonckpt.open(path) as opened:
+        payload = opened.tensors[key].record.chunks[-1].payload
+    raw = bytearray((path / payload.file).read_bytes())
+    raw[payload.end - 1] ^= 1
+    (path / payload.file).write_bytes(raw)
+
+
+MOMENTUM = f"optimizer.state.{NAMES[1]}.momentum_buffer"
+
+
+# --- the sentence -----------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_checkpoint_has_nothing_to_say(alone):
+    found = diagnosed(alone)
+    assert not found and not found.remedies and not [*found.lines] and found.to_json() is None
+    assert called("verify", alone).stdout.count("\n") == 1
+
+
+def test_a_missing_file_is_one_sentence_wherever_it_is_met(series):
+    broken = series / "step-00000003"
+    (broken / "__1_0.distcp").unlink()
+    lost = "rank 1's file __1_0.distcp is missing: 4 of 8 chunks (3 KiB: weights of 2 tensors, momenta of 2) are lost"
+    assert diagnosed(broken).sentence.startswith(lost)
+    assert muonckpt.inspect(broken).diagnosis.sentence.startswith(lost)
+    for command in (["verify"], ["inspect"]):
+        assert called(*command, broken).stdout.startswith(f"{broken}: {lost}")
+    for call in (
+        lambda: muonckpt.diff(broken, series / "step-00000002"),
+        lambda: muonckpt.load(state(0), broken),
+    ):
+        with pytest.raises(DamageError, match="What to do: ") as caught:
+            call()
+        assert lost in str(caught.value) and "step-00000002" in str(caught.value)
+    with pytest.raises(DamageError, match="What to do: ") as caught:
+        muonckpt.open(as_stock(broken))
+    assert lost in str(caught.value)
+
+
+def test_a_file_of_another_save_and_flipped_bytes_are_told_apart(series):
+    broken = series / "step-00000003"
+    flipped_in(broken, MOMENTUM)
+    assert diagnosed(broken).sentence == (
+        "rank 1's file __1_0.distcp has damaged bytes: 1 of 8 chunks (768 B: momenta of 1 tensor) is lost; all else is "
+        "whole"
+    )
+    shutil.copyfile(series / "step-00000002" / "__1_0.distcp", broken / "__1_0.distcp")
+    assert "rank 1's file __1_0.distcp has none of the bytes that were written" in diagnosed(broken).sentence
+
+
+@pytest.mark.parametrize("length", [0, 1000])
+def test_a_cut_file_says_how_much_of_it_is_there(alone, length):
+    os.truncate(alone / "__0_0.distcp", length)
+    assert f"rank 0's file __0_0.distcp is cut short ({length} of " in diagnosed(alone).sentence
+
+
+def test_a_file_that_cannot_be_opened_is_not_called_missing(alone, tmp_path):
+    (alone / "__0_0.distcp").rename(tmp_path / "elsewhere")
+    (alone / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
+    assert "__0_0.distcp cannot be opened: " in diagnosed(alone).sentence
+    assert "symbolic link" in diagnosed(alone).sentence
+
+
+def test_values_that_are_not_finite_are_not_called_lost(tmp_path):
+    for step in (1, 2):
+        value = torch.full((4,), float("nan") if step == 2 else 1.0)
+        muonckpt.save({"w": value}, tmp_path / "run" / f"step-{step:08}")
+    found = diagnosed(tmp_path / "run" / "step-00000002")
+    assert found.sentence.startswith("1 tensor has infinite or NaN elements") and "lost" not in found.sentence
+    [remedy] = found.remedies
+    assert remedy.command.endswith("step-00000001") and "by itself" not in remedy.gives  # restore would load it
+    pasted(remedy.command)
+
+
+@pytest.mark.parametrize("name", ["titan_fsdp4/ckpt", "megatron/fsdp_dtensor/dp4/iter_0000010", "dion_fsdp4/ckpt"])
+def test_roles_of_other_programs_tensors_are_named(name, tmp_path):
+    broken = Path(shutil.copytree(golden(name), tmp_path / "checkpoint"))
+    (broken / "__1_0.distcp").unlink()
+    said = called("verify", broken).stdout.splitlines()[0]
+    assert f"{broken}: rank 1's file __1_0.distcp is missing: " in said
+    assert "weights of " in said and "momenta of " in said and said.endswith("; all else is whole.")
+    assert called("inspect", broken).stdout.splitlines()[0].replace("all other files have their size", "") == (
+        said.replace("all else is whole", "")
+    )
+
+
+# --- what to do -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [".metadata", "muonckpt.json", "damaged muonckpt.json"])
+def test_a_lost_description_is_rebuilt_exactly(lost, series, saves):
+    broken = series / "step-00000003"
+    if lost.startswith("damaged"):
+        raw = (broken / "muonckpt.json").read_bytes()
+        (broken / "muonckpt.json").write_bytes(raw[: len(raw) // 2])
+    else:
+        (broken / lost).unlink()
+    new = pasted(diagnosed(broken).remedies[0].command)
+    assert bits(new) == bits(saves / "step-00000003") and not diagnosed(Path(new))
+
+
+def test_the_step_before_is_advised_first_and_restore_takes_it(series):
+    broken = series / "step-00000003"
+    (broken / "__1_0.distcp").unlink()
+    back, mixed = diagnosed(broken).remedies
+    assert "Series.restore does so by itself" in back.gives
+    assert pasted(back.command) == str(series / "step-00000002")
+    template = state(0)
+    with pytest.warns(RuntimeWarning, match="is not whole"):
+        assert Series(series).restore(template).step == 2
+    assert torch.equal(template["model"][NAMES[0]], state(2)["model"][NAMES[0]])
+    assert bits(pasted(mixed.command)).keys() == bits(series / "step-00000002").keys()
+    assert "--mix-steps" in mixed.command
+
+
+def test_nothing_that_loses_state_is_advised_where_another_step_keeps_it(series):
+    flipped_in(series / "step-00000003", MOMENTUM)
+    assert "fresh" not in str(diagnosed(series / "step-00000003"))
+    with pytest.raises(DamageError) as caught:
+        muonckpt.load(state(0), series / "step-00000003")
+    assert "fresh" not in str(caught.value)
+
+
+def test_without_another_step_a_copy_is_asked_for_and_no_weight_is_given_up(alone, saves):
+    (alone / "__1_0.distcp").unlink()
+    [remedy] = diagnosed(alone).remedies
+    new = pasted(remedy.command.replace("OTHER", shlex.quote(str(saves / "step-00000003"))))
+    assert bits(new) == bits(saves / "step-00000003")
+
+
+def test_lost_momenta_alone_can_begin_anew(alone):
+    flipped_in(alone, MOMENTUM)
+    _, python, fresh = diagnosed(alone).remedies
+    template = state(0)
+    assert exec(python.command, {"muonckpt": muonckpt, "state": template}) is None
+    true = state(3)
+    assert not template["optimizer"]["state"][NAMES[1]]["momentum_buffer"].any()
+    for name in NAMES:
+        assert torch.equal(template["model"][name], true["model"][name])
+    first = template["optimizer"]["state"][NAMES[0]]["momentum_buffer"]
+    assert torch.equal(first, true["optimizer"]["state"][NAMES[0]]["momentum_buffer"])
+    with muonckpt.open(pasted(fresh.command)) as opened:
+        momentum = opened.tensors[MOMENTUM].numpy()
+    assert np.array_equal(momentum[:12], true["optimizer"]["state"][NAMES[1]]["momentum_buffer"][:12])
+    assert not momentum[12:].any()
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_load_does_not_need_the_files_of_what_begins_anew(stock, saves, tmp_path):
+    broken = Path(shutil.copytree(saves.parent / "3", tmp_path / "checkpoint"))
+    with muonckpt.open(broken) as opened:
+        items = {tensor.key: tensor.chunks[0].item for tensor in opened.outline.tensors}
+    key = max(items, key=lambda key: items[key].offset)
+    assert key == MOMENTUM
+    if stock:
+        as_stock(broken)
+    with (broken / "__0_0.distcp").open("r+b") as file:  # the last of its tensors, and whatever comes after
+        file.truncate(items[key].offset + 9)
+    true, template = state(3), {"model": state(0)["model"]}
+    muonckpt.load(template, broken, allow_extra=True)
+    assert all(torch.equal(template["model"][name], true["model"][name]) for name in NAMES)
+    with pytest.raises(DamageError, match="is cut short"):
+        muonckpt.load(state(0), broken)
+
+
+# --- many chunks ------------------------------------------------------------------------------------------------------
+
+
+def test_a_million_lost_chunks_are_told_without_a_loop_over_them(monkeypatch):
+    count = 1_000_000
+    lo = np.arange(count, dtype=np.int64)[:, None]
+    zeros, ones = np.zeros(count, np.int64), np.ones(count, np.int64)
+    file, digest = np.zeros(count, np.int32), np.zeros((count, 16), np.uint8)
+    columns = Columns(("__0_0.distcp",), file, zeros, ones * 4, zeros, ones * 4, digest, ones > 0, ones)
+    chunks = Chunks(columns, 0, Boxes.of(lo, lo + 1))
+    manifest = Manifest((StateRecord("model.w", ("model", "w"), (count,), "float32", chunks),))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a chunk was looked at by itself")
+
+    for name in ("__iter__", "__getitem__"):
+        monkeypatch.setattr(Boxes, name, refuse)
+        monkeypatch.setattr(Chunks, name, refuse)
+    damage = Damage(manifest, np.ones(count, np.bool_), files={"__0_0.distcp": None}, read=True)
+    assert "1000000 of 1000000 chunks (3.81 MiB: weights of 1 tensor) are lost" in damage.sentence()
+    found = damage.to_json()
+    assert found["boxes"]["lo"][-1] == [count - 1] and len(found["boxes"]["tensor"]) == count
+    whole = replace(damage, chunks=np.zeros(count, np.bool_), files={})
+    assert not whole and not whole.tensors
+
+
+def test_json_of_the_commands_has_the_lost_boxes_as_columns(alone):
+    (alone / "__1_0.distcp").unlink()
+    for command in ("verify", "inspect"):
+        found = json.loads(called(command, alone, "--json").stdout)["diagnosis"]
+        assert list(found) == ["sentence", "remedies", "lost"]
+        lost = found["lost"]
+        assert lost["chunks"] == 4 and lost["files"] == {"__1_0.distcp": None}
+        assert lost["boxes"]["tensor"] == [0, 1, 2, 3] and lost["boxes"]["lo"] == [[12, 0]] * 4
+
+
+def test_what_files_tell_agrees_with_what_reading_tells(alone):
+    (alone / "__1_0.distcp").unlink()
+    with open_damaged(alone) as opened:
+        by_files = diagnosis_by_files(opened).damage
+    assert np.array_equal(by_files.chunks, diagnosed(alone).damage.chunks)
