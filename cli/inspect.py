@@ -56,7 +56,7 @@ _SORTS: Mapping[str, Callable[[StateRecord], Any]] = {"bytes": lambda t: -_bytes
 @click.option("--ranks", is_flag=True, help="List every rank, however many.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --tensors also the manifest.")
 def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
-    """Say what is in CHECKPOINT, of any format, who holds it, and what looks sick.
+    """Say what is in CHECKPOINT, of any format, who holds it, and what looks sick; exit with 1 if files are damaged.
 
     With GLOB list the tensors whose keys match.  Reads metadata, hyper-parameters and counters only.  Of the folder of
     a run it shows the steps, and with any other option their newest whole one.
@@ -84,12 +84,13 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
             return 0
         [checkpoint] = newest_whole(history.run)
     with open_damaged(checkpoint) as opened:
-        shown = _SHOW[view](opened, inspection_of(opened), as_json=as_json, **options)
+        inspection = inspection_of(opened)
+        shown = _SHOW[view](opened, inspection, as_json=as_json, **options)
     if as_json:
         print_json(shown)
     else:
         print_duration()
-    return 0
+    return int(bool(inspection.diagnosis.damage))
 
 
 def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as_json: bool, **rest: Any) -> object:

@@ -78,9 +78,6 @@ def written(path: Path, name: str, data: bytes) -> Path:
     return path
 
 
-BUT_VERIFY = ("inspect", "reshard")
-"""The commands but `verify`, to which damage is a finding."""
-
 FUTURE = b'{"format": "muonckpt", "version": 99}'
 SOURCES = {
     "nothing": (lambda path: path / "nothing", COMMANDS, "nothing"),
@@ -104,7 +101,7 @@ SOURCES = {
     "a manifest of the future": (lambda path: written(path, "muonckpt.json", FUTURE), COMMANDS, "version 99"),
     "a file missing": (
         lambda path: without(path, "muonckpt.json", "__0_0.distcp"),
-        BUT_VERIFY,
+        ("reshard",),
         "__0_0.distcp",
     ),
     "damage": (flip, ("reshard",), "is damaged"),

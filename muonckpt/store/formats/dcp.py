@@ -79,7 +79,7 @@ def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord
                         )
                 except SourceError as error:
                     where = f"{path / name} at byte {offset}: tensor {tensor.key!r} box {box}"
-                    raise SourceError(f"{where}: {error}") from error
+                    raise DamageError(f"{where}: {error}") from error
                 payload[row], payload_length[row] = item.offset, item.length
                 crc32[row] = UNKNOWN if item.crc32 is None else item.crc32
                 if not item.row_major:
