@@ -214,8 +214,8 @@ def _show_summary(
         rows = [(t.key, _shape(t.shape), t.dtype, t.slot or "-", size(_bytes(t)), cut_in_words(t)) for t in listed]
         print_table(("tensor", "shape", "dtype", "slot", "bytes", "cut into"), rows)
         return None
-    for line in inspection.diagnosis.lines:
-        print_line(line)
+    for number, line in enumerate(inspection.diagnosis.lines):
+        print_line(line, fg="red" if number == 0 else None)
     for label, value in overview(inspection):
         print_labelled(label, value, fg="red" if label == LOOK_AT else None)
     roles = [

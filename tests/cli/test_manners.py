@@ -68,7 +68,7 @@ def test_a_warning_is_a_note_without_the_place_in_our_source(line, tmp_path):
     assert done.returncode != 70 and "Warning" not in done.stderr and not re.search(r"\.py:\d", done.stderr)
     lines = done.stderr.splitlines()
     assert len([note for note in lines if note.startswith("note: ") and "which is missing" in note]) <= 1
-    if line.startswith("inspect"):
+    if line.startswith("stats"):
         assert lines[0].startswith(f"note: {tmp_path / 'run'} was saved with a muonckpt.json, which is missing")
 
 

@@ -286,4 +286,4 @@ def test_the_command_line_changes_their_options(monkeypatch):
     assert (config.optimizer.lr, config.optimizer.adamw_lr, config.checkpoint.interval) == (0.05, 3e-4, 7)
     assert config.optimizer.rules == [[NO_HEAD], TORCHTITAN]
     assert isinstance(config.checkpoint, MuonckptManager.Config)
-    assert "Rule(kind='head'" in config.optimizer.to_dict()["rules"]
+    assert "Rule('head'" in config.optimizer.to_dict()["rules"]

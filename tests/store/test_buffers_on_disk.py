@@ -316,7 +316,7 @@ def replaced_by_a_link(folder: Path, index: dict[str, Any]) -> None:
 
 
 DAMAGE = {
-    "out of bounds": (momentum("files", 1, 1, to=1 << 20), "it was cut"),
+    "out of bounds": (momentum("files", 1, 1, to=1 << 20), "is cut short"),
     "overlap": (momentum("files", 1, 1, to=0), "begins before that"),
     "too long": (momentum("files", 1, 2, to=1 << 12), "expected places of"),
     "no places": (momentum("files", to=[]), "expected places of"),
@@ -335,7 +335,7 @@ DAMAGE = {
     "no buffers": (lambda path, index: index["provenance"].pop("buffers"), "buffers"),
     "buffers": (lambda path, index: index["provenance"].update(buffers=3), "TypeError"),
     "version": (lambda path, index: index.update(version=3), "version"),
-    "missing": (lambda path, index: (path / "rank_1.bin").unlink(), "1 missing"),
+    "missing": (lambda path, index: (path / "rank_1.bin").unlink(), "is missing"),
     "link": (replaced_by_a_link, "symbolic link"),
 }
 

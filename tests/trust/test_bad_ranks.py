@@ -187,7 +187,7 @@ def test_damage_that_one_rank_finds_leaves_the_tensors_of_all_untouched(tmp_path
     raw = (tmp_path / "c" / file).read_bytes()
     (tmp_path / "c" / file).write_bytes(raw.replace(torch.ones(8).numpy().tobytes(), bytes(32)))
     for error, touched in workers.run(3, damaged, str(tmp_path / "c")):
-        assert error.startswith("DamageError") and error.endswith(f"(rank {ODD})") and not touched
+        assert error.startswith("DamageError") and f"(rank {ODD})" in error and not touched
 
 
 def test_a_rank_that_raises_is_killed_or_stopped_ends_all_with_a_clear_error(tmp_path):
