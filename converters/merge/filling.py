@@ -22,7 +22,7 @@ from ...key_search import keys_matching, names_of
 from ...layout import Fragment, Place, TensorLayout, dense, holes_in
 from ...overlap import IntArray, overlaps
 from ...record import Blob, Manifest, StateRecord
-from ...store.damage import BEGIN_ANEW, OTHER_STATE, Damage, Kind
+from ...store.damage import BEGIN_ANEW, Damage, Kind
 from ...store.diagnosis import Diagnosis
 from ...store.open_checkpoint import OpenCheckpoint, check_blob
 from ...store.reading.payloads import check_chunk
@@ -201,7 +201,7 @@ class Filling:
         self._refuse_losses()
 
     def _begins_as_zeros(self, tensor: StateRecord) -> bool:
-        return tensor.slot in BEGIN_AS_ZEROS or self.kind(tensor) in BEGIN_ANEW - {OTHER_STATE}
+        return tensor.slot in BEGIN_AS_ZEROS or self.kind(tensor) in BEGIN_ANEW
 
     def _is_same(self, source: FillingSource, mine: StateRecord | None, theirs: StateRecord | None) -> bool:
         """Return whether a source has the state of the same moment, as far as both say so."""

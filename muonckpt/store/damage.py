@@ -55,7 +55,7 @@ _NAMES: Mapping[str, str] = MappingProxyType(
 )
 """What people call the tensors of a slot."""
 
-BEGIN_ANEW = frozenset({"momenta", "moments", "step counters", OTHER_STATE})
+BEGIN_ANEW = frozenset({"momenta", "moments", "step counters"})
 """Such tensors of an optimizer are zeros when training begins, so that it can begin with them anew."""
 
 Kind = Callable[[StateRecord], str]

@@ -226,16 +226,16 @@ def _remedies(checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Fin
 
 def _fresh(path: Location, new: str, damage: Damage) -> Iterator[Remedy]:
     """Yield how to begin lost state of the optimizer anew, which only this keeps all the rest."""
-    names = sorted({tensor.name for tensor in damage.tensors if tensor.name is not None})
-    if len(names) <= _MOST_NAMES and not any(name.isdecimal() for name in names):
-        yield Remedy(
-            f"muonckpt.load(state, {str(path)!r}, fresh={names!r})",
-            f"in Python: the state of {counted(len(names), 'parameter')} begins anew, all else is loaded",
-        )
     yield Remedy(
         command("salvage", path, new, "--fresh", "*"),
         "writes what is whole, and zeros where state of the optimizer is lost: no weight is",
     )
+    names = sorted({tensor.name for tensor in damage.tensors if tensor.name is not None})
+    if len(names) <= _MOST_NAMES and not any(name.isdecimal() for name in names):
+        yield Remedy(
+            f"muonckpt.load(state, {str(path)!r}, fresh={names!r})",
+            f"in Python: the state of {counted(len(names), 'parameter')} begins anew, also what is whole of it",
+        )
 
 
 _MOST_NAMES = 12

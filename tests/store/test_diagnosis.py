@@ -210,7 +210,7 @@ def test_without_another_step_a_copy_is_asked_for_and_no_weight_is_given_up(alon
 
 def test_lost_momenta_alone_can_begin_anew(alone):
     flipped_in(alone, MOMENTUM)
-    _, python, fresh = diagnosed(alone).remedies
+    _, fresh, python = diagnosed(alone).remedies
     template = state(0)
     assert exec(python.command, {"muonckpt": muonckpt, "state": template}) is None
     true = state(3)
