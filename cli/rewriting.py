@@ -150,6 +150,7 @@ _OPTIONS = {
         "--select", type=KEY, multiple=True, metavar="GLOB", help="Take only what has a matching key; repeatable."
     ),
     "tensors_only": click.option("--tensors-only", is_flag=True, help="Leave out items that are not tensors."),
+    "model_only": click.option("--model-only", is_flag=True, help="Take the model's weights and leave out all else."),
     "dry_run": click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
     "resume": click.option("--resume", is_flag=True, help="Continue an interrupted run."),
     "verify": click.option("--verify", is_flag=True, help="Read every file back before publishing."),
@@ -235,7 +236,6 @@ def convert_command(**options: Any) -> None:
 @click.argument("destination", type=CHECKPOINT)
 @click.option("--proportions", metavar="NUMBER,...", help="How much each source counts.")
 @click.option("--ema", metavar="DECAY", help="Moving average, the first source being the oldest.")
-@click.option("--model-only", is_flag=True, help="Merge the model's weights and leave out all else.")
 @click.option("--others-from", metavar="first|last|N", help="Whose counters, options and items to take.")
 @decorated_by(*_LAYOUT_OPTIONS, *(option for name, option in _OPTIONS.items() if name not in _OF_ONE_SOURCE))
 def merge_command(
@@ -243,7 +243,6 @@ def merge_command(
     proportions: str | None,
     ema: str | None,
     others_from: str | None,
-    model_only: bool,
     **options: Any,
 ) -> None:
     """Write the average of the checkpoints SOURCE, of any formats and meshes, as DESTINATION.
@@ -257,7 +256,7 @@ def merge_command(
     """
     from ..converters.merging import Average, merge  # the other commands do not need it
 
-    average = Average(None if proportions is None else proportions.split(","), ema, others_from, model_only)
+    average = Average(None if proportions is None else proportions.split(","), ema, others_from)
     _rewrite(merge, "merge", sources=sources, average=average, **options)
 
 

@@ -36,13 +36,11 @@ class Average:
             ``ema * average + (1 - ema) * input``.
         others_from: the input whose counters, hyper-parameters and items are taken: ``"first"``, ``"last"``, or its
             number from 0.
-        model_only: merge the model's weights only, and leave out everything else.
     """
 
     proportions: Sequence[str | float | Fraction] | None = None
     ema: str | float | None = None
     others_from: str | int | None = None
-    model_only: bool = False
 
     def request(self, count: int) -> MergeRequest:
         """Return the request for so many inputs.
@@ -58,7 +56,7 @@ class Average:
                 raise TargetError(
                     f"--others-from: expected first, last, or a number from 0 to {count - 1}, found {text!r}"
                 )
-        return MergeRequest(shares(count, self.proportions, self.ema), number, self.model_only)
+        return MergeRequest(shares(count, self.proportions, self.ema), number)
 
 
 _EQUAL = Average()
@@ -123,13 +121,13 @@ def merge(
         used = outputs.used(joined_inputs.manifest)
         keys_used = {tensor.key for tensor in used.tensors}
         prints = [{} if execution.dry_run else input_prints(one, keys_used, execution.jobs) for one in inputs]
-        source = replace(joined_inputs, provenance=_provenance(request, inputs, prints))
+        source = replace(joined_inputs, provenance=_provenance(request, translation.model_only, inputs, prints))
         job = make_job(source, target, select, lambda _: outputs, container)
         return execution.run(job, place, tuple(f"source: {one.path}" for one in inputs), workers)
 
 
 def _provenance(
-    request: MergeRequest, inputs: Sequence[OpenCheckpoint], prints: Sequence[Mapping[str, str]]
+    request: MergeRequest, model_only: bool, inputs: Sequence[OpenCheckpoint], prints: Sequence[Mapping[str, str]]
 ) -> dict[str, Any]:
     """Return the provenance of the input that gives what is not averaged, with an entry that lists all inputs."""
     base = dict(inputs[request.others_from or 0].provenance)
@@ -146,5 +144,5 @@ def _provenance(
         }
         for one, step, weight, found in zip(inputs, steps, request.weights, prints, strict=True)
     ]
-    entry = {"inputs": merged, "others_from": request.others_from, "model_only": request.model_only}
+    entry = {"inputs": merged, "others_from": request.others_from, "model_only": model_only}
     return {**base, "merged": [*base.get("merged", ()), entry]}

@@ -42,6 +42,7 @@ class Translation:
         step: the number of steps taken, if the target stores it and the source does not.
         drop: slots of optimizer state to leave out.
         tensors_only: leave out items that are not tensors.
+        model_only: leave out all but the model's weights and buffers.
         fill_missing: write zeros as the state of parameters in groups that have none, as they never had a gradient.
         weights: where the source has float32 masters as well, what weights are made of, ``"masters"`` or ``"model"``;
             the other is left out.  None writes both, which only programs with masters can load.
@@ -61,6 +62,7 @@ class Translation:
     step: int | None = None
     drop: Collection[str] = ()
     tensors_only: bool = False
+    model_only: bool = False
     fill_missing: bool = False
     weights: str | None = None
     state_dtype: str | None = None
@@ -96,6 +98,7 @@ class Translation:
             ),
             frozenset(self.drop),
             self.tensors_only,
+            self.model_only,
             None if self.like is None else GroupTemplate.read(self.like),
         )
 

@@ -92,12 +92,10 @@ class MergeRequest:
     Attributes:
         weights: of the inputs; their sum is 1.
         others_from: the input whose counters, hyper-parameters and items the result has; None if all have the same.
-        model_only: whether only the model's weights are merged, and all else is left out.
     """
 
     weights: tuple[Fraction, ...]
     others_from: int | None = None
-    model_only: bool = False
 
     def outputs(self, source: JoinedCheckpoints, of_inputs: Sequence[Outputs]) -> Outputs:
         """Return the merged tensors and items.
@@ -108,8 +106,6 @@ class MergeRequest:
         names = [str(part.path) for part in source.parts]
         joined = (source.outputs(number, outputs) for number, outputs in enumerate(of_inputs))
         inputs = [_Input.of(name, outputs) for name, outputs in zip(names, joined, strict=True)]
-        if self.model_only:
-            inputs = [one.model_only() for one in inputs]
         base = inputs[self.others_from or 0]
         keys = _agreed_keys(inputs)
         tensors: list[OutputTensor] = [
@@ -160,7 +156,6 @@ class _Input:
     averaged: dict[str, OutputTensor]
     others: dict[str, OutputTensor]
     items: dict[str, OutputItem]
-    weights: frozenset[str]
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -174,7 +169,6 @@ class _Input:
         momenta = dialect.slots_called("momentum") if dialect else frozenset()
         averages: dict[str, OutputTensor] = {}
         others: dict[str, OutputTensor] = {}
-        weights = set()
         for own in outputs.tensors:
             record = own.record
             if dialect and record.slot in momenta and record.convention is None:
@@ -182,8 +176,6 @@ class _Input:
             tensor = replace(own, record=record)
             is_weight = bool(dialect and record.slot is None and dialect.model.read(record.path))
             is_option = bool(dialect and dialect.option and dialect.option.read(record.path))
-            if is_weight or (dialect is None and record.slot is None):
-                weights.add(record.key)
             if record.dtype in SIGNIFICAND and (is_weight or (record.shape and not is_option)):
                 averages[record.key] = tensor
             elif record.shape and record.dtype.startswith(_INDIVISIBLE):
@@ -194,16 +186,7 @@ class _Input:
             else:
                 others[record.key] = tensor
         items = {item.key: item for item in outputs.items}
-        return cls(name, averages, others, items, frozenset(weights), outputs.left_out, outputs.notes)
-
-    def model_only(self) -> _Input:
-        averages = {key: tensor for key, tensor in self.averaged.items() if key in self.weights}
-        others = {key: tensor for key, tensor in self.others.items() if key in self.weights}
-        if not averages:
-            raise SourceError(f"{self.name}: expected weights of a model, found none; merge it without --model-only")
-        left = (key for entries in (self.averaged, self.others, self.items) for key in entries)
-        left_out = (*self.left_out, *(key for key in left if key not in averages and key not in others))
-        return replace(self, averaged=averages, others=others, items={}, left_out=left_out)
+        return cls(name, averages, others, items, outputs.left_out, outputs.notes)
 
 
 def _agreed_keys(inputs: Sequence[_Input]) -> set[str]:

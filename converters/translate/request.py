@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
+from ...errors import SourceError
+from ...keys import key_of
 from ...store.open_checkpoint import OpenCheckpoint
+from ...vocabulary import KeyPath
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
-from ..programs.dialect import Dialect
+from ..programs.dialect import Dialect, Template
 from .conventions import Overrides
-from .detection import with_slots
+from .detection import detect, named, with_slots
 from .groups import GroupTemplate
 from .names import NameRules
 
@@ -17,7 +21,7 @@ from .names import NameRules
 class Request:
     """A request for a translation, which by default changes nothing: the arguments of :func:`.translator.translate`.
 
-    ``tensors_only`` leaves out items that are not tensors.
+    ``tensors_only`` leaves out items that are not tensors, ``model_only`` all but the model's weights and buffers.
     """
 
     source: Dialect | None = None
@@ -26,12 +30,18 @@ class Request:
     overrides: Overrides = field(default_factory=Overrides)
     drop: frozenset[str] = frozenset()
     tensors_only: bool = False
+    model_only: bool = False
     like: GroupTemplate | None = None
 
     @property
     def translates(self) -> bool:
-        """Return whether more is asked for than to leave items out."""
-        return replace(self, tensors_only=False) != Request()
+        """Return whether more is asked for than to leave something out."""
+        return replace(self, tensors_only=False, model_only=False) != Request()
+
+    @property
+    def _of_weights(self) -> Request:
+        """Return what the request says of weights: the program to write for names them, and decides no more."""
+        return replace(self, target=None, model_only=False)
 
     def outputs(self, source: OpenCheckpoint) -> Outputs:
         """Return the outputs made from a checkpoint, translated only if something is asked for.
@@ -39,6 +49,8 @@ class Request:
         Raises:
             SourceError, TargetError, LayoutError: as in `translate` and `unchanged`.
         """
+        if self.model_only:
+            return _model(source, self._of_weights, self.target)
         if self.translates:
             from .translator import translate  # imported here because few commands translate
 
@@ -55,6 +67,40 @@ class Request:
         else:
             outputs = unchanged(source)
         return outputs.tensors_only() if self.tensors_only else outputs
+
+
+def _model(source: OpenCheckpoint, request: Request, target: Dialect | None) -> Outputs:
+    """Return the weights and buffers of the model, named as a program names them; None means the source's.
+
+    Nothing has to be known of the optimizer, unless the request needs it, as masters that become weights do.  Where the
+    program is unknown, what is no state is the model's.
+
+    Raises:
+        SourceError: there are none, or the program is unknown and another is to be written.
+    """
+    outputs = request.outputs(source)
+    model: Template | None = None
+    with nullcontext() if target else suppress(SourceError):
+        detected = detect(source.manifest) if request.source is None else named(source.manifest, request.source)
+        model = detected.dialect.model
+    paths: dict[str, KeyPath] = {}
+    for record in [tensor.record for tensor in outputs.tensors if tensor.record.slot is None]:
+        if model is None:
+            paths[record.key] = record.path
+        elif fields := model.read(record.path):
+            paths[record.key] = (target.model if target else model).write(**fields)
+    if not paths:
+        raise SourceError(f"{source.path}: expected weights of a model under {model}, found none")
+    return replace(
+        outputs,
+        tensors=[
+            replace(tensor, record=replace(tensor.record, key=key_of(paths[tensor.key]), path=paths[tensor.key]))
+            for tensor in outputs.tensors
+            if tensor.key in paths
+        ],
+        items=(),
+        left_out=(*outputs.left_out, *(key for key in outputs.keys if key not in paths)),
+    )
 
 
 def unchanged(source: OpenCheckpoint) -> Outputs:
