@@ -1,9 +1,9 @@
 """Muon momentum that survives any change of topology, and a Muon that runs on every one of them.
 
 ``box``, ``layout`` and ``plan`` say where elements lie; ``layouts/`` reads shardings, ``store/`` files; ``checkpoint/``
-saves and loads live state; ``compat/`` has our optimizer under others' names; ``forecasting/`` answers what if;
-``page/`` makes a report; ``checkup/`` looks at a program's own optimizer.  ``optimizer``, ``converters`` and ``cli``
-lie beside this folder.  Open ``layout`` first.
+saves and loads live state, ``series/`` step after step; ``compat/`` has our optimizer under others' names;
+``forecasting/`` answers what if; ``page/`` makes a report; ``checkup/`` looks at a program's own optimizer.
+``optimizer``, ``converters`` and ``cli`` lie beside this folder.  Open ``layout`` first.
 
 All names but the errors are imported when first used, so that programs which only look at checkpoints start without
 torch.
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from .checkpoint.loading import load
     from .checkpoint.redistribution import Redistribution, redistribute
     from .checkpoint.saving import save
-    from .checkpoint.series import Restored, SavedStep, Series
     from .checkup.doctor import Checkup, doctor
     from .converters.compare.diff import Difference, diff
     from .converters.compare.run_watch import RunWatch, WatchedRun, WatchedStep, run_columns
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from .layouts.boxed_tensor import BoxedTensor
     from .page.checkpoint_page import Page, report
     from .page.run_page import RunPage, report_run
+    from .series.series import Restored, SavedStep, Series
     from .store.audit import AuditReport, verify
     from .store.open_checkpoint import OpenCheckpoint
     from .store.opening import open
@@ -131,7 +131,7 @@ _NAMES = {
     ".checkpoint.loading": ("load",),
     ".checkpoint.redistribution": ("Redistribution", "redistribute"),
     ".checkpoint.saving": ("save",),
-    ".checkpoint.series": ("Restored", "SavedStep", "Series"),
+    ".series.series": ("Restored", "SavedStep", "Series"),
     ".converters.compare.diff": ("Difference", "diff"),
     ".converters.compare.run_watch": ("RunWatch", "WatchedRun", "WatchedStep", "run_columns"),
     ".converters.compare.stats": ("CheckpointStats", "stats"),

@@ -54,6 +54,8 @@ RULES = {
     "version wording",
     "checkpoint": "errors box chunks columns json_fields overlap layout plan fingerprint record resumption new_group "
     "keys version vocabulary layouts store store/io store/reading store/formats",
+    "series": "errors resumption store store/io store/formats checkpoint converters converters/engine "
+    "converters/target",
     "optimizer/ground": "box",
     "optimizer/newton_schulz": "coefficients optimizer/ground optimizer/triton",
     "optimizer/triton": "overlap plan optimizer/ground",
@@ -93,8 +95,8 @@ RULES = {
     "cli": "errors record version vocabulary wording store store/io store/reading converters converters/compare "
     "converters/engine converters/look converters/target converters/translate checkup forecasting page "
     "converters/programs",
-    "": "errors version layouts store checkpoint converters/look converters converters/compare checkup forecasting "
-    "page",
+    "": "errors version layouts store checkpoint series converters/look converters converters/compare checkup "
+    "forecasting page",
     "__main__": "cli",
 }
 TORCH = (
@@ -102,6 +104,7 @@ TORCH = (
     "layouts/boxed_tensor",
     "new_group",
     "checkpoint/",
+    "series/",
     "compat/",
     "checkup/",
     "integrations/",

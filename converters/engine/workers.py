@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -153,7 +153,33 @@ def joined(environment: Mapping[str, str], timeout: float = TIMEOUT) -> Iterator
             f"{me} cannot find the others: {' and '.join(missing)} not set in the environment. torchrun sets them; "
             "under another launcher set MASTER_ADDR to the machine of worker 0 and MASTER_PORT to a free port of it"
         )
-    workers = ProcessGroup(me, timeout)
+    with _sharing(ProcessGroup(me, timeout)) as workers:
+        yield workers
+
+
+@contextmanager
+def joined_ranks(process_group: dist.ProcessGroup | None, timeout: float = TIMEOUT) -> Iterator[Workers]:
+    """Join the ranks of a program that is running, those of a process group, for the duration of a block.
+
+    Args:
+        process_group: None means all ranks, or this process where there are no others.
+        timeout: as for `joined`.
+
+    Raises:
+        Interrupted: a worker was lost.
+    """
+    import torch.distributed as dist
+
+    ranks = dist.get_process_group_ranks(process_group) if dist.is_initialized() else []
+    if len(ranks) < 2:
+        yield Workers()
+        return
+    with _sharing(ProcessGroup(Worker(ranks.index(dist.get_rank()), len(ranks)), timeout, ranks)) as workers:
+        yield workers
+
+
+@contextmanager
+def _sharing(workers: ProcessGroup) -> Iterator[Workers]:
     with together(workers):
         yield workers
     workers.leave()
@@ -199,13 +225,14 @@ class _Trouble:
 
 
 class ProcessGroup(Workers):
-    """Several workers, joined by a gloo process group."""
+    """Several workers, joined by a gloo process group; ``ranks`` are theirs in the world, if not all."""
 
-    def __init__(self, me: Worker, timeout: float) -> None:
+    def __init__(self, me: Worker, timeout: float, ranks: Collection[int] = ()) -> None:
         import torch.distributed  # not by the thread: it may not have ended when Python shuts down  # noqa: F401
 
         super().__init__(me)
         self._timeout = timeout
+        self._ranks = ranks
         self._met = False
         self._trouble: _Trouble | None = None
         self._messages: SimpleQueue[_Message] = SimpleQueue()
@@ -297,7 +324,7 @@ class ProcessGroup(Workers):
 
         limit = timedelta(seconds=self._timeout)
         if dist.is_initialized():
-            return new_group(range(dist.get_world_size()), "gloo", limit)
+            return new_group(self._ranks or range(dist.get_world_size()), "gloo", limit)
         self._latest = time.monotonic()
         # An attribute, because this process may be the server from which the others still have to read.
         self._shared, _, _ = next(rendezvous("env://", self.me.rank, self.me.world, timeout=limit))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 from ...errors import SourceError
@@ -80,9 +79,12 @@ def _model(source: OpenCheckpoint, request: Request, target: Dialect | None) -> 
     """
     outputs = request.outputs(source)
     model: Template | None = None
-    with nullcontext() if target else suppress(SourceError):
+    try:
         detected = detect(source.manifest) if request.source is None else named(source.manifest, request.source)
         model = detected.dialect.model
+    except SourceError:
+        if target is not None:
+            raise
     paths: dict[str, KeyPath] = {}
     for record in [tensor.record for tensor in outputs.tensors if tensor.record.slot is None]:
         if model is None:

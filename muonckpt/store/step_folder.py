@@ -64,6 +64,15 @@ class StepFolder:
                     faults[name] = fault
         return Newest(None, faults)
 
+    def whole(self, step: int) -> StepName | None:
+        """Find the last whole checkpoint of a step, without reading data.
+
+        Raises:
+            SourceError: as `newest`.
+        """
+        names = self._published(name for name in self._names() if name.step == step)
+        return next((name for name in sorted(names, reverse=True) if self.fault(name) is None), None)
+
     def exists(self, name: StepName) -> bool:
         """Return True if a checkpoint of this name was published, and its removal has not begun."""
         return (self.path(name) / MANIFEST_FILE).exists()

@@ -14,16 +14,23 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from ..checkpoint.all_ranks import (
+    broadcast_from_first,
+    decide_on_first,
+    is_coordinator,
+    refuse_crossed,
+    refuse_differing,
+)
+from ..checkpoint.async_saving import AsyncSave, OnError, WhenBusy, save_in_thread, settle_last
+from ..checkpoint.loading import load
+from ..checkpoint.saving import save
 from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError, SourceError
 from ..resumption import Extra, Globs, LoadReport
 from ..store.formats.signs import METADATA_FILE
 from ..store.io.location import location
 from ..store.run import StepName
 from ..store.step_folder import Newest, StepFolder
-from .all_ranks import broadcast_from_first, decide_on_first, is_coordinator, refuse_crossed, refuse_differing
-from .async_saving import AsyncSave, OnError, WhenBusy, save_in_thread, settle_last
-from .loading import load
-from .saving import save
+from .export import SHARD_SIZE, check_form, export_model
 
 _Answer = TypeVar("_Answer")
 
@@ -105,6 +112,7 @@ class Series:
         *,
         replace: bool = False,
         provenance: Mapping[str, Any] | None = None,
+        also: str | None = None,
     ) -> SavedStep:
         """Save a checkpoint as `muonckpt.save` does; then remove what is not to be kept.
 
@@ -117,17 +125,18 @@ class Series:
             replace: supersede a whole checkpoint of this step; a torn or damaged one is superseded in any case.  The
                 new one has a name of its own, ``step-00001000.2``, and the old one is removed afterwards.
             provenance: JSON data to keep in the manifest; ``step`` is added.
+            also: the form of an `export` to write when the checkpoint is there, ``"hf"``.
 
         Raises:
-            DestinationError: there is a whole checkpoint of this step, or it cannot be written.
+            DestinationError: there is a whole checkpoint of this step, or it or the export cannot be written.
             LayoutError, ArgumentError, LostRankError: as in `muonckpt.save`.
         """
         refuse_crossed(self._group, "Series.save")
         settle_last(self._group)
-        name = self._new_name(step, replace)
+        name = self._new_name(step, replace, also)
         saved = self._saved(name)
         save(state_dict, saved.path, provenance={**(provenance or {}), "step": step}, process_group=self._group)
-        self._published(name)
+        self._published(name, also)
         return saved
 
     def async_save(
@@ -137,13 +146,14 @@ class Series:
         *,
         replace: bool = False,
         provenance: Mapping[str, Any] | None = None,
+        also: str | None = None,
         on_error: OnError = "raise",
         when_busy: WhenBusy = "wait",
     ) -> AsyncSave:
         """Save while training goes on, as `muonckpt.async_save` does; then remove what is not to be kept.
 
         Args:
-            step, replace, provenance: as for `save`.
+            step, replace, provenance, also: as for `save`.
             on_error, when_busy: as for `muonckpt.async_save`.
 
         Raises:
@@ -151,16 +161,66 @@ class Series:
         """
 
         def begin() -> tuple[str, Callable[[], None]]:
-            name = self._new_name(step, replace)
-            return self._saved(name).path, lambda: self._published(name)
+            name = self._new_name(step, replace, also)
+            return self._saved(name).path, lambda: self._published(name, also)
 
         wanted, details = f"step {step}", {**(provenance or {}), "step": step}
         return save_in_thread(state_dict, wanted, details, self._group, on_error, when_busy, begin)
 
-    def _published(self, name: StepName) -> None:
+    def export(
+        self,
+        step: int,
+        form: str = "hf",
+        destination: str | os.PathLike[str] | None = None,
+        *,
+        shard_size: int = SHARD_SIZE,
+    ) -> str:
+        """Write the model of a saved step as other programs load it, all ranks together; return where it is.
+
+        An export is never removed by the series, nor resumed from.
+
+        Args:
+            step: of a whole checkpoint of this series.
+            form: ``"hf"``: safetensors with an index, whole weights under the model's own names.
+            destination: a folder that does not exist; by default ``step-00001000-hf`` beside the checkpoint.
+            shard_size: the most bytes of weights in a file.
+
+        Raises:
+            SourceError: there is no whole checkpoint of this step, it is damaged, or it has no model.
+            DestinationError: the destination exists, or cannot be written.
+            ArgumentError: an unknown form, or arguments that differ between ranks.
+            Interrupted: a rank was lost.
+        """
+        refuse_crossed(self._group, "Series.export")
+        settle_last(self._group)
+        place = None if destination is None else os.fspath(destination)
+
+        def arguments() -> Mapping[str, object]:
+            check_form(form)
+            return {"step": step, "form": form, "destination": place, "shard_size": shard_size}
+
+        def chosen(asked: list[Mapping[str, object]]) -> StepName | None:
+            refuse_differing(self._group, "export", asked)
+            return self._folder.whole(step)
+
+        name = decide_on_first(self._group, SourceError, arguments, chosen)
+        if name is None:
+            raise SourceError(f"expected a whole checkpoint of step {step} in {self._folder.place}, found none")
+        return self._export(name, form, place, shard_size)
+
+    def _export(self, name: StepName, form: str, destination: str | None = None, shard_size: int = SHARD_SIZE) -> str:
+        place = (
+            self._folder.place / f"{name}-{form}" if destination is None else location(destination, DestinationError)
+        )
+        export_model(self._folder.path(name), place, self._group, shard_size)
+        return str(place)
+
+    def _published(self, name: StepName, also: str | None) -> None:
         self._whole.add(name)
         if is_coordinator(self._group):
             self._attempt(f"what {self._folder.place} need not keep", lambda: self._prune(name))
+        if also is not None:
+            self._export(name, also)
 
     def latest(self) -> SavedStep | None:
         """Return the newest whole checkpoint, or None, and warn of newer ones that are torn.  Reads no data.
@@ -253,7 +313,7 @@ class Series:
     def _saved(self, name: StepName) -> SavedStep:
         return SavedStep(name.step, str(self._folder.path(name)))
 
-    def _new_name(self, step: int, replace: bool) -> StepName:
+    def _new_name(self, step: int, replace: bool, also: str | None) -> StepName:
         """Return the name to save under, once all ranks have asked for the same step."""
 
         def arguments() -> Mapping[str, object]:
@@ -264,7 +324,9 @@ class Series:
                 raise ArgumentError(
                     f"a step is an integer, 0 or more, and comes before the state dict; found {actual}{line}"
                 )
-            return {"step": step, "replace": replace}
+            if also is not None:
+                check_form(also)
+            return {"step": step, "replace": replace, "also": also}
 
         def begin(asked: list[Mapping[str, object]]) -> StepName:
             refuse_differing(self._group, "save", asked)
