@@ -15,10 +15,10 @@ from ..store.io.location import Location
 from ..store.run import run_of
 from ..wording import counted, size
 from .argument_types import CHECKPOINT, KEY, ProgramType, jobs_option, memory_option
-from .printing import print_duration, print_json, print_line, print_section, progress, some_of
+from .printing import print_duration, print_json, print_line, print_section, print_table, progress, some_of
 from .runs import newest_whole
 
-_MOST_ROWS = 20
+_MOST_ROWS = 4
 
 _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 
@@ -28,7 +28,7 @@ _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 @click.argument("b", type=CHECKPOINT, required=False)
 @click.argument("globs", type=KEY, nargs=-1, metavar="[GLOB]...")
 @click.option("--summary", is_flag=True, help="Print counts only.")
-@click.option("--all", "every", is_flag=True, help="List every tensor that changed.")
+@click.option("--all", "every", is_flag=True, help="List every tensor and item that changed.")
 @click.option("--rtol", type=click.FloatRange(0), metavar="NUMBER", help="Take as equal: |a-b| <= RTOL max(|a|, |b|).")
 @click.option("--atol", type=click.FloatRange(0), metavar="NUMBER", help="The same with an absolute bound.")
 @click.option("--to", "to_dialect", type=ProgramType(_WRITABLE), metavar="PROGRAM", help="Compare as it has them.")
@@ -83,10 +83,14 @@ def _print_details(found: Difference, every: bool) -> None:
     changed = [tensor for tensor in found.tensors if tensor.status in ("changed", "close")]
     changed.sort(key=change, reverse=True)
     headers = ("tensor", "changed", "max abs", "max rel", "cosine", "norm A", "norm B", "RMS change")
-    print_section(headers, [_row(tensor) for tensor in (changed if every else changed[:_MOST_ROWS])])
+    if changed:
+        print_table(headers, [_row(tensor) for tensor in (changed if every else changed[:_MOST_ROWS])])
     if len(changed) > _MOST_ROWS and not every:
         print_line(f"and {len(changed) - _MOST_ROWS} more that changed less (--all)")
-    print_section(("item", "A", "B"), [(item.key, *_both(item.a, item.b)) for item in found.items])
+    items = [(item.key, *_both(item.a, item.b)) for item in (found.items if every else found.items[:_MOST_ROWS])]
+    print_section(("item", "A", "B"), items)
+    if more := len(found.items) - len(items):
+        print_line(f"and {more} more (--all)")
     for name, keys, colour in (("A", found.only_a, "red"), ("B", found.only_b, "green")):  # as `git diff` has them
         rows = [(key,) for key in (keys if every else keys[:_MOST_ROWS])]
         print_section((f"only in {name}",), rows, [colour] * len(rows))
@@ -103,7 +107,7 @@ def _row(tensor: TensorDifference) -> tuple[object, ...]:
     if s is None:
         shapes = ", ".join(" x ".join(map(str, shape)) or "scalar" for shape in (shape_a, shape_b))
         return name, f"shape {shapes}", *("-" for _ in range(6))
-    share = f"{s.changed} of {s.elements}"
+    share = f"all {s.elements}" if s.changed == s.elements else f"{s.changed} of {s.elements}"
     cosine = "-" if s.cosine is None else f"{s.cosine:.6f}"
     numbers = (f"{value:.4g}" for value in (s.norm_a, s.norm_b, s.rms_change))
     return name, share, f"{s.max_abs:.3g}", f"{s.max_rel:.3g}", cosine, *numbers

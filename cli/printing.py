@@ -127,7 +127,7 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
         columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn(binary_units=True))
         console = Console(stderr=True, no_color=_without_colour())
-        with bars.Progress(*columns, bars.TimeRemainingColumn(), console=console) as shown:
+        with bars.Progress(*columns, bars.TimeRemainingColumn(), console=console, transient=True) as shown:
             task = shown.add_task(label, total=None, visible=False)
             yield lambda count, total: shown.update(task, advance=count, total=total, visible=True)
         return

@@ -74,7 +74,7 @@ def verify_command(
         return 1 if report.findings else 0
     for number, line in enumerate(report.diagnosis.lines):
         print_line(line, fg="red" if number == 0 else None)
-    _print_findings(report.findings, verbose)
+    _print_findings(report.findings, verbose, 1 if report.diagnosis else None)
     for note in (*report.notes, *filter(None, [unrecorded])):
         print_line(f"note: {note}")
     if report.unchecked:
@@ -92,16 +92,20 @@ def verify_command(
     return 1 if report.findings else 0
 
 
-def _print_findings(findings: Sequence[Finding], verbose: bool) -> None:
-    """Print findings by their kind; unless ``verbose``, only the first of each."""
+def _print_findings(findings: Sequence[Finding], verbose: bool, most: int | None) -> None:
+    """Print findings by kind; unless ``verbose``, the first of each, or of so many kinds, and count the others."""
     by_kind = defaultdict[str, list[Finding]](list)
     for finding in findings:
         by_kind[finding.kind].append(finding)
-    for kind, alike in by_kind.items():
-        for finding in alike if verbose else alike[:1]:
+    others = []
+    for number, (kind, alike) in enumerate(by_kind.items()):
+        shown = alike if verbose else alike[: int(most is None or number < most)]
+        for finding in shown:
             print_line(f"{kind}: {finding.message}", fg="red")
-        if len(alike) > 1 and not verbose:
-            print_line(f"{kind}: and {len(alike) - 1} more (-v)")
+        if more := len(alike) - len(shown):
+            others.append(f"{more} {'more ' if shown else ''}{kind}")
+    if others:
+        print_line(f"and {', '.join(others)} (-v)")
 
 
 def _print_verdicts(run: Run, verdicts: Iterable[StepVerdict], as_json: bool) -> int:

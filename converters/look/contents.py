@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pprint
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -454,4 +453,23 @@ def groups_as_data(manifest: Manifest, values: Values) -> list[dict[str, Any]]:
 
 
 def groups_as_code(groups: Sequence[dict[str, Any]], width: int = 120) -> str:
-    return pprint.pformat(list(groups), width=width, compact=True, sort_dicts=False)
+    """Return a Python list of groups, with as many options on a line as the ``width`` has room for."""
+    lines: list[str] = []
+    for group in groups:
+        words = [word for option, value in group.items() for word in _option_as_code(option, value)] or [""]
+        lines.append(f"{' ' if lines else '['}{{{words[0]}")
+        for word in words[1:]:
+            if len(lines[-1]) + len(word) + len(" },]") > width:
+                lines.append(f"  {word}")
+            else:
+                lines[-1] += f" {word}"
+        lines[-1] = f"{lines[-1].removesuffix(',')}}},"
+    return "\n".join(lines).removesuffix(",") + "]" if lines else "[]"
+
+
+def _option_as_code(option: str, value: object) -> list[str]:
+    """Return an option of a group as words of code, between which a line may end."""
+    parts = [repr(part) for part in value] if isinstance(value, list) and value else [repr(value)]
+    first, last = ("[", "]") if isinstance(value, list) and value else ("", "")
+    parts = [f"{option!r}: {first}{parts[0]}", *parts[1:]]
+    return [*(f"{part}," for part in parts[:-1]), f"{parts[-1]}{last},"]

@@ -342,15 +342,21 @@ LOOK_AT = "look at"
 
 _MOST_LINES = 8
 _MOST_GROUPS = 24
+_MOST_NAMES = 36
+"""Characters of the names of a group's parameters; --groups has them whole."""
+
+_MOST_CUTS = 3
+_MOST_OPTIONS = 3
+"""Options of a group that no other group of its method contrasts with; the others are counted."""
 
 _FIRST = ("algorithm", "lr", "weight_decay", "wd", "momentum", "mu", "betas", "beta1", "beta2", "adamw_betas", "step",
           "convention", "nesterov")  # fmt: skip
 """Options that come first; what programs call them does not matter otherwise."""
 
-_MADE_WITH = ("program", "torch", "python", "platform", "world")
+_MADE_WITH = ("program", "torch", "python", "world")
 """What says of the provenance where a checkpoint was made."""
 
-_SAID_ELSEWHERE = frozenset({*_MADE_WITH, "step", "resharded", "salvaged"})
+_SAID_ELSEWHERE = frozenset({*_MADE_WITH, "platform", "format", "version", "step", "resharded", "salvaged"})
 
 
 def overview(inspection: Inspection) -> Iterator[tuple[str, str]]:
@@ -362,7 +368,11 @@ def overview(inspection: Inspection) -> Iterator[tuple[str, str]]:
 def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     """Yield the summary without what looks sick; an empty label goes on with the one above."""
     yield "checkpoint", inspection.checkpoint
-    yield "kind", inspection.kind
+    dialect = inspection.dialect
+    keys = f"of {dialect['name']} ({dialect['who']})" if dialect["name"] else "unknown"
+    yield "kind", f"{inspection.kind}, keys {keys}"
+    for reason in () if dialect["name"] else dialect["reasons"]:
+        yield "", reason
     made = [f"{name} {inspection.provenance[name]}" for name in _MADE_WITH if inspection.provenance.get(name)]
     if made:
         yield "made by", ", ".join(made).removeprefix("program ")
@@ -376,25 +386,22 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield from _step_lines(inspection)
     yield from _optimizer_lines(inspection)
     others = f"{counted(inspection.other_items, 'other item')}; {counted(inspection.files, 'file')}"
-    chunks = f"{inspection.tensors} in {counted(inspection.chunks, 'chunk')}, {size(inspection.bytes)}"
+    empty = f" and {inspection.empty_chunks} empty" if inspection.empty_chunks else ""
+    chunks = f"{inspection.tensors} in {counted(inspection.chunks, 'chunk')}{empty}, {size(inspection.bytes)}"
     yield "tensors", f"{chunks}; {others}"
-    if inspection.empty_chunks:
-        yield "", f"and {counted(inspection.empty_chunks, 'chunk')} without elements"
-    dialect = inspection.dialect
-    yield "keys", f"{dialect['name']} ({dialect['who']})" if dialect["name"] else "unknown"
-    for reason in dialect["reasons"] if dialect["name"] != "muonckpt" else ():  # ours needs no proof
-        yield "", reason
     layouts = [f"{counted(layout['tensors'], 'tensor')} {_how(layout)}" for layout in inspection.layouts]
     yield from _some("layout", layouts)
-    yield "cut into", "; ".join(f"{cut['tensors']}: {cut['cut']}" for cut in inspection.cuts[:_MOST_LINES])
+    cuts = [f"{cut['tensors']}: {cut['cut']}" for cut in inspection.cuts]
+    if others := sum(cut["tensors"] for cut in inspection.cuts[_MOST_CUTS:]):
+        cuts[_MOST_CUTS:] = [f"{others} more"]
+    yield "cut into", "; ".join(cuts)
     yield from _balance_lines(inspection.balance)
-    words = {"digest": "digests", "crc32": "CRC-32s", "in_the_item": "in the items, if any"}
+    words = {"digest": "digests", "crc32": "CRC-32s", "in_the_item": "in items, if any"}
     sums = ", ".join(f"{inspection.checks[kind]} {word}" for kind, word in words.items() if inspection.checks[kind])
-    yield "checksums", sums or "none"
     last = inspection.verified
     faults = f": {last.sentence}" if last and last.sentence else ""
-    never = "never, as its files are now: `muonckpt verify` does it"
-    yield "verified", f"{moment(last.when)} UTC, {last.verdict}{faults}" if last else never
+    when = f"{moment(last.when)} UTC, {last.verdict}{faults}" if last else "never, as its files are now"
+    yield "verified", f"{when}; checksums: {sums or 'none'}"
 
 
 def _step_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
@@ -411,7 +418,7 @@ def _optimizer_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
     methods = []
     for row in inspection.optimizer:
         matrices = f"{row['matrices'] or 'no'} {'matrix' if row['matrices'] == 1 else 'matrices'}"
-        methods.append(f"{row['method']}: {counted(row['parameters'], 'parameter')} ({matrices})")
+        methods.append(f"{row['method']}: {counted(row['parameters'], 'parameter')}, {matrices}")
     yield "optimizer", "; ".join(methods) if methods else "no state"
     for row in inspection.conventions:
         yield "momentum", f"{row['convention'] or 'unknown'} in {counted(row['tensors'], 'tensor')} ({row['by']})"
@@ -424,25 +431,29 @@ def _optimizer_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _group_lines(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Say each option once: of all groups, of those of one name, or of the one group that has it so."""
+    """Say each option once: of all groups, of those of one name, or of the one group that has it so.
+
+    What differs between groups of one name is said whole; of the rest the first options are, and the others counted.
+    """
     options = [group["options"] for group in groups]
     names = Counter(group["name"] for group in groups)
     shared = _shared(options)
     own = {name: _shared([g["options"] for g in groups if g["name"] == name]) for name in names if names[name] > 1}
     if len(groups) > 1 and shared:
-        yield "groups", f"all: {_in_words(shared)}"
+        yield "groups", f"all: {_in_words(shared, _MOST_OPTIONS)}"
     for name, common in own.items():
         differing = {option: value for option, value in common.items() if option not in shared and value != name}
         if differing and len(names) > 1:
-            yield "groups", f"{name or 'others'}: {_in_words(differing)}"
+            yield "groups", f"{name or 'others'}: {_in_words(differing, _MOST_OPTIONS)}"
     for group in groups[:_MOST_GROUPS]:
         known = {**shared, **own.get(group["name"], {})} if len(groups) > 1 else {}
         mine = {o: value for o, value in group["options"].items() if o not in known and value != group["name"]}
         numbers = f"{ranges(group['groups'])}: " if group["groups"] else ""
         name = f"{group['name']}, " if group["name"] else ""
-        held, more = group["holds"][:_MOST_LINES], len(group["holds"]) - _MOST_LINES
-        holds = f" ({', '.join(held)}{f' and {more} more' if more > 0 else ''})" if held else ""
-        words = f": {_in_words(mine)}" if mine else "" if known else ", without options"
+        held = ", ".join(group["holds"])
+        holds = f" ({held if len(held) <= _MOST_NAMES else f'{held[:_MOST_NAMES].rstrip()} …'})" if held else ""
+        most = None if names[group["name"]] > 1 else _MOST_OPTIONS
+        words = f": {_in_words(mine, most)}" if mine else "" if known else ", without options"
         yield "group", f"{numbers}{name}{counted(group['parameters'], 'parameter')}{holds}{words}"
     if len(groups) > _MOST_GROUPS:
         yield "", f"and {len(groups) - _MOST_GROUPS} groups with other options (--groups)"
@@ -455,11 +466,15 @@ def _shared(options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if all(name in other and repr(other[name]) == repr(value) for other in others)}  # fmt: skip
 
 
-def _in_words(options: Mapping[str, Any]) -> str:
+def _in_words(options: Mapping[str, Any], most: int | None = None) -> str:
     ordered = sorted(options, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
-    said = ", ".join(f"{name} {_value(options[name])}" for name in ordered if options[name] is not None)
-    unset = ", ".join(name for name in ordered if options[name] is None)
-    return "; ".join(filter(None, (said, unset and f"not set: {unset}")))
+    known = [name for name in ordered if options[name] is not None]
+    most = len(options) if most is None or len(options) <= most + 1 else most  # one more is no longer than its count
+    said = [f"{name} {_value(options[name])}" for name in known[:most]]
+    if more := len(known) - len(said):
+        said.append(f"{more} more (--groups)")
+    unset = ", ".join(name for name in ordered if options[name] is None) if len(options) <= most else ""
+    return "; ".join(filter(None, (", ".join(said), unset and f"not set: {unset}")))
 
 
 def _value(value: object) -> str:
@@ -476,8 +491,8 @@ def _balance_lines(balance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     held, work = balance["bytes"], balance["newton_schulz"]
     if held:
         most = f", at most {size(held['most'])} (rank {held['busiest_rank']}): {held['most_to_mean']:.3g} of the mean"
-        mean = f"{size(round(held['mean']))} a rank{most if held['ranks'] > 1 else ''}"
-        yield "balance", f"{counted(held['ranks'], 'rank')}, {mean}"
+        mean = f"{size(round(held['mean']))}{most if held['ranks'] > 1 else ''}"
+        yield "balance", f"{counted(held['ranks'], 'rank')} of {mean}"
     if work and work["ranks"] > 1:
         busiest = f"rank {work['busiest_rank']} has {work['most_to_mean']:.3g} of the mean"
         yield "", f"Newton-Schulz work of the matrices that ranks hold: {busiest}"

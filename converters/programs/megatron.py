@@ -74,7 +74,7 @@ def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
 
 FSDP_DTENSOR = Dialect(
     "fsdp_dtensor",
-    "fsdp_dtensor, dialect A: Megatron-LM with Megatron-FSDP v1",
+    "dialect A: Megatron-LM with Megatron-FSDP v1",
     Template(("model", "module.{name}")),
     Template(("optimizer", "state", "module.module.module.{name}", "{slot}")),
     Template(("optimizer", "param_to_group_meta", "module.module.module.{name}", "{option}")),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.commands import called
+from support.commands import called, on_terminal
 from support.golden import golden
 from support.layer_wise_training import Net, groups
 from support.manifest_json import manifest_at
@@ -227,18 +227,28 @@ def test_indices_that_a_tensor_does_not_have_are_a_mistake_of_usage(selection, t
 
 
 @pytest.mark.parametrize(
-    ("name", "reasons", "slot"),
+    ("name", "who", "reason", "slot"),
     [
-        ("xtuner_fsdp4/ckpt", ["xtuner (InternLM/XTuner)", "only it writes the slot 'lr_ratio'"], "momentum"),
-        ("titan_fsdp4/ckpt", ["titan (", "its parameters are at the top"], "momentum_buffer"),
-        ("megatron/fsdp_dtensor/dp4/iter_0000010", ["fsdp_dtensor (", "its state is under keys such as"], "exp_avg"),
-        ("megatron/layer_wise/ws4_padded/torch_dist", ["torch_dist ("], "momentum_buffer"),
+        ("xtuner_fsdp4/ckpt", "xtuner (InternLM/XTuner)", "only it writes the slot 'lr_ratio'", "momentum"),
+        ("titan_fsdp4/ckpt", "titan (", "its parameters are at the top", "momentum_buffer"),
+        ("megatron/fsdp_dtensor/dp4/iter_0000010", "fsdp_dtensor (", "its state is under keys such as", "exp_avg"),
+        ("megatron/layer_wise/ws4_padded/torch_dist", "torch_dist (", "", "momentum_buffer"),
     ],
 )
-def test_the_dialect_of_keys_is_shown_with_the_reason_and_names_the_slots(name, reasons, slot):
-    shown = inspected(golden(name))
-    assert all(text in shown for text in reasons)
-    assert slot in {entry["slot"] for entry in summary(golden(name))["slots"]}
+def test_the_dialect_of_keys_is_shown_and_has_a_reason_and_names_the_slots(name, who, reason, slot):
+    assert f", keys of {who}" in inspected(golden(name))
+    found = summary(golden(name))
+    assert reason in "; ".join(found["dialect"]["reasons"])
+    assert slot in {entry["slot"] for entry in found["slots"]}
+
+
+FITTING = [f"{name}/ckpt" for name in ("torch_fsdp4", "torch_hsdp2x2", "dion_fsdp4", "titan_fsdp4", "xtuner_fsdp4")]
+FITTING += ["megatron/fsdp_dtensor/dp4/iter_0000010", "megatron/layer_wise/ws4_padded/torch_dist"]
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_a_look_at_a_checkpoint_of_any_program_fits_a_screen_of_80_by_24(name):
+    assert len(on_terminal(80, "inspect", golden(name)).stdout.splitlines()) <= 24
 
 
 def test_keys_of_nobody_are_no_error(tmp_path):

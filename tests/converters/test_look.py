@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import math
@@ -264,15 +265,23 @@ def test_groups_are_shown_by_name_with_the_options_that_differ(tmp_path):
     ]
 
 
-def test_no_option_hides_and_each_is_said_once(tmp_path):
+def test_what_groups_differ_in_is_whole_and_the_rest_is_counted_and_in_the_view_of_groups(tmp_path):
     state = copy.deepcopy(healthy())
     many = {f"option{number}": number for number in range(20)}
-    for group in state["optimizer"]["param_groups"]:
-        group |= many
-    state["optimizer"]["param_groups"][1]["lr"] = 0.5
+    muon, adamw = state["optimizer"]["param_groups"]
+    late = {**muon, "params": muon["params"][4:], **{name: -1 - number for name, number in many.items()}}
+    muon |= {"params": muon["params"][:4], **many}
+    state["optimizer"]["param_groups"] = [
+        muon,
+        late,
+        adamw | {f"extra{number}": number for number in many.values()} | {"lr": 0.5},
+    ]
     shown = "\n".join(options_shown(state, tmp_path / "run"))
-    assert all(shown.count(f"option{number} {number}") == 1 for number in many.values())
-    assert shown.count("lr 0.02") == shown.count("lr 0.5") == 1
+    words = shown.replace("\n", ",").replace(": ", ", ").split(",")
+    assert all(words.count(f" {name} {value}") == 1 for name, n in many.items() for value in (n, -1 - n))
+    assert shown.count("lr 0.02") == shown.count("lr 0.5") == 1 and "19 more (--groups)" in shown
+    code = called("inspect", tmp_path / "run", "--groups").stdout
+    assert [group.get("option19", group.get("extra19")) for group in ast.literal_eval(code)] == [19, -20, 19]
 
 
 def test_every_group_is_read_however_many_there_are(tmp_path):
