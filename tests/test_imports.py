@@ -44,6 +44,7 @@ RULES = {
     "record": "errors box chunk_columns chunks columns json_fields layout vocabulary",
     "resumption": "vocabulary",
     "new_group": "",
+    "requests": "",
     "layouts": "errors box overlap layout",
     "layouts/buffers": "errors box layout layouts",
     "store/io": "errors box columns fingerprint record",
@@ -53,7 +54,7 @@ RULES = {
     "store": "errors box chunks columns fingerprint keys layout record vocabulary store/io store/reading store/formats "
     "version wording",
     "checkpoint": "errors box chunks columns json_fields overlap layout plan fingerprint record resumption new_group "
-    "keys version vocabulary layouts store store/io store/reading store/formats",
+    "keys requests version vocabulary layouts store store/io store/reading store/formats",
     "series": "errors resumption store store/io store/formats checkpoint converters converters/engine "
     "converters/target",
     "optimizer/ground": "box",
@@ -61,11 +62,11 @@ RULES = {
     "optimizer/triton": "overlap plan optimizer/ground",
     "optimizer/planning": "errors box overlap layout plan optimizer/newton_schulz",
     "optimizer/methods": "box layouts vocabulary optimizer/ground optimizer/planning",
-    "optimizer/step": "errors box overlap coefficients layout plan new_group layouts vocabulary optimizer/ground "
-    "optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/triton",
+    "optimizer/step": "errors box overlap coefficients layout plan new_group layouts requests vocabulary "
+    "optimizer/ground optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/triton",
     "optimizer": "errors coefficients layout layouts plan resumption vocabulary optimizer/ground "
     "optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/step",
-    "optimizer/layer_wise": "errors box resumption vocabulary layouts layouts/buffers optimizer/ground "
+    "optimizer/layer_wise": "errors box requests resumption vocabulary layouts layouts/buffers optimizer/ground "
     "optimizer/methods optimizer/step optimizer",
     "optimizer/__init__": "optimizer optimizer/layer_wise optimizer/methods optimizer/newton_schulz",
     "compat": "coefficients vocabulary layouts resumption optimizer/__init__ converters/programs",

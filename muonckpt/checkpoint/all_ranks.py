@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import TypeVar
 
 import torch
@@ -209,17 +211,28 @@ def refuse_crossed(process_group: dist.ProcessGroup | None, call: str) -> None:
         ArgumentError: names two calls, and ranks that made them.
     """
     group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
-    if group is None or time_out(group, torch.device("cpu")) is None:
-        return
-    calls: list[str] = [call] * dist.get_world_size(process_group)
+    if group is not None and time_out(group, torch.device("cpu")) is not None:
+        bits_of_all(process_group, call, 0)
+
+
+def bits_of_all(process_group: dist.ProcessGroup | None, call: str, bits: int) -> int:
+    """Return the bits that any rank has given, by the gather of names with which `refuse_crossed` begins a call.
+
+    Raises:
+        ArgumentError: as `refuse_crossed`.
+    """
+    if not dist.is_initialized():
+        return bits
+    calls: list[tuple[str, int]] = [(call, bits)] * dist.get_world_size(process_group)
     with lost_ranks():
-        dist.all_gather_object(calls, call, process_group)
-    first, *others = zip(calls, group_ranks(process_group), strict=True)
+        dist.all_gather_object(calls, (call, bits), process_group)
+    first, *others = [(name, rank) for (name, _), rank in zip(calls, group_ranks(process_group), strict=True)]
     if crossed := next((other for other in others if other[0] != first[0]), None):
         raise ArgumentError(
             f"rank {first[1]} called {first[0]}, and rank {crossed[1]} called {crossed[0]}: all ranks of the process "
             "group have to make the same calls in the same order, so look for a branch that only some of them take"
         )
+    return reduce(or_, [given for _, given in calls])
 
 
 def group_ranks(process_group: dist.ProcessGroup | None) -> list[int]:

@@ -33,6 +33,7 @@ from ..new_group import new_group, time_out
 from .all_ranks import decide_on_first, refuse_crossed
 from .live_state import LiveState, nested_state, refuse_no_state_dict
 from .saving import AgreedPlans, JointSave, SaveProgress, as_json
+from .signals import end_in_order
 
 OnError = Literal["raise", "warn"]
 WhenBusy = Literal["wait", "refuse"]
@@ -143,7 +144,7 @@ class _Lane:
         self._group = _gloo(process_group) if self.world else None
         self._asking = _gloo(process_group) if self.world else None
         if self.world:
-            before_groups_end(self._wait)
+            before_groups_end(self.wait)
         self.lost: LostRankError | None = None
 
     def submit(
@@ -229,7 +230,8 @@ class _Lane:
                     last.mark_reported()
         last.settle()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for the last save of this process, well or not."""
         if self.process == os.getpid() and self.last is not None:
             futures.wait([self.last.future])
 
@@ -278,8 +280,15 @@ def async_save(
         refuse_no_state_dict(state_dict, "to save")
     place = os.fspath(path)
     return save_in_thread(
-        state_dict, place, provenance, process_group, on_error, when_busy, lambda: (place, lambda: None)
-    )  # fmt: skip
+        state_dict,
+        place,
+        provenance,
+        process_group,
+        on_error,
+        when_busy,
+        lambda: refuse_crossed(process_group, "async_save"),
+        lambda: (place, lambda: None),
+    )
 
 
 def save_in_thread(
@@ -289,12 +298,14 @@ def save_in_thread(
     process_group: dist.ProcessGroup | None,
     on_error: OnError,
     when_busy: WhenBusy,
+    ask: Callable[[], None],
     begin: Callable[[], tuple[str, Callable[[], None]]],
 ) -> AsyncSave:
     """Save as `async_save` does, under a name that is known when the last save has ended.
 
     Args:
         wanted: what is to be saved, in words.
+        ask: refuses other calls on other ranks.
         begin: returns the path, and a function for this rank's thread to call after publication.
     """
     if on_error not in ("raise", "warn") or when_busy not in ("wait", "refuse"):
@@ -304,7 +315,8 @@ def save_in_thread(
     known = _lanes.get(process_group or _world())
     if known is not None and known.lost is not None:  # the others may not be there to answer
         raise known.lost
-    refuse_crossed(process_group, "async_save")
+    ask()
+    end_in_order(_under_way)
     lane = _lane(process_group)
     if when_busy == "refuse" and lane.busy():
         raise DestinationError(
@@ -320,6 +332,18 @@ def settle_last(process_group: dist.ProcessGroup | None) -> None:
     lane = _lanes.get(process_group or _world())
     if lane is not None and lane.process == os.getpid():
         lane.settle()
+
+
+def wait_for_last(process_group: dist.ProcessGroup | None) -> None:
+    """Wait for the last `async_save` of a process group, as the end of the program does."""
+    lane = _lanes.get(process_group or _world())
+    if lane is not None:
+        lane.wait()
+
+
+def _under_way() -> bool:
+    mine = [lane.last for lane in _lanes.values() if lane.process == os.getpid()]
+    return any(last is not None and not last.done() for last in mine)
 
 
 def _lane(process_group: dist.ProcessGroup | None) -> _Lane:

@@ -21,9 +21,10 @@ from ..checkpoint.all_ranks import (
     refuse_crossed,
     refuse_differing,
 )
-from ..checkpoint.async_saving import AsyncSave, OnError, WhenBusy, save_in_thread, settle_last
+from ..checkpoint.async_saving import AsyncSave, OnError, WhenBusy, save_in_thread, settle_last, wait_for_last
 from ..checkpoint.loading import load
 from ..checkpoint.saving import save
+from ..checkpoint.signals import On, Signals, Then
 from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError, SourceError
 from ..resumption import Extra, Globs, LoadReport
 from ..store.formats.signs import METADATA_FILE
@@ -81,9 +82,12 @@ class Series:
         folder: a path that all ranks see, or a URL; made when something is saved.
         keep_last: how many of the newest whole checkpoints stay; at least one.
         keep_every: checkpoints whose step is a multiple of this stay as well.
+        on: signals to any rank that make `due` ask for a checkpoint on all; those of ``signals.SIGNALS``.  A dict says
+            what follows it: ``{signal.SIGUSR1: "stop"}``.  Handlers are installed at once, and call those before them;
+            `close` puts these back.
 
     Raises:
-        ValueError: a number is below 1.
+        ValueError: a number is below 1; or a signal is not known, or this is not the main thread.
         DestinationError: no installed library supports the protocol of the URL.
     """
 
@@ -93,6 +97,7 @@ class Series:
         *,
         keep_last: int = 3,
         keep_every: int | None = None,
+        on: On = (),
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
@@ -104,6 +109,39 @@ class Series:
         self._whole: set[StepName] = set()
         self._damaged: set[StepName] = set()
         """Steps that `restore` has found damaged, though their files have the right sizes; the same on all ranks."""
+        self._signals = Signals(on, process_group)
+
+    def __enter__(self) -> Series:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._signals.close()
+        if kind is None:
+            settle_last(self._group)
+        else:  # the other ranks may be elsewhere, so nothing is asked of them
+            wait_for_last(self._group)
+
+    def close(self) -> None:
+        """Wait for the last `async_save`, raise or warn of its error, and put former signal handlers back.
+
+        Collective, as the end of ``with Series(...) as series:`` is, which on an error only waits.
+        """
+        self.__exit__(None)
+
+    def due(self, step: int) -> Then | None:
+        """Return whether a signal to any rank has asked for a checkpoint that is not saved yet; the same on all ranks.
+
+        Call it after each step.  Collective: if `Muon` or `LayerWise` has taken a step since the last call, together on
+        all ranks of the series, that step's notes have the answer; else there is one small gather.
+
+        Returns:
+            None; ``"go on"``, or ``"stop"``: then the next `save` or `async_save` ends the program when the checkpoint
+            is there, with exit code 75.
+
+        Raises:
+            ArgumentError: ranks that had to be asked are not at the same step.
+        """
+        return self._signals.due(f"Series.due({step})")
 
     def save(
         self,
@@ -128,15 +166,17 @@ class Series:
             also: the form of an `export` to write when the checkpoint is there, ``"hf"``.
 
         Raises:
+            SystemExit: the checkpoint is there, and a signal has asked to stop.
             DestinationError: there is a whole checkpoint of this step, or it or the export cannot be written.
             LayoutError, ArgumentError, LostRankError: as in `muonckpt.save`.
         """
-        refuse_crossed(self._group, "Series.save")
+        self._signals.ask("Series.save")
         settle_last(self._group)
         name = self._new_name(step, replace, also)
         saved = self._saved(name)
         save(state_dict, saved.path, provenance={**(provenance or {}), "step": step}, process_group=self._group)
         self._published(name, also)
+        self._signals.met(saved.path)
         return saved
 
     def async_save(
@@ -158,6 +198,7 @@ class Series:
 
         Raises:
             DestinationError, ArgumentError: as in `save` and `muonckpt.async_save`.
+            SystemExit: as in `save`; then this has waited for the checkpoint.
         """
 
         def begin() -> tuple[str, Callable[[], None]]:
@@ -165,7 +206,12 @@ class Series:
             return self._saved(name).path, lambda: self._published(name, also)
 
         wanted, details = f"step {step}", {**(provenance or {}), "step": step}
-        return save_in_thread(state_dict, wanted, details, self._group, on_error, when_busy, begin)
+        ask = partial(self._signals.ask, "Series.async_save")
+        saving = save_in_thread(state_dict, wanted, details, self._group, on_error, when_busy, ask, begin)
+        if self._signals.then == "stop":
+            saving.result()
+        self._signals.met(saving.path)
+        return saving
 
     def export(
         self,

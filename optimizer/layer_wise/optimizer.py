@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from ... import requests
 from ...box import Box, row_major
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.records import to_json
@@ -233,10 +234,12 @@ class LayerWise(CollectiveOptimizer):
             nonlocal unfit
             names = [name for name, group in named.items() if group is notes.group]
             flags = torch.tensor([name in seen for name in names], dtype=torch.uint8, device=notes.device)
-            flags, differing = any_has(torch.cat([flags, unfit.view(1).to(flags)]), intent, notes.group)
+            asked = torch.tensor([requests.made() & bit > 0 for bit in requests.BITS]).to(flags)
+            flags, differing = any_has(torch.cat([flags, asked, unfit.view(1).to(flags)]), intent, notes.group)
             notes.settle(intent, differing, at_once=True)
-            agreed.update(name for name, flag in zip(names, flags[:-1].tolist(), strict=True) if flag)
-            unfit = flags[-1] > 0
+            *told, unfit = torch.split(flags, [len(names), len(asked), 1])
+            agreed.update(name for name, flag in zip(names, told[0].tolist(), strict=True) if flag)
+            notes.report(told[1].tolist())
 
         groups = dict(enumerate(self.param_groups))
         constants = {

@@ -104,16 +104,16 @@ class Intent:
         """Return the intent of a rank that has failed: it differs from every other rank's."""
         return replace(self, digest=_digest(f"rank {rank} failed".encode()), live=(), error=error)
 
-    def note(self, device: torch.device) -> Tensor:
-        """Return ``NOTE`` bytes, the last of which is 0; nothing waits for the device."""
-        fixed = uploaded(tuple(self.digest), torch.uint8, device)
-        live = torch.zeros_like(fixed)
+    def note(self, device: torch.device, last: int = 0) -> Tensor:
+        """Return ``NOTE`` bytes, the ``last`` of which is no part of the intent; nothing waits for the device."""
+        fixed = uploaded((*self.digest, last), torch.uint8, device)
+        live = torch.zeros_like(fixed[:-1])
         if self.live:
             bits = torch.stack([value.reshape(()).double() for value in self.live]).view(torch.int64)
             # Sums of products with odd numbers, as integers that wrap around.
             odd = torch.arange(1, 2 * len(bits), 2, device=device) * 0x9E3779B97F4A7C1
             live = (bits * odd).sum().view(1).view(torch.uint8)
-        return torch.cat([fixed, live[:-1], fixed.new_zeros(1)])
+        return torch.cat([fixed[:-1], live[:-1], fixed[-1:]])
 
     def complaint(self, first: int, reference: Facts | None) -> str:
         """Return this rank's error, or how its facts differ from the first rank's; empty if they do not."""

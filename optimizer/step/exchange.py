@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ... import requests
 from ...errors import lost_ranks
 from ..ground.cuda_graphs import capturable
 from ..planning.schedule import NOTE, Route
@@ -243,7 +244,14 @@ class Notes:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
+        self.bits = torch.tensor([1, *(bit << 1 for bit in requests.BITS)], dtype=torch.uint8, device=device)
+        """Of the last byte of a note: the step is forbidden, and requests."""
+        self._ranks = frozenset(members(group))
         self._unread: list[Tensor] = []
+
+    def report(self, asked: Sequence[bool | int]) -> None:
+        """Report which of `requests.BITS` any rank of the group has sent."""
+        requests.report(self._ranks, sum(bit for bit, said in zip(requests.BITS, asked, strict=True) if said))
 
     def settle(self, intent: Intent, differing: Tensor, at_once: bool = False) -> None:
         """Raise an `AgreedError`, on every rank, if notes differ, or let `read` do so on a GPU, unless ``at_once``."""
@@ -276,8 +284,8 @@ class StepExchange:
 
     Args:
         notes: None: this rank is alone, or a CUDA graph is being captured.
-        unfit: whether something here forbids the step to all ranks: a bool without dims, the last byte of a note, which
-            is not compared.  None: nothing can.
+        unfit: whether something here forbids the step to all ranks: a bool without dims, a bit of a note's last byte,
+            which is not compared; others are `requests`.  None: nothing can.
     """
 
     def __init__(self, intent: Intent, notes: Notes | None, unfit: Tensor | None = None) -> None:
@@ -286,9 +294,9 @@ class StepExchange:
 
     def _intend(self, intent: Intent) -> None:
         self._intent = intent
-        self._note = intent.note(self._notes.device) if self._notes is not None else None
+        self._note = intent.note(self._notes.device, requests.made() << 1) if self._notes is not None else None
         if self._note is not None and self._unfit is not None:
-            self._note[-1].copy_(self._unfit)
+            self._note[-1].add_(self._unfit)
 
     def attempt(self, work: Callable[..., R], *arguments: object) -> R | None:
         """Return ``work(*arguments)``; None if it or work before it fails."""
@@ -312,13 +320,17 @@ class StepExchange:
         wire.start(self._note)
 
     def check_first(self, wire: Wire) -> bool:
-        """Return whether any rank forbids the step; raise an `AgreedError` on every rank if first notes differ."""
+        """Return whether any rank forbids the step; raise an `AgreedError` on every rank if first notes differ.
+
+        Reports the requests of all ranks.
+        """
         if self._notes is None:
             return self._unfit is not None and bool(self._unfit)
-        told = torch.stack([wire.differing(), wire.notes()[:, -1].any()])
-        differ, forbidden = told.tolist()  # one wait for the device
+        flags = (wire.notes()[:, -1:] & self._notes.bits).any(0)
+        differ, forbidden, *asked = torch.cat([wire.differing().view(1), flags]).tolist()  # one wait for the device
         if differ:
             raise AgreedError(disagreement(self._intent, self._notes.group))
+        self._notes.report(asked)
         return bool(forbidden)
 
     def check(self, wire: Wire) -> None:

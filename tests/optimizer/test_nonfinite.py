@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.counted import counted
 from support.every_kind import TENSORS, assert_same_bits, make, snapshot, train, values
 from support.failing import raised
 from support.layer_wise_training import Net, gradients, groups
@@ -26,29 +23,6 @@ from muonckpt.optimizer import COEFFICIENTS, LayerWise, Muon
 
 ODD = 1
 """The rank that has what is not finite."""
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """The collectives that are called inside."""
-    calls: Counter[str] = Counter()
-
-    def recorded(name, honest):
-        def call(*args, **kwargs):
-            calls[name] += 1
-            return honest(*args, **kwargs)
-
-        return call
-
-    names = ("all_to_all_single", "all_gather", "all_reduce", "broadcast", "all_gather_object", "barrier")
-    patches = [patch.object(dist, name, recorded(name, getattr(dist, name))) for name in names]
-    for each in patches:
-        each.start()
-    try:
-        yield calls
-    finally:
-        for each in patches:
-            each.stop()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,167 @@
+"""Signals that become a checkpoint: a handler sets a flag, ranks tell each other, and all of them save at one step.
+
+What the handler sets is a request (`muonckpt.requests`), which travels with the next step of the optimizer.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import Any, Literal, NoReturn
+
+import torch.distributed as dist
+
+from .. import requests
+from .all_ranks import bits_of_all, group_ranks, is_coordinator
+
+Then = Literal["go on", "stop"]
+"""What a program does when it has saved."""
+
+SIGNALS: Mapping[signal.Signals, Then] = {
+    signal.SIGTERM: "stop",
+    signal.SIGINT: "stop",
+    signal.SIGHUP: "stop",
+    signal.SIGXCPU: "stop",
+    signal.SIGUSR1: "go on",
+    signal.SIGUSR2: "go on",
+}
+"""The signals that may ask for a checkpoint, and what follows it unless the user says otherwise."""
+
+BITS: Mapping[Then, int] = {"go on": requests.SAVE, "stop": requests.STOP}
+
+STOPPED = 75
+"""The exit code of a program that a signal has stopped after a save; sysexits.h has it for "try again"."""
+
+On = Iterable[signal.Signals] | Mapping[signal.Signals, Then]
+
+Handler = Callable[[int, FrameType | None], Any]
+
+_defaults: set[Any] = {signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler}
+"""Handlers that end or ignore, in whose place ours is put; any other is called after it."""
+
+
+class Signals:
+    """Signals to any rank, told to all.  One rank's handlers are put in place when it is made.
+
+    Args:
+        on: the signals that ask for a checkpoint; as a mapping, with what follows it.
+        process_group: the ranks that save together.
+
+    Raises:
+        ValueError: a signal is not among `SIGNALS`, what follows is unknown, or this is not the main thread.
+    """
+
+    def __init__(self, on: On, process_group: dist.ProcessGroup | None) -> None:
+        self._group = process_group
+        then_by = _checked(on)
+        self._listener = requests.Listener()
+        self._wanted = 0
+        """The requests that all ranks know of, and that are not met."""
+        self._handlers: dict[signal.Signals, tuple[Handler, Any]] = {}
+        """Ours and the former ones."""
+        if then_by and threading.current_thread() is not threading.main_thread():
+            raise ValueError("on=: Python handles signals in the main thread only, so make this there")
+        formers = {number: signal.getsignal(number) for number in then_by}
+        if unknown := [number.name for number, former in formers.items() if former is None]:
+            raise ValueError(
+                f"on=: {', '.join(unknown)} has a handler that was not installed from Python, and could not be put "
+                "back: leave it out, or make this before that handler is installed"
+            )
+        for number, former in formers.items():
+            self._handlers[number] = _handler(BITS[then_by[number]], former), former
+            signal.signal(number, self._handlers[number][0])
+
+    def due(self, call: str) -> Then | None:
+        """Return what to do after a checkpoint, if one is asked for; the same on all ranks.
+
+        Collective, unless a step of the optimizer has told since the last call what all ranks want.
+
+        Args:
+            call: has to be the same on all ranks.
+        """
+        heard = self._listener.hear(frozenset(group_ranks(self._group)))
+        self._wanted |= bits_of_all(self._group, call, requests.made()) if heard is None else heard
+        return self.then
+
+    def ask(self, call: str) -> None:
+        """Hear of all requests until now, of which a save that begins now takes note.  Collective."""
+        self._listener.hear(frozenset(group_ranks(self._group)))
+        self._wanted |= bits_of_all(self._group, call, requests.made())
+        requests.withdraw(self._wanted)
+
+    @property
+    def then(self) -> Then | None:
+        """What to do after the checkpoint that is asked for."""
+        return "stop" if self._wanted & requests.STOP else "go on" if self._wanted else None
+
+    def met(self, place: str) -> None:
+        """Go on, or end the program, now that a checkpoint is at this place.
+
+        Raises:
+            SystemExit: on all ranks, with `STOPPED`, if that was asked for.
+        """
+        then, self._wanted = self.then, 0
+        if then == "stop":
+            self.stop(place)
+
+    def stop(self, place: str) -> NoReturn:
+        """End the program on this rank, with a line from the first one.
+
+        Raises:
+            SystemExit: with `STOPPED`.
+        """
+        if is_coordinator(self._group):
+            print(
+                f"muonckpt: a signal asked to stop, and {place} is saved: the program ends with exit code {STOPPED}; "
+                "started again, it goes on from there",
+                file=sys.stderr,
+            )
+        raise SystemExit(STOPPED)
+
+    def close(self) -> None:
+        """Put former handlers back, where no other has been put in the place of these since."""
+        for number, (ours, former) in self._handlers.items():
+            if signal.getsignal(number) is ours:
+                signal.signal(number, former)
+        self._handlers = {}
+
+
+def _handler(bit: int, former: Any) -> Handler:
+    chained = former if callable(former) and former not in _defaults else None
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        requests.make(bit)
+        if chained is not None:
+            chained(number, frame)
+
+    return handle
+
+
+def end_in_order(busy: Callable[[], bool]) -> None:
+    """Have SIGTERM end the program as ``sys.exit`` does while it is busy, if it would end the process at once."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not busy():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        signal.signal(number, signal.SIG_IGN)  # launchers send it twice
+        raise SystemExit(128 + number)
+
+    _defaults.add(handle)
+    signal.signal(signal.SIGTERM, handle)
+
+
+def _checked(on: On) -> dict[signal.Signals, Then]:
+    chosen = on if isinstance(on, Mapping) else {number: SIGNALS.get(number) for number in on}
+    for number, then in chosen.items():
+        if number not in SIGNALS or then not in BITS:
+            raise ValueError(
+                f"on={on!r}: expected some of {', '.join(known.name for known in SIGNALS)}, or a dict of them with "
+                f"{' or '.join(map(repr, BITS))}"
+            )
+    return {signal.Signals(number): then for number, then in chosen.items()}  # type: ignore[misc]

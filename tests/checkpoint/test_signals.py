@@ -1,0 +1,272 @@
+"""Signals: one to any rank is a checkpoint of all at the same step, and the program goes on or stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+from collections import OrderedDict
+from signal import SIGTERM, SIGUSR2
+from typing import Any
+
+import pytest
+import torch
+from support.counted import counted
+from support.layer_wise_training import Net, gradients, groups
+from support.workers import WorkersFailed, run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import muonckpt
+from muonckpt.checkpoint.signals import STOPPED
+from muonckpt.optimizer import LayerWise, Muon
+
+RANKS, LAST = 4, 5
+
+BEGIN, BACKWARD, STEPPED, SAVING = "before the first step", "before its notes", "after its notes", "amid its save"
+
+Plan = list[tuple[int, int, str, signal.Signals]]
+"""Which rank gets which signal, at which step and where in it."""
+
+EVERYWHERE = range(RANKS)
+
+# What is sent; the steps at which all ranks save, and whether they stop then.
+CASES: dict[str, tuple[Plan, list[int], bool]] = {
+    "none": ([], [], False),
+    "on one rank": ([(2, 2, BACKWARD, SIGUSR2)], [2], False),
+    "too late for this step's notes": ([(2, 2, STEPPED, SIGUSR2)], [3], False),
+    "on all ranks": ([(rank, 2, BACKWARD, SIGUSR2) for rank in EVERYWHERE], [2], False),
+    "early and late": ([(0, 2, BACKWARD, SIGUSR2), (3, 2, STEPPED, SIGUSR2)], [2], False),
+    "twice on one rank": ([(1, 2, BACKWARD, SIGTERM), (1, 2, STEPPED, SIGTERM)], [2], True),
+    "before the first step": ([(3, 0, BEGIN, SIGTERM)], [0], True),
+    "two kinds at once": ([(1, 2, BACKWARD, SIGUSR2), (3, 2, BACKWARD, SIGTERM)], [2], True),
+    "two kinds in turn": ([(1, 1, BACKWARD, SIGUSR2), (0, 3, BACKWARD, SIGTERM)], [1, 3], True),
+    "amid an asynchronous save": ([(1, 1, BACKWARD, SIGUSR2), (2, 1, SAVING, SIGTERM)], [1, 2], True),
+}
+
+
+class Slow:
+    """Takes its time when it is written."""
+
+    def __deepcopy__(self, memo: Any) -> Slow:
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        threading.Event().wait(0.2)
+        return OrderedDict, ()
+
+
+def sharded(rank: int) -> tuple[Muon, Any]:
+    """A matrix in rows over all ranks, and another on two of them, whose notes are exchanged apart."""
+    world, pairs = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    weights = [
+        nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)], src_data_rank=None))
+        for mesh in (pairs["b"], world)
+    ]
+    optimizer = Muon(weights, lr=0.1)
+
+    def backward(step: int) -> None:
+        for weight in weights:
+            weight.grad = torch.ones_like(weight) * (step + 1)
+
+    return optimizer, backward
+
+
+def layer_wise(rank: int) -> tuple[LayerWise, Any]:
+    net = Net(("qkv", "norm"))
+    return LayerWise(net, groups(net)), lambda step: net(gradients(net, step, rank)).backward()
+
+
+def in_stages(rank: int) -> tuple[Muon, Any]:
+    """As in a pipeline: no parameter is shared by all ranks."""
+    stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "rows"))
+    weight = nn.Parameter(distribute_tensor(torch.ones(8, 6), stages["rows"], [Shard(0)], src_data_rank=None))
+
+    def backward(step: int) -> None:
+        weight.grad = torch.ones_like(weight)
+
+    return Muon([weight], lr=0.1), backward
+
+
+def stock(rank: int) -> tuple[torch.optim.Optimizer, Any]:
+    """An optimizer of torch."""
+    weight = nn.Parameter(torch.ones(3))
+
+    def backward(step: int) -> None:
+        weight.grad = torch.ones(3)
+
+    return torch.optim.SGD([weight], lr=0.1), backward
+
+
+KINDS = {"sharded": sharded, "layer-wise": layer_wise, "in stages": in_stages, "stock": stock}
+
+
+def trained(rank: int, world: int, folder: str, kind: str, names: list[str]) -> list[tuple[Any, ...]]:
+    """For each case: the steps that were due and how the program ended, and collectives of `due` with nothing to do."""
+    found = []
+    optimizer, backward = KINDS[kind](rank)
+    mesh = init_device_mesh("cpu", (world,))
+    for name in names:
+        plan, due, code, calls = CASES[name][0], [], 0, 0
+
+        def arrive(step: int, where: str, plan: Plan = plan) -> None:
+            for number in [number for *place, number in plan if place == [rank, step, where]]:
+                signal.raise_signal(number)
+
+        before = signal.getsignal(SIGTERM)
+        try:
+            with muonckpt.Series(f"{folder}/{name}", keep_last=LAST, on=(SIGTERM, SIGUSR2)) as series:
+                arrive(0, BEGIN)
+                for step in range(LAST):
+                    backward(step)
+                    arrive(step, BACKWARD)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    arrive(step, STEPPED)
+                    with counted() as made:
+                        then = series.due(step)
+                    calls = max(calls, made.total())
+                    if then:
+                        due.append(step)
+                        w = distribute_tensor(torch.full((RANKS,), float(step)), mesh, [Shard(0)], src_data_rank=None)
+                        series.async_save(step, {"w": w, f"slow {rank}": Slow()})
+                    arrive(step, SAVING)
+        except SystemExit as ended:
+            code = ended.code
+        assert signal.getsignal(SIGTERM) is before
+        found.append((due, code, calls))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ranks_save_at_one_step_whichever_rank_hears_a_signal_and_when(kind, tmp_path):
+    """Without one more collective where a step spans all ranks; with one gather after each step where none does."""
+    names = [*CASES] if kind == "sharded" else ["none", "on one rank", "too late for this step's notes"]
+    spans = kind in ("sharded", "layer-wise")
+    expected = []
+    for name in names:
+        _, steps, stops = CASES[name]
+        if not spans and name.startswith("too late"):  # ranks are asked after that
+            steps = [2]
+        expected.append((steps, STOPPED if stops else 0, 0 if spans else 1))
+    assert run(RANKS, trained, str(tmp_path), kind, names) == [expected] * RANKS
+    for name, (steps, *_) in zip(names, expected, strict=True):
+        kept = sorted((tmp_path / name).iterdir()) if steps else []
+        assert [path.name for path in kept] == [f"step-{step:08}" for step in steps]
+        for path, step in zip(kept, steps, strict=True):
+            assert muonckpt.verify(path).verdict == "whole"
+            with muonckpt.open(path) as checkpoint:
+                assert checkpoint.tensors["w"].numpy().tolist() == [float(step)] * RANKS
+
+
+def bereft(rank: int, world: int, folder: str) -> None:
+    """A signal asks for a checkpoint, and a rank is killed before the next step."""
+    optimizer, backward = sharded(rank)
+    series = muonckpt.Series(folder, on=(SIGTERM,))
+    for step in range(3):
+        backward(step)
+        if rank == 1 and step == 2:
+            signal.raise_signal(SIGTERM)
+        if rank == 3 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        if series.due(step) or step == 1:
+            series.save(step, {"step": torch.tensor(step)})
+
+
+def test_a_rank_that_dies_meanwhile_ends_the_others_and_leaves_the_last_checkpoint(tmp_path):
+    with pytest.raises(WorkersFailed) as failed:
+        run(RANKS, bereft, str(tmp_path), timeout=60)
+    assert str(failed.value).count("LostRankError") >= 3 and "rank 3 of 4: died, exit code -9" in str(failed.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert muonckpt.verify(tmp_path / "step-00000001").verdict == "whole"
+
+
+def cadence(rank: int, world: int, folder: str) -> list[Any]:
+    """A program that never asks what is due: the next save serves the signal; ranks that are not at one step."""
+    found: list[Any] = []
+    optimizer, backward = sharded(rank)
+    with muonckpt.Series(folder, on={SIGUSR2: "stop"}) as series:
+        if rank == 2:
+            signal.raise_signal(SIGUSR2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(10):
+                backward(step)
+                optimizer.step()
+        found.append(
+            [str(each.message) for each in caught if "asked for a checkpoint some steps ago" in str(each.message)]
+        )
+        try:
+            series.save(9, {"step": torch.tensor(9)})
+        except SystemExit as ended:
+            found.append(ended.code)
+        found.append(series.due(10))
+        try:
+            series.due(rank == 1)
+        except muonckpt.ArgumentError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_signal_that_nobody_asks_for_is_warned_of_and_served_by_the_next_save(tmp_path):
+    for warned, code, then, error in run(RANKS, cadence, str(tmp_path)):
+        assert warned and "series.due(step)" in warned[0]
+        assert code == STOPPED and then is None
+        assert "rank 0 called Series.due(False), and rank 1 called Series.due(True)" in error
+    assert muonckpt.Series(tmp_path).latest().step == 9
+
+
+def test_former_handlers_are_called_and_put_back(tmp_path, capsys):
+    heard: list[int] = []
+
+    def former(number: int, frame: object) -> None:
+        heard.append(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, SIGUSR2, signal.SIGINT)}
+    try:
+        signal.signal(signal.SIGUSR1, former)
+        series = muonckpt.Series(tmp_path, on=(signal.SIGUSR1, signal.SIGINT))
+        signal.raise_signal(signal.SIGUSR1)
+        assert series.due(0) == "go on" and heard == [signal.SIGUSR1]
+        assert series.due(1) == "go on"  # until it is saved
+        series.save(1, {"w": torch.ones(2)})
+        assert series.due(2) is None
+        signal.raise_signal(signal.SIGINT)  # no KeyboardInterrupt
+        assert series.due(3) == "stop"
+        with pytest.raises(SystemExit) as ended:
+            series.save(3, {"w": torch.ones(2)})
+        assert ended.value.code == STOPPED and "exit code 75" in capsys.readouterr().err
+        later = lambda number, frame: None  # noqa: E731
+        signal.signal(signal.SIGINT, later)
+        series.close()
+        assert signal.getsignal(signal.SIGUSR1) is former and signal.getsignal(signal.SIGINT) is later
+        with pytest.raises(ZeroDivisionError), muonckpt.Series(tmp_path, on=(SIGUSR2,)):
+            raise ZeroDivisionError
+        assert signal.getsignal(SIGUSR2) is before[SIGUSR2]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("on", [(signal.SIGKILL,), (signal.SIGSEGV,), {SIGTERM: "wait"}, ("SIGTERM",)])
+def test_other_signals_are_refused_by_name(on, tmp_path):
+    with pytest.raises(ValueError, match="expected some of SIGTERM, SIGINT"):
+        muonckpt.Series(tmp_path, on=on)
+
+
+def test_only_the_main_thread_may_listen(tmp_path):
+    errors: list[str] = []
+
+    def make() -> None:
+        try:
+            muonckpt.Series(tmp_path, on=(SIGTERM,))
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "main thread only" in errors[0]
