@@ -342,11 +342,10 @@ def _findings_of(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdat
         middle, far = _far_from_siblings({t.key: t.stable_rank for t in members})
         is_far = f"a stable rank more than {APART:g} times off the median {middle:.3g} of {pattern}"
         yield from finding("outlier_stable_rank", far, f"matrix has {is_far}", f"matrices have {is_far}", means)
-    flat = [
-        t.key
-        for t in tensors
-        if t.role == Role.MOMENTUM and min(t.shape[-2:], default=0) >= 8 and (t.stable_rank or 2) < _COLLAPSED
-    ]
+    spectra = [t for t in tensors if t.role == Role.MOMENTUM and min(t.shape[-2:], default=0) >= 8 and t.stable_rank]
+    flat = [t.key for t in spectra if (t.stable_rank or 2) < _COLLAPSED]
+    if 2 * len(flat) > len(spectra) > 1:  # so are data that somebody made up: no news of one matrix
+        flat = []
     means = "one direction dominates: few tokens, a dead layer above, or gradients that all agree"
     yield from finding("collapsed", flat, "momentum has rank one", "momenta have rank one", means)
     still = [update.key for update in updates if update.rms == 0]

@@ -19,7 +19,7 @@ from ...store.damage import OTHER_STATE, Kind, kinds_by_slot
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, Values
 from ...vocabulary import PARAMS
-from ..programs.dialect import Dialect, StoredMethod
+from ..programs.dialect import FOREIGN, Dialect, StoredMethod
 from ..programs.registry import DIALECTS
 from ..translate.detection import Detected, detect, with_slots_of
 from ..translate.groups import SourceGroup, TargetGroup, merge_equal, source_groups
@@ -181,7 +181,7 @@ def _method(dialect: Dialect, slots: frozenset[str], named: str | None) -> Store
     stored = slots - dialect.derived
     fitting = [
         method
-        for method in dialect.methods
+        for method in (*dialect.methods, *(method for method in FOREIGN.values() if method.name == named))
         if stored <= (every := frozenset(method.slots.values())) and every - stored <= {method.slots.get("step")}
     ]
     return next((method for method in fitting if method.name == named), fitting[0] if fitting else None)
@@ -422,9 +422,11 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
         program, dialect = str(error), None
     most = _MOST_REMOTE_GROUPS if isinstance(checkpoint.path, Remote) else _MOST_GROUPS
     groups = _hyper_parameters(manifest, dialect, values, most)
-    contents = contents_of(
-        manifest, dialect, groups.values_of(dialect.method_option if dialect else None), groups.names
-    )
+    methods = groups.values_of(dialect.method_option if dialect else None)
+    for group in groups.groups:
+        for option in FOREIGN.keys() & group.options.keys():
+            methods |= dict.fromkeys(group.parameters, FOREIGN[option].name)
+    contents = contents_of(manifest, dialect, methods, groups.names)
     steps = steps_of(contents, manifest, values, groups)
     if groups.names:
         named = (replace(t, name=groups.names.get(t.name, t.name)) if t.name else t for t in manifest.tensors)

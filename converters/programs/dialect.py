@@ -185,6 +185,12 @@ class StoredMethod:
         return self.name == other.name and (self is other or (self.family is not None and self.family == other.family))
 
 
+FOREIGN: Mapping[str, StoredMethod] = MappingProxyType(
+    {"dampening": StoredMethod("torch.optim.SGD", {"momentum": "momentum_buffer"})}
+)
+"""Methods whose state looks like that of a known one but means something else, by an option of their groups alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class MomentumOptions:
     """The options by which a program's groups with momentum are known.

@@ -30,7 +30,7 @@ def muon(scales: Mapping[str, tuple[object, ...]]) -> StoredMethod:
 ADAMW = StoredMethod(
     "adamw",
     {"first": "exp_avg", "second": "exp_avg_sq", "step": "step"},
-    {**RATES, "eps": "eps", "maximize": "maximize"},
+    {**RATES, "eps": "eps", "maximize": "maximize", "amsgrad": "amsgrad"},
     (betas("betas"), COUPLED),
     idle={
         "amsgrad": False,

@@ -159,7 +159,7 @@ _REFUSED = {"maximize": "it goes up the gradient", "coupled": "decay that is add
 """Common options without which an update is another one altogether, and what they mean."""
 
 OFF: Mapping[str, object] = {"pieces": None, "columns": None, "interleaved": 1, "cautious": False, "maximize": False,
-                              "flatten": False, "gram": None, "ns_dtype": "bfloat16"}  # fmt: skip
+                              "amsgrad": False, "flatten": False, "gram": None, "ns_dtype": "bfloat16"}  # fmt: skip
 """Common options that need no word where they have this value."""
 
 

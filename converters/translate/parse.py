@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import Any
 
 from ...box import Index
@@ -19,15 +18,12 @@ from ...errors import SourceError, TargetError
 from ...record import Blob, Manifest, StateRecord
 from ...store.open_checkpoint import Values
 from ...vocabulary import PARAMS, Convention
-from ..programs.dialect import Dialect, StoredMethod
+from ..programs.dialect import FOREIGN, Dialect, StoredMethod
 from .conventions import Overrides, WeightsFrom, agreed_convention
 from .detection import Detected, is_of_optimizer
 from .groups import Entry, SourceGroup, entries_of, source_groups
 from .names import NameRule, NameRules
 from .structure import TranslatedTensor, apply_rules
-
-FOREIGN_OPTIONS: Mapping[str, str] = MappingProxyType({"dampening": "torch.optim.SGD, whose momentum_buffer is a sum"})
-"""Options of optimizers whose state looks like that of a known method, but has another meaning."""
 
 _NO_METHOD = StoredMethod("none", {})
 
@@ -398,10 +394,10 @@ class _Parser:
     ) -> NeutralParameter:
         entries, name = self.entries, param.name
         group = next((self.group_of[alias] for alias in param.aliases if alias in self.group_of), None)
-        if group and (foreign := next(iter(FOREIGN_OPTIONS.keys() & group.items.keys()), None)):
+        if group and (foreign := next(iter(FOREIGN.keys() & group.items.keys()), None)):
             raise SourceError(
-                f"parameter {name!r}: its group has the option {foreign!r} of {FOREIGN_OPTIONS[foreign]}, which cannot "
-                "be translated; first make a copy without its state, with `muonckpt reshard --select`"
+                f"parameter {name!r}: its group has the option {foreign!r} of {FOREIGN[foreign].name}, whose state "
+                "cannot be translated; first make a copy without its state, with `muonckpt reshard --select`"
             )
         named = _option(group, self.dialect.method_option, self.values)
         method = self.dialect.method(frozenset(slots), named, name, self.dropped)

@@ -15,6 +15,8 @@ import torch
 from support.commands import called
 from support.golden import golden
 from support.sharded import manifest_edited
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
 from muonckpt.converters.look.contents import ranges
@@ -380,3 +382,14 @@ def test_lists_are_sorted_by_bytes_and_items_decoded(tmp_path):
     items = json.loads(called("inspect", tmp_path / "run", "--items", "--json").stdout)
     assert items["optimizer.param_groups.0.lr"] == 0.02 and items["optimizer.param_groups.0.params"] == MATRICES
     assert items[f"optimizer.state.{VECTORS[0]}.step"] == 7
+
+
+def test_state_of_another_optimizer_with_the_slot_of_a_known_one_is_called_what_it_is(tmp_path):
+    net = torch.nn.Linear(8, 8)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(2, 8)).sum().backward()
+    sgd.step()
+    weights, state = get_state_dict(net, sgd)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "run", no_dist=True)
+    [row] = muonckpt.inspect(tmp_path / "run").optimizer
+    assert row["method"] == "torch.optim.SGD"

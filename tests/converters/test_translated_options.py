@@ -76,6 +76,16 @@ def test_every_option_that_cannot_be_said_is_reported_with_its_value(tmp_path):
     assert options(flat)["optimizer.param_groups.w.ns_coefficients"] == COEFFICIENTS["quintic"].schedule(7)
 
 
+def test_amsgrad_is_carried_or_told(tmp_path):
+    slots = {"exp_avg": W.clone(), "exp_avg_sq": W.clone(), "step": torch.tensor(3.0)}
+    how = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.25, "amsgrad": True}
+    manifest, path = saved(tmp_path, nested(slots, **how))
+    kept = translate(manifest, muonckpt.open(path).values, DIALECTS["titan"], source=DIALECTS["torch"])
+    assert options(kept)["optimizer.param_groups.w.amsgrad"] is True
+    ours = translate(manifest, muonckpt.open(path).values, DIALECTS["muonckpt"], source=DIALECTS["torch"])
+    assert ("amsgrad of adamw groups", ("True",)) in {(check.subject, check.values) for check in ours.checklist}
+
+
 @pytest.mark.parametrize("option, value", [("maximize", True), ("decoupled_weight_decay", False)])
 def test_what_would_turn_the_update_around_is_refused_with_its_value(option, value, tmp_path):
     slots = {"exp_avg": W.clone(), "exp_avg_sq": W.clone(), "step": torch.tensor(3.0)}
