@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -36,6 +37,16 @@ if TYPE_CHECKING:
 @click.option(
     "--flops", type=click.FloatRange(0, min_open=True), metavar="NUMBER", help="FLOPs of a rank in a second: 400e12."
 )
+@click.option("--hardware", metavar="GPU,LINK", help="Their peak rates, such as h100,infiniband.")
+@click.option(
+    "--mfu", type=click.FloatRange(0, 1, min_open=True), metavar="SHARE", help="Of --flops, in the model: 0.4."
+)
+@click.option("--scheme", metavar="SCHEME", help="Of parameters: fsdp, zero2, owned or layerwise.")
+@click.option("--keep", multiple=True, metavar="AXIS", help="Shards along it are not gathered (TP, EP); repeatable.")
+@click.option(
+    "--tokens", type=click.FloatRange(0, min_open=True), metavar="N", help="In an iteration, of all ranks: 4e6."
+)
+@click.option("--active", type=click.FloatRange(0, min_open=True), metavar="N", help="Parameters that a token uses.")
 @click.option("--stages", type=click.IntRange(1), metavar="N", help="Most stages of a step, as Muon takes it.")
 @click.option("--ns-steps", type=click.IntRange(1), metavar="N", help="Steps of Newton-Schulz.")
 @click.option("--ns-dtype", metavar="DTYPE", help="What it computes in: bfloat16, float16 or float32.")
@@ -45,6 +56,9 @@ def plan_command(
     fits: dict[str, int] | None,
     shard: Mapping[str, Cuts],
     checkpoint: Location | None,
+    hardware: str | None,
+    mfu: float | None,
+    keep: Sequence[str],
     as_json: bool,
     **options: Any,
 ) -> int:
@@ -63,8 +77,8 @@ def plan_command(
         return print_fit(checkpoint, fits, shard, None, as_json)
     if not meshes:
         raise click.UsageError("expected --mesh or --fits, such as --mesh dp=8")
-    from ..forecasting.prospects import forecast  # imports torch
-    from ..forecasting.topologies import Rates
+    from ..forecasting.iteration import TYPICAL_MFU, UNKNOWN_RATES, Training, rates_of  # these import torch
+    from ..forecasting.prospects import forecast
 
     begin = time.monotonic()
 
@@ -72,10 +86,24 @@ def plan_command(
         if time.monotonic() - begin >= 1 or sys.stderr.isatty():
             print_line(f"plan: mesh {done + 1} of {total}", err=True)
 
-    rates = Rates(*(options.pop(name) for name in ("link", "disk", "flops")))
+    named = UNKNOWN_RATES
+    if hardware is not None:
+        chip, _, link = hardware.partition(",")
+        named = rates_of(chip, link)
+    said = {name: value for name in ("link", "disk", "flops") if (value := options.pop(name)) is not None}
+    flops = said.get("flops", named.flops)
+    rates = replace(named, **said, model=None if flops is None else flops * (mfu or TYPICAL_MFU))
+    training = {name: value for name in ("scheme", "tokens", "active") if (value := options.pop(name)) is not None}
     given = {name: value for name, value in options.items() if value is not None}
     given |= {} if checkpoint is None else {"checkpoint": checkpoint}
-    found = forecast(meshes, shard=shard, progress=progress, rates=rates, **given)
+    found = forecast(
+        meshes,
+        shard=shard,
+        progress=progress,
+        rates=rates,
+        training=Training(keep=frozenset(keep), **training),
+        **given,
+    )
     if as_json:
         print_json(found.to_json())
         return 0
@@ -118,10 +146,19 @@ def _column(t: Topology) -> Iterator[tuple[str, str]]:
     yield "  most of a rank", size(t.checkpoint["most"])
     for padding in t.padding:
         yield f"padding: {padding['layout']}", f"{padding['padding_percent']} %"
+    i = t.iteration
+    yield "iteration: parameters", size(round(i["parameters"] or 0))
+    yield "iteration: gradients", size(round(i["gradients"] or 0))
+    yield "iteration: collectives", str(i["collectives"])
+    share = i["newton_schulz_share"]
+    yield "Newton-Schulz of the model's FLOPs", "-" if share is None else f"{100 * share:.3g} %"
     for name, label in (
+        ("model", "time: forward and backward"),
+        ("traffic", "time: parameters, gradients"),
         ("exchange", "time: exchange"),
         ("newton_schulz", "time: Newton-Schulz"),
         ("muon", "time: Muon, overlapped"),
+        ("iteration", "time: iteration"),
         ("save", "time: save"),
         ("reshard", "time: reshard, one process"),
     ):

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from .converters.report import Report
     from .converters.rewrite import convert, reshard
     from .converters.salvage import salvage
+    from .forecasting.iteration import Rates, Training, rates_of
     from .forecasting.prospects import Prospect, forecast
-    from .forecasting.topologies import Rates
     from .layouts.boxed_tensor import BoxedTensor
     from .page.checkpoint_page import Page, report
     from .page.run_page import RunPage, report_run
@@ -96,6 +96,7 @@ __all__ = [
     "SourceError",
     "StepVerdict",
     "TargetError",
+    "Training",
     "Translation",
     "WatchedRun",
     "WatchedStep",
@@ -113,6 +114,7 @@ __all__ = [
     "look_at_run",
     "merge",
     "open",
+    "rates_of",
     "redistribute",
     "report",
     "report_run",
@@ -145,7 +147,7 @@ _NAMES = {
     ".converters.salvage": ("salvage",),
     ".checkup.doctor": ("Checkup", "doctor"),
     ".forecasting.prospects": ("Prospect", "forecast"),
-    ".forecasting.topologies": ("Rates",),
+    ".forecasting.iteration": ("Rates", "Training", "rates_of"),
     ".layouts.boxed_tensor": ("BoxedTensor",),
     ".page.checkpoint_page": ("Page", "report"),
     ".page.run_page": ("RunPage", "report_run"),

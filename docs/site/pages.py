@@ -56,7 +56,10 @@ TOPICS = {
         "Proving and moving live state",
         "attest Attestation fingerprints Fingerprints redistribute Redistribution",
     ),
-    "api/forecasts.md": ("Forecasts and check-ups", "forecast Prospect Rates fits Fit doctor Checkup"),
+    "api/forecasts.md": (
+        "Forecasts and check-ups",
+        "forecast Prospect Rates rates_of Training fits Fit doctor Checkup",
+    ),
     "api/errors.md": (
         "Errors",
         "MuonckptError SourceError DamageError DestinationError LayoutError TargetError ArgumentError AttestError "

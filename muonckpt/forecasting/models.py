@@ -41,6 +41,7 @@ class ModelParameter:
     Attributes:
         matrix: whether Muon orthogonalises it; otherwise an element-wise method steps it.
         pieces: the row counts of fused matrices; None if nothing is fused.
+        used: the share of its elements by which a token is multiplied, less than 1 for experts; None if unknown.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ModelParameter:
     matrix: bool
     pieces: tuple[int, ...] | None
     state: tuple[StateTensor, ...]
+    used: float | None = None
 
     @property
     def numel(self) -> int:
@@ -56,14 +58,20 @@ class ModelParameter:
 
 
 def fresh_parameter(
-    name: str, shape: Index, dtype: str, *, matrix: bool, pieces: tuple[int, ...] | None = None
+    name: str,
+    shape: Index,
+    dtype: str,
+    *,
+    matrix: bool,
+    pieces: tuple[int, ...] | None = None,
+    used: float | None = None,
 ) -> ModelParameter:
     """Return a parameter with the state that `Muon` makes: momentum, or AdamW's moments and counter."""
     like = [MOMENTUM] if matrix else [EXP_AVG, EXP_AVG_SQ]
     state = [StateTensor(slot, shape, dtype) for slot in like]
     if not matrix:
         state.append(StateTensor(STEP, (), "float32"))
-    return ModelParameter(name, shape, dtype, matrix, pieces, tuple(state))
+    return ModelParameter(name, shape, dtype, matrix, pieces, tuple(state), used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,12 @@ class ModelTensors:
     @property
     def matrices(self) -> Sequence[ModelParameter]:
         return [parameter for parameter in self.parameters if parameter.matrix]
+
+    @property
+    def active(self) -> float | None:
+        """The number of parameters that a token uses; None if nothing says it."""
+        used = [None if p.used is None else p.used * p.numel for p in self.parameters]
+        return None if None in used else sum(used)  # type: ignore[arg-type]
 
 
 def model_of_checkpoint(path: Location) -> ModelTensors:
@@ -151,6 +165,7 @@ class Named:
     shape: tuple[int, ...]
     matrix: bool = False
     pieces: tuple[int, ...] | None = None
+    used: float | None = 1.0
 
 
 Layer = Callable[[Settings, int], Iterator[Named]]
@@ -198,11 +213,15 @@ def _feed_forward(s: Settings, width: int, name: str = "mlp", bias: bool = False
     yield from _linear(f"{name}.down_proj", hidden, width, bias)
 
 
+_CHOSEN = "num_experts_per_tok"
+
+
 def _experts(s: Settings, count: int, width: int) -> Iterator[Named]:
     hidden = s.number("hidden_size")
+    used = s.number(_CHOSEN, most=count) / count if _CHOSEN in s.fields else None
     yield Named("mlp.gate.weight", (count, hidden))
-    yield Named("mlp.experts.gate_up_proj", (count, 2 * width, hidden), matrix=True, pieces=(width, width))
-    yield Named("mlp.experts.down_proj", (count, hidden, width), matrix=True)
+    yield Named("mlp.experts.gate_up_proj", (count, 2 * width, hidden), True, (width, width), used)
+    yield Named("mlp.experts.down_proj", (count, hidden, width), True, None, used)
 
 
 def _llama(s: Settings, layer: int) -> Iterator[Named]:
@@ -324,7 +343,7 @@ def model_of_config(file: Location, dtype: str | None = None) -> ModelTensors:
         raise SourceError(f"{file}: expected dtype to be a name, found {dtype!r}")
     itemsize(dtype)
     parameters = (
-        fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, pieces=p.pieces)
+        fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, pieces=p.pieces, used=p.used)
         for p in _parameters(settings, _family(settings))
     )
     return ModelTensors(str(file), tuple(parameters))
@@ -346,11 +365,12 @@ def _family(settings: Settings) -> Layer:
 
 def _parameters(settings: Settings, layer: Layer) -> Iterator[Named]:
     hidden, vocabulary = settings.number("hidden_size"), settings.number("vocab_size")
-    yield Named("model.embed_tokens.weight", (vocabulary, hidden))
+    tied = settings.flag("tie_word_embeddings")
+    yield Named("model.embed_tokens.weight", (vocabulary, hidden), used=float(tied))
     for number in range(settings.number("num_hidden_layers", most=_MOST_LAYERS)):
         own = [*layer(settings, number)]
         own += [Named(f"{norm}_layernorm.weight", (hidden,)) for norm in ("input", "post_attention")]
-        yield from (Named(f"model.layers.{number}.{p.name}", p.shape, p.matrix, p.pieces) for p in own)
+        yield from (Named(f"model.layers.{number}.{p.name}", p.shape, p.matrix, p.pieces, p.used) for p in own)
     yield Named("model.norm.weight", (hidden,))
-    if not settings.flag("tie_word_embeddings"):
+    if not tied:
         yield Named("lm_head.weight", (vocabulary, hidden))

@@ -13,8 +13,9 @@ from ..errors import SourceError, TargetError, did_you_mean
 from ..key_search import keys_matching
 from ..optimizer.planning.matrices import PRECISIONS
 from ..store.io.location import Remote, location
+from .iteration import PLAIN_FSDP, SCHEMES, UNKNOWN_RATES, Rates, Training
 from .models import ModelTensors, model_of_checkpoint, model_of_config
-from .topologies import UNKNOWN_RATES, MuonOptions, Rates, Topology, topology_of
+from .topologies import MuonOptions, Topology, topology_of
 
 PathLike = str | os.PathLike[str] | Remote
 
@@ -51,6 +52,7 @@ def forecast(
     select: Sequence[str] = (),
     dtype: str | None = None,
     rates: Rates = UNKNOWN_RATES,
+    training: Training = PLAIN_FSDP,
     stages: int | None = None,
     ns_steps: int = MuonOptions().ns_steps,
     ns_dtype: str = MuonOptions().ns_dtype,
@@ -68,20 +70,23 @@ def forecast(
             its axes.  By default all axes cut the rows.
         select: patterns of the names of the parameters to count, such as those of a pipeline stage; by default all.
         dtype: of the parameters, gradients and state of a ``model``; by default the configuration's.
-        rates: of one rank: bytes a second to others and to files, FLOPs a second in Newton-Schulz.
+        rates: of one rank: bytes a second to others and to files, FLOPs a second; `HARDWARE` has some by name.
+        training: the scheme of forward and backward, and the tokens of an iteration.
         stages, ns_steps, ns_dtype: as for `muonckpt.optimizer.Muon`.
         progress: called with the number of meshes that are done, and of all.
 
     Raises:
         SourceError: the configuration or the checkpoint cannot be read.
-        TargetError: not one of ``model`` and ``checkpoint``; no mesh; an unknown family or dtype; no momentum; a rule
-            or a pattern that fits nothing.
+        TargetError: not one of ``model`` and ``checkpoint``; no mesh; an unknown family, dtype or scheme; no momentum;
+            a rule or a pattern that fits nothing.
         LayoutError: a matrix cannot be planned.
     """
     if (model is None) == (checkpoint is None):
         raise TargetError("expected a model's config.json or a checkpoint, one of the two")
     if ns_dtype not in PRECISIONS:
         raise TargetError(f"unknown ns_dtype {ns_dtype!r}; expected one of {', '.join(PRECISIONS)}")
+    if training.scheme not in SCHEMES:
+        raise TargetError(f"unknown scheme {training.scheme!r}; expected one of {', '.join(SCHEMES)}")
     if (stages is not None and stages < 1) or ns_steps < 1:
         raise TargetError(f"expected at least one stage and one step of Newton-Schulz, found {stages} and {ns_steps}")
     tensors = (
@@ -90,7 +95,7 @@ def forecast(
         else model_of_config(location(model, SourceError), dtype)  # type: ignore[arg-type]
     )
     options = MuonOptions(ns_steps, ns_dtype, stages)
-    return prospect_of(_selected(tensors, select), meshes, shard or {}, options, rates, progress)
+    return prospect_of(_selected(tensors, select), meshes, shard or {}, options, rates, training, progress)
 
 
 def prospect_of(
@@ -99,6 +104,7 @@ def prospect_of(
     shard: Mapping[str, Sequence[AxisCut]],
     options: MuonOptions,
     rates: Rates = UNKNOWN_RATES,
+    training: Training = PLAIN_FSDP,
     progress: Callable[[int, int], None] = lambda count, total: None,
 ) -> Prospect:
     """Compute the costs of a model whose parameters are known, as `forecast` does for what it has read.
@@ -120,7 +126,7 @@ def prospect_of(
     topologies = []
     for done, mesh in enumerate(meshes):
         progress(done, len(meshes))
-        topologies.append(topology_of(tensors, mesh, rules, options, rates))
+        topologies.append(topology_of(tensors, mesh, rules, options, rates, training))
     return Prospect(
         tensors.source,
         len(tensors.parameters),

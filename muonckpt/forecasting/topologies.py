@@ -30,6 +30,7 @@ from ..optimizer.planning.schedule import NOTE, Schedule, Stage, make_schedule, 
 from ..record import StateRecord, no_chunks
 from ..store.reading.dtypes import itemsize
 from ..vocabulary import MOMENTUM, MUON
+from .iteration import MODEL_FLOPS, PLAIN_FSDP, SCHEMES, Rates, Training, traffic_of
 from .models import ModelParameter, ModelTensors
 
 DESCRIPTIONS = 2
@@ -53,8 +54,12 @@ class Topology:
         padding: for each ``layout`` of momentum in flat buffers its ``padding_percent``; and the most of a rank divided
             by the mean, of ``elements``, padding included, and of FLOPs of ``newton_schulz`` (None where matrices are
             cut).
-        seconds: of ``exchange``, ``newton_schulz`` and ``muon`` in a step, of a ``save``, and of a ``reshard`` by one
-            process; None where a rate is unknown.
+        iteration: forward, backward and step: bytes that a rank sends for ``parameters`` and ``gradients`` and, in the
+            mean, in the ``exchange``; ``collectives``; ``model_flops`` of all ranks, and ``newton_schulz_share``, the
+            FLOPs of Newton-Schulz of all ranks as a share of those (None where tokens are unknown).
+        seconds: of ``exchange``, ``newton_schulz`` and ``muon`` in a step, of the ``model``'s forward and backward, of
+            their ``traffic``, and of an ``iteration``; of a ``save``, and of a ``reshard`` by one process; None where a
+            rate is unknown.
     """
 
     mesh: Mapping[str, int]
@@ -69,6 +74,7 @@ class Topology:
     held: Mapping[str, Any]
     checkpoint: Mapping[str, int]
     padding: tuple[Mapping[str, Any], ...]
+    iteration: Mapping[str, float | None]
     seconds: Mapping[str, float | None]
 
     @property
@@ -81,7 +87,12 @@ class Topology:
 
 
 def topology_of(
-    model: ModelTensors, mesh: Mapping[str, int], rules: Sequence[ShardRule], options: MuonOptions, rates: Rates
+    model: ModelTensors,
+    mesh: Mapping[str, int],
+    rules: Sequence[ShardRule],
+    options: MuonOptions,
+    rates: Rates,
+    training: Training = PLAIN_FSDP,
 ) -> Topology:
     """Lay a model out on a mesh, as ``reshard`` does, and plan a step there.
 
@@ -95,12 +106,21 @@ def topology_of(
     target = Target(mesh, usable)
     layout_of = _layouts_on(target)
     step = step_plan(model.matrices, [layout_of(p, p.shape) for p in model.matrices], target.ranks, options)
+    if not SCHEMES[training.scheme].exchange:
+        step = step.without_exchange()
+    traffic = traffic_of(model, target, training)
     ranks = _bytes_on_ranks(model.parameters, layout_of, target.ranks)
     fullest = int(ranks.held.argmax())
     memory = {name: round(getattr(ranks, name)[fullest]) for name in ("weights", "gradients", "state")}
     memory["wires"] = step.wires
+    if traffic.resident is not None:
+        memory["weights"] = round(traffic.resident)
     written = ranks.written
-    seconds = {**step_seconds(step, rates), "save": None, "reshard": None}
+    active = training.active or model.active
+    model_flops = MODEL_FLOPS * active * training.tokens if active and training.tokens else None
+    of_step = step_seconds(step, rates)
+    seconds = {**of_step, **traffic.seconds(model_flops, of_step["muon"], rates, target.ranks)}
+    seconds |= {"save": None, "reshard": None}
     if rates.disk:
         seconds |= {"save": float(written.max()) / rates.disk, "reshard": 2 * float(written.sum()) / rates.disk}
     return Topology(
@@ -120,6 +140,14 @@ def topology_of(
             "most": round(written.max()),
         },
         padding=tuple(_buffer_padding(model.matrices, target)),
+        iteration={
+            "parameters": traffic.parameters,
+            "gradients": traffic.gradients,
+            "exchange": float(step.sent.sum() / target.ranks),
+            "collectives": traffic.collectives + 2 * len(step.work) * bool(step.sent.any()),
+            "model_flops": model_flops,
+            "newton_schulz_share": float(step.work.sum()) / model_flops if model_flops else None,
+        },
         seconds=seconds,
     )
 
@@ -148,24 +176,6 @@ def _balance(shares: Counts) -> dict[str, Any]:
     balance = balance_of(dict(enumerate(shares.tolist())))
     assert balance is not None, "a mesh has ranks"
     return balance.to_json()
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Rates of one rank, None where unknown.
-
-    Attributes:
-        link: bytes a second that it sends, and receives at the same time.
-        disk: bytes a second that it writes or reads.
-        flops: floating-point operations a second in Newton-Schulz.
-    """
-
-    link: float | None = None
-    disk: float | None = None
-    flops: float | None = None
-
-
-UNKNOWN_RATES = Rates()
 
 
 def step_seconds(plan: StepPlan, rates: Rates) -> dict[str, float | None]:
@@ -263,6 +273,11 @@ class StepPlan:
     busiest: int
     busiest_sent: int
     wires: int
+
+    def without_exchange(self) -> StepPlan:
+        """Return the same work where matrices already lie whole with their owners."""
+        nothing = np.zeros_like(self.sent)
+        return dataclasses.replace(self, sent=nothing, received=nothing, busiest=0, busiest_sent=0, wires=0)
 
 
 def step_plan(
