@@ -204,6 +204,7 @@ SAVED = {
     "series.save(4, get_state_dict(model, optimizer))": "found tuple. Write weights, state = get_state_dict(",
     "muonckpt.save('there', state)": "found str; the state dict is the first argument, and the path comes after it",
     "muonckpt.load('there', state)": "found str; the state dict is the first argument, and the path comes after it",
+    "muonckpt.load('there')": "Write weights, state = get_state_dict(model, optimizer), then muonckpt.load({'model': ",
     "series.restore(series.latest())": "found SavedStep; the state dict is the first argument",
     "muonckpt.save(state, series.latest())": "exists already, and nothing is overwritten; choose another destination",
     "series.save(3, state)": "a run that is resumed goes on behind it, from restored.step + 1",

@@ -7,11 +7,13 @@ failed, or LostRankError if another rank was lost.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from threading import Timer
 from typing import TypeVar
 
 import torch
@@ -205,14 +207,42 @@ def refuse_crossed(process_group: dist.ProcessGroup | None, call: str) -> None:
     """Refuse different calls on different ranks, which would misunderstand each other, or wait.
 
     Every public call begins with this gather of names, before it asks objects of the user, which may communicate
-    themselves.  A process group without gloo for the host is not asked, as that would wait for its devices.
+    themselves.  Where others are long in coming, perhaps because they never call, it says so.  A process group without
+    gloo for the host is not asked, as that would wait for its devices.
 
     Raises:
         ArgumentError: names two calls, and ranks that made them.
     """
     group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
     if group is not None and time_out(group, torch.device("cpu")) is not None:
-        bits_of_all(process_group, call, 0)
+        with _told_when_waiting(group, call):
+            bits_of_all(process_group, call, 0)
+
+
+_LONG = 20.0
+"""Seconds after which a rank says that it waits for the others."""
+
+
+@contextmanager
+def _told_when_waiting(group: dist.ProcessGroup, call: str) -> Iterator[None]:
+    """Warn if the block takes long; on two ranks of a group alone, of which one may be the one that is waited for."""
+
+    def tell() -> None:
+        print(
+            f"muonckpt: rank {dist.get_rank()} has waited {_LONG:g} s in {call} for other ranks of the process group: "
+            "all of them have to call it, so do not call it behind `if rank == 0`",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    timer = Timer(_LONG, tell)
+    timer.daemon = True
+    if dist.get_rank(group) < 2:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def bits_of_all(process_group: dist.ProcessGroup | None, call: str, bits: int) -> int:

@@ -178,7 +178,7 @@ def _opened_together(
 
 def load(
     state_dict: dict[str, Any],
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     *,
     allow_extra: bool | Iterable[str] = False,
     fresh: Iterable[str] = (),
@@ -220,6 +220,13 @@ def load(
         ArgumentError: an argument is none of these, or not the same on all ranks.
     """
     refuse_crossed(process_group, "load")
+    if path is None:
+        raise ArgumentError(
+            "load fills tensors that are there already, and takes them first, then the path of the checkpoint. Write "
+            "weights, state = get_state_dict(model, optimizer), then muonckpt.load({'model': weights, 'optimizer': "
+            "state}, path), then set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state); "
+            "muonckpt.open(path) reads a checkpoint without a model"
+        )
     joint = _JointLoad(state_dict, path, allow_extra, fresh, attest, check, process_group)
     try:
         report, matching = joint.run(), joint.matching
