@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..errors import DestinationError, SourceError, TargetError
+from ..errors import DestinationError, LostFileError, SourceError, TargetError
 from ..record import MANIFEST_FILE
 from ..store.audit import audit, payload_bytes
 from ..store.damage import Damage
@@ -117,7 +117,8 @@ def _descriptions(path: Location, errors: list[SourceError]) -> Iterator[OpenChe
                     yield OpenCheckpoint(path, left)
             continue
         for fault in opened.faults if format.remains else ():
-            raise fault
+            if not isinstance(fault, LostFileError):
+                raise fault
         yield opened
 
 

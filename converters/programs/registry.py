@@ -17,14 +17,23 @@ from types import MappingProxyType
 
 from ...errors import SourceError, TargetError
 from ...store.formats.registry import of_plugins
-from . import dion, megatron, moonlight, ours, titan, torch, veomni, xtuner
+from . import deepspeed, dion, megatron, moonlight, ours, titan, torch, veomni, xtuner
 from .dialect import Dialect
 
 ENTRY_POINTS = "muonckpt.programs"
 """The group of entry points."""
 
 BUILT_IN = (
-    *(torch.PROGRAM, veomni.PROGRAM, titan.PROGRAM, dion.PROGRAM, xtuner.PROGRAM, ours.PROGRAM, moonlight.PROGRAM),
+    *(
+        torch.PROGRAM,
+        veomni.PROGRAM,
+        titan.PROGRAM,
+        dion.PROGRAM,
+        deepspeed.PROGRAM,
+        xtuner.PROGRAM,
+        ours.PROGRAM,
+        moonlight.PROGRAM,
+    ),
     *(megatron.FSDP_DTENSOR, torch.BY_NUMBER, torch.UNKNOWN),
     *(megatron.TORCH_DIST, megatron.TORCH_DIST_CHAINED, megatron.LAYER_WISE),
 )

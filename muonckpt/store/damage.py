@@ -29,16 +29,17 @@ from .open_checkpoint import OpenCheckpoint
 from .reading.dtypes import itemsize
 
 _RANK_IN_NAME = re.compile(
-    r"(?:.*/)?(?:__([0-9]{1,7})_[0-9]+\.distcp|(?:rank|layer_wise_optimizer)_([0-9]{1,7})\.[a-z]+)"
+    r"(?:.*/)?(?:__([0-9]{1,7})_[0-9]+\.distcp|(?:rank|layer_wise_optimizer)_([0-9]{1,7})\.[a-z]+"
+    r"|(?:bf16_)?zero_pp_rank_([0-9]{1,7})_mp_rank_[0-9]+_(?:optim|model)_states\.pt)"
 )
-"""Names of files that a rank writes alone: DCP, flat buffers, layer-wise files."""
+"""Names of files that a rank writes alone: DCP, flat buffers, layer-wise files, DeepSpeed's."""
 
 
 @lru_cache(maxsize=1 << 16)
 def rank_in_name(file: str) -> int | None:
     """Return the rank that wrote a file, if the file's name tells."""
     match = _RANK_IN_NAME.fullmatch(file)
-    return None if match is None else int(match[1] or match[2])
+    return None if match is None else int(match[match.lastindex or 0])
 
 
 OTHER_STATE = "other state"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import saved_ranks, sharded, workers
+from support.golden import golden
 from support.rank_files import written
 from support.trainer_files import of_deepspeed, of_nanochat, of_one_process
 
@@ -47,6 +48,7 @@ FORMATS = {
     "`optimizer.pt`, `optimizer.bin` and weights of one process (Hugging Face, accelerate)": None,
     "files of each rank with DTensors (verl, accelerate without DCP, torch_checkpointing)": None,
     "nanochat's `model_{step}.pt` and `optim_{step}_rank{r}.pt`": None,
+    "ZeRO's files of each rank (DeepSpeed)": None,
     "DeepSpeed's universal folders": None,
     "safetensors": "safetensors",
     "zarr v3": "zarr",
@@ -56,6 +58,7 @@ READ_ONLY = {
     "Megatron": (lambda folder: written(folder, "padded-numel", 2), WHY_NOT_WRITTEN["layer_wise"]),
     "`optimizer.pt`": (of_one_process, "only the run knows the order of numbers; write `dcp`"),
     "DeepSpeed": (of_deepspeed, "its groups number flattened partitions; write `dcp`"),
+    "ZeRO": (lambda folder: golden("deepspeed_zero2") / "global_step3", "each stage has its own; write `dcp`"),
     "nanochat": (nanochat_run, "only its own code knows the groups that it stacks; write `dcp`"),
     "files of each rank": (of_ranks, "their pickles name torch's classes, which change; write `dcp`"),
 }

@@ -109,10 +109,10 @@ def test_damage_and_half_written_steps_are_told_from_whole_ones(run):
 
 
 def test_a_format_that_is_not_read_is_not_called_damaged(tmp_path):
-    """As DeepSpeed saves ZeRO."""
+    """As DeepSpeed saves tensor-parallel models."""
     step = tmp_path / "global_step100"
     step.mkdir()
-    (step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"x")
+    (step / "mp_rank_01_model_states.pt").write_bytes(b"x")
     (tmp_path / "latest").write_text("global_step100")
     history = look_at_run(tmp_path)
     assert [(one.state, one.name) for one in history.steps] == [("unread", "global_step100")]

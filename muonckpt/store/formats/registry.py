@@ -22,19 +22,10 @@ from ... import record
 from ...errors import SourceError
 from ..io.location import Location
 from ..io.regular import open_regular
-from ..reading.reader import Format, Reader
+from ..reading.reader import Format
 from . import signs
 
 ENTRY_POINTS = "muonckpt.formats"
-
-
-def _refuse_zero(path: Location) -> Reader:
-    raise SourceError(
-        f"{path} holds files of DeepSpeed's ZeRO, flat partitions of each rank, which are not read. The weights: "
-        "zero_to_fp32.py of DeepSpeed writes them as files that are read. The state of AdamW: ds_to_universal.py of "
-        "DeepSpeed makes a universal checkpoint, which is read. It fails on groups of DeepSpeed's Muon, so nothing "
-        "takes that momentum over today: go on with the weights and begin the state anew (docs/formats/trainers.md)"
-    )
 
 
 _FORMATS = "muonckpt.store.formats"
@@ -107,7 +98,12 @@ SAFETENSORS = Format(
     writer=f"{_WRITERS}.whole_files:safetensors_files",
     remains=f"{_FORMATS}.safetensors:remains",
 )
-ZERO = Format("DeepSpeed's ZeRO files", _refuse_zero, weaker_signs=(("*_optim_states.pt",),))
+ZERO = Format(
+    "DeepSpeed's ZeRO files",
+    f"{_FORMATS}.trainers.zero_state:reader",
+    weaker_signs=(("*_optim_states.pt", "*_model_states.pt"),),
+    remains=f"{_FORMATS}.trainers.zero_state:remains",
+)
 UNIVERSAL = Format(
     "DeepSpeed's universal folder", f"{_FORMATS}.trainers.process_files:universal_reader", weaker_signs=(("zero",),)
 )
@@ -124,13 +120,13 @@ BUILT_IN = (
     NANOCHAT,
     PROCESS_FILES,
     SAFETENSORS,
-    ZERO,
     UNIVERSAL,
+    ZERO,
 )
 """The built-in formats; of several that show equally strong signs, the first counts.
 
-Safetensors files may lie beside our manifest and DCP's metadata, and some programs leave Megatron's per-rank files
-beside other checkpoints."""
+Safetensors files may lie beside our manifest and DCP's metadata, some programs leave Megatron's per-rank files
+beside other checkpoints, and DeepSpeed copies model states into universal folders."""
 
 
 _NANOCHAT_STEP = re.compile(r"model_([0-9]{6,12})\.pt")
