@@ -25,7 +25,7 @@ import click
 
 from ..errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError, TargetError, did_you_mean
 from ..version import VERSION
-from .printing import BEGAN, printable
+from .printing import BEGAN, print_line
 
 COMMANDS = {
     "inspect": "Say what is in a checkpoint, who holds it, and what looks sick.",
@@ -204,8 +204,9 @@ def _complain(text: str) -> None:
 
 
 def _print_error(text: str) -> None:
-    """Print on standard error, without what could control a terminal."""
-    click.echo("\n".join(map(printable, text.split("\n"))), err=True, nl=False)
+    """Print on standard error, folded on a terminal, without what could control it."""
+    for line in text.removesuffix("\n").split("\n"):
+        print_line(line, err=True)
 
 
 def _discard_output() -> None:

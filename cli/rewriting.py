@@ -144,13 +144,13 @@ _OPTIONS = {
         type=RulesType(files=True),
         multiple=True,
         metavar="TABLE",
-        help="Table of renames, splits and joins; repeatable.",
+        help="Table of renames and splits; repeatable.",
     ),
     "select": click.option(
         "--select", type=KEY, multiple=True, metavar="GLOB", help="Take only what has a matching key; repeatable."
     ),
     "tensors_only": click.option("--tensors-only", is_flag=True, help="Leave out items that are not tensors."),
-    "model_only": click.option("--model-only", is_flag=True, help="Take the model's weights and leave out all else."),
+    "model_only": click.option("--model-only", is_flag=True, help="Take the model's weights alone."),
     "dry_run": click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
     "resume": click.option("--resume", is_flag=True, help="Continue an interrupted run."),
     "verify": click.option("--verify", is_flag=True, help="Read every file back before publishing."),

@@ -41,6 +41,7 @@ VIEWS = [
     "reshard {run} {out} --mesh dp=2,tp=2 --layout balanced --dry-run",
     "convert {run} {out} --to dion --dry-run",
     "merge {run} {run} {out} --model-only --dry-run",
+    "salvage {damaged} {out} --from {run} --mix-steps --dry-run",
     "plan --ckpt {run} --mesh dp=2 --mesh dp=64,tp=4 --mesh pp=2,dp=8,tp=4 --mesh dp=512",
     "rules",
     "rules --dialects",
@@ -62,7 +63,10 @@ def places(tmp_path_factory) -> dict[str, Path | str]:
     saved(folder / "steps" / "step-1", 1.0)
     saved(folder / "steps" / "step-2", 2.0)
     muonckpt.reshard(folder / "steps" / "step-1", folder / "run", mesh={"dp": 3})
-    return {"run": folder / "run", "other": folder / "steps" / "step-2", "steps": folder / "steps",
+    muonckpt.reshard(folder / "run", folder / "damaged", mesh={"dp": 2})
+    (folder / "damaged" / "__1_0.distcp").unlink()
+    return {"run": folder / "run", "damaged": folder / "damaged",
+            "other": folder / "steps" / "step-2", "steps": folder / "steps",
             "out": folder / "out", "key": LONG.format(1)}  # fmt: skip
 
 
@@ -149,6 +153,13 @@ def test_what_only_one_has_is_red_and_green(tmp_path):
     muonckpt.save({"w": torch.ones(2), "new": torch.ones(2)}, tmp_path / "b")
     shown = on_terminal(80, "diff", tmp_path / "a", tmp_path / "b").stdout
     assert "\x1b[31mold\x1b[0m" in shown and "\x1b[32mnew\x1b[0m" in shown
+
+
+def test_an_error_is_folded_on_a_terminal_and_one_line_elsewhere(tmp_path):
+    line = ("inspect", tmp_path / "there" / "is" / "no" / "checkpoint" / "of" / "this" / "name")
+    told = called(*line).stderr
+    shown = on_terminal(60, *line).stderr.splitlines()
+    assert told.count("\n") == 1 and " ".join(shown).split() == told.split() and len(shown) > 1
 
 
 def test_a_command_to_paste_is_one_line(tmp_path):
