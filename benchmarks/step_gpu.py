@@ -26,6 +26,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from muonckpt.optimizer import Muon
+from muonckpt.optimizer.methods.muon import MUON
 from muonckpt.optimizer.step.step import Batch, in_batches
 
 AIM = 1.3
@@ -102,7 +103,9 @@ def newton_schulz(opt: Muon, device: torch.device) -> Callable[[], object]:
     [schedule] = opt.schedules.values()
     group = opt.param_groups[0]
     batches = [
-        batch for stage in schedule.stages for batch in in_batches(schedule.units, stage.owned, lambda param: group)
+        batch
+        for stage in schedule.stages
+        for batch in in_batches(schedule.units, stage.owned, lambda param: group, lambda param: MUON)
     ]
     memory = torch.randn(max(batch.places.numel for batch in batches), device=device).bfloat16()
 

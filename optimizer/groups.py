@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import called_like, did_you_mean
 from ..resumption import in_globs
+from .methods.form import MatrixMethod
 from .methods.matrix import MATRICES
 from .methods.scalar import SCALARS
 from .planning.matrices import Fused, matrices_of
@@ -418,7 +419,8 @@ class Decisions:
                 raise ValueError(
                     f"{sorted(reserved)} among the options of {kind!r}: the rules say that, not the options"
                 )
-            if chosen["algorithm"] not in FAMILIES[KINDS[kind].algorithm]:
+            own = isinstance(chosen["algorithm"], MatrixMethod) and KINDS[kind].algorithm == "muon"
+            if not own and chosen["algorithm"] not in FAMILIES[KINDS[kind].algorithm]:
                 raise ValueError(
                     f"algorithm {chosen['algorithm']!r} for {kind!r}, which takes one of "
                     f"{FAMILIES[KINDS[kind].algorithm]}; to change who steps a parameter, change its kind by a rule"

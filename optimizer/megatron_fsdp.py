@@ -29,7 +29,7 @@ from ..layouts.flat import Cuts, uneven_layout
 from ..layouts.mesh import Mesh
 from ..layouts.tensors import local_of
 from .ground.held_boxes import declare_boxes
-from .methods.matrix import MATRICES
+from .methods.matrix import is_matrix_method
 from .muon import Muon
 
 
@@ -174,8 +174,10 @@ def attach(optimizer: Muon, model: Model) -> Attached:
 
     def describe(*_: Any) -> None:
         for group in optimizer.param_groups:
-            # The state that a method keeps per row is sharded evenly, as its placements say.
-            own = MATRICES[group["algorithm"]].slots if group["algorithm"] in MATRICES else {}
+            # The state that a method keeps per row is sharded evenly, as its placements say; owners declare theirs.
+            method = optimizer._methods[group["algorithm"]] if is_matrix_method(group["algorithm"]) else None
+            kept = method.kept(group).items() if method is not None else ()
+            own = {slot for slot, how in kept if how.at_owner or how.shape != "[m, n]"}
             for param in group["params"]:
                 for slot, value in optimizer.state[param].items():
                     if slot in own or not isinstance(value, DTensor):

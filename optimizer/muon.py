@@ -22,7 +22,7 @@ from ..resumption import Globs, LoadReport
 from ..vocabulary import MUON, MUON_CONVENTION
 from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
 from .for_model import EXAMPLE_LINE, ForModel, refuse_no_parameters
-from .methods.matrix import MATRICES, Scale, Scales
+from .methods.matrix import Methods, Scale, Scales, is_matrix_method
 from .methods.scalar import SCALARS
 from .newton_schulz.costs import Cost
 from .newton_schulz.products import Choice, prefer_kernels
@@ -31,11 +31,22 @@ from .options import CYCLED, as_plain, check, cycled, refuse_shared_rate, refuse
 from .planning.schedule import Ranks, Schedule
 from .report import MuonReport, muon_report, warn_if_unshared, warn_of_no_gradient
 from .restoration import load_fitting
-from .state import Seen, as_numbers, carry_over, changes, check_gradients, check_state, check_values, fresh_state
+from .state import (
+    Seen,
+    as_numbers,
+    carry_over,
+    changes,
+    check_gradients,
+    check_state,
+    check_values,
+    declare_owned,
+    fresh_state,
+    owned_state,
+)
 from .step.agreement import Facts, fixed
 from .step.exchange import LINKS
 from .step.planner import Planner
-from .step.rank_sets import RankSet, ordinals
+from .step.rank_sets import RankSet, ordinals, rank_sets
 from .step.step import Step, Steps
 
 
@@ -127,7 +138,8 @@ class Muon(ForModel, CollectiveOptimizer):
         self._replicas, self._exchange, self._stages, self._layout = replicas, exchange, stages, layout
         self._cost, self._form = cost, form
         self._nonfinite = NonFinite(nonfinite, most_skipped) if nonfinite is not None else None
-        self._scales, self._steps = Scales(), Steps()
+        self._scales, self._methods, self._steps = Scales(), Methods(), Steps()
+        self._owners: dict[Tensor, tuple[int, ...]] = {}  # of parameters with state at the owners of their matrices
         self._fixed: list[dict[str, Any]] = []
         self._seen: list[Seen] = []
         self._used = False  # true once state may differ from fresh state
@@ -155,15 +167,13 @@ class Muon(ForModel, CollectiveOptimizer):
         for option in CYCLED:  # torch would give it to a group that has none
             self.defaults.pop(option, None)
         try:
-            algorithm = param_group.get("algorithm", "muon")
-            if algorithm in MATRICES:
-                defaults = {**self._matrices, **MATRICES[algorithm].defaults}
-            elif algorithm in SCALARS:
-                defaults = {**SCALARS[algorithm].defaults, "cautious": self.defaults["cautious"]}
+            algorithm = self._methods.name_of(param_group.get("algorithm", "muon"))
+            if is_matrix_method(algorithm):
+                defaults = self._methods[algorithm].defaults(self._matrices)
             else:
-                raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {sorted({*MATRICES, *SCALARS})}")
+                defaults = {**SCALARS[algorithm].defaults, "cautious": self.defaults["cautious"]}
             refuse_unknown(param_group, algorithm, {*defaults, *self.defaults})
-            super().add_param_group({**defaults, **param_group})
+            super().add_param_group({**defaults, **param_group, "algorithm": algorithm})
             group = self.param_groups[-1]
             self._settle(group)
             inherits = algorithm in SCALARS and "lr" not in param_group and group["params"]
@@ -177,6 +187,7 @@ class Muon(ForModel, CollectiveOptimizer):
                 except LayoutError as error:
                     name = group.get("param_names", {number: f"parameter {number} of group {before}"})[number]
                     raise LayoutError(f"{name}: {error}. To have a model's parameters sorted: {EXAMPLE_LINE}") from None
+            self._place_owned(fresh)
         except Exception:
             del self.param_groups[before:]
             raise
@@ -190,7 +201,26 @@ class Muon(ForModel, CollectiveOptimizer):
         self._inheriting = inheriting
 
     def _fresh_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return fresh_state(param, self._resting(param, (0,)), group)
+        method = self._methods[group["algorithm"]] if is_matrix_method(group["algorithm"]) else None
+        return fresh_state(param, self._resting(param, (0,)), group, method)
+
+    def _place_owned(self, fresh: Mapping[Tensor, dict[str, Tensor]]) -> None:
+        """Choose owners for new parameters whose methods keep state there, and add that state to the rest."""
+        chosen: dict[Tensor, tuple[int, ...]] = {}
+        for held in rank_sets(self.param_groups, self._replicas):
+            methods = [self._methods[self.param_groups[member.group]["algorithm"]] for member in held.matrices]
+            groups = [self.param_groups[member.group] for member in held.matrices]
+            stay = [
+                member.param in fresh and any(kept.at_owner for kept in method.kept(group).values())
+                for member, method, group in zip(held.matrices, methods, groups, strict=True)
+            ]
+            if any(stay):
+                owners = self._planner.owners_of(held, self.param_groups)
+                for member, method, group, of, owned in zip(held.matrices, methods, groups, owners, stay, strict=True):
+                    if owned:
+                        fresh[member.param].update(owned_state(member.param, group, method, of, self._replicas))
+                        chosen[member.param] = of
+        self._owners |= chosen
 
     @property
     def schedules(self) -> Mapping[Ranks, Schedule]:
@@ -213,13 +243,14 @@ class Muon(ForModel, CollectiveOptimizer):
             RuntimeWarning: for each of `MuonReport.doubts`.
         """
         schedules = self.schedules.values()
-        return muon_report(self.param_groups, self._scales, schedules, self.skipped_steps, most_elementwise)
+        made = self._scales, self._methods
+        return muon_report(self.param_groups, *made, schedules, self.skipped_steps, most_elementwise)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies, without plans, which refer to this optimizer's parameters."""
         copied = (
-            "_ordinals _matrices _replicas _exchange _stages _layout _cost _form _nonfinite _scales _fixed _seen _used "
-            "_inheriting"
+            "_ordinals _matrices _replicas _exchange _stages _layout _cost _form _nonfinite _scales _methods _owners "
+            "_fixed _seen _used _inheriting"
         )
         own = {name: getattr(self, name) for name in copied.split()}
         return {**super().__getstate__(), **own, "_steps": Steps()}
@@ -234,6 +265,11 @@ class Muon(ForModel, CollectiveOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as any torch optimizer does, with rates that are tensors written as numbers."""
         self._follow_parameters()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param in self._owners:
+                    method = self._methods[group["algorithm"]]
+                    declare_owned(param, group, method, self._owners[param], self.state[param])
         state = super().state_dict()
         for group in state["param_groups"]:
             group.update({key: as_numbers(value) for key, value in group.items()})
@@ -299,8 +335,10 @@ class Muon(ForModel, CollectiveOptimizer):
         renewed = {}
         for change in changed:
             renewed[change.current] = self._fresh_state(change.current, self.param_groups[change.group])
-            if self._used:
-                carry_over(change, self.state[change.former], renewed[change.current])
+            self._owners.pop(change.former, None)
+        self._place_owned(renewed)
+        for change in changed if self._used else ():
+            carry_over(change, self.state[change.former], renewed[change.current])
         for change in changed:
             del self.state[change.former]
         self.state.update(renewed)
@@ -310,9 +348,10 @@ class Muon(ForModel, CollectiveOptimizer):
     def _begin_anew(self) -> None:
         """Replace all state by new state for the groups' present parameters."""
         self.state.clear()
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param] = self._fresh_state(param, group)
+        self._owners.clear()
+        fresh = {param: self._fresh_state(param, group) for group in self.param_groups for param in group["params"]}
+        self._place_owned(fresh)
+        self.state.update(fresh)
         self._seen = [Seen.of(group["params"]) for group in self.param_groups]
         self._steps.plan_anew()
 
@@ -328,8 +367,9 @@ class Muon(ForModel, CollectiveOptimizer):
                     "change; build a new optimizer"
                 )
             self._settle(group)
-            for param in group["params"] if group["algorithm"] in MATRICES else ():
-                check_state(param, self._resting(param, (0,)), group, self.state[param])
+            for param in group["params"] if is_matrix_method(group["algorithm"]) else ():
+                method = self._methods[group["algorithm"]]
+                check_state(param, self._resting(param, (0,)), group, self.state[param], method)
         self._steps.plan_anew()
         self._fixed = [fixed(group) for group in self.param_groups]
 
@@ -355,7 +395,11 @@ class Muon(ForModel, CollectiveOptimizer):
     def _plan(self, held: RankSet, failure: Exception | None) -> Step:
         if self._warns and self._replicas is None:
             warn_if_unshared(held)
-        planner = Planner(
+        return self._planner.plan(held, self.param_groups, self.state, failure)
+
+    @property
+    def _planner(self) -> Planner:
+        return Planner(
             self._replicas,
             self._exchange,
             self._stages,
@@ -363,15 +407,19 @@ class Muon(ForModel, CollectiveOptimizer):
             self._cost,
             self._form,
             self._scales.factor,
+            self._methods,
+            self._owners,
             self._nonfinite.policy if self._nonfinite is not None else None,
         )
-        return planner.plan(held, self.param_groups, self.state, failure)
 
     def _resting(self, param: Tensor, ranks: Ranks) -> TensorLayout:
         return self._layout(param) if self._layout is not None else layout_of(param, replicas=ranks)
 
     def _settle(self, group: dict[str, Any]) -> None:
-        if group["algorithm"] in MATRICES:
+        method = None
+        if is_matrix_method(group["algorithm"]):
+            method = self._methods[group["algorithm"]]
             group["adjust_lr_fn"] = self._scales.name_of(group["adjust_lr_fn"])
-            group["ns_coefficients"] = as_plain(group["ns_coefficients"])
-        check(group, self._scales.names)
+            if method.orthogonalizes:
+                group["ns_coefficients"] = as_plain(group["ns_coefficients"])
+        check(group, self._scales.names, method)

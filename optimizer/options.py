@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..coefficients import Coefficients, Plain, plain_coefficients
 from ..vocabulary import MUON_CONVENTION, SCHEDULED, ParamGroup
-from .methods.matrix import MATRICES, STATISTICS, UPDATE_NORMS
+from .methods.form import MatrixMethod
+from .methods.matrix import is_matrix_method
 from .methods.scalar import SCALARS
 from .newton_schulz.recipe import spans
 from .planning.matrices import PRECISIONS
@@ -53,7 +54,7 @@ def refuse_shared_rate(groups: Iterable[ParamGroup], algorithm: str, lr: float |
     Their rates are far too large for it, except with the scale "match_rms_adamw".
     """
     for group in groups:
-        if group["algorithm"] in MATRICES and group["adjust_lr_fn"] != "match_rms_adamw":
+        if is_matrix_method(group["algorithm"]) and group["adjust_lr_fn"] != "match_rms_adamw":
             raise ValueError(
                 f"a group of {algorithm!r} says no lr, and lr={float(lr)!r} is a rate of matrices with "
                 f"adjust_lr_fn={group['adjust_lr_fn']!r}: give the group its own, such as 'lr': 3e-4 "
@@ -62,8 +63,13 @@ def refuse_shared_rate(groups: Iterable[ParamGroup], algorithm: str, lr: float |
             )
 
 
-def check(group: ParamGroup, scales: Collection[str]) -> None:
-    """Raise ValueError for an option out of range; ``scales`` are the names that ``adjust_lr_fn`` may have."""
+def check(group: ParamGroup, scales: Collection[str], method: MatrixMethod | None) -> None:
+    """Raise ValueError for an option out of range.
+
+    Args:
+        scales: the names that ``adjust_lr_fn`` may have.
+        method: None for element-wise algorithms.
+    """
 
     def need(name: str, fine: Callable[[Any], bool], expected: str) -> None:
         try:
@@ -75,22 +81,22 @@ def check(group: ParamGroup, scales: Collection[str]) -> None:
 
     need("lr", lambda lr: torch.as_tensor(lr).numel() == 1 and 0 <= float(lr) < math.inf, "a finite rate >= 0")
     need("weight_decay", lambda decay: 0 <= decay < math.inf, "a finite decay >= 0")
-    if group["algorithm"] in SCALARS:
+    if method is None:
         SCALARS[group["algorithm"]].check(group)
         return
-    need("momentum", lambda momentum: 0 <= momentum < 1, "a number in [0, 1)")
     need("adjust_lr_fn", scales.__contains__, f"a function, or one of {sorted(scales)}")
-    need("ns_steps", lambda steps: steps >= 1, "at least one step")
-    need("ns_dtype", PRECISIONS.__contains__, f"one of {sorted(PRECISIONS)}")
-    need("eps", lambda eps: 0 < eps < math.inf, "a positive number")
-    need(
-        "convention",
-        MUON_CONVENTION.__eq__,
-        f"{str(MUON_CONVENTION)!r}: converters translate state of another convention",
-    )
-    if group["gram"] is not None:
-        spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)
-    if "beta2" in group:
-        need("beta2", lambda beta2: 0 <= beta2 < 1, "a number in [0, 1)")
-        need("statistics", STATISTICS.__contains__, f"one of {sorted(STATISTICS)}")
-        need("update_norm", UPDATE_NORMS.__contains__, f"one of {sorted(UPDATE_NORMS)}")
+    if method.averages:
+        need("momentum", lambda momentum: 0 <= momentum < 1, "a number in [0, 1)")
+        need(
+            "convention",
+            MUON_CONVENTION.__eq__,
+            f"{str(MUON_CONVENTION)!r}: converters translate state of another convention",
+        )
+    if method.orthogonalizes:
+        need("ns_steps", lambda steps: steps >= 1, "at least one step")
+        need("ns_dtype", PRECISIONS.__contains__, f"one of {sorted(PRECISIONS)}")
+        need("eps", lambda eps: 0 < eps < math.inf, "a positive number")
+        if group["gram"] is not None:
+            spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)
+    for name, option in method.options.items():
+        need(name, option.holds, option.expected)

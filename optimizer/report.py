@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..vocabulary import ParamGroup
 from .groups import table
-from .methods.matrix import MATRICES, Scales, fused_of
+from .methods.matrix import Methods, Scales, fused_of, is_matrix_method
 from .planning.matrices import rows_columns, shapes_of
 from .planning.schedule import Schedule
 from .step.rank_sets import RankSet
@@ -34,7 +33,7 @@ class GroupReport:
         matrices: how many are orthogonalised.
         elements: of all its parameters, on all ranks.
         update_rms: the smallest and largest expected root mean square of an update at the present rate, without decay
-            (``1 / √max(m, n)`` for an orthogonal ``m x n`` matrix).
+            (``1 / √max(m, n)`` for an orthogonal ``m x n`` matrix); None where the method does not say.
     """
 
     number: int
@@ -43,7 +42,7 @@ class GroupReport:
     parameters: int
     matrices: int
     elements: int
-    update_rms: tuple[float, float]
+    update_rms: tuple[float, float] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,10 @@ class MuonReport:
         rows = [
             (
                 *(str(group.number), group.name, group.algorithm, str(group.parameters), str(group.matrices)),
-                *(f"{group.elements:,}", " to ".join(dict.fromkeys(f"{rms:.2g}" for rms in group.update_rms))),
+                *(
+                    f"{group.elements:,}",
+                    " to ".join(dict.fromkeys(f"{rms:.2g}" for rms in group.update_rms or ())) or "-",
+                ),
             )
             for group in self.groups
         ]
@@ -87,7 +89,12 @@ class MuonReport:
 
 
 def muon_report(
-    groups: Sequence[ParamGroup], scales: Scales, schedules: Iterable[Schedule], skipped: int, most_elementwise: float
+    groups: Sequence[ParamGroup],
+    scales: Scales,
+    methods: Methods,
+    schedules: Iterable[Schedule],
+    skipped: int,
+    most_elementwise: float,
 ) -> MuonReport:
     """Return the report of `Muon.report`, given this rank's schedules, and warn of each doubt."""
     schedules, rank = list(schedules), dist.get_rank() if dist.is_initialized() else 0
@@ -99,7 +106,7 @@ def muon_report(
         for stage in schedule.stages:
             sent += sum(sum(route.send_counts) - route.send_counts[here] for route in (stage.gather, stage.scatter))
     report = MuonReport(
-        tuple(_group(number, group, scales) for number, group in enumerate(groups)),
+        tuple(_group(number, group, scales, methods) for number, group in enumerate(groups)),
         (min(owned.values()), max(owned.values()), owned[rank]) if owned else None,
         sent if schedules else None,
         skipped,
@@ -110,19 +117,18 @@ def muon_report(
     return report
 
 
-def _group(number: int, group: ParamGroup, scales: Scales) -> GroupReport:
+def _group(number: int, group: ParamGroup, scales: Scales, methods: Methods) -> GroupReport:
     params, algorithm, rate = group["params"], group["algorithm"], float(group["lr"])
     matrices: list[tuple[int, int]] = []
-    if algorithm in MATRICES:
-        for param in params:
-            matrices += map(rows_columns, shapes_of(tuple(param.shape), fused_of(group)))
-    own_rms = 0.2 if group.get("update_norm") == "rms" else None
-    rms: Sequence[float] = [
-        scales.factor(group, rows, columns) * (own_rms or 1 / math.sqrt(max(rows, columns)))
-        for rows, columns in matrices
-    ] or ((1.0,) if algorithm == "lion" else ADAMW_RMS)
+    expected: Sequence[float | None] = (1.0,) if algorithm == "lion" else ADAMW_RMS
+    if is_matrix_method(algorithm):
+        matrices = [rows_columns(shape) for param in params for shape in shapes_of(tuple(param.shape), fused_of(group))]
+        rms = {shape: methods[algorithm].rms(*shape, group) for shape in dict.fromkeys(matrices)}
+        scaled = {shape: own and own * scales.factor(group, *shape) for shape, own in rms.items()}
+        expected = [*scaled.values()] if matrices else expected
+    known = [rate * rms for rms in expected if rms is not None]
     elements = sum(param.numel() for param in params)
-    bounds = (rate * min(rms), rate * max(rms))
+    bounds = (min(known), max(known)) if known else None
     return GroupReport(number, str(group.get("name", "")), algorithm, len(params), len(matrices), elements, bounds)
 
 
@@ -131,7 +137,7 @@ def _doubts(groups: Sequence[ParamGroup], most_elementwise: float) -> Iterator[s
     for number, group in enumerate(groups):
         for param in group["params"]:
             if param.ndim > 1:
-                counted[group["algorithm"] in MATRICES] += param.numel()
+                counted[is_matrix_method(group["algorithm"])] += param.numel()
             elif param.numel() > LARGEST_VECTOR:
                 yield (
                     f"group {number} has a vector of {param.numel():,} elements: if a wrapper has flattened matrices, "

@@ -6,6 +6,7 @@ one from the meta device.  Such a parameter gets new state, into which the forme
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -14,19 +15,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from ..box import Box, row_major
 from ..layout import TensorLayout
-from ..layouts.tensors import layout_of, local_of, zeros_placed_as
+from ..layouts.boxed_tensor import Parts, parts_of
+from ..layouts.tensors import declares_boxes, layout_of, local_of, zeros_placed_as
 from ..plan import make_share
 from ..vocabulary import MOMENTUM
-from .methods.matrix import extras_of, fused_of
+from .ground.held_boxes import declare_boxes
+from .methods.form import MatrixMethod
+from .methods.matrix import fused_of, kept_of
 from .methods.scalar import SCALARS
-from .planning.matrices import matrices_of
+from .planning.matrices import Reduced, matrices_of
 
 
-def fresh_state(param: Tensor, layout: TensorLayout, group: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the state of a parameter that has not been stepped; refuses what could not be stepped later."""
+def fresh_state(
+    param: Tensor, layout: TensorLayout, group: dict[str, Any], method: MatrixMethod | None
+) -> dict[str, Tensor]:
+    """Return the state that rests with a parameter which has not been stepped; refuses what could not be stepped later.
+
+    Args:
+        method: None for element-wise algorithms.
+    """
     if not param.is_floating_point():
         raise ValueError(f"expected a real floating-point parameter, got {param.dtype} of shape {tuple(param.shape)}")
     if param.dtype.itemsize < 2:
@@ -34,27 +46,94 @@ def fresh_state(param: Tensor, layout: TensorLayout, group: dict[str, Any]) -> d
             f"a parameter of shape {tuple(param.shape)} is {param.dtype}: no update is large enough to be seen there; "
             "train parameters of 16 bits or more, and make the 8-bit ones of them"
         )
-    if group["algorithm"] in SCALARS:
+    if method is None:
         return SCALARS[group["algorithm"]].fresh(param)
     matrices_of(layout.shape, fused_of(group))
-    momentum = torch.zeros_like(param, memory_format=torch.contiguous_format)
-    extras = {slot: zeros_placed_as(param, kept.shape, torch.float32) for slot, kept in extras_of(param, group).items()}
-    return {MOMENTUM: momentum, **extras}
+    state = {}
+    if method.averages:
+        state[MOMENTUM] = torch.zeros_like(param, memory_format=torch.contiguous_format)
+    for slot, (kept, reduced) in kept_of(tuple(param.shape), group, method).items():
+        dtype = kept.dtype or param.dtype
+        if kept.shape == "[m, n]" and not kept.at_owner:
+            state[slot] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+        elif not kept.at_owner:
+            state[slot] = zeros_placed_as(param, reduced.shape, dtype)
+    return state
 
 
-def check_state(param: Tensor, layout: TensorLayout, group: Mapping[str, Any], held: Mapping[str, Tensor]) -> None:
+def owned_boxes(reduced: Reduced, owners: Sequence[int], rank: int) -> list[Box]:
+    """Return the boxes that a rank has of a slot which rests at the owners of a parameter's matrices."""
+    matrices = zip(matrices_of(reduced.shape, reduced.fused), owners, strict=True)
+    return [piece.box for pieces, owner in matrices if owner == rank for piece in pieces]
+
+
+def owned_state(
+    param: Tensor,
+    group: Mapping[str, Any],
+    method: MatrixMethod,
+    owners: Sequence[int],
+    replicas: dist.ProcessGroup | None,
+) -> dict[str, Tensor]:
+    """Return the state of a parameter that rests at its owners, as zeros: matrix after matrix, each row by row.
+
+    It is a DTensor on the mesh of the parameter, or of the ``replicas`` that share a plain one; `declare_owned` says
+    where its boxes are.  What no other rank holds is a plain tensor.
+    """
+    mesh = param.device_mesh if isinstance(param, DTensor) else None
+    if mesh is None and replicas is not None and dist.get_world_size(replicas) > 1:
+        mesh = DeviceMesh.from_group(replicas, param.device.type)
+    state: dict[str, Tensor] = {}
+    for slot, (kept, reduced) in kept_of(tuple(param.shape), group, method).items():
+        if not kept.at_owner:
+            continue
+        shape, dtype = reduced.shape, kept.dtype or param.dtype
+        if mesh is None:
+            state[slot] = torch.zeros(shape, dtype=dtype, device=param.device)
+            continue
+        numel = sum(box.numel for box in owned_boxes(reduced, owners, dist.get_rank()))
+        here = shape if numel == math.prod(shape) else (numel, *(1,) * (len(shape) - 1))
+        state[slot] = DTensor.from_local(
+            torch.zeros(here, dtype=dtype, device=param.device),
+            mesh,
+            [Shard(0)] * mesh.ndim,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=row_major(shape),
+        )
+    declare_owned(param, group, method, owners, state)
+    return state
+
+
+def declare_owned(
+    param: Tensor,
+    group: Mapping[str, Any],
+    method: MatrixMethod,
+    owners: Sequence[int],
+    state: Mapping[str, Tensor],
+) -> None:
+    """Tell DCP which boxes this rank has of the slots that rest at owners."""
+    for slot, (kept, reduced) in kept_of(tuple(param.shape), group, method).items():
+        if kept.at_owner and isinstance(value := state[slot], DTensor):
+            declare_boxes(value, owned_boxes(reduced, owners, dist.get_rank()))
+
+
+def check_state(
+    param: Tensor, layout: TensorLayout, group: Mapping[str, Any], held: Mapping[str, Tensor], method: MatrixMethod
+) -> None:
     """Refuse options of a group of matrices that do not fit a parameter's existing state.
 
     Raises:
         LayoutError, ValueError: the options do not fit the parameter's shape; they need state of another shape.
     """
     matrices_of(layout.shape, fused_of(group))
-    for slot, reduced in extras_of(param, group).items():
-        if held[slot].shape != reduced.shape:
+    for slot, (kept, reduced) in kept_of(tuple(param.shape), group, method).items():
+        own = held.get(slot)
+        if own is None or own.shape != reduced.shape or own.dtype != (kept.dtype or param.dtype):
+            options = ", ".join(f"{name}={group[name]!r}" for name in ("columns", *method.options))
+            actual = "missing" if own is None else f"{own.dtype} {tuple(own.shape)}"
             raise ValueError(
-                f"columns={group['columns']!r} and statistics={group['statistics']!r} of a parameter of shape "
-                f"{tuple(param.shape)} need a {slot} of shape {reduced.shape}, and it is {tuple(held[slot].shape)}: "
-                "they cannot change once there is state; build a new optimizer"
+                f"{options} of a parameter of shape {tuple(param.shape)} need a {slot} of shape {reduced.shape}, and "
+                f"it is {actual}: they cannot change once there is state; build a new optimizer"
             )
 
 
@@ -74,6 +153,8 @@ def fault(mine: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> str | None:
         other = loaded[slot]
         if not isinstance(other, Tensor) or not laid_out_alike(other, tensor):
             return f"{slot} is {placing(other)}, expected {placing(tensor)}"
+        if declares_boxes(tensor) and local_of(other).shape != local_of(tensor).shape:
+            return f"{slot} is cut otherwise; load it through a checkpoint"
     return None
 
 
@@ -192,6 +273,8 @@ def carry_over(change: Change, former: Mapping[str, Tensor], current: Mapping[st
 
 def _copied(source: Tensor, target: Tensor) -> bool:
     """Copy this rank's part of a tensor to another layout; False if this rank does not hold all of it."""
+    if declares_boxes(target) or declares_boxes(source):
+        return _copied_in_boxes(parts_of(source), parts_of(target))
     rank = dist.get_rank() if dist.is_initialized() else 0
     meshes = [tensor.device_mesh for tensor in (target, source) if isinstance(tensor, DTensor)]
     everywhere = tuple(meshes[0].mesh.flatten().tolist()) if meshes else (rank,)
@@ -204,4 +287,18 @@ def _copied(source: Tensor, target: Tensor) -> bool:
             for local, place in ((local_of(target), copy.target), (local_of(source), copy.source))
         )
         to.copy_(of)
+    return True
+
+
+def _copied_in_boxes(source: Parts, target: Parts) -> bool:
+    """Copy the boxes of a tensor that are whole in one of another; False if some are not."""
+    for lo, part in target.items():
+        wanted = Box.of(tuple(part.shape)).shift(lo)
+        holding = ((at, given) for at, given in source.items() if wanted in Box.of(tuple(given.shape)).shift(at))
+        found = next(holding, None)
+        if found is None:
+            return False
+        at, given = found
+        begins = (a - b for a, b in zip(lo, at, strict=True))
+        part.copy_(given[tuple(slice(begin, begin + n) for begin, n in zip(begins, part.shape, strict=True))])
     return True

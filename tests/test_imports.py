@@ -64,7 +64,7 @@ RULES = {
     "optimizer/methods": "box layouts vocabulary optimizer/ground optimizer/planning",
     "optimizer/step": "errors box overlap coefficients layout plan new_group layouts requests vocabulary "
     "optimizer/ground optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/triton",
-    "optimizer": "errors coefficients layout layouts plan resumption vocabulary optimizer/ground "
+    "optimizer": "box errors coefficients layout layouts plan resumption vocabulary optimizer/ground "
     "optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/step",
     "optimizer/layer_wise": "errors box requests resumption vocabulary layouts layouts/buffers optimizer/ground "
     "optimizer/methods optimizer/step optimizer",

@@ -22,7 +22,7 @@ from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import PLACEMENTS, ToPlace
 from ...layouts.buffers.records import to_json
 from ..ground.tensors import exact_dtype
-from ..methods.matrix import MATRICES
+from ..methods.matrix import is_matrix_method
 from ..step.agreement import Facts, fixed_options
 from ..step.exchange import ALL_GATHER
 
@@ -84,7 +84,7 @@ class Members:
     ) -> ToPlace:
         """Return the input of a placement, given groups with all their options."""
         own = [tuple(self.name_of[param] for param in group["params"]) for group in groups]
-        matrices = [names for names, group in zip(own, groups, strict=True) if group["algorithm"] in MATRICES]
+        matrices = [names for names, group in zip(own, groups, strict=True) if is_matrix_method(group["algorithm"])]
         parameters = [
             Parameter(name, tuple(param.shape), str(param.dtype).removeprefix("torch."), expert=name in self.experts)
             for name, param in self.named.items()

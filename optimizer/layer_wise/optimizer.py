@@ -29,7 +29,7 @@ from ..clipping import clip_with, refuse_other_limits, sum_of_squares
 from ..collective import MOST_SKIPPED, CollectiveOptimizer, Guarded, NonFinite, largest
 from ..ground.held_boxes import declare_boxes, declared_boxes
 from ..ground.tensors import exact_dtype, rounded_once
-from ..methods.matrix import MATRICES
+from ..methods.matrix import is_matrix_method
 from ..muon import Muon
 from ..restoration import fitting
 from ..state import as_numbers, fault
@@ -169,10 +169,11 @@ class LayerWise(CollectiveOptimizer):
             for param in group["params"]:
                 # Of matrices only those that this rank owns; of everything else its part, even an empty one.
                 part = self._parts[members.name_of[param]]
-                if part.boxes or group["algorithm"] not in MATRICES:
+                if part.boxes or not is_matrix_method(group["algorithm"]):
                     held[param] = part.stepped
         own = groups_with(held, self.param_groups)
-        inner = Muon([{**group, **example._scales.as_given(group)} for group in own], lr, **options)
+        given = [{**group, **example._scales.as_given(group), **example._methods.as_given(group)} for group in own]
+        inner = Muon(given, lr, **options)
         inner._warns = False  # no other rank has these tensors, and at times none has a gradient
         device = next((param.device.type for param in members.named.values()), "cpu")
         meshes = {  # which makes no process group

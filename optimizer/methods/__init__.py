@@ -1,5 +1,5 @@
 """What a parameter's update is, given its gradient: the algorithms that groups choose.
 
-``matrix`` has Muon and NorMuon, which need whole matrices, and ``scalar`` AdamW and Lion, which step element by
-element.  Open ``matrix`` first.
+``form`` is the form of those that need whole matrices, which ``matrix`` lists: ``muon`` has Muon and NorMuon, and each
+other has a file.  ``scalar`` has AdamW and Lion, which step element by element.  Open ``form`` first.
 """

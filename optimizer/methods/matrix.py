@@ -1,8 +1,4 @@
-"""Algorithms for matrices: how the owner finishes an orthogonalised matrix, and how its rate grows with its shape.
-
-The state that NorMuon needs for this stays with the ranks that hold the parameter, and travels to the owner and back
-with the update, so the result does not depend on sharding.
-"""
+"""Methods for matrices by name, and how the rate of a matrix grows with its shape."""
 
 from __future__ import annotations
 
@@ -11,12 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ...box import Index
-from ...vocabulary import NORMUON, SECOND_MOMENT, ParamGroup
-from ..planning.matrices import Fused, Reduced, one_column, one_line
+from ...vocabulary import ParamGroup
+from ..planning.matrices import Fused, Reduced
+from .adamuon import ADAMUON
+from .form import Kept, MatrixMethod
+from .hyperball import HYPERBALL
+from .muon import MUON, NORMUON
+from .scalar import SCALARS
+from .soap import SOAP
 
 Scale = Callable[[int, int], float]
 
@@ -62,68 +61,48 @@ class Scales:
         return {**ADJUST_LR, **self.given}[group["adjust_lr_fn"]](rows, columns)
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
-    """An algorithm for matrices.
-
-    Attributes:
-        slots: float32 state besides ``momentum_buffer``: its shape for a parameter of a group, by name.
-        defaults: options of its groups besides Muon's.
-        finish: takes an orthogonalised matrix ``[m, n]``, its part of the slots (``[m, 1]`` or ``[1, n]``, updated in
-            place) and the group; returns the update.
-    """
-
-    slots: Mapping[str, Callable[[Index, Fused, ParamGroup], Reduced]]
-    defaults: Mapping[str, Any]
-    finish: Callable[[Tensor, Mapping[str, Tensor], ParamGroup], Tensor]
+MATRICES: Mapping[str, MatrixMethod] = {method.name: method for method in (MUON, NORMUON, ADAMUON, HYPERBALL, SOAP)}
+"""The methods that groups choose by name."""
 
 
-MOMENT_EPS = 1e-8
-"""Added to the root of a row's second moment (Li et al. 2025)."""
-
-SMALLEST = 1e-30
-"""The least norm that a matrix is divided by: `UPDATE_NORMS` over it is finite, so a matrix of zeros stays zeros."""
-
-UPDATE_NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "muon": torch.linalg.vector_norm,
-    "rms": lambda matrix: matrix.new_tensor(0.2 * math.sqrt(matrix.numel())),
-}
-"""The Frobenius norm of NorMuon's update, given the orthogonalised matrix.  "muon": the matrix's own, so that learning
-rates carry over from Muon; "rms": a root mean square of 0.2 as in the paper, for use with ``adjust_lr_fn="none"``."""
+def is_matrix_method(algorithm: str) -> bool:
+    """Return whether an algorithm of a group is one of matrices: ours by name, or a user's."""
+    return algorithm not in SCALARS
 
 
-def _normalized(matrix: Tensor, slots: Mapping[str, Tensor], group: ParamGroup) -> Tensor:
-    """Divide every row, or column (`STATISTICS`), by the root of its mean square's moving average.
+@dataclass
+class Methods:
+    """Methods by the names that groups hold: `MATRICES`, and those that users gave."""
 
-    NorMuon (Li et al. 2025, arXiv 2510.05491, algorithm 1).  The average starts at zero and is not corrected for that:
-    the factor is common to all rows, and `UPDATE_NORMS` takes it out.
-    """
-    exact = matrix.float()
-    moment = slots[SECOND_MOMENT]
-    summed = 1 if moment.shape[1] == 1 else 0
-    moment.lerp_(exact.square().mean(dim=summed, keepdim=True), 1 - group["beta2"])
-    normal = exact / moment.sqrt().add_(MOMENT_EPS)
-    size = torch.linalg.vector_norm(normal).clamp_(min=SMALLEST)
-    return normal.mul_(UPDATE_NORMS[group["update_norm"]](exact) / size)
+    given: dict[str, MatrixMethod] = field(default_factory=dict)
+
+    def name_of(self, algorithm: str | MatrixMethod) -> str:
+        """Return the name of what a user gives as ``algorithm``.
+
+        Raises:
+            ValueError: there is no such algorithm, or another one has its name.
+        """
+        if isinstance(algorithm, MatrixMethod):
+            known = SCALARS.get(algorithm.name) or MATRICES.get(algorithm.name)
+            if (known or self.given.setdefault(algorithm.name, algorithm)) != algorithm:
+                raise ValueError(f"algorithm: two different methods are called {algorithm.name!r}")
+            return algorithm.name
+        if algorithm not in (names := {*MATRICES, *SCALARS, *self.given}):
+            raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {sorted(names)}, or a MatrixMethod")
+        return algorithm
+
+    def as_given(self, group: Mapping[str, Any]) -> dict[str, str | MatrixMethod]:
+        """Return a group's ``algorithm`` as the user gave it."""
+        return {"algorithm": self.given.get(group["algorithm"], group["algorithm"])}
+
+    def __getitem__(self, algorithm: str) -> MatrixMethod:
+        return self.given.get(algorithm) or MATRICES[algorithm]
 
 
-STATISTICS: Mapping[str, Callable[[Index, Fused], Reduced]] = {"rows": one_column, "longer": one_line}
-"""What NorMuon keeps mean squares of.  "rows": every row (a neuron), as in the paper; "longer": every row of tall
-matrices and every column of wide ones, as in modded-nanogpt."""
-
-MATRICES: Mapping[str, Method] = {
-    "muon": Method({}, {}, lambda matrix, slots, group: matrix),
-    "normuon": Method(
-        {SECOND_MOMENT: lambda shape, fused, group: STATISTICS[group["statistics"]](shape, fused)}, NORMUON, _normalized
-    ),
-}
-
-
-def extras_of(param: Tensor, group: Mapping[str, Any]) -> dict[str, Reduced]:
-    """Return the shapes of a parameter's state besides momentum."""
+def kept_of(shape: Index, group: ParamGroup, method: MatrixMethod) -> dict[str, tuple[Kept, Reduced]]:
+    """Return the state of a parameter besides momentum: how it is kept, and its shape."""
     fused = fused_of(group)
-    slots = MATRICES[group["algorithm"]].slots
-    return {slot: reduced(tuple(param.shape), fused, group) for slot, reduced in slots.items()}
+    return {slot: (kept, kept.of(shape, fused)) for slot, kept in method.kept(group).items()}
 
 
 def fused_of(group: Mapping[str, Any]) -> Fused:

@@ -60,7 +60,7 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A tensor with one row, or one column, of each matrix of a parameter; its shape has as many dims."""
+    """A tensor made of a part for each matrix of a parameter; its shape has as many dims."""
 
     shape: Index
     fused: Fused
@@ -79,6 +79,12 @@ def one_row(shape: Index, fused: Fused) -> Reduced:
     return Reduced((*shape[:-2], rows, shape[-1]), Fused(pieces, fused.columns))
 
 
+def one_number(shape: Index, fused: Fused) -> Reduced:
+    """Return one number for each matrix."""
+    column = one_column(shape, fused)
+    return one_row(column.shape, column.fused)
+
+
 def one_line(shape: Index, fused: Fused) -> Reduced:
     """Return one number for each row of tall and square matrices, for each column of wide ones.
 
@@ -93,6 +99,40 @@ def one_line(shape: Index, fused: Fused) -> Reduced:
         )
     return one_row(shape, fused) if True in wide else one_column(shape, fused)
 
+
+def at_owners(shape: Index, fused: Fused, of_matrix: Callable[[int, int], tuple[int, int]]) -> Reduced:
+    """Return a part of the shape ``of_matrix(m, n)`` for each matrix, to rest at its owner: in two dims if a parameter,
+    or an expert of it, is one matrix; otherwise row by row and end to end in one column.
+    """
+    *stack, _, _ = shape
+    sides = [of_matrix(*rows_columns(matrix)) for matrix in shapes_of((1, *shape[-2:]), fused)]
+    if len(sides) > 1:
+        numels = tuple(rows * columns for rows, columns in sides)
+        return Reduced((*stack, sum(numels), 1), Fused(numels))
+    return Reduced((*stack, *(sides or [(0, 0)])[0]), Fused())
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeKind:
+    """A shape that state can have: ``of_matrix`` for an ``m x n`` matrix, ``sharded`` for all of a parameter if it is
+    sharded as that is; None: it cannot be.
+    """
+
+    of_matrix: Callable[[int, int], tuple[int, int]]
+    sharded: Callable[[Index, Fused], Reduced] | None = None
+
+
+SHAPES: Mapping[str, ShapeKind] = {
+    "[m, n]": ShapeKind(lambda m, n: (m, n), Reduced),
+    "[m, 1]": ShapeKind(lambda m, n: (m, 1), one_column),
+    "[1, n]": ShapeKind(lambda m, n: (1, n), one_row),
+    "[1, 1]": ShapeKind(lambda m, n: (1, 1), one_number),
+    "longer": ShapeKind(lambda m, n: (m, 1) if m >= n else (1, n), one_line),
+    "[m, m]": ShapeKind(lambda m, n: (m, m)),
+    "[n, n]": ShapeKind(lambda m, n: (n, n)),
+}
+"""Shapes of the state of a matrix ``[m, n]``; "longer" is a number for each row of tall matrices, each column of wide
+ones."""
 
 _ELSE = "put this parameter in an 'adamw' group: {'params': [...], 'algorithm': 'adamw', 'lr': 3e-4}"
 
@@ -156,15 +196,22 @@ PRECISIONS: Mapping[str, Precision] = {
 }
 
 
+UPDATE, WEIGHT = "the update", "the weight"
+"""Names of slots that are not state: what the update is made of, which comes back as the update, and the weight."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor of a parameter that travels to the owners and back: where it rests, and in which dtypes it travels."""
+    """A tensor of a parameter that travels to the owners and, if it ``returns``, back: where it rests, and in which
+    dtypes it travels.
+    """
 
     name: str
     layout: TensorLayout
     fused: Fused
     there: torch.dtype
     back: torch.dtype
+    returns: bool = True
 
     @property
     def shapes(self) -> tuple[Index, ...]:
@@ -175,13 +222,16 @@ class Slot:
 @dataclass(frozen=True, slots=True)
 class Spec:
     """A parameter: the ``slots`` that travel, the update first; the cost, form and learning-rate factor of an ``m x n``
-    matrix, of which the parameter has ``copies``.
+    matrix, of which the parameter has ``copies``.  Where state stays at the owners, these are given as global ranks, by
+    matrix, and ``staying`` has the slots and their shapes (`SHAPES`).
     """
 
     slots: tuple[Slot, ...]
     cost: Callable[[int, int], int]
     form: Callable[[int, int, int], Form] = lambda m, n, copies: Form(kernels=False, gram=gram_is_cheaper(m, n))
     scale: Callable[[int, int], float] = lambda m, n: 1.0
+    owners: tuple[int, ...] | None = None
+    staying: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ...box import row_major
 from ...layout import Buffer, TensorLayout
 from ...overlap import IntArray, expanded, overlaps
-from ...plan import Copies, dense_strides
+from ...plan import NO_COPIES, Copies, dense_strides
 from .matrices import Fused, matrices_of, shapes_of
 
 
@@ -181,6 +181,10 @@ class RankCopies:
     own: Copies
     gives_back: Copies
     takes_back: Copies
+
+    def one_way(self) -> RankCopies:
+        """Return the copies to the owners alone."""
+        return replace(self, gives_back=NO_COPIES, takes_back=NO_COPIES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -103,7 +103,7 @@ class Schedule:
 @dataclass(frozen=True, slots=True)
 class Work:
     """One matrix to give away: ``cost`` in any unit, the same for all; ``holders`` are positions, ascending, of the
-    ranks that hold ``held`` elements of it.
+    ranks that hold ``held`` elements of it; ``owner`` is the position of the rank that has it already.
     """
 
     cost: int
@@ -111,6 +111,7 @@ class Work:
     shape: tuple[int, ...]
     holders: IntArray
     held: IntArray
+    owner: int | None = None
 
 
 @contextmanager
@@ -148,6 +149,14 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | 
     return Schedule(ranks, units, tuple(by_stage), _digest(specs, ranks, units))
 
 
+def choose_owners(specs: Sequence[Spec], ranks: Ranks) -> list[tuple[int, ...]]:
+    """Return the owners, as global ranks, of each parameter's matrices, as `make_schedule` chooses them."""
+    matrices = _matrices(specs, ranks)
+    kinds = [matrices[id(spec)] for spec in specs]
+    owners = iter(assign([work for kind in kinds for work, _ in kind], ranks))
+    return [tuple(ranks[next(owners)] for _ in kind) for kind in kinds]
+
+
 def _stages(
     specs: Sequence[Spec], counts: Sequence[int], owner: IntArray, turn: IntArray, ranks: Ranks, rank: int
 ) -> Iterator[Stage]:
@@ -169,7 +178,8 @@ def _stages(
         for number, slot in enumerate(specs[numbers[0]].slots):
             involved = matrix_parts(slot.layout, slot.fused).resident(rank)[index] | (owner[unit] == here)
             matrices = Owned(unit + number * len(owner), index, owner[unit]).rows(involved)
-            kinds.append((slot, rank_copies(slot.layout, slot.fused, ranks, here, matrices)))
+            copies = rank_copies(slot.layout, slot.fused, ranks, here, matrices)
+            kinds.append((slot, copies if slot.returns else copies.one_way()))
     there, back = [slot.there.itemsize for slot, _ in kinds], [slot.back.itemsize for slot, _ in kinds]
     gives = _by_stage([copies.gives for _, copies in kinds], there, turn)
     takes = _by_stage([copies.takes.turned() for _, copies in kinds], there, turn)
@@ -235,8 +245,8 @@ def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[in
     makespan, ``max(sum / ranks, largest)``; after that, to the least loaded rank of all.  Among equally loaded ranks
     comes the one that holds the most of it, then one that has matrices of its shape, then one on the node (``node``
     consecutive ranks) of its first holder, then the first.  No rank receives more elements than the mean and one
-    largest
-    matrix: the one that has received the least is always below the mean.
+    largest matrix: the one that has received the least is always below the mean.  Matrices that have an owner keep it,
+    which may be more, and count as its load.
     """
     if not work:
         return []
@@ -247,14 +257,18 @@ def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[in
     kinds: dict[Hashable, int] = {}
     known: dict[int, int] = {}  # layers that repeat give the same object again
     alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    owners = [0] * len(work)
     for index, matrix in enumerate(work):
+        if matrix.owner is not None:
+            books.give(matrix.owner, matrix, int(matrix.held[matrix.holders == matrix.owner].sum()))
+            owners[index] = matrix.owner
+            continue
         kind = known.get(id(matrix))
         if kind is None:
             # Work that differs in its cost at most; `residence` caches the arrays.
             same = matrix.shape, id(matrix.holders), id(matrix.held)
             kind = known[id(matrix)] = kinds.setdefault(same, len(kinds))
         alike[-matrix.cost, kind].append(index)
-    owners = [0] * len(work)
     for numbers in (alike[key] for key in sorted(alike)):
         matrix = work[numbers[0]]
         home, rest = books.queue(matrix), books.least_loaded(matrix)
@@ -344,7 +358,7 @@ def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
     and take ``n`` times `STAGE_BYTES`.
     """
     sent = sum(
-        math.prod(slot.layout.shape) * (slot.there.itemsize + slot.back.itemsize)
+        math.prod(slot.layout.shape) * (slot.there.itemsize + slot.returns * slot.back.itemsize)
         for spec in specs
         for slot in spec.slots
     )
@@ -363,9 +377,10 @@ def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[int, list[tuple[Work,
         homes = residence(update.layout, update.fused, ranks)
         copies = Counter(map(rows_columns, update.shapes))
         forms = {shape: spec.form(*shape, count) for shape, count in copies.items()}
+        owners = [None] * len(homes) if spec.owners is None else list(map(ranks.index, spec.owners))
         matrices[kind] = [
-            (Work(spec.cost(*rows_columns(shape)), math.prod(shape), shape, *home), forms[rows_columns(shape)])
-            for shape, home in zip(update.shapes, homes, strict=True)
+            (Work(spec.cost(*rows_columns(shape)), math.prod(shape), shape, *home, owner), forms[rows_columns(shape)])
+            for shape, home, owner in zip(update.shapes, homes, owners, strict=True)
         ]
     return matrices
 
@@ -377,7 +392,8 @@ def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes
     for spec in specs:
         if id(spec) not in known:
             known[id(spec)] = b"".join(
-                _layout_digest(slot.layout) + repr((slot.name, slot.fused, slot.there, slot.back)).encode()
+                _layout_digest(slot.layout)
+                + repr((slot.name, slot.fused, slot.there, slot.back, slot.returns)).encode()
                 for slot in spec.slots
             )
         whole.update(known[id(spec)])

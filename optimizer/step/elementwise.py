@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
@@ -23,8 +22,8 @@ from ...overlap import IntArray, expanded
 from ...plan import Copies, dense_strides
 from ...vocabulary import MOMENTUM, ParamGroup
 from ..ground.tensors import decay, exact_dtype, in_portions, rounded_once
-from ..planning.matrices import Slot, Spec, rows_columns
-from ..planning.schedule import Route, Schedule
+from ..planning.matrices import Spec
+from ..planning.schedule import Schedule
 from .rank_sets import State
 
 LARGEST_BLOCK = 1 << 16
@@ -53,7 +52,8 @@ class LocalTensors:
     Attributes:
         groups: the parameter group of each.
         gradients: None where the parameter takes no part.
-        slots: state by name; the ``momenta`` are in it.
+        slots: state by name.
+        momenta: what updates are made of: the momentum in these slots, or the gradient of a parameter that has none.
         copied: tensors that are not contiguous in their own memory, and their copies.
     """
 
@@ -76,14 +76,11 @@ class LocalTensors:
             return copied[-1][1]
 
         slots = [{name: dense(tensor) for name, tensor in state[param].items()} for param in params]
-        return cls(
-            groups,
-            [dense(param) for param in params],
-            [local_of(param.grad).contiguous() if param.grad is not None else None for param in params],
-            slots,
-            [held[MOMENTUM] for held in slots],
-            copied,
-        )
+        weights = [dense(param) for param in params]
+        gradients = [local_of(param.grad).contiguous() if param.grad is not None else None for param in params]
+        taken = [weight if given is None else given for weight, given in zip(weights, gradients, strict=True)]
+        momenta = [held.get(MOMENTUM, given) for held, given in zip(slots, taken, strict=True)]
+        return cls(groups, weights, gradients, slots, momenta, copied)
 
     def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
         for numbers in lists:
@@ -96,10 +93,10 @@ class LocalTensors:
                     torch._foreach_lerp_(exact, given, [rate] * len(exact) if isinstance(rate, Tensor) else rate)
 
     def alike(self, numbers: Iterable[int]) -> list[list[int]]:
-        """Return the parameters that take part, in lists of one group, dtype and device."""
+        """Return the parameters with momentum that take part, in lists of one group, dtype and device."""
         lists: defaultdict[Hashable, list[int]] = defaultdict(list)
         for number in numbers:
-            if self.gradients[number] is not None:
+            if self.gradients[number] is not None and MOMENTUM in self.slots[number]:
                 momentum = self.momenta[number]
                 lists[id(self.groups[number]), momentum.dtype, momentum.device].append(number)
         return list(lists.values())
@@ -276,7 +273,7 @@ class TorchElementwise:
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for block in self._leaving(local, stage):
             momenta, gradients = _as_one(block.boxes(local.momenta)), self._gradients(local, block)
-            exact, rate = exact_dtype(momenta), 1 - local.groups[block.params[0]]["momentum"]
+            exact, rate = exact_dtype(momenta), 1 - local.groups[block.params[0]].get("momentum", 0.0)
             taken_in = torch.lerp(momenta.to(exact), gradients.to(exact), rate).to(momenta.dtype)
             block.put(wire, self._update(local, block, taken_in))
 
@@ -358,7 +355,7 @@ class TorchElementwise:
     def _update(self, local: LocalTensors, block: EqualBoxes, momenta: Tensor) -> Tensor:
         """Return the updates of a block's momenta, with Nesterov's look ahead."""
         group = local.groups[block.params[0]]
-        if not group["nesterov"]:
+        if not group.get("nesterov"):
             return momenta
         exact = exact_dtype(momenta)
         return torch.lerp(self._gradients(local, block).to(exact), momenta.to(exact), group["momentum"])
@@ -456,72 +453,3 @@ def _evenly(places: IntArray) -> Iterator[tuple[int, int, list[int]]]:
 
 def _as_one(boxes: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(boxes)) if len(boxes) > 1 else boxes[0].unsqueeze(0)
-
-
-class TravellingState:
-    """State besides momentum: numbers that an algorithm keeps for the rows or columns of a matrix.  It travels to the
-    owner with the update, and back.
-    """
-
-    def __init__(self, schedule: Schedule, specs: Sequence[Spec], device: torch.device) -> None:
-        self._schedule, self._specs, self._device = schedule, specs, device
-        self._listed = cache(self._views)
-
-    def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        for unit, slot, here, there in self._active(local, stage, back=False):
-            there.of(wire.view(slot.there)).copy_(here.of(self._memory(local, unit, slot)))
-
-    def assemble(self, local: LocalTensors, stage: int, unit: int, wire: Tensor) -> dict[str, Tensor]:
-        """Return the state of a matrix that this rank owns, ``[m, 1]`` or ``[1, n]`` by slot."""
-        state = {}
-        for number, slot in self._slots(unit):
-            rows, columns = rows_columns(slot.shapes[self._schedule.units[unit].index])
-            matrix = torch.empty(rows * columns, dtype=slot.there, device=self._device)
-            for source, target in self._listed(stage, "own", False).get(number, ()):
-                target.of(matrix).copy_(source.of(self._memory(local, unit, slot)))
-            for here, there in self._listed(stage, "receives", False).get(number, ()):
-                here.of(matrix).copy_(there.of(wire.view(slot.there)))
-            state[slot.name] = matrix.view(rows, columns)
-        return state
-
-    def release(self, local: LocalTensors, stage: int, unit: int, state: Mapping[str, Tensor], wire: Tensor) -> None:
-        """Write the state of a matrix to the wire, and to where it rests on this rank."""
-        for number, slot in self._slots(unit):
-            for here, there in self._listed(stage, "sends", True).get(number, ()):
-                there.of(wire.view(slot.back)).copy_(here.of(state[slot.name]))
-            for source, target in self._listed(stage, "own", True).get(number, ()):
-                target.of(self._memory(local, unit, slot)).copy_(source.of(state[slot.name]))
-
-    def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        for unit, slot, here, there in self._active(local, stage, back=True):
-            here.of(self._memory(local, unit, slot)).copy_(there.of(wire.view(slot.back)))
-
-    def _active(self, local: LocalTensors, stage: int, *, back: bool) -> Iterator[tuple[int, Slot, View, View]]:
-        for number, pairs in self._listed(stage, "receives" if back else "sends", back).items():
-            slot, unit = divmod(number, len(self._schedule.units))
-            param = self._schedule.units[unit].param
-            if local.gradients[param] is not None:
-                yield from ((unit, self._specs[param].slots[slot], here, there) for here, there in pairs)
-
-    def _slots(self, unit: int) -> Iterator[tuple[int, Slot]]:
-        """Yield the slots besides the update, with the numbers that copies give to these tensors."""
-        slots = enumerate(self._specs[self._schedule.units[unit].param].slots)
-        return ((number * len(self._schedule.units) + unit, slot) for number, slot in slots if number)
-
-    def _memory(self, local: LocalTensors, unit: int, slot: Slot) -> Tensor:
-        return local.slots[self._schedule.units[unit].param][slot.name]
-
-    def _views(self, stage: int, way: str, back: bool) -> dict[int, list[tuple[View, View]]]:
-        """Return a stage's copies of such tensors, by number: views here and on the wire, or from and to."""
-        route: Route = getattr(self._schedule.stages[stage], "scatter" if back else "gather")
-        copies: Copies = getattr(route, way)
-        copies = copies.turned() if way == "receives" else copies
-        units = len(self._schedule.units)
-        copies = copies.rows(copies.source >= units)
-        views: defaultdict[int, list[tuple[View, View]]] = defaultdict(list)
-        sizes, number, *here, _, begin, along = (column.tolist() for column in copies.columns)
-        for shape, tensor, near, strides, far, far_strides in zip(sizes, number, *here, begin, along, strict=True):
-            slot = self._specs[self._schedule.units[tensor % units].param].slots[tensor // units]
-            item = 1 if way == "own" else (slot.back if back else slot.there).itemsize
-            views[tensor].append((View(shape, strides, near), View(shape, far_strides, far // item)))
-        return dict(views)

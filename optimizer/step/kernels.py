@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...plan import Copies
-from ...vocabulary import MOMENTUM
 from ..ground.cuda_graphs import capturing, uploaded
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
@@ -79,7 +78,7 @@ class KernelElementwise:
             self._number_of_kind = np.array([self._numbers_of_kinds[kind] for kind in kinds], np.int64)
         gradients = [local.gradients[param] for param in self._params]
         pairs = list(zip(self._params, gradients, strict=True))
-        momenta = [None if gradient is None else local.slots[param][MOMENTUM] for param, gradient in pairs]
+        momenta = [None if gradient is None else local.momenta[param] for param, gradient in pairs]
         weights = [None if gradient is None else local.weights[param] for param, gradient in pairs]
         self._momenta = {kind: self._tensors("momenta", kind, kind.momentum, momenta) for kind in set(kinds)}
         self._gradients = {kind: self._tensors("gradients", kind, kind.gradient, gradients) for kind in set(kinds)}
@@ -87,8 +86,9 @@ class KernelElementwise:
         # Kernels write behind torch's back: autograd must know that what it saved is no longer there.
         torch.autograd.graph.increment_version([t for t in (*momenta, *weights) if t is not None])
         groups = [local.groups[param] for param in self._params]
-        momentum = self._numbers("momentum", [group["momentum"] for group in groups])
-        ahead = torch.where(self._numbers("nesterov", [bool(group["nesterov"]) for group in groups]) > 0, momentum, 1.0)
+        momentum = self._numbers("momentum", [group.get("momentum", 0.0) for group in groups])
+        looks = self._numbers("nesterov", [bool(group.get("nesterov")) for group in groups])
+        ahead = torch.where(looks > 0, momentum, 1.0)
         self._averaging = torch.stack([1 - momentum, ahead], dim=1).float()
         self._rates = updates.rate_table(
             self._numbers("lr", [group["lr"] for group in groups]),
@@ -160,7 +160,7 @@ class KernelElementwise:
     def _kind(self, local: LocalTensors, param: int) -> LaunchKind:
         update, gradient, weight = self._specs[param].slots[0], local.gradients[param], local.weights[param]
         return LaunchKind(
-            local.slots[param][MOMENTUM].dtype,
+            local.momenta[param].dtype,
             weight.dtype if gradient is None else gradient.dtype,
             weight.dtype,
             update.there,

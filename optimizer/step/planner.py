@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -11,16 +11,17 @@ from torch import Tensor
 
 from ...layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
-from ...vocabulary import MOMENTUM, ParamGroup
-from ..methods.matrix import extras_of, fused_of
+from ...vocabulary import ParamGroup
+from ..methods.matrix import Methods, fused_of, is_matrix_method, kept_of
 from ..newton_schulz.costs import Cost
 from ..newton_schulz.products import Choice, has_kernels, missing_triton
-from ..planning.matrices import PRECISIONS, Slot, Spec
-from ..planning.schedule import Ranks, Schedule, make_schedule, paused_collector
+from ..newton_schulz.recipe import flops
+from ..planning.matrices import UPDATE, WEIGHT, Slot, Spec
+from ..planning.schedule import Ranks, Schedule, choose_owners, make_schedule, paused_collector
 from .agreement import AGREE_ON_PLAN, Intent, fixed_options
 from .elementwise import Elementwise, TorchElementwise
 from .exchange import agree, connect, link
-from .rank_sets import RankSet, State, group_of, groups_of_mesh
+from .rank_sets import Member, RankSet, State, group_of, groups_of_mesh
 from .step import Step
 
 
@@ -31,6 +32,8 @@ class Planner:
     Attributes:
         resting: the layout of a parameter on these ranks.
         scale: the learning-rate factor of an ``m x n`` matrix of a group.
+        methods: by the names that groups hold.
+        owners: of the matrices of parameters that have state there.
         nonfinite: the policy for gradients that are not finite; None: no step may be forbidden.
     """
 
@@ -41,6 +44,8 @@ class Planner:
     cost: Cost
     form: Choice
     scale: Callable[[ParamGroup, int, int], float]
+    methods: Methods
+    owners: Mapping[Tensor, tuple[int, ...]]
     nonfinite: str | None
 
     def plan(self, held: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> Step:
@@ -58,14 +63,7 @@ class Planner:
             if failure is not None:
                 raise failure
             with paused_collector():
-                alike: dict[Hashable, Spec] = {}
-                specs = []
-                for member in held.matrices:
-                    slots = self._slots(member.param, groups[member.group], state, ranks)
-                    key = member.group, member.param.device, slots
-                    if key not in alike:
-                        alike[key] = self._spec(member.param.device, groups[member.group], slots)
-                    specs.append(alike[key])
+                specs = self._specs(held, groups, lambda member: self._slots(member, groups, state, ranks))
                 schedule = make_schedule(specs, ranks, rank, self.stages)
             weights = [local_of(param) for param in params]
             backend = elementwise(schedule, specs, weights, device, guarded=guarded)
@@ -88,24 +86,70 @@ class Planner:
             (link(stage.gather, group, device, self.exchange), link(stage.scatter, group, device, self.exchange))
             for stage in schedule.stages
         ]
-        return Step(schedule, params, specs, rank, backend, group, links, device, guarded=guarded)
+        methods = [self.methods[member.algorithm] for member in held.matrices]
+        named = zip(held.members, held.labels, strict=True)
+        labels = [label for member, label in named if is_matrix_method(member.algorithm)]
+        return Step(schedule, params, specs, methods, labels, rank, backend, group, links, device, guarded=guarded)
 
-    def _slots(self, param: Tensor, group: ParamGroup, state: State, ranks: Ranks) -> tuple[Slot, ...]:
-        precision, fused = PRECISIONS[group["ns_dtype"]], fused_of(group)
-        update = Slot(MOMENTUM, self.resting(param, ranks), fused, precision.there, precision.back)
-        extras = [
-            Slot(name, layout_of(state[param][name], ranks), kept.fused, torch.float32, torch.float32)
-            for name, kept in extras_of(param, group).items()
-        ]
-        return (update, *extras)
+    def owners_of(self, held: RankSet, groups: Sequence[ParamGroup]) -> list[tuple[int, ...]]:
+        """Return the owners of the matrices that a set of ranks holds, by parameter; those known stay."""
+        ranks = held.ranks or (0,)
+        with paused_collector():
+            specs = self._specs(held, groups, lambda member: (self._update(member, groups, ranks),))
+            return choose_owners(specs, ranks)
 
-    def _spec(self, device: torch.device, group: ParamGroup, slots: tuple[Slot, ...]) -> Spec:
-        steps, gram, compute = group["ns_steps"], group["gram"], PRECISIONS[group["ns_dtype"]].compute
+    def _specs(
+        self, held: RankSet, groups: Sequence[ParamGroup], slots_of: Callable[[Member], tuple[Slot, ...]]
+    ) -> list[Spec]:
+        alike: dict[Hashable, Spec] = {}
+        specs = []
+        for member in held.matrices:
+            slots, owners = slots_of(member), self.owners.get(member.param)
+            key = member.group, member.param.device, slots, owners
+            if key not in alike:
+                alike[key] = self._spec(member.param.device, groups[member.group], slots, owners)
+            specs.append(alike[key])
+        return specs
+
+    def _update(self, member: Member, groups: Sequence[ParamGroup], ranks: Ranks) -> Slot:
+        group = groups[member.group]
+        precision = self.methods[member.algorithm].precision(group)
+        layout = self.resting(member.param, ranks)
+        return Slot(UPDATE, layout, fused_of(group), precision.there, precision.back)
+
+    def _slots(self, member: Member, groups: Sequence[ParamGroup], state: State, ranks: Ranks) -> tuple[Slot, ...]:
+        param, group, method = member.param, groups[member.group], self.methods[member.algorithm]
+        slots = [self._update(member, groups, ranks)]
+        if method.weight:
+            slots.append(replace(slots[0], name=WEIGHT, there=param.dtype, back=param.dtype, returns=False))
+        for name, (kept, reduced) in kept_of(tuple(param.shape), group, method).items():
+            if not kept.at_owner:
+                tensor = state[param][name]
+                layout = slots[0].layout if kept.shape == "[m, n]" else layout_of(tensor, ranks)
+                slots.append(Slot(name, layout, reduced.fused, tensor.dtype, tensor.dtype))
+        return tuple(slots)
+
+    def _spec(
+        self, device: torch.device, group: ParamGroup, slots: tuple[Slot, ...], owners: tuple[int, ...] | None
+    ) -> Spec:
+        method = self.methods[group["algorithm"]]
+        steps, gram = (group["ns_steps"], group["gram"]) if method.orthogonalizes else (1, None)
+        compute = method.precision(group).compute
+
+        def cost(m: int, n: int) -> int:
+            unit = self.cost(m, n, steps, gram)
+            own = method.cost(m, n, group)
+            # A measured cost is of Newton-Schulz; a method's own FLOPs take as long as those.
+            rest = round(own * self.cost(m, n, 1, None) / flops(m, n, 1)) if own else 0
+            return max(1, (unit if method.orthogonalizes else 0) + rest)
+
         return Spec(
             slots,
-            lambda m, n: self.cost(m, n, steps, gram),
+            cost,
             lambda m, n, copies: self.form(device, compute, m, n, copies),
             lambda m, n: self.scale(group, m, n),
+            owners,
+            tuple((slot, kept.shape) for slot, kept in method.kept(group).items() if kept.at_owner),
         )
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ...new_group import new_group, time_out
 from ...vocabulary import EXP_AVG, MOMENTUM, ParamGroup
-from ..methods.matrix import MATRICES
+from ..methods.matrix import is_matrix_method
 from ..planning.schedule import Ranks
 from .agreement import Facts, Intent, step_intent
 
@@ -127,7 +127,7 @@ class RankSet:
 
     @cached_property
     def matrices(self) -> list[Member]:
-        return [member for member in self.members if member.algorithm in MATRICES]
+        return [member for member in self.members if is_matrix_method(member.algorithm)]
 
     @property
     def alone(self) -> bool:
@@ -158,17 +158,15 @@ class RankSet:
     def step_intent(self, all_groups: Sequence[ParamGroup], constants: Facts) -> Intent:
         """Return the intent to step those of the parameters that have a gradient."""
         gradients = tuple([None if (given := param.grad) is None else given.dtype for param, *_ in self._momenta])
-        momenta = tuple([slots[slot].dtype for _, slots, slot in self._momenta])
+        momenta = tuple([None if kept is None else kept.dtype for _, kept in self._momenta])
         groups = self.groups(all_groups)
         return step_intent(groups, self.device, constants, gradients, momenta, lambda: self.labels)
 
     @cached_property
-    def _momenta(self) -> list[tuple[Tensor, Mapping[str, Tensor], str]]:
-        """Parameters, their states, and the slots of momenta: looking parameters up in each step would take longer."""
-        return [
-            (member.param, self.state[member.param], MOMENTUM if member.algorithm in MATRICES else EXP_AVG)
-            for member in self.members
-        ]
+    def _momenta(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Parameters and their momenta: looking parameters up in each step would take longer."""
+        states = ((member.param, self.state[member.param]) for member in self.members)
+        return [(param, slots.get(MOMENTUM, slots.get(EXP_AVG))) for param, slots in states]
 
     def groups(self, all_groups: Sequence[ParamGroup]) -> dict[int, ParamGroup]:
         """Return the groups of its parameters, by their common numbers."""

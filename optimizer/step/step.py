@@ -9,9 +9,10 @@ A `Batch` is orthogonalised together, a `Step` is for one set of ranks, and `Ste
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from types import MappingProxyType
 
 import torch
@@ -22,15 +23,16 @@ from ...coefficients import coefficient_set
 from ...vocabulary import ParamGroup
 from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
 from ..ground.tensors import Places, RowsColumns
-from ..methods.matrix import MATRICES
+from ..methods.form import MatrixMethod, Whole
 from ..newton_schulz.iterations import orthogonalize_all
 from ..newton_schulz.products import Form
 from ..newton_schulz.recipe import Recipe
-from ..planning.matrices import PRECISIONS, Spec, Unit
+from ..planning.matrices import WEIGHT, Spec, Unit
 from ..planning.schedule import Ranks, Schedule
 from .agreement import AGREE_ON_STEP, PLAN_FACT, AgreedError, Facts, Intent
-from .elementwise import Elementwise, LocalTensors, TravellingState
+from .elementwise import Elementwise, LocalTensors
 from .exchange import Link, Notes, StepExchange, Wire
+from .matrix_state import MatrixState
 from .rank_sets import RankSet, State, crossing, rank_sets
 
 LARGEST = 1 << 25
@@ -47,9 +49,17 @@ UNDER_WAY = 2
 """Stages whose updates are under way when the first notes are read."""
 
 
+Kind = tuple[Form, str, Recipe | None]
+"""What matrices of one batch have in common besides their shapes: form, name of the method, recipe."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """Matrices that are orthogonalised by one call, with the numbers of their units.
+
+    Attributes:
+        recipe: None: the method takes them as they are.
+        portions: how many of them at a time the method takes, in their order.
 
     Raises:
         ValueError: no unit, or not as many as there are places.
@@ -58,8 +68,9 @@ class Batch:
     numbers: tuple[int, ...]
     places: Places
     form: Form
-    algorithm: str
-    recipe: Recipe
+    method: MatrixMethod
+    recipe: Recipe | None
+    portions: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if not self.numbers or len(self.numbers) != len(self.places):
@@ -71,8 +82,11 @@ class Batch:
         return {number: rows * columns for number, (rows, columns) in zip(self.numbers, self.places, strict=True)}
 
     def orthogonalized(self, memory: Tensor) -> Tensor:
-        """Return the orthogonalised matrices of ``[places.numel]``."""
-        return orthogonalize_all(memory, self.places, self.recipe, self.form)
+        """Return the matrices of ``[places.numel]`` as the method takes them."""
+        if self.recipe is None:
+            return memory
+        given = memory if self.method.before is None else self.method.before(memory)
+        return orthogonalize_all(given, self.places, self.recipe, self.form)
 
 
 def fills_gpu(rows: int, columns: int, copies: int) -> bool:
@@ -81,23 +95,32 @@ def fills_gpu(rows: int, columns: int, copies: int) -> bool:
     return copies * side * (side + 1) // 2 >= BUSY
 
 
-def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable[[int], ParamGroup]) -> list[Batch]:
+def in_batches(
+    units: Sequence[Unit],
+    numbers: Iterable[int],
+    group_of: Callable[[int], ParamGroup],
+    method_of: Callable[[int], MatrixMethod],
+) -> list[Batch]:
     """Return units, by number, in batches.
 
     Kernels take up to `LARGEST` elements at a time: matrices of one shape if these fill a GPU, else all that do not
     together, tall ones apart.  torch's products take up to `TOGETHER` elements, of matrices of one shape.
     """
-    alike: defaultdict[tuple[RowsColumns, tuple[Form, str, Recipe]], list[int]] = defaultdict(list)
+    alike: defaultdict[tuple[RowsColumns, Kind], list[int]] = defaultdict(list)
+    methods: dict[str, MatrixMethod] = {}
     for number in numbers:
         unit, group = units[number], group_of(units[number].param)
-        gram = None if group["gram"] is None else tuple(group["gram"])
-        dtype = PRECISIONS[group["ns_dtype"]].compute
-        recipe = Recipe(coefficient_set(group["ns_coefficients"]), group["ns_steps"], dtype, group["eps"], gram)
-        alike[unit.rows_columns, (unit.form, group["algorithm"], recipe)].append(number)
-    together: defaultdict[tuple[RowsColumns | bool, tuple[Form, str, Recipe]], list[int]] = defaultdict(list)
+        method, recipe = method_of(unit.param), None
+        if method.orthogonalizes:
+            gram = None if group["gram"] is None else tuple(group["gram"])
+            dtype = method.precision(group).compute
+            recipe = Recipe(coefficient_set(group["ns_coefficients"]), group["ns_steps"], dtype, group["eps"], gram)
+        methods[method.name] = method
+        alike[unit.rows_columns, (unit.form, method.name, recipe)].append(number)
+    together: defaultdict[tuple[RowsColumns | bool, Kind], list[int]] = defaultdict(list)
     for (shape, kind), members in alike.items():
         rows, columns = shape
-        alone = not kind[0].kernels or fills_gpu(rows, columns, len(members))
+        alone = not kind[0].kernels or kind[2] is None or fills_gpu(rows, columns, len(members))
         together[shape if alone else rows > columns, kind] += members
     batches = []
     for (_, kind), members in together.items():
@@ -111,8 +134,19 @@ def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable
                 held = 0
             cuts[-1].append(number)
             held += rows * columns
-        batches += [Batch(tuple(cut), Places.of(units[n].rows_columns for n in cut), *kind) for cut in cuts]
+        form, name, recipe = kind
+        for cut in cuts:
+            shapes = [units[number].rows_columns for number in cut]
+            portions = (1,) * len(cut)
+            if methods[name].stacked:
+                groups = [id(group_of(units[number].param)) for number in cut]
+                portions = tuple(len(list(same)) for _, same in groupby(zip(shapes, groups, strict=True)))
+            batches.append(Batch(tuple(cut), Places.of(shapes), form, methods[name], recipe, portions))
     return batches
+
+
+def _unstacked(state: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    return [{slot: kept[number] for slot, kept in state.items()} for number in range(count)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,6 +178,8 @@ class Step:
         schedule: Schedule,
         params: Sequence[Tensor],
         specs: Sequence[Spec],
+        methods: Sequence[MatrixMethod],
+        labels: Sequence[str],
         rank: int,
         elementwise: Elementwise,
         group: dist.ProcessGroup | None,
@@ -154,7 +190,8 @@ class Step:
     ) -> None:
         self.schedule, self.group = schedule, group
         self._params, self._rank, self._links, self._device = tuple(params), rank, links, device
-        self._elementwise, self._state = elementwise, TravellingState(schedule, specs, device)
+        self._elementwise, self._state = elementwise, MatrixState(schedule, specs, rank, device)
+        self._specs, self._methods, self._labels = specs, methods, labels
         self._guarded = guarded
         self._notes = Notes(group, device) if group is not None else None
         self._active: tuple[bool, ...] = ()
@@ -223,7 +260,7 @@ class Step:
                     exchange.check(arrived)
                 back = Wire(stage.scatter, self._links[number][1], self._device)
                 for batch in self._batches[number]:
-                    exchange.attempt(self._orthogonalize, batch, local, number, arrived.memory, back.memory)
+                    exchange.attempt(self._update, batch, local, number, arrived.memory, back.memory)
                 del arrived
                 exchange.start(back)
                 if returning:
@@ -255,9 +292,9 @@ class Step:
         local = LocalTensors.of(self._params, groups, state)
         active = tuple(gradient is not None for gradient in local.gradients)
         if self._active != active:
-            units = self.schedule.units
+            units, methods = self.schedule.units, self._methods.__getitem__
             self._batches = [
-                in_batches(units, (n for n in stage.owned if active[units[n].param]), groups.__getitem__)
+                in_batches(units, (n for n in stage.owned if active[units[n].param]), groups.__getitem__, methods)
                 for stage in self.schedule.stages
             ]
             self._active = active
@@ -282,15 +319,52 @@ class Step:
         exchange.start(wire)
         return wire
 
-    def _orthogonalize(self, batch: Batch, local: LocalTensors, stage: int, arrived: Tensor, back: Tensor) -> None:
-        method = MATRICES[batch.algorithm]
-        results = batch.orthogonalized(self._elementwise.assemble(local, stage, batch.sizes, arrived))
-        if method.slots:
-            for unit, result in zip(batch.numbers, batch.places.of_memory(results), strict=True):
-                rows = self._state.assemble(local, stage, unit, arrived)
-                result.copy_(method.finish(result, rows, local.groups[self.schedule.units[unit].param]))
-                self._state.release(local, stage, unit, rows, back)
+    def _update(self, batch: Batch, local: LocalTensors, stage: int, arrived: Tensor, back: Tensor) -> None:
+        """Make the updates of whole matrices, and write them to the wire or apply them here."""
+        matrices = batch.orthogonalized(self._elementwise.assemble(local, stage, batch.sizes, arrived))
+        param = self.schedule.units[batch.numbers[0]].param
+        dtype = self._specs[param].slots[0].back
+        results = matrices if matrices.dtype == dtype else torch.empty_like(matrices, dtype=dtype)
+        first = begin = 0
+        made = False
+        for count in batch.portions:
+            units, end = batch.numbers[first : first + count], begin + count * batch.sizes[batch.numbers[first]]
+            given = self._whole(batch.method, units, local, stage, arrived, matrices[begin:end])
+            try:
+                update = batch.method.updated(given)
+            except Exception as error:
+                raise self._failure(units[0], batch.method, f"{type(error).__name__}: {error}") from error
+            if update is not given.matrix or results is not matrices:
+                results[begin:end].view(given.matrix.shape).copy_(update)
+                made = True
+            if given.state:
+                each = _unstacked(given.state, count) if batch.method.stacked else [given.state]
+                for unit, own in zip(units, each, strict=True):
+                    self._state.release(local, stage, unit, own, back)
+            first, begin = first + count, end
+        if made and not capturable(self._device) and not results.sum(dtype=torch.float32).isfinite():
+            # On a device the host does not wait to look.  A sum takes a tenth of the time of looking at each element.
+            matrices = batch.orthogonalized(self._elementwise.assemble(local, stage, batch.sizes, arrived))
+            pairs = zip(batch.places.of_memory(matrices), batch.places.of_memory(results), strict=True)
+            for unit, (matrix, result) in zip(batch.numbers, pairs, strict=True):
+                if matrix.isfinite().all() and not result.isfinite().all():
+                    raise self._failure(unit, batch.method, "the update of a finite matrix is not finite")
         self._elementwise.release(local, stage, batch.sizes, results, back)
+
+    def _failure(self, unit: int, method: MatrixMethod, what: str) -> RuntimeError:
+        return RuntimeError(f"{self._labels[self.schedule.units[unit].param]}, method {method.name!r}: {what}")
+
+    def _whole(
+        self, method: MatrixMethod, units: Sequence[int], local: LocalTensors, stage: int, wire: Tensor, memory: Tensor
+    ) -> Whole:
+        """Return what a method takes at a time: equal matrices, of one group, that lie end to end in a memory."""
+        unit = self.schedule.units[units[0]]
+        spec, state = self._specs[unit.param], dict[str, Tensor]()
+        if len(spec.slots) > 1 or spec.staying:
+            each = [self._state.assemble(local, stage, unit, wire) for unit in units]
+            state = {slot: torch.stack([own[slot] for own in each]) for slot in each[0]} if method.stacked else each[0]
+        shape = (len(units), *unit.rows_columns) if method.stacked else unit.rows_columns
+        return Whole(memory.view(shape), state, state.pop(WEIGHT, None), local.groups[unit.param])
 
     def _apply(self, exchange: StepExchange, local: LocalTensors, stage: int, returning: Wire) -> None:
         returning.arrive()

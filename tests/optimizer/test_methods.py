@@ -11,7 +11,8 @@ from torch import nn
 
 from muonckpt import LayoutError
 from muonckpt.optimizer import Muon, orthogonalize
-from muonckpt.optimizer.methods.matrix import MATRICES
+from muonckpt.optimizer.methods.form import Whole
+from muonckpt.optimizer.methods.muon import NORMUON
 
 
 def test_normuon_divides_rows_by_the_root_of_their_mean_square_and_keeps_the_norm():
@@ -20,9 +21,8 @@ def test_normuon_divides_rows_by_the_root_of_their_mean_square_and_keeps_the_nor
     matrices = [torch.randn(6, 40, dtype=torch.float64) * torch.logspace(0, -2, 6).view(6, 1) for _ in range(4)]
     moment, expected = torch.zeros(6, 1), torch.zeros(6, 1, dtype=torch.float64)
     for matrix in matrices:
-        found = MATRICES["normuon"].finish(
-            matrix.float(), {"second_moment": moment}, {"beta2": 0.9, "update_norm": "muon"}
-        )
+        options = {"beta2": 0.9, "update_norm": "muon"}
+        found = NORMUON.update(Whole(matrix.float(), {"second_moment": moment}, None, options))
         expected = 0.9 * expected + 0.1 * (matrix**2).mean(dim=1, keepdim=True)
         want = matrix / (expected.sqrt() + 1e-8)
         want *= matrix.norm() / want.norm()
@@ -58,12 +58,8 @@ def test_statistics_of_the_longer_side_need_matrices_of_one_kind():
 
 
 def test_normuon_of_zeros_is_zeros():
-    moment = torch.zeros(3, 1)
-    assert (
-        not MATRICES["normuon"]
-        .finish(torch.zeros(3, 5), {"second_moment": moment}, {"beta2": 0.95, "update_norm": "muon"})
-        .any()
-    )
+    options = {"beta2": 0.95, "update_norm": "muon"}
+    assert not NORMUON.update(Whole(torch.zeros(3, 5), {"second_moment": torch.zeros(3, 1)}, None, options)).any()
 
 
 def halved(rows: int, columns: int) -> float:

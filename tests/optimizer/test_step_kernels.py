@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonckpt.optimizer import Muon
+from muonckpt.optimizer.methods.muon import MUON
 from muonckpt.optimizer.newton_schulz.products import Form
 from muonckpt.optimizer.step import planner
 from muonckpt.optimizer.step.step import in_batches
@@ -70,7 +71,8 @@ def test_batches_of_kernels_have_the_bits_of_one_matrix_at_a_time(monkeypatch: p
             param.grad = torch.randn(param.shape, generator=generator).to(DEVICE)
         opt.step()
         [units] = [schedule.units for schedule in opt.schedules.values()]
-        counts.append([len(batch.numbers) for batch in in_batches(units, range(5), lambda param: opt.param_groups[0])])
+        batches = in_batches(units, range(5), lambda param: opt.param_groups[0], lambda param: MUON)
+        counts.append([len(batch.numbers) for batch in batches])
         return snapshot(params, opt)
 
     counts: list[list[int]] = []

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from muonckpt.layouts.boxed_tensor import parts_of
 from muonckpt.optimizer import Muon
-from support.every_kind import local_of
 
 NAMES = "abc"
 """Of mesh axes: nothing depends on them."""
@@ -30,6 +30,10 @@ MATRICES = (
     ((16, 40), {}),
     ((5,), {"algorithm": "adamw"}),
     ((7, 3), {"algorithm": "lion"}),
+    ((6, 9), {"algorithm": "adamuon"}),
+    ((3, 6, 4), {"algorithm": "hyperball", "columns": (1, 3)}),
+    ((5, 4), {"algorithm": "soap", "period": 2}),
+    ((2, 9, 3), {"algorithm": "soap", "pieces": (2, 1), "interleaved": 3, "period": 2}),
 )
 """Shapes, and options of their groups."""
 
@@ -120,14 +124,14 @@ def make(homes: Sequence[Home], places: Sequence[Place], replicas: dist.ProcessG
     return Muon(groups, replicas=replicas, stages=3)
 
 
-def trained(opt: Muon, homes: Sequence[Home], places: Sequence[Place], steps: int = 2) -> list[torch.Tensor]:
+def trained(opt: Muon, homes: Sequence[Home], places: Sequence[Place], steps: int = 4) -> list[torch.Tensor]:
     """Parameters and their state after some steps."""
     params = [group["params"][0] for group in opt.param_groups]
     for step in range(1, steps + 1):
         for index, (param, home, place) in enumerate(zip(params, homes, places, strict=True)):
             param.grad = place(values(home, 100 * step + index))
         opt.step()
-    return [t.detach() for param in params for t in (param, *(opt.state[param][s] for s in sorted(opt.state[param])))]
+    return [t for param in params for t in (param, *(opt.state[param][s] for s in sorted(opt.state[param])))]
 
 
 def differing(rank: int, topology: Topology) -> list[str]:
@@ -148,15 +152,17 @@ def differing(rank: int, topology: Topology) -> list[str]:
             return [
                 f"{stage}: {tuple(mine.shape)}"
                 for mine, whole in zip(found, expected, strict=True)
-                if not torch.equal(local_of(mine), _part(whole, mine))
+                if not has_part(mine, whole)
             ]
     return []
 
 
-def _part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+def has_part(mine: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether what a rank holds of a tensor, wherever it lies, has the bits of the whole one."""
+    return all(
+        torch.equal(part, whole[tuple(slice(a, a + n) for a, n in zip(lo, part.shape, strict=True))])
+        for lo, part in parts_of(mine).items()
+    )
 
 
 def size_of(topology: Topology) -> int:

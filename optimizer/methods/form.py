@@ -1,0 +1,187 @@
+"""The form of a matrix method: what it keeps of a matrix, what it needs, its options, and its update.
+
+Reasons are in ``docs/design/matrix_methods.md``; docs/guide/own_method.md shows how to write one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...box import Index
+from ...vocabulary import FUSION, MOMENTUM, ParamGroup
+from ..planning.matrices import PRECISIONS, SHAPES, Fused, Precision, Reduced, at_owners
+
+TAKEN: Mapping[str, tuple[str, ...]] = {
+    "gradient": ("adjust_lr_fn", *FUSION),
+    "momentum": ("momentum", "nesterov", "adjust_lr_fn", *FUSION, "convention"),
+    "orthogonal": (
+        *("momentum", "nesterov", "adjust_lr_fn", "ns_coefficients", "ns_steps", "ns_dtype", "gram", "eps"),
+        *(*FUSION, "convention"),
+    ),
+}
+"""What a method can take as its matrix, with the options that groups get by it: a gradient, the momentum (with
+Nesterov's look ahead), or that after Newton-Schulz."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """State that a method keeps of each matrix; zeros before the first update.
+
+    Args:
+        shape: a key of `planning.matrices.SHAPES`, such as ``"[m, 1]"``.
+        dtype: None: the parameter's.
+        at_owner: it is whole on the rank that has the matrix in every step, and no step sends it.  False: it is sharded
+            as the parameter is, and travels to the owner and back.
+
+    Raises:
+        ValueError: an unknown shape, no floating dtype, or a square that would be sharded.
+    """
+
+    shape: str = "[m, n]"
+    dtype: torch.dtype | None = torch.float32
+    at_owner: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise ValueError(f"shape={self.shape!r}: expected one of {', '.join(SHAPES)}")
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ValueError(f"dtype={self.dtype}: expected a floating-point dtype, or None for the parameter's")
+        if SHAPES[self.shape].sharded is None and not self.at_owner:
+            raise ValueError(f"shape={self.shape!r} has no rows and columns to be sharded by: give at_owner=True")
+
+    def of(self, shape: Index, fused: Fused) -> Reduced:
+        """Return its shape for a parameter."""
+        kind = SHAPES[self.shape]
+        return (
+            at_owners(shape, fused, kind.of_matrix) if self.at_owner or not kind.sharded else kind.sharded(shape, fused)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of a method's groups: its default, a check, and in words what the check expects."""
+
+    default: Any
+    holds: Callable[[Any], bool] = lambda value: True
+    expected: str = "another value"
+
+
+FRACTION: tuple[Callable[[Any], bool], str] = (lambda value: 0 <= value < 1, "a number in [0, 1)")
+POSITIVE: tuple[Callable[[Any], bool], str] = (lambda value: 0 < value < float("inf"), "a positive number")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Whole:
+    """A whole matrix at its owner, or equal ones as ``[B, m, n]`` if the method is ``stacked``.
+
+    Attributes:
+        matrix: ``[m, n]``: what the method takes.  Not to be changed, but it may be returned.
+        state: by slot, to be changed in place or replaced by tensors of the same shape and dtype.
+        weight: ``[m, n]``, in the parameter's dtype, before decay; None unless the method asks for it.
+        options: of the parameter group, ``lr`` among them.
+    """
+
+    matrix: Tensor
+    state: dict[str, Tensor]
+    weight: Tensor | None
+    options: ParamGroup
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixMethod:
+    """An algorithm for matrices.  Give it to a group as ``{"params": ..., "algorithm": method}``.
+
+    Args:
+        name: what state dicts call it.
+        update: returns the update of a matrix, which is subtracted ``lr`` times, scaled by ``adjust_lr_fn``.  It must
+            depend on nothing but the `Whole`; every rank may be the owner.
+        slots: what it keeps of a matrix besides momentum, by name; or a function of a group's options that returns it.
+        options: options of its groups besides those that ``takes`` brings, or other defaults of these.
+        takes: a key of `TAKEN`.
+        before: is applied to the momentum ahead of Newton-Schulz; element by element.
+        weight: the weight travels to the owner, too.
+        cost: FLOPs for an ``m x n`` matrix besides Newton-Schulz, given m, n and the group; owners follow from it.
+        rms: the root mean square that an update of an ``m x n`` matrix is expected to have, for reports, given m, n and
+            the group; None where nobody knows.
+        stacked: ``update`` takes equal matrices together, and gives each the bits that it has alone.
+
+    Raises:
+        ValueError: a name that state dicts cannot have, an unknown ``takes``, or a ``before`` without Newton-Schulz.
+    """
+
+    name: str
+    update: Callable[[Whole], Tensor]
+    slots: Mapping[str, Kept] | Callable[[ParamGroup], Mapping[str, Kept]] = field(default_factory=dict)
+    options: Mapping[str, Option] = field(default_factory=dict)
+    takes: Literal["orthogonal", "momentum", "gradient"] = "orthogonal"
+    before: Callable[[Tensor], Tensor] | None = None
+    weight: bool = False
+    cost: Callable[[int, int, ParamGroup], float] = lambda m, n, group: 0
+    rms: Callable[[int, int, ParamGroup], float | None] = lambda m, n, group: None
+    stacked: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"name={self.name!r}: expected a word of letters, digits and underscores")
+        if self.takes not in TAKEN:
+            raise ValueError(f"takes={self.takes!r}: expected one of {', '.join(TAKEN)}")
+        if self.before is not None and not self.orthogonalizes:
+            raise ValueError(f"method {self.name!r}: before= is for takes='orthogonal'; do it in update")
+        slots = self.slots if isinstance(self.slots, Mapping) else {}
+        if wrong := [slot for slot in slots if slot == MOMENTUM or not slot.isidentifier()]:
+            raise ValueError(f"method {self.name!r}: a slot cannot be called {wrong[0]!r}")
+
+    @property
+    def orthogonalizes(self) -> bool:
+        return self.takes == "orthogonal"
+
+    @property
+    def averages(self) -> bool:
+        """True if its groups have momentum."""
+        return self.takes != "gradient"
+
+    def kept(self, group: ParamGroup) -> Mapping[str, Kept]:
+        """Return what it keeps of a matrix of a group besides momentum, by slot."""
+        return self.slots if isinstance(self.slots, Mapping) else self.slots(group)
+
+    def defaults(self, common: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a new group, given the optimizer's for matrices."""
+        taken = {name: value for name, value in common.items() if name in TAKEN[self.takes]}
+        return {**taken, **{name: option.default for name, option in self.options.items()}}
+
+    def precision(self, group: ParamGroup) -> Precision:
+        """Return the dtypes in which matrices travel and are multiplied."""
+        return PRECISIONS[group["ns_dtype"] if self.orthogonalizes else "float32"]
+
+    def updated(self, whole: Whole) -> Tensor:
+        """Return the update of a matrix, after checking that it is one.
+
+        Raises:
+            ValueError: the update, or a slot, is of another shape or dtype than declared.
+        """
+        declared = dict(whole.state)
+        update = self.update(whole)
+        self._check("the update", update, whole.matrix)
+        if whole.state.keys() != declared.keys():
+            raise ValueError(f"method {self.name!r} has slots {_listed(declared)}, and it left {_listed(whole.state)}")
+        for slot, tensor in declared.items():
+            if (given := whole.state[slot]) is not tensor:
+                self._check(slot, given, tensor)
+                if given.dtype != tensor.dtype:
+                    raise ValueError(f"method {self.name!r}: {slot} is {given.dtype}, declared is {tensor.dtype}")
+                whole.state[slot] = tensor.copy_(given)
+        return update
+
+    def _check(self, what: str, given: Any, like: Tensor) -> None:
+        if not isinstance(given, Tensor) or given.shape != like.shape or not given.is_floating_point():
+            actual = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+            raise ValueError(f"method {self.name!r}: {what} is {actual}, expected floats of shape {tuple(like.shape)}")
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
