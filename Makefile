@@ -4,7 +4,7 @@ BIN := .venv/bin
 DEMO := .venv/.demo
 STAMP := .venv/.installed
 
-.PHONY: install locked lock demo test trust fuzz check bench gpu docs site clean
+.PHONY: install locked lock demo test trust fuzz check matrix dist bench gpu docs site clean
 
 install: $(STAMP)
 
@@ -74,6 +74,22 @@ check: install .venv/.site
 	ln -s $(CURDIR)/optimizer $(CURDIR)/converters $(CURDIR)/cli build/typed/muonckpt/
 	cd build/typed && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p muonckpt
 	$(MAKE) test WHICH="-m 'exhaustive or not exhaustive'"
+
+# The suite's core under every Python that is here and every torch from the lowest to the newest, one environment after the other:
+# some gigabytes and minutes each.  MATRIX=3.12:2.10 tries that pair only.
+matrix: install
+	PYTHONPATH=tests $(BIN)/python -m support.matrix $(MATRIX)
+
+# Wheel and sdist in dist/, checked: their contents and metadata, and the demo from the wheel, in an environment without the source.
+dist: .venv/.release
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	OMP_NUM_THREADS=1 MUONCKPT_DIST=$(CURDIR)/dist $(BIN)/python -m pytest tests/test_packaging.py
+
+.venv/.release: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
+	touch $@
 
 bench: install
 	for name in planner checkpoint reshard step step_alone step_plan padding layer_wise; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done

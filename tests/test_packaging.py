@@ -1,11 +1,15 @@
-"""One import name, from a wheel and from an editable install alike."""
+"""One import name, from a wheel and from an editable install alike; and what `make dist` would publish."""
 
 from __future__ import annotations
 
+import email
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -13,6 +17,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+ROOMS = {"muonckpt": "", "optimizer": "optimizer/", "converters": "converters/", "cli": "cli/"}
+DIST = os.environ.get("MUONCKPT_DIST", "")
+"""Where `make dist` has put what would be published."""
+released = pytest.mark.skipif(not DIST, reason="of what `make dist` has built")
 CHECK = (
     "import importlib.util as u, muonckpt, muonckpt.cli.main, muonckpt.converters, muonckpt.store.audit\n"
     "from muonckpt.optimizer import Muon\n"
@@ -24,7 +32,7 @@ CHECK = (
 def source(tmp_path_factory):
     """A copy of what is tracked, so that building leaves nothing in the tree."""
     copy = tmp_path_factory.mktemp("source")
-    for name in ("muonckpt", "optimizer", "converters", "cli"):
+    for name in ROOMS:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
@@ -41,7 +49,10 @@ def pip(python: Path | str, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(source, tmp_path_factory):
-    """What is installed elsewhere, built once."""
+    """What is installed elsewhere: what would be published, or else built here, once."""
+    if DIST:
+        [built] = Path(DIST).glob("*.whl")
+        return built
     folder = tmp_path_factory.mktemp("wheel")
     pip(sys.executable, "wheel", str(source), "--wheel-dir", str(folder))
     [built] = folder.glob("*.whl")
@@ -63,11 +74,44 @@ def test_one_import_name(editable, source, wheel, tmp_path):
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"muonckpt", "muonckpt-0.1.0.dist-info"}
-    assert {"muonckpt/py.typed", "muonckpt/manifest.schema.json", "muonckpt/optimizer/muon.py"} <= set(names)
-    assets = {f"muonckpt/page/assets/{file.name}" for file in (ROOT / "muonckpt/page/assets").iterdir()}
-    assert assets and assets <= set(names)
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    metadata = email.message_from_bytes(held["muonckpt-0.1.0.dist-info/METADATA"])
+    expected = {
+        f"muonckpt/{place}{file.relative_to(ROOT / room)}": file.read_bytes()
+        for room, place in ROOMS.items()
+        for file in (ROOT / room).rglob("*.*")
+        if file.is_file() and file.suffix != ".pyc"
+    }
+    assert {"muonckpt/py.typed", "muonckpt/page/assets/map.js"} <= expected.keys()
+    assert {name: data for name, data in held.items() if not name.startswith("muonckpt-0.1.0.dist-info/")} == expected
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert metadata["Requires-Python"] == project["requires-python"]
+    assert {*project["dependencies"]} <= {*metadata.get_all("Requires-Dist")}
+
+
+@released
+def test_the_sdist_holds_what_is_tracked():
+    [archive] = Path(DIST).glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        held = {name.partition("/")[2] for name in opened.getnames() if not opened.getmember(name).isdir()}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    made = {name for name in held if name.startswith("muonckpt.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert held - made == {*listed.splitlines()} - {".gitignore"}
+
+
+@released
+def test_the_demo_runs_from_the_wheel_without_the_source(wheel, tmp_path):
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env/bin/python"
+    pip = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
+    subprocess.run([*pip, f"{wheel}[demo]"], check=True)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run([python, "examples/demo.py"], cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    asked = [python, "-c", "import muonckpt; print(muonckpt.__file__)"]
+    place = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert Path(place.strip()).is_relative_to(tmp_path / "env/lib")
 
 
 def test_the_hashed_files_are_of_the_versions_that_are_installed_otherwise():

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...box import Box
 from ...store.reading.blocks import bands
-from ...store.reading.dtypes import itemsize
+from ...store.reading.dtypes import DTYPES, PARTS, itemsize
 from ...store.reading.payloads import Payloads
 from ..engine.arithmetic import Words
 from ..engine.outputs import OutputTensor
@@ -21,7 +21,6 @@ from ..engine.outputs import OutputTensor
 F64 = NDArray[np.float64]
 
 _NATIVE = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"}
-_COMPLEX = {"complex128": "<f8", "complex64": "<f4", "complex32": "<f2"}
 
 # Exponent bits, mantissa bits, exponent bias; whether the largest magnitude is NaN (OCP's "fn"), or a negative zero is
 # (arXiv:2206.02915's "fnuz").
@@ -45,8 +44,8 @@ def as_float64(words: Words, dtype: str) -> F64 | None:
         return flat.view(np.dtype(dtype).newbyteorder("<")).astype(np.float64)
     if dtype == "bfloat16":
         return (flat.astype("<u4") << 16).view("<f4").astype(np.float64)
-    if dtype in _COMPLEX:
-        return flat.view(_COMPLEX[dtype]).astype(np.float64)
+    if dtype in PARTS:
+        return as_float64(flat.view(DTYPES[PARTS[dtype]].bits), PARTS[dtype])
     if dtype in _SMALL:
         numbers: F64 = _table(dtype)[flat]
         return numbers

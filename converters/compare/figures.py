@@ -14,7 +14,7 @@ import numpy as np
 from ...box import Box
 from ...record import StateRecord
 from ...store.reading.blocks import bands
-from ...store.reading.dtypes import DTYPES, itemsize
+from ...store.reading.dtypes import DTYPES, PARTS, itemsize
 from ..engine.arithmetic import Words
 from .elements import F64, StoredSide, as_float64
 
@@ -90,7 +90,7 @@ class TensorFigures:
 
 
 def is_numeric(dtype: str) -> bool:
-    return not dtype.startswith("complex") and as_float64(np.empty(0, DTYPES[dtype].bits), dtype) is not None
+    return dtype not in PARTS and as_float64(np.empty(0, DTYPES[dtype].bits), dtype) is not None
 
 
 def figures_of(

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -197,7 +198,13 @@ large.  By strips and whole, in us: 190 and 170 at 256 x 256, 302 and 318 at 320
 ROW = 1 << 16
 """Elements whose squares are summed up at once: a running sum in fp32 is off by less than 2^-8."""
 
-UNITS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
+CPU_INFO = Path("/proc/cpuinfo")
+"""Where Linux says what the CPU can do."""
+
+UNITS = {
+    torch.bfloat16: frozenset(("avx512_bf16", "amx_bf16")),
+    torch.float16: frozenset(("avx512_fp16", "amx_fp16")),
+}
 """Instructions, one of which a CPU needs to multiply 16 bits faster than fp32."""
 
 STACK = {2: 1 << 18, 4: 1 << 16, 8: 1 << 15}
@@ -229,8 +236,8 @@ def by_torch(device: torch.device, dtype: torch.dtype, side: int, length: int) -
 
 @lru_cache(maxsize=2)
 def _has_units(dtype: torch.dtype) -> bool:
-    has = torch.cpu.get_capabilities()
-    return any(has.get(unit, False) for unit in UNITS[dtype])
+    # Linux names them for every version of torch, which names them from 2.11 on.
+    return not UNITS[dtype].isdisjoint(CPU_INFO.read_text().split())
 
 
 def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support import sweep, workers
+from support import sweep, torch_since, workers
 from support.every_kind import assert_same_bits, make, single, snapshot, train, values
 from support.fsdp_model import build, steps
 from support.workers import run
@@ -185,6 +185,7 @@ def test_momentum_is_only_the_average_of_gradients(dtype, nesterov):
     assert torch.equal(p.grad, gradient)
 
 
+@torch_since.grad_dtype
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_a_16_bit_momentum_and_update_are_float32_rounded_once(nesterov):
     """With a float32 gradient, which is not rounded to the momentum's dtype before."""

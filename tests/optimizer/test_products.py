@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,10 +124,11 @@ def test_matrices_are_done_together_where_that_gives_the_bits_that_they_have_alo
         assert torch.equal(kind.over(memory, places, FP32, other_by_two_threads), memory + 1)
 
 
-def test_a_cpu_multiplies_16_bits_where_it_has_units_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for units, found in (({"amx_bf16": True}, BF16), ({"avx512_bf16": False}, FP32)):
+def test_a_cpu_multiplies_16_bits_where_it_has_units_for_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(products, "CPU_INFO", tmp_path / "cpuinfo")
+    for flag, found in (("amx_bf16", BF16), ("avx512_bf16_like", FP32)):
         products._has_units.cache_clear()
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda units=units: units)
+        products.CPU_INFO.write_text(f"processor\t: 0\nflags\t\t: fpu {flag} avx2\n")
         assert by_torch(CPU, BF16, 1, ROUNDED) == TorchProducts(BF16, found, STACK[found.itemsize])
         assert by_torch(CPU, FP16, 1, ROUNDED) == TorchProducts(FP16, FP32, STACK[4])
         small = TorchProducts(FP32, FP32, STACK[4])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support import torch_since
 from support.every_kind import whole
 from support.interpreted import DEVICE, on_gpu
 from support.workers import run
@@ -240,6 +241,7 @@ def test_state_is_in_the_parameters_layout_and_counters_are_float32_on_the_cpu(a
         assert value.is_contiguous() and not value.any() and not value.requires_grad
 
 
+@torch_since.grad_dtype
 @pytest.mark.parametrize("algorithm", SCALARS)
 def test_rates_and_betas_may_be_tensors_and_a_gradient_may_be_missing_or_of_another_dtype(algorithm, numbers):
     start, gradient = noise(9, 0), noise(9, 1)

@@ -24,6 +24,9 @@ from muonckpt.store.formats.torch_save.stored_zip import member_data, read_membe
 from muonckpt.store.formats.torch_save.tensor_item import TensorItem, frame, read_tensor, template
 from muonckpt.store.reading.dtypes import DTYPES, dtype, itemsize
 
+HAD = [name for name in DTYPES if hasattr(torch, name)]
+"""What this torch has of them: `bcomplex32` came with 2.15."""
+
 SIZES = (0, 1, 2, 3, 5, 17, 63, 64, 255, 256, 300)
 
 
@@ -57,8 +60,8 @@ def written(name: str, shape: tuple[int, ...], payload: bytes) -> bytes:
     return planned.head + payload + planned.tail(isal_zlib.crc32(payload))
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32)")
+@pytest.mark.parametrize("name", HAD)
 def test_items_are_byte_identical_to_torch_save(name: str) -> None:
     rng = random.Random(name)
     for shape in [(), (0,), (3, 0), (2, 3, 5, 7, 1, 1), *(random_shape(rng) for _ in range(12))]:
@@ -81,9 +84,9 @@ def test_the_dtype_table_is_that_of_torch() -> None:
         name: d.storage for name, d in DTYPES.items() if d.storage
     }
     assert {str(t).removeprefix("torch.") for t in torch.storage._new_dtypes()} == {
-        name for name, d in DTYPES.items() if not d.storage
+        name for name in HAD if not DTYPES[name].storage
     }
-    assert all(getattr(torch, name).itemsize == d.itemsize for name, d in DTYPES.items())
+    assert all(getattr(torch, name).itemsize == DTYPES[name].itemsize for name in HAD)
     with pytest.raises(SourceError, match="float31"):
         dtype("float31")
 

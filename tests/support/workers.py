@@ -241,13 +241,14 @@ def _forget_last_job() -> None:
     Not at the end of that job: a rank that is done early would close connections that others still make.  And
     an equal mesh of this job has process groups of other names than those in the cache.
     """
+    import torch
     from torch import distributed
 
     if distributed.is_initialized():
         distributed.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor._redistribute import _gen_transform_infos
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from torch.distributed.tensor import DTensor, _redistribute
 
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-        _gen_transform_infos.cache_clear()
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+        _redistribute._gen_transform_infos.cache_clear()
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", int)()  # torch 2.9 has no such cache

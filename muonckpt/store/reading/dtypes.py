@@ -63,8 +63,14 @@ DTYPES: Mapping[str, DType] = MappingProxyType(
         "bits4x2": _typed(1),
         "bits2x4": _typed(1),
         "bits1x8": _typed(1),
+        "bcomplex32": _typed(4),
     }
 )
+
+PARTS: Mapping[str, str] = MappingProxyType(
+    {"complex128": "float64", "complex64": "float32", "complex32": "float16", "bcomplex32": "bfloat16"}
+)
+"""Of what type the two parts of a complex element are."""
 
 
 def dtype(name: str) -> DType:

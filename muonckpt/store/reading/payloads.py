@@ -24,7 +24,7 @@ from ..io.location import Location
 from ..io.pace import Pace
 from ..io.regular import FileBytes, Held, PacedBytes, open_regular
 from .blocks import batches, blocks, span, strided
-from .dtypes import dtype, itemsize
+from .dtypes import PARTS, dtype, itemsize
 
 Reads = Callable[[int, memoryview], None]
 """Receives bytes as they were read from this byte of a file on."""
@@ -358,12 +358,11 @@ def payload_of(tensor: StateRecord, chunk: Chunk) -> Extent:
 _NONFINITE = {"float16": (0x7C00, 0x7C00), "bfloat16": (0x7F80, 0x7F80), "float8_e5m2": (0x7C, 0x7C)}
 _NONFINITE |= {"float8_e4m3fn": (0x7F, 0x7F), "float8_e8m0fnu": (0xFF, 0xFF)}
 _NONFINITE |= {"float8_e4m3fnuz": (0xFF, 0x80), "float8_e5m2fnuz": (0xFF, 0x80)}
-_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
 def nonfinite(words: NDArray[Any], name: str) -> int:
     """Count the elements, given as raw bits, that are infinite or NaN; 0 for types that have neither."""
-    parts = _PARTS.get(name, name)
+    parts = PARTS.get(name, name)
     flat = words.reshape(-1).view(dtype(parts).bits)
     if parts in ("float32", "float64"):  # numpy's own test is vectorised, but lacks the other types
         return int(flat.size - np.count_nonzero(np.isfinite(flat.view(parts))))
