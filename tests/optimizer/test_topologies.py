@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support import sweep
+from support import sweep, torch_since
 from support.every_kind import STEPS, local_of, make, single, values
 from support.random_layouts import random_overlapping_layout
-from support.topologies import TOPOLOGIES, Home, part_of, placer, world_of
+from support.topologies import STRIDED, TOPOLOGIES, Home, part_of, placer, world_of
 from support.workers import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,7 +45,15 @@ def differing(rank: int, world: int, homes: tuple[Home | None, ...], expected: l
     ]
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=torch_since.uneven_strided)
+        if any(h and STRIDED in h.placements for h in homes)
+        else name
+        for name, homes in TOPOLOGIES.items()
+    ],
+)
 def test_the_update_is_the_one_of_a_single_process(name):
     homes = TOPOLOGIES[name]
     assert run(world_of(homes), differing, homes, single(torch.float32)) == [[]] * world_of(homes)
