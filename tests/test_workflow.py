@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.matrix import CORE
 
 yaml = pytest.importorskip("yaml")
 
@@ -54,3 +55,7 @@ def test_its_pythons_are_those_that_the_package_names():
     asked = {version for step in steps() for version in step.get("with", {}).get("python-version", "").split()}
     named = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     assert asked == {*named}
+
+
+def test_the_core_of_the_matrix_is_there():
+    assert [path for path in CORE if not (ROOT / path).exists()] == []

@@ -30,7 +30,6 @@ CORE = (
     "tests/checkpoint/test_checkpoint.py",
     "tests/checkpoint/test_async_saving.py",
     "tests/checkpoint/test_redistribute.py",
-    "tests/checkpoint/test_series.py",
     "tests/converters/test_reshard.py",
     "tests/store/test_dcp_store.py",
     "tests/store/test_safetensors.py",
