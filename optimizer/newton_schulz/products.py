@@ -236,7 +236,7 @@ def by_torch(device: torch.device, dtype: torch.dtype, side: int, length: int) -
 
 @lru_cache(maxsize=2)
 def _has_units(dtype: torch.dtype) -> bool:
-    # Linux names them for every version of torch, which names them from 2.11 on.
+    # Asked of Linux: torch 2.9 and 2.10 do not say it.
     return not UNITS[dtype].isdisjoint(CPU_INFO.read_text().split())
 
 

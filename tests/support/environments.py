@@ -42,7 +42,7 @@ def installed(python: str, folder: Path, needed: Iterable[str]) -> list[str]:
     """
     subprocess.run([python, "-m", "venv", folder], check=True)
     pip = [folder / "bin/python", "-m", "pip", "install", "--quiet", "--no-cache-dir", "--only-binary", ":all:"]
-    subprocess.run([*pip, "--no-compile", *needed], check=True, timeout=1800, stderr=subprocess.PIPE, text=True)
+    subprocess.run([*pip, *needed], check=True, timeout=1800, stderr=subprocess.PIPE, text=True)
     package = folder / "package/muonckpt"
     package.mkdir(parents=True)
     for entry in [*(ROOT / "muonckpt").iterdir(), *(ROOT / name for name in ("optimizer", "converters", "cli"))]:
