@@ -310,6 +310,15 @@ TORCHTITAN = _ready(
 """torchtitan: Llama 3, Qwen3 and DeepSeek-V3, dense or with grouped experts.  A fused ``wqkv`` needs a rule of its own,
 with `grouped_qkv` and the model's sizes."""
 
+LORA = _ready(
+    _HEAD,
+    Rule("head", "*.lm_head.modules_to_save.*.weight"),
+    Rule("matrix", ("*.lora_A.*.weight", "*.lora_B.*.weight"), dims=(2,)),
+    Rule("other", ("*.lora_embedding_A.*", "*.lora_embedding_B.*")),
+)
+"""Adapters of peft: each half, ``[r, in]`` and ``[out, r]``, is a matrix of its own; those of embeddings are AdamW's.
+Everything else that is trained needs a layer behind it, as in ``[LORA, LLAMA]``."""
+
 
 FROZEN = "frozen"
 """The kind of parameters with ``requires_grad=False``, which are in no group and have no state."""

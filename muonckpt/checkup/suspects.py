@@ -16,6 +16,7 @@ from ..optimizer.groups import (
     DEEPSEEK,
     FROZEN,
     LLAMA,
+    LORA,
     MIXTRAL,
     QWEN,
     TORCHTITAN,
@@ -28,7 +29,14 @@ from ..resumption import in_globs
 from ..wording import Finding, counted
 from .treatments import NOBODY, Treatment
 
-FAMILIES = {"LLAMA": LLAMA, "QWEN": QWEN, "MIXTRAL": MIXTRAL, "DEEPSEEK": DEEPSEEK, "TORCHTITAN": TORCHTITAN}
+FAMILIES = {
+    "LLAMA": LLAMA,
+    "QWEN": QWEN,
+    "MIXTRAL": MIXTRAL,
+    "DEEPSEEK": DEEPSEEK,
+    "TORCHTITAN": TORCHTITAN,
+    "LORA": LORA,
+}
 """The ready-made rules that name what they select."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,8 +91,30 @@ class Factory:
 class VerifySaved(TrainerCallback):  # type: ignore[misc]
     """Checks every checkpoint as soon as it is saved, as far as its files can be judged (`saved.check_saved`).
 
-    The first rank reads the files back, and raises if they are not whole; the launcher then ends the others.
+    The first rank reads the files back, and raises if they are not whole; the launcher then ends the others.  It also
+    warns of a run that goes on without the state of its optimizer, of which the Trainer says nothing.
     """
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, lr_scheduler: Any = None, **_: Any
+    ) -> None:
+        """Warn if training goes on from a checkpoint without optimizer and schedule, as ``save_only_model`` leaves it.
+
+        The Trainer loads both or none.
+        """
+        behind = lr_scheduler is not None and lr_scheduler.state_dict().get("last_epoch") == 0
+        if state.is_world_process_zero and state.global_step and behind:
+            anew = Counter[str]()
+            for group in optimizer.param_groups:
+                anew[group.get("algorithm", "the optimizer")] += len(group["params"])
+            counts = ", ".join(f"{name}'s of {count} parameters" for name, count in anew.items() if count)
+            warnings.warn(
+                f"training goes on at step {state.global_step} from a checkpoint without optimizer: all state begins "
+                f"anew ({counts}), and the schedule with its warm-up. For the same run, resume from one that was saved "
+                "with save_only_model=False",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check ``checkpoint-N`` when it is complete; the Trainer calls this on all ranks.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from muonckpt import SourceError
 from muonckpt.integrations.saved import check_saved
-from muonckpt.optimizer.groups import LLAMA, Rule, sort_parameters
+from muonckpt.optimizer.groups import LLAMA, LORA, Rule, sort_parameters
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra 'integrations')")
 
@@ -30,7 +30,8 @@ BATCH = 4
 
 def train(rank: int, world: int, kind: str, folder: str, resume: str | None = None) -> dict[str, Any]:
     """The script; whole parameters, and the names of the state of each."""
-    with accelerated(rank, world, fsdp=kind == "fsdp2"):
+    with accelerated(rank, world, fsdp=kind == "fsdp2"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         trainer = script("huggingface.md")["build"](folder, BATCH // world, disable_tqdm=True, **KINDS[kind])
         trainer.train(resume_from_checkpoint=resume)
         parameters = dict(trainer.model.named_parameters())
@@ -41,6 +42,7 @@ def train(rank: int, world: int, kind: str, folder: str, resume: str | None = No
             "sharded": {isinstance(parameter, DTensor) for parameter in parameters.values()},
             "sharing": list(trainer.optimizer.optimizer.schedules),
             "rates": [group["initial_lr"] for group in trainer.optimizer.param_groups],
+            "warned": [str(warning.message) for warning in caught],
         }
 
 
@@ -127,12 +129,45 @@ def test_what_the_refusal_says_is_what_the_trainer_takes(uninterrupted, tmp_path
     assert run(1, frozen, str(tmp_path / "b"), saved, globs)[0] == ("no error", {6})
 
 
-def test_without_its_optimizer_a_resumed_run_is_another_one(uninterrupted, tmp_path):
+def test_without_its_optimizer_a_resumed_run_is_another_one_and_says_so(uninterrupted, tmp_path):
     """So the distances above would show lost momentum."""
     folder, result = uninterrupted["plain", 1]
     shutil.copytree(folder / "checkpoint-3", tmp_path / "checkpoint-3")
-    (tmp_path / "checkpoint-3" / "optimizer.pt").unlink()
-    assert distance(run(1, train, "plain", str(tmp_path / "out"), str(tmp_path / "checkpoint-3"))[0], result) > 1e-3
+    for lost in ("optimizer.pt", "scheduler.pt"):  # as save_only_model leaves it
+        (tmp_path / "checkpoint-3" / lost).unlink()
+    resumed = run(1, train, "plain", str(tmp_path / "out"), str(tmp_path / "checkpoint-3"))[0]
+    assert distance(resumed, result) > 1e-3
+    (told,) = (text for text in resumed["warned"] if "begins anew" in text)
+    assert "at step 3" in told and "muon's of 14 parameters, adamw's of 7 parameters" in told and "warm-up" in told
+    assert not any("begins anew" in text for text in result["warned"])
+
+
+def adapters(rank: int, world: int, folder: str, resume: str | None = None) -> dict[str, Any]:
+    """The script with adapters of peft in the model; the trained parameters, and the names of the state of each."""
+    from peft import LoraConfig, get_peft_model
+
+    names = script("huggingface.md")
+    whole_model = names["LlamaForCausalLM"]
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj", "embed_tokens"])
+    names["LlamaForCausalLM"] = lambda config: get_peft_model(whole_model(config), lora)
+    refused = raised(lambda: names["build"](folder, BATCH // world).create_optimizer())
+    names["muon"] = lambda **options: muon(rules=[LORA], **options)
+    with accelerated(rank, world, fsdp=False):
+        trainer = names["build"](folder, BATCH // world, disable_tqdm=True)
+        trainer.train(resume_from_checkpoint=resume)
+        trained = {name: param for name, param in trainer.model.named_parameters() if param.requires_grad}
+        slots = {name: sorted(trainer.optimizer.state[param]) for name, param in trained.items()}
+    return {"parameters": {name: whole(param) for name, param in trained.items()}, "slots": slots, "refused": refused}
+
+
+def test_adapters_are_matrices_by_one_layer_of_rules_and_resume_exactly(tmp_path):
+    pytest.importorskip("peft")
+    result = run(1, adapters, str(tmp_path / "a"))[0]
+    assert "lora_A.default.weight (2 alike) [4, 16] in Linear: no rule selects it" in result["refused"]
+    for name, slots in result["slots"].items():
+        assert slots == (["exp_avg", "exp_avg_sq", "step"] if "embedding" in name else ["momentum_buffer"]), name
+    resumed = run(1, adapters, str(tmp_path / "b"), str(tmp_path / "a" / "checkpoint-3"))[0]
+    assert distance(resumed, result) == 0
 
 
 @pytest.mark.parametrize(
