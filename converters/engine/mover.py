@@ -196,6 +196,9 @@ class Mover:
                 raise SourceError(f"the source of {file.name} changed between two reads; nothing was published")
             if file.header and output.rewinds:
                 output.write(file.header(sums), 0)
+            if file.footer:
+                footer = file.footer(sums)
+                output.write(footer, file.length - len(footer))
         return FinishedFile(items, sums.tobytes())
 
     def is_finished(self, file: OutputFile, finished: FinishedFile | None) -> bool:
@@ -416,7 +419,10 @@ def expected_parts(file: OutputFile, finished: FinishedFile) -> Iterator[tuple[E
         end = payload.end
         yield known(frame.tail(checksum))
         end = chunk.item.end
-    yield from _zeros(file.name, end, file.length)
+    footer = file.footer(finished.chunks) if file.footer else b""
+    yield from _zeros(file.name, end, file.length - len(footer))
+    end = file.length - len(footer)
+    yield known(footer)
 
 
 @lru_cache

@@ -268,7 +268,7 @@ class OutputFile:
     """A file to write: its header, its items, then its chunks, in the order of their places, with zeros between them.
 
     ``length`` is in bytes.  A name with slashes lies in folders.  ``header`` makes the first bytes of the file from the
-    sums of its chunks; their number does not depend on the sums.
+    sums of its chunks, ``footer`` the last ones; how many does not depend on the sums.
     """
 
     name: str
@@ -276,6 +276,7 @@ class OutputFile:
     chunks: OutputChunks
     length: int
     header: Callable[[ChunkSums], bytes] | None = None
+    footer: Callable[[ChunkSums], bytes] | None = None
 
     @property
     def payload(self) -> int:

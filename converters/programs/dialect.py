@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -260,6 +260,8 @@ class Dialect:
         unsaid: options that are never added, as they would point to a program, and so to a convention.
         private: globs of items that mean nothing to other programs; a program with the same glob keeps them.
         opaque: globs of state that only the program can read, as nothing says whose it is.
+        arguments: reads the arguments of the run, or what of them is stored: what must be set in code because of them,
+            each with its values and the reason; None if the program stores none.
         format: the format that the program needs, by the name of the `Container`; None if any that DCP reads will do.
     """
 
@@ -285,6 +287,7 @@ class Dialect:
     unsaid: frozenset[str] = frozenset()
     private: frozenset[str] = frozenset()
     opaque: frozenset[str] = frozenset()
+    arguments: Callable[[Mapping[str, object]], Iterable[tuple[str, tuple[str, ...], str]]] | None = None
     format: str | None = None
 
     @property

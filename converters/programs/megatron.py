@@ -5,7 +5,7 @@ Sources: ``docs/formats/fsdp_dtensor.md`` and ``docs/formats/torch_dist.md`` lis
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ...store.formats.signs import COMMON_FILE, COMMON_STATE, item_key
 from ...vocabulary import MASTER
@@ -52,6 +52,31 @@ _HINTS = {
 }
 
 
+def _of_arguments(arguments: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Yield by what matrices Newton-Schulz saw under tensor parallelism, unless it saw whole ones, as here.
+
+    Source: `TensorParallelMuon.orthogonalize` of core 0.19.2; the default changed on main in August 2026 (#6380).
+    """
+    mode = arguments.get("muon_tp_mode")
+    named = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
+    sizes = {size for name in named if type(size := arguments.get(name)) is int}
+    if sizes and max(sizes) == 1:
+        return
+    of = "/".join(map(str, sorted(sizes - {1}))) or "N"
+    blocks = (
+        f"one matrix for each of {of} ranks: Split(pieces={of}) where rows were cut, columns={of} where columns were"
+    )
+    if mode == "blockwise":
+        yield "matrices of weights under tensor parallelism", ("muon_tp_mode='blockwise'",), blocks
+    elif mode is None:
+        yield (
+            "matrices of weights under tensor parallelism",
+            (),
+            "the checkpoint does not say --muon-tp-mode; duplicated, the default since August 2026, has whole matrices "
+            f"as here; blockwise, the default before, has {blocks}",
+        )
+
+
 def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
     return Dialect(
         name,
@@ -67,6 +92,7 @@ def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
         chains=chains,
         item=item_key,
         private=_ITEMS,
+        arguments=_of_arguments,
         opaque=_BUCKETS,
         format="torch_dist",
     )
@@ -82,6 +108,7 @@ FSDP_DTENSOR = Dialect(
     _methods({}, _STEP),
     own_keys=True,
     private=_ITEMS,
+    arguments=_of_arguments,
 )
 TORCH_DIST = _torch_dist("torch_dist", "Megatron torch_dist with layer-wise Muon", {})
 TORCH_DIST_CHAINED = _torch_dist(
@@ -100,4 +127,5 @@ LAYER_WISE = Dialect(
     own_keys=True,
     writable=False,
     private=_ITEMS,
+    arguments=_of_arguments,
 )

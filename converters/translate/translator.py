@@ -19,6 +19,7 @@ from ...errors import SourceError
 from ...keys import PARAM_GROUPS, key_of
 from ...layout import Fragment, Place, TensorLayout, dense
 from ...record import Blob, Manifest, StateRecord, no_chunks
+from ...store.formats.torch_save.inert_pickle import Record
 from ...store.formats.torch_save.plain_item import plain_item
 from ...store.open_checkpoint import Values, scalar_bytes
 from ...vocabulary import MASTER, PARAMS, SCHEDULED, KeyPath
@@ -103,6 +104,7 @@ def translate(
     for slot, count in Counter(fields["slot"] if fields else "weights" for fields in gone).items():
         findings.check(Action.LEFT, slot, f"{count} tensors or items")
     _report_losses(neutral, target, findings)
+    _report_arguments(manifest, values, detected.dialect, target, findings)
     _check_off(tensors, items, "; ".join(momenta), findings)
     summary = (f"source: {detected}", f"target: {target.name} ({target.who})", *momenta, *_sentences(tensors, items))
     notes = (*summary, *(f"note: {note}" for note in sorted(findings.notes)))
@@ -530,6 +532,25 @@ def _item(path: KeyPath, value: object) -> OutputItem:
 
 
 # The report.
+
+
+def _report_arguments(manifest: Manifest, values: Values, source: Dialect, target: Dialect, findings: Findings) -> None:
+    """Report what the arguments of the source's run say of its update, unless the target's program has the same."""
+    if source.arguments is None or target.arguments is source.arguments:
+        return
+    stored: dict[str, object] = {}
+    for blob in manifest.blobs:
+        if source.holds_groups(blob.path) or blob.path == (_ARGUMENTS,):
+            parts = values.parts(blob)
+            parts = parts[0] if isinstance(parts, list) and parts else parts
+            parts = parts.get(_ARGUMENTS) if isinstance(parts, dict) else parts
+            if isinstance(parts, Record) and isinstance(parts.state, dict):  # a namespace
+                stored |= parts.state
+    for subject, found, reason in source.arguments(stored):
+        findings.check(Action.SET, subject, *found, reason=reason)
+
+
+_ARGUMENTS = "args"
 
 
 def _report_losses(neutral: NeutralOptimizer, target: Dialect, findings: Findings) -> None:

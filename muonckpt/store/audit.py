@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from itertools import chain, pairwise
 from typing import Literal
 
@@ -22,7 +24,7 @@ from .damage import Damage, Kinds, damage_of_files, kinds_by_slot
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable
 from .formats.native import stock_metadata
 from .formats.registry import DCP, OWN
-from .formats.signs import MEGATRON_FILE, METADATA_FILE, items_beside
+from .formats.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE, items_beside
 from .io.checksums import Sums, crc32, xxh3_128
 from .io.location import Location, Remote, location
 from .io.pace import Pace
@@ -67,7 +69,9 @@ def description_faults(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Fin
 def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
     """Compare DCP's metadata, which describe the checkpoint to other programs, with the manifest."""
     others = dict(checkpoint.outline.files)
-    if not (framed and _is_as_written(checkpoint)):
+    if TORCH_CHECKPOINTING_FILE in others:
+        yield from _archives(checkpoint)
+    elif not (framed and _is_as_written(checkpoint)):
         yield from _against(checkpoint)
     for name in sorted(others.keys() - {METADATA_FILE}):
         try:
@@ -77,6 +81,18 @@ def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Find
         if actual != others[name]:
             message = f"{checkpoint.path / name}: digest {actual}, expected {others[name]}, as {MANIFEST_FILE} has it"
             yield Finding("metadata", message)
+
+
+def _archives(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
+    """Read the directory and the pickle of each of torch_checkpointing's files with tensors; they have checksums."""
+    from .formats.torch_save.torch_file import read_torch_file  # other checkpoints have none
+
+    names = {*checkpoint.outline.columns.names} - {*checkpoint.lost_files}
+    for name in sorted(name for name in names if name.endswith(".pt")):
+        try:
+            read_torch_file(checkpoint.path, name)
+        except SourceError as error:
+            yield Finding("archive", str(error))
 
 
 def _is_as_written(checkpoint: OpenCheckpoint) -> bool:
@@ -299,6 +315,8 @@ def audit(
             except MuonckptError as error:
                 findings.append(Finding("blob", str(error), (blob.key,)))
                 lost_items.add(blob.key)
+    if checkpoint.format in (OWN, DCP):
+        findings += _against_integrity(path)
     every = (*description_faults(checkpoint, framed), *findings)
     damage = replace(by_files, chunks=lost, items=frozenset(lost_items), read=True)
     return AuditReport(
@@ -393,9 +411,42 @@ def _audit_tensor(tensor: StateRecord, results: list[_ChunkResult], fingerprint:
         yield Finding("nonfinite", message, (tensor.key,))
 
 
+def _against_integrity(path: Location) -> Iterator[Finding]:
+    """Compare whole files with the SHA-256 that Megatron records in ``integrity.json`` if ``verify_integrity`` is set.
+
+    Source: ``save_integrity_manifest`` of ``megatron/core/dist_checkpointing/validation.py`` (August 2026).
+    """
+    listing = path / INTEGRITY_FILE
+    if not listing.is_file():
+        return
+    try:
+        recorded = json.loads(read_whole(listing))
+        files: dict[str, object] = dict(recorded["files"]) if recorded["algorithm"] == "sha256" else {}
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        yield Finding("integrity", f"{listing}: expected JSON with algorithm and files, found other data ({error})")
+        return
+    for name, expected in sorted(files.items()):
+        digest = sha256()
+        try:
+            if "/" in name:
+                raise SourceError(f"refused file name {name!r:.300}: expected names inside the checkpoint")
+            with open_regular(path / name) as file:
+                for start in range(0, file.size, BAND_BYTES):
+                    digest.update(file.read(start, min(BAND_BYTES, file.size - start)))
+        except (SourceError, OSError) as error:
+            yield Finding("integrity", f"{listing} has {name!r}: {error}")
+            continue
+        if digest.hexdigest() != expected:
+            message = (
+                f"{path / name}: SHA-256 {digest.hexdigest()}, expected {expected!s:.80}, as {listing.name} has it"
+            )
+            yield Finding("integrity", message)
+
+
 def _orphans(path: Location, manifest: Manifest) -> list[str]:
     used = {*manifest.columns.names}
-    used |= {blob.item.file for blob in manifest.blobs} | {MANIFEST_FILE, METADATA_FILE, MEGATRON_FILE}
+    used |= {blob.item.file for blob in manifest.blobs} | {*manifest.files}
+    used |= {MANIFEST_FILE, METADATA_FILE, MEGATRON_FILE, INTEGRITY_FILE}
     try:
         names = [file.name for file in path.iterdir()]
     except OSError as error:

@@ -19,7 +19,7 @@ from ..wording import Finding, counted
 from .damage import BEGIN_ANEW, NOTHING_LOST, Damage, Kind, Kinds, damage_of_files, kinds_by_slot, rank_in_name
 from .formats.native import read_native
 from .formats.registry import OWN
-from .formats.signs import MEGATRON_FILE, METADATA_FILE, items_beside
+from .formats.signs import MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE, items_beside
 from .io.location import Location
 from .open_checkpoint import OpenCheckpoint
 
@@ -250,10 +250,14 @@ def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
     return Remedy(_reshard(path, checkpoint.outline), f"writes {what}{kept}{lost}")
 
 
+_WRITTEN_AS = {MEGATRON_FILE: "torch_dist", TORCH_CHECKPOINTING_FILE: "torch_checkpointing"}
+"""The word for ``--format`` by the file that another program needs beside a manifest."""
+
+
 def _reshard(path: Location, manifest: Manifest) -> str:
     """Return the command that writes a checkpoint anew on as many ranks as wrote it."""
     ranks = {rank_in_name(name) for name in manifest.columns.names} - {None}
-    form = ("--format", "torch_dist") if MEGATRON_FILE in manifest.files else ()
+    form = next((("--format", word) for file, word in _WRITTEN_AS.items() if file in manifest.files), ())
     return command("reshard", path, _free(path, "rebuilt"), "--mesh", f"dp={max(1, len(ranks))}", *form)
 
 

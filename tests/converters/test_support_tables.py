@@ -46,7 +46,8 @@ FORMATS = {
     "Megatron's `torch_dist`": "torch_dist",
     "Megatron's `layer_wise_optimizer_{rank}.pt`": None,
     "`optimizer.pt`, `optimizer.bin` and weights of one process (Hugging Face, accelerate)": None,
-    "files of each rank with DTensors (verl, accelerate without DCP, torch_checkpointing)": None,
+    "files of each rank with DTensors (verl, accelerate without DCP)": None,
+    "torch_checkpointing": "torch_checkpointing",
     "nanochat's `model_{step}.pt` and `optim_{step}_rank{r}.pt`": None,
     "ZeRO's files of each rank (DeepSpeed)": None,
     "DeepSpeed's universal folders": None,
@@ -98,8 +99,8 @@ def formats(folder: Path) -> str:
     muonckpt.save(run(), own)
     muonckpt.save(run(), folder / "stock")
     paths = {"dcp": sharded.as_stock(folder / "stock")}
-    for name in ("buffers", "torch_dist", "safetensors", "zarr"):
-        paths[name] = folder / name
+    for name in ("buffers", "torch_dist", "torch_checkpointing", "safetensors", "zarr"):
+        paths[name] = folder / f"as-{name}"
         muonckpt.convert(own, paths[name], format=name)
     rows = []
     for number, (name, written_as) in enumerate(FORMATS.items()):

@@ -32,6 +32,7 @@ KINDS = {
     "compact buffers": "--format buffers --mesh dp=2,tp=2 --shard q*=tp:1 --layout decoupled-total-order",
     "flat buffers": "--format buffers --mesh dp=4 --layout flat",
     "torch_dist": "--format torch_dist --mesh dp=3",
+    "torch_checkpointing": "--format torch_checkpointing --mesh dp=2,tp=2 --shard q*=tp:1,dp:0 --shard *=dp:0",
     "a safetensors file": "--format safetensors --tensors-only",
     "safetensors in shards": "--format safetensors --shard-size 600 --tensors-only",
     "zarr": "--format zarr --tensors-only",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 import shutil
 
 import numpy as np
@@ -9,12 +11,17 @@ import pytest
 import torch
 from support.commands import called
 from support.continued import load_ours
+from support.golden import golden
 from support.saved_ranks import Block, muon, runs, train
+from support.translated import truth_of
 from support.workers import run
 
 import muonckpt
 from muonckpt import DamageError, SourceError
+from muonckpt.record import MANIFEST_FILE as MANIFEST
+from muonckpt.store.formats.flat_buffers import ITEMS
 from muonckpt.store.formats.registry import RANK_STATE, format_of
+from muonckpt.store.formats.signs import NOT_READ
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WORLD = 4
@@ -46,6 +53,37 @@ def test_a_run_of_hybrid_shards_is_read_and_goes_on_on_other_ranks(program, save
     load_ours(model, optimizer, tmp_path / "out", allow_extra=["step"] if program == "torch_checkpointing" else [])
     train(model, optimizer, range(3, 5))
     assert all(torch.equal(param.detach(), truth["later"][name]) for name, param in model.named_parameters())
+
+
+def test_what_torch_checkpointing_says_of_its_own_files_is_said_of_ours(tmp_path):
+    """Files that version 0.1.1 wrote on two ranks, and the same written by us: the same cuts of the same tensors."""
+    theirs, ours = golden("torch_checkpointing") / "ckpt", tmp_path / "ours"
+    assert muonckpt.verify(theirs).verdict == "whole"
+    muonckpt.reshard(theirs, ours, mesh={"dp": 2}, format="torch_checkpointing")
+    truth = truth_of("torch_checkpointing")
+    with muonckpt.open(theirs) as opened, muonckpt.open(ours) as written:
+        assert opened.outline.provenance.get(NOT_READ) is None
+        for name, words in truth.items():
+            key = re.sub(
+                "^(param|state)/", lambda kind: {"param": "model.", "state": "optimizer.state."}[kind[1]], name
+            )
+            for checkpoint in (opened, written):
+                np.testing.assert_array_equal(checkpoint.tensors[key.replace("/", ".")].bits(), words)
+    said, says = (pickle.loads((path / "metadata.pkl").read_bytes()) for path in (theirs, ours))
+    assert (said["world_size"], said["version"]) == (says["world_size"], says["version"])
+    assert {path.name for path in theirs.iterdir()} == {path.name for path in ours.iterdir()} - {MANIFEST, ITEMS}
+    for item, of_item in said["metadata"].items():
+        assert of_item["rank_to_layout_info"] == says["metadata"][item]["rank_to_layout_info"]
+        for path, (own,) in of_item["nested_path_to_metadata"].items():
+            (mine,) = says["metadata"][item]["nested_path_to_metadata"][path]
+            data, my_data = own["sharding_metadata"]["data"], mine["sharding_metadata"]["data"]
+            assert mine["sharding_metadata"]["type"] == own["sharding_metadata"]["type"]
+            replicated = data["placements"] == [{"type": "Replicate"}]  # once is enough; a buffer is cut as well
+            for field in ("global_shape", "dtype", "stride", *(() if replicated else ("placements",))):
+                assert my_data[field] == data[field], (path, field)
+            assert {*mine["ranks"]} <= {*own["ranks"]}
+            meshes = data["mesh_spec"], my_data["mesh_spec"]
+            assert meshes[1] == meshes[0] | {"device_type": "meta"}, "equal to no run's, so that it is resharded"
 
 
 def test_strided_shards_of_tensor_parallelism_are_put_together(saved):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import pickle
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from muonckpt import SourceError
 from muonckpt.converters.translate.detection import with_slots
 from muonckpt.store.formats.dcp_metadata import parse_metadata
 from muonckpt.store.formats.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE
+from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -212,3 +216,91 @@ def test_buckets_without_names_are_carried_for_megatron_and_refused_for_others(t
     assert bucket in muonckpt.open(tmp_path / "same").tensors
     with pytest.raises(SourceError, match="which parameter lies where, so muonckpt cannot take it"):
         muonckpt.convert(tmp_path / "theirs", tmp_path / "other", **grouped(to_dialect="muonckpt", convention="ema"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"muon_tp_mode": "blockwise", "tensor_model_parallel_size": 4}, ("muon_tp_mode='blockwise'", "pieces=4")),
+        ({"tensor_model_parallel_size": 2}, ("does not say --muon-tp-mode", "pieces=2")),  # of an older Megatron
+        (None, ("does not say --muon-tp-mode", "pieces=N")),
+        ({"muon_tp_mode": "blockwise", "tensor_model_parallel_size": 1}, None),
+        ({"muon_tp_mode": "duplicated", "tensor_model_parallel_size": 4}, None),
+    ],
+)
+def test_a_run_whose_ranks_orthogonalised_blocks_is_told(arguments, said, tmp_path):
+    """Megatron's default changed (#6380), so the arguments of the run say what an update was, or nothing does."""
+    group = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+    common = {"optimizer": {"optimizer": {"param_groups": [group]}}}
+    stored = common if arguments is None else common | {"args": Namespace(**arguments)}
+    dcp.save({"w": W, "optimizer.state.momentum_buffer.w": W}, checkpoint_id=tmp_path / "in", no_dist=True)
+    torch.save(stored, tmp_path / "in" / COMMON_FILE)
+    (tmp_path / "in" / MEGATRON_FILE).write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    options = grouped(to_dialect="muonckpt", convention=Convention.EMA)
+    report = muonckpt.convert(tmp_path / "in", tmp_path / "out", **options)
+    told = [str(check) for check in report.checklist if "tensor parallelism" in check.subject]
+    assert len(told) == (said is not None) and all(part in told[0] for part in said or ())
+
+
+def test_files_of_ranks_beside_a_torch_dist_checkpoint_are_left_alone(tmp_path):
+    """Megatron-Bridge #2307: they are redundant there, and may be of another step."""
+    path = shutil.copytree(golden("megatron/layer_wise/ws4_padded") / "torch_dist", tmp_path / "in")
+    (path / "layer_wise_optimizer_0.pt").write_bytes(b"of another step")
+    report = muonckpt.verify(path)
+    assert report.verdict == "whole"
+    assert [note for note in report.notes if "layer_wise_optimizer_0.pt" in note] != []
+
+
+def test_megatrons_sums_of_whole_files_are_compared(tmp_path):
+    """As ``save_integrity_manifest`` writes them; they also cover what no item of DCP does."""
+    path = shutil.copytree(golden("megatron/layer_wise/ws4_padded") / "torch_dist", tmp_path / "in")
+    (path / "run_config.yaml").write_text("tp: 2")
+    files = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in path.iterdir()}
+    (path / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": files}))
+    assert muonckpt.verify(path).verdict == "whole"
+    (path / "run_config.yaml").write_text("tp: 4")
+    (path / "metadata.json").rename(path / "lost.json")
+    report = muonckpt.verify(path)
+    assert [finding.kind for finding in report.findings] == ["integrity"] * 2
+    told = " ".join(finding.message for finding in report.findings)
+    assert (
+        "run_config.yaml: SHA-256" in told and "'metadata.json'" in told and "integrity.json" in str(report.diagnosis)
+    )
+    (path / "integrity.json").write_text("[]")
+    (finding,) = muonckpt.verify(path).findings
+    assert "expected JSON with algorithm and files" in finding.message
+
+
+def test_chunks_whose_offset_and_size_have_other_dims_are_refused(tmp_path):
+    """As Megatron planned them for experts (#7162): a prepended axis in the offsets, and none in the sizes."""
+    dcp.save({"w": W}, checkpoint_id=tmp_path / "in", no_dist=True)
+    with (tmp_path / "in" / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    (chunk,) = metadata.state_dict_metadata["w"].chunks
+    chunk.offsets = torch.Size([0, *chunk.offsets])
+    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(SourceError, match=r"dims|offset"):
+        muonckpt.open(tmp_path / "in")
+
+
+def test_bounds_of_each_group_stay_with_its_parameters(tmp_path):
+    """Megatron overwrote them when it loaded (#7173, #4705), and lost which group is which (#2625)."""
+    meta = {name: {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "max_lr": high, "min_lr": high / 10}
+            for name, high in (("a", 1.0), ("b", 5.0), ("c", 1.0))}  # fmt: skip
+    name = "module.module.module.{}".format
+    optimizer = {
+        "state": {name(own): {"momentum_buffer": W.clone()} for own in meta},
+        "param_to_group_meta": {name(own): options for own, options in meta.items()},
+    }
+    state = {"model": {f"module.{own}": W.clone() for own in meta}, "optimizer": optimizer}
+    dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    muonckpt.reshard(tmp_path / "in", tmp_path / "two", mesh={"dp": 2})
+    muonckpt.convert(tmp_path / "two", tmp_path / "ours", **grouped(to_dialect="muonckpt", convention=Convention.EMA))
+    with muonckpt.open(tmp_path / "ours") as ours:
+        bounds = {tuple(group["params"]): (group["max_lr"], group["min_lr"]) for group in ours.groups.values()}
+    assert bounds == {("a", "c"): (1.0, 0.1), ("b",): (5.0, 0.5)}
+    muonckpt.convert(tmp_path / "ours", tmp_path / "back", **grouped(to_dialect="fsdp_dtensor"))
+    with muonckpt.open(tmp_path / "back") as back:
+        key = "optimizer.param_to_group_meta.module.module.module.{}.max_lr".format
+        blobs = {blob.key: blob for blob in back.outline.blobs}
+        assert {own: back.values.item(blobs[key(own)]) for own in meta} == {"a": 1.0, "b": 5.0, "c": 1.0}

@@ -9,8 +9,9 @@ Source: ``megatron/core/dist_checkpointing/{core,serialization}.py`` of core 0.1
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -61,12 +62,25 @@ def write_native(manifest: Manifest, directory: Location, others: Mapping[str, b
         LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
         DestinationError: a file exists, or cannot be written.
     """
-    digests = {name: xxh3_128([data]) for name, data in others.items()}
-    digests[METADATA_FILE] = xxh3_128(stock_metadata(manifest))  # made twice: it can take more memory than all else
+    made: dict[str, Callable[[], Iterable[bytes]]] = {name: partial(list, [data]) for name, data in others.items()}
+    _write_described(manifest, directory, made | {METADATA_FILE: partial(stock_metadata, manifest)})
+
+
+def write_torch_checkpointing(manifest: Manifest, directory: Location, others: Mapping[str, bytes]) -> None:
+    """Write the manifest, then torch_checkpointing's descriptions by file name; raises as `write_native`."""
+    _write_described(manifest, directory, {name: partial(list, [data]) for name, data in others.items()})
+
+
+def _write_described(
+    manifest: Manifest, directory: Location, others: Mapping[str, Callable[[], Iterable[bytes]]]
+) -> None:
+    """Write the manifest, then the other descriptions in order.
+
+    Each is made twice, for its digest and to be written: it can take more memory than all else.
+    """
+    digests = {name: xxh3_128(make()) for name, make in others.items()}
     texts = map(str.encode, replace(manifest, files=digests).json_parts())
-    ours: dict[str, Iterable[bytes]] = {MANIFEST_FILE: texts}
-    stock = {METADATA_FILE: stock_metadata(manifest)}
-    for name, parts in (ours | {name: [data] for name, data in others.items()} | stock).items():
+    for name, parts in [(MANIFEST_FILE, texts), *((name, make()) for name, make in others.items())]:
         try:
             write_parts(directory / name, parts)
         except OSError as error:

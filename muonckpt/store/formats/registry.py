@@ -77,6 +77,8 @@ RANK_STATE = Format(
         "optimizer*_rank[0-9]*.bin",
     ),
     weaker_signs=((), ("[A-Za-z]*_0.pt",)),
+    written_as="torch_checkpointing",
+    writer=f"{_WRITERS}.torch_checkpointing_files:TorchCheckpointingFiles",
     remains=f"{_FORMATS}.trainers.rank_state:remains",
 )
 NANOCHAT = Format(

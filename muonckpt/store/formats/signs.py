@@ -29,6 +29,12 @@ ZARR_FILE = "zarr.json"
 MEGATRON_FILE = "metadata.json"
 """The file that tells Megatron the format of a checkpoint."""
 
+INTEGRITY_FILE = "integrity.json"
+"""The file in which Megatron may record the SHA-256 of each other file of a ``torch_dist`` checkpoint."""
+
+TORCH_CHECKPOINTING_FILE = "metadata.pkl"
+"""The file in which torch_checkpointing says how tensors are sharded."""
+
 TORCH_SAVE = (b"PK\3\4", b"\x80\2\x8a\n")
 """The first bytes of a file of ``torch.save``: a zip archive, or before torch 1.6 a pickle."""
 

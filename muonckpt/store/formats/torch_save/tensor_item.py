@@ -109,7 +109,7 @@ def frame(dtype: str, shape: Index) -> ItemFrame:
     """
     payload_length = math.prod(shape) * itemsize(dtype)
     contents = (
-        ("data.pkl", _data_pickle(dtype, shape)),
+        ("data.pkl", tensor_pickle(dtype, shape)),
         (".format_version", b"1"),
         (".storage_alignment", str(MEMBER_ALIGNMENT).encode()),
         ("byteorder", b"little"),
@@ -213,8 +213,12 @@ def _after(start: int, serialization_id: bytes) -> tuple[bytes, tuple[ZipEntry, 
     return store((("version", b"3\n"), (".data/serialization_id", serialization_id)), start)
 
 
-def _data_pickle(dtype: str, shape: Index) -> bytes:
-    """Return a tensor's pickle as Python writes it in protocol 2; ``q`` gives each new object its memo number."""
+def tensor_pickle(dtype: str, shape: Index, member: bytes = b"0") -> bytes:
+    """Return a tensor's pickle as Python writes it in protocol 2; ``q`` gives each new object its memo number.
+
+    Args:
+        member: the number of the member ``data/{member}`` with the elements.
+    """
     numel, storage = math.prod(shape), DTYPES[dtype].storage
     version, kind, count, element = b"2", f"torch\n{storage}".encode(), numel, b""
     if storage is None:
@@ -225,7 +229,7 @@ def _data_pickle(dtype: str, shape: Index) -> bytes:
     numbers = itertools.count(8 if shape else 6)
     return (
         b"\x80\2ctorch._utils\n_rebuild_tensor_v%b\nq\0((X\7\0\0\0storageq\1c%b\nq\2" % (version, kind)
-        + b"X\1\0\0\x000q\3X\3\0\0\0cpuq\4%btq\5QK\0" % integer(count)
+        + b"X%b%bq\3X\3\0\0\0cpuq\4%btq\5QK\0" % (len(member).to_bytes(4, "little"), member, integer(count))
         + (_tuple(shape) + b"q\6" + _tuple(strides) + b"q\7" if shape else b"))")
         + after % tuple(itertools.islice(numbers, after.count(b"%c")))
     )

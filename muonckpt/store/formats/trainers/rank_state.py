@@ -52,7 +52,6 @@ from .state_tree import (
 _VERL = re.compile(r"(model|optim)_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt")
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(_[0-9]{1,4})?_rank(0|[1-9][0-9]{0,5})\.bin")
 _TORCH_CHECKPOINTING = re.compile(r"([A-Za-z][A-Za-z0-9_-]{0,99})_(0|[1-9][0-9]{0,5})\.pt")
-_METADATA = "metadata.pkl"
 _ROOTS = {"model": "model", "optim": "optimizer", "pytorch_model_fsdp": "model", "optimizer": "optimizer"}
 
 
@@ -119,8 +118,8 @@ def _read(path: Location, without: Collection[str] | None) -> LocatedReader:
             if root == "model" and by_root[root][0].world is not None:
                 order = _parameters(values[0])
         names.check_used({key_of(t.path[:-3]) for t in joined.tensors if "state" in t.path[-3:-2]})
-    known = {file.name for file in files}
-    others = [name for name in listed if name not in known and name not in (signs.NAMES_FILE, _METADATA)]
+    known = {file.name for file in files} | {signs.NAMES_FILE, signs.TORCH_CHECKPOINTING_FILE}
+    others = [name for name in listed if name not in known]
     checksums = checksums_inside((file for ranks in contents.values() for file in ranks), joined.tensors)
     provenance = {"ranks": world, signs.NOT_READ: others or None, signs.NUMBERED: [*numbered] or None}
     return trainer_reader(path, joined.tensors, joined.items, checksums, provenance, joined.faults)

@@ -1,0 +1,238 @@
+"""torch_checkpointing's files as a destination: for each rank and each top-level key an archive of ``torch.save``.
+
+``{key}_{rank}.pt`` holds the rank's boxes as plain tensors, and everything that is no tensor.  ``metadata.pkl`` says
+for each tensor the mesh, the placements and the ranks that hold a part.  Its meshes are on the device ``meta``, so they
+equal no run's: the library's loader therefore always takes its resharding path, which cuts out of plain tensors what a
+rank needs, and never the direct one, which would need pickled DTensors.
+
+Source: ``checkpoint_layout.py``, ``dtensor_metadata.py`` and ``default_resharder.py`` of torch_checkpointing 0.1.1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import pickletools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from io import BytesIO
+from typing import Any, ClassVar
+
+from ...box import row_major
+from ...errors import SourceError, TargetError, about
+from ...layouts.buffers.records import GroupBuffer
+from ...record import Manifest, StateRecord
+from ...store.formats import native
+from ...store.formats.flat_buffers import ITEMS
+from ...store.formats.signs import TORCH_CHECKPOINTING_FILE
+from ...store.formats.torch_save.plain_item import plain_value
+from ...store.formats.torch_save.stored_zip import (
+    MEMBER_ALIGNMENT,
+    SERIALIZATION_ID,
+    ZipEntry,
+    aligned,
+    descriptor,
+    directory,
+    local_header,
+    store,
+)
+from ...store.formats.torch_save.tensor_item import tensor_pickle
+from ...store.io.checksums import Checksum, crc32_of
+from ...store.io.location import Location
+from ...store.open_checkpoint import checked_blob
+from ...store.reading.payloads import Payloads
+from .container import Arranged, WriteRequest
+from .output_files import ChunkPlan, OutputChunks, OutputFile, bare, place_items
+from .outputs import OutputItem
+from .rank_files import LocalBoxes, RankFiles
+from .staging import ChunkSums
+
+_Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class MemberFrame:
+    """The local header before a member of an archive, and the descriptor with its checksum behind it."""
+
+    entry: ZipEntry
+
+    @cached_property
+    def head(self) -> bytes:
+        return local_header(self.entry)
+
+    @property
+    def payload_offset(self) -> int:
+        return len(self.head)
+
+    @property
+    def payload_length(self) -> int:
+        return self.entry.size
+
+    @property
+    def length(self) -> int:
+        return len(self.head) + self.entry.size + len(descriptor(self.entry))
+
+    @property
+    def checksum_of(self) -> Checksum:
+        return crc32_of
+
+    def tail(self, checksum: int) -> bytes:
+        return descriptor(replace(self.entry, crc32=checksum))
+
+
+class TorchCheckpointingFiles(RankFiles):
+    """A directory that torch_checkpointing loads, with our manifest: docs/formats/trainers.md.
+
+    Items are in every rank's files as part of the state dicts, and once more, byte for byte, in a file of their own.
+    """
+
+    name: ClassVar[str] = "torch_checkpointing"
+
+    frame_of = staticmethod(bare)
+
+    def arrange(self, request: WriteRequest) -> Arranged:
+        items, payloads = request.outputs.items, request.payloads
+        held = [
+            replace(item, source=None, data=checked_blob(payloads, item.source)) if item.source else item
+            for item in items
+        ]
+        return super().arrange(replace(request, outputs=replace(request.outputs, items=held)))
+
+    def fill(
+        self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]
+    ) -> tuple[list[OutputFile], list[dict[str, Any]]]:
+        if buffers:
+            raise TargetError(f"format {self.name} has rows, and no flat buffers: leave out --layout")
+        values = _values((item.key, item.path, item.data) for item in items)
+        placed, length = place_items(ITEMS, items)
+        files = [OutputFile(ITEMS, placed, OutputChunks.end_to_end(ITEMS, (), ()), length)]
+        for rank, local in enumerate(boxes):
+            numbers: defaultdict[str, list[int]] = defaultdict(list)
+            for number, output in enumerate(local.outputs):
+                numbers[_root(output.record.path)].append(number)
+            files += (_archive(_FILE(root, rank), local, own, values[root]) for root, own in numbers.items())
+        return files, []
+
+    def describe(self, manifest: Manifest, folder: Location) -> None:
+        """Write the descriptions, and the files of ranks that hold no elements of a key."""
+        world = math.prod(manifest.provenance["resharded"][-1]["mesh"].values())
+        with Payloads(folder) as payloads:
+            values = _values((blob.key, blob.path, checked_blob(payloads, blob)) for blob in manifest.blobs)
+        roots = [*dict.fromkeys(_root(tensor.path) for tensor in manifest.tensors), *values]
+        names = {_FILE(root, rank): values[root] for root in roots for rank in range(world)}
+        others = {name: _members(own, 0) for name, own in names.items() if name not in manifest.columns.names}
+        others[TORCH_CHECKPOINTING_FILE] = pickle.dumps(_sharding(manifest, world), protocol=2)
+        native.write_torch_checkpointing(manifest, folder, others)
+
+
+_FILE = "{}_{}.pt".format
+
+
+def _values(items: Iterable[tuple[str, _Path, bytes]]) -> defaultdict[str, dict[_Path, bytes]]:
+    """Return the pickles of plain items by their top-level keys and their paths below."""
+    values: defaultdict[str, dict[_Path, bytes]] = defaultdict(dict)
+    for key, path, data in items:
+        with about(f"item {key!r}, which --select or --tensors-only can leave out"):
+            values[_root(path)][path[1:]] = _part(plain_value(data))
+    return values
+
+
+def _root(path: _Path) -> str:
+    root = str(path[0])
+    if "/" in root or not root.isprintable():
+        raise SourceError(f"key {root!r}: torch_checkpointing writes a file for each top-level key, expected its name")
+    return root
+
+
+def _archive(file: str, local: LocalBoxes, numbers: Sequence[int], values: Mapping[_Path, bytes]) -> OutputFile:
+    """Return the file of some of a rank's boxes and of pickled values, by their paths in it."""
+    end, plans, leaves = 0, list[ChunkPlan](), dict(values)
+    for member, number in enumerate(numbers):
+        plan, record = local.plans[number], local.outputs[number].record
+        frame = MemberFrame(ZipEntry(f"data/{member}", end, plan.frame.payload_length, 0))
+        plans.append(replace(plan, frame=frame))
+        leaves[record.path[1:]] = pickletools.optimize(tensor_pickle(plan.dtype, plan.box.shape, b"%d" % member))[2:-1]
+        end = aligned(end + frame.length)
+    own = [plan.frame.entry for plan in plans if isinstance(plan.frame, MemberFrame)]
+
+    def footer(sums: ChunkSums) -> bytes:
+        stored = (replace(entry, crc32=crc32) for entry, crc32 in zip(own, sums["checksum"].tolist(), strict=True))
+        return _members(leaves, end, stored)
+
+    outputs = [local.outputs[number] for number in numbers]
+    chunks = OutputChunks.end_to_end(file, outputs, plans, 0, MEMBER_ALIGNMENT)
+    return OutputFile(file, (), chunks, end + len(_members(leaves, end, own)), footer=footer)
+
+
+def _members(leaves: Mapping[_Path, bytes], start: int, stored: Iterable[ZipEntry] = ()) -> bytes:
+    """Return the end of an archive, behind the members of tensors, which end at byte ``start``.
+
+    It has no ``.format_version``, by which torch would compute where members lie from their usual order, with the
+    pickle first; so torch looks up their places.  Here the pickle follows, since checksums are known only then.
+    """
+    members = (
+        ("data.pkl", b"\x80\2" + _tree(leaves) + pickle.STOP),
+        ("byteorder", b"little"),
+        ("version", b"3\n"),
+        (".data/serialization_id", SERIALIZATION_ID),
+    )
+    data, entries = store(members, start)
+    return data + directory((*stored, *entries), start + len(data))
+
+
+def _part(value: object) -> bytes:
+    """Return the pickle of plain data without its head, its end and a memo, as part of another."""
+    out = BytesIO()
+    pickler = pickle.Pickler(out, protocol=2)
+    pickler.fast = True
+    pickler.dump(value)
+    return out.getvalue()[2:-1]
+
+
+def _tree(leaves: Mapping[_Path, bytes]) -> bytes:
+    """Return the pickle of nested dicts and lists with these pickled leaves; integers from 0 on are a list's."""
+    if set(leaves) == {()}:
+        return leaves[()]
+    below: defaultdict[str | int, dict[_Path, bytes]] = defaultdict(dict)
+    for path, leaf in leaves.items():
+        if not path:
+            raise SourceError("expected either a value or what is below it, found both under one key")
+        below[path[0]][path[1:]] = leaf
+    if below and set(below) == set(range(len(below))):
+        return b"](" + b"".join(_tree(below[number]) for number in range(len(below))) + b"e"
+    keys = {key: _part(key) for key in below}
+    return b"}(" + b"".join(keys[key] + _tree(own) for key, own in below.items()) + b"u"
+
+
+def _sharding(manifest: Manifest, world: int) -> dict[str, Any]:
+    """Return what ``metadata.pkl`` says of a checkpoint."""
+    described: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for tensor in manifest.tensors:
+        root = _root(tensor.path)
+        path = json.dumps(list(tensor.path[1:]), separators=(",", ":"))
+        ranks = sorted(int(chunk.item.file[len(root) + 1 : -len(".pt")]) for chunk in tensor.chunks)
+        sharding = {"type": "DTensorShardingMetadata", "data": _cut(tensor, world)}
+        described[root][path] = [{"sharding_metadata": sharding, "ranks": tuple(ranks)}]
+    files = dict.fromkeys(range(world))  # they have the library's own names
+    items = {root: {"nested_path_to_metadata": own, "rank_to_layout_info": files} for root, own in described.items()}
+    return {"metadata": items, "world_size": world, "version": "2.0"}
+
+
+def _cut(tensor: StateRecord, world: int) -> dict[str, Any]:
+    layout = tensor.layout or {"mesh": [world], "ranks": range(world), "placements": ["Replicate"]}
+    cuts = [text.removeprefix("Shard(").removesuffix(")") for text in layout["placements"]]
+    return {
+        "global_shape": [*tensor.shape],
+        "dtype": f"torch.{tensor.dtype}",
+        "stride": [*row_major(tensor.shape)],
+        "mesh_spec": {
+            "device_type": "meta",
+            "mesh_shape": tuple(layout["mesh"]),
+            "mesh_data": tuple(layout["ranks"]),
+            "mesh_dim_names": None,
+        },
+        "placements": [{"type": "Shard", "dim": int(cut)} if cut.isdigit() else {"type": cut} for cut in cuts],
+    }
