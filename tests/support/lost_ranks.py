@@ -52,7 +52,7 @@ def state(rank: int, step: int) -> dict[str, Any]:
 
 def at_publish(happens: str, arguments: tuple[object, ...]) -> None:
     if happens == "os.rename" and str(arguments[0]).endswith(".tmp"):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def saver(rank: int, store: str, place: str, victim: int, how: str, told: Any) -> None:
