@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -253,6 +254,13 @@ def as_tuples(value: Any) -> Any:
     return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
+def same_value(one: Any, other: Any) -> bool:
+    """Return whether two hyper-parameters are equal, but for the rounding of one that was a tensor of float32."""
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    return math.isclose(one, other, rel_tol=1e-6)
+
+
 def origin_groups(
     live: Sequence[Sequence[str]], home: Mapping[str, int], options: Callable[[int], Mapping[str, Any]]
 ) -> tuple[list[int | None], dict[str, str]]:
@@ -291,7 +299,7 @@ def scheduler_misfit(saved: Sequence[Any], now: Sequence[Any]) -> str | None:
         now: the same of each group after the saved state has been loaded; None where it is not known.
     """
     then, here = ([None if rate is None else float(rate) for rate in rates] for rates in (saved, now))
-    alike = len(then) == len(here) and all(None in pair or pair[0] == pair[1] for pair in zip(then, here, strict=True))
+    alike = len(then) == len(here) and all(None in pair or same_value(*pair) for pair in zip(then, here, strict=True))
     if alike or set(then) == {None}:
         return None
     return (

@@ -35,8 +35,16 @@ MASTER = "fp32_param"
 PARAMS = "params"
 """The option of a parameter group that lists its parameters, as in torch's optimizers."""
 
-SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+GIVEN: Mapping[str, str] = MappingProxyType(
+    {option: f"given_{option}" for option in ("lr", "weight_decay", "momentum", "betas", "beta2")}
+)
+"""Options of state dicts that say what the code gave, where a schedule has changed the option (the key) since."""
+
+OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """Options that torch's schedulers write to parameter groups for themselves."""
+
+SCHEDULED = OF_SCHEDULERS | {*GIVEN.values()}
+"""Options that no update reads, and that tell how schedules got where they are."""
 
 OF_THE_RUN = frozenset({"lr", "weight_decay", "momentum", "betas"})
 """Options that schedules change during a run, so that no other run can stand in for a checkpoint that lacks them."""

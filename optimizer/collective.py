@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 
 from ..layouts.tensors import local_of
 from ..vocabulary import EXP_AVG_SQ, ParamGroup
+from .given import unsaid
 from .ground.cuda_graphs import capturing
+from .state import as_numbers
 from .step.agreement import Facts, Task, refusal
 from .step.exchange import gather_texts
 from .step.rank_sets import State
@@ -32,13 +34,25 @@ class CollectiveOptimizer(Optimizer):
 
     If a closure, a hook, or a check fails on one rank, it still takes part in the step, with the error in place of its
     part, and all ranks raise.
+
+    Attributes:
+        given: the hyper-parameters that the code gave each group, as `given_in` returns them.
     """
+
+    given: list[dict[str, Any]]
 
     _awaited = False
     """Whether the other ranks wait for this one's part in the step under way."""
 
     _stepped, _dropped = True, 0
     """True once a step has taken the gradients since they were zeroed, and how often they were zeroed without one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as any torch optimizer does, with rates that are tensors written as numbers."""
+        state = super().state_dict()
+        for group, given in zip(state["param_groups"], self.given, strict=True):
+            group.update({key: as_numbers(value) for key, value in group.items()} | unsaid(group, given))
+        return state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero gradients as any torch optimizer does, and count those that no step has taken."""

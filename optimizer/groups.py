@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar, Union
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FlatParameter
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -496,6 +496,11 @@ class _Unclear(ValueError):
         self.rule = rule
 
 
+FSDP1 = (
+    "FSDP1 (FullyShardedDataParallel) flattens parameters and cuts the vector, so that no rank has matrices; shard the "
+    "model with fully_shard (FSDP2), in Lightning with ModelParallelStrategy"
+)
+
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Parts that torch.compile, activation checkpointing and FSDP1 insert into names; DCP drops them too."""
 
@@ -587,6 +592,8 @@ def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a model, whose names and modules decide, found a {type(model).__name__}")
     modules = list(model.named_modules(remove_duplicate=False))
+    if any(isinstance(module, FullyShardedDataParallel) for _, module in modules):  # also with use_orig_params
+        raise ValueError(FSDP1)
     replicated = [path for path, module in modules if isinstance(module, DistributedDataParallel | DataParallel)]
     inserted = {f"{path}.module".removeprefix(".") for path in replicated}
     uses_of: dict[Tensor, list[Use]] = {}
@@ -619,7 +626,7 @@ def _decide(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Ru
 def _by_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Rule]]) -> Decision:
     names, shape = tuple(use.name for use in uses), tuple(parameter.shape)
     if isinstance(parameter, FlatParameter):
-        raise ValueError("FSDP1 made one vector of several parameters; shard the model with fully_shard")
+        raise ValueError(FSDP1)
     for layer in layers:
         selecting = [(rule, why) for rule in layer for use in uses if (why := rule.reason(use))]
         if selecting:

@@ -22,6 +22,7 @@ from ..resumption import Globs, LoadReport
 from ..vocabulary import MUON, MUON_CONVENTION
 from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
 from .for_model import EXAMPLE_LINE, ForModel, refuse_no_parameters
+from .given import given_in
 from .methods.matrix import Methods, Scale, Scales, is_matrix_method
 from .methods.scalar import SCALARS
 from .newton_schulz.costs import Cost
@@ -33,7 +34,6 @@ from .report import MuonReport, muon_report, warn_if_unshared, warn_of_no_gradie
 from .restoration import load_fitting
 from .state import (
     Seen,
-    as_numbers,
     carry_over,
     changes,
     check_gradients,
@@ -141,6 +141,7 @@ class Muon(ForModel, CollectiveOptimizer):
         self._scales, self._methods, self._steps = Scales(), Methods(), Steps()
         self._owners: dict[Tensor, tuple[int, ...]] = {}  # of parameters with state at the owners of their matrices
         self._fixed: list[dict[str, Any]] = []
+        self.given = []
         self._seen: list[Seen] = []
         self._used = False  # true once state may differ from fresh state
         self._inheriting: str | None = None  # the algorithm of a group that does not say its rate
@@ -197,6 +198,7 @@ class Muon(ForModel, CollectiveOptimizer):
             self.state[param].update(slots)
         self._steps.plan_anew()
         self._fixed.append(fixed(group))
+        self.given.append(given_in(group))
         self._seen.append(Seen.of(group["params"]))
         self._inheriting = inheriting
 
@@ -250,7 +252,7 @@ class Muon(ForModel, CollectiveOptimizer):
         """Return the state for copies, without plans, which refer to this optimizer's parameters."""
         copied = (
             "_ordinals _matrices _replicas _exchange _stages _layout _cost _form _nonfinite _scales _methods _owners "
-            "_fixed _seen _used _inheriting"
+            "_fixed _seen _used _inheriting given"
         )
         own = {name: getattr(self, name) for name in copied.split()}
         return {**super().__getstate__(), **own, "_steps": Steps()}
@@ -270,15 +272,13 @@ class Muon(ForModel, CollectiveOptimizer):
                 if param in self._owners:
                     method = self._methods[group["algorithm"]]
                     declare_owned(param, group, method, self._owners[param], self.state[param])
-        state = super().state_dict()
-        for group in state["param_groups"]:
-            group.update({key: as_numbers(value) for key, value in group.items()})
-        return state
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:  # type: ignore[override]
         """Load state, and the hyper-parameters that schedules change (`RESTORED`).  If refused, nothing is changed.
 
-        Options of the arithmetic (``ns_coefficients``, ``adjust_lr_fn``, …) stay as the code has them, with a warning.
+        Options of the arithmetic (``ns_coefficients``, ``adjust_lr_fn``, …) stay as the code has them, with a warning,
+        and another warns of hyper-parameters that the code gives otherwise than that of the saved run.
 
         Args:
             state_dict: its parameters are matched by name if both optimizers have names, else by number.  Frozen ones
@@ -311,7 +311,8 @@ class Muon(ForModel, CollectiveOptimizer):
         self._follow_parameters()
         self._follow_options()
         if self._warns:
-            if all(param.grad is None for group in self.param_groups for param in group["params"]):
+            params = [param for group in self.param_groups for param in group["params"]]
+            if params and all(param.grad is None for param in params):
                 warn_of_no_gradient(stacklevel=6)
             if self._groups_of_model is not None:
                 self._warn_of_left_out(stacklevel=7)

@@ -169,8 +169,8 @@ def warn_if_unshared(held: RankSet) -> None:
     if plain and world > 1:
         warnings.warn(
             f"{len(plain)} parameters of matrix groups are plain tensors, so each of {world} ranks orthogonalises all "
-            "of them. If ranks hold the same parameters (DDP), give replicas=torch.distributed.group.WORLD, or the "
-            "group of DDP, and they share the work",
+            "of them. If ranks hold the same parameters (DDP, without ZeroRedundancyOptimizer), give "
+            "replicas=torch.distributed.group.WORLD, or the group of DDP, and they share the work",
             RuntimeWarning,
             stacklevel=2,
         )

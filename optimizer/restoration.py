@@ -25,13 +25,15 @@ from ..resumption import (
     said_otherwise,
     scheduler_misfit,
 )
-from ..vocabulary import BEGIN_AS_ZEROS, MUON_CONVENTION, STEP
+from ..vocabulary import BEGIN_AS_ZEROS, GIVEN, MUON_CONVENTION, OF_SCHEDULERS, STEP
+from .collective import CollectiveOptimizer
+from .given import given_in, settle
 from .methods.matrix import UNNAMED
 from .methods.scalar import counted_on
 from .options import as_plain
 from .state import as_numbers, fault
 
-RESTORED = ("lr", "initial_lr", "momentum", "weight_decay", "betas", "beta2", "eps")
+RESTORED = ("lr", "momentum", "weight_decay", "betas", "beta2", "eps", *sorted(OF_SCHEDULERS))
 """Hyper-parameters that a loaded state brings with it, as schedules change them during a run."""
 
 Misfit = Callable[[Mapping[str, Tensor], Any], str | None]
@@ -227,6 +229,8 @@ def _restored(
             shown = ", ".join(f"{key}={mine[key]!r} (saved {theirs[key]!r})" for key in differing)
             warnings.warn(f"group {number} keeps the code's {shown}", stacklevel=4)
         brought = {key: _like(mine.get(key), theirs[key]) for key in RESTORED if key in theirs}
+        if theirs:
+            brought |= {GIVEN[option]: value for option, value in given_in(theirs).items()}
         restored.append({**mine, **brought, "params": [keys[param] for param in mine["params"]]})
     rates = [[as_numbers(group.get("initial_lr")) for group in side] for side in (saved, restored)]
     if unfit := scheduler_misfit(*rates):
@@ -251,7 +255,7 @@ def _like(mine: Any, saved: Any) -> Any:
 
 
 def load_fitting(
-    optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any], globs: Globs
+    optimizer: CollectiveOptimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any], globs: Globs
 ) -> LoadReport:
     """Load a state dict that fits with torch's own ``load``; every slot keeps its dtype.
 
@@ -264,10 +268,12 @@ def load_fitting(
         fits.append(fitting(optimizer, given, fault, globs))
         return {"state": fits[0].state, "param_groups": fits[0].groups}
 
+    before = list(optimizer.param_groups)  # torch puts others in their place
     dtypes = {param: {slot: mine.dtype for slot, mine in slots.items()} for param, slots in optimizer.state.items()}
 
     def restore(_: Optimizer) -> None:
         """Undo torch's casts of state to the parameter's dtype, and move counts of steps to their device."""
+        settle(optimizer.param_groups, before, optimizer.given)
         keys = [key for group in fits[0].groups for key in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param, key in zip(params, keys, strict=True):

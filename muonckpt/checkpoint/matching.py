@@ -36,7 +36,7 @@ from ..resumption import (
     scheduler_misfit,
 )
 from ..store.open_checkpoint import OpenCheckpoint
-from ..vocabulary import BEGIN_AS_ZEROS, FUSION, OF_THE_RUN, PARAMS, SCHEDULED, Convention, KeyPath
+from ..vocabulary import BEGIN_AS_ZEROS, FUSION, GIVEN, OF_THE_RUN, PARAMS, SCHEDULED, Convention, KeyPath
 from .bits import dtype_name
 from .live_state import LiveState
 
@@ -346,6 +346,9 @@ _OF_SCHEDULERS = frozenset({"base_lrs", "_schedulers"})
 _OWN = NAMES_OF_GROUPS | {*FUSION}
 """Options in which groups of a checkpoint may differ that are one group of the running optimizer."""
 
+_UNASKED = OF_THE_RUN | {*GIVEN.values()}
+"""Options of which nobody is told that a checkpoint lacks them: it must not, or it has them only where they differ."""
+
 _Keys = Mapping[str, str]
 """Keys by slot, or by option."""
 
@@ -532,7 +535,7 @@ class _OptimizerMatch:
         faults += [
             f"{key!r} {fault}" for key, own in sources.items() for fault in self.template.misfits(key, entries[own])
         ]
-        own = [f"{option}={values[mine[option]]!r}" for option in lacking if option not in OF_THE_RUN]
+        own = [f"{option}={values[mine[option]]!r}" for option in lacking if option not in _UNASKED]
         only_there = [option for option in theirs if option in SCHEDULED and option not in mine]
         added = {}
         for option in only_there if mine else ():
@@ -554,7 +557,8 @@ def dropped_by_torch(added: Mapping[KeyPath, object]) -> tuple[str, ...]:
     Of a flattened state dict it takes only the options that the running optimizer's groups have.
     """
     parts = [(str(path[-1]).rpartition("."), value) for path, value in added.items()]
-    return tuple(dict.fromkeys(f"{option}={value!r}" for (_, dot, option), value in parts if dot))
+    named = (f"{option}={value!r}" for (_, dot, option), value in parts if dot and option not in _UNASKED)
+    return tuple(dict.fromkeys(named))
 
 
 # --- All ranks --------------------------------------------------------------------------------------------------------

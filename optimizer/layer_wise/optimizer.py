@@ -27,15 +27,16 @@ from ...resumption import Globs, LoadReport
 from ...vocabulary import MASTER, MUON
 from ..clipping import clip_with, refuse_other_limits, sum_of_squares
 from ..collective import MOST_SKIPPED, CollectiveOptimizer, Guarded, NonFinite, largest
+from ..given import settle
 from ..ground.held_boxes import declare_boxes, declared_boxes
 from ..ground.tensors import exact_dtype, rounded_once
 from ..methods.matrix import is_matrix_method
 from ..muon import Muon
 from ..restoration import fitting
-from ..state import as_numbers, fault
+from ..state import fault
 from ..step.agreement import AGREE_ON_LOAD, AGREE_ON_PLAN, AGREE_ON_STEP, Intent, fixed_options, step_intent
 from ..step.exchange import GroupAgreement, Notes, any_has, gather_numbers
-from ..step.rank_sets import crossing, one_of_each, ordinals
+from ..step.rank_sets import crossing, one_of_each, ordinals, refuse_ended
 from ..step.rank_sets import members as sorted_ranks
 from .buffers import (
     Gathers,
@@ -157,7 +158,7 @@ class LayerWise(CollectiveOptimizer):
             param: torch.empty_like(param, dtype=exact_dtype(param), device="meta") for param in self._members.name_of
         }
         example = Muon(groups_with(wholes, self.param_groups), lr, **options)
-        self.defaults = dict(example.defaults)
+        self.defaults, self.given = dict(example.defaults), example.given
         for mine, complete in zip(self.param_groups, example.param_groups, strict=True):
             mine.update(options_of(complete))
         return example
@@ -212,6 +213,7 @@ class LayerWise(CollectiveOptimizer):
             raise intent.error
 
     def _finish(self, failure: Exception | None) -> None:
+        refuse_ended(*self._agreement.groups)
         self._agreement.read()
         self._gradients.finish()
         self._active = self._agreed(failure)
@@ -375,10 +377,7 @@ class LayerWise(CollectiveOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as any torch optimizer does, with rates that are tensors written as numbers."""
         self.wait()
-        state = super().state_dict()
-        for group in state["param_groups"]:
-            group.update({key: as_numbers(value) for key, value in group.items()})
-        return state
+        return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:  # type: ignore[override]
@@ -441,7 +440,9 @@ def _placed(like: Tensor, held: Tensor | None, part: Part, mesh: DeviceMesh) -> 
     return placed
 
 
-def restoring(optimizer: Optimizer, given: dict[str, Any], fresh: Globs) -> tuple[Callable[[], None], LoadReport]:
+def restoring(
+    optimizer: CollectiveOptimizer, given: dict[str, Any], fresh: Globs
+) -> tuple[Callable[[], None], LoadReport]:
     """Return a function that copies a state dict into an optimizer, and the report of that load.
 
     Masters of parameters that start ``fresh`` keep their values.
@@ -462,8 +463,10 @@ def restoring(optimizer: Optimizer, given: dict[str, Any], fresh: Globs) -> tupl
     def restore() -> None:
         for target, source in copies:
             target.copy_(source)
+        former = [{**group} for group in optimizer.param_groups]
         for mine, group in zip(optimizer.param_groups, loaded.groups, strict=True):
             mine.update(options_of(group))
+        settle(optimizer.param_groups, former, optimizer.given)
         for after in optimizer._optimizer_load_state_dict_post_hooks.values():
             after(optimizer)
 

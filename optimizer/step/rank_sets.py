@@ -38,6 +38,25 @@ def members(group: dist.ProcessGroup | None) -> Ranks:
     return tuple(sorted(dist.get_process_group_ranks(group))) if group is not None else ()
 
 
+def refuse_ended(*groups: dist.ProcessGroup | None) -> None:
+    """Raise RuntimeError for a process group that was destroyed, or has another number of ranks than it was made for.
+
+    It would wait for ranks that are gone until it times out.
+    """
+    for group in groups:
+        try:
+            if group is None or len(members(group)) == group.size():
+                continue
+            what = f"has {group.size()} ranks now, and was made for {len(members(group))}"
+        except KeyError:
+            what = "has been destroyed"
+        raise RuntimeError(
+            f"the process group by which this optimizer shares its steps {what}. Build an optimizer anew: of plain "
+            "tensors (DDP) with replicas= the new group, and new.load_state_dict(old.state_dict()), as every rank has "
+            "all state; of sharded parameters on a new mesh, from a checkpoint (muonckpt.load)"
+        )
+
+
 def one_of_each(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup | None]:
     """Return groups, each replaced by the first one of the same ranks: ``new_group`` makes a new object every time."""
     first: dict[Ranks, dist.ProcessGroup] = {}

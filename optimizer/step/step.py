@@ -33,7 +33,7 @@ from .agreement import AGREE_ON_STEP, PLAN_FACT, AgreedError, Facts, Intent
 from .elementwise import Elementwise, LocalTensors
 from .exchange import Link, Notes, StepExchange, Wire
 from .matrix_state import MatrixState
-from .rank_sets import RankSet, State, crossing, rank_sets
+from .rank_sets import RankSet, State, crossing, rank_sets, refuse_ended
 
 LARGEST = 1 << 25
 """Elements of a batch by kernels: two matrices of 4096 x 4096, which is more than a GPU does at a time."""
@@ -420,6 +420,7 @@ class Steps:
         Raises:
             Exception: on all ranks, if one of them fails; at once, without the other sets, if it is not `AgreedError`.
         """
+        refuse_ended(replicas, *(step.group for step in self.planned.values()))
         if self._sets is None:
             self._sets = rank_sets(groups, replicas, state)
         if unfit is not None:

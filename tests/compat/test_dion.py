@@ -374,4 +374,4 @@ def test_an_option_written_into_a_group_is_taken_over(options):
             member.grad = random(step, shapes)[0]
             optimizer.step()
     assert torch.equal(param, other) and not torch.equal(param, third)
-    assert written.state_dict()["param_groups"] == expected.state_dict()["param_groups"]
+    assert expected.state_dict()["param_groups"][0].items() <= written.state_dict()["param_groups"][0].items()

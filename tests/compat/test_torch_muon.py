@@ -107,9 +107,12 @@ def test_state_loads_both_ways():
     train(other, theirs, lambda value: value.as_subclass(Exact))
     for slots in mine.state.values():
         slots["momentum_buffer"].zero_()
-    mine.load_state_dict(copy.deepcopy(torch.optim.Muon(theirs).state_dict() | {"state": other.state_dict()["state"]}))
-    assert mine.param_groups[0]["lr"] == 1e-3
-    mine.load_state_dict(copy.deepcopy(other.state_dict()))
+    fresh = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.5).state_dict()
+    with pytest.warns(UserWarning, match=r"of the saved run, .*group 0 \(muon\): weight_decay=0.5, not 0.1\. "):
+        mine.load_state_dict(copy.deepcopy(fresh | {"state": other.state_dict()["state"]}))
+    assert mine.param_groups[0]["weight_decay"] == 0.5
+    with pytest.warns(UserWarning, match=r"weight_decay=0.1, not 0.5\. "):
+        mine.load_state_dict(copy.deepcopy(other.state_dict()))
     assert mine.param_groups[0]["lr"] == 0.1
     carry_over(theirs, ours)
     train(mine, ours)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.accelerated import accelerated
-from support.failing import raised
+from support.failing import raised, told_by
 from support.pages import distance, script, uninterrupted_runs, whole
 from support.workers import run
 from torch.distributed.tensor import DTensor
@@ -101,6 +101,23 @@ def test_parameters_that_moved_to_adamw_start_fresh_by_name(uninterrupted, ranks
     assert "state starts fresh: 2 (model.layers.*.mlp.down_proj.weight)" in warned
     told, _, _ = run(ranks, regrouped, str(tmp_path / "b"), saved, [])[0]
     assert "2 parameters differ: moved from 'muon' to 'adamw': model.layers.*.mlp.down_proj.weight" in told
+
+
+def with_another_rate(rank: int, world: int, folder: str, resume: str) -> tuple[list[str], list[float]]:
+    """The script with another rate in its code: what warnings say of that, and the rates that were given."""
+    names = script("huggingface.md")
+    names["muon"] = lambda **options: muon(**options | {"lr": 0.5})
+    with accelerated(rank, world, fsdp=False):
+        trainer = names["build"](folder, BATCH // world, disable_tqdm=True)
+        told = told_by(lambda: trainer.train(resume_from_checkpoint=resume))
+        return told, sorted(group["initial_lr"] for group in trainer.optimizer.param_groups)
+
+
+def test_a_rate_of_the_code_that_a_resume_overrides_is_told_once(uninterrupted, tmp_path):
+    saved = str(uninterrupted["plain", 2][0] / "checkpoint-3")
+    (told, rates), (other, _) = run(2, with_another_rate, str(tmp_path), saved)
+    assert (len(told), len(other), rates) == (1, 0, [3e-3, 0.02])
+    assert "(muon): lr=0.02, not 0.5" in told[0] and "adamw" not in told[0]
 
 
 def frozen(rank: int, world: int, folder: str, resume: str, fresh: list[str]) -> tuple[str, set[float]]:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.failing import raised
+from support.failing import raised, told_by
 from support.pages import as_launched, distance, script, uninterrupted_runs, whole
 from support.workers import run
 from torch.distributed.tensor import DTensor
 
 import muonckpt
+from muonckpt.optimizer import Muon
 from muonckpt.optimizer.groups import Rule
 
 pytest.importorskip("lightning", reason="lightning is not installed (extra 'integrations')")
+
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 KINDS = ["ddp", "fsdp2"]
 
@@ -25,7 +29,10 @@ KINDS = ["ddp", "fsdp2"]
 def train(rank: int, world: int, kind: str, folder: str, resume: str | None = None) -> dict[str, Any]:
     """The script; whole parameters, and the names of the state of each."""
     with as_launched(rank, world):
-        model = script("lightning.md")["train"](folder, world, kind, resume)
+        names = script("lightning.md")
+        if kind == "stock":
+            names["MuonckptStrategy"] = ModelParallelStrategy
+        model = names["train"](folder, world, "ddp" if kind == "ddp" else "fsdp2", resume)
         optimizer = model.trainer.optimizers[0]
         parameters = dict(model.net.named_parameters())
         return {
@@ -113,20 +120,39 @@ def test_saves_that_run_along_are_the_same_and_the_one_before_goes_when_they_are
     assert not saved.findings and saved.fingerprints == expected.fingerprints
 
 
-def stock(rank: int, world: int, folder: str) -> None:
-    """The script, with the strategy that Lightning has."""
-    from lightning.pytorch.strategies import ModelParallelStrategy
+def test_checkpoints_of_the_stock_strategy_are_loaded(uninterrupted, tmp_path):
+    run(2, train, "stock", str(tmp_path / "stock"))
+    for kind in ("fsdp2", "stock"):
+        result = run(2, train, kind, str(tmp_path / kind / "out"), str(tmp_path / "stock" / "epoch=0.ckpt"))[0]
+        assert distance(result, uninterrupted["fsdp2", 2][1]) == 0
 
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "stock"])
+def test_a_run_on_four_ranks_goes_on_with_two_and_those_with_four(uninterrupted, kind, tmp_path):
+    _, expected = uninterrupted["ddp" if kind == "ddp" else "fsdp2", 2]
+    for saved, resumed in ((4, 2), (2, 4)):
+        folder = tmp_path / f"from {saved}"
+        assert distance(run(saved, train, kind, str(folder))[0], expected) < 2e-5
+        result = run(resumed, train, kind, str(tmp_path / f"on {resumed}"), str(folder / "epoch=0.ckpt"))[0]
+        assert distance(result, expected) < 2e-5
+
+
+def with_another_rate(rank: int, world: int, kind: str, folder: str, resume: str) -> tuple[list[str], list[float]]:
+    """The script with another rate in its code: what warnings say of that, and the rates at the end."""
     with as_launched(rank, world):
         names = script("lightning.md")
-        names["MuonckptStrategy"] = ModelParallelStrategy
-        names["train"](folder, world, "fsdp2")
+        names["Muon"] = SimpleNamespace(for_model=lambda model, **how: Muon.for_model(model, **how | {"lr": 0.5}))
+        models: list[Any] = []
+        told = told_by(lambda: models.append(names["train"](folder, world, kind, resume)))
+        return told, sorted({group["lr"] for group in models[0].trainer.optimizers[0].param_groups})
 
 
-def test_checkpoints_of_the_stock_strategy_are_loaded(uninterrupted, tmp_path):
-    run(2, stock, str(tmp_path / "stock"))
-    result = run(2, train, "fsdp2", str(tmp_path / "out"), str(tmp_path / "stock" / "epoch=0.ckpt"))[0]
-    assert distance(result, uninterrupted["fsdp2", 2][1]) == 0
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rate_of_the_code_that_a_resume_overrides_is_told_once(uninterrupted, kind, tmp_path):
+    folder, result = uninterrupted[kind, 2]
+    (told, rates), (other, _) = run(2, with_another_rate, kind, str(tmp_path), str(folder / "epoch=0.ckpt"))
+    assert (len(told), len(other), rates) == (1, 0, result["rates"])
+    assert "group 0 (muon): lr=0.02, not 0.5" in told[0] and "adamw" not in told[0]
 
 
 def evaluate(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.failing import raised
+from support.failing import raised, told_by
 from support.pages import as_launched, distance, script, uninterrupted_runs, whole
 from support.workers import run
 from torch import nn
@@ -84,6 +84,35 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, kind, sav
     result = run(resumed, train, "ours", interrupted(folder, tmp_path))[0]
     gap = distance(result, uninterrupted["ours", resumed][1])
     assert gap == 0 if saved == resumed else gap < 2e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_on_four_ranks_is_restarted_on_two_and_the_other_way_round(uninterrupted, kind, tmp_path):
+    expected = uninterrupted[kind, 2][1]
+    assert distance(run(4, train, kind, str(tmp_path / "four"))[0], expected) < 2e-5
+    for saved, ranks in ((tmp_path / "four", 2), (uninterrupted[kind, 2][0], 4)):
+        result = run(ranks, train, kind, interrupted(saved, tmp_path / f"on {ranks}"))[0]
+        assert distance(result, expected) < 2e-5
+
+
+def with_another_rate(rank: int, world: int, folder: str) -> tuple[list[str], list[float]]:
+    """The script with another rate in its code: what warnings say of that, and the base of the rates at the end."""
+    with as_launched(rank, world):
+        names = script("torchtitan.md")
+        config = names["optimizers"]()
+        config.lr = 0.5
+        names["optimizers"] = lambda: config
+        trainer = names["Trainer"](folder)
+        told = told_by(trainer.train)
+        return told, sorted(
+            {group["initial_lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups}
+        )
+
+
+def test_a_rate_of_the_code_that_a_resume_overrides_is_told_once(uninterrupted, tmp_path):
+    (told, rates), (other, _) = run(2, with_another_rate, interrupted(uninterrupted["ours", 2][0], tmp_path))
+    assert (len(told), len(other), rates) == (1, 0, [3e-3, 0.02])
+    assert "(muon): lr=0.02, not 0.5" in told[0] and "adamw" not in told[0]
 
 
 def zero_momentum(rank: int, world: int, folder: str) -> None:

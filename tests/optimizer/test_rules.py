@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.failing import raised
 from support.modules import HEAD, kinds, linear, placed_once, refusal, simple, stack, tree, under
+from support.workers import run
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.groups import (
@@ -272,3 +275,16 @@ def test_the_guide_shows_what_is_printed(capsys):
     printed = capsys.readouterr().out
     shown = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert len(shown) == 2 and all(block in printed for block in shown)
+
+
+def under_fsdp1(rank: int, world: int, original: bool) -> str:
+    model = FullyShardedDataParallel(simple(), use_orig_params=original, device_id=torch.device("cpu"))
+    return raised(sort_parameters, model, HEAD, MODULE_TYPES)
+
+
+@pytest.mark.filterwarnings("ignore:.*FullyShardedDataParallel")
+@pytest.mark.parametrize("original", [False, True])
+def test_fsdp1_is_refused_by_name_however_it_shows_its_parameters(original):
+    """With its own parameters too, as Lightning's strategy="fsdp" has it: they are vectors then, and some are empty."""
+    for told in run(2, under_fsdp1, original):
+        assert told.startswith("ValueError: FSDP1 (FullyShardedDataParallel) flattens parameters") and "FSDP2" in told

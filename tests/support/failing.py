@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,15 @@ def raised(function: Callable[..., Any], *args: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def told_by(function: Callable[..., Any], *args: Any) -> list[str]:
+    """The warnings of a call that say which hyper-parameters of the code have no effect."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function(*args)
+    said = [str(warning.message) for warning in caught]
+    return [text.partition(". To train")[0] for text in said if text.startswith("hyper-parameters are those of")]
 
 
 class OutOfMemory(TorchDispatchMode):

@@ -95,8 +95,8 @@ def set_by_hand(
             (opt.state[parameter][slot], value) for slot, value in state.get(name, {}).items()
         ]:
             target.copy_(placed_as(source, target))
-    for group, rate in zip(opt.param_groups, RATES, strict=True):
-        group["lr"] = rate
+    for group, given, rate in zip(opt.param_groups, opt.given, RATES, strict=True):
+        group["lr"] = given["lr"] = rate
 
 
 def placed_as(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
