@@ -343,7 +343,7 @@ def _missing_keys(keys: Sequence[str], template: LoadTemplate, stored: Stored) -
 _OF_SCHEDULERS = frozenset({"base_lrs", "_schedulers"})
 """Keys of schedulers' state dicts; ``base_lrs`` has a rate for each group, by the group's number."""
 
-_OWN = NAMES_OF_GROUPS | {*FUSION}
+_OWN = NAMES_OF_GROUPS | {*FUSION, *GIVEN.values()}
 """Options in which groups of a checkpoint may differ that are one group of the running optimizer."""
 
 _UNASKED = OF_THE_RUN | {*GIVEN.values()}
