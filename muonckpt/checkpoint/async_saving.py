@@ -383,7 +383,8 @@ def _report_failures() -> None:
                 lost |= lane.last.on_error == "raise"
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 print(
-                    f"muonckpt: saving {lane.last.path} failed, and the program ends without it: {reason}",
+                    f"muonckpt: saving {lane.last.path} failed, and the program ends without it: {reason} "
+                    "(`with Series(...)`, or .result() of the last save, raises this while there is a state to save)",
                     file=sys.stderr,
                 )
     if lost:

@@ -4,7 +4,7 @@
 
 Prints JSON lines: the way, what was done, what is wrong with what came of it (or null), seconds, and whether it hung.
 Each rank is a forked interpreter that ends as programs do.  The checkpoint is there and whole, or a line on standard
-error says that it is not, and the exit code is not 0.
+error says that it is not, and the exit code is not 0.  What a program does not outlive leaves nothing torn.
 """
 
 from __future__ import annotations
@@ -89,24 +89,47 @@ def in_thread(rank: int) -> None:
     thread.join()
 
 
-def interrupted(rank: int) -> None:
-    signal.raise_signal(signal.SIGINT)
+def signalled(number: signal.Signals) -> Callable[[int], None]:
+    return lambda rank: signal.raise_signal(number)
 
 
-WAYS: dict[str, tuple[Callable[[int], None], int]] = {
-    "end": (lambda rank: None, 0),
-    "sys.exit": (lambda rank: sys.exit(), 0),
-    "sys.exit(3)": (lambda rank: sys.exit(3), 3),
-    "destroy_process_group": (destroyed, 0),
-    "destroy_process_group, one rank late": (destroyed_late, 0),
-    "destroy_process_group in a thread": (in_thread, 0),
-    "destroy_process_group at exit": (destroyed_at_exit, 0),
-    "an error": (raised, 1),
-    "an error of one rank": (raised_on_one, 1),
-    "an error, then destroy_process_group": (destroyed_and_raised, 1),
-    "Ctrl-C": (interrupted, 1),
+def terminated_one(rank: int) -> None:
+    if rank:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def twice(rank: int) -> None:
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.raise_signal(signal.SIGTERM)
+
+
+TERMINATED = {128 + signal.SIGTERM, -signal.SIGTERM}
+"""In order, while something is saved; else at once."""
+
+WAYS: dict[str, tuple[Callable[[int], None], set[int]]] = {
+    "end": (lambda rank: None, {0}),
+    "sys.exit": (lambda rank: sys.exit(), {0}),
+    "sys.exit(3)": (lambda rank: sys.exit(3), {3}),
+    "destroy_process_group": (destroyed, {0}),
+    "destroy_process_group, one rank late": (destroyed_late, {0}),
+    "destroy_process_group in a thread": (in_thread, {0}),
+    "destroy_process_group at exit": (destroyed_at_exit, {0}),
+    "an error": (raised, {1}),
+    "an error of one rank": (raised_on_one, {1}),
+    "an error, then destroy_process_group": (destroyed_and_raised, {1}),
+    "Ctrl-C": (signalled(signal.SIGINT), {1, -signal.SIGINT}),
+    "SIGTERM": (signalled(signal.SIGTERM), TERMINATED),
+    "SIGTERM to one rank": (terminated_one, TERMINATED),
+    "SIGTERM twice": (twice, TERMINATED),
+    "os._exit": (lambda rank: os._exit(3), {3}),
+    "SIGKILL": (signalled(signal.SIGKILL), {-signal.SIGKILL}),
 }
-"""How the program ends after its last call, and with which exit code on the last rank if nothing is lost."""
+"""How the program ends after its last call, and its exit codes on the last rank if nothing is lost."""
+
+AT_ONCE = ("os._exit", "SIGKILL")
+"""Nothing can be waited for."""
 
 
 def saved(rank: int, store: str, place: Path, kind: str, seconds: float, way: str) -> None:
@@ -131,26 +154,40 @@ def saved(rank: int, store: str, place: Path, kind: str, seconds: float, way: st
             muonckpt.Series(place.parent, keep_last=1).async_save(1, live)
         case "exists":
             muonckpt.async_save(live, place)
+        case "with" | "with, differing":
+            if kind != "with":
+                live["same"] = torch.tensor(rank)
+            with muonckpt.Series(place.parent, keep_last=1, on=(signal.SIGTERM,)) as series:
+                series.async_save(1, live)
+                return WAYS[way][0](rank)
     WAYS[way][0](rank)
 
 
-KINDS = ("async_save", "exists", "of a subgroup", "second", "series")
-"""What is saved last: in the world, where something exists, in a process group, after another, in a series."""
+KINDS = ("async_save", "exists", "with", "of a subgroup", "with, differing", "second", "series")
+"""What is saved last: in the world, where something exists, in a `with` block, in a process group, replicas that differ
+in a block, after another, in a series."""
 
 
 def judged(kind: str, place: Path, way: str, ended: list[tuple[int, str]]) -> str | None:
     """Return what is wrong, if anything.  torch puts the rank before what `sys.excepthook` prints."""
     told = [[line for line in text.splitlines() if "raised: " not in f"{line} "] for _, text in ended]
+    out = place.with_name("step-00000001") if kind in ("series", "with", "with, differing") else place
+    there = kind != "exists" and out.exists() and muonckpt.verify(out, jobs=1).verdict == "whole"
+    if way in AT_ONCE:
+        torn = out.exists() and not there and kind != "exists"
+        return f"it is torn: {ended}" if torn or ended[-1][0] not in WAYS[way][1] else None
+    if kind == "with, differing":
+        fine = all(code and text.count("hold different data") == 1 for code, text in ended)
+        return None if fine and not out.exists() else f"it was lost, and this was said: {ended}"
     if kind == "exists":
         if any(code == 0 or [line for line in lines if "failed" in line and "exists already" in line] != lines
                for (code, _), lines in zip(ended, told, strict=True)):  # fmt: skip
             return f"it was lost, and this was said: {ended}"
         return None if all(len(lines) == 1 for lines in told) else f"expected one line, found {told}"
-    expected = WAYS[way][1]
-    if any(told) or ended[-1][0] not in ((expected, -signal.SIGINT) if way == "Ctrl-C" else (expected,)):
+    expected = {0} if kind == "with" and "SIGTERM" in way else WAYS[way][1]  # there it sets a flag
+    if any(told) or ended[-1][0] not in expected:
         return f"expected exit code {expected} and silence, found {ended}"
-    out = place.with_name("step-00000001") if kind == "series" else place
-    if not out.exists() or muonckpt.verify(out, jobs=1).verdict != "whole":
+    if not there:
         return f"the checkpoint is not there, or not whole: {[*place.parent.iterdir()]}"
     return None
 
@@ -159,8 +196,8 @@ def main(folder: Path, trials: int, seed: str, *names: str) -> None:
     dice = random.Random(seed)
     folder.mkdir(exist_ok=True)
     muonckpt.save({"w": torch.ones(2)}, folder / "first")  # imports what the forked ranks need
-    for way in names or WAYS:
-        for number in range(trials):
+    for first, way in enumerate(names or WAYS):
+        for number in range(first, first + trials):
             kind, seconds = KINDS[number % len(KINDS)], dice.choice((0.0, 0.3))
             here = folder / "here"
             here.mkdir()
