@@ -1,10 +1,12 @@
-"""Draws the pictures of docs/guide/concepts.md, from the layouts and plans that the package itself makes.
+"""Draws the pictures of docs/guide/concepts.md, from the layouts and plans that the package itself makes, and that of a
+run with ``examples/elastic.py``, from its log.
 
 Run it after changing it, and commit what it writes: ``python docs/pictures/draw.py``.  A test compares.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -243,11 +245,34 @@ def reshards() -> Drawing:
     )
 
 
+def lives() -> Drawing:
+    """The steps that ``examples/elastic.py`` has taken, a line for each time that the ranks were started."""
+    steps = [json.loads(line) for line in Path(__file__).with_name("elastic.jsonl").read_text().splitlines()]
+    starts = dict.fromkeys((each["first"], each["ranks"]) for each in steps)
+    ends = ("killed while all save step 11", "SIGTERM, since a machine is back: all save step 16", "the end")
+    label, cell, row, done = 236, 24, 44, set[int]()
+    shapes = []
+    for number, ((first, ranks), end) in enumerate(zip(starts, ends, strict=True)):
+        y = number * row
+        source = f"the checkpoint of step {first - 1}" if first else "nothing"
+        shapes.append(text(0, y + 17, f"{ranks} ranks, from {source}", "start"))
+        took = [each["step"] for each in steps if (each["first"], each["ranks"]) == (first, ranks)]
+        for step in took:
+            again = step in done
+            x = label + step * cell
+            shapes.append(rectangle(x, y, cell, cell, "url(#padding)" if again else COLOURS[number]))
+            shapes.append(text(x + cell / 2, y + 16, str(step)))
+        done |= {*took}
+        shapes.append(text(label + (took[-1] + 1) * cell, y + cell + LINE - 3, end, "end", 10))
+    return Drawing(label + len(done) * cell, len(starts) * row, tuple(shapes))
+
+
 PICTURES: Mapping[str, tuple[str, Callable[[], Drawing]]] = {
     "meshes": ("One matrix of 12 x 12 on six meshes; the number in a part is the rank that holds it", meshes),
     "experts": ("A stack of four experts, cut in three ways", stacks),
     "flat": ("A matrix of 7 x 9 as rows, cut out of a flat buffer, and whole at an owner", flat_and_owned),
     "buffers": ("Five matrices in flat buffers of four ranks; hatched: padding", flat_buffers),
+    "elastic": ("The steps of a run that lost a machine and took it back; hatched: taken again", lives),
     "reshard": ("The copies between two layouts; dashed: what stays where it is", reshards),
 }
 
