@@ -13,13 +13,21 @@ from .printing import print_duration, print_json, print_line, print_section
 if TYPE_CHECKING:
     from ..converters.look.fits import Fit
 
-_MOST_ROWS = 12
+_SCREEN = 24
+_WIDTH = 80
+"""The answer fits into such a terminal, at the expense of the list of what is uneven."""
+
+_FEWEST_ROWS = 3
 
 
 def print_fit(
     checkpoint: Location, mesh: Mapping[str, int], shard: Mapping[str, Cuts], layout: str | None, as_json: bool
 ) -> int:
-    """Print whether a checkpoint can be resumed on a mesh; return the exit code, 0 for yes and 1 for no."""
+    """Print whether a checkpoint can be resumed on a mesh; return the exit code, 0 for yes and 1 for no.
+
+    Raises:
+        SourceError: it cannot be opened, for which the exit code is 3.
+    """
     from ..converters.look.fits import fits  # imports all layouts
     from ..store.run import run_of
     from .runs import newest_whole
@@ -37,20 +45,22 @@ def print_fit(
 
 
 def _print(fit: Fit) -> None:
-    print_line(f"{fit.checkpoint} on {fit.place}: {fit.sentence}.")
+    lines = [f"{fit.checkpoint} on {fit.place}: {fit.sentence}."]
     for remedy in fit.diagnosis.remedies:
-        print_line(f"  {remedy.command}")
-        print_line(f"    {remedy.gives}")
+        lines += [f"  {remedy.command}", f"    {remedy.gives}"]
     if not fit.diagnosis:
-        print_line(f"{fit.advice}.")
-    for finding in fit.findings:
-        print_line(f"note: {finding.message}")
+        lines.append(f"{fit.advice}.")
+    lines += [f"note: {finding.message}" for finding in fit.findings]
+    for line in lines:
+        print_line(line)
     amounts = ("bytes", "least", "mean", "most")
     rows = [(held["slot"], held["tensors"], *(size(round(held[name])) for name in amounts)) for held in fit.held]
     print_section(("a rank would hold", "tensors", *amounts), rows)
     uneven = [(entry.pattern, entry.tensors, " x ".join(map(str, entry.shape)), entry.cuts,
                f"{entry.least} to {entry.most}", entry.without) for entry in fit.uneven]  # fmt: skip
     headers = ("uneven", "tensors", "shape", "cut by", "elements", "ranks without")
-    print_section(headers, uneven[:_MOST_ROWS])
-    if len(uneven) > _MOST_ROWS:
-        print_line(f"and {len(uneven) - _MOST_ROWS} more (--json)")
+    used = sum(-(-len(line) // _WIDTH) for line in lines) + 2 + len(rows)  # a section has a blank line and a header
+    most = max(_SCREEN - used - 5, _FEWEST_ROWS)  # and "and more", the duration and the prompt
+    print_section(headers, uneven[:most])
+    if len(uneven) > most:
+        print_line(f"and {len(uneven) - most} more (--json)")

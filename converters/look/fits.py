@@ -26,6 +26,7 @@ from ...store.diagnosis import Diagnosis, command, diagnosis_by_files
 from ...store.io.limits import gc_paused
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
+from ...store.opening import open_damaged
 from ...store.reading.dtypes import itemsize
 from ...wording import Finding, counted, size
 from ..engine.rank_files import lay_out
@@ -171,10 +172,10 @@ def fits(
             the tensors whose key matches a pattern, by default all axes cut the rows; and what each rank holds.
 
     Raises:
-        SourceError: there is no checkpoint, or its metadata cannot be read.
+        SourceError: there is no checkpoint, or its metadata cannot be read; says what to do about damage.
         TargetError: an argument does not fit the others, or the checkpoint.
     """
-    with OpenCheckpoint(location(path, SourceError)) as opened:
+    with open_damaged(location(path, SourceError)) as opened:
         return fit_of(opened, Target(mesh, tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items()), layout))
 
 

@@ -320,9 +320,12 @@ class Series:
             if newest.name is None:
                 place = self._folder.place
                 if faults:
-                    listed = "\n- ".join(faults.values())
+                    from ..store.diagnosis import advice_where_none_is_whole  # not needed where nothing is wrong
+
+                    listed = "\n- ".join(f"{self._folder.path(name)}: {fault}" for name, fault in faults.items())
                     raise DamageError(
-                        f"expected a whole checkpoint in {place}, found none among {len(faults)}:\n- {listed}"
+                        f"expected a whole checkpoint in {place}, found none among {len(faults)}:\n- {listed}",
+                        self._ask_first(partial(advice_where_none_is_whole, place, [*map(str, faults)])),
                     )
                 if required:
                     raise SourceError(f"expected a checkpoint in {place}, found none: is it the folder of this run?")

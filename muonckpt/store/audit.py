@@ -10,18 +10,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from itertools import chain, pairwise
+from itertools import chain, compress, pairwise
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..box import Index
+from ..chunks import chunks_numbered
 from ..errors import DamageError, LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from ..wording import Finding
 from .damage import Damage, Kinds, damage_of_files, kinds_by_slot
-from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable
+from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
 from .formats.native import stock_metadata
 from .formats.registry import DCP, OWN
 from .formats.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE, items_beside
@@ -79,8 +81,8 @@ def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Find
         except (SourceError, OSError) as error:
             actual = str(error)
         if actual != others[name]:
-            message = f"{checkpoint.path / name}: digest {actual}, expected {others[name]}, as {MANIFEST_FILE} has it"
-            yield Finding("metadata", message)
+            message = f"its {name} is damaged: digest {actual}, expected {others[name]}, as {MANIFEST_FILE} has it"
+            yield Finding("description", message)
 
 
 def _archives(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
@@ -123,6 +125,9 @@ def _against(checkpoint: OpenCheckpoint) -> list[Finding]:
     file = checkpoint.path / METADATA_FILE
     try:
         reader = DcpReader(checkpoint.path)
+    except MuonckptError as error:
+        return [Finding("description", f"its {METADATA_FILE} cannot be read: {str(error).removeprefix(f'{file}: ')}")]
+    try:
         for fault in reader.faults:
             raise fault
         stock = _described(replace(reader.outline, tensors=reader.locate(reader.outline.tensors)))
@@ -246,15 +251,19 @@ def verify(
         SourceError: there is no checkpoint, or what describes it cannot be read at all.
     """
     place = location(path, SourceError)
+    reasons: tuple[Finding, ...] = ()
     try:
         opened = OpenCheckpoint(place)
     except DamageError as error:
-        finding = Finding("description", str(error))
-        return AuditReport(0, 0, 0, 0, 0, {}, (finding,), (), diagnosis_of_unreadable(place, error))
+        reasons = (Finding("description", str(error)),)
+        if (rest := remains(place)) is None:
+            return AuditReport(0, 0, 0, 0, 0, {}, reasons, (), diagnosis_of_unreadable(place, error))
+        opened = rest
     with opened as checkpoint:
         checkpoint.payloads.pace = pace
         total = payload_bytes(checkpoint.outline)
-        return audit(checkpoint, lambda count: progress(count, total), jobs, kinds)
+        report = audit(checkpoint, lambda count: progress(count, total), jobs, kinds)
+    return replace(report, findings=reasons + report.findings)
 
 
 def audit(
@@ -273,12 +282,19 @@ def audit(
     unlocated: dict[tuple[str, Index], _ChunkResult] = {}
     framed = True
 
-    def audited(stored: tuple[StateRecord, Chunk]) -> _ChunkResult:
-        return unlocated.get((stored[0].key, stored[1].box.lo)) or _audit_chunk(payloads, *stored, passed)
+    def audited(stored: tuple[StateRecord, Chunk, int | None]) -> _ChunkResult:
+        tensor, chunk, share = stored
+        if share is not None:
+            passed(chunk.box.numel * itemsize(tensor.dtype))
+            return _ChunkResult("", share, 0, ())
+        return unlocated.get((tensor.key, chunk.box.lo)) or _audit_chunk(payloads, tensor, chunk, passed)
 
     with ThreadPoolExecutor(jobs) as pool:
         for opening in _batches(manifest.tensors):
-            batch, lost_places = _located(checkpoint, opening)
+            of_files = by_files.chunks[row : row + sum(len(tensor.chunks) for tensor in opening)]
+            batch, lost_places = (
+                _located_but(checkpoint, opening, of_files) if of_files.any() else _located(checkpoint, opening)
+            )
             unlocated |= lost_places
             unchecked += sum(
                 chunk.box.numel > 0 and not payloads.is_checked(chunk)
@@ -290,11 +306,19 @@ def audit(
             parts = [batch[lo:hi] for lo, hi in pairwise(bounds)]
             examinations = list(pool.map(partial(examined, payloads, ours=checkpoint.format is OWN), parts))
             framed = framed and all(part_framed for _, part_framed in examinations)
-            known = chain.from_iterable(of_part for of_part, _ in examinations)
-            for tensor, fingerprint in zip(batch, known, strict=True):
-                if fingerprint is None:
-                    chunks = [(tensor, chunk) for chunk in tensor.chunks if chunk.box.numel]
-                    results = list(pool.map(audited, chunks))
+            examinees = chain.from_iterable(of_part for of_part, _ in examinations)
+            for tensor, known in zip(batch, examinees, strict=True):
+                if (fingerprint := known.fingerprint) is None:
+                    chunks = [
+                        (tensor, chunk, known.shares.get(number))
+                        for number, chunk in enumerate(tensor.chunks)
+                        if chunk.box.numel
+                    ]
+                    read = [share is None for *_, share in chunks]
+                    others = iter(list(pool.map(audited, compress(chunks, read))))
+                    results = [
+                        next(others) if is_read else audited(own) for own, is_read in zip(chunks, read, strict=True)
+                    ]
                     sums = [result.share for result in results if result.share is not None]
                     fingerprint = as_hex(combine(*sums)) if len(sums) == len(chunks) else None
                     own = list(_audit_tensor(tensor, results, fingerprint))
@@ -332,6 +356,27 @@ def audit(
     )
 
 
+def _located_but(
+    checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord], lost: NDArray[np.bool_]
+) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], _ChunkResult]]:
+    """Do the same as `_located`, without looking for chunks that are known to be lost."""
+    starts = np.cumsum([0, *(len(tensor.chunks) for tensor in tensors)]).tolist()
+    flags = [lost[start:stop] for start, stop in pairwise(starts)]
+    left = [tuple(np.flatnonzero(~own).tolist()) for own in flags]
+    some = chunks_numbered([(tensor.chunks, numbers) for tensor, numbers in zip(tensors, left, strict=True)])
+    parts = [replace(tensor, chunks=chunks) for tensor, chunks in zip(tensors, some, strict=True)]
+    located, unlocated = _located(checkpoint, parts)
+    batch = []
+    for tensor, part, own in zip(tensors, located, flags, strict=True):
+        found, every = iter(part.chunks), list[Chunk]()
+        for chunk, is_lost in zip(tensor.chunks, own.tolist(), strict=True):
+            every.append(chunk if is_lost else next(found))
+            if is_lost:
+                unlocated[tensor.key, chunk.box.lo] = _unread(tensor, chunk, "its file is missing, or was cut")
+        batch.append(replace(tensor, chunks=Chunks.of(every, len(tensor.shape))))
+    return batch, unlocated
+
+
 def _located(
     checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord]
 ) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], _ChunkResult]]:
@@ -350,9 +395,8 @@ def _located(
                 parts = (located(replace(tensor, chunks=tensor.chunks.only([number]))) for number in numbers)
                 every = (chunk for part in parts for chunk in part.chunks)
                 return replace(tensor, chunks=Chunks.of(every, len(tensor.shape)))
-            where = f"tensor {tensor.key!r} box {tensor.chunks[0].box} in {tensor.chunks[0].item.file}"
-            finding = Finding("unreadable", f"{where}: {error}", (tensor.key,))
-            unlocated[tensor.key, tensor.chunks[0].box.lo] = _ChunkResult(where, None, 0, (finding,))
+            (chunk,) = tensor.chunks
+            unlocated[tensor.key, chunk.box.lo] = _unread(tensor, chunk, error)
             return tensor
 
     try:
@@ -361,8 +405,17 @@ def _located(
         return tuple(map(located, tensors)), unlocated
 
 
+def _where(tensor: StateRecord, chunk: Chunk) -> str:
+    return f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}"
+
+
+def _unread(tensor: StateRecord, chunk: Chunk, why: object) -> _ChunkResult:
+    where = _where(tensor, chunk)
+    return _ChunkResult(where, None, 0, (Finding("unreadable", f"{where}: {why}", (tensor.key,)),))
+
+
 def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: Callable[[int], None]) -> _ChunkResult:
-    where = f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}"
+    where = _where(tensor, chunk)
     sums, bad = Sums(), 0
     try:
         payload = payload_of(tensor, chunk)
@@ -380,7 +433,7 @@ def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: 
                 offset = part.end
         checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload))
     except MuonckptError as error:
-        return _ChunkResult(where, None, 0, (Finding("unreadable", f"{where}: {error}", (tensor.key,)),))
+        return _unread(tensor, chunk, error)
     findings = []
     try:
         payloads.check_inside(chunk.item)

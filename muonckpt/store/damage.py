@@ -162,7 +162,7 @@ class Damage:
         if self.items:
             keys = sorted(self.items)
             some = ", ".join(keys[:2]) + f" and {len(keys) - 2} more" * (len(keys) > 2)
-            parts.append(f"{len(keys)} of {counted(len(self.manifest.blobs), 'item')} that are not tensors ({some})")
+            parts.append(f"{len(keys)} of {len(self.manifest.blobs)} items that are not tensors ({some})")
         if not parts:
             rest = "tensors and items are whole" if self.read else "all other files have their size"
             return f"{'; '.join(self._causes())}; {rest}"
@@ -178,7 +178,7 @@ class Damage:
         whose = ", ".join(named).replace("tensors of ", "")
         if not chunks:
             return f"{size(self.bytes)} ({whose})"
-        return f"{chunks} of {counted(stored, 'chunk')} ({size(self.bytes)}: {whose})"
+        return f"{chunks} of {stored} chunks ({size(self.bytes)}: {whose})"
 
     def _causes(self) -> Iterator[str]:
         missing = sorted(name for name, length in self.files.items() if length is None and name not in self.unopened)
@@ -191,11 +191,13 @@ class Damage:
         columns = self.manifest.columns
         damaged = np.bincount(columns.file[self.chunks], minlength=len(columns.names))
         every = np.bincount(columns.file[self.manifest.elements > 0], minlength=len(columns.names))
-        names = [columns.names[number] for number in np.flatnonzero(damaged) if columns.names[number] not in self.files]
-        other = {columns.names[number] for number in np.flatnonzero((damaged == every) & (every > 1))}
+        of_items = {blob.item.file for blob in self.manifest.blobs if blob.key in self.items}
+        others = {columns.names[number] for number in np.flatnonzero(damaged)} | of_items
+        others -= self.files.keys()
+        swapped = {columns.names[number] for number in np.flatnonzero((damaged == every) & (every > 1))}
         for group, fate in (
-            ([name for name in names if name in other], "none of the bytes that were written: another save's, perhaps"),
-            ([name for name in names if name not in other], "damaged bytes"),
+            (others & swapped, "none of the bytes that were written (another save's, perhaps)"),
+            (others - swapped, "damaged bytes"),
         ):
             if group:
                 yield f"{_files(sorted(group))} {'has' if len(group) == 1 else 'have'} {fate}"

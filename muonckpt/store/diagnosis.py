@@ -1,14 +1,14 @@
 """What is wrong with a checkpoint, in one sentence, and what to do about it: what every tool and every error says.
 
 `diagnosis_of` has what was found by reading; `diagnosis_by_files` looks at the presence and the sizes of files alone;
-`diagnosis_of_unreadable` is of what cannot be opened.
+`diagnosis_of_unreadable` is of what cannot be opened; `diagnosis_at` of whatever is at a path.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from ..record import MANIFEST_FILE, Manifest
 from ..wording import Finding, counted
 from .damage import BEGIN_ANEW, NOTHING_LOST, Damage, Kind, Kinds, damage_of_files, kinds_by_slot, rank_in_name
 from .formats.native import read_native
-from .formats.registry import OWN
+from .formats.registry import OWN, ZARR, format_of
 from .formats.signs import MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE, items_beside
 from .io.location import Location
 from .open_checkpoint import OpenCheckpoint
@@ -96,65 +96,105 @@ class Diagnosis:
 
 
 def diagnosis_of(
-    checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], kinds: Kinds = kinds_by_slot
+    checkpoint: OpenCheckpoint,
+    damage: Damage,
+    findings: Sequence[Finding],
+    kinds: Kinds = kinds_by_slot,
+    besides: Collection[str] = (),
 ) -> Diagnosis:
     """Say what is wrong with an open checkpoint.
 
     Args:
         findings: what was found besides the damage, or explains it.
         kinds: says what people call the tensors, where the checkpoint does not say itself what they are.
+        besides: the names of other steps of its run that are known to be damaged.
     """
     if not damage and not findings:
         return Diagnosis(checkpoint.path, "", damage=damage)
-    kind = kinds(damage.manifest)
-    others = [finding for finding in findings if finding.kind not in _explained(damage)]
+    kind, keys = kinds(damage.manifest), {tensor.key for tensor in damage.tensors} | damage.items
+    explained = _explained(damage)
+    others = [one for one in findings if one.kind not in explained and not (one.kind == "metadata" and one.key in keys)]
     parts = [damage.sentence(kind)] if damage else []
     sentence = "; ".join([*parts, *_said(others)])
-    return Diagnosis(checkpoint.path, sentence, tuple(_remedies(checkpoint, damage, others, kind)), damage)
+    return Diagnosis(checkpoint.path, sentence, tuple(_remedies(checkpoint, damage, others, kind, besides)), damage)
 
 
-def diagnosis_by_files(checkpoint: OpenCheckpoint, kinds: Kinds = kinds_by_slot) -> Diagnosis:
-    """Say what is wrong with an open checkpoint, as far as names and sizes of files tell."""
+def diagnosis_by_files(
+    checkpoint: OpenCheckpoint, kinds: Kinds = kinds_by_slot, besides: Collection[str] = ()
+) -> Diagnosis:
+    """Say what is wrong with an open checkpoint, as far as names and sizes of files tell; ``besides`` as for it all."""
     findings = [Finding("files", str(fault)) for fault in checkpoint.faults]
     if checkpoint.lacks_manifest:
         findings.append(Finding("manifest", f"{checkpoint.path} has lost its {MANIFEST_FILE}"))
     if checkpoint.items_digest is not None and not items_beside(checkpoint.path).exists():
         findings.append(Finding("items", f"{items_beside(checkpoint.path)} is missing"))
-    return diagnosis_of(checkpoint, damage_of_files(checkpoint), findings, kinds)
+    return diagnosis_of(checkpoint, damage_of_files(checkpoint), findings, kinds, besides)
 
 
-def diagnosis_of_unreadable(path: Location, error: MuonckptError) -> Diagnosis:
+def diagnosis_of_unreadable(path: Location, error: MuonckptError, besides: Collection[str] = ()) -> Diagnosis:
     """Say what is wrong with what cannot be opened; ``error`` is the reason."""
+    if (rest := remains(path)) is not None:
+        with rest:
+            return diagnosis_of(rest, damage_of_files(rest), (), besides=besides)
     reason = str(error).removeprefix(f"{path}: ")
-    return Diagnosis(path, f"it cannot be opened: {reason}", tuple(_instead_of_unreadable(path)))
+    return Diagnosis(path, f"it cannot be opened: {reason}", tuple(_instead_of_unreadable(path, besides)))
+
+
+def remains(path: Location) -> OpenCheckpoint | None:
+    """Open what is left of a checkpoint that cannot be opened, if its format can and files are lost; else None.
+
+    Not of zarr, where a damaged description may make it look for any number of chunks.
+    """
+    try:
+        if (format := format_of(path)) is not ZARR and (left := format.without(())):
+            opened = OpenCheckpoint(path, left)
+            if damage_of_files(opened):
+                return opened
+    except SourceError:
+        pass
+    return None
+
+
+def diagnosis_at(path: Location, besides: Collection[str] = ()) -> Diagnosis:
+    """Say what is wrong with a checkpoint, as far as its descriptions and the names and sizes of its files tell."""
+    try:
+        with OpenCheckpoint(path) as checkpoint:
+            return diagnosis_by_files(checkpoint, besides=besides)
+    except MuonckptError as error:
+        return diagnosis_of_unreadable(path, error, besides)
 
 
 def advice_on(path: Location) -> str:
     """Return what is to be said where reading a checkpoint has found damage: what is lost, and what to do."""
-    try:
-        with OpenCheckpoint(path) as checkpoint:
-            diagnosis = diagnosis_by_files(checkpoint)
-    except MuonckptError as error:
-        diagnosis = diagnosis_of_unreadable(path, error)
-    if diagnosis:
-        return f"{diagnosis.sentence}. {diagnosis.advice}"
+    diagnosis = diagnosis_at(path) or _found_by_reading(path)
+    return f"{diagnosis.sentence}. {diagnosis.advice}" if diagnosis else diagnosis.advice
+
+
+def advice_where_none_is_whole(run: Location, damaged: Sequence[str]) -> str:
+    """Return what to do about the newest step of a run, given the names of its steps, all damaged."""
+    path = run / max(damaged)
+    return (diagnosis_at(path, damaged) or _found_by_reading(path, damaged)).advice
+
+
+def _found_by_reading(path: Location, besides: Collection[str] = ()) -> Diagnosis:
+    """Return what to do about damage that names and sizes of files do not show."""
     remedies = [Remedy(command("verify", path), "lists all that is damaged, and what can be done about it")]
-    if before := _step_before(path):
+    if before := _step_before(path, besides):
         remedies.append(_gone_back(path, before, by_itself=True))
-    return Diagnosis(path, "", tuple(remedies)).advice
+    return Diagnosis(path, "", tuple(remedies))
 
 
 def _explained(damage: Damage) -> frozenset[str]:
     """Return the kinds of findings that the sentence about damage has said already."""
     kinds = set[str]()
     if damage.files:  # the reader of `.metadata` stops at files that are missing, and says so
-        kinds |= {"files", "missing_file", "cut_file", "metadata"}
+        kinds |= {"files", "missing_file", "cut_file", "metadata", "description"}
     if damage.chunks.any():
         kinds |= {"unreadable", "crc32c", "digest", "crc32", "fingerprint"}
     if damage.items:
         kinds.add("blob")
     if damage.holes:
-        kinds |= {"coverage", "hole"}
+        kinds |= {"coverage", "hole", "fingerprint"}
     return frozenset(kinds)
 
 
@@ -187,11 +227,13 @@ def _said(findings: Sequence[Finding]) -> Iterator[str]:
 # --- what to do -------------------------------------------------------------------------------------------------------
 
 
-_DESCRIPTIVE = frozenset({"metadata", "manifest", "key"})
+_DESCRIPTIVE = frozenset({"metadata", "description", "manifest", "key"})
 """Kinds of findings about descriptions, of which the elements know nothing."""
 
 
-def _remedies(checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], kind: Kind) -> Iterator[Remedy]:
+def _remedies(
+    checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], kind: Kind, besides: Collection[str]
+) -> Iterator[Remedy]:
     """Yield what to do, the cheapest and most exact first.
 
     What gives up state is not among them where something else keeps it.
@@ -201,7 +243,7 @@ def _remedies(checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Fin
     if not lost and (damage or kinds) and kinds <= _DESCRIPTIVE:
         yield _rebuilt(checkpoint)
         return
-    before = _step_before(path)
+    before = _step_before(path, besides)
     if before is not None:
         yield _gone_back(path, before, by_itself=lost)
     if not lost:
@@ -216,22 +258,27 @@ def _remedies(checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Fin
             "a mixture that no step of the run had",
         )
         return
+    if damaged := sorted({*besides} - {path.name}):
+        yield Remedy(
+            command("salvage", path, new, "--from", path.parent / damaged[-1], "--mix-steps"),
+            "takes what is lost from that step, which is damaged too: if it has lost the same, nothing is written",
+        )
     yield Remedy(
         f"{command('salvage', path, new, '--from')} OTHER",
         "takes what is lost from a copy, a replica or another step, if you have one: none is beside it",
     )
     if damage.tensors and not damage.items and {*map(kind, damage.tensors)} <= BEGIN_ANEW:
-        yield from _fresh(path, new, damage)
+        yield from _fresh(path, new, damage, checkpoint.format is OWN)
 
 
-def _fresh(path: Location, new: str, damage: Damage) -> Iterator[Remedy]:
+def _fresh(path: Location, new: str, damage: Damage, is_ours: bool) -> Iterator[Remedy]:
     """Yield how to begin lost state of the optimizer anew, which only this keeps all the rest."""
     yield Remedy(
         command("salvage", path, new, "--fresh", "*"),
         "writes what is whole, and zeros where state of the optimizer is lost: no weight is",
     )
-    names = sorted({tensor.name for tensor in damage.tensors if tensor.name is not None})
-    if len(names) <= _MOST_NAMES and not any(name.isdecimal() for name in names):
+    names = sorted({tensor.name or "" for tensor in damage.tensors})
+    if is_ours and len(names) <= _MOST_NAMES and all(name and not name.isdecimal() for name in names):
         yield Remedy(
             f"muonckpt.load(state, {str(path)!r}, fresh={names!r})",
             f"in Python: the state of {counted(len(names), 'parameter')} begins anew, also what is whole of it",
@@ -257,7 +304,8 @@ _WRITTEN_AS = {MEGATRON_FILE: "torch_dist", TORCH_CHECKPOINTING_FILE: "torch_che
 def _reshard(path: Location, manifest: Manifest) -> str:
     """Return the command that writes a checkpoint anew on as many ranks as wrote it."""
     ranks = {rank_in_name(name) for name in manifest.columns.names} - {None}
-    form = next((("--format", word) for file, word in _WRITTEN_AS.items() if file in manifest.files), ())
+    written = {*manifest.files, *(file for file in _WRITTEN_AS if (path / file).exists())}
+    form = next((("--format", word) for file, word in _WRITTEN_AS.items() if file in written), ())
     return command("reshard", path, _free(path, "rebuilt"), "--mesh", f"dp={max(1, len(ranks))}", *form)
 
 
@@ -271,7 +319,7 @@ def _gone_back(path: Location, before: RunStep, by_itself: bool) -> Remedy:
     return Remedy(command("verify", before.path), f"{whole}: reads it all, then resume from that{itself}")
 
 
-def _instead_of_unreadable(path: Location) -> Iterator[Remedy]:
+def _instead_of_unreadable(path: Location, besides: Collection[str]) -> Iterator[Remedy]:
     """Yield what to do if a checkpoint's description cannot be read."""
     if _has_other_description(path):
         yield Remedy(
@@ -279,7 +327,12 @@ def _instead_of_unreadable(path: Location) -> Iterator[Remedy]:
             f"reads {METADATA_FILE} instead, and writes the same elements with a new {MANIFEST_FILE}; a copy of that "
             "file, if there is one, would also keep its digests",
         )
-    if before := _step_before(path):
+    elif path.is_dir():
+        yield Remedy(
+            f"{command('verify')} COPY",
+            "tells whether a copy of this checkpoint is whole, if you have one: then copy the damaged file from there",
+        )
+    if before := _step_before(path, besides):
         yield _gone_back(path, before, by_itself=True)
 
 
@@ -301,12 +354,10 @@ def _has_other_description(path: Location) -> bool:
     return False
 
 
-def _step_before(path: Location) -> RunStep | None:
-    from .run import run_around  # not needed where nothing is wrong
+def _step_before(path: Location, besides: Collection[str] = ()) -> RunStep | None:
+    from .run import whole_before  # not needed where nothing is wrong
 
-    place = path.resolve() if path.name in ("", "..") else path
-    run = run_around(place)
-    return None if run is None else run.before(place)
+    return whole_before(path.resolve() if path.name in ("", "..") else path, besides)
 
 
 def _free(path: Location, word: str) -> str:

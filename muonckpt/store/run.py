@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -131,13 +131,6 @@ class Run:
     def newest_whole(self) -> RunStep | None:
         return self.whole[-1] if self.whole else None
 
-    def before(self, path: Location) -> RunStep | None:
-        """Return the newest whole checkpoint besides this one, preferably of an earlier step."""
-        own = next((one.step for one in self.steps if one.name == path.name), None)
-        others = [one for one in self.whole if one.name != path.name]
-        earlier = [one for one in others if own is None or one.step <= own]
-        return next(reversed(earlier or others), None)
-
 
 Visit = Callable[[str, OpenCheckpoint], None]
 """Called with the name of a step and its checkpoint, while that is open."""
@@ -218,12 +211,32 @@ def _numbered(name: str) -> tuple[str, StepName] | None:
     return None
 
 
-def run_around(checkpoint: Location) -> Run | None:
-    """Look at the run that a checkpoint is of; None if it lies alone, or its folder cannot be read."""
-    try:
-        return run_of(checkpoint.parent)
-    except SourceError:
-        return None
+def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep | None:
+    """Return the newest whole checkpoint of the same run, preferably of an earlier step; None if none is beside it.
+
+    Opens no more of the others than it takes to find one.
+
+    Args:
+        besides: the names of others that are known to be damaged.
+    """
+    run = checkpoint.parent
+    with suppress(OSError, SourceError):
+        if _is_checkpoint(run):
+            return None
+        record = verifications(run)
+        found = _numbered(checkpoint.name)
+        names = sorted(
+            (found is not None and step > found[1], -step.step, -step.attempt, entry.name, stem, step)
+            for entry in run.iterdir()
+            if entry.name not in (checkpoint.name, *besides) and (numbered := _numbered(entry.name))
+            for stem, step in [numbered]
+        )
+        for *_, name, stem, step in names:
+            if found is None or stem == found[0]:
+                one = _step(run / name, step, lambda name, opened: None, record.get(name), None)
+                if one.state == "whole":
+                    return one
+    return None
 
 
 def _step(place: Location, name: StepName, visit: Visit, last: Verified | None, known: RunStep | None) -> RunStep:

@@ -6,8 +6,8 @@ They are compared with everything that `audit` compares, but it is left to `audi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -43,18 +43,35 @@ _Raw = NDArray[np.uint8]
 _Flags = NDArray[np.bool_]
 
 
-def examined(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> tuple[list[str | None], bool]:
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What is known of a tensor.
+
+    Attributes:
+        fingerprint: its fingerprint, if it agrees with all its checksums and its fingerprint, and has each element once
+            and finite; else None.
+        shares: of the chunks that agree with their checksums, and whose elements are finite, their shares of the
+            fingerprint, by their numbers.
+    """
+
+    fingerprint: str | None = None
+    shares: Mapping[int, int] = field(default_factory=dict)
+
+
+_UNKNOWN = Examined()
+
+
+def examined(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> tuple[list[Examined], bool]:
     """Read the small ones of these tensors, and compare them with their records.
 
     Args:
         ours: the chunks are in items that this package writes, of which all bytes are compared.
 
     Returns:
-        The fingerprint of each tensor that agrees with all its checksums and its fingerprint, and has each element
-        once and finite; None for the others, which may be large.  And whether the items are *framed*: they are those
-        of their boxes, with elements and CRC-32 where the manifest says.
+        What is known of each tensor, nothing of large ones.  And whether the items are *framed*: they are those of
+        their boxes, with elements and CRC-32 where the manifest says.
     """
-    fingerprints: list[str | None] = [None] * len(tensors)
+    known = [_UNKNOWN] * len(tensors)
     framed = True
     for run in _runs(tensors):
         members = [tensors[number] for number in run]
@@ -62,14 +79,18 @@ def examined(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> 
         for (name, _, boxes), (numbers, rows) in groups.items():
             sound, group_framed, shares = _judged(payloads, columns, rows, read, _places(name, boxes, ours), name)
             framed &= group_framed
-            sound &= _tiles(members[numbers[0]])
+            every = np.all(sound, axis=1) if _tiles(members[numbers[0]]) else np.zeros(len(numbers), np.bool_)
             computed = map(as_hex, shares.sum(axis=1, dtype=np.uint64).tolist())
-            for number, good, own in zip(numbers, np.all(sound, axis=1).tolist(), computed, strict=True):
+            for row, (number, good, own) in enumerate(zip(numbers, every.tolist(), computed, strict=True)):
                 if good and members[number].fingerprint in (None, own):
-                    fingerprints[run[number]] = own
+                    known[run[number]] = Examined(own)
+                else:
+                    found = np.flatnonzero(sound[row])
+                    of_chunks = zip(found.tolist(), shares[row, found].tolist(), strict=True)
+                    known[run[number]] = Examined(None, dict(of_chunks))
     if ours and framed:
         framed = all(_is_framed(payloads, tensor) for tensor in tensors if not _is_small(tensor))
-    return fingerprints, framed
+    return known, framed
 
 
 def _is_small(tensor: StateRecord) -> bool:

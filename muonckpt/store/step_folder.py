@@ -84,13 +84,16 @@ class StepFolder:
         Raises:
             SourceError: it cannot be read, or is of a newer version of this package.
         """
-        path = self.path(name)
+        path, fault = self.path(name), ""
         try:
             check_extents(path, named_items(native.read_native(path)))
+            if all((path / file).exists() for file in _DESCRIPTIONS):
+                return None
         except DamageError as error:
-            return str(error)
-        lacking = [file for file in _DESCRIPTIONS if not (path / file).exists()]
-        return f"{path} has no {lacking[0]}" if lacking else None
+            fault = str(error)
+        from .diagnosis import diagnosis_at  # not needed where nothing is wrong
+
+        return diagnosis_at(path).sentence or fault
 
     def new_name(self, step: int, replaceable: Callable[[StepName], bool]) -> StepName:
         """Return a free name for a new checkpoint of a step.

@@ -145,6 +145,8 @@ def test_a_flipped_bit_sends_back_to_the_one_before_and_a_misfit_does_not(tmp_pa
     with pytest.warns(RuntimeWarning), pytest.raises(DamageError, match="found none among 2") as none:
         series.restore(state(-1))
     assert str(paths[0]) in str(none.value) and "step-00000003.3" in str(none.value)
+    assert f"What to do: (a) muonckpt verify {tmp_path / 'step-00000003.3'} (lists all" in str(none.value)
+    assert "(b)" not in str(none.value)
 
 
 @pytest.mark.parametrize("where", ["muonckpt.store.formats.native.read_native", "muonckpt.series.series.load"])

@@ -295,7 +295,7 @@ def test_damaged_metadata_is_a_finding_or_an_unreadable_source(file, content, ch
     path = checkpoint("own")
     (path / file).write_bytes(content)
     if file == ".metadata":
-        assert kinds(muonckpt.verify(path)) == {"metadata"}
+        assert kinds(muonckpt.verify(path)) == {"description"}
     else:
         assert kinds(muonckpt.verify(path)) == {"description"}
         with pytest.raises(SourceError, match=r"manifest|muonckpt\.json"):

@@ -193,6 +193,21 @@ def test_the_step_before_is_advised_first_and_restore_takes_it(series):
     assert "--mix-steps" in mixed.command
 
 
+def test_of_a_run_without_a_whole_step_restore_says_what_each_has_lost_and_what_to_do(series, saves):
+    """Each has lost what the other has."""
+    (series / "step-00000002" / "__0_0.distcp").unlink()
+    (series / "step-00000003" / "__1_0.distcp").unlink()
+    with pytest.raises(DamageError, match="found none among 2") as caught:
+        Series(series).restore(state(0))
+    assert str(caught.value).count("4 of 8 chunks (3 KiB: weights of 2 tensors, momenta of 2)") == 2
+    line = str(caught.value).split("(a) ")[1].split(" (takes")[0]
+    assert f"--from {series / 'step-00000002'} --mix-steps" in line
+    mixed, later, earlier = map(bits, (pasted(line), *(saves / f"step-0000000{n}" for n in (3, 2))))
+    for key, value in mixed.items():
+        half = len(value) // 2
+        assert value == later[key][:half] + earlier[key][half:]
+
+
 def test_nothing_that_loses_state_is_advised_where_another_step_keeps_it(series):
     flipped_in(series / "step-00000003", MOMENTUM)
     assert "fresh" not in str(diagnosed(series / "step-00000003"))

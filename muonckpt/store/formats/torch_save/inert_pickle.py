@@ -19,7 +19,7 @@ from itertools import chain
 from typing import TypeVar, cast
 
 from ....box import MOST_ELEMENTS, Index
-from ....errors import SourceError
+from ....errors import DamageError, SourceError
 from ...io import limits
 
 _LONGEST_SEQUENCE = 64
@@ -115,7 +115,7 @@ def unpickle(data: bytes, allowed: Container[str], containers: int | None = None
     try:
         return _run(data, allowed, most)
     except (IndexError, ValueError, struct.error) as error:
-        raise SourceError(f"expected a pickle of plain data, found it cut or damaged ({error})") from None
+        raise DamageError(f"expected a pickle of plain data, found it cut or damaged ({error})") from None
 
 
 def _run(data: bytes, allowed: Container[str], most: int) -> object:
@@ -246,7 +246,10 @@ def _run_one(
     elif opcode == pickle.BINPERSID:
         stack[-1] = Record(_global(PERSISTENT, allowed), stack[-1])
     else:
-        raise SourceError(f"expected only opcodes of plain data, found {opcode!r} at byte {position - 1}")
+        from pickletools import opcodes  # not needed where nothing is wrong
+
+        kind = SourceError if opcode.decode("latin1") in {known.code for known in opcodes} else DamageError
+        raise kind(f"expected only opcodes of plain data, found {opcode!r} at byte {position - 1}")
     return position
 
 

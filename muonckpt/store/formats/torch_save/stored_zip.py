@@ -207,7 +207,8 @@ def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
     """
     signature, *disks, here, count, size, start, comment = _END.unpack(part(length - _END.size, _END.size))
     if signature != b"PK\5\6" or comment:
-        raise SourceError(f"expected a zip archive to end in the last {_END.size} bytes, found {signature!r}")
+        kind = DamageError if part(0, 4) == b"PK\3\4" else SourceError
+        raise kind(f"expected a zip archive to end in the last {_END.size} bytes, found {signature!r}")
     short, most = (here, count, size, start), (0xFFFF, 0xFFFF, _BIG, _BIG)
     numbers = _end64(part, length) or short
     agree = all(number in (long, top) for number, long, top in zip(short, numbers, most, strict=True))
