@@ -1,7 +1,8 @@
-"""transformers' Trainer: Muon as its optimizer, and a callback that checks what was saved."""
+"""transformers' Trainer: Muon as its optimizer, and callbacks that check what was saved, and save on a signal."""
 
 from __future__ import annotations
 
+import signal
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..checkpoint.signals import On, Signals
 from ..optimizer import FreshStart, Muon
 from ..optimizer.groups import DEEPSEEK, LLAMA, MIXTRAL, QWEN, Rule
 from .saved import check_saved
@@ -124,3 +126,35 @@ class VerifySaved(TrainerCallback):  # type: ignore[misc]
         """
         if state.is_world_process_zero:
             check_saved(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+
+class SaveOnSignal(TrainerCallback):  # type: ignore[misc]
+    """Saves ``checkpoint-N`` when a signal has reached any rank, at the end of the step that is under way.
+
+    Then the program goes on, or ends with exit code 75 on all ranks, as with `Series`.  Give it after `VerifySaved`.
+
+    Args:
+        on: as for `Series`.
+    """
+
+    def __init__(self, on: On = (signal.SIGTERM,)) -> None:
+        self._signals = Signals(on, None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Have the Trainer save if a signal has asked for it.  Collective, as `Series.due`."""
+        if self._signals.due(f"on_step_end({state.global_step})"):
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Go on, or end the program, when all ranks have saved.  Collective.
+
+        Raises:
+            SystemExit: a signal has asked to stop.
+        """
+        place = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        self._signals.ask(place)
+        self._signals.met(str(Path(args.output_dir) / place))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Put former handlers back."""
+        self._signals.close()

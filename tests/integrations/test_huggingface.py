@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from muonckpt.optimizer.groups import LLAMA, LORA, Rule, sort_parameters
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra 'integrations')")
 
-from muonckpt.integrations.huggingface import RULES, VerifySaved, muon  # noqa: E402
+from muonckpt.integrations.huggingface import RULES, SaveOnSignal, VerifySaved, muon  # noqa: E402
 
 FSDP = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 KINDS = {"plain": {}, "fsdp2": FSDP}
@@ -75,6 +76,39 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, kind, sav
     result = run(resumed, train, kind, str(tmp_path), str(folder / "checkpoint-3"))[0]
     gap = distance(result, uninterrupted[kind, resumed][1])
     assert gap == 0 if saved == resumed else gap < 2e-6
+
+
+class Sender(transformers.TrainerCallback):
+    """Sends this process signals, each amid a step."""
+
+    def __init__(self, numbers: dict[int, signal.Signals]) -> None:
+        self.numbers = numbers
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step + 1 in self.numbers:
+            signal.raise_signal(self.numbers[state.global_step + 1])
+
+
+def preempted(rank: int, world: int, folder: str) -> object:
+    """The script; one rank gets a signal in step 2, the other one in step 5."""
+    with accelerated(rank, world, fsdp=False):
+        trainer = script("huggingface.md")["build"](folder, BATCH // world, disable_tqdm=True)
+        trainer.add_callback(SaveOnSignal(on=(signal.SIGTERM, signal.SIGUSR2)))
+        trainer.add_callback(Sender([{5: signal.SIGTERM}, {2: signal.SIGUSR2}][rank]))
+        try:
+            trainer.train()
+        except SystemExit as ended:
+            return ended.code
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def test_a_signal_to_any_rank_is_a_checkpoint_and_the_run_goes_on_from_it(uninterrupted, tmp_path):
+    assert run(2, preempted, str(tmp_path)) == [75, 75]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (2, 3, 5)]
+    result = run(2, train, "plain", str(tmp_path / "on"), str(tmp_path / "checkpoint-5"))[0]
+    assert distance(result, uninterrupted["plain", 2][1]) == 0
 
 
 def regrouped(rank: int, world: int, folder: str, resume: str, fresh: list[str]) -> tuple[str, dict[str, float], str]:
