@@ -20,6 +20,7 @@ from torchtitan.tools.utils import GarbageCollection
 from ..checkpoint.async_saving import async_save
 from ..checkpoint.loading import load
 from ..checkpoint.saving import save
+from ..checkpoint.signals import On, Signals
 from ..optimizer import Muon
 from ..optimizer.groups import TORCHTITAN, Rule
 
@@ -117,6 +118,9 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         fresh: tuple[str, ...] = ()
         """Globs of parameters whose state starts fresh when a run is resumed, as for `muonckpt.load`."""
 
+        on: Annotated[On, tyro.conf.Suppress] = ()
+        """Signals to any rank that make all save at the end of the step under way, as for `Series`."""
+
         def __post_init__(self) -> None:
             CheckpointManager.Config.__post_init__(self)
             if self.async_mode not in ("disabled", "async"):
@@ -128,6 +132,28 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
     def __init__(self, config: Config, **components: Any) -> None:
         super().__init__(config, **components)
         self._fresh = config.fresh
+        self._signals = Signals(config.on, None)
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Return whether a save is due, also because a signal has asked for it.  Collective, as `Series.due`."""
+        if super()._should_save(curr_step, last_step):
+            return True
+        return self.enable and not self.load_only and self._signals.due(f"save({curr_step})") is not None
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save if it is due; return whether it was.  Collective.
+
+        Raises:
+            SystemExit: the checkpoint is there, and a signal has asked to stop.
+        """
+        saved: bool = super().save(curr_step, last_step)
+        if saved:
+            place = self._create_checkpoint_id(curr_step)
+            self._signals.ask(place)
+            if self._signals.then == "stop" and self.save_future is not None:
+                self._wait_for_saving()
+            self._signals.met(place)
+        return saved
 
     def dcp_save(
         self,
@@ -169,7 +195,8 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         self.states[MODEL].load_state_dict(state_dict)
 
     def _close(self) -> None:
-        """Wait for a running save, and raise its error."""
+        """Wait for a running save, and raise its error; put former signal handlers back."""
+        self._signals.close()
         if self.save_future is not None:
             self._wait_for_saving()
         super()._close()

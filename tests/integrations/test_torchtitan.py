@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -282,6 +283,34 @@ def test_what_is_saved_along_with_training_is_resumed_exactly(uninterrupted, tmp
     assert distance(result, uninterrupted["ours", 2][1]) == 0
     [six] = (folder / "checkpoint").glob("step-6")
     assert not muonckpt.verify(six).findings
+
+
+def preempted(rank: int, world: int, folder: str, mode: str) -> object:
+    """The script; one rank gets a signal in step 2, the other one in step 5."""
+    with as_launched(rank, world):
+        trainer = script("torchtitan.md")["Trainer"](folder, on=(signal.SIGTERM, signal.SIGUSR2), async_mode=mode)
+        step = trainer.train_step
+
+        def signalled() -> None:
+            if (rank, trainer.step) in ((1, 2), (0, 5)):
+                signal.raise_signal({2: signal.SIGUSR2, 5: signal.SIGTERM}[trainer.step])
+            step()
+
+        trainer.train_step = signalled
+        try:
+            trainer.train()
+        except SystemExit as ended:
+            return ended.code
+        finally:
+            trainer.checkpointer.close()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_signal_to_any_rank_is_a_checkpoint(mode, tmp_path):
+    assert run(2, preempted, str(tmp_path), mode) == [75, 75]
+    places = sorted((tmp_path / "checkpoint").glob("step-*"))
+    assert [place.name for place in places] == ["step-2", "step-3", "step-5"]
+    assert all(muonckpt.verify(place).verdict == "whole" for place in places)
 
 
 def test_another_asynchronous_mode_is_refused():
