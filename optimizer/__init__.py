@@ -10,6 +10,7 @@ are in ``muonckpt/vocabulary``; ``state`` follows parameters that a framework re
 from .clipping import clip_grad_norm_
 from .groups import sort_parameters
 from .layer_wise import LayerWise
+from .max_logits import MaxLogits
 from .methods.matrix import ADJUST_LR
 from .muon import Muon
 from .newton_schulz import COEFFICIENTS, CostTable, measure, orthogonalize
@@ -22,6 +23,7 @@ __all__ = [
     "CostTable",
     "FreshStart",
     "LayerWise",
+    "MaxLogits",
     "Muon",
     "Projection",
     "clip_grad_norm_",
