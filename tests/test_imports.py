@@ -79,8 +79,9 @@ RULES = {
     "store/reading",
     "integrations": "errors store checkpoint optimizer optimizer/__init__",
     "converters/target": "errors box layout record vocabulary layouts layouts/buffers",
-    "converters/engine": "errors box key_search checkpoint chunks columns json_fields layout layouts layouts/buffers "
-    "new_group overlap plan fingerprint record store store/io store/reading store/formats version converters/target",
+    "converters/engine": "errors box key_search keys checkpoint chunks columns json_fields layout layouts "
+    "layouts/buffers new_group overlap plan fingerprint record store store/io store/reading store/formats version "
+    "vocabulary converters/target",
     "converters/programs": "box coefficients errors keys store/formats vocabulary",
     "converters/translate": "errors box chunks coefficients keys layout record vocabulary wording store store/formats "
     "converters/engine converters/programs",

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from support import saved_ranks, sharded, workers
-from support.golden import golden
 from support.rank_files import written
-from support.trainer_files import of_deepspeed, of_nanochat, of_one_process
+from support.trainer_files import of_nanochat, of_one_process
 
 import muonckpt
 from muonckpt import MuonckptError
@@ -49,8 +48,8 @@ FORMATS = {
     "files of each rank with DTensors (verl, accelerate without DCP)": None,
     "torch_checkpointing": "torch_checkpointing",
     "nanochat's `model_{step}.pt` and `optim_{step}_rank{r}.pt`": None,
-    "ZeRO's files of each rank (DeepSpeed)": None,
-    "DeepSpeed's universal folders": None,
+    "ZeRO's files of each rank (DeepSpeed)": "zero2",
+    "DeepSpeed's universal folders": "universal",
     "safetensors": "safetensors",
     "zarr v3": "zarr",
 }
@@ -58,8 +57,6 @@ FORMATS = {
 READ_ONLY = {
     "Megatron": (lambda folder: written(folder, "padded-numel", 2), WHY_NOT_WRITTEN["layer_wise"]),
     "`optimizer.pt`": (of_one_process, "only the run knows the order of numbers; write `dcp`"),
-    "DeepSpeed": (of_deepspeed, "its groups number flattened partitions; write `dcp`"),
-    "ZeRO": (lambda folder: golden("deepspeed_zero2") / "global_step3", "each stage has its own; write `dcp`"),
     "nanochat": (nanochat_run, "only its own code knows the groups that it stacks; write `dcp`"),
     "files of each rank": (of_ranks, "their pickles name torch's classes, which change; write `dcp`"),
 }
@@ -102,6 +99,9 @@ def formats(folder: Path) -> str:
     for name in ("buffers", "torch_dist", "torch_checkpointing", "safetensors", "zarr"):
         paths[name] = folder / f"as-{name}"
         muonckpt.convert(own, paths[name], format=name)
+    for name in ("zero2", "universal"):
+        paths[name] = folder / name
+        muonckpt.convert(own, paths[name], format=name, to_dialect="deepspeed")
     rows = []
     for number, (name, written_as) in enumerate(FORMATS.items()):
         if written_as is None:

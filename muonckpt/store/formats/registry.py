@@ -106,8 +106,25 @@ ZERO = Format(
     weaker_signs=(("*_optim_states.pt", "*_model_states.pt"),),
     remains=f"{_FORMATS}.trainers.zero_state:remains",
 )
+ZERO_WRITTEN = tuple(
+    Format(
+        f"DeepSpeed's ZeRO files, {word}",
+        f"{_FORMATS}.trainers.zero_state:reader",
+        written_as=word,
+        writer=f"{_WRITERS}.zero_files:{writer}",
+    )
+    for word, writer in (
+        *((f"zero{stage}", f"Zero{stage}") for stage in (1, 2, 3)),
+        *((f"zero{stage}-bf16", f"Zero{stage}Bf16") for stage in (1, 2, 3)),
+        ("bf16-optimizer", "Bf16Optimizer"),
+    )
+)
 UNIVERSAL = Format(
-    "DeepSpeed's universal folder", f"{_FORMATS}.trainers.process_files:universal_reader", weaker_signs=(("zero",),)
+    "DeepSpeed's universal folder",
+    f"{_FORMATS}.trainers.process_files:universal_reader",
+    weaker_signs=(("zero",),),
+    written_as="universal",
+    writer=f"{_WRITERS}.zero_files:universal",
 )
 
 BUILT_IN = (
@@ -124,6 +141,7 @@ BUILT_IN = (
     SAFETENSORS,
     UNIVERSAL,
     ZERO,
+    *ZERO_WRITTEN,
 )
 """The built-in formats; of several that show equally strong signs, the first counts.
 

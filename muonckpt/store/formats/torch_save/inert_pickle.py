@@ -311,14 +311,20 @@ class Pickler:
             self.out += pickle.NONE if value is None else pickle.NEWTRUE if value else pickle.NEWFALSE
         elif isinstance(value, int):
             self.out += integer(value)
+        elif isinstance(value, float):
+            self.out += pickle.BINFLOAT + struct.pack(">d", value)
         elif isinstance(value, tuple):
             self._all(pickle.MARK, value, pickle.TUPLE)
         elif isinstance(value, list):
             self._all(pickle.EMPTY_LIST + pickle.MARK, value, pickle.APPENDS)
         elif isinstance(value, dict):
             self._all(pickle.EMPTY_DICT + pickle.MARK, chain.from_iterable(value.items()), pickle.SETITEMS)
+        elif isinstance(value, Record) and value.kind == PERSISTENT:
+            self._all(b"", (value.args,), pickle.BINPERSID)
         elif isinstance(value, Record):
             self._all(b"", (value.kind, value.args), pickle.REDUCE if value.args else pickle.NEWOBJ)
+            if value.items:
+                self._all(pickle.MARK, chain.from_iterable(value.items.items()), pickle.SETITEMS)
             if value.state is not None:
                 self._all(b"", (value.state,), pickle.BUILD)
         else:
@@ -345,7 +351,7 @@ class Pickler:
 
 
 def integer(value: int) -> bytes:
-    """Return the opcode that pushes this integer (>= 0), as Python's pickler chooses it."""
+    """Return the opcode that pushes this integer, as Python's pickler chooses it for those >= 0."""
     if 0 <= value < 1 << 8:
         return pickle.BININT1 + value.to_bytes(1, "little")
     if 0 <= value < 1 << 16:

@@ -57,8 +57,8 @@ _RUN = "deepspeed"
 T = TypeVar("T")
 
 _NOT_OF_THE_RUN = frozenset(
-    {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
-    | {"shared_params", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"}
+    {"module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
+    | {"dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"}
 )
 """Keys of model states that are read otherwise, or that say how the run was spread over ranks."""
 
