@@ -139,7 +139,7 @@ class StateRecord:
 
 
 def says_convention(entries: Iterable[StateRecord | Blob]) -> bool:
-    """Return True for entries of our optimizer, or converted for it: no other says a momentum convention."""
+    """Return True for entries of our optimizer with momentum, or converted for it: no other says a convention."""
     return any(
         entry.convention is not None if isinstance(entry, StateRecord) else entry.key.endswith(".convention")
         for entry in entries

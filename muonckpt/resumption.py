@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any
 
-from .vocabulary import FUSION, PARAMS, SECOND_MOMENT
+from .vocabulary import ALGORITHM, FUSION, PARAMS, of_fused
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
 """Keys of a parameter group that say what it consists of and how it is called; the rest are its options."""
@@ -25,7 +25,7 @@ GONE = "only in the checkpoint"
 
 def meaning(slots: Collection[str]) -> tuple[str, ...]:
     """Return the options of a parameter group on which the meaning of state in these slots depends."""
-    return ("algorithm", *(FUSION if SECOND_MOMENT in slots else ()))
+    return (ALGORITHM, *(FUSION if any(map(of_fused, slots)) else ()))
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

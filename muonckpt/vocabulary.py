@@ -5,7 +5,7 @@ A *slot* is a tensor that an optimizer keeps for a parameter.  Other programs' w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -53,7 +53,27 @@ ELEMENTWISE = frozenset({EXP_AVG, EXP_AVG_SQ})
 """Slots of which no rank needs a whole tensor, because no element's update depends on another element."""
 
 BEGIN_AS_ZEROS = frozenset({MOMENTUM, SECOND_MOMENT, EXP_AVG, EXP_AVG_SQ, STEP})
-"""Slots that are zeros before a parameter's first update."""
+"""Slots that are zeros before a parameter's first update, whichever program's."""
+
+ALGORITHM = "algorithm"
+"""The option by which a parameter group of our optimizer names its algorithm."""
+
+OURS = frozenset({ALGORITHM, "cautious"})
+"""Options that every parameter group of our optimizer has, and together none of another program."""
+
+
+def begins_as_zeros(slot: str, options: Collection[str]) -> bool:
+    """Return whether a slot is zeros before the first update, given the options of its group: in our optimizer all but
+    masters are, whatever the method.
+    """
+    return slot in BEGIN_AS_ZEROS or ({*options} >= OURS and slot != MASTER)
+
+
+def of_fused(slot: str) -> bool:
+    """Return whether the meaning of a slot depends on which matrices are fused in the parameter: unless it is kept for
+    each element by itself, or counts steps.
+    """
+    return slot not in ELEMENTWISE | {MOMENTUM, MASTER, STEP}
 
 
 class Convention(StrEnum):

@@ -245,8 +245,17 @@ class Muon(ForModel, CollectiveOptimizer):
             RuntimeWarning: for each of `MuonReport.doubts`.
         """
         schedules = self.schedules.values()
-        made = self._scales, self._methods
-        return muon_report(self.param_groups, *made, schedules, self.skipped_steps, most_elementwise)
+        return muon_report(
+            self.param_groups,
+            self._scales,
+            self._methods,
+            self.state,
+            self._owners,
+            self._replicas,
+            schedules,
+            self.skipped_steps,
+            most_elementwise,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies, without plans, which refer to this optimizer's parameters."""

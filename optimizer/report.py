@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..layouts.tensors import local_of
 from ..vocabulary import ParamGroup
 from .groups import table
 from .methods.matrix import Methods, Scales, fused_of, is_matrix_method
-from .planning.matrices import rows_columns, shapes_of
+from .planning.matrices import SHAPES, rows_columns, shapes_of
 from .planning.schedule import Schedule
-from .step.rank_sets import RankSet
+from .step.rank_sets import RankSet, State, ranks_of
 
 LARGEST_VECTOR = 1 << 22
 """Elements of the largest vector that a model is expected to have; wrappers flatten matrices to larger ones."""
@@ -53,6 +56,9 @@ class MuonReport:
         owned: the fewest and the most matrices that a rank orthogonalises, and this rank's number; None before the
             first step, which plans.
         sent: bytes that this rank sends to others in a step; None before the first step.
+        state: bytes of state on this rank.
+        at_owners: the fewest and the most bytes of a rank's state that rests with it as an owner; None where no method
+            keeps any.
         skipped: steps of this run that were skipped, as gradients were not finite.
         doubts: warnings of what is probably not meant.
     """
@@ -60,6 +66,8 @@ class MuonReport:
     groups: tuple[GroupReport, ...]
     owned: tuple[int, int, int] | None
     sent: int | None
+    state: int
+    at_owners: tuple[int, int] | None
     skipped: int
     doubts: tuple[str, ...]
 
@@ -83,6 +91,10 @@ class MuonReport:
             lines.append(
                 f"{fewest} to {most} matrices a rank, {mine} on this one, which sends {self.sent:,} bytes a step"
             )
+        lines.append(f"{self.state:,} bytes of state on this rank")
+        if self.at_owners is not None:
+            fewest, most = self.at_owners
+            lines[-1] += f"; {fewest:,} to {most:,} bytes a rank rest at the owners of matrices"
         if self.skipped:
             lines.append(f"{self.skipped} steps were skipped, as gradients were not finite")
         return "\n".join([*lines, *(f"warning: {doubt}" for doubt in self.doubts)])
@@ -92,6 +104,9 @@ def muon_report(
     groups: Sequence[ParamGroup],
     scales: Scales,
     methods: Methods,
+    state: State,
+    owners: Mapping[Tensor, Sequence[int]],
+    replicas: dist.ProcessGroup | None,
     schedules: Iterable[Schedule],
     skipped: int,
     most_elementwise: float,
@@ -109,6 +124,8 @@ def muon_report(
         tuple(_group(number, group, scales, methods) for number, group in enumerate(groups)),
         (min(owned.values()), max(owned.values()), owned[rank]) if owned else None,
         sent if schedules else None,
+        sum(local_of(held).nbytes for slots in state.values() for held in slots.values()),
+        _at_owners(groups, methods, owners, replicas),
         skipped,
         tuple(_doubts(groups, most_elementwise)),
     )
@@ -130,6 +147,27 @@ def _group(number: int, group: ParamGroup, scales: Scales, methods: Methods) -> 
     elements = sum(param.numel() for param in params)
     bounds = (min(known), max(known)) if known else None
     return GroupReport(number, str(group.get("name", "")), algorithm, len(params), len(matrices), elements, bounds)
+
+
+def _at_owners(
+    groups: Sequence[ParamGroup],
+    methods: Methods,
+    owners: Mapping[Tensor, Sequence[int]],
+    replicas: dist.ProcessGroup | None,
+) -> tuple[int, int] | None:
+    """Return the fewest and the most bytes that a rank has of state that rests at owners."""
+    held: Counter[int] = Counter()
+    for group in groups:
+        for param in group["params"]:
+            if param not in owners:
+                continue
+            held.update(dict.fromkeys(ranks_of(param, replicas), 0))
+            shapes = list(map(rows_columns, shapes_of(tuple(param.shape), fused_of(group))))
+            for kept in methods[group["algorithm"]].kept(group).values():
+                itemsize = (kept.dtype or param.dtype).itemsize if kept.at_owner else 0
+                for owner, shape in zip(owners[param], shapes, strict=True):
+                    held[owner] += math.prod(SHAPES[kept.shape].of_matrix(*shape)) * itemsize
+    return (min(held.values()), max(held.values())) if held else None
 
 
 def _doubts(groups: Sequence[ParamGroup], most_elementwise: float) -> Iterator[str]:

@@ -25,7 +25,7 @@ from ..resumption import (
     said_otherwise,
     scheduler_misfit,
 )
-from ..vocabulary import BEGIN_AS_ZEROS, GIVEN, MUON_CONVENTION, OF_SCHEDULERS, STEP
+from ..vocabulary import GIVEN, MUON_CONVENTION, OF_SCHEDULERS, STEP, begins_as_zeros
 from .collective import CollectiveOptimizer
 from .given import given_in, settle
 from .methods.matrix import UNNAMED
@@ -127,7 +127,11 @@ def fitting(
         member.param: ("fresh", member.name) if member.home is None else member.key
         for member in chain.from_iterable(groups)
     }
-    state |= {keys[member.param]: _fresh(member.name, optimizer.state[member.param], kept) for member in fresh}
+    own_options = {param: group.keys() for group in optimizer.param_groups for param in group["params"]}
+    state |= {
+        keys[member.param]: _fresh(member.name, optimizer.state[member.param], own_options[member.param], kept)
+        for member in fresh
+    }
     hyper = _restored(optimizer.param_groups, saved, origins, keys)
     report = LoadReport(
         tuple(member.name for member in loaded),
@@ -208,8 +212,10 @@ def _other_meaning(slots: Mapping[str, Tensor], mine: Mapping[str, Any], theirs:
     return None
 
 
-def _fresh(name: str, slots: Mapping[str, Tensor], kept: Collection[str]) -> dict[str, Tensor]:
-    if unknown := sorted(slots.keys() - BEGIN_AS_ZEROS - {*kept}):
+def _fresh(
+    name: str, slots: Mapping[str, Tensor], options: Collection[str], kept: Collection[str]
+) -> dict[str, Tensor]:
+    if unknown := sorted(slot for slot in slots.keys() - {*kept} if not begins_as_zeros(slot, options)):
         raise ValueError(f"{name!r} cannot start fresh: its {unknown} do not begin as zeros; load them")
     return {slot: tensor if slot in kept else torch.zeros_like(tensor) for slot, tensor in slots.items()}
 

@@ -159,7 +159,8 @@ def contents_of(
     for name in {**weights, **state}:
         slots = state.get(name, {})
         method = _method(words, frozenset(slots), method_names.get(name)) if slots else None
-        own = known | {slot: _ROLES[common] for common, slot in method.slots.items()} if method else known
+        stored = method.slots.items() if method else ()
+        own = known | {slot: _ROLES.get(common, Role.STATE) for common, slot in stored}
         for slot, tensor in slots.items():
             roles[own.get(slot, Role.STATE)].append(tensor)
         parameters[name] = StatefulParameter(name, names.get(name, name), weights.get(name), slots, method)
@@ -179,6 +180,8 @@ def kinds_in(manifest: Manifest) -> Kind:
 def _method(dialect: Dialect, slots: frozenset[str], named: str | None) -> StoredMethod | None:
     """Find the method that keeps these slots, preferably ``named``; counters may be items or in the group."""
     stored = slots - dialect.derived
+    if (given := dialect.given_method(named, stored)) is not None:
+        return given
     fitting = [
         method
         for method in (*dialect.methods, *(method for method in FOREIGN.values() if method.name == named))

@@ -27,7 +27,7 @@ from ...store.diagnosis import Diagnosis
 from ...store.open_checkpoint import OpenCheckpoint, check_blob
 from ...store.reading.payloads import check_chunk
 from ...version import PROGRAM
-from ...vocabulary import BEGIN_AS_ZEROS, MOMENTUM
+from ...vocabulary import MOMENTUM, begins_as_zeros
 from ...wording import counted
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import FirstLook, first_look, kinds_in
@@ -201,7 +201,8 @@ class Filling:
         self._refuse_losses()
 
     def _begins_as_zeros(self, tensor: StateRecord) -> bool:
-        return tensor.slot in BEGIN_AS_ZEROS or self.kind(tensor) in BEGIN_ANEW
+        named = (group.options for group in self.look.groups.groups if tensor.name in group.parameters)
+        return begins_as_zeros(tensor.slot or "", next(named, {})) or self.kind(tensor) in BEGIN_ANEW
 
     def _is_same(self, source: FillingSource, mine: StateRecord | None, theirs: StateRecord | None) -> bool:
         """Return whether a source has the state of the same moment, as far as both say so."""

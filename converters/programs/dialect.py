@@ -191,6 +191,10 @@ FOREIGN: Mapping[str, StoredMethod] = MappingProxyType(
 """Methods whose state looks like that of a known one but means something else, by an option of their groups alone."""
 
 
+_OF_ANY = frozenset({"momentum", "master"})
+"""Common names of slots that mean the same in every method of a program."""
+
+
 @dataclass(frozen=True, slots=True)
 class MomentumOptions:
     """The options by which a program's groups with momentum are known.
@@ -249,6 +253,7 @@ class Dialect:
         own_keys: whether the form of its keys tells the program.
         derived: slots that the program can compute again; they are left out when another dialect is written.
         method_option: the group option that names the method; None if the slots tell it.
+        takes_methods: whether this option may name methods that are not listed, as users give the program their own.
         names_option: the option in which groups list the names of their parameters once more, as torch's groups of
             named parameters do; None if none is written.
         facts: common options that the program has no words for, by method and name: what it always does.
@@ -277,6 +282,7 @@ class Dialect:
     own_keys: bool = False
     derived: frozenset[str] = frozenset()
     method_option: str | None = None
+    takes_methods: bool = False
     names_option: str | None = None
     facts: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
@@ -326,6 +332,13 @@ class Dialect:
             "leave them out with --weights model"
         )
 
+    def given_method(self, named: str | None, slots: frozenset[str]) -> StoredMethod | None:
+        """Return the method of a user that a group names, with these slots; None for methods that are listed."""
+        if not self.takes_methods or named is None or any(method.name == named for method in self.methods):
+            return None
+        common = {slot: name for method in self.methods for name, slot in method.slots.items() if name in _OF_ANY}
+        return StoredMethod(named, {common.get(slot, f"own {slot}"): slot for slot in sorted(slots)}, family=self.name)
+
     def method(
         self, slots: frozenset[str], named: str | None, about: str, dropped: Collection[str] = ()
     ) -> StoredMethod:
@@ -337,6 +350,8 @@ class Dialect:
             SourceError: no method has these slots, or more than one.
         """
         stored = slots - self.derived
+        if (given := self.given_method(named, stored)) is not None:
+            return given
         without_dropped = [
             {name: slot for name, slot in m.slots.items() if slot not in dropped}
             for m in self.methods

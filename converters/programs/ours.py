@@ -16,6 +16,7 @@ from ...vocabulary import (
     MOMENTUM,
     MUON_CONVENTION,
     OF_THE_RUN,
+    OURS,
     SECOND_MOMENT,
     STEP,
 )
@@ -60,7 +61,8 @@ PROGRAM = Dialect(
     MUON_CONVENTION,
     tuple(_method(name, extra) for extra in ({}, {"master": MASTER}) for name in SLOTS),
     MomentumOptions(frozenset({"convention"})),
-    marks=(Mark(options={"convention"}),),
+    marks=(Mark(options={"convention"}), Mark(options=OURS)),
     method_option="algorithm",
+    takes_methods=True,
     names_option="param_names",
 )

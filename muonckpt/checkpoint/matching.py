@@ -36,7 +36,17 @@ from ..resumption import (
     scheduler_misfit,
 )
 from ..store.open_checkpoint import OpenCheckpoint
-from ..vocabulary import BEGIN_AS_ZEROS, FUSION, GIVEN, OF_THE_RUN, PARAMS, SCHEDULED, Convention, KeyPath
+from ..vocabulary import (
+    BEGIN_AS_ZEROS,
+    FUSION,
+    GIVEN,
+    OF_THE_RUN,
+    PARAMS,
+    SCHEDULED,
+    Convention,
+    KeyPath,
+    begins_as_zeros,
+)
 from .bits import dtype_name
 from .live_state import LiveState
 
@@ -392,12 +402,12 @@ class _OptimizerMatch:
             if globs.match(name):
                 fresh.append(name)
                 zeros += keys.values()
-                known = ", ".join(sorted(BEGIN_AS_ZEROS))
+                known, options = ", ".join(sorted(BEGIN_AS_ZEROS)), self.mine.get(name, _NONE)
                 faults += [
                     f"{key!r} cannot start fresh: it is not known how a {slot!r} begins, only that of tensors {known}: "
                     "zeros"
                     for slot, key in keys.items()
-                    if slot not in BEGIN_AS_ZEROS or not isinstance(self.template.values[key], torch.Tensor)
+                    if not begins_as_zeros(slot, options) or not isinstance(self.template.values[key], torch.Tensor)
                 ]
                 discarded += [name] if keys and not reason else []
             elif reason:

@@ -69,7 +69,9 @@ def test_groups_and_the_size_of_their_updates():
 def test_a_report_is_a_table():
     lines = str(optimizer(Net()).report()).splitlines()
     assert lines[0].split() == ["group", "name", "algorithm", "parameters", "matrices", "elements", "update", "RMS"]
-    assert len(lines) == 6 and lines[1].split() == ["0", "attention", "muon", "1", "3", "768", "0.12"]
+    state = 4 * (768 + 640 + 40 + 16 + 2 * 160 + 1)
+    assert lines[-1] == f"{state:,} bytes of state on this rank"
+    assert len(lines) == 7 and lines[1].split() == ["0", "attention", "muon", "1", "3", "768", "0.12"]
 
 
 def sharded(rank: int, world: int) -> tuple[tuple[int, int, int] | None, int | None]:

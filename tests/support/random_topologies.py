@@ -37,6 +37,9 @@ MATRICES = (
 )
 """Shapes, and options of their groups."""
 
+_ALGORITHM_OF = [options.get("algorithm", "muon") for _, options in MATRICES]
+ALGORITHMS = tuple(dict.fromkeys(_ALGORITHM_OF))
+
 Place = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -82,8 +85,8 @@ class Topology:
     extra: tuple[tuple[int, ...], ...]
 
 
-def drawn(world: int, seed: int) -> Topology:
-    """Any topology of so many ranks; some ranks may have no stage."""
+def drawn(world: int, seed: int, algorithms: Sequence[str] = ALGORITHMS) -> Topology:
+    """Any topology of so many ranks, with groups of some algorithms; some ranks may have no stage."""
     dice = random.Random(f"{world} {seed}")
     ranks = list(range(world))
     if dice.random() < 0.3:
@@ -92,7 +95,7 @@ def drawn(world: int, seed: int) -> Topology:
     while begin < world:
         size = dice.randint(1, world - begin)
         shape = dice.choice(_shapes(size))
-        homes = tuple(_home(dice, len(shape)) for _ in range(dice.randint(1, 5)))
+        homes = tuple(_home(dice, len(shape), algorithms) for _ in range(dice.randint(1, 5)))
         stages.append(Stage(tuple(ranks[begin : begin + size]), shape, homes, dice.random() < 0.6))
         begin += size
     if len(stages) > 1 and dice.random() < 0.3:
@@ -107,9 +110,10 @@ def _shapes(size: int) -> list[tuple[int, ...]]:
     return sorted({shape for cut in cuts for shape in (cut, tuple(n for n in cut if n > 1) or (1,))})
 
 
-def _home(dice: random.Random, axes: int) -> Home:
+def _home(dice: random.Random, axes: int, algorithms: Sequence[str]) -> Home:
+    kinds = [kind for kind, algorithm in enumerate(_ALGORITHM_OF) if algorithm in algorithms]
     used = dice.choice([chosen for count in range(axes + 1) for chosen in combinations(range(axes), count)])
-    return Home(dice.randrange(len(MATRICES)), used, tuple(dice.choice([0, 0, 1, 2, None]) for _ in used))
+    return Home(dice.choice(kinds), used, tuple(dice.choice([0, 0, 1, 2, None]) for _ in used))
 
 
 def values(home: Home, seed: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from support import workers
 from support.continued import Model
 from support.damages import content, tensors_of
-from support.random_topologies import differing, drawn
+from support.random_topologies import ALGORITHMS, differing, drawn
 from support.resharded import grouped
 from support.trials import SCALE, SEED, count, tally
 from torch import nn
@@ -191,11 +191,12 @@ def test_training_that_is_killed_and_goes_on_with_other_ranks_gives_the_same_bit
 
 
 @pytest.mark.skipif(SCALE == 0, reason="tests/optimizer/test_process_groups.py has some in the suite")
-def test_random_topologies_give_the_bits_of_one_process_at_length():
-    with tally("random topologies") as row:
+@pytest.mark.parametrize("algorithms", [ALGORITHMS, ("soap",), ("adamuon",), ("hyperball",)])
+def test_random_topologies_give_the_bits_of_one_process_at_length(algorithms):
+    with tally("random topologies" if algorithms == ALGORITHMS else f"random topologies, {algorithms[0]}") as row:
         for number in range(count(0, 40)):
             world = 2 + number % 7
-            topologies = [drawn(world, f"{SEED} {number} {each}") for each in range(5)]
+            topologies = [drawn(world, f"{SEED} {number} {each}", algorithms) for each in range(5)]
             for ranks in zip(*workers.run(world, all_differing, topologies), strict=True):
                 row.add(f"{world} ranks, {number}", next((where for each in ranks for where in each), None))
 

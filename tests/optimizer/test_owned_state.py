@@ -1,0 +1,147 @@
+"""State that rests at the owners of matrices: the bits of one process on every mesh, and from one mesh to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.random_topologies import has_part
+from support.topologies import TOPOLOGIES, Home, placer, world_of
+from support.workers import run
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import muonckpt
+from muonckpt.layouts.tensors import declares_boxes, local_of
+from muonckpt.optimizer import Muon
+
+SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "up": ((7, 5), {"algorithm": "soap", "period": 3}),
+    "experts": ((4, 4, 6), {"algorithm": "soap", "period": 3}),
+    "qkv": ((8, 6), {"algorithm": "soap", "pieces": (4, 2, 2), "columns": (2, 4), "period": 3}),
+    "down": ((5, 7), {"algorithm": "adamuon"}),
+    "out": ((6, 6), {"algorithm": "hyperball", "pieces": (3, 3)}),
+    "in": ((6, 4), {}),
+    "bias": ((5,), {"algorithm": "adamw", "lr": 1e-3}),
+}
+STEPS, PART = 8, 4
+"""PART is amid a period of the preconditioner, which is renewed after three steps."""
+
+
+def parameters(place: Callable[[int, torch.Tensor], torch.Tensor], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [place(i, torch.randn(shape, generator=generator)) for i, (shape, _) in enumerate(SHAPES.values())]
+
+
+class Model:
+    """Parameters on some topology, their optimizer, and their state dict."""
+
+    def __init__(self, homes: tuple[Home | None, ...], **options: Any) -> None:
+        self.place = placer(homes)
+        self.model = nn.Module()
+        for name, value in zip(SHAPES, parameters(self.place, 0), strict=True):
+            self.model.register_parameter(name, nn.Parameter(value))
+        groups = [
+            {"params": [param], **group}
+            for param, (_, group) in zip(self.model.parameters(), SHAPES.values(), strict=True)
+        ]
+        group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+        self.opt = Muon(groups, lr=0.02, replicas=group, **options)
+
+    def train(self, begin: int, end: int) -> None:
+        for step in range(begin + 1, end + 1):
+            for param, gradient in zip(self.model.parameters(), parameters(self.place, step), strict=True):
+                param.grad = gradient
+            self.opt.step()
+
+    def state(self) -> dict[str, Any]:
+        weights, state = get_state_dict(self.model, self.opt)
+        return {"model": weights, "optimizer": state}
+
+    def set(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.opt, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        self.opt.state_dict()  # which declares boxes
+        own = {(name, ""): param.detach() for name, param in self.model.named_parameters()}
+        of_slots = {(n, slot): t for n, p in self.model.named_parameters() for slot, t in self.opt.state[p].items()}
+        return {" ".join(key): tensor for key, tensor in (own | of_slots).items()}
+
+    def differing(self, expected: dict[str, torch.Tensor]) -> list[str]:
+        return [key for key, tensor in self.tensors().items() if not has_part(tensor, expected[key])]
+
+
+def alone(steps: int = STEPS) -> dict[str, torch.Tensor]:
+    whole = Model((None,))
+    whole.train(0, steps)
+    return {key: tensor.clone() for key, tensor in whole.tensors().items()}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, torch.Tensor]:
+    return alone()
+
+
+def begun(rank: int, world: int, homes: tuple[Home | None, ...], folder: str, expected: Any) -> list[str]:
+    mine = Model(homes)
+    mine.train(0, PART)
+    muonckpt.save(mine.state(), f"{folder}/ours")
+    dcp.save(mine.state(), checkpoint_id=f"{folder}/stock")
+    muonckpt.attest(mine.state(), f"{folder}/ours")
+    mine.train(PART, STEPS)
+    return mine.differing(expected) + misreported(mine, world)
+
+
+def misreported(mine: Model, world: int) -> list[str]:
+    """What the report says of bytes at owners, if that is not what ranks hold.  Collective."""
+    here = sum(local_of(tensor).nbytes for tensor in mine.tensors().values() if declares_boxes(tensor))
+    everywhere: list[int] = [0] * world
+    dist.all_gather_object(everywhere, here)
+    report = mine.opt.report()
+    return [] if report.at_owners == (min(everywhere), max(everywhere)) else [f"{report.at_owners}: {everywhere}"]
+
+
+def resumed(rank: int, world: int, homes: tuple[Home | None, ...], folder: str, expected: Any) -> list[str]:
+    wrong = []
+    for which in ("ours", "stock"):
+        mine = Model(homes)
+        mine.train(0, 1)  # what is loaded must replace it
+        state = mine.state()
+        if which == "ours":
+            muonckpt.load(state, f"{folder}/ours", attest=True)
+        else:
+            dcp.load(state, checkpoint_id=f"{folder}/stock")
+        mine.set(state)
+        mine.train(PART, STEPS)
+        wrong += [f"{which} {key}" for key in mine.differing(expected)]
+    return wrong
+
+
+def test_training_goes_on_elsewhere_amid_a_period(tmp_path: Path, expected: dict[str, torch.Tensor]):
+    names = ["FSDP2, rows", "FSDP2, columns", "EP × FSDP2, rows", "HSDP"]
+    for number, name in enumerate(names):
+        folder = str(tmp_path / str(number))
+        homes = TOPOLOGIES[name]
+        assert run(world_of(homes), begun, homes, folder, expected) == [[]] * world_of(homes)
+        after = TOPOLOGIES[names[number - 1]]
+        assert run(world_of(after), resumed, after, folder, expected) == [[]] * world_of(after)
+    assert resumed(0, 1, (None,), folder, expected) == []
+
+
+def redistributed(rank: int, world: int, expected: Any) -> list[str]:
+    source, target = Model(TOPOLOGIES["FSDP2, rows"]), Model(TOPOLOGIES["HSDP"])
+    source.train(0, PART)
+    state = target.state()
+    muonckpt.redistribute(source.state(), state, attest=True)
+    target.set(state)
+    target.train(PART, STEPS)
+    return target.differing(expected)
+
+
+def test_live_state_moves_to_other_owners(expected: dict[str, torch.Tensor]):
+    assert run(4, redistributed, expected) == [[]] * 4
