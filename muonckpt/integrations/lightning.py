@@ -1,14 +1,17 @@
-"""Lightning's Trainer: a strategy that saves and loads sharded runs through `muonckpt.save` and `muonckpt.load`."""
+"""Lightning's Trainer: a strategy that saves and loads sharded runs by this package, and checkpoints on signals."""
 
 from __future__ import annotations
 
 import io
+import os
+import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -20,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ..checkpoint.async_saving import AsyncSave, async_save
 from ..checkpoint.loading import load
 from ..checkpoint.saving import save
+from ..checkpoint.signals import On, Signals
 
 TRAINER = "trainer"
 """The key of loops, schedules and callbacks, as torch.save writes them."""
@@ -139,3 +143,48 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{number}"])
         trainer = Path(path) / STOCK if stock else io.BytesIO(state[TRAINER])
         return dict(torch.load(trainer, weights_only=weights_only))
+
+
+class SaveOnSignal(Callback):  # type: ignore[misc]
+    """Saves ``step=N.ckpt`` when a signal has reached any rank, at the end of the step that is under way.
+
+    Then the program goes on, or ends with exit code 75 on all ranks, as with `muonckpt.Series`.  While the Trainer
+    fits, it takes the place of Lightning's own handlers of these signals: that of SIGTERM broadcasts on the ranks that
+    have got the signal, and waits for the others.
+
+    Args:
+        folder: where to save.
+        on: as for `muonckpt.Series`.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], on: On = (signal.SIGTERM,)) -> None:
+        self._folder = Path(folder)
+        self._on = on
+        self._signals: Signals | None = None
+        self._step = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Install handlers, now that Lightning has installed its own."""
+        for number in self._on:
+            signal.signal(number, signal.SIG_DFL)
+        self._signals, self._step = Signals(self._on, None), trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Save if a signal has asked for it and a step has been taken.  Collective, as `muonckpt.Series.due`.
+
+        Raises:
+            SystemExit: a signal has asked to stop.
+        """
+        if self._signals is None or trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        if self._signals.due(f"on_train_batch_end({self._step})"):
+            place = str(self._folder / f"step={self._step}.ckpt")
+            self._signals.ask(place)
+            trainer.save_checkpoint(place)
+            self._signals.met(place)
+
+    def on_train_end(self, *_: Any) -> None:
+        """Put former handlers back."""
+        if self._signals is not None:
+            self._signals.close()

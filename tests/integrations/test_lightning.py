@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,10 @@ from muonckpt.optimizer.groups import Rule
 
 pytest.importorskip("lightning", reason="lightning is not installed (extra 'integrations')")
 
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
+
+from muonckpt.integrations.lightning import SaveOnSignal
 
 KINDS = ["ddp", "fsdp2"]
 
@@ -135,6 +139,43 @@ def test_a_run_on_four_ranks_goes_on_with_two_and_those_with_four(uninterrupted,
         assert distance(run(saved, train, kind, str(folder))[0], expected) < 2e-5
         result = run(resumed, train, kind, str(tmp_path / f"on {resumed}"), str(folder / "epoch=0.ckpt"))[0]
         assert distance(result, expected) < 2e-5
+
+
+class Sender(Callback):
+    """Sends this process signals, each amid a step."""
+
+    def __init__(self, numbers: dict[int, signal.Signals]) -> None:
+        self.numbers = numbers
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step + 1 in self.numbers:
+            signal.raise_signal(self.numbers[trainer.global_step + 1])
+
+
+def preempted(rank: int, world: int, kind: str, folder: str) -> object:
+    """The script; one rank gets a signal in step 2, the other one in the last one of the epoch."""
+    with as_launched(rank, world):
+        names = script("lightning.md")
+        made, asked = names["Trainer"], (signal.SIGTERM, signal.SIGUSR2)
+        sender = Sender([{3: signal.SIGTERM}, {2: signal.SIGUSR2}][rank])
+        names["Trainer"] = lambda callbacks, **options: made(
+            callbacks=[*callbacks, SaveOnSignal(folder, on=asked), sender], **options
+        )
+        try:
+            names["train"](folder, world, kind)
+        except SystemExit as ended:
+            return ended.code
+        finally:
+            for number in asked:
+                signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_signal_to_any_rank_is_a_checkpoint_and_the_run_goes_on_from_it(uninterrupted, kind, tmp_path):
+    assert run(2, preempted, kind, str(tmp_path)) == [75, 75]
+    assert {path.name for path in tmp_path.glob("step=*")} == {"step=2.ckpt", "step=3.ckpt"}
+    result = run(2, train, kind, str(tmp_path / "on"), str(tmp_path / "step=3.ckpt"))[0]
+    assert distance(result, uninterrupted[kind, 2][1]) == 0
 
 
 def with_another_rate(rank: int, world: int, kind: str, folder: str, resume: str) -> tuple[list[str], list[float]]:
