@@ -127,6 +127,17 @@ def test_objects_in_the_files_are_data_and_not_run(tmp_path):
         assert opened.provenance["not_read"] == ["'client' in mp_rank_00_model_states.pt"]
 
 
+def test_a_number_of_updates_that_is_no_tensor_becomes_one(tmp_path):
+    """As fused optimizers keep it."""
+    slots = {"step": 7, "exp_avg": torch.ones(6), "exp_avg_sq": torch.ones(6)}
+    group = {"lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8, "params": [0]}
+    path = made(tmp_path / "run", {"base_optimizer_state": {"state": {0: slots}, "param_groups": [group]}})
+    assert muonckpt.verify(path).verdict == "whole"
+    muonckpt.reshard(path, tmp_path / "ours", mesh={"dp": 2}, to_dialect="muonckpt")
+    with muonckpt.open(tmp_path / "ours") as ours:
+        assert ours.tensors["optimizer.state.w.step"].numpy() == 7
+
+
 @pytest.mark.parametrize(
     ("optimizer", "model", "message"),
     [

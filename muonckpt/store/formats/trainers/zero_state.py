@@ -13,6 +13,8 @@ Source: ``engine.py``, ``stage_1_and_2.py``, ``stage3.py`` and ``bf16_optimizer.
 from __future__ import annotations
 
 import re
+import struct
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -24,7 +26,7 @@ from ....layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, ran
 from ....layouts.buffers.parameters import Parameter
 from ....layouts.buffers.zero import held_whole, part_numel, partitioned_group, partitioned_parameters
 from ....record import Chunk, Chunks, Extent, Manifest, StateRecord
-from ....vocabulary import MOMENTUM, PARAMS, KeyPath
+from ....vocabulary import MOMENTUM, PARAMS, STEP, KeyPath
 from ...io import limits
 from ...io.location import Location
 from ...reading.dtypes import itemsize
@@ -47,6 +49,9 @@ _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(0|[1-9][0-9]{0,5})_mp_ran
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(0|[1-9][0-9]{0,5})_)?mp_rank_([0-9]{2,5})_model_states\.pt")
 
 _MOST_RANKS = 1 << 16
+
+_STEPS = "steps-in-memory"
+"""The name that stands for numbers of updates as tensors."""
 
 _MASTERS, _MASTERS_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 """The keys of the float32 partitions in ZeRO 1 and 2, and in ZeRO 3."""
@@ -106,8 +111,9 @@ def _read(path: Location, without: Collection[str] | None) -> LocatedReader:
     said = {name: value for name, value in provenance.items() if value}
     manifest = Manifest(tuple(found.tensors), tuple(found.items.blobs), said, dict.fromkeys(missing, ""))
     checksums = checksums_inside((*files.values(), *models.values()), [*found.tensors, *found.compared])
+    held = {**found.items.in_memory, _STEPS: bytes(found.steps)}
     faults = tuple(LostFileError(f"{path / name} is missing") for name in missing)
-    return LocatedReader(manifest, _ZeroPayloads(path, found.items.in_memory, checksums, found.copies), faults)
+    return LocatedReader(manifest, _ZeroPayloads(path, held, checksums, found.copies), faults)
 
 
 def _opened(
@@ -213,10 +219,21 @@ class _Found:
     copies: dict[Extent, _Copies] = field(default_factory=dict)
     compared: list[StateRecord] = field(default_factory=list)
     not_read: list[str] = field(default_factory=list)
+    steps: bytearray = field(default_factory=bytearray)
 
     def add(self, path: KeyPath, shape: Index, dtype: str, chunks: Iterable[Chunk]) -> None:
         own = Chunks.of(chunks, len(shape))
         self.tensors.append(StateRecord(key_of(path), path, shape, dtype, own))
+
+    def add_number(self, path: KeyPath, value: object) -> None:
+        """Add state that is no tensor; a number of updates, which fused optimizers keep so, as torch's AdamW has it."""
+        if path[-1] != STEP or type(value) is not int:
+            self.items.add(path, value)
+            return
+        raw = struct.pack("<f", value)
+        place = Extent(_STEPS, len(self.steps), len(raw))
+        self.steps.extend(raw)
+        self.add(path, (), "float32", [Chunk(Box.of(()), place, place, crc32=zlib.crc32(raw))])
 
     def add_parts(self, root: KeyPath, end: KeyPath, layout: BufferLayout, parts: Mapping[int, PlainTensor]) -> None:
         """Add the parameters of a layout, of which each rank has a flat part; those of other ranks are lost."""
@@ -402,7 +419,7 @@ def _add_state(found: _Found, layout: BufferLayout, owners: Mapping[int, tuple[_
             if not is_tensor(values[min(values)]):
                 value = _same("value", {rank: _plain(states[rank][0], value) for rank, value in values.items()})
                 for name in names:
-                    found.items.add(("optimizer", STATE, name, slot), value)
+                    found.add_number(("optimizer", STATE, name, slot), value)
                 continue
             decoded = {rank: PlainTensor(*states[rank][0].file.chunk(value)) for rank, value in values.items()}
             if not _same("dims", {rank: part.chunk.box.ndim for rank, part in decoded.items()}):
