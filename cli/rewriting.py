@@ -105,7 +105,7 @@ _LAYOUT_OPTIONS = (
         type=WordType(list(LAYOUTS)),
         default=ROWS,
         metavar="LAYOUT",
-        help=f"What each rank holds: {', '.join(LAYOUTS)}.",
+        help="What each rank holds; `muonckpt rules --layouts`.",
     ),
 )
 _OPTIONS = {
@@ -115,7 +115,7 @@ _OPTIONS = {
         "format",
         type=FormatType(FORMATS),
         metavar="FORMAT",
-        help=f"Format to write: {', '.join(FORMATS)}.",
+        help="Format to write; `muonckpt rules --formats`.",
     ),
     "to": click.option(
         "--to", "to_dialect", type=ProgramType(_WRITABLE), metavar="PROGRAM", help="Program to write for."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from ..converters.engine.container import FORMATS
 from ..converters.programs.registry import DIALECTS
 from ..converters.target.topology import LAYOUTS
 from ..converters.translate.names import READY_MADE, ready_made
@@ -15,7 +16,8 @@ from .printing import print_table
 @click.argument("name", type=RulesType(files=False), required=False)
 @click.option("--dialects", is_flag=True, help="List the programs for --from and --to.")
 @click.option("--layouts", is_flag=True, help="List the layouts for --layout.")
-def rules_command(name: str | None, dialects: bool, layouts: bool) -> None:
+@click.option("--formats", is_flag=True, help="List the formats for --format.")
+def rules_command(name: str | None, dialects: bool, layouts: bool, formats: bool) -> None:
     """Print the table NAME as TOML for --rules (inverse:NAME for the opposite direction); without NAME list all tables.
 
     \b
@@ -28,6 +30,8 @@ def rules_command(name: str | None, dialects: bool, layouts: bool) -> None:
         print_table(("dialect", "momentum", "", "program"), programs)
     elif layouts:
         print_table(("layout", "what a rank has"), list(LAYOUTS.items()))
+    elif formats:
+        print_table(("format",), [(format,) for format in FORMATS])
     elif name is None:
         tables = [(name, len(ready_made(name).rules), str(ready_made(name).rules[0])) for name in READY_MADE]
         print_table(("table", "rules", "the first"), tables)

@@ -92,7 +92,8 @@ def _refuse_group_options(options: Mapping[str, Any], own: Collection[str]) -> N
     for key in sorted(options.keys() - own):
         value = options[key]
         algorithms = [value] if key == "algorithm" else [name for name, known in GROUP_OPTIONS.items() if key in known]
-        if kinds := [kind for kind, of in KINDS.items() if not {*algorithms}.isdisjoint(FAMILIES[of.algorithm])]:
+        usual = [kind for kind, of in KINDS.items() if of.algorithm in algorithms]
+        if kinds := usual or [kind for kind, of in KINDS.items() if {*algorithms} & {*FAMILIES[of.algorithm]}]:
             given = ", ".join(f"{kind!r}: {{{key!r}: {value!r}}}" for kind in kinds)
             raise TypeError(f"{key}={value!r} is an option of some kinds of parameters only. Write kinds={{{given}}}")
 

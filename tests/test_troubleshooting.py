@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from support.commands import called
 from torch import nn
@@ -68,6 +69,22 @@ def another_option() -> None:
     Muon(layer.parameters(), lr=0.02, ns_steps=4).load_state_dict(state)
 
 
+def another_rate() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    state = Muon(layer.parameters(), lr=0.02).state_dict()
+    Muon(layer.parameters(), lr=0.01).load_state_dict(state)
+
+
+def a_destroyed_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    weight = parameter(3, 3)
+    weight.grad = torch.ones(3, 3)
+    optimizer = Muon([weight], lr=0.02, replicas=dist.group.WORLD)
+    optimizer.step()
+    dist.destroy_process_group()
+    optimizer.step()
+
+
 def under_torchrun() -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -104,6 +121,8 @@ def calls() -> Iterator[Callable[[], object]]:
     yield lambda: muonckpt.load(dict(WEIGHT), changed_file("flipped", flipped))
     yield lambda: muonckpt.load(dict(WEIGHT), changed_file("cut", lambda data: data[:100]))
     yield a_hole
+    yield another_rate
+    yield a_destroyed_group
     yield lambda: Muon([parameter(3)], lr=0.02)
     yield lambda: Muon([{"params": [parameter(3, 3)]}, {"params": [parameter(3)], "algorithm": "adamw"}], lr=0.02)
     yield lambda: Muon([{"params": [parameter(3, 3)], "nesterow": True}], lr=0.02)
@@ -125,7 +144,7 @@ def message(call: Callable[[], object]) -> str:
         warnings.simplefilter("always")
         try:
             printed = call()
-        except (muonckpt.MuonckptError, ValueError) as error:
+        except (muonckpt.MuonckptError, ValueError, RuntimeError) as error:
             return str(error)
     return "\n".join([str(printed), *(str(warning.message) for warning in caught)])
 

@@ -177,15 +177,15 @@ class RankSet:
     def step_intent(self, all_groups: Sequence[ParamGroup], constants: Facts) -> Intent:
         """Return the intent to step those of the parameters that have a gradient."""
         gradients = tuple([None if (given := param.grad) is None else given.dtype for param, *_ in self._momenta])
-        momenta = tuple([None if kept is None else kept.dtype for _, kept in self._momenta])
+        momenta = tuple([None if slot is None else slots[slot].dtype for _, slots, slot in self._momenta])
         groups = self.groups(all_groups)
         return step_intent(groups, self.device, constants, gradients, momenta, lambda: self.labels)
 
     @cached_property
-    def _momenta(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Parameters and their momenta: looking parameters up in each step would take longer."""
+    def _momenta(self) -> list[tuple[Tensor, Mapping[str, Tensor], str | None]]:
+        """Parameters, their states, and the slots of momenta: looking parameters up in each step would take longer."""
         states = ((member.param, self.state[member.param]) for member in self.members)
-        return [(param, slots.get(MOMENTUM, slots.get(EXP_AVG))) for param, slots in states]
+        return [(param, slots, next(filter(slots.__contains__, (MOMENTUM, EXP_AVG)), None)) for param, slots in states]
 
     def groups(self, all_groups: Sequence[ParamGroup]) -> dict[int, ParamGroup]:
         """Return the groups of its parameters, by their common numbers."""

@@ -84,7 +84,7 @@ def give_gradients(params: list[nn.Parameter]) -> None:
 def test_a_step_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("step.kernels")
     monkeypatch.setattr(planner, "has_kernels", lambda device, dtype: True)
-    for module in (scalar, products):
+    for module in (scalar, products, step_module):
         monkeypatch.setattr(module, "capturable", lambda device: True)
     params, opt = whole_step(rates := live_rates())
     give_gradients(params)
