@@ -53,14 +53,15 @@ from .step.step import Step, Steps
 class Muon(ForModel, CollectiveOptimizer):
     """Muon for matrices and AdamW or Lion for the rest, in one optimizer.
 
-    Each parameter group chooses ``algorithm="muon"`` (the default), "normuon", "adamw" or "lion".  Parameters are plain
-    tensors or DTensors on any mesh (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``).
-    The same global gradients give the same bits on any mesh.  A parameter of three dims is a stack of matrices
-    (experts).
+    Each parameter group chooses ``algorithm="muon"`` (the default), another of `methods.matrix.MATRICES` ("normuon",
+    "adamuon", "hyperball", "soap"), a `MatrixMethod`, "adamw" or "lion".  Parameters are plain tensors or DTensors on
+    any mesh (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``).  The same global gradients
+    give the same bits on any mesh.  A parameter of three dims is a stack of matrices (experts).
 
-    Every parameter has state from construction on, in its own layout: ``momentum_buffer`` (``m = momentum * m +
+    Every parameter has state from construction on: in its own layout ``momentum_buffer`` (``m = momentum * m +
     (1 - momentum) * g``), NorMuon's ``second_moment`` (one float32 number a row), or ``exp_avg``, ``exp_avg_sq`` and
-    ``step``.  So stock ``get_optimizer_state_dict`` and DCP save and load all of it.  A parameter without a gradient is
+    ``step``; and what a method keeps at the owners of matrices.  So stock ``get_optimizer_state_dict`` and DCP save and
+    load all of it.  A parameter without a gradient is
     skipped, as in torch; it must then have none on any rank that holds it.
 
     Args:
@@ -69,7 +70,7 @@ class Muon(ForModel, CollectiveOptimizer):
             ``adjust_lr_fn="match_rms_adamw"``.
         weight_decay: default of all groups.  Decay is decoupled: ``p *= 1 - lr * weight_decay``.
         cautious: default of all groups: decay only elements that the update does not move away from zero.
-        momentum, nesterov: of matrix groups ("muon", "normuon").
+        momentum, nesterov: of groups of matrices.
         adjust_lr_fn: scales the rate by a matrix's shape: a key of ``ADJUST_LR``, or a function of rows and columns,
             which state dicts only name.  None: "original".
         ns_coefficients: the name of a set of Newton-Schulz coefficients, a `CoefficientSet`, or one or more triples.

@@ -33,7 +33,7 @@ STATS_MEMORY = 256 << 20
 _BATCH = 2 << 20
 """Bytes of small tensors that are measured at once."""
 
-_ROLES = (Role.WEIGHTS, Role.MOMENTUM, Role.MASTERS, Role.MOMENTS)
+_ROLES = (Role.WEIGHTS, Role.MOMENTUM, Role.MASTERS, Role.MOMENTS, Role.STATE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ from support.topologies import TOPOLOGIES, Home, placer, world_of
 from support.workers import run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import muonckpt
 from muonckpt.layouts.tensors import declares_boxes, local_of
-from muonckpt.optimizer import Muon
+from muonckpt.optimizer import LayerWise, Muon
 
 SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "up": ((7, 5), {"algorithm": "soap", "period": 3}),
@@ -145,3 +146,39 @@ def redistributed(rank: int, world: int, expected: Any) -> list[str]:
 
 def test_live_state_moves_to_other_owners(expected: dict[str, torch.Tensor]):
     assert run(4, redistributed, expected) == [[]] * 4
+
+
+def owned_by_layers(rank: int, world: int, folder: str) -> list[bool]:
+    """Train a model with owners of whole parameters, and one by itself; save, and load on rows of a mesh."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False))
+    alone = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    options = {"algorithm": "soap", "period": 2, "lr": 0.1}
+    opt = LayerWise(model, [{"params": [*model.parameters()], **options}])
+    other = Muon([{"params": alone, **options}])
+    for seed in range(4):
+        torch.manual_seed(seed)
+        gradients = [torch.randn_like(param) for param in alone]
+        torch.stack([(p * g).sum() for p, g in zip(model.parameters(), gradients, strict=True)]).sum().backward()
+        opt.step()
+        for param, gradient in zip(alone, gradients, strict=True):
+            param.grad = gradient
+        other.step()
+    muonckpt.save({"optimizer": get_state_dict(model, opt)[1]}, folder)
+    elsewhere = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False))
+    fully_shard(elsewhere)
+    third = Muon([{"params": [*elsewhere.parameters()], **options}])
+    state = get_state_dict(elsewhere, third)[1]
+    muonckpt.load({"optimizer": state}, folder)
+    return [
+        *(torch.equal(mine, whole) for mine, whole in zip(model.parameters(), alone, strict=True)),
+        *(
+            has_part(tensor, other.state[whole][slot])
+            for param, whole in zip(elsewhere.parameters(), alone, strict=True)
+            for slot, tensor in third.state[param].items()
+        ),
+    ]
+
+
+def test_owners_of_whole_parameters_keep_such_state_and_other_meshes_load_it(tmp_path: Path):
+    assert run(2, owned_by_layers, str(tmp_path / "saved")) == [[True] * 16] * 2
