@@ -145,7 +145,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         return dict(torch.load(trainer, weights_only=weights_only))
 
 
-class SaveOnSignal(Callback):  # type: ignore[misc]
+class CheckpointOnSignal(Callback):  # type: ignore[misc]
     """Saves ``step=N.ckpt`` when a signal has reached any rank, at the end of the step that is under way.
 
     Then the program goes on, or ends with exit code 75 on all ranks, as with `muonckpt.Series`.  While the Trainer

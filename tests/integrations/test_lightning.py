@@ -25,7 +25,7 @@ pytest.importorskip("lightning", reason="lightning is not installed (extra 'inte
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from muonckpt.integrations.lightning import SaveOnSignal
+from muonckpt.integrations.lightning import CheckpointOnSignal
 
 KINDS = ["ddp", "fsdp2"]
 
@@ -159,7 +159,7 @@ def preempted(rank: int, world: int, kind: str, folder: str) -> object:
         made, asked = names["Trainer"], (signal.SIGTERM, signal.SIGUSR2)
         sender = Sender([{3: signal.SIGTERM}, {2: signal.SIGUSR2}][rank])
         names["Trainer"] = lambda callbacks, **options: made(
-            callbacks=[*callbacks, SaveOnSignal(folder, on=asked), sender], **options
+            callbacks=[*callbacks, CheckpointOnSignal(folder, on=asked), sender], **options
         )
         try:
             names["train"](folder, world, kind)
