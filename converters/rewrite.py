@@ -85,7 +85,7 @@ def reshard(
             momentum = () if request.translates else momentum_note(with_slots(opened.outline))
             unused = not container.of_ranks and math.prod((mesh or {}).values()) > 1
             mesh_note = (f"{container.name} holds whole tensors; the mesh makes no difference",) if unused else ()
-            return execution.run(job, place, (*mesh_note, *_unread(opened), *momentum), workers)
+            return execution.run(job, place, (*mesh_note, *notes_on_unread(opened), *momentum), workers)
 
 
 Arguments = ParamSpec("Arguments")
@@ -141,7 +141,7 @@ def check_use(container: Container, mesh: Mapping[str, int] | None, has_rules: b
             raise TargetError(f"{option} has no meaning for format {container.name}; leave it out")
 
 
-def _unread(source: OpenCheckpoint) -> tuple[str, ...]:
+def notes_on_unread(source: OpenCheckpoint) -> tuple[str, ...]:
     """Return notes on what lies beside the source, or in its folder, and is not read."""
     place = items_beside(source.path)
     notes = (f"the items in {place} are not read",) if place.exists() else ()

@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from ..errors import DestinationError, LostFileError, SourceError, TargetError
+from ..errors import ADVICE, DestinationError, LostFileError, SourceError, TargetError, UnlistedError
 from ..record import MANIFEST_FILE
 from ..store.audit import audit, payload_bytes
 from ..store.damage import Damage
@@ -24,7 +25,7 @@ from .look.contents import kinds_in
 from .merge.filling import Filling, FillingSource
 from .options import IN_ONE_GO, Execution
 from .report import Report
-from .rewrite import check_use, default_format, target_of
+from .rewrite import check_use, default_format, notes_on_unread, target_of
 from .target.topology import ROWS
 
 
@@ -78,13 +79,21 @@ def salvage(
             )
         stack.enter_context(broken)
         opened = [stack.enter_context(_best(location(other, SourceError))) for other in others]
+        broken = _with_unlisted(broken, opened)
         container = container_of(format or default_format(broken, None))
         target = target_of(mesh or {"dp": _ranks(broken)}, {}, ROWS)
         check_use(container, target.mesh, False, ROWS)
         for one in (broken, *opened):
             check_destination(one.path, place, container)
         size = payload_bytes(broken.outline)
-        found = audit(broken, lambda count: execution.progress(count, 3 * size), execution.jobs, kinds_in)
+        audited = partial(
+            audit, passed=lambda count: execution.progress(count, 3 * size), jobs=execution.jobs, kinds=kinds_in
+        )
+        found = audited(broken)
+        if found.damage.mixed_up and (stock := next(descriptions, None)) is not None:
+            unread.append(found.diagnosis.error)
+            broken = stack.enter_context(stock)
+            found = audited(broken)
         if not unread and not found.damage and all(finding.kind == "nonfinite" for finding in found.findings):
             raise TargetError(f"{broken.path} is whole: nothing of it is lost, so there is nothing to salvage")
         own = [*descriptions, *_replicas(broken, found.damage)] if found.damage else []
@@ -96,7 +105,7 @@ def salvage(
         job = make_job(salvaged, target, (), lambda _: outputs, container)
         entry = salvaged.provenance["salvaged"][-1]
         later = replace(execution, progress=lambda count, total: execution.progress(count, size + total))
-        report = later.run(job, place, (entry["damage"], *entry["notes"]), workers)
+        report = later.run(job, place, (entry["damage"], *entry["notes"], *notes_on_unread(broken)), workers)
         return report and replace(report, salvaged=entry)
 
 
@@ -120,6 +129,30 @@ def _descriptions(path: Location, errors: list[SourceError]) -> Iterator[OpenChe
             if not isinstance(fault, LostFileError):
                 raise fault
         yield opened
+
+
+def _with_unlisted(broken: OpenCheckpoint, others: Sequence[OpenCheckpoint]) -> OpenCheckpoint:
+    """Return a checkpoint as one that has lost also the tensors that only others say it had.
+
+    Raises:
+        SourceError: none of them says so.
+    """
+    for fault in (fault for fault in broken.faults if isinstance(fault, UnlistedError) and fault.count != 0):
+        known = {tensor.key for tensor in broken.outline.tensors}
+        for other in others:
+            lost = [
+                tensor
+                for tensor in other.outline.tensors
+                if tensor.key not in known and tensor.key in (fault.keys or (tensor.key,))
+            ]
+            if known & {tensor.key for tensor in other.outline.tensors} and fault.count in (None, len(lost)):
+                return broken.having_lost(lost)
+        tried = f"; those given ({', '.join(str(other.path) for other in others)}) do not" if others else ""
+        raise SourceError(
+            f"{broken.path}: {str(fault).removeprefix(f'{broken.path}: ')}. Nothing was written. {ADVICE}give a "
+            f"checkpoint that has the same keys, such as the step before, with --from: it says what there was{tried}"
+        )
+    return broken
 
 
 def _best(path: Location) -> OpenCheckpoint:

@@ -7,7 +7,7 @@ families to exit codes; nothing else depends on the hierarchy.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -46,6 +46,19 @@ class DamageError(SourceError):
 
 class LostFileError(DamageError):
     """A file of a checkpoint is missing or cut: what it held is lost, and all else may be whole."""
+
+
+class UnlistedError(LostFileError):
+    """What described some tensors is lost: another checkpoint of the same model says what they were.
+
+    Attributes:
+        keys: of these tensors; None if nothing tells.
+        count: how many they are; None if nothing tells.
+    """
+
+    def __init__(self, fault: str, keys: Collection[str] | None = None, count: int | None = None) -> None:
+        super().__init__(fault)
+        self.keys, self.count = keys, count if keys is None else len(keys)
 
 
 ADVICE = "What to do: "

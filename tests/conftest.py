@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,3 +76,11 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, state = get_state_dict(net, opt)
     muonckpt.save({"model": model, "optimizer": state}, path, provenance={"step": 1})
     return path
+
+
+@pytest.fixture
+def run(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """The folder of a run, of three steps that are alike; for damage."""
+    for step in (1, 2, 3):
+        shutil.copytree(tiny_checkpoint, tmp_path / "run" / f"step-{step:08}")
+    return tmp_path / "run"

@@ -291,6 +291,7 @@ NEVER = {
     f"{FORMATS}.layer_wise",
     f"{FORMATS}.safetensors",
     f"{FORMATS}.zarr",
+    f"{FORMATS}.zarr_writer",
     "fsspec",
     "importlib.metadata",
     "tomllib",

@@ -50,6 +50,12 @@ def flipped(data: bytes) -> bytes:
     return data.replace(WEIGHT["w"].numpy().tobytes(), torch.full((8, 4), 2.0).numpy().tobytes())
 
 
+def of_another_save() -> str:
+    muonckpt.save({"w": 2 * WEIGHT["w"]}, "other")
+    shutil.copyfile("run/muonckpt.json", "other/muonckpt.json")
+    return called("verify", "other").stdout
+
+
 def a_hole() -> None:
     Path("hole").mkdir()
     with Path("hole/.metadata").open("wb") as file:
@@ -120,6 +126,7 @@ def calls() -> Iterator[Callable[[], object]]:
     yield another_option
     yield lambda: muonckpt.load(dict(WEIGHT), changed_file("flipped", flipped))
     yield lambda: muonckpt.load(dict(WEIGHT), changed_file("cut", lambda data: data[:100]))
+    yield of_another_save
     yield a_hole
     yield another_rate
     yield a_destroyed_group

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...box import Box
 from ...record import Manifest, StateRecord
-from ...store.formats import safetensors, zarr
+from ...store.formats import safetensors, zarr_writer
 from ...store.formats.zarr import ZarrArray
 from ...store.io import publish
 from ...store.io.checksums import xxh3_128
@@ -122,7 +122,7 @@ def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any
 class ZarrFiles(WholeFiles):
     """A zarr hierarchy with chunks of at most ``chunk_bytes``, which is the least that zarr reads at a time."""
 
-    chunk_bytes: int = zarr.CHUNK_BYTES
+    chunk_bytes: int = zarr_writer.CHUNK_BYTES
     name: ClassVar[str] = "zarr"
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
@@ -130,21 +130,21 @@ class ZarrFiles(WholeFiles):
         return [file for output, array in zip(tensors, arrays, strict=True) for file in _array_files(output, array)]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        zarr.write_descriptions(manifest, self._arrays(manifest.tensors), folder)
+        zarr_writer.write_descriptions(manifest, self._arrays(manifest.tensors), folder)
 
     def _arrays(self, tensors: Sequence[StateRecord]) -> list[ZarrArray]:
-        return zarr.arrays(tensors, self.shard_bytes, self.chunk_bytes)
+        return zarr_writer.arrays(tensors, self.shard_bytes, self.chunk_bytes)
 
 
 def _array_files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]:
     files = [(name, list(array.chunks(box))) for name, box in array.files()]
     plans = iter(chunk_plans(output, [box for _, chunks in files for _, box in chunks], bare))
     for name, chunks in files:
-        index = zarr.index_of(array, [number for number, _ in chunks])
+        index = zarr_writer.index_of(array, [number for number, _ in chunks])
         framed = []
         for number, plan in zip((number for number, _ in chunks), plans, strict=False):
             suffix = index if number == chunks[-1][0] else b""
-            frame = zarr.ChunkFrame(plan.frame.payload_length, array.chunk_bytes, suffix)
+            frame = zarr_writer.ChunkFrame(plan.frame.payload_length, array.chunk_bytes, suffix)
             framed.append(replace(plan, frame=frame))
         written = OutputChunks.end_to_end(name, [output] * len(framed), framed)
         yield OutputFile(name, (), written, written.end)

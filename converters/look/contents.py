@@ -190,6 +190,17 @@ def _method(dialect: Dialect, slots: frozenset[str], named: str | None) -> Store
     return next((method for method in fitting if method.name == named), fitting[0] if fitting else None)
 
 
+def option_value(value: object) -> str:
+    """Return an option as tables show it."""
+    match value:
+        case [*parts]:
+            return "/".join(map(option_value, parts))
+        case float():
+            return f"{value:.6g}"
+        case _:
+            return str(value)
+
+
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 

@@ -26,7 +26,7 @@ from ...store.opening import open_damaged
 from ...store.reading.dtypes import itemsize
 from ...store.verified import Verified, verified
 from ...wording import Finding, counted, moment, size
-from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look, folded, ranges
+from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look, folded, option_value, ranges
 from .holders import (
     Branch,
     StoredShard,
@@ -470,21 +470,11 @@ def _in_words(options: Mapping[str, Any], most: int | None = None) -> str:
     ordered = sorted(options, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
     known = [name for name in ordered if options[name] is not None]
     most = len(options) if most is None or len(options) <= most + 1 else most  # one more is no longer than its count
-    said = [f"{name} {_value(options[name])}" for name in known[:most]]
+    said = [f"{name} {option_value(options[name])}" for name in known[:most]]
     if more := len(known) - len(said):
         said.append(f"{more} more (--groups)")
     unset = ", ".join(name for name in ordered if options[name] is None) if len(options) <= most else ""
     return "; ".join(filter(None, (", ".join(said), unset and f"not set: {unset}")))
-
-
-def _value(value: object) -> str:
-    match value:
-        case [*parts]:
-            return "/".join(map(_value, parts))
-        case float():
-            return f"{value:.6g}"
-        case _:
-            return str(value)
 
 
 def _balance_lines(balance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.run import Run, RunStep, Visit, look_at_folder, run_of
 from ...wording import counted, moment, size
-from .contents import FirstLook, Role, first_look
+from .contents import FirstLook, Role, first_look, option_value
 from .holders import writing_ranks
 
 Shape = tuple[int, ...]
@@ -107,7 +107,7 @@ class StepChange:
         if len(self.reshaped) > 3:
             yield f"and {len(self.reshaped) - 3} more tensors of another shape or dtype"
         for name, before, after, count in self.options:
-            yield f"{name} {_value(before)} -> {_value(after)} ({counted(count, 'parameter')})"
+            yield f"{name} {option_value(before)} -> {option_value(after)} ({counted(count, 'parameter')})"
         still = {role: same for role, (changed, same, _) in self.moved.items() if same and role in _MOVING}
         for role, same in still.items():
             total = sum(self.moved[role])
@@ -134,15 +134,6 @@ class StepChange:
 _MOVING = frozenset({Role.WEIGHTS, Role.MOMENTUM, Role.MOMENTS, Role.MASTERS})
 
 _ABSENT = "absent"
-
-
-def _value(value: object) -> str:
-    match value:
-        case [*parts]:
-            return "/".join(map(_value, parts))
-        case float():
-            return f"{value:.6g}"
-    return str(value)
 
 
 def change_between(since: str, before: StepFacts, name: str, after: StepFacts) -> StepChange:

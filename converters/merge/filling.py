@@ -25,7 +25,7 @@ from ...record import Blob, Manifest, StateRecord
 from ...store.damage import BEGIN_ANEW, Damage, Kind
 from ...store.diagnosis import Diagnosis
 from ...store.open_checkpoint import OpenCheckpoint, check_blob
-from ...store.reading.payloads import check_chunk
+from ...store.reading.payloads import check_chunk, payload_of
 from ...version import PROGRAM
 from ...vocabulary import MOMENTUM, begins_as_zeros
 from ...wording import counted
@@ -63,7 +63,10 @@ class FillingSource:
             try:
                 if not all_located:
                     (tensor,) = self.opened.locate([replace(tensor, chunks=tensor.chunks.only([number]))])
-                check_chunk(self.opened.payloads, tensor, tensor.chunks[number if all_located else 0])
+                chunk = tensor.chunks[number if all_located else 0]
+                payload = payload_of(tensor, chunk)
+                self.opened.payloads.reaching(payload.file, payload.end)  # there may be no checksum
+                check_chunk(self.opened.payloads, tensor, chunk)
             except MuonckptError:
                 return False
             return True
@@ -212,12 +215,14 @@ class Filling:
         return source.own or (source.look.step is not None and source.look.step == self.look.step)
 
     def _may_give(self, source: FillingSource, mine: StateRecord, theirs: StateRecord, mix_steps: bool) -> bool:
-        conventions = _convention(mine, self.look), _convention(theirs, source.look)
-        differ = None not in conventions and conventions[0] != conventions[1]
+        conventions = [_convention(mine, self.look), _convention(theirs, source.look)]
+        is_same = source.own or (mine.fingerprint is not None and mine.fingerprint == theirs.fingerprint)
+        if is_same and None in conventions:
+            conventions = [None, None]
         for what, expected, found in (
             ("shape", mine.shape, theirs.shape),
             ("dtype", mine.dtype, theirs.dtype),
-            ("momentum convention", *(conventions if differ else (None, None))),
+            ("momentum convention", *(convention or "(not recorded)" for convention in conventions)),
         ):
             if expected != found:
                 raise SourceError(

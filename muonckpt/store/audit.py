@@ -23,7 +23,7 @@ from ..fingerprint import as_hex, combine
 from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from ..wording import Finding
 from .damage import Damage, Kinds, damage_of_files, kinds_by_slot
-from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
+from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, faults_of, remains
 from .formats.native import stock_metadata
 from .formats.registry import DCP, OWN
 from .formats.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE, items_beside
@@ -34,7 +34,7 @@ from .io.regular import open_regular, read_whole
 from .open_checkpoint import OpenCheckpoint, check_blob
 from .reading.blocks import bands
 from .reading.dtypes import itemsize
-from .reading.payloads import BAND_BYTES, Payloads, Progress, as_words, nonfinite, payload_of
+from .reading.payloads import BAND_BYTES, Payloads, Progress, as_words, check_chunk, nonfinite, payload_of
 from .small_tensors import examined
 
 
@@ -44,7 +44,7 @@ def description_faults(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Fin
     Args:
         framed: the items of a checkpoint of ours are known to be what its manifest says.
     """
-    yield from (Finding("files", str(fault)) for fault in checkpoint.faults)
+    yield from faults_of(checkpoint)
     if checkpoint.lacks_manifest:
         message = f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing; restore it from a copy"
         yield Finding("manifest", message)
@@ -258,7 +258,7 @@ def verify(
         reasons = (Finding("description", str(error)),)
         if (rest := remains(place)) is None:
             return AuditReport(0, 0, 0, 0, 0, {}, reasons, (), diagnosis_of_unreadable(place, error))
-        opened = rest
+        opened, reasons = rest, () if rest.faults else reasons
     with opened as checkpoint:
         checkpoint.payloads.pace = pace
         total = payload_bytes(checkpoint.outline)
@@ -343,6 +343,7 @@ def audit(
         findings += _against_integrity(path)
     every = (*description_faults(checkpoint, framed), *findings)
     damage = replace(by_files, chunks=lost, items=frozenset(lost_items), read=True)
+    damage = replace(damage, mixed_up=_is_of_another_save(checkpoint, damage))
     return AuditReport(
         tensors=len(manifest.tensors),
         chunks=int((manifest.elements > 0).sum()),
@@ -354,6 +355,21 @@ def audit(
         notes=tuple(notes),
         diagnosis=diagnosis_of(checkpoint, damage, every, kinds),
     )
+
+
+def _is_of_another_save(checkpoint: OpenCheckpoint, damage: Damage) -> bool:
+    """Return whether files are whole by DCP's description and their own checksums, and mostly not what ours says."""
+    lost, every = damage.by_file
+    if checkpoint.format is not OWN or damage.files or not lost.any() or (2 * lost <= every)[every > 0].any():
+        return False
+    try:
+        with OpenCheckpoint(checkpoint.path, DCP) as stock:
+            for tensor in stock.locate(stock.outline.tensors):
+                for number in np.flatnonzero(tensor.boxes.numel)[:1].tolist():
+                    check_chunk(stock.payloads, tensor, tensor.chunks[number])
+            return not stock.faults
+    except MuonckptError:
+        return False
 
 
 def _located_but(

@@ -21,7 +21,7 @@ from ..box import Box
 from ..chunks import Boxes
 from ..errors import SourceError
 from ..layout import holes_in
-from ..record import Manifest, StateRecord
+from ..record import MANIFEST_FILE, Manifest, StateRecord
 from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, SECOND_MOMENT, STEP
 from ..wording import counted, size
 from .io.regular import open_regular
@@ -88,6 +88,7 @@ class Damage:
         unopened: why files that are there cannot be opened; they are among ``files``, with None.
         holes: boxes of tensors, by key, that no chunk covers, although the tensor has them.
         read: whether all bytes were compared with what was recorded; else only the files' sizes.
+        mixed_up: whether the manifest is that of another save than the files.
     """
 
     manifest: Manifest
@@ -97,9 +98,18 @@ class Damage:
     unopened: Mapping[str, str] = field(default_factory=dict)
     holes: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
     read: bool = False
+    mixed_up: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.chunks.any() or self.items or self.files or self.holes)
+
+    @cached_property
+    def by_file(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each file of ``manifest.columns``, how many of its chunks are lost, and how many it has with elements."""
+        columns = self.manifest.columns
+        of_lost, of_all = columns.file[self.chunks], columns.file[self.manifest.elements > 0]
+        count = len(columns.names)
+        return np.bincount(of_lost, minlength=count), np.bincount(of_all, minlength=count)
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -163,6 +173,10 @@ class Damage:
             keys = sorted(self.items)
             some = ", ".join(keys[:2]) + f" and {len(keys) - 2} more" * (len(keys) > 2)
             parts.append(f"{len(keys)} of {len(self.manifest.blobs)} items that are not tensors ({some})")
+        if self.mixed_up:
+            found, stored = int(self.chunks.sum()), int((self.manifest.elements > 0).sum())
+            files = _files(sorted(self.manifest.columns.names))
+            return f"{MANIFEST_FILE} is of another save than {files}: {found} of {stored} chunks have other bytes"
         if not parts:
             rest = "tensors and items are whole" if self.read else "all other files have their size"
             return f"{'; '.join(self._causes())}; {rest}"
@@ -189,8 +203,7 @@ class Damage:
         for name in sorted(self.unopened)[:1]:
             yield f"{_files(sorted(self.unopened))} cannot be opened: {self.unopened[name]}"
         columns = self.manifest.columns
-        damaged = np.bincount(columns.file[self.chunks], minlength=len(columns.names))
-        every = np.bincount(columns.file[self.manifest.elements > 0], minlength=len(columns.names))
+        damaged, every = self.by_file
         of_items = {blob.item.file for blob in self.manifest.blobs if blob.key in self.items}
         others = {columns.names[number] for number in np.flatnonzero(damaged)} | of_items
         others -= self.files.keys()

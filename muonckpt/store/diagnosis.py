@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ADVICE, DamageError, MuonckptError, SourceError
+from ..errors import ADVICE, DamageError, MuonckptError, SourceError, UnlistedError
 from ..record import MANIFEST_FILE, Manifest
 from ..wording import Finding, counted
 from .damage import BEGIN_ANEW, NOTHING_LOST, Damage, Kind, Kinds, damage_of_files, kinds_by_slot, rank_in_name
 from .formats.native import read_native
-from .formats.registry import OWN, ZARR, format_of
+from .formats.registry import OWN, format_of
 from .formats.signs import MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE, items_beside
 from .io.location import Location
 from .open_checkpoint import OpenCheckpoint
@@ -123,7 +123,7 @@ def diagnosis_by_files(
     checkpoint: OpenCheckpoint, kinds: Kinds = kinds_by_slot, besides: Collection[str] = ()
 ) -> Diagnosis:
     """Say what is wrong with an open checkpoint, as far as names and sizes of files tell; ``besides`` as for it all."""
-    findings = [Finding("files", str(fault)) for fault in checkpoint.faults]
+    findings = faults_of(checkpoint)
     if checkpoint.lacks_manifest:
         findings.append(Finding("manifest", f"{checkpoint.path} has lost its {MANIFEST_FILE}"))
     if checkpoint.items_digest is not None and not items_beside(checkpoint.path).exists():
@@ -131,24 +131,32 @@ def diagnosis_by_files(
     return diagnosis_of(checkpoint, damage_of_files(checkpoint), findings, kinds, besides)
 
 
+def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
+    """Return the faults that its reader has found."""
+
+    def kind(fault: SourceError) -> str:
+        if not isinstance(fault, UnlistedError):
+            return "files"
+        return "description" if fault.count == 0 else "unlisted"
+
+    return [Finding(kind(fault), str(fault).removeprefix(f"{checkpoint.path}: ")) for fault in checkpoint.faults]
+
+
 def diagnosis_of_unreadable(path: Location, error: MuonckptError, besides: Collection[str] = ()) -> Diagnosis:
     """Say what is wrong with what cannot be opened; ``error`` is the reason."""
     if (rest := remains(path)) is not None:
         with rest:
-            return diagnosis_of(rest, damage_of_files(rest), (), besides=besides)
+            return diagnosis_by_files(rest, besides=besides)
     reason = str(error).removeprefix(f"{path}: ")
     return Diagnosis(path, f"it cannot be opened: {reason}", tuple(_instead_of_unreadable(path, besides)))
 
 
 def remains(path: Location) -> OpenCheckpoint | None:
-    """Open what is left of a checkpoint that cannot be opened, if its format can and files are lost; else None.
-
-    Not of zarr, where a damaged description may make it look for any number of chunks.
-    """
+    """Open what is left of a checkpoint that cannot be opened, if its format can and something is lost; else None."""
     try:
-        if (format := format_of(path)) is not ZARR and (left := format.without(())):
+        if left := format_of(path).without(()):
             opened = OpenCheckpoint(path, left)
-            if damage_of_files(opened):
+            if opened.faults or damage_of_files(opened):
                 return opened
     except SourceError:
         pass
@@ -239,13 +247,17 @@ def _remedies(
     What gives up state is not among them where something else keeps it.
     """
     path, kinds = checkpoint.path, {finding.kind for finding in findings}
-    lost = bool(damage.tensors or damage.items)
+    lost = bool(damage.tensors or damage.items or "unlisted" in kinds)
     if not lost and (damage or kinds) and kinds <= _DESCRIPTIVE:
         yield _rebuilt(checkpoint)
         return
+    if damage.mixed_up and _has_stock_description(path):
+        yield _from_stock(path, "what the files have, of which save it may be,")
     before = _step_before(path, besides)
     if before is not None:
         yield _gone_back(path, before, by_itself=lost)
+    if damage.mixed_up:
+        return
     if not lost:
         if before is None and kinds & {"nonfinite"}:
             yield Remedy(command("stats", path), "says which tensors have such elements, and how many")
@@ -267,7 +279,7 @@ def _remedies(
         f"{command('salvage', path, new, '--from')} OTHER",
         "takes what is lost from a copy, a replica or another step, if you have one: none is beside it",
     )
-    if damage.tensors and not damage.items and {*map(kind, damage.tensors)} <= BEGIN_ANEW:
+    if damage.tensors and not damage.items and "unlisted" not in kinds and {*map(kind, damage.tensors)} <= BEGIN_ANEW:
         yield from _fresh(path, new, damage, checkpoint.format is OWN)
 
 
@@ -294,7 +306,8 @@ def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
     what = "the same elements with new descriptions"
     kept = "; muonckpt.load reads this one as it is, too" if checkpoint.format is OWN else ""
     lost = f"; a copy of {MANIFEST_FILE}, if there is one, would also keep its digests" * checkpoint.lacks_manifest
-    return Remedy(_reshard(path, checkpoint.outline), f"writes {what}{kept}{lost}")
+    salvaged = command("salvage", path, _free(path, "salvaged"))  # where nothing else opens it
+    return Remedy(salvaged if checkpoint.faults else _reshard(path, checkpoint.outline), f"writes {what}{kept}{lost}")
 
 
 _WRITTEN_AS = {MEGATRON_FILE: "torch_dist", TORCH_CHECKPOINTING_FILE: "torch_checkpointing"}
@@ -321,12 +334,8 @@ def _gone_back(path: Location, before: RunStep, by_itself: bool) -> Remedy:
 
 def _instead_of_unreadable(path: Location, besides: Collection[str]) -> Iterator[Remedy]:
     """Yield what to do if a checkpoint's description cannot be read."""
-    if _has_other_description(path):
-        yield Remedy(
-            command("salvage", path, _free(path, "salvaged")),
-            f"reads {METADATA_FILE} instead, and writes the same elements with a new {MANIFEST_FILE}; a copy of that "
-            "file, if there is one, would also keep its digests",
-        )
+    if _is_damaged(path) and _has_stock_description(path):
+        yield _from_stock(path, "the same elements")
     elif path.is_dir():
         yield Remedy(
             f"{command('verify')} COPY",
@@ -336,22 +345,33 @@ def _instead_of_unreadable(path: Location, besides: Collection[str]) -> Iterator
         yield _gone_back(path, before, by_itself=True)
 
 
-def _has_other_description(path: Location) -> bool:
-    """Return whether our description of a checkpoint is damaged, and DCP's and all that it describes are there."""
+def _from_stock(path: Location, what: str) -> Remedy:
+    """Return how to write a checkpoint without our description of it."""
+    return Remedy(
+        command("salvage", path, _free(path, "salvaged")),
+        f"reads {METADATA_FILE} instead, and writes {what} with a new {MANIFEST_FILE}; a copy of the right "
+        f"{MANIFEST_FILE}, if there is one, would also keep its digests",
+    )
+
+
+def _is_damaged(path: Location) -> bool:
+    """Return whether our description of a checkpoint is there, and damaged; one of a newer version is not."""
+    try:
+        if (path / MANIFEST_FILE).exists():
+            read_native(path)
+    except SourceError as error:
+        return isinstance(error, DamageError)
+    return False
+
+
+def _has_stock_description(path: Location) -> bool:
+    """Return whether DCP's description of a checkpoint, and all that it describes, are there."""
     from .formats.dcp import DcpReader  # not needed where nothing is wrong
 
-    if not (path / MANIFEST_FILE).exists():
-        return False
     try:
-        read_native(path)
-    except DamageError:
-        try:
-            return not DcpReader(path).faults
-        except SourceError:
-            return False
-    except SourceError:  # of a newer version: nothing is damaged
+        return not DcpReader(path).faults
+    except SourceError:
         return False
-    return False
 
 
 def _step_before(path: Location, besides: Collection[str] = ()) -> RunStep | None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..box import Box, Index, Selection, box_at, ranges_of
 from ..errors import SourceError, about
 from ..keys import OptimizerKey, key_of
-from ..record import Blob, Chunk, Extent, Manifest, StateRecord
+from ..record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from ..vocabulary import Convention
 from .formats.registry import DCP, SAFETENSORS, ZARR, format_of
 from .formats.signs import OUR_MARK
@@ -35,7 +35,7 @@ from .io.regular import open_regular
 from .reading.blocks import within
 from .reading.dtypes import dtype
 from .reading.payloads import Payloads, check_chunk, checked_elements, compare, payload_of
-from .reading.reader import Format, Reader
+from .reading.reader import Format, LocatedReader, Reader
 
 
 def check_blob(payloads: Payloads, blob: Blob) -> None:
@@ -392,6 +392,13 @@ class OpenCheckpoint:
 
     def __repr__(self) -> str:
         return f"<{self.format.name} checkpoint at {self.path}: {len(self.outline.tensors)} tensors>"
+
+    def having_lost(self, tensors: Iterable[StateRecord]) -> OpenCheckpoint:
+        """Return the checkpoint as one that has lost these tensors of another one, too."""
+        lost = (replace(tensor, chunks=Chunks.of((), len(tensor.shape)), fingerprint=None) for tensor in tensors)
+        outline = replace(self.outline, tensors=(*self.outline.tensors, *lost))
+        reader = LocatedReader(outline, self.payloads, tuple(self.faults))
+        return OpenCheckpoint(self.path, replace(self.format, reader=lambda _: reader))
 
     def close(self) -> None:
         """Close the files; reading opens them again."""

@@ -5,30 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pty
-import shutil
 import signal
 import subprocess
 from pathlib import Path
 
-import pytest
 from support.commands import COMMAND, called
-
-import muonckpt
-
-
-@pytest.fixture
-def run(tiny_checkpoint, tmp_path) -> Path:
-    for step in (1, 2, 3):
-        shutil.copytree(tiny_checkpoint, tmp_path / "run" / f"step-{step:08}")
-    return tmp_path / "run"
-
-
-def flip(checkpoint: Path) -> None:
-    """Change one bit of the last element."""
-    payload = muonckpt.open(checkpoint).outline.tensors[-1].chunks[-1].payload
-    raw = bytearray((checkpoint / payload.file).read_bytes())
-    raw[payload.end - 1] ^= 1
-    (checkpoint / payload.file).write_bytes(raw)
+from support.damages import flip_last_bit
 
 
 def printed(code: int, *arguments: object) -> str:
@@ -72,7 +54,7 @@ def test_inspect_of_a_checkpoint_says_when_it_was_verified(run):
     assert "verified      never" in printed(0, "inspect", step)
     printed(0, "verify", step)
     assert " UTC, whole" in printed(0, "inspect", step)
-    flip(step)
+    flip_last_bit(step)
     assert "verified      never, as its files are now" in printed(0, "inspect", step)
     printed(1, "verify", step)
     assert "faulty: " in printed(0, "inspect", step)
@@ -80,7 +62,7 @@ def test_inspect_of_a_checkpoint_says_when_it_was_verified(run):
 
 def test_verify_finds_the_newest_step_that_is_whole(run):
     assert printed(0, "verify", run).splitlines()[-1] == f"newest whole  {run / 'step-00000003'}"
-    flip(run / "step-00000003")
+    flip_last_bit(run / "step-00000003")
     lines = printed(1, "verify", run).splitlines()
     assert lines[0].startswith("step-00000003: faulty: ")
     assert lines[1].startswith("step-00000002: whole, ")
@@ -89,7 +71,7 @@ def test_verify_finds_the_newest_step_that_is_whole(run):
 
 def test_verify_all_gives_a_verdict_of_each_and_fails_if_any_is_damaged(run):
     assert printed(0, "verify", run, "--all", "--scrub", "1GiB/s").count(": whole, ") == 3
-    flip(run / "step-00000001")
+    flip_last_bit(run / "step-00000001")
     found = json.loads(printed(1, "verify", run, "--all", "--json"))
     assert {step["name"]: step["verdict"] for step in found["steps"]} == {
         "step-00000001": "faulty",
@@ -115,6 +97,16 @@ def test_mistakes_about_runs_are_answered(run, tiny_checkpoint, tmp_path):
     done = called("inspect", run, "--tree")
     assert done.returncode == 3
     assert "expected 1 whole step" in done.stderr
+
+
+def test_diff_exits_with_3_where_a_file_is_lost_whatever_the_fingerprints_say(run):
+    newer, older = run / "step-00000003", run / "step-00000002"
+    assert "nothing was read" in printed(0, "diff", newer, older)
+    (older / "__0_0.distcp").unlink()
+    for pair in ((newer, older), (older, newer)):
+        done = called("diff", *pair)
+        assert (done.returncode, done.stdout) == (3, "")
+        assert f"{older}: rank 0's file __0_0.distcp is missing" in done.stderr
 
 
 def test_diff_and_stats_take_the_newest_whole_steps_and_report_all(run, tmp_path):

@@ -17,7 +17,7 @@ from support.saved_ranks import runs as trainers_runs
 from support.workers import run
 
 import muonckpt
-from muonckpt import DestinationError, Execution, MuonckptError, SourceError, TargetError
+from muonckpt import DamageError, DestinationError, Execution, MuonckptError, SourceError, TargetError
 from muonckpt.box import Box
 from muonckpt.record import Manifest, StateRecord
 
@@ -315,6 +315,19 @@ def test_sources_that_do_not_fit_are_refused_by_name(what, broken, tmp_path):
         muonckpt.salvage(broken, tmp_path / "new", others=[tmp_path / "other"], mix_steps=True)
 
 
+def test_a_momentum_of_unrecorded_convention_fills_none_of_a_recorded_one_nor_is_filled_by_it(steps, broken, tmp_path):
+    from safetensors.torch import save_file
+
+    key, bare = f"optimizer.state.{NAMES[0]}.momentum_buffer", tmp_path / "bare.safetensors"
+    save_file({key: state(3, 3)["optimizer"]["state"][NAMES[0]]["momentum_buffer"]}, bare)
+    flip_chunk(broken, key)
+    with pytest.raises(SourceError, match=rf"'{key}': expected the momentum convention ema .* found \(not recorded\)"):
+        muonckpt.salvage(broken, tmp_path / "new", others=[bare], mix_steps=True)
+    bare.write_bytes(bare.read_bytes()[:-7])
+    with pytest.raises(SourceError, match=rf"'{key}': expected the momentum convention \(not recorded\) .* found ema"):
+        muonckpt.salvage(bare, tmp_path / "new", others=[steps[3]], mix_steps=True)
+
+
 def test_what_is_whole_is_not_salvaged_and_places_are_kept_apart(steps, broken, tmp_path):
     with pytest.raises(TargetError, match="is whole: nothing of it is lost"):
         muonckpt.salvage(broken, tmp_path / "new")
@@ -396,10 +409,50 @@ def test_damaged_files_of_other_formats_are_salvaged(format, how, steps, tmp_pat
         return
     report = muonckpt.salvage(broken, tmp_path / "new", others=[steps[3]])
     assert list(report.substituted())
+    assert any(".items.json are not read" in note for note in report.notes) == (format != "buffers")
     mine, theirs = bits(steps[3]), bits(tmp_path / "new")
     assert mine.keys() == theirs.keys()
     assert all(np.array_equal(mine[key], theirs[key]) for key in mine)
     assert muonckpt.verify(tmp_path / "new").verdict == "whole"
+
+
+UNLISTED = {
+    "the root": ("zarr", ["zarr.json"], True),
+    "a group": ("zarr", ["model/zarr.json"], False),
+    "an array": ("zarr", [f"model/{NAMES[0]}/value/zarr.json"], True),
+    "the index": ("safetensors", ["model.safetensors.index.json"], False),
+    "a file": ("safetensors", ["model-00002-of-00005.safetensors"], True),
+    "the index and a file": ("safetensors", ["model.safetensors.index.json", "model-00001-of-00005.safetensors"], True),
+}
+
+
+@pytest.mark.parametrize("what", UNLISTED)
+def test_what_no_description_lists_any_more_another_checkpoint_says(what, steps, tmp_path):
+    format, names, needed = UNLISTED[what]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    muonckpt.reshard(steps[3], whole, format=format, shard_size=800)
+    shutil.copytree(whole, broken)
+    for name in names:
+        (broken / name).unlink()
+    assert called("verify", broken).returncode == 1
+    if needed:
+        with pytest.raises(SourceError, match=r"with --from: it says what there was$"):
+            muonckpt.salvage(broken, tmp_path / "new")
+    muonckpt.salvage(broken, tmp_path / "new", others=[steps[3]] * needed)
+    mine, theirs = bits(steps[3]), bits(tmp_path / "new")
+    assert mine.keys() == theirs.keys()
+    assert all(np.array_equal(mine[key], theirs[key]) for key in mine)
+    assert muonckpt.verify(tmp_path / "new").verdict == "whole"
+
+
+def test_an_array_of_another_save_is_not_taken_for_one_of_this(steps, tmp_path):
+    for step in (2, 3):
+        muonckpt.reshard(steps[step], tmp_path / f"{step}", format="zarr")
+    shutil.rmtree(tmp_path / "3" / "model" / NAMES[0])
+    shutil.copytree(tmp_path / "2" / "model" / NAMES[0], tmp_path / "3" / "model" / NAMES[0])
+    (tmp_path / "3" / "model" / "zarr.json").unlink()
+    with pytest.raises(DamageError, match="so nothing can be salvaged"):
+        muonckpt.salvage(tmp_path / "3", tmp_path / "new", others=[steps[3]])
 
 
 @pytest.fixture(scope="module")

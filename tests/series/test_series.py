@@ -14,6 +14,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from support import killed_saves
+from support.damages import flip_last_bit
 from support.workers import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -35,14 +36,6 @@ def restored(series: Series) -> int | None:
     found = series.restore(template)
     assert found is None or all(torch.equal(template[key], value) for key, value in state(found.step).items())
     return found and found.step
-
-
-def flip(path: Path) -> None:
-    """Change one bit of the last element of a checkpoint's last tensor."""
-    payload = muonckpt.open(path).outline.tensors[-1].chunks[-1].payload
-    raw = bytearray((path / payload.file).read_bytes())
-    raw[payload.end - 1] ^= 1
-    (path / payload.file).write_bytes(raw)
 
 
 def names(folder: Path) -> list[str]:
@@ -127,7 +120,7 @@ def test_torn_and_foreign_folders_are_passed_over_and_left_alone(tmp_path):
 def test_a_flipped_bit_sends_back_to_the_one_before_and_a_misfit_does_not(tmp_path):
     series = Series(tmp_path, keep_last=2)
     paths = [Path(series.save(step, state(step)).path) for step in (1, 2, 3)][1:]
-    flip(paths[1])
+    flip_last_bit(paths[1])
     assert Series(tmp_path).latest().step == 3  # its files have their sizes
     with pytest.raises(SourceError, match="does not fit the state dict") as refusal:
         series.restore({**state(-1), "other": torch.ones(2)})
@@ -141,7 +134,7 @@ def test_a_flipped_bit_sends_back_to_the_one_before_and_a_misfit_does_not(tmp_pa
         series.save(3, state(4))
     assert series.save(3, state(3), replace=True).path == f"{paths[1]}.3"
     assert names(tmp_path) == ["step-00000002", "step-00000003.3"]
-    flip(paths[0]), flip(tmp_path / "step-00000003.3")
+    flip_last_bit(paths[0]), flip_last_bit(tmp_path / "step-00000003.3")
     with pytest.warns(RuntimeWarning), pytest.raises(DamageError, match="found none among 2") as none:
         series.restore(state(-1))
     assert str(paths[0]) in str(none.value) and "step-00000003.3" in str(none.value)
@@ -191,7 +184,7 @@ def life(rank, world, folder):
         for step in (1, 2, 3):
             series.save(step, of_ranks(world, step))
         if rank == 0:
-            flip(Path(folder) / "step-00000003")
+            flip_last_bit(Path(folder) / "step-00000003")
         seen.append(series.latest().step)
         template = of_ranks(world, -1)
         seen.append(series.restore(template).step)

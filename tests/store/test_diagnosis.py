@@ -128,6 +128,18 @@ def test_a_file_of_another_save_and_flipped_bytes_are_told_apart(series):
     assert "rank 1's file __1_0.distcp has none of the bytes that were written" in diagnosed(broken).sentence
 
 
+def test_a_manifest_of_another_save_is_told_from_files_whose_bytes_are_damaged(series, saves):
+    broken, before = series / "step-00000003", series / "step-00000002"
+    shutil.copyfile(before / "muonckpt.json", broken / "muonckpt.json")
+    found = diagnosed(broken)
+    assert found.sentence.startswith("muonckpt.json is of another save than the files of ranks 0, 1 ")
+    assert bits(pasted(found.remedies[0].command)) == bits(saves / "step-00000003")
+    for rank in (0, 1):
+        file = broken / f"__{rank}_0.distcp"
+        file.write_bytes(bytes(file.stat().st_size))
+    assert "have none of the bytes that were written" in diagnosed(broken).sentence
+
+
 @pytest.mark.parametrize("length", [0, 1000])
 def test_a_cut_file_says_how_much_of_it_is_there(alone, length):
     os.truncate(alone / "__0_0.distcp", length)
@@ -139,6 +151,18 @@ def test_a_file_that_cannot_be_opened_is_not_called_missing(alone, tmp_path):
     (alone / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
     assert "__0_0.distcp cannot be opened: " in diagnosed(alone).sentence
     assert "symbolic link" in diagnosed(alone).sentence
+
+
+@pytest.mark.parametrize(
+    ("format", "lost"),
+    [({"format": "zarr"}, "zarr.json"), ({"format": "buffers", "layout": "balanced"}, "flat_buffers.json")],
+)
+def test_a_checkpoint_that_has_lost_what_shows_its_format_is_damaged(format, lost, saves, tmp_path):
+    muonckpt.convert(saves / "step-00000003", tmp_path / "checkpoint", **format)
+    (tmp_path / "checkpoint" / lost).unlink()
+    done = called("verify", tmp_path / "checkpoint")
+    assert done.returncode == 1
+    assert f"its {lost} is missing" in done.stdout.splitlines()[0] and "What to do:" in done.stdout
 
 
 def test_values_that_are_not_finite_are_not_called_lost(tmp_path):

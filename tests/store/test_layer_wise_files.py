@@ -19,7 +19,7 @@ from support.rank_files import MODEL, WORDS, described, value_of, written
 from support.translated import truth_of
 
 import muonckpt
-from muonckpt import SourceError
+from muonckpt import DamageError, SourceError
 from muonckpt.layouts.buffers.parameters import Parameter
 from muonckpt.layouts.buffers.records import GroupBuffer
 from muonckpt.store.formats.layer_wise_names import Description, ListedParameter, deal
@@ -279,6 +279,15 @@ def test_what_does_not_fit_is_refused(change, message, tmp_path):
     change(path)
     with pytest.raises(SourceError, match=message):
         muonckpt.open(path)
+
+
+def test_a_lost_file_of_a_rank_is_damage_and_salvage_says_what_to_do(tmp_path):
+    path, _ = real("ws4_padded", tmp_path)
+    (path / "layer_wise_optimizer_1.pt").unlink()
+    report = muonckpt.verify(path)
+    assert report.verdict == "faulty" and "found those of [0, 2, 3]" in report.diagnosis.sentence
+    with pytest.raises(DamageError, match="restore the missing description or file from a copy"):
+        muonckpt.salvage(path, tmp_path / "new")
 
 
 def test_ranks_that_disagree_about_an_option_are_refused(tmp_path):

@@ -15,7 +15,7 @@ from support.continued import EXACT, Model, load_ours, train
 from support.trainer_files import of_nanochat
 
 import muonckpt
-from muonckpt import SourceError
+from muonckpt import DamageError, SourceError
 from muonckpt.optimizer import Muon
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -112,8 +112,11 @@ def test_steps_lost_ranks_and_missing_names_of_nanochat_are_refused(tmp_path):
         np.testing.assert_array_equal(opened.tensors["model.lambdas"].numpy(), later["model.lambdas"].numpy())
         assert "optimizer.state.lambdas.exp_avg" in opened.tensors and opened.provenance["step"] == 200
     (tmp_path / "optim_000200_rank1.pt").rename(tmp_path / "gone")
-    with pytest.raises(SourceError, match=r"3 of 3 matrices on each of 1 ranks, found 2|of its weight, or rows of it"):
+    with pytest.raises(DamageError, match=r"3 of 3 matrices on each of 1 ranks, found 2|of its weight, or rows of it"):
         muonckpt.open(tmp_path / "model_000200.pt")
+    assert "the file of a rank may be missing" in muonckpt.verify(tmp_path / "model_000200.pt").diagnosis.sentence
+    with pytest.raises(DamageError, match="restore the missing description or file from a copy"):
+        muonckpt.salvage(tmp_path / "model_000200.pt", tmp_path / "new")
     (tmp_path / "gone").rename(tmp_path / "optim_000200_rank1.pt")
     (tmp_path / "parameter_names.json").unlink()
     with pytest.raises(SourceError, match="state of number 0"):

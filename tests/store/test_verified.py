@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from support.damages import flip_last_bit
 
 import muonckpt
 from muonckpt.store.audit import verify
@@ -21,21 +22,6 @@ from muonckpt.store.step_folder import StepFolder
 from muonckpt.store.verified import RECORD, record, verifications, verified, written
 
 
-@pytest.fixture
-def run(tiny_checkpoint, tmp_path) -> Path:
-    for step in (1, 2, 3):
-        shutil.copytree(tiny_checkpoint, tmp_path / "run" / f"step-{step:08}")
-    return tmp_path / "run"
-
-
-def flip(checkpoint: Path) -> None:
-    """Change one bit of the last element."""
-    payload = muonckpt.open(checkpoint).outline.tensors[-1].chunks[-1].payload
-    raw = bytearray((checkpoint / payload.file).read_bytes())
-    raw[payload.end - 1] ^= 1
-    (checkpoint / payload.file).write_bytes(raw)
-
-
 def test_what_was_verified_is_known_until_its_files_change(run):
     step = run / "step-00000003"
     assert verified(step) is None
@@ -43,7 +29,7 @@ def test_what_was_verified_is_known_until_its_files_change(run):
     assert (report.verdict, note) == ("whole", "")
     assert verified(step).verdict == "whole"
     assert muonckpt.inspect(step).verified == verified(step)
-    flip(step)
+    flip_last_bit(step)
     assert verified(step) is None
 
 
@@ -58,7 +44,7 @@ def test_a_copy_does_not_inherit_it(run, tmp_path):
 
 
 def test_a_step_that_was_found_damaged_counts_as_damaged(run):
-    flip(run / "step-00000003")
+    flip_last_bit(run / "step-00000003")
     assert run_of(run).newest_whole.name == "step-00000003"
     assert [(v.step.name, v.is_whole) for v in verify_run(run)] == [("step-00000003", False), ("step-00000002", True)]
     after = run_of(run)
@@ -91,7 +77,7 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_recorded(run):
 
     def audited(place):
         report = verify(place)
-        flip(step)
+        flip_last_bit(step)
         return report
 
     _, note = verify_recorded(step, audited)

@@ -22,6 +22,15 @@ def files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
+def flip_last_bit(checkpoint: Path) -> None:
+    """Change one bit of the last element of a checkpoint's last tensor."""
+    with muonckpt.open(checkpoint) as opened:
+        payload = opened.outline.tensors[-1].chunks[-1].payload
+    raw = bytearray((checkpoint / payload.file).read_bytes())
+    raw[payload.end - 1] ^= 1
+    (checkpoint / payload.file).write_bytes(raw)
+
+
 def flipped(rng: random.Random, path: Path, other: Path) -> str:
     """One bit of a file, each file as often as any other, so that descriptions are hit as often as elements."""
     bit = 1 << rng.randrange(8)

@@ -108,6 +108,8 @@ def reader(path: Location) -> LocatedReader:
         SourceError: the index is damaged, contradicts itself, or lacks a tensor of a buffer.
     """
     file = path / FLAT_BUFFERS_FILE
+    if not file.exists():
+        raise DamageError(f"its {FLAT_BUFFERS_FILE} is missing, which says where in the other files each element is")
     try:
         text = read_whole(file).decode()
     except UnicodeDecodeError as error:

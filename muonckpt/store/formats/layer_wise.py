@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...box import Index
-from ...errors import SourceError
+from ...errors import DamageError, SourceError
 from ...keys import key_of
 from ...layouts.buffers.records import GroupBuffer
 from ...record import Manifest, StateRecord
@@ -158,7 +158,7 @@ def _files(path: Location) -> tuple[str, ...]:
     matches = (_RANK.fullmatch(file.name) for file in path.iterdir())
     numbered = sorted((int(match[1]), match[0]) for match in matches if match)
     if not numbered or [rank for rank, _ in numbered] != list(range(len(numbered))):
-        raise SourceError(
+        raise DamageError(
             f"{path}: expected a file of every rank from 0, found those of {[rank for rank, _ in numbered]}"
         )
     return tuple(name for _, name in numbered)

@@ -157,8 +157,8 @@ Given = TypeVar("Given")
 def format_of(path: Location) -> Format:
     """Return the format of a checkpoint.
 
-    A directory without a sign of a built-in format is shown to plug-ins, then searched for folders of DCP; without any,
-    DCP's reader reports what is missing.
+    A directory without a sign of a built-in format is shown to plug-ins, then searched for folders of DCP, and for what
+    lies beside a lost description; without any, DCP's reader reports what is missing.
 
     Raises:
         SourceError: there is nothing, the directory cannot be listed, or a plug-in is broken.
@@ -176,9 +176,18 @@ def format_of(path: Location) -> Format:
             return _plugin_showing([path.name]) or SAFETENSORS
         if not path.is_dir():  # said now: it may be published before the next look, and seem to lack what was not there
             raise SourceError(f"expected a checkpoint directory, found no directory {path}")
+        return shown_by(path) or _without_description(path) or DCP
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
-    return shown_by(path) or DCP
+
+
+def _without_description(path: Location) -> Format | None:
+    """Return the format of a checkpoint that has lost the file that shows it; DCP's reader knows its own files."""
+    if any(fnmatch.fnmatchcase(entry.name, signs.BUFFER_FILES) for entry in path.iterdir()):
+        return BUFFERS
+    from .zarr import lacks_root  # not needed where nothing is wrong
+
+    return ZARR if lacks_root(path) else None
 
 
 def shown_by(path: Location) -> Format | None:

@@ -22,9 +22,9 @@ from typing import Any
 
 from ...box import MOST_DIMS, MOST_ELEMENTS, Box, Index
 from ...chunks import in_columns
-from ...errors import DamageError, DestinationError, SourceError, about
+from ...errors import DamageError, DestinationError, SourceError, UnlistedError, about
 from ...fingerprint import as_hex
-from ...json_fields import check_digest, digest_of
+from ...json_fields import check_digest, compact, digest_of
 from ...record import Chunk, Extent, Manifest, StateRecord
 from ..io import limits
 from ..io.checksums import Sums, xxh3_128
@@ -224,7 +224,7 @@ _PARTS = "DCP_SHARDING_INFO"
 """A key that DCP's ``HuggingFaceStorageWriter`` writes to ``__metadata__``: tensors may be parts, of tensors whose size
 is not recorded.  Where it has written whole tensors there is an index."""
 
-_SHARD = re.compile(r"model-[0-9]+-of-[0-9]+\.safetensors$")
+_SHARD = re.compile(r"model-[0-9]+-of-([0-9]{1,9})\.safetensors$")
 """Files of a sharded checkpoint; without an index one is a part, or unfinished."""
 
 
@@ -239,13 +239,42 @@ def reader(path: Location) -> LocatedReader:
 
 
 def remains(path: Location, without: Collection[str]) -> LocatedReader:
-    """Read files of which some may be cut: the headers say what was in them.
+    """Read what is left of a file that is cut, or of a folder where files of a checkpoint, or its index, are lost.
 
     Raises:
-        SourceError: as `reader`, but for files that are too short.
+        SourceError: as `reader`, but for what is cut, missing or damaged; or files are of several saves.
     """
     refuse_stray(path)
-    return LocatedReader(read_safetensors(path, _front), Payloads(folder(path)))
+    if not path.is_dir():
+        return LocatedReader(read_safetensors(path, _front), Payloads(folder(path)))
+    lost: list[str] = []
+    index, missing = None, 0
+    try:
+        files, index = _files(path)
+    except DamageError as error:
+        lost, files = [str(error).removeprefix(f"{path}: ")], sorted(path.glob("model-*.safetensors"), key=str)
+        if len(totals := {name[1] for file in files if (name := _SHARD.match(file.name))}) != 1:
+            raise
+        missing = int(*totals) - len(files)
+        lost += [f"{missing} of {int(*totals)} files are missing"] * bool(missing)
+    read = []
+    for file in files:
+        try:
+            read.append((file, *_read_file(file, index, _front)))
+        except DamageError as error:
+            lost.append(f"{file.name} is missing" if not file.exists() else f"{file.name}: {error}")
+    if index is None and len({compact(dict(provenance)) for _, provenance, _ in read}) > 1:
+        raise DamageError(f"{path}: the files are of several saves, and no index says which are those of one")
+    manifest, unread = _together(path, read, index)
+    if not lost:
+        return LocatedReader(manifest, Payloads(path))
+    if index is None:
+        fault = UnlistedError("; ".join(lost), count=0 if missing == len(files) - len(read) == 0 else None)
+    else:
+        some = ", ".join(sorted(unread)[:2]) + f" and {len(unread) - 2} more" * (len(unread) > 2)
+        lost += [f"{len(unread)} of {len(index.files)} tensors are lost with it ({some})"]
+        fault = UnlistedError("; ".join(lost), unread)
+    return LocatedReader(manifest, Payloads(path), (fault,))
 
 
 def read_safetensors(path: Location, header_of: HeaderOf = read_header) -> Manifest:
@@ -257,20 +286,39 @@ def read_safetensors(path: Location, header_of: HeaderOf = read_header) -> Manif
         SourceError: there is none, it is damaged, or headers, index and manifest disagree.
     """
     files, index = ([path], None) if not path.is_dir() else _files(path)
-    tensors: dict[str, StateRecord] = {}
-    provenance: Mapping[str, Any] = {}
+    read = []
     for file in files:
         with about(file):
-            recorded, tensors_of_file = _read_file(file, index, header_of)
-            for tensor in tensors_of_file:
-                if tensors.setdefault(tensor.key, tensor) is not tensor:
-                    raise DamageError(f"tensor {tensor.key!r} is in another file of the checkpoint as well")
-        provenance = provenance or recorded
-    file_of_tensor = {key: tensor.chunks[0].item.file for key, tensor in tensors.items()}
-    if index is not None and file_of_tensor != index.files:
-        differing = sorted(file_of_tensor.items() ^ index.files.items())[0]
-        raise DamageError(f"{path}: the index and the files disagree about tensor {differing[0]!r}")
-    return Manifest(tuple(tensors.values()), (), provenance or {"format": "safetensors"})
+            read.append((file, *_read_file(file, index, header_of)))
+    manifest, unread = _together(path, read, index)
+    if unread:
+        raise _disagreement(path, min(unread))
+    return manifest
+
+
+def _together(
+    path: Location, read: Sequence[tuple[Location, Mapping[str, Any], Sequence[StateRecord]]], index: _Index | None
+) -> tuple[Manifest, Collection[str]]:
+    """Return the manifest of files with their provenance and tensors, and the keys that only the index has.
+
+    Raises:
+        DamageError: the index says otherwise where a tensor is, or several files have it.
+    """
+    tensors: dict[str, StateRecord] = {}
+    for file, _, tensors_of_file in read:
+        for tensor in tensors_of_file:
+            if tensors.setdefault(tensor.key, tensor) is not tensor:
+                raise DamageError(f"{file}: tensor {tensor.key!r} is in another file of the checkpoint as well")
+    provenance = next((recorded for _, recorded, _ in read if recorded), {"format": "safetensors"})
+    files = {key: tensor.chunks[0].item.file for key, tensor in tensors.items()}
+    expected = files if index is None else index.files
+    if strange := files.items() - expected.items():
+        raise _disagreement(path, min(strange)[0])
+    return Manifest(tuple(tensors.values()), (), provenance), expected.keys() - files.keys()
+
+
+def _disagreement(path: Location, key: str) -> DamageError:
+    return DamageError(f"{path}: the index and the files disagree about tensor {key!r}")
 
 
 def folder(path: Location) -> Location:

@@ -24,6 +24,9 @@ COMMON_STATE = "common_state/shard_0_1"
 
 FLAT_BUFFERS_FILE = "flat_buffers.json"
 
+BUFFER_FILES = "rank_[0-9]*.bin"
+"""A shell pattern of the files of buffers that it describes."""
+
 ZARR_FILE = "zarr.json"
 
 MEGATRON_FILE = "metadata.json"

@@ -1,9 +1,7 @@
 """Checkpoints in a zarr v3 hierarchy: a group for each parameter, an array for each of its tensors.
 
 Arrays of unencoded elements (with or without shards and checksums) are read from their files.  For other codecs the
-zarr library, imported when needed, decodes whole files.  ``zarr.json`` is read without trust.  Shards of checked chunks
-are written in streams of bounded size without the library; a chunk is a band of whole trailing dims, one run of the
-row-major tensor.
+zarr library, imported when needed, decodes whole files.  ``zarr.json`` is read without trust.
 
 Source: the Zarr v3 core specification, and those of the codecs ``bytes``, ``crc32c`` and ``sharding_indexed`` 1.0.
 """
@@ -16,28 +14,27 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from ... import json_fields
 from ...box import MOST_DIMS, MOST_ELEMENTS, Box, Index
-from ...errors import DamageError, SourceError, about
+from ...errors import DamageError, LostFileError, SourceError, UnlistedError, about
 from ...json_fields import check_digest, digest_of
 from ...record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ..io import limits
-from ..io.checksums import Checksum, RawBytes
 from ..io.location import Location
-from ..io.new_file import write_synced
 from ..io.regular import FileBytes, Held, open_regular, read_whole
 from ..reading.dtypes import DTYPES, itemsize
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader
-from .native import entry_of, tensor_of
+from .native import tensor_of
 from .signs import ZARR_FILE
 
 MANIFEST_ATTRIBUTE = "muonckpt"
@@ -341,76 +338,141 @@ def reader(path: Location) -> LocatedReader:
     Raises:
         SourceError: there is none, it is damaged or refused; or a chunk is missing, which zarr would read as zeros.
     """
-    return _read(path, _chunks)
+    return _read(path, _chunks, _raised)[0]
 
 
 def remains(path: Location, without: Collection[str]) -> LocatedReader:
-    """Read a hierarchy of which chunks may be missing or cut: tensors have holes there.
+    """Read a hierarchy of which chunks are missing or cut, where tensors have holes, or descriptions are damaged.
 
     Raises:
-        SourceError: as `reader`, but for missing and damaged files of chunks.
+        SourceError: as `reader`, but for what is missing or damaged.
     """
-    return _read(path, _remaining_chunks)
+    lost: list[DamageError] = []
+    failures: list[DamageError] = []
+    rest, count = _read(path, partial(_remaining_chunks, failed=lost.append), failures.append)
+    if not failures:
+        return dataclasses.replace(rest, faults=tuple(LostFileError(str(error)) for error in lost[:1]))
+    more = f" (and {len(failures) - 1} more such faults)" if len(failures) > 1 else ""
+    lacking = None if count is None else count - len(rest.outline.tensors)
+    left = f"all {count} arrays are there" if lacking == 0 else "nothing else says which arrays there were"
+    return dataclasses.replace(rest, faults=(UnlistedError(f"{failures[0]}{more}; {left}", count=lacking),))
 
 
-def _read(path: Location, chunks_of: ChunksOf) -> LocatedReader:
-    attributes, arrays = _nodes(path)
-    tensors = tuple(_record(path, array, chunks_of) for array in arrays)
-    match attributes.get(MANIFEST_ATTRIBUTE):
-        case {"arrays": of_arrays, "digest": recorded, **rest}:
+def lacks_root(path: Location) -> bool:
+    """Return whether a folder is a hierarchy of ours but for the root's description: an array says where it lies."""
+    node, inside = "", _described(path)
+    while inside:
+        node = f"{node}/{inside[0]}".lstrip("/")
+        inside = _described(path / node)
+    if not node:
+        return False
+    try:
+        entry = parse_node(read_whole(path / node / ZARR_FILE))["attributes"].get(MANIFEST_ATTRIBUTE)
+        return isinstance(entry, dict) and nodes([tensor_of(entry)]) == [node]
+    except SourceError:
+        return False
+
+
+Failed = Callable[[DamageError], None]
+"""Is told of descriptions that are missing or damaged."""
+
+
+def _raised(error: DamageError) -> None:
+    raise error
+
+
+@contextmanager
+def _told(failed: Failed) -> Iterator[None]:
+    try:
+        yield
+    except DamageError as error:
+        failed(error)
+
+
+def _read(path: Location, chunks_of: ChunksOf, failed: Failed) -> tuple[LocatedReader, int | None]:
+    """Return the reader of a hierarchy, and the number of arrays that its root says it has."""
+    attributes, arrays = _nodes(path, failed)
+    tensors, seals, read = list[StateRecord](), dict[str, object](), list[ZarrArray]()
+    for array in arrays:
+        with _told(failed):
+            tensors.append(_record(path, array, chunks_of))
+            read.append(array)
+            if isinstance(entry := array.attributes.get(MANIFEST_ATTRIBUTE), dict):
+                seals[array.node] = entry.get(SEAL)
+    provenance: Mapping[str, Any] = {"format": "zarr"}
+    count, of_arrays = None, None
+    with _told(failed):
+        if (ours := attributes.get(MANIFEST_ATTRIBUTE)) is not None:
             with about(path / ZARR_FILE):
-                check_digest(recorded, {**rest, "arrays": of_arrays})
-            entries = ((array.node, array.attributes.get(MANIFEST_ATTRIBUTE)) for array in arrays)
-            seals = {node: entry.get(SEAL) for node, entry in entries if isinstance(entry, dict)}
-            with about(f"{path}: the arrays are not those of {ZARR_FILE}"):
-                check_digest(of_arrays, seals)
-    match attributes.get(MANIFEST_ATTRIBUTE):
-        case None:
-            provenance: Mapping[str, Any] = {"format": "zarr"}
-        case {"tensors": int(count), "provenance": recorded} if count == len(tensors):
+                provenance, count, of_arrays = _root(ours)
+            if count != len(tensors):
+                raise DamageError(f"{path}: expected {count} arrays, found {len(tensors)}")
+    if of_arrays is not None and count == len(tensors):
+        with about(f"{path}: the arrays are not those of {ZARR_FILE}"):
+            check_digest(of_arrays, seals)
+    return LocatedReader(Manifest(tuple(tensors), (), provenance), ZarrPayloads(path, read)), count
+
+
+def _root(fields: Any) -> tuple[Mapping[str, Any], int, str | None]:
+    """Return the provenance of a hierarchy of ours, the number of its arrays, and the digest of their seals."""
+    seal: str | None = None
+    match fields:
+        case {"arrays": str(of_arrays), "digest": recorded, **rest}:
+            check_digest(recorded, {**rest, "arrays": of_arrays})
+            seal = of_arrays
+    match fields:
+        case {"tensors": int(count), "provenance": recorded}:
             try:
-                provenance = json_fields.provenance(recorded)
+                return json_fields.provenance(recorded), count, seal
             except (TypeError, ValueError) as error:
-                raise DamageError(f"{path / ZARR_FILE}: damaged provenance: {error}") from error
-        case {"tensors": int(count)}:
-            raise DamageError(f"{path}: expected {count} arrays, found {len(tensors)}")
-        case _:
-            raise DamageError(f"{path / ZARR_FILE}: damaged attribute {MANIFEST_ATTRIBUTE!r}")
-    return LocatedReader(Manifest(tensors, (), provenance), ZarrPayloads(path, arrays))
+                raise DamageError(f"damaged provenance: {error}") from error
+    raise DamageError(f"damaged attribute {MANIFEST_ATTRIBUTE!r}")
 
 
-def _nodes(path: Location) -> tuple[Mapping[str, Any], list[ZarrArray]]:
+def _nodes(path: Location, failed: Failed) -> tuple[Mapping[str, Any], list[ZarrArray]]:
     """Return the root's attributes, and by name all arrays below it, or the root itself.  No link is followed."""
     attributes: Mapping[str, Any] = {}
     arrays, pending = [], [""]
     while pending:
         node = pending.pop()
         place = path / node
-        with about(place / ZARR_FILE):
-            fields = parse_node(read_whole(place / ZARR_FILE))
-            if not node:
-                attributes = fields["attributes"]
-            if fields["node_type"] == "array":
-                arrays.append(parse_array(node, fields))
-                continue
-        inside = [entry.name for entry in place.iterdir() if entry.is_dir() and not entry.is_symlink()]
-        members = [f"{node}/{name}" if node else name for name in sorted(inside, reverse=True)]
-        pending += [member for member in members if (path / member / ZARR_FILE).exists()]
+        with _told(failed):
+            if not (place / ZARR_FILE).exists():
+                raise DamageError(f"its {ZARR_FILE}{f' of {node}' * bool(node)} is missing")
+            with about(place / ZARR_FILE):
+                fields = parse_node(read_whole(place / ZARR_FILE))
+                if not node:
+                    attributes = fields["attributes"]
+                if fields["node_type"] == "array":
+                    arrays.append(parse_array(node, fields))
+                    continue
+        pending += [f"{node}/{name}" if node else name for name in reversed(_described(place))]
     return attributes, arrays
+
+
+def _described(place: Location) -> list[str]:
+    """Return the nodes in a folder by name, also a group that has lost its own description."""
+    inside = [entry for entry in place.iterdir() if entry.is_dir() and not entry.is_symlink()]
+    below = (
+        entry
+        for entry in inside
+        if (entry / ZARR_FILE).exists() or any((one / ZARR_FILE).exists() for one in entry.iterdir())
+    )
+    return sorted(entry.name for entry in below)
 
 
 def _record(path: Location, array: ZarrArray, chunks_of: ChunksOf) -> StateRecord:
     with about(path / array.node):
+        entry = array.attributes.get(MANIFEST_ATTRIBUTE, {})
+        if not isinstance(entry, dict):
+            raise DamageError(f"damaged attribute {MANIFEST_ATTRIBUTE!r}")
+        if entry.get(SEAL, seal := array_seal(array, entry)) != seal:
+            raise DamageError(f"its description has digest {seal}, expected {entry[SEAL]}")
         chunks = list(chunks_of(path, array)) if 0 not in array.shape else []
         if MANIFEST_ATTRIBUTE not in array.attributes:
             parts = tuple(array.node.split("/"))
             stored = Chunks.of(filter(None, chunks), len(array.shape))
             return StateRecord(array.node or path.name, parts, array.shape, array.dtype, stored)
-        entry = array.attributes[MANIFEST_ATTRIBUTE]
-        if not isinstance(entry, dict):
-            raise DamageError(f"damaged attribute {MANIFEST_ATTRIBUTE!r}")
-        if entry.get(SEAL, seal := array_seal(array, entry)) != seal:
-            raise DamageError(f"its description has digest {seal}, expected {entry[SEAL]}")
         tensor = tensor_of(entry)
         if (tensor.shape, stored_as(tensor.dtype)) != (array.shape, array.dtype):
             raise DamageError(
@@ -438,14 +500,26 @@ def _chunks(path: Location, array: ZarrArray) -> Iterator[Chunk]:
         yield from _chunks_of_file(path, array, file, box)
 
 
-def _remaining_chunks(path: Location, array: ZarrArray) -> Iterator[Chunk | None]:
-    """Yield chunks, and None for each of those of a file that is missing, or damaged where it says what it has."""
-    for file, box in array.files():
+_MOST_LOST = 1 << 13
+"""The most chunks of an array that may be lost, and half as many as are looked for: each takes time to look for."""
+
+
+def _remaining_chunks(path: Location, array: ZarrArray, failed: Failed) -> Iterator[Chunk | None]:
+    """Yield chunks, and None for each of those of a file that is missing, or damaged where it says what it has.
+
+    Raises:
+        LimitError: very many are missing, as if the array had never been so large.
+    """
+    missing = 0
+    for number, (file, box) in enumerate(array.files()):
         try:
             yield from list(_chunks_of_file(path, array, file, box))
-        except DamageError:
-            inside = list(array.chunks(box)) if _is_read_raw(array) and array.sharded else [box]
-            yield from [None] * len(inside)
+        except DamageError as error:
+            failed(error)
+            inside = array.chunks_per_file if _is_read_raw(array) and array.sharded else 1
+            missing += inside
+            limits.check_limit(missing, _MOST_LOST + number // 2, f"chunks of {array.node} that are missing")
+            yield from [None] * (sum(1 for _ in array.chunks(box)) if inside > 1 else 1)
 
 
 def _chunks_of_file(path: Location, array: ZarrArray, file: str, box: Box) -> Iterator[Chunk]:
@@ -506,13 +580,6 @@ def _size(path: Location, file: str) -> int:
         return opened.size
 
 
-# Writing.
-
-CHUNK_BYTES = 4 << 20
-"""Most bytes of a chunk, the smallest part that zarr reads."""
-
-SHARD_BYTES = 1 << 30
-
 _VALUE = "value"
 
 _LONGEST_NAME = 200
@@ -529,113 +596,11 @@ def nodes(tensors: Sequence[StateRecord]) -> list[str]:
         path = tensor.path if tensor.slot is not None and tensor.path[-1:] == (tensor.slot,) else (*tensor.path, _VALUE)
         paths.append("/".join(map(_name, path)))
     counts = Counter(paths)
-    groups = {parent for node in paths for parent in _parents(node)}
+    groups = {parent for node in paths for parent in parents(node)}
     for tensor, node in zip(tensors, paths, strict=True):
         if counts[node] > 1 or node in groups:
             raise SourceError(f"tensor {tensor.key!r}: its place {node!r} in the hierarchy is taken by another one")
     return paths
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkFrame:
-    """The bytes behind a chunk's elements.
-
-    They are zeros beyond the array's edge up to ``chunk_bytes``, the CRC-32C of both, and behind a shard's last chunk
-    its ``index``.
-    """
-
-    payload_length: int
-    chunk_bytes: int
-    index: bytes = b""
-    head: ClassVar[bytes] = b""
-    payload_offset: ClassVar[int] = 0
-
-    @property
-    def length(self) -> int:
-        return self.chunk_bytes + INDEX_CHECKSUM + len(self.index)
-
-    @property
-    def checksum_of(self) -> Checksum:
-        return _crc32c
-
-    def tail(self, checksum: int) -> bytes:
-        padding = bytes(self.chunk_bytes - self.payload_length)
-        return padding + _crc32c(padding, checksum).to_bytes(INDEX_CHECKSUM, "little") + self.index
-
-
-def _crc32c(raw: RawBytes, start: int) -> int:
-    from google_crc32c import extend
-
-    return int(extend(start, bytes(raw)))
-
-
-def index_of(array: ZarrArray, numbers: Sequence[int]) -> bytes:
-    """Return the index of a shard with the chunks of these numbers end to end; empty without shards."""
-    if not array.sharded:
-        return b""
-    length = array.chunk_bytes + INDEX_CHECKSUM
-    index = np.full((array.chunks_per_file, 2), MISSING_CHUNK, "<u8")
-    index[numbers] = [(position * length, length) for position in range(len(numbers))]
-    raw = index.tobytes()
-    return raw + _crc32c(raw, 0).to_bytes(INDEX_CHECKSUM, "little")
-
-
-def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None, chunk_bytes: int = CHUNK_BYTES) -> list[ZarrArray]:
-    """Return the array of each tensor, with ``shard_bytes`` of chunks in a file (None: `SHARD_BYTES`), or one chunk.
-
-    Raises:
-        SourceError: as `nodes`.
-    """
-    shard_bytes = SHARD_BYTES if shard_bytes is None else shard_bytes
-    described = []
-    for tensor, node in zip(tensors, nodes(tensors), strict=True):
-        size = itemsize(tensor.dtype)
-        chunk = _block(tensor.shape, chunk_bytes // size)
-        shard = _block(tensor.shape, max(shard_bytes // size, math.prod(chunk)))
-        whole = tuple(-(-length // part) * part for length, part in zip(shard, chunk, strict=True))
-        # Stock zarr 3.1 cannot read a shard without dims.
-        stored, sharded = stored_as(tensor.dtype), bool(tensor.shape)
-        described.append(ZarrArray(node, tensor.shape, stored, whole, chunk, INDEX_CHECKSUM, sharded))
-    return described
-
-
-def write_descriptions(manifest: Manifest, arrays_of_tensors: Sequence[ZarrArray], directory: Location) -> None:
-    """Write the descriptions of groups and arrays, and wait until everything is on disk."""
-    from ..io.publish import sync_tree  # readers do not need it
-
-    seals = {}
-    for tensor, array in zip(manifest.tensors, arrays_of_tensors, strict=True):
-        entry = {**entry_of(tensor), "digests": [chunk.digest for chunk in tensor.chunks]}
-        seals[array.node] = array_seal(array, entry)
-        attributes = {MANIFEST_ATTRIBUTE: {**entry, SEAL: seals[array.node]}}
-        _write(directory / array.node, dataclasses.replace(array, attributes=attributes).to_json())
-    root: dict[str, Any] = {"version": 1, "tensors": len(seals), "provenance": dict(manifest.provenance)}
-    root = {**json.loads(json.dumps(root)), "arrays": digest_of(seals)}
-    ours = {MANIFEST_ATTRIBUTE: {**root, SEAL: digest_of(root)}}
-    groups = {parent for array in arrays_of_tensors for parent in _parents(array.node)} | {""}
-    for group in sorted(groups, reverse=True):  # the root last: it makes the directory a hierarchy
-        node = {"zarr_format": 3, "node_type": "group", "attributes": {} if group else ours}
-        _write(directory / group, json.dumps(node, indent=1))
-    sync_tree(directory)
-
-
-def _write(folder: Location, text: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / ZARR_FILE).unlink(missing_ok=True)  # left by a run that was killed
-    write_synced(folder / ZARR_FILE, text.encode())
-
-
-def _block(shape: Index, most: int) -> Index:
-    """Return the largest run of at most ``most`` elements that divides a tensor about equally."""
-    block = list(shape)
-    for dim, length in enumerate(shape):
-        inner = math.prod(shape[dim + 1 :])
-        fitting = min(max(most // max(inner, 1), 1), length)
-        if fitting:
-            block[dim] = -(-length // -(-length // fitting))
-        if fitting > 1 or inner <= most:
-            break
-    return tuple(max(length, 1) for length in block)
 
 
 def _name(part: str | int) -> str:
@@ -648,7 +613,7 @@ def _name(part: str | int) -> str:
     return f"{plain.lstrip('._')}-{digest}"
 
 
-def _parents(node: str) -> Iterator[str]:
+def parents(node: str) -> Iterator[str]:
     parts = node.split("/")
     for depth in range(1, len(parts)):
         yield "/".join(parts[:depth])

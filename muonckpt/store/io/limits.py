@@ -83,7 +83,11 @@ def check_description(file: Location, size: int) -> None:
         others += length
         if SMALL_DESCRIPTION + others >= size:
             return
-    check_limit(size, SMALL_DESCRIPTION + others, f"bytes in {file}, whose neighbours have {others} bytes on the disk")
+    check_limit(
+        size,
+        SMALL_DESCRIPTION + others,
+        f"bytes in {file}, whose neighbours have {others} bytes on the disk (are some missing?)",
+    )
 
 
 def on_disk(status: os.stat_result) -> int:

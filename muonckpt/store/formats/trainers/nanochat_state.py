@@ -161,7 +161,7 @@ def _state(
 def _unstacked(params: Sequence[str], slot: str, parts: Sequence[PlainTensor]) -> Iterator[StateRecord]:
     count, *shape = parts[0].chunk.box.shape
     if count != -(-len(params) // len(parts)):
-        raise SourceError(
+        raise DamageError(
             f"expected {-(-len(params) // len(parts))} of {len(params)} matrices on each of {len(parts)} ranks, found "
             f"{count}: the file of a rank may be missing"
         )
@@ -186,8 +186,9 @@ def _rows(name: str, slot: str, parts: Sequence[PlainTensor], weight: Index | No
             f"names of the parameters to {signs.NAMES_FILE} beside the files (docs/formats/trainers.md)"
         )
     if weight is not None and (local if whole else cut) != weight:
-        raise SourceError(
-            f"expected the shape {weight} of its weight, or rows of it, found {local} on {len(parts)} ranks"
+        raise DamageError(
+            f"expected the shape {weight} of its weight, or rows of it, found {local} on {len(parts)} ranks: the file "
+            "of a rank may be missing"
         )
     if whole:
         if not equal:

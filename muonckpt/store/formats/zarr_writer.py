@@ -1,0 +1,144 @@
+"""Writes zarr v3 hierarchies: the arrays and chunks of tensors, the bytes around a chunk, and the descriptions.
+
+Shards of checked chunks are written in streams of bounded size without the zarr library; a chunk is a band of whole
+trailing dims, one run of the row-major tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...box import Index
+from ...json_fields import digest_of
+from ...record import Manifest, StateRecord
+from ..io.checksums import Checksum, RawBytes
+from ..io.location import Location
+from ..io.new_file import write_synced
+from ..reading.dtypes import itemsize
+from .native import entry_of
+from .signs import ZARR_FILE
+from .zarr import (
+    INDEX_CHECKSUM,
+    MANIFEST_ATTRIBUTE,
+    MISSING_CHUNK,
+    SEAL,
+    ZarrArray,
+    array_seal,
+    nodes,
+    parents,
+    stored_as,
+)
+
+CHUNK_BYTES = 4 << 20
+"""Most bytes of a chunk, the smallest part that zarr reads."""
+
+SHARD_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFrame:
+    """The bytes behind a chunk's elements.
+
+    They are zeros beyond the array's edge up to ``chunk_bytes``, the CRC-32C of both, and behind a shard's last chunk
+    its ``index``.
+    """
+
+    payload_length: int
+    chunk_bytes: int
+    index: bytes = b""
+    head: ClassVar[bytes] = b""
+    payload_offset: ClassVar[int] = 0
+
+    @property
+    def length(self) -> int:
+        return self.chunk_bytes + INDEX_CHECKSUM + len(self.index)
+
+    @property
+    def checksum_of(self) -> Checksum:
+        return _crc32c
+
+    def tail(self, checksum: int) -> bytes:
+        padding = bytes(self.chunk_bytes - self.payload_length)
+        return padding + _crc32c(padding, checksum).to_bytes(INDEX_CHECKSUM, "little") + self.index
+
+
+def _crc32c(raw: RawBytes, start: int) -> int:
+    from google_crc32c import extend
+
+    return int(extend(start, bytes(raw)))
+
+
+def index_of(array: ZarrArray, numbers: Sequence[int]) -> bytes:
+    """Return the index of a shard with the chunks of these numbers end to end; empty without shards."""
+    if not array.sharded:
+        return b""
+    length = array.chunk_bytes + INDEX_CHECKSUM
+    index = np.full((array.chunks_per_file, 2), MISSING_CHUNK, "<u8")
+    index[numbers] = [(position * length, length) for position in range(len(numbers))]
+    raw = index.tobytes()
+    return raw + _crc32c(raw, 0).to_bytes(INDEX_CHECKSUM, "little")
+
+
+def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None, chunk_bytes: int = CHUNK_BYTES) -> list[ZarrArray]:
+    """Return the array of each tensor, with ``shard_bytes`` of chunks in a file (None: `SHARD_BYTES`), or one chunk.
+
+    Raises:
+        SourceError: as `nodes`.
+    """
+    shard_bytes = SHARD_BYTES if shard_bytes is None else shard_bytes
+    described = []
+    for tensor, node in zip(tensors, nodes(tensors), strict=True):
+        size = itemsize(tensor.dtype)
+        chunk = _block(tensor.shape, chunk_bytes // size)
+        shard = _block(tensor.shape, max(shard_bytes // size, math.prod(chunk)))
+        whole = tuple(-(-length // part) * part for length, part in zip(shard, chunk, strict=True))
+        # Stock zarr 3.1 cannot read a shard without dims.
+        stored, sharded = stored_as(tensor.dtype), bool(tensor.shape)
+        described.append(ZarrArray(node, tensor.shape, stored, whole, chunk, INDEX_CHECKSUM, sharded))
+    return described
+
+
+def write_descriptions(manifest: Manifest, arrays_of_tensors: Sequence[ZarrArray], directory: Location) -> None:
+    """Write the descriptions of groups and arrays, and wait until everything is on disk."""
+    from ..io.publish import sync_tree  # readers do not need it
+
+    seals = {}
+    for tensor, array in zip(manifest.tensors, arrays_of_tensors, strict=True):
+        entry = {**entry_of(tensor), "digests": [chunk.digest for chunk in tensor.chunks]}
+        seals[array.node] = array_seal(array, entry)
+        attributes = {MANIFEST_ATTRIBUTE: {**entry, SEAL: seals[array.node]}}
+        _write(directory / array.node, dataclasses.replace(array, attributes=attributes).to_json())
+    root: dict[str, Any] = {"version": 1, "tensors": len(seals), "provenance": dict(manifest.provenance)}
+    root = {**json.loads(json.dumps(root)), "arrays": digest_of(seals)}
+    ours = {MANIFEST_ATTRIBUTE: {**root, SEAL: digest_of(root)}}
+    groups = {parent for array in arrays_of_tensors for parent in parents(array.node)} | {""}
+    for group in sorted(groups, reverse=True):  # the root last: it makes the directory a hierarchy
+        node = {"zarr_format": 3, "node_type": "group", "attributes": {} if group else ours}
+        _write(directory / group, json.dumps(node, indent=1))
+    sync_tree(directory)
+
+
+def _write(folder: Location, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ZARR_FILE).unlink(missing_ok=True)  # left by a run that was killed
+    write_synced(folder / ZARR_FILE, text.encode())
+
+
+def _block(shape: Index, most: int) -> Index:
+    """Return the largest run of at most ``most`` elements that divides a tensor about equally."""
+    block = list(shape)
+    for dim, length in enumerate(shape):
+        inner = math.prod(shape[dim + 1 :])
+        fitting = min(max(most // max(inner, 1), 1), length)
+        if fitting:
+            block[dim] = -(-length // -(-length // fitting))
+        if fitting > 1 or inner <= most:
+            break
+    return tuple(max(length, 1) for length in block)
