@@ -107,17 +107,17 @@ def gather_on_all(
 
 
 def broadcast_from_first(
-    process_group: dist.ProcessGroup | None, kind: type[MuonckptError], answer: Callable[[], T]
+    process_group: dist.ProcessGroup | None, kind: type[MuonckptError], answer: Callable[[], T], first: int = 0
 ) -> T:
-    """Return the answer of the first rank: one broadcast."""
+    """Return the answer of the first rank, or of that at another place in the group: one broadcast."""
     heard: list[T | _Outcome | None] = [None]
     cause: Exception | None = None
-    if is_coordinator(process_group):
+    if not dist.is_initialized() or dist.get_rank(process_group) == first:
         mine, cause = _attempted(kind, answer)
         heard = [_Outcome({-1: mine}) if isinstance(mine, _Failure) else mine]
     if dist.is_initialized():
         with lost_ranks():
-            dist.broadcast_object_list(heard, group=process_group, group_src=0)
+            dist.broadcast_object_list(heard, group=process_group, group_src=first)
     return _unless_failed(heard[0], cause)
 
 

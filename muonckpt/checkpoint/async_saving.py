@@ -16,7 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TextIO
+from functools import partial
+from typing import Any, Literal, Protocol, TextIO
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,17 @@ from .signals import end_in_order
 
 OnError = Literal["raise", "warn"]
 WhenBusy = Literal["wait", "refuse"]
+
+
+class Joint(Protocol):
+    """One save of all ranks."""
+
+    def run(self, state: Callable[[], LiveState]) -> None:
+        """Save what ``state`` returns, or fail on all ranks with one error and leave nothing."""
+
+
+Write = Callable[[Mapping[str, Any], dist.ProcessGroup | None, AgreedPlans, SaveProgress], Joint]
+"""A function that makes a save of its provenance, for the process group of a lane, with its plans and progress."""
 
 
 class _SaveFuture(Future[None]):
@@ -131,7 +143,7 @@ class AsyncSave:
         self._outcome.reported = True
 
 
-class _Lane:
+class Lane:
     """The buffers, the thread and the process groups that saves of one process group share."""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -153,6 +165,7 @@ class _Lane:
         path: str,
         provenance: Mapping[str, Any],
         on_error: OnError,
+        write: Write,
         then: Callable[[], None],
     ) -> AsyncSave:
         """Copy the state, and have the thread write it and do ``then``.  The last save has ended: buffers are free."""
@@ -173,7 +186,7 @@ class _Lane:
 
         def work() -> None:
             with self._lost_together(path):
-                JointSave(path, details, self._group, self._plans, progress).run(copied)
+                write(details, self._group, self._plans, progress).run(copied)
             then()
 
         outcome = _SaveFuture()
@@ -243,8 +256,8 @@ class _Lane:
             self.last.warn(error)
 
 
-_lanes: dict[dist.ProcessGroup | None, _Lane] = {}
-_of_parent: list[_Lane] = []
+_lanes: dict[dist.ProcessGroup | None, Lane] = {}
+_of_parent: list[Lane] = []
 """The lanes of the parent in a forked process, which must not give pinned memory back."""
 
 
@@ -312,19 +325,28 @@ def save_in_thread(
         raise ValueError(
             f"on_error is 'raise' or 'warn', when_busy 'wait' or 'refuse'; got {on_error!r}, {when_busy!r}"
         )
-    known = _lanes.get(process_group or _world())
-    if known is not None and known.lost is not None:  # the others may not be there to answer
-        raise known.lost
-    ask()
-    end_in_order(_under_way)
-    lane = _lane(process_group)
+    lane = lane_of(process_group, ask)
     if when_busy == "refuse" and lane.busy():
         raise DestinationError(
             f"{lane.last.path if lane.last else 'a checkpoint'} is still being saved: {wanted} is not"
         )
     lane.settle()
     path, then = begin()
-    return lane.submit(state_dict, path, provenance or {}, on_error, then)
+    return lane.submit(state_dict, path, provenance or {}, on_error, partial(JointSave, path), then)
+
+
+def lane_of(process_group: dist.ProcessGroup | None, ask: Callable[[], None]) -> Lane:
+    """Return the lane of a process group for a new save, after ``ask`` has refused other calls on other ranks.
+
+    Raises:
+        LostRankError: another rank was lost in an earlier save.
+    """
+    known = _lanes.get(process_group or _world())
+    if known is not None and known.lost is not None:  # the others may not be there to answer
+        raise known.lost
+    ask()
+    end_in_order(_under_way)
+    return _lane(process_group)
 
 
 def settle_last(process_group: dist.ProcessGroup | None) -> None:
@@ -346,7 +368,7 @@ def _under_way() -> bool:
     return any(last is not None and not last.done() for last in mine)
 
 
-def _lane(process_group: dist.ProcessGroup | None) -> _Lane:
+def _lane(process_group: dist.ProcessGroup | None) -> Lane:
     """Return the lane of a process group, after closing those of worlds that are gone."""
     world = _world()
     for group, lane in list(_lanes.items()):
@@ -357,7 +379,7 @@ def _lane(process_group: dist.ProcessGroup | None) -> _Lane:
             lane.close()
     key = process_group or world
     if key not in _lanes:
-        _lanes[key] = _Lane(process_group)
+        _lanes[key] = Lane(process_group)
     return _lanes[key]
 
 

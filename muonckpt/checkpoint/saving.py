@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from .. import json_fields
 from ..errors import ArgumentError, DestinationError
+from ..record import Manifest
 from ..store.formats import native
 from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
@@ -37,6 +38,8 @@ from .bits import bits_of, dtype_name
 from .live_state import Item, LiveState, RankState
 from .storable import refuse_unstorable
 from .whole_plan import RankItems, WholePlan, rank_file, receipt_row
+
+T = TypeVar("T")
 
 _MOST_PLANS = 2
 """Enough for a run that saves two things in turn."""
@@ -129,16 +132,13 @@ class JointSave:
     def run(self, state: Callable[[], LiveState]) -> None:
         """Save what ``state`` returns, or fail on all ranks with one error and leave nothing."""
         try:
-            live, plan, staged = self._begin(state)
+            live, plan, staged = agreed(self._group, self._plans, state, self._arguments, self._reserve)
             file = staged / rank_file(self._rank)
-
-            def write() -> bytes:
-                written, seen = ([live.items[number] for number in numbers] for numbers in plan.share)
-                rows = write_items(live, written, file, self._progress)
-                return b"".join((*rows, *(_witness(live, item) for item in seen)))
-
             decide_on_first(
-                self._group, DestinationError, write, lambda receipts: self._publish(plan, staged, receipts)
+                self._group,
+                DestinationError,
+                lambda: write_share(live, plan.share, file, self._progress),
+                lambda receipts: self._publish(plan, staged, receipts),
             )
         except BaseException:
             if self._staged is not None:
@@ -148,38 +148,9 @@ class JointSave:
             if self._held is not None:
                 os.close(self._held)
 
-    def _begin(self, state: Callable[[], LiveState]) -> tuple[LiveState, AgreedPlan, Location]:
-        """Return what this rank has, the plan for it, kept by all ranks or new, and where to write."""
-        live: LiveState
-
-        def fitting() -> tuple[Mapping[str, object], list[bytes]]:
-            nonlocal live
-            live = state()
-            self._destination, self._details = location(self._path, DestinationError), as_json(self._provenance)
-            refuse_unstorable(live.flat)
-            return {"path": str(self._destination)}, self._plans.fitting(live.described)
-
-        def choose(ranks: list[tuple[Mapping[str, object], list[bytes]]]) -> tuple[bytes, Location] | None:
-            refuse_differing(self._group, "save", [arguments for arguments, _ in ranks])
-            known = [names for _, names in ranks]
-            name = next((name for name in known[0] if all(name in names for names in known)), None)
-            return None if name is None else (name, self._reserve())
-
-        chosen = decide_on_first(self._group, DestinationError, fitting, choose)
-        if chosen is not None:
-            return live, self._plans[chosen[0]], chosen[1]
-        whole: WholePlan | None = None
-
-        def deal(ranks: list[RankState]) -> list[tuple[bytes, RankItems, Location]]:
-            nonlocal whole
-            whole = WholePlan.of(ranks)
-            name, staged = secrets.token_bytes(16), self._reserve()
-            return [(name, share, staged) for share in whole.shares]
-
-        name, share, staged = scatter_from_first(self._group, DestinationError, lambda: live.described, deal)
-        plan = AgreedPlan(name, live.described, share, whole)
-        self._plans.keep(plan)
-        return live, plan, staged
+    def _arguments(self) -> Mapping[str, object]:
+        self._destination, self._details = location(self._path, DestinationError), as_json(self._provenance)
+        return {"path": str(self._destination)}
 
     def _reserve(self) -> Location:
         try:
@@ -194,18 +165,68 @@ class JointSave:
         return self._staged
 
     def _publish(self, plan: AgreedPlan, staged: Location, receipts: list[bytes]) -> None:
-        assert plan.whole is not None, "this is the coordinator"
-        provenance = {
-            "program": PROGRAM,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "platform": sys.platform,
-            "world": len(receipts),
-            **self._details,
-        }
-        native.write_native(plan.whole.manifest(receipts, provenance), staged)
+        native.write_native(described(plan, receipts, self._details), staged)
         publish.publish(staged, self._destination)
         self._staged = None  # whatever happens now, it is there
+
+
+def agreed(
+    process_group: dist.ProcessGroup | None,
+    plans: AgreedPlans,
+    state: Callable[[], LiveState],
+    arguments: Callable[[], Mapping[str, object]],
+    reserve: Callable[[], T],
+) -> tuple[LiveState, AgreedPlan, T]:
+    """Return what this rank has, the plan for it, kept by all ranks or new, and where the coordinator lets them write.
+
+    Args:
+        arguments: those of this rank that have to be the same on all.
+        reserve: makes the place, on the coordinator.
+    """
+    live: LiveState
+
+    def fitting() -> tuple[Mapping[str, object], list[bytes]]:
+        nonlocal live
+        live = state()
+        given = arguments()
+        refuse_unstorable(live.flat)
+        return given, plans.fitting(live.described)
+
+    def choose(ranks: list[tuple[Mapping[str, object], list[bytes]]]) -> tuple[bytes, T] | None:
+        refuse_differing(process_group, "save", [given for given, _ in ranks])
+        known = [names for _, names in ranks]
+        name = next((name for name in known[0] if all(name in names for names in known)), None)
+        return None if name is None else (name, reserve())
+
+    chosen = decide_on_first(process_group, DestinationError, fitting, choose)
+    if chosen is not None:
+        return live, plans[chosen[0]], chosen[1]
+    whole: WholePlan | None = None
+
+    def deal(ranks: list[RankState]) -> list[tuple[bytes, RankItems, T]]:
+        nonlocal whole
+        whole = WholePlan.of(ranks)
+        name, place = secrets.token_bytes(16), reserve()
+        return [(name, share, place) for share in whole.shares]
+
+    name, share, place = scatter_from_first(process_group, DestinationError, lambda: live.described, deal)
+    plan = AgreedPlan(name, live.described, share, whole)
+    plans.keep(plan)
+    return live, plan, place
+
+
+def described(plan: AgreedPlan, receipts: Sequence[bytes], details: Mapping[str, Any]) -> Manifest:
+    """Return the manifest of what ranks have written, on the coordinator; raises as `WholePlan.manifest`."""
+    assert plan.whole is not None, "this is the coordinator"
+    provenance = {
+        "program": PROGRAM,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": sys.platform,
+        "world": len(receipts),
+        **details,
+    }
+    return plan.whole.manifest(receipts, provenance)
 
 
 def as_json(provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,6 +282,12 @@ def save(
 
 
 # --- The file of one rank: stock items end to end, digested in the pass that writes them ------------------------------
+
+
+def write_share(live: LiveState, share: RankItems, file: Location, progress: SaveProgress) -> bytes:
+    """Write a rank's file, digest what it holds as a witness, and return its receipt."""
+    written, seen = ([live.items[number] for number in numbers] for numbers in share)
+    return b"".join((*write_items(live, written, file, progress), *(_witness(live, item) for item in seen)))
 
 
 def write_items(live: LiveState, items: Sequence[Item], file: Location, progress: SaveProgress) -> list[bytes]:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -21,7 +22,15 @@ from ..checkpoint.all_ranks import (
     refuse_crossed,
     refuse_differing,
 )
-from ..checkpoint.async_saving import AsyncSave, OnError, WhenBusy, save_in_thread, settle_last, wait_for_last
+from ..checkpoint.async_saving import (
+    AsyncSave,
+    OnError,
+    WhenBusy,
+    lane_of,
+    save_in_thread,
+    settle_last,
+    wait_for_last,
+)
 from ..checkpoint.loading import load
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals, Then
@@ -32,6 +41,7 @@ from ..store.io.location import location
 from ..store.run import StepName
 from ..store.step_folder import Newest, StepFolder
 from .export import SHARD_SIZE, check_form, export_model
+from .node_memory import NodeMemory
 
 _Answer = TypeVar("_Answer")
 
@@ -52,16 +62,20 @@ class Restored:
     """The result of `Series.restore`.
 
     Attributes:
-        step, path: those of the checkpoint that was loaded; training goes on behind it.
+        step, path: those of the checkpoint that was loaded, or of this node's part of a copy in memory; training goes
+            on behind it.
         report: what was done with which parameters; ``print`` shows all of this in one line.
+        memory: True if it was a copy in the memory of nodes.
     """
 
     step: int
     path: str
     report: LoadReport
+    memory: bool = False
 
     def __str__(self) -> str:
-        return f"step {self.step} restored from {self.path}: {'; '.join(str(self.report).splitlines())}"
+        place = f"memory, {self.path} on each node" if self.memory else self.path
+        return f"step {self.step} restored from {place}: {'; '.join(str(self.report).splitlines())}"
 
     def __getitem__(self, key: object) -> NoReturn:
         raise TypeError(
@@ -85,6 +99,8 @@ class Series:
         on: signals to any rank that make `due` ask for a checkpoint on all; those of ``signals.SIGNALS``.  A dict says
             what follows it: ``{signal.SIGUSR1: "stop"}``.  Handlers are installed at once, and call those before them;
             `close` puts these back.
+        memory: a folder in shared memory, such as ``/dev/shm/me``, for `async_copy`: one on each node, the same for
+            all of its ranks.
 
     Raises:
         ValueError: a number is below 1; or a signal is not known, or this is not the main thread.
@@ -98,6 +114,7 @@ class Series:
         keep_last: int = 3,
         keep_every: int | None = None,
         on: On = (),
+        memory: str | os.PathLike[str] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
@@ -110,6 +127,7 @@ class Series:
         self._damaged: set[StepName] = set()
         """Steps that `restore` has found damaged, though their files have the right sizes; the same on all ranks."""
         self._signals = Signals(on, process_group)
+        self._memory = None if memory is None else NodeMemory(Path(memory), process_group)
 
     def __enter__(self) -> Series:
         return self
@@ -120,6 +138,8 @@ class Series:
             settle_last(self._group)
         else:  # the other ranks may be elsewhere, so nothing is asked of them
             wait_for_last(self._group)
+        if self._memory is not None and (kind is None or issubclass(kind, SystemExit)):
+            self._memory.end(max((name.step for name in self._whole), default=-1))
 
     def close(self) -> None:
         """Wait for the last `async_save`, raise or warn of its error, and put former signal handlers back.
@@ -213,6 +233,53 @@ class Series:
         self._signals.met(saving.path)
         return saving
 
+    def async_copy(
+        self,
+        step: int,
+        state_dict: Mapping[str, Any],
+        *,
+        provenance: Mapping[str, Any] | None = None,
+        on_error: OnError = "raise",
+    ) -> AsyncSave | None:
+        """Copy the state to the memory of two nodes while training goes on, for `restore` after ranks or a node end.
+
+        The call copies tensors as that of `async_save` does, in the same buffers, and the same thread writes.  Each
+        rank's part is kept in its node's ``memory``, and sent once to the next node's.  The copy before is removed when
+        this one is whole on all nodes.
+
+        Args:
+            step, provenance: as for `save`.
+            state_dict, on_error: as for `muonckpt.async_save`.
+
+        Returns:
+            The copy; None if a rank is still saving or copying, so that nothing was copied.
+
+        Raises:
+            ArgumentError: the series has no ``memory``, or arguments differ between ranks.
+            DestinationError: a node's folder cannot be made; or as in `async_save`.
+            LostRankError: as in `muonckpt.async_save`.
+        """
+        lane = lane_of(self._group, partial(refuse_crossed, self._group, "Series.async_copy"))
+
+        def arguments() -> Mapping[str, object]:
+            if self._memory is None:
+                raise ArgumentError("this series has no memory to copy to. Write Series(folder, memory='/dev/shm/me')")
+            _check_step(step)
+            return {"step": step}
+
+        def begin(asked: list[Mapping[str, object]]) -> tuple[str, StepName]:
+            refuse_differing(self._group, "async_copy", asked)
+            run = self._asked(lambda: self._folder.identity(make=True), DestinationError)
+            assert run is not None, "it was made"
+            return run, NodeMemory.new_name(step)
+
+        run, name = decide_on_first(self._group, DestinationError, arguments, begin)
+        assert self._memory is not None, "it was checked"
+        if lane.busy():
+            return None
+        lane.settle()
+        return self._memory.copy(lane, run, name, state_dict, {**(provenance or {}), "step": step}, on_error)
+
     def export(
         self,
         step: int,
@@ -294,6 +361,8 @@ class Series:
     ) -> Restored | None:
         """Load the newest whole checkpoint; if it turns out to be damaged, the one before, with a warning on all ranks.
 
+        A copy in memory that is as new as the newest checkpoint is preferred; it is always attested.
+
         Tensors may have been overwritten when damage is found; loading the one before writes all of them again.  If
         that fails as well, do not train on the state dict.  A checkpoint that does not fit, or cannot be reached for
         now, is an error and no reason to take an older one.
@@ -314,9 +383,19 @@ class Series:
         patterns, extra = Globs.of(fresh).patterns, Extra.of(allow_extra).patterns
         faults: dict[StepName, str] = {}
         refuse_crossed(self._group, "Series.restore")
+        run = None if self._memory is None else self._ask_first(lambda: self._folder.identity(make=False))
+        copies = [] if self._memory is None or run is None else self._memory.found(run)
         while True:
             newest = self._newest()
             faults |= newest.faults
+            if self._memory is not None and copies and (newest.name is None or copies[0].step >= newest.name.step):
+                copy = copies.pop(0)
+                try:
+                    report = self._memory.load(copy, state_dict, extra, patterns)
+                except DamageError as error:
+                    warnings.warn(f"{copy} is not taken: {error.fault}", RuntimeWarning, stacklevel=2)
+                    continue
+                return Restored(copy.step, str(copy), report, memory=True)
             if newest.name is None:
                 place = self._folder.place
                 if faults:
@@ -366,13 +445,7 @@ class Series:
         """Return the name to save under, once all ranks have asked for the same step."""
 
         def arguments() -> Mapping[str, object]:
-            if type(step) is not int or step < 0:
-                actual = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__name__}"
-                given = "step" if isinstance(step, Mapping) else "int(step)"
-                line = "" if type(step) is int else f". Write series.save({given}, state_dict)"
-                raise ArgumentError(
-                    f"a step is an integer, 0 or more, and comes before the state dict; found {actual}{line}"
-                )
+            _check_step(step)
             if also is not None:
                 check_form(also)
             return {"step": step, "replace": replace, "also": also}
@@ -421,3 +494,11 @@ class Series:
             raise
         except Exception as error:
             raise kind(f"{self._folder.place}: {error}") from error
+
+
+def _check_step(step: object) -> None:
+    if type(step) is not int or step < 0:
+        actual = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__name__}"
+        given = "step" if isinstance(step, Mapping) else "int(step)"
+        line = "" if type(step) is int else f". Write series.save({given}, state_dict)"
+        raise ArgumentError(f"a step is an integer, 0 or more, and comes before the state dict; found {actual}{line}")

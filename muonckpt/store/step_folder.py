@@ -5,6 +5,7 @@ There is no record besides its files, so any process may look at any time.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,13 +15,17 @@ from .formats import native
 from .formats.dcp import named_items
 from .formats.signs import METADATA_FILE
 from .io import publish
+from .io.checksums import xxh3_128
 from .io.limits import gc_paused
 from .io.location import Location, Remote, at_each
+from .io.new_file import write_synced
 from .io.publish import CLAIM
-from .io.regular import check_extents
+from .io.regular import check_extents, read_whole
 from .run import StepName
 
 _DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
+
+_IDENTITY = ".muonckpt.run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,26 @@ class StepFolder:
 
     def path(self, name: StepName) -> Location:
         return self.place / str(name)
+
+    def identity(self, make: bool) -> str | None:
+        """Return what tells this run from all others: of a random file in the folder, and of where that is.
+
+        So a folder that was copied, or begun anew, is that of another run.
+
+        Args:
+            make: the file, if there is none.  Otherwise that is None.
+
+        Raises:
+            DamageError, SourceError: it cannot be read.
+            OSError: it cannot be made.
+        """
+        file = self.place / _IDENTITY
+        if not file.exists():
+            if not make:
+                return None
+            self.place.mkdir(parents=True, exist_ok=True)
+            write_synced(file, secrets.token_hex(16).encode())
+        return xxh3_128([read_whole(file), str(self.place.resolve()).encode()])[:16]
 
     def newest(self, damaged: Collection[StepName]) -> Newest:
         """Find the newest whole checkpoint, without reading data.

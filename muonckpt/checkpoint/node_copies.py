@@ -1,0 +1,227 @@
+"""Copies of a run's state in the host memory of two nodes, outside the processes that train.
+
+A copy is a checkpoint whose files lie apart: each rank's file in the folder of its own node, where it was written, and
+in that of the next node, to which it was sent.  Every folder has the descriptions, so all of them together are the
+checkpoint, and each is one with lost files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import DestinationError
+from ..record import MANIFEST_FILE, Extent
+from ..store.formats import native
+from ..store.formats.signs import METADATA_FILE
+from ..store.io import publish
+from ..store.io.checksums import xxh3_128
+from ..store.io.new_file import Writing, created, write_synced
+from ..store.reading.payloads import Payloads
+from ..store.run import StepName
+from .all_ranks import decide_on_first, exchange, gather_on_all, group_ranks
+from .live_state import LiveState
+from .saving import AgreedPlans, SaveProgress, agreed, described, write_share
+from .whole_plan import rank_file
+
+_BAND_BYTES = 8 << 20
+"""Bytes of a rank's file that are sent at a time."""
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The nodes of a process group's ranks: ranks whose folder is the same directory are on one node.
+
+    Attributes:
+        of: each rank's node, by its place in the group; nodes are numbered in the order of their first ranks.
+        partners: the rank to which each rank sends its file, on the next node; None if there is one node.
+        here: the place of this rank.
+    """
+
+    of: tuple[int, ...]
+    partners: tuple[int | None, ...]
+    here: int
+
+    @classmethod
+    def sharing(cls, folder: Path, process_group: dist.ProcessGroup | None) -> Nodes:
+        """Make the folder on each node, and ask all ranks for theirs: one gather.
+
+        Raises:
+            DestinationError: a folder cannot be made.
+        """
+
+        def identity() -> tuple[str, int, int]:
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+            status = folder.stat()
+            return _BOOT.read_text(), status.st_dev, status.st_ino
+
+        numbers: dict[object, int] = {}
+        directories = gather_on_all(process_group, DestinationError, identity)
+        of = [numbers.setdefault(directory, len(numbers)) for directory in directories]
+        return cls.numbered(of, dist.get_rank(process_group) if dist.is_initialized() else 0)
+
+    @classmethod
+    def numbered(cls, of: Sequence[int], here: int) -> Nodes:
+        members: defaultdict[int, list[int]] = defaultdict(list)
+        partners: list[int | None] = []
+        for place, node in enumerate(of):
+            members[node].append(place)
+        seen: defaultdict[int, int] = defaultdict(int)
+        for node in of:
+            others = members[(node + 1) % len(members)]
+            partners.append(None if len(members) == 1 else others[seen[node] % len(others)])
+            seen[node] += 1
+        return cls(tuple(of), tuple(partners), here)
+
+    @property
+    def leads(self) -> bool:
+        """True on the first rank of each node, which looks after its folder."""
+        return self.of.index(self.of[self.here]) == self.here
+
+
+class NodeCopy:
+    """One copy, made by all ranks together.
+
+    Args:
+        folder: that of this run's copies on this node; no other copy to it is under way.
+        name: the same on all ranks; no copy had it before.
+        provenance, process_group, plans, progress: as for `saving.JointSave`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: StepName,
+        nodes: Nodes,
+        provenance: Mapping[str, Any],
+        process_group: dist.ProcessGroup | None,
+        plans: AgreedPlans,
+        progress: SaveProgress,
+    ) -> None:
+        self._folder, self._name, self._nodes = folder, name, nodes
+        self._staged = folder / f".{name}.{name.attempt:012x}.tmp"
+        self._provenance = provenance
+        self._group = process_group
+        self._plans = plans
+        self._progress = progress
+
+    def run(self, state: Callable[[], LiveState]) -> None:
+        """Copy what ``state`` returns, or fail on all ranks with one error and keep the copy before."""
+        try:
+            self._write(state)
+        except BaseException:
+            if self._nodes.leads:
+                publish.discard(self._staged)
+            raise
+
+    def _write(self, state: Callable[[], LiveState]) -> None:
+        live, plan, _ = agreed(self._group, self._plans, state, lambda: {"step": self._name.step}, lambda: None)
+        here, own = self._nodes.here, self._staged / rank_file(self._nodes.here)
+        receipt = b""
+
+        def write() -> int:
+            nonlocal receipt
+            if self._nodes.leads:  # a run that went back has given up what came after
+                remove_copies(self._folder, lambda name: name is None or name.step > self._name.step, self._staged)
+            self._staged.mkdir(parents=True, exist_ok=True)
+            receipt = write_share(live, plan.share, own, self._progress)
+            return own.stat().st_size if own.exists() else 0
+
+        sizes = gather_on_all(self._group, DestinationError, write)
+        failure = self._send(sizes)
+        held = {
+            place: size for place, size in enumerate(sizes) if size and here in (place, self._nodes.partners[place])
+        }
+
+        def answer() -> tuple[bytes, Mapping[int, str]]:
+            if failure is not None:
+                raise failure
+            return receipt, {place: digest_of(self._staged, rank_file(place), size) for place, size in held.items()}
+
+        def describe(answers: list[tuple[bytes, Mapping[int, str]]]) -> dict[str, bytes]:
+            ranks = group_ranks(self._group)
+            for place, (_, digests) in enumerate(answers):
+                for origin, digest in digests.items():
+                    if digest != answers[origin][1][origin]:
+                        raise DestinationError(
+                            f"the file of rank {ranks[origin]} arrived at rank {ranks[place]} with other bytes"
+                        )
+            manifest = described(plan, [receipt for receipt, _ in answers], self._provenance)
+            native.write_native(manifest, self._staged)
+            return {name: (self._staged / name).read_bytes() for name in (MANIFEST_FILE, METADATA_FILE)}
+
+        texts = decide_on_first(self._group, DestinationError, answer, describe)
+
+        def publish_here() -> None:
+            if self._nodes.leads:
+                for name, text in texts.items():
+                    if not (self._staged / name).exists():
+                        write_synced(self._staged / name, text)
+                publish.publish(self._staged, self._folder / str(self._name))
+
+        gather_on_all(self._group, DestinationError, publish_here)
+        if self._nodes.leads:  # now every node has it
+            remove_copies(self._folder, lambda name: name != self._name)
+
+    def _send(self, sizes: Sequence[int]) -> Exception | None:
+        """Send this rank's file to its partner, and receive those of others; every byte travels once.
+
+        Returns an error of this rank, which goes on exchanging, so that the others do not hang.
+        """
+        here, partners = self._nodes.here, self._nodes.partners
+        partner = partners[here]
+        if partner is None:
+            return None
+        origins = [place for place, other in enumerate(partners) if other == here and sizes[place]]
+        failure: Exception | None = None
+        with ExitStack() as files:
+            own, outputs = -1, list[Writing]()
+            try:
+                if sizes[here]:
+                    own = os.open(self._staged / rank_file(here), os.O_RDONLY | os.O_CLOEXEC)
+                    files.callback(os.close, own)
+                for place in origins:
+                    outputs += [files.enter_context(created(self._staged / rank_file(place), sizes[place]))]
+            except OSError as error:
+                failure = error
+            for start in range(0, max(sizes), _BAND_BYTES):
+                lengths = [min(max(size - start, 0), _BAND_BYTES) for size in sizes]
+                give, take = [0] * len(sizes), [0] * len(sizes)
+                give[partner] = lengths[here]
+                for place in origins:
+                    take[place] = lengths[place]
+                send, receive = (torch.empty(sum(splits), dtype=torch.uint8) for splits in (give, take))
+                if failure is None and lengths[here]:
+                    os.preadv(own, [send.numpy().data], start)
+                exchange(self._group, send, give, receive, take)
+                parcels = torch.split(receive, [lengths[place] for place in origins])
+                for output, parcel in zip(outputs, parcels, strict=False) if failure is None else ():
+                    output.write(parcel.numpy().data, start)
+        return failure
+
+
+def remove_copies(folder: Path, superfluous: Callable[[StepName | None], bool], spared: Path | None = None) -> None:
+    """Remove copies from the folder of a run on this node, and what killed runs have left there, whose name is None."""
+    if folder.is_dir():
+        for entry in list(folder.iterdir()):
+            if entry != spared and superfluous(StepName.parsed(entry.name)):
+                publish.remove(entry, ())
+
+
+def digest_of(folder: Path, name: str, size: int) -> str:
+    """Return the xxh3-128 of a file as it lies in memory, in hex."""
+    payloads = Payloads(folder)
+    try:
+        return xxh3_128(payloads.bands(Extent(name, 0, size)))
+    finally:
+        payloads.close()

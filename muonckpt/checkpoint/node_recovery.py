@@ -1,0 +1,237 @@
+"""State from the copies in the memory of nodes: found together, checked, attested, and moved to any number of ranks.
+
+Nobody sees all files of a copy, so each is read by one rank of a node that has it, and `redistribute` moves elements to
+where they are asked for.  Nothing of a copy is used before all of it has been compared with its fingerprints.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
+
+from ..box import Index
+from ..errors import AttestError, DamageError, SourceError
+from ..layouts.boxed_tensor import BoxedTensor
+from ..record import MANIFEST_FILE, Manifest
+from ..resumption import LoadReport
+from ..store.io.checksums import xxh3_128
+from ..store.open_checkpoint import checked_blob
+from ..store.reading.payloads import Payloads, checked_elements
+from ..store.run import StepName
+from .all_ranks import broadcast_from_first, decide_on_first, gather_on_all, group_ranks
+from .attestation import Fingerprints, TensorPrint, attest
+from .bits import bits_of
+from .node_copies import Nodes, remove_copies
+from .redistribution import redistribute
+from .storable import refuse_code
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCopy:
+    """A copy, as nodes hold it together.
+
+    Attributes:
+        place: its directory on this node, or where that would be.
+        step: its step.
+        holders: for the first rank of each node that has its manifest, by place in the group, the sizes of the files.
+    """
+
+    place: Path
+    step: int
+    holders: Mapping[int, Mapping[str, int]]
+
+    def __str__(self) -> str:
+        return str(self.place)
+
+
+def found_copies(folder: Path, nodes: Nodes, process_group: dist.ProcessGroup | None) -> list[FoundCopy]:
+    """Return the copies of a run, newest first, after removing what killed runs have left.  Collective.
+
+    Warns of copies of other runs.
+
+    Raises:
+        SourceError: a folder cannot be read.
+    """
+
+    def look() -> tuple[dict[tuple[StepName, str], dict[str, int]], list[str]]:
+        if not nodes.leads:
+            return {}, []
+        remove_copies(folder, lambda name: name is None)
+        held = {}
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            name = StepName.parsed(entry.name)
+            assert name is not None, "others have been removed"
+            sizes = {file.name: file.stat().st_size for file in entry.iterdir()}
+            if MANIFEST_FILE in sizes:
+                held[name, xxh3_128([(entry / MANIFEST_FILE).read_bytes()])] = sizes
+        return held, [str(other) for other in folder.parent.iterdir() if other.name != folder.name and other.is_dir()]
+
+    holders: defaultdict[tuple[StepName, str], dict[int, Mapping[str, int]]] = defaultdict(dict)
+    others: dict[str, None] = {}
+    for place, (held, foreign) in enumerate(gather_on_all(process_group, SourceError, look)):
+        others |= dict.fromkeys(foreign)
+        for copy, sizes in held.items():
+            holders[copy][place] = sizes
+    if others:
+        warnings.warn(
+            f"not of this run, and so not looked at: {', '.join(others)}; copies in memory stay until the machine "
+            "starts again, so remove what no run needs",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return [FoundCopy(folder / str(name), name.step, on) for (name, _), on in sorted(holders.items(), reverse=True)]
+
+
+def load_copy(
+    state_dict: dict[str, Any],
+    copy: FoundCopy,
+    nodes: Nodes,
+    process_group: dist.ProcessGroup | None,
+    *,
+    allow_extra: bool | Iterable[str],
+    fresh: Iterable[str],
+) -> LoadReport:
+    """Load a copy as `load` loads a checkpoint, whatever ranks have made it.  Collective.
+
+    Raises:
+        DamageError: a part of it is on no node, or damaged on each, or it is not what its fingerprints say; or the
+            state dict does not hold what was sent, and is unusable.
+        SourceError, LayoutError, ArgumentError, LostRankError: as `redistribute`.
+    """
+    first = min(copy.holders)
+
+    def text() -> bytes:
+        return zlib.compress((copy.place / MANIFEST_FILE).read_bytes(), 1)
+
+    manifest = Manifest.from_json(zlib.decompress(broadcast_from_first(process_group, SourceError, text, first)))
+    source = _Source(manifest, Payloads(copy.place))
+    objects: dict[str, bytes] = {}
+    refused: set[tuple[int, str]] = set()
+    missing = source.files
+    while missing:
+        readers = _readers(missing, copy, nodes, refused)
+
+        def read(readers: Mapping[str, int] = readers) -> tuple[dict[str, bytes], dict[str, str]]:
+            return source.read({name for name, place in readers.items() if place == nodes.here})
+
+        def joined(ranks: list[tuple[dict[str, bytes], dict[str, str]]]) -> tuple[dict[str, bytes], dict[str, str]]:
+            return _union([of_rank for of_rank, _ in ranks]), _union([faults for _, faults in ranks])
+
+        more, faults = decide_on_first(process_group, SourceError, read, joined)
+        objects |= more
+        ranks = group_ranks(process_group)
+        for name, fault in faults.items():
+            refused.add((nodes.of[readers[name]], name))
+            warnings.warn(
+                f"the copy of step {copy.step} on the node of rank {ranks[readers[name]]} is damaged: {fault}; "
+                "another node's is taken, if there is one",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        missing = list(faults)
+    nested = source.nested(objects)
+    try:
+        attest(nested, source.prints, process_group=process_group)
+        return redistribute(
+            nested, state_dict, group=process_group, allow_extra=allow_extra, fresh=fresh, attest=True
+        ).report
+    except AttestError as error:
+        raise DamageError(str(error)) from error
+
+
+def _readers(names: Iterable[str], copy: FoundCopy, nodes: Nodes, refused: set[tuple[int, str]]) -> dict[str, int]:
+    """Return the place of the rank that reads each file: of those whose node has it the one with least to read.
+
+    Raises:
+        DamageError: no node has one of them.
+    """
+    load = [0] * len(nodes.of)
+    readers = {}
+    for name in names:
+        sizes = {nodes.of[place]: files[name] for place, files in copy.holders.items() if name in files}
+        able = [place for place, node in enumerate(nodes.of) if node in sizes and (node, name) not in refused]
+        if not able:
+            raise DamageError(f"{name} of the copy of step {copy.step} is whole in the memory of no node")
+        readers[name] = min(able, key=load.__getitem__)
+        load[readers[name]] += sizes[nodes.of[readers[name]]]
+    return readers
+
+
+def _union(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: value for part in parts for key, value in part.items()}
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What this rank reads of a copy, as a state dict."""
+
+    manifest: Manifest
+    payloads: Payloads
+    parts: defaultdict[str, dict[Index, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+
+    @property
+    def files(self) -> list[str]:
+        columns = self.manifest.columns
+        used = {columns.names[number] for number in np.unique(columns.file)}
+        return sorted(used | {blob.item.file for blob in self.manifest.blobs})
+
+    @property
+    def prints(self) -> Fingerprints:
+        return Fingerprints(
+            {
+                tensor.key: TensorPrint(tensor.shape, tensor.dtype, tensor.fingerprint or "")
+                for tensor in self.manifest.tensors
+            }
+        )
+
+    def read(self, files: set[str]) -> tuple[dict[str, bytes], dict[str, str]]:
+        """Read and check what lies in some files; return other objects than tensors, and the first fault of a file."""
+        objects: dict[str, bytes] = {}
+        faults: dict[str, str] = {}
+        for blob in self.manifest.blobs:
+            if blob.item.file in files:
+                try:
+                    objects[blob.key] = checked_blob(self.payloads, blob)
+                    refuse_code(blob.key, objects[blob.key])
+                except SourceError as error:
+                    faults.setdefault(blob.item.file, str(error))
+        columns, start = self.manifest.columns, 0
+        wanted = np.isin(columns.file, [number for number, name in enumerate(columns.names) if name in files])
+        for tensor in self.manifest.tensors:
+            of_tensor, start = wanted[start : start + len(tensor.chunks)], start + len(tensor.chunks)
+            for number in np.flatnonzero(of_tensor).tolist():
+                chunk = tensor.chunks[number]
+                part = torch.empty(chunk.box.shape, dtype=getattr(torch, tensor.dtype))
+                try:
+                    np.copyto(bits_of(part), checked_elements(self.payloads, tensor, chunk))
+                except SourceError as error:
+                    faults.setdefault(chunk.item.file, str(error))
+                else:
+                    self.parts[tensor.key][chunk.box.lo] = part
+        self.payloads.close()
+        return objects, faults
+
+    def nested(self, objects: Mapping[str, bytes]) -> dict[str, Any]:
+        """Return what was read, nested as it was saved: every key on every rank, as lists have no gaps."""
+        nested: dict[str, Any] = {}
+        for tensor in self.manifest.tensors:
+            kind = getattr(torch, tensor.dtype)
+            empty = 0 in tensor.shape
+            parts = self.parts[tensor.key]
+            value = torch.empty(tensor.shape, dtype=kind) if empty else BoxedTensor(tensor.shape, parts, kind, "cpu")
+            set_element(nested, tensor.path, value)
+        for blob in self.manifest.blobs:
+            set_element(nested, blob.path, torch.load(io.BytesIO(objects[blob.key]), weights_only=False))
+        return nested

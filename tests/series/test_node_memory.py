@@ -1,0 +1,219 @@
+"""Copies in the memory of nodes: each element on two of them, sent once; a node may go, and damage is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections import OrderedDict
+from functools import partial
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+from support import noded
+from support.workers import WorkersFailed, run
+
+import muonckpt
+from muonckpt import ArgumentError, DestinationError, Series
+from muonckpt.store.formats.native import read_native
+
+NODES = (0, 0, 1, 2)
+"""The nodes of four ranks: the first has two."""
+
+LAST, SAVED = 2, 1
+
+
+def on(folder: Path, *nodes: int) -> list[Path]:
+    return [folder / f"node{node}" for node in nodes]
+
+
+def copies(folder: Path, node: int) -> list[Path]:
+    return sorted((folder / f"node{node}").glob("*/step-*"))
+
+
+def payloads(place: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in place.glob("*.distcp")}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run that copied three steps and saved the second, and what its ranks say."""
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, run(len(NODES), noded.train, folder / "run", on(folder, *NODES), LAST, SAVED)
+
+
+@pytest.fixture
+def memory(trained, tmp_path):
+    """The nodes of `trained`, as they are after all its processes have ended; for one test."""
+    for node in set(NODES):
+        shutil.copytree(trained[0] / f"node{node}", tmp_path / f"node{node}")
+    return tmp_path
+
+
+def test_each_file_lies_on_two_nodes_and_was_sent_once_and_all_folders_together_are_the_checkpoint(trained, tmp_path):
+    folder, ranks = trained
+    held = {node: copies(folder, node) for node in set(NODES)}
+    assert all(len(places) == 1 and places[0].name.startswith(f"step-{LAST:08}.") for places in held.values())
+    files = {node: payloads(place) for node, (place,) in held.items()}
+    assert {node: sorted(name[2] for name in of_node) for node, of_node in files.items()} == {
+        0: ["0", "1", "3"], 1: ["0", "1", "2"], 2: ["2", "3"]
+    }  # fmt: skip
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    for (place,) in held.values():
+        for file in place.iterdir():
+            known = whole / file.name
+            assert not known.exists() or known.read_bytes() == file.read_bytes()
+            shutil.copy(file, known)
+    assert [sent for _, sent in ranks] == [(whole / f"__{rank}_0.distcp").stat().st_size for rank in range(len(NODES))]
+    assert muonckpt.verify(whole).verdict == "whole"
+    with muonckpt.open(whole) as opened:
+        assert {key: tensor.fingerprint for key, tensor in opened.tensors.items()} == {
+            key: tensor.fingerprint for key, tensor in ranks[0][0][LAST].items()
+        }
+    (part,) = held[2]
+    assert any("__0_0.distcp" in str(finding) for finding in muonckpt.verify(part).findings)
+    muonckpt.salvage(part, tmp_path / "salvaged", others=held[0])
+    assert not muonckpt.diff(whole, tmp_path / "salvaged").differs
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lost"),
+    [((0, 0, 1, 2), ()), ((0, 0, 2), (1,)), ((3, 1, 2), (0,)), ((0, 1, 1, 3, 4, 4), (2,))],
+    ids=["the same ranks", "3 ranks, without a node", "3 ranks, one on a new node", "6 ranks, three on new nodes"],
+)
+def test_a_restart_takes_the_newest_state_from_the_memory_of_the_nodes_that_are_left(trained, memory, nodes, lost):
+    for node in lost:
+        shutil.rmtree(memory / f"node{node}")
+    found = run(len(nodes), noded.restored, trained[0] / "run", on(memory, *nodes))
+    for step, from_memory, said, prints, warned, _ in found:
+        assert (step, from_memory, warned) == (LAST, True, []) and "from memory" in said
+        assert prints == trained[1][0][0][LAST]
+
+
+def flip(place: Path, name: str) -> None:
+    """Change a bit of the last element in a file of a copy."""
+    manifest = read_native(place)
+    ends = [c.payload.end for t in manifest.tensors for c in t.chunks if c.item.file == name and c.payload.length]
+    raw = bytearray((place / name).read_bytes())
+    raw[max(ends) - 1] ^= 1
+    (place / name).write_bytes(raw)
+
+
+def test_a_copy_with_a_flipped_bit_is_refused_by_name_and_the_replica_on_another_node_taken(trained, memory):
+    flip(*copies(memory, 0), "__1_0.distcp")
+    (step, from_memory, _, prints, warned, _), *others = run(4, noded.restored, trained[0] / "run", on(memory, *NODES))
+    assert (step, from_memory, prints) == (LAST, True, trained[1][0][0][LAST])
+    assert len(warned) == 1 and "on the node of rank 1 is damaged: tensor " in warned[0] and "box" in warned[0]
+    assert all(other[3:5] == (prints, warned) for other in others)
+
+
+@pytest.mark.parametrize("harm", ["bits", "nodes", "descriptions"])
+def test_where_no_whole_copy_is_left_the_older_checkpoint_on_disk_is_taken(trained, memory, harm):
+    nodes = NODES
+    if harm == "bits":
+        flip(*copies(memory, 0), "__1_0.distcp")
+        flip(*copies(memory, 1), "__1_0.distcp")
+    elif harm == "nodes":
+        nodes = (2, 2)
+        for node in (0, 1):
+            shutil.rmtree(memory / f"node{node}")
+    else:
+        for node in set(NODES):
+            (manifest,) = (place / "muonckpt.json" for place in copies(memory, node))
+            raw = bytearray(manifest.read_bytes())
+            raw[raw.index(b'"fingerprint"') + 20] ^= 1  # another hex digit, or none
+            manifest.write_bytes(raw)
+    found = run(len(nodes), noded.restored, trained[0] / "run", on(memory, *nodes))
+    for step, from_memory, said, prints, warned, _ in found:
+        assert (step, from_memory, prints) == (SAVED, False, trained[1][0][0][SAVED])
+        assert "step-00000001" in said and "is not taken" in warned[-1]
+
+
+@pytest.mark.parametrize("other", ["copied", "newer on disk"])
+def test_copies_of_another_run_or_of_an_earlier_step_are_not_taken(trained, memory, tmp_path, other):
+    folder = tmp_path / "run"
+    if other == "copied":  # a run that goes on from a copy of the folder is another run
+        shutil.copytree(trained[0] / "run", folder)
+    else:
+        folder = trained[0] / "run"
+        shutil.copytree(folder / f"step-{SAVED:08}", folder / "step-00000009")
+    try:
+        found = run(4, noded.restored, folder, on(memory, *NODES))
+    finally:
+        shutil.rmtree(trained[0] / "run" / "step-00000009", ignore_errors=True)
+    for step, from_memory, _, prints, warned, _ in found:
+        assert not from_memory and prints == trained[1][0][0][SAVED]
+        assert step == (SAVED if other == "copied" else 9)
+        assert bool(warned) == (other == "copied") and all("not of this run" in line for line in warned)
+
+
+@pytest.mark.parametrize(("event", "name"), [("open", "__1_0.distcp"), ("os.rename", ".tmp")])
+def test_a_node_that_is_killed_in_mid_copy_leaves_the_copy_before_or_a_whole_one(trained, tmp_path, event, name):
+    """``__1_0.distcp`` is opened on node 1 when it is received, and ``.tmp`` renamed when a copy is published."""
+    nodes, killed = (0, 0, 1, 1), partial(noded.killed_in, event, name, [2, 3])
+    with pytest.raises(WorkersFailed, match="exit code -9"):
+        run(4, noded.train, tmp_path / "run", on(tmp_path, *nodes), LAST, 0, killed)
+    found = run(3, noded.restored, tmp_path / "run", on(tmp_path, 1, 0, 1))
+    for step, from_memory, _, prints, _, left in found:
+        assert from_memory and prints == trained[1][0][0][step]
+        assert step == LAST - 1 if event == "open" else step in (LAST - 1, LAST)
+        assert not any(entry.startswith(".") for entry in left), "what was cut off has been removed"
+
+
+class Waits:
+    """Is written when somebody says so."""
+
+    said = Event()
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        assert Waits.said.wait(60)
+        return OrderedDict, ()
+
+
+def one(value: float) -> dict[str, torch.Tensor]:
+    return {"large": torch.full((6_000_000,), value), "small": torch.tensor([value])}
+
+
+def alone(folder: Path) -> Series:
+    return Series(folder / "run", memory=folder / "node")
+
+
+def test_one_process_has_one_node_and_the_end_removes_what_was_saved_as_well(tmp_path):
+    with alone(tmp_path) as series:
+        with pytest.warns(RuntimeWarning, match="not the node"):
+            series.async_copy(3, one(3.0)).result()
+        template = one(0.0)
+        found = alone(tmp_path).restore(template)
+        assert found.memory and torch.equal(template["large"], one(3.0)["large"])
+        series.async_copy(2, one(2.0)).result()  # a run that went back: the later copy is given up
+        assert [path.name[:13] for path in (tmp_path / "node").glob("*/*")] == ["step-00000002"]
+        series.save(2, one(2.0))
+    assert not [*(tmp_path / "node").iterdir()]
+    with pytest.warns(RuntimeWarning, match="newer than all that was saved"), alone(tmp_path) as series:
+        series.restore(one(0.0))
+        series.async_copy(4, one(4.0))
+    assert alone(tmp_path).restore(one(0.0)).step == 4
+
+
+@pytest.mark.filterwarnings("ignore:all ranks are on one node")
+def test_nothing_is_copied_while_a_save_is_under_way_and_a_failed_copy_is_told(tmp_path):
+    series = alone(tmp_path)
+    saving = series.async_save(1, {**one(1.0), "waits": Waits()})
+    assert series.async_copy(2, one(2.0)) is None
+    Waits.said.set()
+    saving.result()
+    series.async_copy(2, one(2.0)).result()
+    (folder,) = (tmp_path / "node").iterdir()
+    folder.rename(tmp_path / "away")
+    folder.write_text("no folder")
+    with pytest.raises(DestinationError, match="node"):
+        series.async_copy(3, one(3.0)).result()
+    folder.unlink()
+    with pytest.raises(ArgumentError, match="memory='/dev/shm/me'"):
+        Series(tmp_path / "run").async_copy(3, one(3.0))
+    with pytest.raises(ArgumentError, match="a step is an integer"):
+        series.async_copy(one(3.0), 3)

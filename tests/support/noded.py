@@ -1,0 +1,90 @@
+"""A run whose ranks copy their state to the memory of nodes: folders here, and ranks that are killed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import muonckpt
+from muonckpt import LostRankError, Restored, Series
+
+from .fsdp_model import build, steps
+from .killed_saves import killed_at
+
+
+def series(run: Path, node: Path) -> Series:
+    return Series(run, memory=node)
+
+
+def state(net: torch.nn.Module, opt: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    weights, moments = get_state_dict(net, opt)
+    return {
+        "model": weights,
+        "optimizer": moments,
+        "trainer": {"step": step, "seen": [step, "tokens", torch.tensor(step)]},
+    }
+
+
+def train(
+    rank: int,
+    world: int,
+    run: Path,
+    nodes: list[Path],
+    last: int,
+    saved: int,
+    killed: Callable[[int], object] = id,
+) -> list[Any]:
+    """Copy after every step, and save after one; return the fingerprints of all steps, and what copies have sent."""
+    net, opt = build()
+    checkpoints, prints, sent = series(run, nodes[rank]), list[Any](), list[int]()
+    honest = dist.all_to_all_single
+
+    def counted(receive: torch.Tensor, send: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(send.nbytes)
+        return honest(receive, send, *args, **kwargs)
+
+    for step in range(last + 1):
+        steps(net, opt, step, step + 1)
+        now = state(net, opt, step)
+        prints.append(muonckpt.fingerprints(now).tensors)
+        if step == saved:
+            checkpoints.save(step, now)
+        if step == last:
+            killed(rank)
+        dist.all_to_all_single, sent = counted, []
+        try:
+            copy = checkpoints.async_copy(step, now)
+            assert copy is not None
+            copy.result()
+        except LostRankError:
+            return prints
+        finally:
+            dist.all_to_all_single = honest
+    return [prints, sum(sent)]
+
+
+def killed_in(event: str, name: str, node: list[int], rank: int) -> None:
+    """Have the ranks of a node killed when the first of them is about to do something to a path with this ending."""
+    if rank in node:
+        killed_at(event, name)()
+
+
+def restored(rank: int, world: int, run: Path, nodes: list[Path]) -> tuple[Any, ...]:
+    """Restore into a model that has other values; return what, its fingerprints, and what was said."""
+    net, opt = build()
+    steps(net, opt, 90, 91)
+    template = state(net, opt, -1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found: Restored | None = series(run, nodes[rank]).restore(template)
+    said = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
+    told = template["trainer"]["step"]
+    assert found is not None and template["trainer"]["seen"] == [told, "tokens", torch.tensor(told)]
+    left = sorted(path.name for path in nodes[rank].glob("*/*"))
+    return found.step, found.memory, str(found), muonckpt.fingerprints(template).tensors, said, left
