@@ -16,6 +16,7 @@ from support.launched import STRUCK
 from support.sharded import elements_of
 
 import muonckpt
+from muonckpt.converters.engine.container import FORMATS
 from muonckpt.layouts.buffers.placements import PLACEMENTS
 
 LAYOUTS = ("rows", "flat", *PLACEMENTS)
@@ -73,11 +74,13 @@ def test_an_unknown_layout_is_a_usage_error_that_names_what_comes_close(tiny_che
     assert done.returncode == 2 and "did you mean 'padded-n" in done.stderr
 
 
-def test_help_names_every_layout_and_rules_says_what_each_is(monkeypatch):
+def test_rules_name_every_layout_and_format_and_help_says_so(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")  # in a narrow terminal a name may be wrapped
     told = called("rules", "--layouts").stdout
     assert all(f"{name:23}{placement.description}\n" in told for name, placement in PLACEMENTS.items())
-    assert all(name in called("reshard", "--help").stdout for name in PLACEMENTS)
+    assert called("rules", "--formats").stdout.split()[1:] == [*FORMATS]
+    shown = called("reshard", "--help").stdout
+    assert "muonckpt rules --layouts" in shown and "muonckpt rules --formats" in shown
 
 
 @pytest.mark.parametrize("memory", ["64kb", "1 GiB", "2gib", "300MB"])
