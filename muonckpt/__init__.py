@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .store.opening import open
     from .store.run import Run, RunStep
     from .store.run_audit import StepVerdict, verify_run
+    from .store.trail import ResumedRun, TrailStep, trail_of
 
 __all__ = [
     "ArgumentError",
@@ -86,6 +87,7 @@ __all__ = [
     "Redistribution",
     "Report",
     "Restored",
+    "ResumedRun",
     "Run",
     "RunHistory",
     "RunPage",
@@ -96,6 +98,7 @@ __all__ = [
     "SourceError",
     "StepVerdict",
     "TargetError",
+    "TrailStep",
     "Training",
     "Translation",
     "WatchedRun",
@@ -123,6 +126,7 @@ __all__ = [
     "salvage",
     "save",
     "stats",
+    "trail_of",
     "verify",
     "verify_run",
 ]
@@ -154,6 +158,7 @@ _NAMES = {
     ".store.audit": ("AuditReport", "verify"),
     ".store.run": ("Run", "RunStep"),
     ".store.run_audit": ("StepVerdict", "verify_run"),
+    ".store.trail": ("ResumedRun", "TrailStep", "trail_of"),
     ".store.open_checkpoint": ("OpenCheckpoint",),
     ".store.opening": ("open",),
 }

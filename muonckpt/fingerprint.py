@@ -81,6 +81,11 @@ def box_shares(values: NDArray[np.unsignedinteger], origin: Index) -> list[int]:
     return shares
 
 
+def weights_of(shape: Index, origin: Index) -> U64:
+    """Return the weights of a box's elements, flattened: those with which `fingerprint` sums them."""
+    return _outer(0, shape, origin)
+
+
 def combine(*shares: int) -> int:
     """Fingerprint of the union of disjoint boxes."""
     return sum(shares) & _MASK

@@ -37,7 +37,7 @@ ROOMS = {"muonckpt": "muonckpt", "muonckpt.optimizer": "optimizer", "muonckpt.co
 TOPICS = {
     "api/saving.md": (
         "Saving and loading",
-        "save async_save AsyncSave Series SavedStep Restored load BoxedTensor",
+        "save async_save AsyncSave Series SavedStep Restored ResumedRun load BoxedTensor",
     ),
     "api/looking.md": (
         "Looking at checkpoints",
@@ -46,7 +46,7 @@ TOPICS = {
     "api/runs.md": (
         "Runs",
         "look_at_run Run RunStep RunHistory verify_run StepVerdict RunWatch WatchedRun WatchedStep report_run RunPage "
-        "run_columns",
+        "run_columns trail_of TrailStep",
     ),
     "api/rewriting.md": (
         "Rewriting checkpoints",

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
 
 from ..checkpoint.all_ranks import (
     broadcast_from_first,
@@ -40,8 +42,10 @@ from ..store.formats.signs import METADATA_FILE
 from ..store.io.location import location
 from ..store.run import StepName
 from ..store.step_folder import Newest, StepFolder
+from ..store.trail import ResumedRun
 from .export import SHARD_SIZE, check_form, export_model
 from .node_memory import NodeMemory
+from .notes import TrailWriter
 
 _Answer = TypeVar("_Answer")
 
@@ -128,12 +132,14 @@ class Series:
         """Steps that `restore` has found damaged, though their files have the right sizes; the same on all ranks."""
         self._signals = Signals(on, process_group)
         self._memory = None if memory is None else NodeMemory(Path(memory), process_group)
+        self._trail = TrailWriter(self._folder.place, process_group)
 
     def __enter__(self) -> Series:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._signals.close()
+        self._trail.close()
         if kind is None:
             settle_last(self._group)
         else:  # the other ranks may be elsewhere, so nothing is asked of them
@@ -162,6 +168,38 @@ class Series:
             ArgumentError: ranks that had to be asked are not at the same step.
         """
         return self._signals.due(f"Series.due({step})")
+
+    def note(self, step: int, *optimizers: Optimizer, loss: float | Tensor | None = None) -> None:
+        """Note a step in the run's trail, after it was taken and before gradients are zeroed.
+
+        Noted are the loss, the largest rate, the norms of gradients, momentum and weights, and sums of sampled elements
+        of each, in a line of about 450 bytes for each rank in the folder ``trail``.  The first call is collective, and
+        the first one after a parameter was added; others do not communicate, nor wait for a device.
+
+        The first steps after `restore` are compared with those of the run that went on from there.  If they are not the
+        same, a `RuntimeWarning` on the first rank says what differs and by how much; see `continuation`.
+
+        Args:
+            optimizers: all that have parameters of the model.
+            loss: of this rank's data; the mean over ranks counts, if all of them give it.
+
+        Raises:
+            ArgumentError: no optimizer is given, parameters of one name have different shapes, or the series is in an
+                object store.
+            LayoutError: nobody holds some elements of a tensor, or boxes overlap in part.
+        """
+        if not optimizers:
+            raise ArgumentError(f"a note needs the optimizer: write series.note({step}, optimizer)")
+        self._trail.note(step, optimizers, loss)
+
+    @property
+    def continuation(self) -> ResumedRun | None:
+        """Whether this run goes on as the one that it has restored, on the first rank.
+
+        It is None until three steps are noted or one differs, and where there is nothing to compare with.  Print it: it
+        is a sentence.
+        """
+        return self._trail.continuation
 
     def save(
         self,
@@ -395,6 +433,7 @@ class Series:
                 except DamageError as error:
                     warnings.warn(f"{copy} is not taken: {error.fault}", RuntimeWarning, stacklevel=2)
                     continue
+                self._trail.restored(copy.step)
                 return Restored(copy.step, str(copy), report, memory=True)
             if newest.name is None:
                 place = self._folder.place
@@ -433,6 +472,7 @@ class Series:
                 self._damaged.add(newest.name)
                 faults[newest.name] = error.fault
             else:
+                self._trail.restored(saved.step)
                 return Restored(saved.step, saved.path, report)
 
     def _newest(self) -> Newest:

@@ -1,0 +1,365 @@
+"""Notes a run's steps: what this rank adds to the numbers of the whole model, in a line of a file of its own.
+
+Once, ranks tell each other what they hold, so that each element is noted by one of them.  A step then needs no
+collective and waits for no device: where there is one, a step's line is written with the next step's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..box import Box
+from ..checkpoint.all_ranks import group_ranks, is_coordinator, refuse_crossed, scatter_from_first
+from ..checkpoint.bits import unsigned
+from ..checkpoint.live_state import LiveState, RankBoxes, RankState, held_layout, holders_by_key
+from ..errors import ArgumentError, DestinationError, about
+from ..fingerprint import MIX, weights_of
+from ..layouts.boxed_tensor import parts_of, whole_shape
+from ..store.io.location import Location
+from ..store.trail import (
+    FOLDER,
+    SIGNS,
+    SUMS,
+    WATCHED,
+    ResumedRun,
+    Steps,
+    attempts_in,
+    before,
+    judge,
+    name_of,
+    steps_of_attempt,
+)
+from ..vocabulary import EXP_AVG, MOMENTUM, Convention
+
+_MOST = (16, 16, 4)
+"""Indices that are sampled along the last dim of a tensor, the one before, and any other, evenly spaced."""
+
+_COUNTED_AS = {"gradient": "weights", "momentum": "momentum", "weights": "weights"}
+"""Gradients lie as weights do; momentum may rest elsewhere."""
+
+Counted = Mapping[str, Sequence[int]]
+"""The numbers of those boxes of a tensor, by key, that this rank notes; the others have no elements of these."""
+
+Noted = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """The sampled elements of the boxes that this rank notes, and what they are summed with.
+
+    Attributes:
+        cuts: by key and number of a box, where they are in it, and how many.
+        weights: their weights in the fingerprint, as ``int64``.
+        signs: -1 or 1, `SIGNS` for each.
+    """
+
+    cuts: Mapping[Noted, tuple[tuple[slice, ...], int]]
+    weights: Tensor
+    signs: Tensor
+
+    def of(self, parts: Mapping[Noted, Tensor]) -> Tensor:
+        """Return the elements, as float32; zeros for a box that has no part."""
+        zeros = partial(torch.zeros, device=self.weights.device)
+        cut = [parts[box][cut].reshape(-1) if box in parts else zeros(n) for box, (cut, n) in self.cuts.items()]
+        return torch.cat(cut).to(self.weights.device, torch.float32, non_blocking=True) if cut else zeros(0)
+
+    def spread(self, values: Mapping[str, float]) -> Tensor:
+        """Return the value of each element's parameter."""
+        each = [torch.full((n,), values[key.partition(".")[2]]) for (key, _), (_, n) in self.cuts.items()]
+        return torch.cat([torch.zeros(0), *each]).to(self.weights.device)
+
+
+class TrailWriter:
+    """The notes of one process on a run; see `Series.note`.
+
+    Attributes:
+        continuation: on the first rank, whether a restored run goes on as it did; None until that is known.
+    """
+
+    def __init__(self, folder: Location, process_group: dist.ProcessGroup | None) -> None:
+        self._folder, self._group = folder, process_group
+        self._restored: int | None = None
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.continuation: ResumedRun | None = None
+        self._keys: tuple[str, ...] = ()
+        self._attempt = 0
+        self._past: Steps | None = None
+        self._counted: Counted = {}
+        self._samples: Mapping[str, Sample] = {}
+        self._coefficients: Mapping[str, tuple[float, float]] = {}
+        self._factors = torch.zeros(0), torch.zeros(0)
+        self._file: FileIO | None = None
+        self._pending: Pending | None = None
+
+    def restored(self, step: int) -> None:
+        """Begin a new attempt with the next note, behind the step that was restored."""
+        self.close()
+        self._restored = step
+        self._begin_anew()
+
+    @torch.no_grad()
+    def note(self, step: int, optimizers: Sequence[Optimizer], loss: float | Tensor | None) -> None:
+        held = {f"{part}.{name}": tensor for part, name, tensor, _ in _held(optimizers) if part != "gradient"}
+        if self._keys != (keys := tuple(held)):
+            self.close()
+            self._agree(held)
+            self._keys = keys
+        if self._file is not None:
+            self._write()
+            self._pending = self._line(step, optimizers, loss)
+            if self._pending.copied is None:
+                self._write()
+            self._compare()
+
+    def close(self) -> None:
+        """Write what is not written yet, and close the file."""
+        if self._file is not None:
+            self._write()
+            self._compare()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _agree(self, held: Mapping[str, Tensor]) -> None:
+        """Have the ranks agree on who notes what, and on the number of the attempt."""
+        refuse_crossed(self._group, "Series.note")
+        folder = self._folder
+        if not isinstance(folder, Path):
+            raise ArgumentError(
+                f"a trail grows line by line, and objects do not: {folder} is in a store; leave out note"
+            )
+
+        def described() -> RankState:
+            return LiveState.of(held, "to note").described
+
+        def deal(ranks: list[RankState]) -> list[tuple[int, Counted, int]]:
+            (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+            attempt = max(attempts_in(folder), default=0) + 1
+            dims = min(2, max((len(kind.shape) for state in ranks for _, kind in state.tensors()), default=0))
+            return [(attempt, counted, dims) for counted in counted_by(ranks)]
+
+        self._attempt, self._counted, dims = scatter_from_first(self._group, DestinationError, described, deal)
+        device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
+        self._samples = {
+            part: sample_of(
+                held, {key: own for key, own in self._counted.items() if key.startswith(part)}, dims, device
+            )
+            for part in ("momentum", "weights")
+        }
+        rank = dist.get_rank(self._group) if dist.is_initialized() else 0
+        self._file = FileIO(folder / FOLDER / name_of(self._attempt, rank), "a")
+
+    def _line(self, step: int, optimizers: Sequence[Optimizer], loss: float | Tensor | None) -> Pending:
+        parts: defaultdict[str, dict[Noted, Tensor]] = defaultdict(dict)
+        coefficients, rates = {}, []
+        for part, name, tensor, group in _held(optimizers):
+            coefficients[name] = _coefficients(group)
+            rates.append(group["lr"])
+            key = f"{_COUNTED_AS[part]}.{name}"
+            if own := self._counted.get(key):
+                boxes = [*parts_of(tensor).values()]
+                parts[part] |= {(key, number): boxes[number] for number in own}
+        if not parts["gradient"]:  # after a step of LayerWise there are none
+            parts["gradient"] = {box: torch.full_like(own, math.nan) for box, own in parts["weights"].items()}
+        elements = {part: self._samples[_COUNTED_AS[part]].of(parts[part]) for part in SUMS}
+        kept, added = self._factors_of(coefficients)
+        signs = {part: self._samples[_COUNTED_AS[part]].signs for part in SUMS}
+        signed = [signs[part] @ elements[part] for part in SUMS]
+        signed.append(
+            signs["momentum"] @ (elements["momentum"] * kept) - signs["gradient"] @ (elements["gradient"] * added)
+        )
+        share = (
+            elements["weights"].view(torch.int32).long().bitwise_and_(0xFFFFFFFF) * self._samples["weights"].weights
+        ).sum()
+        line = {
+            "step": step,
+            "world": len(group_ranks(self._group)),
+            "loss": loss,
+            "lr": _largest(rates),
+            "mu": max(mu for mu, _ in coefficients.values()),
+        }
+        late = {name: value for name, value in line.items() if isinstance(value, Tensor)}
+        numbers = [*map(_square, (parts[part].values() for part in SUMS)), *signed, *late.values()]
+        wide = [number.detach().reshape(-1).to(share.device, torch.float64, non_blocking=True) for number in numbers]
+        packed = torch.cat([*wide, share.reshape(1).view(torch.float64)])
+        if packed.is_cpu:
+            return Pending(line, [*late], packed, None)
+        host = torch.empty_like(packed, device="cpu", pin_memory=True).copy_(packed, non_blocking=True)
+        copied = torch.Event(packed.device)
+        copied.record()
+        return Pending(line, [*late], host, copied)
+
+    def _factors_of(self, coefficients: Mapping[str, tuple[float, float]]) -> tuple[Tensor, Tensor]:
+        """Return the factors of momentum and gradients, as sampled, in ``(m - gain * g) / mu``: what momentum was."""
+        if coefficients != self._coefficients:
+            kept = {name: 1 / mu if mu else 0.0 for name, (mu, _) in coefficients.items()}
+            added = {name: gain * kept[name] for name, (_, gain) in coefficients.items()}
+            self._factors = self._samples["momentum"].spread(kept), self._samples["weights"].spread(added)
+            self._coefficients = coefficients
+        return self._factors
+
+    def _write(self) -> None:
+        """Write the line that was made last, once its numbers are here."""
+        if self._pending is None or self._file is None:
+            return
+        try:
+            self._file.write(self._pending.line())
+        except OSError as error:
+            self._file.close()
+            self._file = None
+            warnings.warn(f"cannot write the trail; training goes on without: {error}", RuntimeWarning, stacklevel=5)
+        self._pending = None
+
+    def _compare(self) -> None:
+        """On the first rank, tell whether a restored run goes on, as soon as enough ranks have written enough."""
+        restored = self._restored
+        if restored is None or self.continuation is not None or not is_coordinator(self._group):
+            return
+        if self._past is None:
+            self._past = before(self._folder, self._attempt, restored)
+        if not self._past:
+            return
+        behind = range(restored + 1, restored + WATCHED + 1)
+        own = steps_of_attempt(self._folder, self._attempt, behind)
+        self.continuation = judge(own, self._past, restored)
+        if self.continuation is not None and not self.continuation.same:
+            warnings.warn(str(self.continuation), RuntimeWarning, stacklevel=5)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """A line whose numbers are on their way.
+
+    Attributes:
+        fields: those that are known, and ``late`` the names of those that are among ``numbers``, behind the sums.
+        copied: None if the numbers are here.
+    """
+
+    fields: Mapping[str, Any]
+    late: Sequence[str]
+    numbers: Tensor
+    copied: torch.Event | None
+
+    def line(self) -> bytes:
+        if self.copied is not None:
+            self.copied.synchronize()
+        *values, _ = (float(f"{value:.9g}") for value in self.numbers.tolist())
+        squares, rest = values[: len(SUMS)], values[len(SUMS) :]
+        sums = len(SUMS) + 1
+        signed = [rest[number * SIGNS : (number + 1) * SIGNS] for number in range(sums)]
+        late = dict(zip(self.late, rest[sums * SIGNS :], strict=True))
+        share = unsigned(int(self.numbers[-1:].view(torch.int64)))
+        return (
+            json.dumps({**self.fields, **late, "squares": squares, "signed": signed, "fingerprint": share}) + "\n"
+        ).encode()
+
+
+def _held(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, str, Tensor, Mapping[str, Any]]]:
+    """Yield the weights, gradients and momenta of all parameters, each with the parameter's name and group."""
+    for place, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            names = group.get("param_names") or [f"{place}.{number}.{own}" for own in range(len(group["params"]))]
+            for name, param in zip(names, group["params"], strict=True):
+                yield "weights", name, param, group
+                if param.grad is not None:
+                    yield "gradient", name, param.grad, group
+                slots = optimizer.state.get(param, {})
+                momentum = next((slots[slot] for slot in (MOMENTUM, EXP_AVG) if slot in slots), None)
+                if isinstance(momentum, Tensor) and momentum.is_floating_point():
+                    yield "momentum", name, momentum, group
+
+
+def _square(parts: Collection[Tensor]) -> Tensor:
+    """Return the sum of the squares of all elements, without waiting."""
+    norms = torch._foreach_norm([*parts], 2, dtype=torch.float32) if parts else [torch.zeros(())]
+    return torch.stack(norms).double().square().sum()
+
+
+def _largest(rates: Sequence[float | Tensor]) -> float | Tensor:
+    if any(isinstance(rate, Tensor) for rate in rates):
+        return torch.stack([torch.as_tensor(rate).reshape(()) for rate in rates]).amax()
+    return max(map(float, rates))
+
+
+def _coefficients(group: Mapping[str, Any]) -> tuple[float, float]:
+    """Return ``mu`` and the gradient's factor in ``m = mu * m + gain * g``, which is NaN if the group does not tell."""
+    if "betas" in group:
+        mu = float(group["betas"][group.get("algorithm") == "lion"])
+        return mu, 1 - mu
+    mu = float(group.get("momentum") or 0.0)
+    if group.get("convention") == Convention.EMA:
+        return mu, 1 - mu
+    return mu, 1 - float(group.get("dampening", math.nan))
+
+
+def counted_by(ranks: Sequence[RankState]) -> list[Counted]:
+    """Return the boxes that each rank counts: those that no rank before it holds.
+
+    Raises:
+        LayoutError: nobody holds some elements of a tensor, or boxes overlap in part.
+        ArgumentError: two ranks hold tensors of one name and of other shapes.
+    """
+    counted = [defaultdict[str, list[int]](list) for _ in ranks]
+    for key, holders in holders_by_key(ranks).items():
+        kinds = [(holder.place, holder.kind) for holder in holders if holder.kind is not None]
+        shapes = {kind.shape for _, kind in kinds}
+        if len(shapes) > 1:
+            raise ArgumentError(
+                f"{key!r} has other shapes on other ranks, {' and '.join(map(str, shapes))}: give optimizers the names "
+                "of parameters, as named_parameters() has them"
+            )
+        with about(f"tensor {key!r}"):
+            held_layout(*shapes, tuple(RankBoxes(place, kind.boxes) for place, kind in kinds))
+        seen = set[Box]()
+        for place, kind in kinds:
+            for number, box in enumerate(kind.boxes):
+                if box not in seen:
+                    seen.add(box)
+                    counted[place][key].append(number)
+    return [dict(own) for own in counted]
+
+
+def sample_of(held: Mapping[str, Tensor], counted: Counted, dims: int, device: torch.device) -> Sample:
+    """Return the evenly spaced elements of tensors of so many dims or more; which these are depends on shapes only."""
+    cuts: dict[Noted, tuple[tuple[slice, ...], int]] = {}
+    weights = [np.zeros(0, np.uint64)]
+    for key, numbers in counted.items():
+        if held[key].ndim < dims:
+            continue
+        name = key.partition(".")[2]  # weights and momentum have the same signs
+        shape, boxes = whole_shape(held[key]), [*parts_of(held[key]).items()]
+        strides = [-(-size // _MOST[min(after, 2)]) for after, size in enumerate(reversed(shape))][::-1]
+        factor = np.uint64(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) | 1)
+        for number in numbers:
+            lo, part = boxes[number]
+            cut = tuple(slice(-first % stride, None, stride) for first, stride in zip(lo, strides, strict=True))
+            box = tuple(len(range(size)[own]) for size, own in zip(part.shape, cut, strict=True))
+            if math.prod(box):
+                cuts[key, number] = cut, math.prod(box)
+                weights.append(
+                    weights_of(box, tuple(-(-a // stride) for a, stride in zip(lo, strides, strict=True))) * factor
+                )
+    own = np.concatenate(weights)
+    mixed = (own ^ (own >> np.uint64(30))) * MIX[0]
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * MIX[1]
+    bits = (mixed >> np.arange(32, 32 + SIGNS, dtype=np.uint64)[:, None]) & np.uint64(1)
+    signs = torch.from_numpy(bits.astype(np.float32)).mul_(2).sub_(1)
+    return Sample(cuts, torch.from_numpy(own.view(np.int64)).to(device), signs.to(device))
