@@ -64,12 +64,17 @@ _taken: list[int] = []
 """Signals that have told this process to end."""
 
 
+_coloured: list[bool | None] = []
+"""Whether the command line asked for colours; errors are printed when click's context is gone."""
+
+
 def _colour(context: click.Context, _: click.Parameter, when: str | None) -> None:
     """Set when output has colours; an option after the command counts, else the one before it, else ``NO_COLOR``."""
     if when is not None:
-        context.color = {"always": True, "never": False}.get(when)
+        context.color = context.find_root().color = {"always": True, "never": False}.get(when)
     elif context.parent is None and (os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"):
         context.color = False
+    _coloured[:] = [context.color]
 
 
 _WHEN = click.Choice(["auto", "always", "never"])
@@ -154,7 +159,7 @@ def _run(arguments: Sequence[str]) -> int:
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
         error.show(text := StringIO())
-        _print_error(text.getvalue())
+        _print_error(text.getvalue(), "red")
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         _complain("interrupted")
@@ -190,7 +195,7 @@ def _warnings_as_notes() -> Iterator[None]:
         if (text := str(message)) not in printed:
             printed.add(text)
             with suppress(OSError):
-                _print_error(f"note: {text}\n")
+                _print_error(f"note: {text}\n", "yellow")
 
     with warnings.catch_warnings():
         warnings.showwarning = note
@@ -200,13 +205,15 @@ def _warnings_as_notes() -> Iterator[None]:
 def _complain(text: str) -> None:
     shown = text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
     with suppress(OSError):  # standard error may be closed
-        _print_error(f"muonckpt: {shown}\n")
+        _print_error(f"muonckpt: {shown}\n", "red")
 
 
-def _print_error(text: str) -> None:
-    """Print on standard error, folded on a terminal, without what could control it."""
-    for line in text.removesuffix("\n").split("\n"):
-        print_line(line, err=True)
+def _print_error(text: str, fg: str) -> None:
+    """Print on standard error, on a terminal folded and the error in a colour, without what could control it."""
+    with click.Context(cli) as context:
+        context.color = _coloured[0] if _coloured else None
+        for line in text.removesuffix("\n").split("\n"):
+            print_line(line, err=True, fg=fg if line.startswith(("muonckpt: ", "Error: ", "note: ")) else None)
 
 
 def _discard_output() -> None:

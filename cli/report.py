@@ -10,7 +10,7 @@ import click
 
 from ..converters.compare.stats import STATS_MEMORY
 from ..converters.look.run_history import history_of
-from ..page.checkpoint_page import Page, Reading, StatsChoice, report
+from ..page.checkpoint_page import Page, Reading, StatsChoice, UnreadablePage, report
 from ..page.run_page import RunPage, page_of_run
 from ..store.io.location import Location
 from ..wording import counted
@@ -56,7 +56,7 @@ def report_command(
     history = history_of(checkpoint)
     if history is not None and other is not None:
         raise click.UsageError(f"{checkpoint} is a run, which is not compared with another; name one of its steps")
-    page: Page | RunPage
+    page: Page | UnreadablePage | RunPage
     with progress("report") as advance:
         if history is None:
             page = report(checkpoint, other, stats=stats or "spectra", select=select, progress=advance, **options)

@@ -169,6 +169,12 @@ def differences_listed(differences: Mapping[str, str], names: Collection[str], c
     return f"{told}. {kept}. To go on without their state: {cure.format(f'fresh={globs!r}')}"
 
 
+STATE_LINE = "weights, state = get_state_dict(model, optimizer)"
+STATE_DICT = "{'model': weights, 'optimizer': state}"
+SET_LINE = "set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)"
+LOAD_LINES = f"{STATE_LINE}, then muonckpt.load({STATE_DICT}, path), then {SET_LINE}"
+"""Lines to write, for errors, with the names of torch.distributed.checkpoint.state_dict."""
+
 IN_A_TRAINER = " (in a trainer, to muon(...), MuonckptStrategy(...) or MuonckptManager.Config(...))"
 """Where ``fresh`` is given to what loads without being asked by the user."""
 

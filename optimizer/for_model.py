@@ -80,6 +80,10 @@ def refuse_no_parameters(params: object) -> None:
         raise TypeError(
             f"params: expected parameters or groups, found a model, {type(params).__name__}. Write {line(rules)}"
         )
+    if isinstance(params, Mapping):
+        write = "Muon([{'params': ...}])" if "params" in params else EXAMPLE_LINE
+        kind = type(params).__name__
+        raise TypeError(f"params: expected parameters or groups in a list, found {kind}. Write {write}")
     if isinstance(params, Decisions):
         raise TypeError(
             "params: expected parameters or groups, found the decisions of sort_parameters. Write "
@@ -151,7 +155,12 @@ class ForModel:
         rate = {} if adamw_lr is None else {"lr": adamw_lr}
         replicas = {"replicas": model.process_group} if isinstance(model, DistributedDataParallel) else {}
         sorter = GroupsOfModel(weakref.ref(model), layers_of(rules), rate, kinds or {}, named)
-        optimizer = cls(sorter.sort(model), lr=lr, **{**replicas, **options})  # type: ignore[call-arg]
+        if not (groups := sorter.sort(model)):
+            raise ValueError(
+                "model: expected parameters to train, found none with requires_grad=True. Write "
+                "model.requires_grad_(True), or that of the modules to train, before this line"
+            )
+        optimizer = cls(groups, lr=lr, **{**replicas, **options})  # type: ignore[call-arg]
         optimizer._groups_of_model = sorter
         return optimizer
 

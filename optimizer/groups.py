@@ -631,7 +631,10 @@ def _by_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[
         selecting = [(rule, why) for rule in layer for use in uses if (why := rule.reason(use))]
         if selecting:
             rule, why = _agreed(selecting, shared=len(uses) > 1)
-            whole = Decision(parameter, names, shape, rule.kind, rule, why)
+            try:
+                whole = Decision(parameter, names, shape, rule.kind, rule, why)
+            except ValueError as error:
+                raise _Unclear(str(error), Rule("other", names)) from error
             # Its kind has been checked to have rows and columns.
             return whole if rule.split == WHOLE else replace(whole, fused=rule.split.of(shape))
     raise _Unclear("no rule selects it; add one", Rule("vector" if parameter.dim() < 2 else "other", names))

@@ -7,7 +7,7 @@ sends the result back along the same boxes, to be applied in full precision.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ..coefficients import Coefficients
 from ..errors import LayoutError, called_like
 from ..layout import TensorLayout
 from ..layouts.tensors import layout_of
-from ..resumption import Globs, LoadReport
+from ..resumption import LOAD_LINES, Globs, LoadReport
 from ..vocabulary import MUON, MUON_CONVENTION
 from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
 from .for_model import EXAMPLE_LINE, ForModel, refuse_no_parameters
@@ -28,7 +28,7 @@ from .methods.scalar import SCALARS
 from .newton_schulz.costs import Cost
 from .newton_schulz.products import Choice, prefer_kernels
 from .newton_schulz.recipe import flops
-from .options import CYCLED, as_plain, check, cycled, refuse_shared_rate, refuse_unknown
+from .options import CYCLED, as_plain, check, cycled, refuse_repeated, refuse_shared_rate, refuse_unknown
 from .planning.schedule import Ranks, Schedule
 from .report import MuonReport, muon_report, warn_if_unshared, warn_of_no_gradient
 from .restoration import load_fitting
@@ -132,6 +132,11 @@ class Muon(ForModel, CollectiveOptimizer):
         most_skipped: int = MOST_SKIPPED,
     ) -> None:
         refuse_no_parameters(params)
+        if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
+            raise TypeError(
+                f"replicas: expected the process group over which parameters are replicated, found {replicas!r}. Write "
+                "replicas=torch.distributed.group.WORLD, or the process_group of DDP"
+            )
         if exchange not in LINKS:
             raise ValueError(f"exchange={exchange!r}: expected one of {sorted(LINKS)}")
         if stages is not None and stages < 1:
@@ -175,6 +180,9 @@ class Muon(ForModel, CollectiveOptimizer):
             else:
                 defaults = {**SCALARS[algorithm].defaults, "cautious": self.defaults["cautious"]}
             refuse_unknown(param_group, algorithm, {*defaults, *self.defaults})
+            if isinstance(params := param_group.get("params", ()), Iterator):
+                param_group = {**param_group, "params": list(params)}
+            refuse_repeated([*self.param_groups, {"params": (), **param_group}])
             super().add_param_group({**defaults, **param_group, "algorithm": algorithm})
             group = self.param_groups[-1]
             self._settle(group)
@@ -299,6 +307,8 @@ class Muon(ForModel, CollectiveOptimizer):
             ValueError: lists every parameter that is new, gone, of another algorithm or other pieces, or whose state is
                 incomplete or laid out otherwise; or a glob matches nothing, or the momentum convention is not "ema".
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict: expected a state dict, found {type(state_dict).__name__}. Write {LOAD_LINES}")
         self._follow_parameters()
         report = load_fitting(self, super().load_state_dict, state_dict, Globs.of(fresh))
         self._used = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -38,7 +39,30 @@ def refuse_unknown(group: ParamGroup, algorithm: str, options: Collection[str]) 
     for key in sorted(group.keys() - options - SCHEDULED - NAMES - off):
         near = get_close_matches(key, options, n=1, cutoff=0.85)
         cure = f"is {near[0]!r} meant?" if near else f"expected {', '.join(sorted(options))}, or 'name' for your logs"
-        raise ValueError(f"{key}={group[key]!r}: {algorithm!r} groups have no such option; {cure}")
+        if key == "use_muon":  # of other programs' groups
+            cure += f". Write 'algorithm': {'muon' if group[key] else 'adamw'!r} in its place"
+        raise ValueError(f"{key}={reprlib.repr(group[key])}: {algorithm!r} groups have no such option; {cure}")
+
+
+def refuse_repeated(groups: Sequence[ParamGroup]) -> None:
+    """Refuse a parameter that groups have twice, which a step would move twice.
+
+    Raises:
+        ValueError: names both its places.
+    """
+    places: dict[Tensor, str] = {}
+    for number, group in enumerate(groups):
+        params = group["params"]
+        for place, item in enumerate([params] if isinstance(params, Tensor) else params):
+            name, param = item if isinstance(item, tuple) else (None, item)
+            if "param_names" in group:
+                name = group["param_names"][place]
+            where = f"parameter {place} of group {number}{f', {name}' if name else ''}"
+            if isinstance(param, Tensor) and places.setdefault(param, where) != where:
+                raise ValueError(
+                    f"{where} is {places[param]}, too: expected each parameter once, and none in more than one "
+                    "parameter group. Write tied parameters once, as model.parameters() has them"
+                )
 
 
 def as_plain(coefficients: Coefficients) -> Plain:

@@ -189,7 +189,10 @@ def check_gradients(params: Iterable[Tensor], gradients: Iterable[Tensor | None]
         if gradient is None:
             continue
         if gradient.is_sparse:
-            raise RuntimeError(f"Muon does not take sparse gradients (parameter of shape {tuple(param.shape)})")
+            raise RuntimeError(
+                f"Muon does not take sparse gradients, as of the parameter of shape {tuple(param.shape)}. Write "
+                "nn.Embedding(..., sparse=False)"
+            )
         if not laid_out_alike(gradient, param):
             actual, expected = placing(gradient), placing(param)
             raise RuntimeError(f"a gradient is {actual}, its parameter {expected}; redistribute the gradient first")

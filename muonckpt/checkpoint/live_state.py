@@ -32,6 +32,7 @@ from ..layouts.boxed_tensor import Parts, parts_of, whole_shape
 from ..layouts.tensors import declares_boxes, layout_of, placement_json
 from ..overlap import overlaps
 from ..record import StateRecord
+from ..resumption import STATE_DICT, STATE_LINE
 from ..vocabulary import MOMENTUM, Convention, KeyPath
 from .bits import dtype_name
 
@@ -264,9 +265,7 @@ def refuse_no_state_dict(given: object, purpose: str) -> None:
     if not isinstance(given, Mapping):
         swapped = isinstance(given, str | os.PathLike)
         order = "; the state dict is the first argument, and the path comes after it"
-        made = (
-            ". Write weights, state = get_state_dict(model, optimizer), and give {'model': weights, 'optimizer': state}"
-        )
+        made = f". Write {STATE_LINE}, and give {STATE_DICT}"
         raise ArgumentError(
             f"expected a state dict {purpose}, found {type(given).__name__}{order if swapped else made}"
         )

@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..columns import UNKNOWN
-from ..errors import ADVICE, ArgumentError, DamageError, SourceError
-from ..resumption import IN_A_TRAINER, Extra, Globs, LoadReport
+from ..errors import ADVICE, ArgumentError, DamageError, SourceError, called_like
+from ..resumption import IN_A_TRAINER, LOAD_LINES, Extra, Globs, LoadReport
 from ..store.io.location import Location, location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.opening import open_to_load
@@ -176,9 +176,10 @@ def _opened_together(
     return lambda: mine[0] if mine else None if heard is None else pickle.loads(zlib.decompress(heard))
 
 
+@called_like(f"{LOAD_LINES}; muonckpt.open(path) reads a checkpoint without a model")
 def load(
     state_dict: dict[str, Any],
-    path: str | os.PathLike[str] | None = None,
+    path: str | os.PathLike[str],
     *,
     allow_extra: bool | Iterable[str] = False,
     fresh: Iterable[str] = (),
@@ -220,13 +221,6 @@ def load(
         ArgumentError: an argument is none of these, or not the same on all ranks.
     """
     refuse_crossed(process_group, "load")
-    if path is None:
-        raise ArgumentError(
-            "load fills tensors that are there already, and takes them first, then the path of the checkpoint. Write "
-            "weights, state = get_state_dict(model, optimizer), then muonckpt.load({'model': weights, 'optimizer': "
-            "state}, path), then set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state); "
-            "muonckpt.open(path) reads a checkpoint without a model"
-        )
     joint = _JointLoad(state_dict, path, allow_extra, fresh, attest, check, process_group)
     try:
         report, matching = joint.run(), joint.matching
@@ -236,15 +230,15 @@ def load(
         raise DamageError(str(error), joint.advice()) from error
     if matching.own_options:
         own = "; ".join(matching.own_options)
-        warnings.warn(f"{path} does not say options, which stay as the running optimizer's: {own}", stacklevel=2)
+        warnings.warn(f"{path} does not say options, which stay as the running optimizer's: {own}", stacklevel=3)
     for doubt in matching.doubts:
-        warnings.warn(f"{path}: {doubt}", stacklevel=2)
+        warnings.warn(f"{path}: {doubt}", stacklevel=3)
     if dropped := dropped_by_torch(matching.added):
         warnings.warn(
             f"{path} has {', '.join(dropped)}, which torch's set_state_dict drops from a flattened state dict, because "
             "the running optimizer's groups have no such option; a scheduler would then begin at the loaded lr: give "
             "the groups that option, of any value, before get_state_dict (a scheduler that is made then does), or load "
             "a nested state dict",
-            stacklevel=2,
+            stacklevel=3,
         )
     return report

@@ -445,7 +445,7 @@ class _OptimizerMatch:
             return f"with {', '.join(sorted(there))} in the checkpoint, expected {', '.join(sorted(here)) or 'nothing'}"
         for slot, key in here.items():
             for fault in self.template.misfits(key, self.stored.entries[there[slot]]):
-                return f"with a {slot} that {fault}"
+                return f"whose {slot} {fault}"
         return None
 
     def _options_by_group(self, loaded: Sequence[str]) -> Matching:

@@ -292,5 +292,6 @@ def _starts(lengths: NDArray[Any]) -> Column:
 def _drifted(where: str, writer: int, rank: int) -> LayoutError:
     return LayoutError(
         f"{where}: ranks {writer} and {rank} hold different data under one key, of which only one would be saved; "
-        "replicas must be equal, and data that differs by rank needs a key of its own"
+        "replicas must be equal, as training leaves them if gradients are averaged; a shard is given as the DTensor it "
+        "is a part of, as get_state_dict(model, optimizer) has it; and data that differs by rank needs a key of its own"
     )

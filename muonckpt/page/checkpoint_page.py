@@ -29,10 +29,10 @@ from ..converters.compare.stats import (
 from ..converters.look.contents import Contents, FirstLook, Role
 from ..converters.look.holders import chunk_bytes, cut_in_words, newton_schulz_by_rank
 from ..converters.look.inspection import Inspection, description, inspection_of
-from ..errors import SourceError
+from ..errors import DamageError, SourceError
 from ..record import Manifest
 from ..store.damage import Damage, rank_in_name
-from ..store.diagnosis import Diagnosis
+from ..store.diagnosis import Diagnosis, diagnosis_at
 from ..store.io.location import Remote, location
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import Progress
@@ -46,6 +46,39 @@ _FIGURES = ("norm", "rms", "largest", "zeros", "nan", "infinite", "stable_rank",
 """Figures of each measured tensor on the page."""
 
 _SCRIPTS = ("words", "frame", "findings", "table", "charts", "model", "rows", "map", "tensor", "sections", "checkpoint")
+_UNREADABLE_SCRIPTS = ("words", "frame", "findings", "unreadable")
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadablePage:
+    """A page about a checkpoint whose description cannot be read: what is wrong, and what to do."""
+
+    diagnosis: Diagnosis
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """The lines for a terminal, as of `Page`."""
+        return self.diagnosis.lines
+
+    @property
+    def findings(self) -> int:
+        """The number of findings besides what the diagnosis tells."""
+        return 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the data of the page."""
+        return {
+            "muonckpt": VERSION,
+            "checkpoint": str(self.diagnosis.path),
+            "verdict": verdict_of(self.diagnosis),
+        }
+
+    def html(self) -> str:
+        return html_of(f"{self.diagnosis.path.name} - muonckpt report", self.to_json(), _UNREADABLE_SCRIPTS)
+
+    def write(self, file: str | os.PathLike[str]) -> int:
+        """Write the page as `Page.write` does."""
+        return write_page(file, self.html())
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +154,10 @@ def report(
     memory: int = STATS_MEMORY,
     jobs: int = 2,
     progress: Progress = lambda count, total: None,
-) -> Page:
+) -> Page | UnreadablePage:
     """Make a page about a checkpoint, whole or damaged, as ``muonckpt report`` writes it; needs no torch.
 
-    What is lost is shown, and left out of the numbers.
+    What is lost is shown, and left out of the numbers.  Where the description is lost, the page has only the verdict.
 
     Args:
         path: a path or a URL, of any format.
@@ -136,13 +169,17 @@ def report(
         progress: called with the bytes read since the last call, and with the total.
 
     Raises:
-        SourceError: there is no checkpoint, or its metadata cannot be read.
+        SourceError: there is no checkpoint, or the metadata of the other one cannot be read.
         TargetError: a pattern matches nothing.
     """
     places = [location(place, SourceError) for place in (path, other) if place is not None]
     with ExitStack() as stack:
         turn = in_turns(progress)
-        looked: Sequence[Looked] = [Looked.at(place, stack) for place in places]
+        try:
+            own = Looked.at(places[0], stack)
+        except DamageError:
+            return UnreadablePage(diagnosis_at(places[0]))
+        looked: Sequence[Looked] = [own, *(Looked.at(place, stack) for place in places[1:])]
         if stats != "none":  # who reads elements also wants to know what else is damaged
             looked = [one.read_whole(jobs, turn()) if one.damage else one for one in looked]
         reading = Reading(stats, select, memory, jobs)

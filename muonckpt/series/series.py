@@ -36,8 +36,8 @@ from ..checkpoint.async_saving import (
 from ..checkpoint.loading import load
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals, Then
-from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError, SourceError
-from ..resumption import Extra, Globs, LoadReport
+from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError, SourceError, called_like
+from ..resumption import SET_LINE, STATE_DICT, STATE_LINE, Extra, Globs, LoadReport
 from ..store.formats.signs import METADATA_FILE
 from ..store.io.location import location
 from ..store.run import StepName
@@ -111,6 +111,7 @@ class Series:
         DestinationError: no installed library supports the protocol of the URL.
     """
 
+    @called_like("series = muonckpt.Series('run', keep_last=3)")
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -201,6 +202,7 @@ class Series:
         """
         return self._trail.continuation
 
+    @called_like(f"{STATE_LINE}, then series.save(step, {STATE_DICT})")
     def save(
         self,
         step: int,
@@ -237,6 +239,7 @@ class Series:
         self._signals.met(saved.path)
         return saved
 
+    @called_like(f"{STATE_LINE}, then series.async_save(step, {STATE_DICT})")
     def async_save(
         self,
         step: int,
@@ -388,6 +391,7 @@ class Series:
         self._warn_of(newest.faults, f"{saved.path} is the newest whole one")
         return saved
 
+    @called_like(f"{STATE_LINE}, then series.restore({STATE_DICT}), then {SET_LINE}")
     def restore(
         self,
         state_dict: dict[str, Any],
@@ -510,7 +514,7 @@ class Series:
                 f"{self._folder.path(saved)} was saved, but {later[-1].path} is of a later step, so that is what would "
                 "be restored; if this run went back, move the later ones out of the folder",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _attempt(self, what: str, remove: Callable[[], None]) -> None:

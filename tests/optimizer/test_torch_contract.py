@@ -29,7 +29,7 @@ def test_what_torch_refuses_is_refused():
         Muon([p * 2])
     with pytest.raises(ValueError, match="more than one parameter group"):
         Muon([{"params": p}, {"params": p}])
-    with pytest.warns(UserWarning, match="duplicate parameters"):
+    with pytest.raises(ValueError, match="parameter 1 of group 0 is parameter 0 of group 0, too"):
         Muon([p, p])
     with pytest.raises(ValueError, match="with/without names"):
         Muon([("weight", p), q])

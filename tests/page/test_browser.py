@@ -178,6 +178,12 @@ def test_the_first_screen_is_the_verdict_and_what_to_do(driver, damaged):
     assert "rank 2's file __2_0.distcp is missing" in said
     place = "return document.querySelector('#findings').getBoundingClientRect().bottom < innerHeight"
     assert driver.execute_script(place), "both are on the first screen"
+    bare = driver.place / "bare"
+    bare.mkdir()
+    (bare / "__0_0.distcp").write_bytes(b"0")
+    muonckpt.report(bare).write(driver.place / "bare.html")
+    shown(driver, driver.place / "bare.html")
+    assert muonckpt.verify(bare).diagnosis.sentence in text(driver, "#verdict"), "without a description, too"
     shown(driver, driver.place / "page.html")
     assert len(text(driver, "#verdict .verdict").splitlines()) == 1, "a whole one says so in one line"
 

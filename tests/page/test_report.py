@@ -237,6 +237,20 @@ def test_the_command_says_the_verdict_of_a_damaged_checkpoint(run, tmp_path):
     assert "rank 0's file __0_0.distcp is missing" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut short"])
+def test_the_page_of_a_checkpoint_without_a_description_is_the_verdict(damage, tmp_path):
+    shutil.copytree(golden(FORMATS["stock DCP"]), tmp_path / "ckpt")
+    description = tmp_path / "ckpt" / ".metadata"
+    description.unlink() if damage == "missing" else os.truncate(description, 200)
+    done = called("report", tmp_path / "ckpt", "-o", tmp_path / "page.html")
+    data, diagnosis = data_of((tmp_path / "page.html").read_text()), muonckpt.verify(tmp_path / "ckpt").diagnosis
+    assert done.returncode == 0 and diagnosis.sentence in done.stdout
+    assert data["verdict"]["sentence"] == diagnosis.sentence and "it cannot be opened" in diagnosis.sentence
+    assert [one["command"] for one in data["verdict"]["remedies"]] == [one.command for one in diagnosis.remedies]
+    with pytest.raises(muonckpt.SourceError, match="give the path of one"):
+        muonckpt.report(tmp_path)
+
+
 def test_the_page_of_a_run_has_norms_and_drift_of_every_step(run, tmp_path):
     shutil.copytree(run / "10", tmp_path / "run" / "step-00000010")
     shutil.copytree(run / "20", tmp_path / "run" / "step-00000020")
