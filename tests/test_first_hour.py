@@ -220,6 +220,7 @@ SAVED = {
     "series.async_save(4)": "Write weights, state = get_state_dict(model, optimizer), then series.async_save(step",
     "series.restore(state, step=3)": "got an unexpected keyword argument 'step'",
     "muonckpt.Series()": "Write series = muonckpt.Series('run', keep_last=3)",
+    "muonckpt.Series('there', on=15)": "on=15: expected several signals, found one. Write on=(signal.SIGTERM,)",
     "muonckpt.Series('there', keep=3)": "unexpected keyword argument 'keep'; did you mean 'keep",
     "muonckpt.load('there')": "Write weights, state = get_state_dict(model, optimizer), then muonckpt.load({'model': ",
     "series.restore(series.latest())": "found SavedStep; the state dict is the first argument",

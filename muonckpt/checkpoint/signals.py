@@ -35,7 +35,7 @@ BITS: Mapping[Then, int] = {"go on": requests.SAVE, "stop": requests.STOP}
 STOPPED = 75
 """The exit code of a program that a signal has stopped after a save; sysexits.h has it for "try again"."""
 
-On = signal.Signals | Iterable[signal.Signals] | Mapping[signal.Signals, Then]
+On = Iterable[signal.Signals] | Mapping[signal.Signals, Then]
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -157,8 +157,9 @@ def end_in_order(busy: Callable[[], bool]) -> None:
 
 
 def _checked(on: On) -> dict[signal.Signals, Then]:
-    listed = on if isinstance(on, Iterable) else (on,)
-    chosen = on if isinstance(on, Mapping) else {number: SIGNALS.get(number) for number in listed}
+    if isinstance(on, int):
+        raise ValueError(f"on={on!r}: expected several signals, found one. Write on=(signal.SIGTERM,)")
+    chosen = on if isinstance(on, Mapping) else {number: SIGNALS.get(number) for number in on}
     for number, then in chosen.items():
         if number not in SIGNALS or then not in BITS:
             raise ValueError(

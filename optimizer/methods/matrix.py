@@ -90,8 +90,8 @@ class Methods:
             return algorithm.name
         if algorithm not in (names := {*MATRICES, *SCALARS, *self.given}):
             near = did_you_mean(str(algorithm), sorted(names))
-            known = ", ".join(sorted(names))
-            raise ValueError(f"unknown algorithm {algorithm!r}; expected {known}, or a MatrixMethod{near}")
+            listed = ", ".join(sorted(names))
+            raise ValueError(f"unknown algorithm {algorithm!r}; expected {listed}, or a MatrixMethod{near}")
         return algorithm
 
     def as_given(self, group: Mapping[str, Any]) -> dict[str, str | MatrixMethod]:
