@@ -87,10 +87,12 @@ def _print_details(found: Difference, every: bool) -> None:
         print_table(headers, [_row(tensor) for tensor in (changed if every else changed[:_MOST_ROWS])])
     if len(changed) > _MOST_ROWS and not every:
         print_line(f"and {len(changed) - _MOST_ROWS} more that changed less (--all)")
-    items = [(item.key, *_both(item.a, item.b)) for item in (found.items if every else found.items[:_MOST_ROWS])]
+    strangers = not found.tensors and (found.only_a or found.only_b)  # of two programs, whose numbers mean other things
+    most = len(found.items) if every else 0 if strangers else _MOST_ROWS
+    items = [(item.key, *_both(item.a, item.b)) for item in found.items[:most]]
     print_section(("item", "A", "B"), items)
     if more := len(found.items) - len(items):
-        print_line(f"and {more} more (--all)")
+        print_line(f"and {more} more (--all)" if items else f"{counted(more, 'other item')} changed (--all)")
     for name, keys, colour in (("A", found.only_a, "red"), ("B", found.only_b, "green")):  # as `git diff` has them
         rows = [(key,) for key in (keys if every else keys[:_MOST_ROWS])]
         print_section((f"only in {name}",), rows, [colour] * len(rows))
