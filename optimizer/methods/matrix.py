@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...box import Index
-from ...errors import did_you_mean
 from ...vocabulary import ParamGroup
 from ..planning.matrices import Fused, Reduced
 from .adamuon import ADAMUON
@@ -89,9 +88,7 @@ class Methods:
                 raise ValueError(f"algorithm: two different methods are called {algorithm.name!r}")
             return algorithm.name
         if algorithm not in (names := {*MATRICES, *SCALARS, *self.given}):
-            near = did_you_mean(str(algorithm), sorted(names))
-            listed = ", ".join(sorted(names))
-            raise ValueError(f"unknown algorithm {algorithm!r}; expected {listed}, or a MatrixMethod{near}")
+            raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {sorted(names)}, or a MatrixMethod")
         return algorithm
 
     def as_given(self, group: Mapping[str, Any]) -> dict[str, str | MatrixMethod]:
