@@ -13,6 +13,7 @@ from ..converters.compare.elements import TensorDifference
 from ..converters.programs.registry import DIALECTS
 from ..store.io.location import Location
 from ..store.run import run_of
+from ..store.trail import SUMS, Steps, trail_of
 from ..wording import counted, size
 from .argument_types import CHECKPOINT, KEY, ProgramType, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, print_section, print_table, progress, some_of
@@ -43,6 +44,8 @@ def diff_command(
 ) -> int:
     """Say what differs between the checkpoints A and B, of any formats and meshes; exit with 1 if anything does.
 
+    Of the folders of two runs that noted their steps, what they noted of the same steps.
+
     Every file's presence and size are looked at; a fault exits with 3.  Where both have fingerprints, tensors that are
     equal are not read without --read, so flipped bytes are not found.  Of the folder of a run, alone, its two newest
     whole steps are compared.
@@ -58,6 +61,8 @@ def diff_command(
         if (run := run_of(a)) is None:
             raise click.UsageError(f"expected a second checkpoint, or the folder of a run, and {a} is none")
         a, b = newest_whole(run, 2)
+    elif (mine := trail_of(a)) and (theirs := trail_of(b)):
+        return _print_trails(mine, theirs, every, as_json)
     with progress("diff") as advance:
         found = diff(a, b, select=globs, progress=advance, **options)
     if as_json:
@@ -69,6 +74,37 @@ def diff_command(
         print_line(line, fg="red" if line.startswith(("look at:", "infinite or NaN")) else None)
     print_duration()
     return int(found.differs)
+
+
+def _print_trails(a: Steps, b: Steps, every: bool, as_json: bool) -> int:
+    """Print two trails side by side: the steps around the first that differs, and the last; return 1 if any does."""
+    steps = [step for step in b if step in a]
+    changed = [step for step in steps if a[step].fingerprint != b[step].fingerprint]
+    if as_json:
+        print_json([{"step": step, "a": a[step].to_json(), "b": b[step].to_json()} for step in steps])
+        return int(bool(changed) or a.keys() != b.keys())
+    first = steps.index(changed[0]) if changed else 0
+    shown = steps if every else sorted({*steps[max(first - 1, 0) : first + _MOST_ROWS], *steps[-1:]})
+    headers = ("step", "loss A", "loss B", "lr A", "lr B", *(f"norm of {what} {own}" for what in SUMS for own in "AB"))
+    apart = [f"{what} apart" for what in SUMS]
+    rows = [
+        (
+            step,
+            *("-" if own[step].loss is None else f"{own[step].loss:.6g}" for own in (a, b)),
+            *(f"{own[step].lr:.6g}" for own in (a, b)),
+            *(f"{own[step].norms[what]:.4g}" for what in SUMS for own in (a, b)),
+            *(f"{b[step].apart(what, a[step]):.2g}" for what in SUMS),
+        )
+        for step in shown
+    ]
+    print_section((*headers, *apart), rows)
+    print_line()
+    said = f"first at step {changed[0]}" if changed else "none"
+    print_line(f"{counted(len(steps), 'step')} in both trails, {len(changed)} with other weights: {said}")
+    if a.keys() != b.keys():
+        only = [f"{len(own.keys() - other.keys())} only in {name}" for name, own, other in (("A", a, b), ("B", b, a))]
+        print_line(f"other steps: {', '.join(only)}")
+    return int(bool(changed) or a.keys() != b.keys())
 
 
 def _print_details(found: Difference, every: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.commands import called
 from support.workers import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -156,3 +157,14 @@ def test_shares_of_ranks_add_up(began):
     muonckpt.load(template, began / f"step-{SAVED:08d}", allow_extra=["optimizer.*"])
     weights = torch.cat([weight.reshape(-1) for weight in template["model"].values()])
     assert noted[SAVED].norms["weights"] == pytest.approx(weights.norm().item(), rel=1e-5)
+
+
+def test_two_trails_side_by_side(began, tmp_path):
+    """They part where another run went on from a step; a trail is the same as itself."""
+    resumed(began, tmp_path, 2, "data", None)
+    same, other = called("diff", str(began), str(began)), called("diff", str(began), str(tmp_path / "run"))
+    assert (same.returncode, other.returncode) == (0, 1)
+    assert f"{LAST} steps in both trails, 0 with other weights: none" in same.stdout
+    assert f"{LAST} steps in both trails, 4 with other weights: first at step 5" in other.stdout
+    [row] = [line for line in other.stdout.splitlines() if line.strip().startswith("5 ")]
+    assert f"{trail_of(began)[5].norms['gradient']:.4g}" in row
