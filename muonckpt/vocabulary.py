@@ -32,6 +32,22 @@ STEP = "step"
 MASTER = "fp32_param"
 """The float32 copy of a 16-bit parameter that the optimizer updates, shaped like the parameter; Megatron's name."""
 
+MOMENTUM_DTYPE = "momentum_dtype"
+"""An option of groups that have momentum: its dtype, a key of `STATE_DTYPES`; without it, the parameter's."""
+
+STATE_DTYPE = "state_dtype"
+"""The same of groups of AdamW and Lion, for all slots but the number of steps."""
+
+STATE_DTYPES = ("float32", "bfloat16")
+"""The dtypes in which state can be kept that is shaped like the parameter."""
+
+ROUNDING_SEED = "rounding_seed"
+"""An option of groups whose state is in bfloat16: the seed of the noise that it is rounded with.  Without it, state is
+rounded to the nearest."""
+
+ROUNDED_STEPS = "rounded_steps"
+"""The number of steps that a group with such a seed has taken; the noise of a step depends on it."""
+
 PARAMS = "params"
 """The option of a parameter group that lists its parameters, as in torch's optimizers."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,16 +20,27 @@ from ..errors import LayoutError, called_like
 from ..layout import TensorLayout
 from ..layouts.tensors import layout_of
 from ..resumption import LOAD_LINES, Globs, LoadReport
-from ..vocabulary import MUON, MUON_CONVENTION
+from ..vocabulary import MUON, MUON_CONVENTION, ROUNDED_STEPS, ROUNDING_SEED
 from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
 from .for_model import EXAMPLE_LINE, ForModel, refuse_no_parameters
 from .given import given_in
+from .ground.cuda_graphs import capturing
+from .ground.rounding import Placed
 from .methods.matrix import Methods, Scale, Scales, is_matrix_method
 from .methods.scalar import SCALARS
 from .newton_schulz.costs import Cost
 from .newton_schulz.products import Choice, prefer_kernels
 from .newton_schulz.recipe import flops
-from .options import CYCLED, as_plain, check, cycled, refuse_repeated, refuse_shared_rate, refuse_unknown
+from .options import (
+    CYCLED,
+    as_plain,
+    check,
+    cycled,
+    options_of_state,
+    refuse_repeated,
+    refuse_shared_rate,
+    refuse_unknown,
+)
 from .planning.schedule import Ranks, Schedule
 from .report import MuonReport, muon_report, warn_if_unshared, warn_of_no_gradient
 from .restoration import load_fitting
@@ -38,6 +50,7 @@ from .state import (
     changes,
     check_gradients,
     check_state,
+    check_state_dtype,
     check_values,
     declare_owned,
     fresh_state,
@@ -46,7 +59,7 @@ from .state import (
 from .step.agreement import Facts, fixed
 from .step.exchange import LINKS
 from .step.planner import Planner
-from .step.rank_sets import RankSet, ordinals, rank_sets
+from .step.rank_sets import RankSet, ordinals, rank_sets, ranks_of
 from .step.step import Step, Steps
 
 
@@ -102,6 +115,9 @@ class Muon(ForModel, CollectiveOptimizer):
 
     _warns = True
     """Warn of plain tensors on several ranks, and of steps without a gradient."""
+
+    _places: Mapping[Tensor, Placed] = MappingProxyType({})
+    """Where parameters lie that are parts of others."""
 
     @called_like(EXAMPLE_LINE)
     def __init__(
@@ -175,11 +191,12 @@ class Muon(ForModel, CollectiveOptimizer):
             self.defaults.pop(option, None)
         try:
             algorithm = self._methods.name_of(param_group.get("algorithm", "muon"))
-            if is_matrix_method(algorithm):
-                defaults = self._methods[algorithm].defaults(self._matrices)
+            method = self._methods[algorithm] if is_matrix_method(algorithm) else None
+            if method is not None:
+                defaults = method.defaults(self._matrices)
             else:
                 defaults = {**SCALARS[algorithm].defaults, "cautious": self.defaults["cautious"]}
-            refuse_unknown(param_group, algorithm, {*defaults, *self.defaults})
+            refuse_unknown(param_group, algorithm, {*defaults, *self.defaults, *options_of_state(method)})
             if isinstance(params := param_group.get("params", ()), Iterator):
                 param_group = {**param_group, "params": list(params)}
             refuse_repeated([*self.param_groups, {"params": (), **param_group}])
@@ -337,13 +354,20 @@ class Muon(ForModel, CollectiveOptimizer):
             if self._groups_of_model is not None:
                 self._warn_of_left_out(stacklevel=7)
         for group in self.param_groups:
+            if group.get(ROUNDING_SEED) is not None and capturing():
+                raise RuntimeError(
+                    f"{ROUNDING_SEED}={group[ROUNDING_SEED]!r}: every replay of a CUDA graph would round with the same "
+                    "noise; round to the nearest, without a seed"
+                )
             check_values(group["params"])
             check_gradients(group["params"], [param.grad for param in group["params"]])
         self._used = True
         if self._take_part(None):
             for group in self.param_groups:
                 if group["algorithm"] in SCALARS:
-                    SCALARS[group["algorithm"]].step(group, self.state)
+                    SCALARS[group["algorithm"]].step(group, self.state, self._placed)
+                if group.get(ROUNDING_SEED) is not None:
+                    group[ROUNDED_STEPS] += 1
         return loss
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -388,6 +412,8 @@ class Muon(ForModel, CollectiveOptimizer):
                     "change; build a new optimizer"
                 )
             self._settle(group)
+            for param in group["params"]:
+                check_state_dtype(param, group, self.state[param])
             for param in group["params"] if is_matrix_method(group["algorithm"]) else ():
                 method = self._methods[group["algorithm"]]
                 check_state(param, self._resting(param, (0,)), group, self.state[param], method)
@@ -436,6 +462,14 @@ class Muon(ForModel, CollectiveOptimizer):
     def _resting(self, param: Tensor, ranks: Ranks) -> TensorLayout:
         return self._layout(param) if self._layout is not None else layout_of(param, replicas=ranks)
 
+    def _placed(self, param: Tensor) -> Placed:
+        """Return a parameter's shape, and this rank's fragments of it."""
+        if param in self._places:
+            return self._places[param]
+        ranks = ranks_of(param, self._replicas) or (0,)
+        layout = self._resting(param, ranks)
+        return layout.shape, layout.fragments_of(dist.get_rank() if len(ranks) > 1 else ranks[0])
+
     def _settle(self, group: dict[str, Any]) -> None:
         method = None
         if is_matrix_method(group["algorithm"]):
@@ -443,4 +477,11 @@ class Muon(ForModel, CollectiveOptimizer):
             group["adjust_lr_fn"] = self._scales.name_of(group["adjust_lr_fn"])
             if method.orthogonalizes:
                 group["ns_coefficients"] = as_plain(group["ns_coefficients"])
+        if group.get(ROUNDING_SEED) is not None:
+            group.setdefault(ROUNDED_STEPS, 0)
         check(group, self._scales.names, method)
+        if method is not None and self._nonfinite is not None and group.get(ROUNDING_SEED) is not None:
+            raise ValueError(
+                f"{ROUNDING_SEED}={group[ROUNDING_SEED]!r}: with nonfinite={self._nonfinite.policy} the first updates "
+                "are sent before momenta change, and no noise is known there; round to the nearest, without a seed"
+            )

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from ..coefficients import Coefficients, Plain, plain_coefficients
-from ..vocabulary import MUON_CONVENTION, SCHEDULED, ParamGroup
+from ..vocabulary import (
+    MOMENTUM_DTYPE,
+    MUON_CONVENTION,
+    ROUNDED_STEPS,
+    ROUNDING_SEED,
+    SCHEDULED,
+    STATE_DTYPE,
+    STATE_DTYPES,
+    ParamGroup,
+)
 from .methods.form import MatrixMethod
 from .methods.matrix import is_matrix_method
 from .methods.scalar import SCALARS
@@ -26,6 +35,16 @@ FOREIGN = frozenset({"amsgrad", "capturable", "differentiable", "foreach", "fuse
 CYCLED = ("momentum", "betas")
 """Options that torch's OneCycleLR and CyclicLR set in every group, even in one without them: the first of the betas if
 ``Optimizer.defaults`` has betas, else momentum if the defaults have that."""
+
+
+def options_of_state(method: MatrixMethod | None) -> Collection[str]:
+    """Return the options of groups, besides those of their algorithm, that say in which dtype their state is kept.
+
+    A group has those that it was given.
+    """
+    if method is None:
+        return STATE_DTYPE, ROUNDING_SEED, ROUNDED_STEPS
+    return (MOMENTUM_DTYPE, ROUNDING_SEED, ROUNDED_STEPS) if method.averages else ()
 
 
 def cycled(groups: Sequence[ParamGroup]) -> dict[str, Any]:
@@ -103,6 +122,12 @@ def check(group: ParamGroup, scales: Collection[str], method: MatrixMethod | Non
         if not holds:
             raise ValueError(f"{name}={group[name]!r}: expected {expected}")
 
+    for name in (MOMENTUM_DTYPE, STATE_DTYPE):
+        if name in group:
+            need(name, (None, *STATE_DTYPES).__contains__, f"None, or one of {list(STATE_DTYPES)}")
+    if group.get(ROUNDING_SEED) is not None:
+        need(ROUNDING_SEED, lambda seed: isinstance(seed, int), "an integer, or None")
+        need(ROUNDED_STEPS, lambda steps: steps >= 0, "a number of steps")
     need("lr", lambda lr: torch.as_tensor(lr).numel() == 1 and 0 <= float(lr) < math.inf, "a finite rate >= 0")
     need("weight_decay", lambda decay: 0 <= decay < math.inf, "a finite decay >= 0")
     if method is None:

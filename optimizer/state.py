@@ -23,7 +23,7 @@ from ..layout import TensorLayout
 from ..layouts.boxed_tensor import Parts, parts_of
 from ..layouts.tensors import declares_boxes, layout_of, local_of, zeros_placed_as
 from ..plan import make_share
-from ..vocabulary import MOMENTUM
+from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, MOMENTUM_DTYPE, ROUNDING_SEED, STATE_DTYPE
 from .ground.held_boxes import declare_boxes
 from .methods.form import MatrixMethod
 from .methods.matrix import fused_of, kept_of
@@ -46,12 +46,13 @@ def fresh_state(
             f"a parameter of shape {tuple(param.shape)} is {param.dtype}: no update is large enough to be seen there; "
             "train parameters of 16 bits or more, and make the 8-bit ones of them"
         )
+    dtype = state_dtype(param, group)
     if method is None:
-        return SCALARS[group["algorithm"]].fresh(param)
+        return SCALARS[group["algorithm"]].fresh(param, dtype)
     matrices_of(layout.shape, fused_of(group))
     state = {}
     if method.averages:
-        state[MOMENTUM] = torch.zeros_like(param, memory_format=torch.contiguous_format)
+        state[MOMENTUM] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
     for slot, (kept, reduced) in kept_of(tuple(param.shape), group, method).items():
         dtype = kept.dtype or param.dtype
         if kept.shape == "[m, n]" and not kept.at_owner:
@@ -59,6 +60,27 @@ def fresh_state(
         elif not kept.at_owner:
             state[slot] = zeros_placed_as(param, reduced.shape, dtype)
     return state
+
+
+def state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype in which a group keeps state that is shaped like a parameter.
+
+    Raises:
+        ValueError: a parameter of 64 bits has another; or state that is not in bfloat16 has a seed for its rounding.
+    """
+    given = group.get(MOMENTUM_DTYPE) or group.get(STATE_DTYPE)
+    dtype: torch.dtype = getattr(torch, given) if given else param.dtype
+    about = f"of a parameter of shape {tuple(param.shape)}"
+    if dtype.itemsize < param.dtype.itemsize > 4:
+        raise ValueError(
+            f"state in {given} {about}, {param.dtype}: leave its dtype out, to keep it in that of the weight"
+        )
+    if group.get(ROUNDING_SEED) is not None and dtype != torch.bfloat16:
+        raise ValueError(
+            f"{ROUNDING_SEED}={group[ROUNDING_SEED]!r} {about}: its state is {dtype}, and noise is for state in "
+            f"bfloat16; give {MOMENTUM_DTYPE}='bfloat16' to groups of matrices and {STATE_DTYPE}='bfloat16' to others"
+        )
+    return dtype
 
 
 def owned_boxes(reduced: Reduced, owners: Sequence[int], rank: int) -> list[Box]:
@@ -134,6 +156,18 @@ def check_state(
             raise ValueError(
                 f"{options} of a parameter of shape {tuple(param.shape)} need a {slot} of shape {reduced.shape}, and "
                 f"it is {actual}: they cannot change once there is state; build a new optimizer"
+            )
+
+
+def check_state_dtype(param: Tensor, group: Mapping[str, Any], held: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a group's options ask for another dtype than state has that is shaped like a parameter."""
+    expected = state_dtype(param, group)
+    for slot in (MOMENTUM, EXP_AVG, EXP_AVG_SQ):
+        if slot in held and held[slot].dtype != expected:
+            raise ValueError(
+                f"{slot} of a parameter of shape {tuple(param.shape)} is {held[slot].dtype}, and the group's options "
+                f"ask for {expected} now: they cannot change once there is state; build a new optimizer, and load the "
+                "state into it"
             )
 
 

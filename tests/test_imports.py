@@ -57,7 +57,7 @@ RULES = {
     "keys requests version vocabulary layouts store store/io store/reading store/formats",
     "series": "errors box fingerprint resumption vocabulary layouts store store/io store/formats checkpoint converters "
     "converters/engine converters/target",
-    "optimizer/ground": "box",
+    "optimizer/ground": "box layout vocabulary",
     "optimizer/newton_schulz": "coefficients optimizer/ground optimizer/triton",
     "optimizer/triton": "overlap plan optimizer/ground",
     "optimizer/planning": "errors box overlap layout plan optimizer/newton_schulz",
@@ -66,7 +66,7 @@ RULES = {
     "optimizer/ground optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/triton",
     "optimizer": "box errors coefficients layout layouts plan resumption vocabulary optimizer/ground "
     "optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/step",
-    "optimizer/layer_wise": "errors box requests resumption vocabulary layouts layouts/buffers optimizer/ground "
+    "optimizer/layer_wise": "errors box layout requests resumption vocabulary layouts layouts/buffers optimizer/ground "
     "optimizer/methods optimizer/step optimizer",
     "optimizer/__init__": "optimizer optimizer/layer_wise optimizer/methods optimizer/newton_schulz",
     "compat": "coefficients vocabulary layouts resumption optimizer/__init__ converters/programs",

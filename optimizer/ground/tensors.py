@@ -9,7 +9,7 @@ A portion is small enough for the processor's cache, and has tensors enough to s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
@@ -42,15 +42,23 @@ def in_dtype(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     return tensors if not tensors or tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
 
 
+Round = Callable[[Tensor], Tensor]
+"""Rounds float32 numbers to those of a narrower dtype; they stay in float32."""
+
+
 @contextmanager
-def rounded_once(*lists: Tensors) -> Iterator[list[Tensors]]:
+def rounded_once(*lists: Tensors, by: Sequence[Round | None] = ()) -> Iterator[list[Tensors]]:
     """Change lists of tensors, each of one dtype, in place: lends them, or float32 copies that are rounded into
-    them."""
+    them.
+
+    Args:
+        by: how each list's are rounded; to the nearest by default.
+    """
     exact = [in_dtype(tensors, exact_dtype(tensors[0])) if tensors else tensors for tensors in lists]
     yield exact
-    for tensors, changed in zip(lists, exact, strict=True):
+    for tensors, changed, own in zip(lists, exact, by or [None] * len(lists), strict=True):
         if changed is not tensors:
-            torch._foreach_copy_(list(tensors), list(changed))
+            torch._foreach_copy_(list(tensors), list(changed) if own is None else list(map(own, changed)))
 
 
 def in_portions(lists: Sequence[Tensors]) -> Iterator[list[Tensors]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...box import Box, flat_boxes
 from ...errors import LayoutError, did_you_mean, lost_ranks
+from ...layout import Fragment, dense
 from ...layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, rank_of
 from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import PLACEMENTS, ToPlace
@@ -191,6 +193,12 @@ class Part:
     weight: Tensor
     gradient: Tensor
     stepped: Tensor
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The boxes with their places in the tensor to step."""
+        begins = accumulate((box.numel for box in self.boxes), initial=0)
+        return tuple(dense(box, 0, begin) for box, begin in zip(self.boxes, begins, strict=False))
 
     @property
     def mastered(self) -> bool:

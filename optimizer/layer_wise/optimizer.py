@@ -24,7 +24,7 @@ from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.records import to_json
 from ...layouts.tensors import local_of
 from ...resumption import Globs, LoadReport
-from ...vocabulary import MASTER, MUON
+from ...vocabulary import MASTER, MUON, ROUNDED_STEPS
 from ..clipping import clip_with, refuse_other_limits, sum_of_squares
 from ..collective import MOST_SKIPPED, CollectiveOptimizer, Guarded, NonFinite, largest
 from ..given import settle
@@ -175,6 +175,9 @@ class LayerWise(CollectiveOptimizer):
         own = groups_with(held, self.param_groups)
         given = [{**group, **example._scales.as_given(group), **example._methods.as_given(group)} for group in own]
         inner = Muon(given, lr, **options)
+        inner._places = {
+            part.stepped: (tuple(members.named[name].shape), part.fragments) for name, part in self._parts.items()
+        }
         inner._warns = False  # no other rank has these tensors, and at times none has a gradient
         device = next((param.device.type for param in members.named.values()), "cpu")
         meshes = {  # which makes no process group
@@ -333,6 +336,8 @@ class LayerWise(CollectiveOptimizer):
                 part.follow()
                 part.stepped.grad = part.gradient.to(part.stepped.dtype) if name in self._active else None
             self._inner.step()
+            for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+                mine.update({key: inner[key] for key in (ROUNDED_STEPS,) if key in inner})
         except Exception as error:
             intent = intent.failed(error, this_rank())
         self._agreement.agree(intent, Notes.compare)

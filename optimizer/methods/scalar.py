@@ -13,19 +13,26 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...layouts.flat import owned_layout
 from ...layouts.tensors import locals_of
 from ...vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup
 from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
-from ..ground.tensors import Tensors, decay, in_dtype, in_portions, number_like, rounded_once, unopposed
+from ..ground.rounding import Placed, noise_of, portions
+from ..ground.tensors import Tensors, decay, in_dtype, number_like, rounded_once, unopposed
 
 Slots = Mapping[str, Tensors]
+
+
+def placed_whole(param: Tensor) -> Placed:
+    """Return the place of a parameter that lies whole in this process."""
+    return tuple(param.shape), owned_layout(tuple(param.shape), 0).fragments_of(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +40,21 @@ class Scalar:
     """An element-wise algorithm.
 
     Args:
-        slots: a parameter's state: by name, the function that makes it.
+        slots: a parameter's state: by name, the function that makes it, given a dtype.
         defaults: options of its groups besides ``lr``, ``weight_decay`` and ``cautious``.
         on_host, on_device: step local tensors of one device and dtype, of at least 32 bits, given parameters, gradients
             and state by slot in one order, and the group; on the host with their common count of steps, and with
             numbers in the group.  On a device nothing is read back.
     """
 
-    slots: Mapping[str, Callable[[Tensor], Tensor]]
+    slots: Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]
     defaults: Mapping[str, Any]
     on_host: Callable[[Tensors, Tensors, Slots, float, ParamGroup], None]
     on_device: Callable[[Tensors, Tensors, Slots, ParamGroup], None]
 
-    def fresh(self, param: Tensor) -> dict[str, Tensor]:
-        """Return the state of a new parameter."""
-        return {slot: make(param) for slot, make in self.slots.items()}
+    def fresh(self, param: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return the state of a new parameter; in its own dtype by default."""
+        return {slot: make(param, dtype or param.dtype) for slot, make in self.slots.items()}
 
     def check(self, group: ParamGroup) -> None:
         """Raise ValueError for an option out of range."""
@@ -56,8 +63,16 @@ class Scalar:
         if not 0 <= group.get("eps", 0) < math.inf:
             raise ValueError(f"eps={group['eps']!r}: expected a finite number >= 0")
 
-    def step(self, group: ParamGroup, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    def step(
+        self,
+        group: ParamGroup,
+        state: Mapping[Tensor, Mapping[str, Tensor]],
+        placed: Callable[[Tensor], Placed] = placed_whole,
+    ) -> None:
         """Step, in place, the parameters of ``group`` that have a gradient.
+
+        Args:
+            placed: says which elements of a parameter this rank holds; asked if they are rounded with noise.
 
         Raises:
             RuntimeError: a CUDA graph is being captured, and a parameter has no gradient or is not on a GPU.
@@ -72,29 +87,48 @@ class Scalar:
             states = [state[param] for param in params]
             held = {slot: locals_of([slots[slot] for slots in states]) for slot in self.slots}
             weights, gradients = locals_of(params), locals_of(p.grad for p in params if p.grad is not None)
+            places = [None if noise_of(group) is None else placed(param) for param in params]
             if capturable(device):
-                with rounded_once(weights, *held.values()) as (exact, *changed):
-                    # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
-                    given = [gradient.to(exact[0].dtype) for gradient in gradients]
-                    self.on_device(exact, given, dict(zip(held, changed, strict=True)), group)
+                self._step_on_device(weights, gradients, held, group, places)
             else:
                 refuse_host(group["algorithm"], device)
-                self._step_on_host(weights, gradients, held, group)
+                self._step_on_host(weights, gradients, held, group, places)
 
-    def _step_on_host(self, weights: list[Tensor], gradients: list[Tensor], held: Slots, group: ParamGroup) -> None:
+    def _step_on_device(
+        self, weights: list[Tensor], gradients: list[Tensor], held: Slots, group: ParamGroup, places: Sequence[Any]
+    ) -> None:
+        if STEP in held:
+            torch._foreach_add_(held[STEP], 1)
+        if (noise := noise_of(group)) is None:
+            with rounded_once(weights, *held.values()) as (exact, *changed):
+                # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
+                self.on_device(exact, in_dtype(gradients, exact[0].dtype), dict(zip(held, changed, strict=True)), group)
+            return
+        moments = [slot for slot in held if slot != STEP]
+        for number, place in enumerate(places):
+            own = {slot: tensors[number : number + 1] for slot, tensors in held.items()}
+            lists = [weights[number : number + 1], *map(own.__getitem__, moments), gradients[number : number + 1]]
+            for (*changing, given), by in portions(lists, noise, [None, *moments], [place]):
+                with rounded_once(*changing, by=by) as (exact, *changed):
+                    slots = own | dict(zip(moments, changed, strict=True))
+                    self.on_device(exact, in_dtype(given, exact[0].dtype), slots, group)
+
+    def _step_on_host(
+        self, weights: list[Tensor], gradients: list[Tensor], held: Slots, group: ParamGroup, places: Sequence[Any]
+    ) -> None:
         lr, weight_decay, *betas = map(float, (group["lr"], group["weight_decay"], *group["betas"]))
         numbers = {**group, "lr": lr, "weight_decay": weight_decay, "betas": betas}
-        counts = [0.0] * len(weights)
         if STEP in held:
             _add_number(held[STEP], 1)
-            counts = [counter.item() for counter in held[STEP]]
+        counts = [counter.item() for counter in held.get(STEP, ())] or [0.0] * len(weights)
         moments = {slot: tensors for slot, tensors in held.items() if slot != STEP}
-        alike: defaultdict[tuple[torch.dtype, float], list[list[Tensor]]] = defaultdict(list)
-        for count, *tensors in zip(counts, gradients, weights, *moments.values(), strict=True):
-            alike[tensors[0].dtype, count].append(tensors)
+        alike: defaultdict[tuple[torch.dtype, float], list[tuple[Any, ...]]] = defaultdict(list)
+        for count, place, *tensors in zip(counts, places, weights, *moments.values(), gradients, strict=True):
+            alike[tensors[-1].dtype, count].append((place, *tensors))
         for (_, count), parallel in alike.items():
-            for given, *changing in in_portions(list(zip(*parallel, strict=True))):
-                with rounded_once(*changing) as (exact, *changed):
+            placed, *lists = zip(*parallel, strict=True)
+            for (*changing, given), by in portions(lists, noise_of(group), [None, *moments], placed):
+                with rounded_once(*changing, by=by) as (exact, *changed):
                     given = in_dtype(given, exact[0].dtype)
                     self.on_host(exact, given, dict(zip(moments, changed, strict=True)), count, numbers)
 
@@ -138,7 +172,6 @@ def _adamw_on_device(params: Tensors, gradients: Tensors, slots: Slots, group: P
     """Step as `_adamw_on_host`: one launch a list, except two a tensor for its own count of steps."""
     lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
     means, squares = slots[EXP_AVG], slots[EXP_AVG_SQ]
-    torch._foreach_add_(slots[STEP], 1)
     _mix(means, _times(gradients, 1 - beta1), beta1)
     squared = torch._foreach_mul(gradients, gradients)
     torch._foreach_mul_(squared, (1 - beta2).to(squared[0].dtype))
@@ -191,8 +224,8 @@ def _times(tensors: Tensors, factor: Tensor) -> tuple[Tensor, ...]:
     return products
 
 
-def _moment(param: Tensor) -> Tensor:
-    return torch.zeros_like(param, memory_format=torch.contiguous_format)
+def _moment(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def counted_on(param: Tensor) -> torch.device:
@@ -200,7 +233,7 @@ def counted_on(param: Tensor) -> torch.device:
     return param.device if capturable(param.device) else torch.device("cpu")
 
 
-def _counter(param: Tensor) -> Tensor:
+def _counter(param: Tensor, _: torch.dtype) -> Tensor:
     # float32, as a 16-bit float stops counting at 256
     return torch.zeros((), dtype=torch.float32, device=counted_on(param))
 

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from ...box import Index
+from ...layout import TensorLayout
 from ...layouts.tensors import local_of
 from ...overlap import IntArray, expanded
 from ...plan import Copies, dense_strides
 from ...vocabulary import MOMENTUM, ParamGroup
-from ..ground.tensors import decay, exact_dtype, in_portions, rounded_once
+from ..ground.rounding import noise_of, portions
+from ..ground.tensors import Tensors, decay, exact_dtype, rounded_once
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
 from .rank_sets import State
@@ -54,6 +56,7 @@ class LocalTensors:
         gradients: None where the parameter takes no part.
         slots: state by name.
         momenta: what updates are made of: the momentum in these slots, or the gradient of a parameter that has none.
+        layouts: with fragments on this ``rank``.
         copied: tensors that are not contiguous in their own memory, and their copies.
     """
 
@@ -63,9 +66,18 @@ class LocalTensors:
     slots: Sequence[Mapping[str, Tensor]]
     momenta: Sequence[Tensor]
     copied: Sequence[tuple[Tensor, Tensor]]
+    layouts: Sequence[TensorLayout]
+    rank: int
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], groups: Sequence[ParamGroup], state: State) -> LocalTensors:
+    def of(
+        cls,
+        params: Sequence[Tensor],
+        groups: Sequence[ParamGroup],
+        state: State,
+        layouts: Sequence[TensorLayout],
+        rank: int,
+    ) -> LocalTensors:
         copied: list[tuple[Tensor, Tensor]] = []
 
         def dense(tensor: Tensor) -> Tensor:
@@ -80,14 +92,17 @@ class LocalTensors:
         gradients = [local_of(param.grad).contiguous() if param.grad is not None else None for param in params]
         taken = [weight if given is None else given for weight, given in zip(weights, gradients, strict=True)]
         momenta = [held.get(MOMENTUM, given) for held, given in zip(slots, taken, strict=True)]
-        return cls(groups, weights, gradients, slots, momenta, copied)
+        return cls(groups, weights, gradients, slots, momenta, copied, layouts, rank)
 
     def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
         for numbers in lists:
-            rate = 1 - self.groups[numbers[0]]["momentum"]
+            group = self.groups[numbers[0]]
+            rate = 1 - group["momentum"]
             gradients = [gradient for gradient in map(self.gradients.__getitem__, numbers) if gradient is not None]
-            for momenta, taken in in_portions([[self.momenta[number] for number in numbers], gradients]):
-                with rounded_once(momenta) as [exact]:
+            both: list[Tensors] = [[self.momenta[number] for number in numbers], gradients]
+            placed = ((self.layouts[number].shape, self.layouts[number].fragments_of(self.rank)) for number in numbers)
+            for (momenta, taken), by in portions(both, noise_of(group), [MOMENTUM], placed):
+                with rounded_once(momenta, by=by) as [exact]:
                     given = [gradient.to(exact[0].dtype) for gradient in taken]
                     # torch takes one number for all, or a list of tensors.
                     torch._foreach_lerp_(exact, given, [rate] * len(exact) if isinstance(rate, Tensor) else rate)

@@ -6,7 +6,7 @@ sends all elements of a parameter, its momentum takes the gradient in on the way
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,7 +40,8 @@ class KernelElementwise:
     Args:
         specs: of the schedule's parameters.
         numels: elements of each parameter that rest on this rank.
-        guarded: whether updates are sent ahead of momenta, which then take all gradients in by themselves.
+        apart: parameters whose momenta torch's operators let take the gradient in: all where updates are sent ahead of
+            momenta, and those that are rounded with noise.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class KernelElementwise:
         numels: Sequence[int],
         device: torch.device,
         *,
-        guarded: bool = False,
+        apart: Collection[int] = (),
     ) -> None:
         self._copies, self._specs, self._device = UpdateCopies(schedule), specs, device
         entries = list(dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units))
@@ -61,7 +62,7 @@ class KernelElementwise:
         sent = np.zeros(len(specs), np.int64)
         np.add.at(sent, [unit.param for unit in schedule.units], self._copies.sent())
         whole = (param for param, numel in enumerate(numels) if sent[param] == numel)
-        self._accumulated = frozenset[int]() if guarded else frozenset(whole)
+        self._accumulated = frozenset(whole) - frozenset(apart)
         self._kinds: list[LaunchKind] = []
         self._numbers_of_kinds: dict[LaunchKind, int] = {}
         self._number_of_kind = np.empty(0, np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from ...layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
 from ...vocabulary import ParamGroup
+from ..ground.rounding import noise_of
 from ..methods.matrix import Methods, fused_of, is_matrix_method, kept_of
 from ..newton_schulz.costs import Cost
 from ..newton_schulz.products import Choice, has_kernels, missing_triton
@@ -66,7 +67,9 @@ class Planner:
                 specs = self._specs(held, groups, lambda member: self._slots(member, groups, state, ranks))
                 schedule = make_schedule(specs, ranks, rank, self.stages)
             weights = [local_of(param) for param in params]
-            backend = elementwise(schedule, specs, weights, device, guarded=guarded)
+            options = [groups[member.group] for member in held.matrices]
+            apart = [number for number, own in enumerate(options) if guarded or noise_of(own) is not None]
+            backend = elementwise(schedule, specs, weights, device, apart)
             facts = {"exchange": self.exchange, "nonfinite": self.nonfinite or "not looked for"}
             for index, (member, label) in enumerate(zip(held.members, held.labels, strict=True)):
                 about = f"{tuple(member.param.shape)} {member.param.dtype} in group {held.numbers[member.group]}"
@@ -154,9 +157,12 @@ class Planner:
 
 
 def elementwise(
-    schedule: Schedule, specs: Sequence[Spec], weights: Sequence[Tensor], device: torch.device, *, guarded: bool
+    schedule: Schedule, specs: Sequence[Spec], weights: Sequence[Tensor], device: torch.device, apart: Collection[int]
 ) -> Elementwise:
     """Return the backend: kernels on NVIDIA GPUs, operators elsewhere, where they are as good.
+
+    Args:
+        apart: see `KernelElementwise`.
 
     Warns:
         RuntimeWarning: there is a GPU, and no Triton: operators do the work, in many more launches.
@@ -170,5 +176,5 @@ def elementwise(
         else:
             if all(weight.dtype in KERNEL_DTYPES for weight in weights):
                 numels = [weight.numel() for weight in weights]
-                return KernelElementwise(schedule, specs, numels, device, guarded=guarded)
+                return KernelElementwise(schedule, specs, numels, device, apart=apart)
     return TorchElementwise(schedule, specs, [weight.shape for weight in weights], device)

@@ -289,7 +289,8 @@ class Step:
 
     def _read_gradients(self, groups: Sequence[ParamGroup], state: State) -> LocalTensors:
         """Return the tensors of this step; momenta have taken the gradients in, unless the step may be forbidden."""
-        local = LocalTensors.of(self._params, groups, state)
+        layouts = [spec.slots[0].layout for spec in self._specs]
+        local = LocalTensors.of(self._params, groups, state, layouts, self._rank)
         active = tuple(gradient is not None for gradient in local.gradients)
         if self._active != active:
             units, methods = self.schedule.units, self._methods.__getitem__
