@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
-from ..keys import NamedOptimizer, StateForm, named_optimizers, numbered_optimizers, option_prefix
+from ..keys import PARAM_GROUPS, NamedOptimizer, StateForm, named_optimizers, numbered_optimizers, option_prefix
 from ..record import Blob, StateRecord, says_convention
 from ..resumption import (
     GONE,
@@ -307,6 +307,10 @@ def _as_code(values: Mapping[KeyPath, str]) -> str:
     return f"{{{', '.join(f'{root!r}: {part.get(()) or _as_code(part)}' for root, part in parts.items())}}}"
 
 
+_GIVEN_OPTIONS = frozenset(GIVEN.values())
+"""Options of groups that a state dict has only where a rate was changed; either side may lack them."""
+
+
 def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
     """Take by its key what is in no optimizer.  Weights that the checkpoint lacks may be kept."""
     elsewhere = tuple(prefix for optimizer in template.optimizers for prefix in (optimizer.state, optimizer.options))
@@ -322,7 +326,7 @@ def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
             faults += [f"{key!r} {fault}" for fault in template.misfits(key, stored.entries[key])]
         elif isinstance(template.values[key], torch.Tensor) and globs.match(str(name)):
             kept[key] = str(name)
-        else:
+        elif not (PARAM_GROUPS in above and name in _GIVEN_OPTIONS):
             missing.append(key)
             lacking[tuple(above)].add(str(name))
     for key, entry in stored.entries.items() if lacking else ():
@@ -330,7 +334,19 @@ def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
         if key not in template.values:
             unasked[tuple(above)].add(str(name))
     wrapped = filter(None, (inserted_parts(names, unasked[above]) for above, names in lacking.items()))
-    return Matching(sources, kept=kept, faults=(*wrapped, *_missing_keys(missing, template, stored), *faults))
+    groups = {template.paths[key][:-1] for key in sources}
+    added = {
+        entry.path: key
+        for key, entry in stored.entries.items()
+        if entry.path[-1] in _GIVEN_OPTIONS and key not in template.values and entry.path[:-1] in groups
+    }
+    return Matching(
+        sources,
+        frozenset(added.values()),
+        kept=kept,
+        added={path: stored.option(key) for path, key in added.items()},
+        faults=(*wrapped, *_missing_keys(missing, template, stored), *faults),
+    )
 
 
 def _missing_keys(keys: Sequence[str], template: LoadTemplate, stored: Stored) -> Iterator[str]:

@@ -153,3 +153,24 @@ def test_copies_remember(tmp_path: Path):
 def _pickled(opt: Muon, path: Path) -> Muon:
     torch.save(opt, path)
     return torch.load(path, weights_only=False)
+
+
+def test_a_rate_set_by_hand_goes_through_a_checkpoint_either_way(tmp_path):
+    """Of parameters with numbers, too: either side may have been given another rate than it has now."""
+
+    def made(rate: float) -> Muon:
+        weight = torch.nn.Parameter(torch.ones(4, 6))
+        weight.grad = torch.randn(4, 6)
+        optimizer = Muon([weight], lr=0.02)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        return optimizer
+
+    for number, (saved, resumed) in enumerate(((0.01, 0.02), (0.02, 0.01), (0.01, 0.005))):
+        muonckpt.save({"optimizer": made(saved)}, tmp_path / str(number))
+        optimizer = made(resumed)
+        muonckpt.load({"optimizer": optimizer}, tmp_path / str(number))
+        assert optimizer.param_groups[0]["lr"] == saved
+        state = made(resumed).state_dict()
+        muonckpt.load({"optimizer": state}, tmp_path / str(number))
+        assert state["param_groups"][0]["lr"] == saved
