@@ -39,7 +39,7 @@ CORE = (
 )
 """That a step has the same bits on every mesh, that what is saved is loaded, resharded and read in every format."""
 
-TOOLS = ("hypothesis", "pytest", "safetensors")
+TOOLS = ("hypothesis", "jsonschema", "pytest", "safetensors")
 
 HEAD = ("Python", "torch", "NumPy", "zarr", "passed", "skipped", "failed")
 
