@@ -436,7 +436,8 @@ class HostCopy:
         state: Any
         try:
             state = self._stager.stage(bare)
-        except AssertionError:  # buffers go by storage, and one was resized since the last copy
+        except (AssertionError, KeyError):
+            # Buffers go by storage, and one was resized since the last copy; or torch 2.12's stager is empty after use.
             self.close()
             self._stager = _stager()
             state = self._stager.stage(bare)
