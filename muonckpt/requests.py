@@ -17,7 +17,7 @@ BITS = (SAVE, STOP)
 Ranks = frozenset[int]
 
 _made: set[int] = set()
-"""Those of this process.  A signal handler adds to it, which is one operation of the interpreter."""
+"""The requests of this process.  A signal handler adds to it, which is one operation of the interpreter."""
 
 make = _made.add
 

@@ -135,7 +135,7 @@ PLAIN_FSDP = Training()
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a rank sends in an iteration besides Muon's exchange, in bytes, and in how many collectives.
+    """The bytes that a rank sends in an iteration besides Muon's exchange, and the number of collectives.
 
     ``resident`` are the bytes of the parameters that a rank holds all the time, where they are not sharded.
     """

@@ -160,13 +160,15 @@ class CheckpointOnSignal(Callback):  # type: ignore[misc]
     def __init__(self, folder: str | os.PathLike[str], on: On = (signal.SIGTERM,)) -> None:
         self._folder = Path(folder)
         self._on = on
+        self._formers = {number: signal.getsignal(number) for number in on}
+        """The program's own handlers, which are called, too."""
         self._signals: Signals | None = None
         self._step = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Install handlers, now that Lightning has installed its own."""
-        for number in self._on:
-            signal.signal(number, signal.SIG_DFL)
+        for number, former in self._formers.items():
+            signal.signal(number, former)
         self._signals, self._step = Signals(self._on, None), trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:

@@ -19,7 +19,7 @@ FORMS = ("hf",)
 Face's libraries and inference engines load them beside a ``config.json``."""
 
 SHARD_SIZE = 5 * 10**9
-"""The most bytes of weights in a file, unless one weight is larger: what the Hugging Face Hub recommends."""
+"""The most bytes of weights in a file, unless one weight is larger: the usual size of shards of weights."""
 
 
 def check_form(form: str) -> None:

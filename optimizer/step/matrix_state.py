@@ -1,4 +1,4 @@
-"""What an owner is handed besides the matrix: state that travels there and back, state that stays, the weight."""
+"""Hands an owner what it needs besides the matrix: state that travels there and back, state that stays, the weight."""
 
 from __future__ import annotations
 

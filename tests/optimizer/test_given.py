@@ -156,7 +156,7 @@ def _pickled(opt: Muon, path: Path) -> Muon:
 
 
 def test_a_rate_set_by_hand_goes_through_a_checkpoint_either_way(tmp_path):
-    """Of parameters with numbers, too: either side may have been given another rate than it has now."""
+    """Parameters with numbers count, too: either side may have been given another rate than it has now."""
 
     def made(rate: float) -> Muon:
         weight = torch.nn.Parameter(torch.ones(4, 6))

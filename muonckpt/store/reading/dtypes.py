@@ -70,7 +70,7 @@ DTYPES: Mapping[str, DType] = MappingProxyType(
 PARTS: Mapping[str, str] = MappingProxyType(
     {"complex128": "float64", "complex64": "float32", "complex32": "float16", "bcomplex32": "bfloat16"}
 )
-"""Of what type the two parts of a complex element are."""
+"""The type of each of the two parts of a complex element."""
 
 
 def dtype(name: str) -> DType:
