@@ -77,7 +77,8 @@ def plan_command(
         return print_fit(checkpoint, fits, shard, None, as_json)
     if not meshes:
         raise click.UsageError("expected --mesh or --fits, such as --mesh dp=8")
-    from ..forecasting.iteration import TYPICAL_MFU, UNKNOWN_RATES, Training, rates_of  # these import torch
+    from ..forecasting.hardware import TYPICAL_MFU, UNKNOWN_RATES, rates_of
+    from ..forecasting.iteration import Training  # this imports torch
     from ..forecasting.prospects import forecast
 
     begin = time.monotonic()

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from .converters.report import Report
     from .converters.rewrite import convert, reshard
     from .converters.salvage import salvage
-    from .forecasting.iteration import Rates, Training, rates_of
+    from .forecasting.hardware import Rates, rates_of
+    from .forecasting.iteration import Training
     from .forecasting.prospects import Prospect, forecast
     from .layouts.boxed_tensor import BoxedTensor
     from .page.checkpoint_page import Page, report
@@ -151,7 +152,8 @@ _NAMES = {
     ".converters.salvage": ("salvage",),
     ".checkup.doctor": ("Checkup", "doctor"),
     ".forecasting.prospects": ("Prospect", "forecast"),
-    ".forecasting.iteration": ("Rates", "Training", "rates_of"),
+    ".forecasting.hardware": ("Rates", "rates_of"),
+    ".forecasting.iteration": ("Training",),
     ".layouts.boxed_tensor": ("BoxedTensor",),
     ".page.checkpoint_page": ("Page", "report"),
     ".page.run_page": ("RunPage", "report_run"),

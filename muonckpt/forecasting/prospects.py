@@ -13,7 +13,8 @@ from ..errors import SourceError, TargetError, did_you_mean
 from ..key_search import keys_matching
 from ..optimizer.planning.matrices import PRECISIONS
 from ..store.io.location import Remote, location
-from .iteration import PLAIN_FSDP, SCHEMES, UNKNOWN_RATES, Rates, Training
+from .hardware import UNKNOWN_RATES, Rates
+from .iteration import PLAIN_FSDP, SCHEMES, Training
 from .models import ModelTensors, model_of_checkpoint, model_of_config
 from .topologies import MuonOptions, Topology, topology_of
 

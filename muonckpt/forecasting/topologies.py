@@ -30,7 +30,8 @@ from ..optimizer.planning.schedule import NOTE, Schedule, Stage, make_schedule, 
 from ..record import StateRecord, no_chunks
 from ..store.reading.dtypes import itemsize
 from ..vocabulary import MOMENTUM, MUON
-from .iteration import MODEL_FLOPS, PLAIN_FSDP, SCHEMES, Rates, Training, traffic_of
+from .hardware import Rates
+from .iteration import MODEL_FLOPS, PLAIN_FSDP, SCHEMES, Training, traffic_of
 from .models import ModelParameter, ModelTensors
 
 DESCRIPTIONS = 2

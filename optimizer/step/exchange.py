@@ -245,7 +245,7 @@ class Notes:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.bits = torch.tensor([1, *(bit << 1 for bit in requests.BITS)], dtype=torch.uint8, device=device)
-        """Of the last byte of a note: the step is forbidden, and requests."""
+        """The bits that the last byte of a note can have: one forbids the step, and `requests.BITS`."""
         self._ranks = frozenset(members(group))
         self._unread: list[Tensor] = []
 
