@@ -192,14 +192,14 @@ def test_damage_that_one_rank_finds_leaves_the_tensors_of_all_untouched(tmp_path
 
 def test_a_rank_that_raises_is_killed_or_stopped_ends_all_with_a_clear_error(tmp_path):
     calls = IN_SUITE if SCALE == 0 else tuple(bad_ranks.CALLS)
-    told = trials.script(bad_ranks.__file__, tmp_path / "trials", count(2, 40), *calls)
+    told = trials.script(bad_ranks.__file__, tmp_path / "trials", count(1, 40), *calls)
     assert trials.tallied("a bad rank", told) == {*calls}
 
 
 def test_the_last_save_is_finished_or_missed_aloud_however_the_program_ends(tmp_path):
     some = ("destroy_process_group", "SIGTERM to one rank")
     ways = some if SCALE == 0 else tuple(last_saves.WAYS)
-    told = trials.script(last_saves.__file__, tmp_path / "trials", count(2, 20), *ways)
+    told = trials.script(last_saves.__file__, tmp_path / "trials", count(1, 20), *ways)
     assert trials.tallied("the last save", told) == {*ways}
 
 
