@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 
@@ -76,14 +78,27 @@ def _print_tensors(found: CheckpointStats, every: bool) -> None:
         ]  # fmt: skip
         print_table(headers, rows)
         return
-    folded_headers = ("tensors", "number", "RMS median", "least", "most", "largest", "zeros", "NaN, inf", "stable rank")
-    folded_rows = [
-        (row["pattern"], row["tensors"], *(_short(row["rms"][name]) for name in ("median", "least", "most")),
-         _short(row["largest"]), f"{row['zeros']:.1%}", row["nonfinite"], _short(row["stable_rank"]))
-        for row in found.folded()
-    ]  # fmt: skip
-    print_table(folded_headers, folded_rows)
+    places: defaultdict[str, list[tuple[str, Mapping[str, Any]]]] = defaultdict(list)
+    for row in found.folded():
+        before, name, after = row["pattern"].partition(row["name"])
+        place, shown = (f"{before}*{after}", name) if name else ("tensors", row["pattern"])
+        places["weights" if place == "*" else place].append((shown, row))
+    for number, (place, rows) in enumerate(places.items()):
+        odd = any(row["zeros"] or row["nonfinite"] for _, row in rows)
+        (print_section if number else print_table)(
+            (place, "number", "RMS", "spread", "largest", *(("zeros", "NaN, inf") if odd else ()), "stable rank"),
+            [
+                (shown, row["tensors"], _short(row["rms"]["median"]), _spread(**row["rms"]),
+                 _short(row["largest"]), *((f"{row['zeros']:.1%}", row["nonfinite"]) if odd else ()),
+                 _short(row["stable_rank"]))
+                for shown, row in rows
+            ],
+        )  # fmt: skip
 
 
 def _short(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
+
+
+def _spread(least: float, most: float, **others: float) -> str:
+    return f"{most / least:.2f}" if least else "1.00" if most == least else "inf"

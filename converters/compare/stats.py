@@ -58,11 +58,12 @@ class CheckpointStats:
     def folded(self) -> tuple[Mapping[str, Any], ...]:
         """Summarise tensors with layers folded, by parameter and role.
 
-        ``tensors`` is their number; ``rms`` has the least, median and most of them, ``largest`` is a magnitude,
-        ``zeros`` a share, ``nonfinite`` a number of elements, ``stable_rank`` the median.
+        ``pattern`` is their key and ``name`` their parameter, with layers and experts as ``*``; ``tensors`` is their
+        number; ``rms`` has the least, median and most of them, ``largest`` is a magnitude, ``zeros`` a share,
+        ``nonfinite`` a number of elements, ``stable_rank`` the median.
         """
         return tuple(
-            {"pattern": pattern, "role": role, "tensors": len(members), **_summary(members)}
+            {"pattern": pattern, "name": unnumbered(members[0].name), "role": role, **_summary(members)}
             for (pattern, role), members in siblings_of(self.tensors).items()
         )
 
@@ -87,6 +88,7 @@ def _summary(members: Sequence[TensorFigures]) -> dict[str, Any]:
     elements = sum(tensor.figures.elements for tensor in members)
     ranks = [tensor.stable_rank for tensor in members if tensor.stable_rank is not None]
     return {
+        "tensors": len(members),
         "rms": {"least": min(rms), "median": median(rms), "most": max(rms)},
         "largest": max(tensor.figures.largest for tensor in members),
         "zeros": sum(tensor.figures.zeros for tensor in members) / elements if elements else 0.0,
