@@ -99,6 +99,18 @@ class Schedule:
     def owned(self) -> tuple[int, ...]:
         return tuple(number for stage in self.stages for number in stage.owned)
 
+    def params(self) -> list[list[int]]:
+        """Return, by stage, the parameters of which this rank holds or owns something that the stage needs."""
+        of_unit = np.array([unit.param for unit in self.units], np.int64)
+        numbers = (
+            (stage.gather.sends.source, stage.gather.own.source, stage.scatter.receives.target, stage.owned)
+            for stage in self.stages
+        )
+        return [
+            np.unique(of_unit[np.concatenate(some).astype(np.int64) % max(1, len(of_unit))]).tolist()
+            for some in numbers
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Work:

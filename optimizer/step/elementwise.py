@@ -132,8 +132,9 @@ class Elementwise(Protocol):
         """Do as `send`, as if momenta had taken the gradients in."""
         ...
 
-    def accumulate_gradients(self, local: LocalTensors) -> None:
-        """Take the gradients into momenta, or see to it that `send` and `assemble` do."""
+    def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
+        """Take the gradients into the momenta that a stage is the first to need, or see to it that `send` and
+        `assemble` do."""
         ...
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
@@ -260,6 +261,18 @@ class EqualBoxes:
         return views[0] if len(views) == 1 else torch.cat(views)
 
 
+def beginning(schedule: Schedule, count: int) -> list[list[int]]:
+    """Return, by stage, the parameters of which it is the first to need the momentum; those that none needs come with
+    the first.
+    """
+    stages = schedule.params()
+    first = {param: stage for stage in reversed(range(len(stages))) for param in stages[stage]}
+    lists: list[list[int]] = [[] for _ in stages]
+    for param in range(count):
+        lists[first.get(param, 0)].append(param)
+    return lists
+
+
 class TorchElementwise:
     """The element-wise backend that runs everywhere.  Blocks are found once for a set of parameters with gradients.
 
@@ -276,14 +289,15 @@ class TorchElementwise:
         self._params = np.array([unit.param for unit in schedule.units], np.int64)
         self._active: tuple[bool, ...] = ()
         self._blocks: dict[Hashable, list[EqualBoxes]] = {}
-        self._alike: list[list[int]] = []
+        self._beginning = beginning(schedule, len(specs))
+        self._alike: list[list[list[int]]] = []
         self._carries: dict[Hashable, list[tuple[View, View]]] = {}
 
     def begin(self, local: LocalTensors) -> None:
         active = tuple(gradient is not None for gradient in local.gradients)
         if active != self._active:
             self._active, self._blocks, self._carries = active, {}, {}
-            self._alike = local.alike(range(len(self._specs)))
+            self._alike = [local.alike(params) for params in self._beginning]
 
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for block in self._leaving(local, stage):
@@ -292,8 +306,8 @@ class TorchElementwise:
             taken_in = torch.lerp(momenta.to(exact), gradients.to(exact), rate).to(momenta.dtype)
             block.put(wire, self._update(local, block, taken_in))
 
-    def accumulate_gradients(self, local: LocalTensors) -> None:
-        local.accumulate(self._alike)
+    def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
+        local.accumulate(self._alike[stage])
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for block in self._leaving(local, stage):

@@ -19,7 +19,7 @@ from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
 from ..triton import updates
 from ..triton.updates import Segments, TensorTable, addresses
-from .elementwise import LocalTensors, Sizes, UpdateCopies
+from .elementwise import LocalTensors, Sizes, UpdateCopies, beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class KernelElementwise:
         np.add.at(sent, [unit.param for unit in schedule.units], self._copies.sent())
         whole = (param for param, numel in enumerate(numels) if sent[param] == numel)
         self._accumulated = frozenset(whole) - frozenset(apart)
+        self._beginning = beginning(schedule, len(specs))
         self._kinds: list[LaunchKind] = []
         self._numbers_of_kinds: dict[LaunchKind, int] = {}
         self._number_of_kind = np.empty(0, np.int64)
@@ -104,9 +105,8 @@ class KernelElementwise:
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         self._send(("leaving", stage), lambda: self._copies.leaving[stage], wire, ahead=True)
 
-    def accumulate_gradients(self, local: LocalTensors) -> None:
-        others = (param for param in range(len(self._specs)) if param not in self._accumulated)
-        local.accumulate(local.alike(others))
+    def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
+        local.accumulate(local.alike(param for param in self._beginning[stage] if param not in self._accumulated))
 
     def assemble(self, local: LocalTensors, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
         dtype = self._kinds[self._entry[next(iter(sizes))]].there

@@ -248,7 +248,8 @@ class Step:
             exchange.fail(failure)
         with torch.autocast(self._device.type, enabled=False):
             if self._guarded:
-                exchange.attempt(self._elementwise.accumulate_gradients, local)
+                for stage in range(len(coming)):
+                    exchange.attempt(self._elementwise.accumulate_gradients, local, stage)
             returning: Wire | None = None
             stages = self.schedule.stages if self.schedule.units else ()
             for number, stage in enumerate(stages):
@@ -288,7 +289,7 @@ class Step:
             wire.arrive()
 
     def _read_gradients(self, groups: Sequence[ParamGroup], state: State) -> LocalTensors:
-        """Return the tensors of this step; momenta have taken the gradients in, unless the step may be forbidden."""
+        """Return the tensors of this step."""
         layouts = [spec.slots[0].layout for spec in self._specs]
         local = LocalTensors.of(self._params, groups, state, layouts, self._rank)
         active = tuple(gradient is not None for gradient in local.gradients)
@@ -300,8 +301,6 @@ class Step:
             ]
             self._active = active
         self._elementwise.begin(local)
-        if not self._guarded:
-            self._elementwise.accumulate_gradients(local)
         return local
 
     def _first_wires(self, exchange: StepExchange, local: LocalTensors | None) -> deque[Wire]:
@@ -314,6 +313,8 @@ class Step:
         wire = Wire(self.schedule.stages[stage].gather, self._links[stage][0], self._device)
         if local is not None:
             ahead = self._guarded and stage < UNDER_WAY
+            if not ahead:
+                exchange.attempt(self._elementwise.accumulate_gradients, local, stage)
             send = self._elementwise.send_ahead if ahead else self._elementwise.send
             exchange.attempt(send, local, stage, wire.memory)
             exchange.attempt(self._state.send, local, stage, wire.memory)
