@@ -248,8 +248,8 @@ class Step:
             exchange.fail(failure)
         with torch.autocast(self._device.type, enabled=False):
             if self._guarded:
-                for stage in range(len(coming)):
-                    exchange.attempt(self._elementwise.accumulate_gradients, local, stage)
+                for ahead in range(len(coming)):
+                    exchange.attempt(self._elementwise.accumulate_gradients, local, ahead)
             returning: Wire | None = None
             stages = self.schedule.stages if self.schedule.units else ()
             for number, stage in enumerate(stages):
