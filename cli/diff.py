@@ -13,7 +13,7 @@ from ..converters.compare.elements import TensorDifference
 from ..converters.programs.registry import DIALECTS
 from ..store.io.location import Location
 from ..store.run import run_of
-from ..store.trail import SUMS, Steps, trail_of
+from ..store.trail import SUMS, Steps, attempts_of, steps_of
 from ..wording import counted, size
 from .argument_types import CHECKPOINT, KEY, ProgramType, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, print_section, print_table, progress, some_of
@@ -61,8 +61,11 @@ def diff_command(
         if (run := run_of(a)) is None:
             raise click.UsageError(f"expected a second checkpoint, or the folder of a run, and {a} is none")
         a, b = newest_whole(run, 2)
-    elif (mine := trail_of(a)) and (theirs := trail_of(b)):
-        return _print_trails(mine, theirs, every, as_json)
+    elif (mine := attempts_of(a)) and (theirs := attempts_of(b)):
+        for place, attempts in ((a, mine), (b, theirs)):
+            for fault in (fault for attempt in attempts for fault in attempt.faults):
+                print_line(f"note: {place}: {fault}", err=True)
+        return _print_trails(steps_of(mine), steps_of(theirs), every, as_json)
     with progress("diff") as advance:
         found = diff(a, b, select=globs, progress=advance, **options)
     if as_json:

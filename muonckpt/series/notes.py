@@ -11,12 +11,12 @@ import json
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,12 +37,13 @@ from ..store.trail import (
     SIGNS,
     SUMS,
     WATCHED,
+    ObjectLines,
     ResumedRun,
     Steps,
     attempts_in,
     before,
     judge,
-    name_of,
+    new_lines,
     steps_of_attempt,
 )
 from ..vocabulary import EXP_AVG, MOMENTUM, Convention
@@ -50,8 +51,8 @@ from ..vocabulary import EXP_AVG, MOMENTUM, Convention
 _MOST = (16, 16, 4)
 """Indices that are sampled along the last dim of a tensor, the one before, and any other, evenly spaced."""
 
-_COUNTED_AS = {"gradient": "weights", "momentum": "momentum", "weights": "weights"}
-"""Gradients lie as weights do; momentum may rest elsewhere."""
+_TOLD_WITHIN = 64
+"""Notes after a restore in which the comparison is sought: the lines of other ranks may come later than the first's."""
 
 Counted = Mapping[str, Sequence[int]]
 """The numbers of those boxes of a tensor, by key, that this rank notes; the others have no elements of these."""
@@ -106,7 +107,8 @@ class TrailWriter:
         self._samples: Mapping[str, Sample] = {}
         self._coefficients: Mapping[str, tuple[float, float]] = {}
         self._factors = torch.zeros(0), torch.zeros(0)
-        self._file: FileIO | None = None
+        self._file: FileIO | ObjectLines | None = None
+        self._noted = 0
         self._pending: Pending | None = None
 
     def restored(self, step: int) -> None:
@@ -117,35 +119,38 @@ class TrailWriter:
 
     @torch.no_grad()
     def note(self, step: int, optimizers: Sequence[Optimizer], loss: float | Tensor | None) -> None:
-        held = {f"{part}.{name}": tensor for part, name, tensor, _ in _held(optimizers) if part != "gradient"}
+        parameters = [*_parameters(optimizers)]
+        held = {f"{part}.{one.name}": tensor for one in parameters for part, tensor in one.held.items()}
         if self._keys != (keys := tuple(held)):
             self.close()
             self._agree(held)
             self._keys = keys
         if self._file is not None:
             self._write()
-            self._pending = self._line(step, optimizers, loss)
+            self._pending = self._line(step, parameters, loss)
+            self._noted += 1
             if self._pending.copied is None:
                 self._write()
+            if self._restored is not None and self._noted <= WATCHED + 1:
+                self.flush()  # others compare them
             self._compare()
+
+    def flush(self) -> None:
+        """Write what is not written yet, where a program that is killed would lose it."""
+        self._write()
+        self._do("write", lambda file: file.flush())
 
     def close(self) -> None:
         """Write what is not written yet, and close the file."""
-        if self._file is not None:
-            self._write()
-            self._compare()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self.flush()
+        self._compare()
+        self._do("close", lambda file: file.close())
+        self._file = None
 
     def _agree(self, held: Mapping[str, Tensor]) -> None:
         """Have the ranks agree on who notes what, and on the number of the attempt."""
         refuse_crossed(self._group, "Series.note")
         folder = self._folder
-        if not isinstance(folder, Path):
-            raise ArgumentError(
-                f"a trail grows line by line, and objects do not: {folder} is in a store; leave out note"
-            )
 
         def described() -> RankState:
             return LiveState.of(held, "to note").described
@@ -162,26 +167,27 @@ class TrailWriter:
             part: sample_of(
                 held, {key: own for key, own in self._counted.items() if key.startswith(part)}, dims, device
             )
-            for part in ("momentum", "weights")
+            for part in SUMS
         }
         rank = dist.get_rank(self._group) if dist.is_initialized() else 0
-        self._file = FileIO(folder / FOLDER / name_of(self._attempt, rank), "a")
+        self._file = new_lines(folder, self._attempt, rank)
 
-    def _line(self, step: int, optimizers: Sequence[Optimizer], loss: float | Tensor | None) -> Pending:
+    def _line(self, step: int, parameters: Sequence[NotedParameter], loss: float | Tensor | None) -> Pending:
         parts: defaultdict[str, dict[Noted, Tensor]] = defaultdict(dict)
-        coefficients, rates = {}, []
-        for part, name, tensor, group in _held(optimizers):
-            coefficients[name] = _coefficients(group)
-            rates.append(group["lr"])
-            key = f"{_COUNTED_AS[part]}.{name}"
-            if own := self._counted.get(key):
-                boxes = [*parts_of(tensor).values()]
-                parts[part] |= {(key, number): boxes[number] for number in own}
-        if not parts["gradient"]:  # after a step of LayerWise there are none
-            parts["gradient"] = {box: torch.full_like(own, math.nan) for box, own in parts["weights"].items()}
-        elements = {part: self._samples[_COUNTED_AS[part]].of(parts[part]) for part in SUMS}
+        coefficients = {one.name: _coefficients(one.group) for one in parameters}
+        rates = [one.group["lr"] for one in parameters]
+        unknown = all(one.gradient is None for one in parameters)
+        for one in parameters:
+            for part, lies in one.held.items():
+                tensor = one.gradient if part == "gradient" and not unknown else lies
+                if tensor is not None and (own := self._counted.get(key := f"{part}.{one.name}")):
+                    boxes = [*parts_of(tensor).values()]
+                    parts[part] |= {(key, number): boxes[number] for number in own}
+        if unknown:
+            parts["gradient"] = {box: torch.full_like(own, math.nan) for box, own in parts["gradient"].items()}
+        elements = {part: self._samples[part].of(parts[part]) for part in SUMS}
         kept, added = self._factors_of(coefficients)
-        signs = {part: self._samples[_COUNTED_AS[part]].signs for part in SUMS}
+        signs = {part: self._samples[part].signs for part in SUMS}
         signed = [signs[part] @ elements[part] for part in SUMS]
         signed.append(
             signs["momentum"] @ (elements["momentum"] * kept) - signs["gradient"] @ (elements["gradient"] * added)
@@ -212,26 +218,34 @@ class TrailWriter:
         if coefficients != self._coefficients:
             kept = {name: 1 / mu if mu else 0.0 for name, (mu, _) in coefficients.items()}
             added = {name: gain * kept[name] for name, (_, gain) in coefficients.items()}
-            self._factors = self._samples["momentum"].spread(kept), self._samples["weights"].spread(added)
+            self._factors = self._samples["momentum"].spread(kept), self._samples["gradient"].spread(added)
             self._coefficients = coefficients
         return self._factors
 
     def _write(self) -> None:
         """Write the line that was made last, once its numbers are here."""
-        if self._pending is None or self._file is None:
+        if (pending := self._pending) is not None:
+            self._pending = None
+            self._do("write", lambda file: file.write(pending.line()))
+
+    def _do(self, what: str, act: Callable[[FileIO | ObjectLines], object]) -> None:
+        """Do something with the file, if there is one; if that fails, warn, and go on without a file."""
+        if self._file is None:
             return
         try:
-            self._file.write(self._pending.line())
+            act(self._file)
         except OSError as error:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
             self._file = None
-            warnings.warn(f"cannot write the trail; training goes on without: {error}", RuntimeWarning, stacklevel=5)
-        self._pending = None
+            warnings.warn(f"cannot {what} the trail; training goes on without: {error}", RuntimeWarning, stacklevel=6)
 
     def _compare(self) -> None:
         """On the first rank, tell whether a restored run goes on, as soon as enough ranks have written enough."""
         restored = self._restored
         if restored is None or self.continuation is not None or not is_coordinator(self._group):
+            return
+        if not 0 < self._noted <= _TOLD_WITHIN:
             return
         if self._past is None:
             self._past = before(self._folder, self._attempt, restored)
@@ -272,19 +286,40 @@ class Pending:
         ).encode()
 
 
-def _held(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, str, Tensor, Mapping[str, Any]]]:
-    """Yield the weights, gradients and momenta of all parameters, each with the parameter's name and group."""
+@runtime_checkable
+class ReducesGradients(Protocol):
+    """An optimizer that keeps gradients itself, as `LayerWise`."""
+
+    reduced_gradients: Mapping[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NotedParameter:
+    """A parameter that is noted, with the options of its group.
+
+    Attributes:
+        held: by `SUMS`, what lies as these do: gradients as themselves, or as weights where there may be none.
+        gradient: None if there is none.
+    """
+
+    name: str
+    group: Mapping[str, Any]
+    held: Mapping[str, Tensor]
+    gradient: Tensor | None
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[NotedParameter]:
     for place, optimizer in enumerate(optimizers):
+        reduced = optimizer.reduced_gradients if isinstance(optimizer, ReducesGradients) else {}
         for number, group in enumerate(optimizer.param_groups):
             names = group.get("param_names") or [f"{place}.{number}.{own}" for own in range(len(group["params"]))]
             for name, param in zip(names, group["params"], strict=True):
-                yield "weights", name, param, group
-                if param.grad is not None:
-                    yield "gradient", name, param.grad, group
+                held = {"weights": param, "gradient": reduced.get(param, param)}
                 slots = optimizer.state.get(param, {})
                 momentum = next((slots[slot] for slot in (MOMENTUM, EXP_AVG) if slot in slots), None)
                 if isinstance(momentum, Tensor) and momentum.is_floating_point():
-                    yield "momentum", name, momentum, group
+                    held["momentum"] = momentum
+                yield NotedParameter(name, group, held, reduced.get(param, param.grad))
 
 
 def _square(parts: Collection[Tensor]) -> Tensor:

@@ -174,8 +174,9 @@ class Series:
         """Note a step in the run's trail, after it was taken and before gradients are zeroed.
 
         Noted are the loss, the largest rate, the norms of gradients, momentum and weights, and sums of sampled elements
-        of each, in a line of about 450 bytes for each rank in the folder ``trail``.  The first call is collective, and
-        the first one after a parameter was added; others do not communicate, nor wait for a device.
+        of each, in a line of about 600 bytes for each rank in the folder ``trail``.  The first call is collective, and
+        the first one after a parameter was added; others do not communicate, nor wait for a device.  In an object
+        store, lines are written 64 at a time, with each save, and at the end: a program that is killed loses the last.
 
         The first steps after `restore` are compared with those of the run that went on from there.  If they are not the
         same, a `RuntimeWarning` on the first rank says what differs and by how much; see `continuation`.
@@ -185,8 +186,7 @@ class Series:
             loss: of this rank's data; the mean over ranks counts, if all of them give it.
 
         Raises:
-            ArgumentError: no optimizer is given, parameters of one name have different shapes, or the series is in an
-                object store.
+            ArgumentError: no optimizer is given, or parameters of one name have different shapes.
             LayoutError: nobody holds some elements of a tensor, or boxes overlap in part.
         """
         if not optimizers:
@@ -231,6 +231,7 @@ class Series:
             LayoutError, ArgumentError, LostRankError: as in `muonckpt.save`.
         """
         self._signals.ask("Series.save")
+        self._trail.flush()
         settle_last(self._group)
         name = self._new_name(step, replace, also)
         saved = self._saved(name)
@@ -266,6 +267,7 @@ class Series:
             name = self._new_name(step, replace, also)
             return self._saved(name).path, lambda: self._published(name, also)
 
+        self._trail.flush()
         wanted, details = f"step {step}", {**(provenance or {}), "step": step}
         ask = partial(self._signals.ask, "Series.async_save")
         saving = save_in_thread(state_dict, wanted, details, self._group, on_error, when_busy, ask, begin)
@@ -300,6 +302,7 @@ class Series:
             DestinationError: a node's folder cannot be made; or as in `async_save`.
             LostRankError: as in `muonckpt.async_save`.
         """
+        self._trail.flush()
         lane = lane_of(self._group, partial(refuse_crossed, self._group, "Series.async_copy"))
 
         def arguments() -> Mapping[str, object]:

@@ -1,7 +1,8 @@
 """The trail of a run: a line for each step and rank, whose numbers add up over ranks to those of the whole model.
 
-Lines are in the run's folder, in a file for each rank and *attempt*: each start, and each restore, begins one.  As what
-ranks note are shares, trails compare across topologies.  ``docs/design/never_lose_a_step.md`` has the reasons.
+Lines are in the run's folder, in a file for each rank and *attempt*: each start, and each restore, begins one.  In an
+object store each rank has numbered objects instead.  As what ranks note are shares, trails compare across topologies.
+``docs/design/never_lose_a_step.md`` has the reasons.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from io import FileIO
+from itertools import islice
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import SourceError
 from ..fingerprint import as_hex, combine
 from ..wording import counted
-from .io.location import Location, Remote, location
+from .io.location import Location, Remote, at_each, location
+from .io.regular import open_regular
 
 FOLDER = "trail"
 
@@ -37,16 +41,18 @@ SUMS = ("gradient", "momentum", "weights")
 KEPT = "kept"
 """The momentum with which the step began, ``(m - gain * g) / mu``, of which a line has only the latter."""
 
-_NAME = re.compile(r"(\d{4,})-rank-\d{5,}\.jsonl")
+LINES = 64
+"""Lines of a rank in an object: as many steps as a program that is killed may lose of the trail in a store."""
+
+_NAME = re.compile(r"(\d{4,})-rank-(\d{5,})(?:-(\d{5,}))?\.jsonl")
+
+_AT_ONCE = 64
+"""Objects of a store that are read together."""
 
 RATE_BOUND, LOSS_BOUND, GRADIENT_BOUND, MOMENTUM_BOUND, WEIGHTS_BOUND, KEPT_BOUND = 1e-6, 0.25, 0.25, 0.1, 0.005, 0.25
 """How far two runs of the same step may be apart: of loss and rate the relative difference, else the norm of the
 difference in terms of that of the run before.  Weights may besides be apart by three times what the run has moved since
 the restore, as they would be with other data.  The last is for momentum before a step, which is worked out from it."""
-
-
-def name_of(attempt: int, rank: int) -> str:
-    return f"{attempt:04d}-rank-{rank:05d}.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,45 +92,39 @@ class TrailStep:
 Steps = Mapping[int, TrailStep]
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What ranks have noted from a start or a restore on.
+
+    Attributes:
+        number: from 1.
+        ranks: how many there were; 0 if no line of them can be read.
+        steps: those that all ranks have noted.
+        faults: sentences about lines that are damaged, cut or missing, and so in no step.
+    """
+
+    number: int
+    ranks: int
+    steps: Steps
+    faults: tuple[str, ...]
+
+
 def attempts_in(folder: Location) -> list[int]:
     """Return the numbers of a run's attempts, the oldest first.
 
     Raises:
         SourceError: the folder cannot be read.
     """
-    try:
-        names = [entry.name for entry in (folder / FOLDER).iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise SourceError(f"cannot read {folder / FOLDER}: {error.strerror or error}") from error
-    return sorted({int(match[1]) for name in names if (match := _NAME.fullmatch(name))})
+    return sorted(_files(folder))
 
 
-def steps_of_attempt(folder: Location, attempt: int, wanted: Collection[int] | None = None) -> dict[int, TrailStep]:
-    """Return the steps that all ranks of an attempt have noted; a line that was cut ends its file.
-
-    Args:
-        wanted: only these.
-    """
-    lines = defaultdict[int, list[dict[str, Any]]](list)
-    world = 0
-    while True:  # the files of an attempt are of ranks 0, 1, … of its group
-        own = dict(_lines(folder / FOLDER / name_of(attempt, world), wanted))
-        if not own and not (folder / FOLDER / name_of(attempt, world)).exists():
-            break
-        world += 1
-        for step, line in own.items():
-            lines[step].append(line)
-    return {
-        step: _together(step, noted)
-        for step, noted in sorted(lines.items())
-        if len(noted) == noted[0]["world"] == world
-    }
+def steps_of_attempt(folder: Location, attempt: int, wanted: Collection[int]) -> Steps:
+    """Return some of the steps that all ranks of an attempt have noted; raises as `attempts_in`."""
+    return _attempt(folder, attempt, _files(folder).get(attempt, {}), wanted).steps
 
 
-def trail_of(path: str | os.PathLike[str] | Remote) -> dict[int, TrailStep]:
-    """Return what `Series.note` has noted of a run, by step: the last attempt's where several have; empty if none has.
+def attempts_of(path: str | os.PathLike[str] | Remote) -> tuple[Attempt, ...]:
+    """Return what `Series.note` has noted of a run, attempt by attempt; nothing if it has no trail.
 
     Args:
         path: the folder of the run.
@@ -133,41 +133,197 @@ def trail_of(path: str | os.PathLike[str] | Remote) -> dict[int, TrailStep]:
         SourceError: the folder cannot be read.
     """
     folder = location(path, SourceError)
+    return tuple(_attempt(folder, number, files) for number, files in sorted(_files(folder).items()))
+
+
+def steps_of(attempts: Iterable[Attempt]) -> dict[int, TrailStep]:
+    """Return all steps in order: the last attempt's where several have noted one."""
     steps: dict[int, TrailStep] = {}
-    for attempt in attempts_in(folder):
-        steps |= steps_of_attempt(folder, attempt)
+    for attempt in attempts:
+        steps |= attempt.steps
     return dict(sorted(steps.items()))
 
 
-def _lines(file: Location, wanted: Collection[int] | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    if not isinstance(file, Path) or not file.exists():
-        return
-    with file.open("rb") as opened:
-        for raw in opened:
-            try:
-                if wanted is not None and int(raw[len(b'{"step": ') : raw.index(b",")]) not in wanted:
-                    continue
-                line = json.loads(raw) if raw.endswith(b"\n") else None
-            except ValueError:
-                return
-            if line is None:
-                return
-            yield line["step"], line
+def trail_of(path: str | os.PathLike[str] | Remote) -> dict[int, TrailStep]:
+    """Return what `Series.note` has noted of a run, by step: the last attempt's where several have; empty if none has.
+
+    Lines that cannot be read are left out; ``muonckpt diff`` and ``report`` tell of them.
+
+    Args:
+        path: the folder of the run.
+
+    Raises:
+        SourceError: the folder cannot be read.
+    """
+    return steps_of(attempts_of(path))
 
 
-def _together(step: int, ranks: Sequence[Mapping[str, Any]]) -> TrailStep:
-    losses = [line["loss"] for line in ranks]
+class ObjectLines:
+    """A rank's lines in an object store, where nothing grows: every flush writes an object of its own."""
+
+    def __init__(self, folder: Remote, stem: str) -> None:
+        self._folder, self._stem = folder, stem
+        self._lines: list[bytes] = []
+        self._written = 0
+
+    def write(self, line: bytes) -> None:
+        self._lines.append(line)
+        if len(self._lines) == LINES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._lines:
+            (self._folder / f"{self._stem}-{self._written:05d}.jsonl").write(b"".join(self._lines))
+            self._lines.clear()
+            self._written += 1
+
+    def close(self) -> None:
+        self.flush()
+
+
+def new_lines(folder: Location, attempt: int, rank: int) -> FileIO | ObjectLines:
+    """Begin the lines of a rank in an attempt; they raise `OSError` where they cannot be written."""
+    stem = f"{attempt:04d}-rank-{rank:05d}"
+    if isinstance(folder, Remote):
+        return ObjectLines(folder / FOLDER, stem)
+    return FileIO(folder / FOLDER / f"{stem}.jsonl", "a")
+
+
+_Files = Mapping[int, Sequence[str]]
+"""Names by rank, in the order in which they were written."""
+
+
+def _files(folder: Location) -> dict[int, _Files]:
+    try:
+        names = [entry.name for entry in (folder / FOLDER).iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise SourceError(f"cannot read {folder / FOLDER}: {error.strerror or error}") from error
+    found = defaultdict[int, defaultdict[int, list[str]]](lambda: defaultdict(list))
+    numbered = [([*map(int, match.groups("0"))], name) for name in names if (match := _NAME.fullmatch(name))]
+    for (attempt, rank, _), name in sorted(numbered):
+        found[attempt][rank].append(name)
+    return dict(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank has noted of a step, or several together; ``sums`` are squares, then signed sums."""
+
+    ranks: int
+    world: int
+    loss: float | None
+    lr: float
+    mu: float
+    sums: NDArray[np.float64]
+    fingerprint: int
+
+    def __add__(self, other: _Share) -> _Share:
+        return _Share(
+            self.ranks + other.ranks,
+            self.world if self.world == other.world else 0,
+            None if self.loss is None or other.loss is None else self.loss + other.loss,
+            max(self.lr, other.lr),
+            max(self.mu, other.mu),
+            self.sums + other.sums,
+            combine(self.fingerprint, other.fingerprint),
+        )
+
+
+def _attempt(folder: Location, number: int, files: _Files, wanted: Collection[int] | None = None) -> Attempt:
+    """Read an attempt; of its steps only those that are ``wanted``."""
+    together: dict[int, _Share] = {}
+    unread: list[str] = []
+    for own, bad in _by_rank(folder / FOLDER, files, wanted):
+        unread += bad
+        for step, share in own.items():
+            together[step] = together[step] + share if step in together else share
+    world = max((share.world for share in together.values()), default=0)
+    faults = []
+    if unread:
+        more = f" …, {len(unread)} in all" if len(unread) > 1 else ""
+        faults.append(f"attempt {number}: {unread[0]}{more}")
+    if missing := world - sum(rank < world for rank in files):
+        first = ", ".join(map(str, islice((rank for rank in range(world) if rank not in files), 4)))
+        ranks = f"{first}{' …' * (missing > 4)}"
+        faults.append(f"attempt {number}: nothing is here of {missing} of {counted(world, 'rank')}: {ranks}")
+    partial_steps = sorted(step for step, share in together.items() if share.ranks != share.world)
+    if partial_steps:
+        which = f"{partial_steps[0]} to {partial_steps[-1]}" if len(partial_steps) > 1 else f"{partial_steps[0]}"
+        steps = counted(len(partial_steps), "step")
+        faults.append(f"attempt {number}: {steps} ({which}) not noted by all ranks, and left out")
+    steps_noted = {
+        step: _together(step, share) for step, share in sorted(together.items()) if share.ranks == share.world
+    }
+    return Attempt(number, world, steps_noted, tuple(faults))
+
+
+def _by_rank(
+    place: Location, files: _Files, wanted: Collection[int] | None
+) -> Iterator[tuple[dict[int, _Share], list[str]]]:
+    """Yield the lines of each rank by step, the last where a step is noted twice, and what cannot be read."""
+
+    def text(name: str) -> bytes | SourceError:
+        try:
+            with open_regular(place / name) as file:
+                return file.read(0, file.size)
+        except SourceError as error:
+            return error
+
+    named = iter([(rank, name) for rank, names in sorted(files.items()) for name in names])
+    rank, own, bad = -1, dict[int, _Share](), list[str]()
+    while some := [*islice(named, _AT_ONCE if isinstance(place, Remote) else 1)]:
+        for (of, name), found in zip(some, at_each(place, text, [name for _, name in some]), strict=True):
+            if of != rank:
+                yield own, bad
+                rank, own, bad = of, {}, []
+            if isinstance(found, SourceError):
+                bad.append(str(found))
+                continue
+            lines = found.splitlines(keepends=True)
+            for number, line in enumerate(lines, 1):
+                try:
+                    if wanted is None or int(line[len(b'{"step": ') : line.index(b",")]) in wanted:
+                        step, own_share = _parsed(line)
+                        own[step] = own_share
+                except (ArithmeticError, KeyError, TypeError, ValueError, RecursionError):
+                    bad.append(f"line {number} of {len(lines)} in {name} is {_how(line)}")
+    yield own, bad
+
+
+def _how(line: bytes) -> str:
+    return "damaged" if line.endswith(b"\n") else "cut off"
+
+
+def _parsed(line: bytes) -> tuple[int, _Share]:
+    """Return what a line says; raises whatever Python does of data that are not as `Pending.line` writes them."""
+    if not line.endswith(b"\n"):
+        raise ValueError("it was cut")
+    noted = json.loads(line)
+    squares, signed = (np.array(noted[name], np.float64) for name in ("squares", "signed"))
+    if squares.shape != (len(SUMS),) or signed.shape != (len(SUMS) + 1, SIGNS):
+        raise ValueError("expected as many sums as are written")
+    loss = None if noted["loss"] is None else float(noted["loss"])
+    sums = np.concatenate([squares, signed.reshape(-1)])
+    share = _Share(
+        1, int(noted["world"]), loss, float(noted["lr"]), float(noted["mu"]), sums, int(noted["fingerprint"])
+    )
+    return int(noted["step"]), share
+
+
+def _together(step: int, share: _Share) -> TrailStep:
+    squares, signed = share.sums[: len(SUMS)], share.sums[len(SUMS) :].reshape(-1, SIGNS)
+    with np.errstate(invalid="ignore"):  # of gradients that are not known, or not finite
+        norms = np.sqrt(squares).tolist()
     return TrailStep(
         step,
-        None if None in losses else sum(losses) / len(losses),
-        max(line["lr"] for line in ranks),
-        max(line["mu"] for line in ranks),
-        {what: math.sqrt(sum(line["squares"][own] for line in ranks)) for own, what in enumerate(SUMS)},
-        {
-            what: tuple(np.sum([line["signed"][n] for line in ranks], 0).tolist())
-            for n, what in enumerate((*SUMS, KEPT))
-        },
-        as_hex(combine(*(line["fingerprint"] for line in ranks))),
+        None if share.loss is None else share.loss / share.ranks,
+        share.lr,
+        share.mu,
+        dict(zip(SUMS, norms, strict=True)),
+        {what: tuple(own) for what, own in zip((*SUMS, KEPT), signed.tolist(), strict=True)},
+        as_hex(share.fingerprint),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ... import requests
 from ...box import Box, row_major
+from ...layouts.boxed_tensor import BoxedTensor
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.records import to_json
 from ...layouts.tensors import local_of
@@ -372,6 +373,22 @@ class LayerWise(CollectiveOptimizer):
             handle.remove()
 
     # Checkpoints.
+
+    @cached_property
+    def reduced_gradients(self) -> Mapping[Tensor, BoxedTensor]:
+        """This rank's part of each parameter's gradient: what a step has taken, until the next backward pass."""
+
+        def lying(param: Tensor, part: Part) -> BoxedTensor:
+            memory, start = part.gradient, part.gradient.storage_offset()
+            boxes = {
+                fragment.box.lo: memory.as_strided(
+                    fragment.box.shape, fragment.place.strides, start + fragment.place.offset
+                )
+                for fragment in part.fragments
+            }
+            return BoxedTensor(param.shape, boxes, memory.dtype, memory.device)
+
+        return {param: lying(param, self._parts[name]) for param, name in self._members.name_of.items()}
 
     def provenance(self) -> dict[str, Any]:
         """Return the layout and its owners, for ``muonckpt.save(..., provenance=...)``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonckpt
-from muonckpt.optimizer import Muon
-from muonckpt.store.trail import trail_of
+from muonckpt.optimizer import LayerWise, Muon
+from muonckpt.store.io.location import location
+from muonckpt.store.trail import LINES, attempts_of, trail_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -35,20 +37,23 @@ FAULTS = {
 
 
 class Run:
-    """Two matrices and a vector, replicated or in rows over all ranks, and data of which each rank has a share."""
+    """Two matrices and a vector, replicated, in rows or by `LayerWise`, and data of which each rank has a share."""
 
-    def __init__(self, rank: int, world: int, placement: Any, seed: int = 0) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, rank: int, world: int, lies: str, seed: int = 0) -> None:
+        self.rank, self.world, self.lies = rank, world, lies
         draw = torch.Generator().manual_seed(seed)
-        mesh = init_device_mesh("cpu", (world,))
-        self.weights = {
-            name: nn.Parameter(
-                distribute_tensor(torch.randn(shape, generator=draw) / 6, mesh, [placement], src_data_rank=None)
-            )
-            for name, shape in SHAPES.items()
-        }
+        drawn = {name: torch.randn(shape, generator=draw) / 6 for name, shape in SHAPES.items()}
+        if lies == "layer-wise":
+            self.weights = nn.ParameterDict([*drawn.items()])
+        else:
+            mesh, placement = init_device_mesh("cpu", (world,)), Shard(0) if lies == "rows" else Replicate()
+            self.weights = {
+                name: nn.Parameter(distribute_tensor(weight, mesh, [placement], src_data_rank=None))
+                for name, weight in drawn.items()
+            }
         named = list(self.weights.items())
-        self.optimizer = Muon([{"params": named[:2]}, {"params": named[2:], "algorithm": "adamw", "lr": 1e-3}])
+        groups = [{"params": named[:2]}, {"params": named[2:], "algorithm": "adamw", "lr": 1e-3}]
+        self.optimizer = LayerWise(self.weights, groups) if lies == "layer-wise" else Muon(groups)
         for group in self.optimizer.param_groups:
             group["initial_lr"] = group["lr"]  # as a scheduler does
 
@@ -58,7 +63,7 @@ class Run:
     @torch.no_grad()
     def spoil(self, fault: str) -> None:
         """Do what a wrong resume leaves behind in weights or momentum."""
-        other = Run(self.rank, self.world, Shard(0), seed=1)
+        other = Run(self.rank, self.world, self.lies, seed=1)
         for name, weight in self.weights.items():
             if fault == "model":
                 weight.copy_(other.weights[name])
@@ -70,11 +75,13 @@ class Run:
         draw = torch.Generator().manual_seed(1000 * seed + step)
         x, y = torch.randn(BATCH, 10, generator=draw), torch.randn(BATCH, 7, generator=draw)
         own = slice(BATCH // self.world * self.rank, BATCH // self.world * (self.rank + 1))
-        whole = {name: weight.detach().full_tensor().requires_grad_() for name, weight in self.weights.items()}
+        whole = dict(self.weights)
+        if self.lies != "layer-wise":
+            whole = {name: weight.detach().full_tensor().requires_grad_() for name, weight in whole.items()}
         hidden = (x[own] @ whole["up"].T + whole["shift"]).relu()
         loss = (hidden @ whole["down"].T - y[own]).square().mean()
         loss.backward()
-        for name, weight in self.weights.items():
+        for name, weight in self.weights.items() if self.lies != "layer-wise" else ():
             gradient = whole[name].grad
             dist.all_reduce(gradient)
             weight.grad = distribute_tensor(
@@ -85,9 +92,9 @@ class Run:
         return loss.item()
 
 
-def trained(rank: int, world: int, folder: str, fault: str, rows: bool, begin: bool) -> str:
+def trained(rank: int, world: int, folder: str, fault: str, lies: str, begin: bool) -> str:
     """Train, or resume with a fault; return what the series says of that, and check that it warns of the same."""
-    run = Run(rank, world, Shard(0) if rows else Replicate())
+    run = Run(rank, world, lies)
     with warnings.catch_warnings(record=True) as caught, muonckpt.Series(folder) as series:
         warnings.simplefilter("always")
         first = 1
@@ -110,49 +117,58 @@ def trained(rank: int, world: int, folder: str, fault: str, rows: bool, begin: b
 def began(tmp_path_factory) -> Path:
     """A run of two ranks that saved a step and went on."""
     folder = tmp_path_factory.mktemp("trail") / "run"
-    assert run(2, trained, str(folder), "", True, True) == ["", ""]
+    assert run(2, trained, str(folder), "", "rows", True) == ["", ""]
     return folder
 
 
-def resumed(began: Path, tmp_path: Path, world: int, fault: str, cut: int | None, rows: bool = True) -> str:
+def resumed(began: Path, tmp_path: Path, world: int, fault: str, cut: int | None, lies: str = "rows") -> str:
     """Resume a copy of the run, whose trail may be cut amid the line of a step; return what the first rank says."""
     shutil.copytree(began, tmp_path / "run")
     for file in (tmp_path / "run" / "trail").iterdir() if cut else ():
         file.write_bytes(file.read_bytes().partition(b'"step": %d' % cut)[0] + b'"step": %d, "wor' % cut)
-    return run(world, trained, str(tmp_path / "run"), fault, rows, False)[0]
+    return run(world, trained, str(tmp_path / "run"), fault, lies, False)[0]
 
 
 @pytest.mark.parametrize(
-    ("fault", "cut"), [*((fault, None) for fault in FAULTS), ("zero", 6), ("model", 5), ("zero", 5), ("convention", 5)]
+    ("fault", "cut", "lies"),
+    [
+        *((fault, None, "rows") for fault in FAULTS),
+        *((fault, cut, "rows") for fault, cut in (("zero", 6), ("model", 5), ("zero", 5), ("convention", 5))),
+        *((fault, None, "layer-wise") for fault in ("model", "data", "convention")),
+    ],
 )
-def test_a_wrong_resume_is_told_within_three_steps(began, tmp_path, fault, cut):
+def test_a_wrong_resume_is_told_within_three_steps(began, tmp_path, fault, cut, lies):
     """Also where the run before was killed in the middle of a line: amid the second step, or the first."""
-    told = resumed(began, tmp_path, 2, fault, cut)
+    told = resumed(began, tmp_path, 2, fault, cut, lies)
     assert re.search(FAULTS[fault], told), told
 
 
 @pytest.mark.parametrize(
-    ("world", "rows", "cut", "expected"),
+    ("world", "lies", "cut", "expected"),
     [
-        (2, True, None, "the first 3 steps after step 4: as in the run before, bit for bit"),
-        (3, True, None, "the first 3 steps after step 4: as in the run before, "),
-        (1, False, 6, "the first 1 step after step 4: as in the run before, "),
-        (3, False, 5, "step 5 can follow step 4, with which the run before ended"),
+        (2, "rows", None, "the first 3 steps after step 4: as in the run before, bit for bit"),
+        (3, "rows", None, "the first 3 steps after step 4: as in the run before, "),
+        (1, "replicas", 6, "the first 1 step after step 4: as in the run before, "),
+        (3, "replicas", 5, "step 5 can follow step 4, with which the run before ended"),
+        (2, "layer-wise", None, "the first 3 steps after step 4: as in the run before, "),
+        (2, "layer-wise", 5, "step 5 can follow step 4, with which the run before ended"),
     ],
 )
-def test_a_true_resume_is_the_same_run_on_any_topology(began, tmp_path, world, rows, cut, expected):
-    assert resumed(began, tmp_path, world, "", cut, rows).startswith(expected)
+def test_a_true_resume_is_the_same_run_on_any_topology(began, tmp_path, world, lies, cut, expected):
+    assert resumed(began, tmp_path, world, "", cut, lies).startswith(expected)
 
 
 def test_shares_of_ranks_add_up(began):
-    """What two ranks have noted of their rows, beside one process that has everything."""
+    """What two ranks have noted of their rows, or of the matrices that they own, beside one that has everything."""
+    run(2, trained, str(began.parent / "owned"), "", "layer-wise", True)
+    run(1, trained, str(began.parent / "alone"), "", "replicas", True)
     noted = trail_of(began)
     assert [*noted] == [*range(1, LAST + 1)]
-    run(1, trained, str(began.parent / "alone"), "", False, True)
     for step, alone in trail_of(began.parent / "alone").items():
-        assert noted[step].loss == pytest.approx(alone.loss, rel=1e-4)
-        assert noted[step].norms == pytest.approx(alone.norms, rel=1e-4)
-        assert all(noted[step].apart(what, alone) < 1e-3 for what in alone.norms)
+        for one in (noted[step], trail_of(began.parent / "owned")[step]):
+            assert one.loss == pytest.approx(alone.loss, rel=1e-4)
+            assert one.norms == pytest.approx(alone.norms, rel=1e-4)
+            assert all(one.apart(what, alone) < 1e-3 for what in alone.norms)
     template = {"model": {name: torch.zeros(shape) for name, shape in SHAPES.items()}}
     muonckpt.load(template, began / f"step-{SAVED:08d}", allow_extra=["optimizer.*"])
     weights = torch.cat([weight.reshape(-1) for weight in template["model"].values()])
@@ -168,3 +184,59 @@ def test_two_trails_side_by_side(began, tmp_path):
     assert f"{LAST} steps in both trails, 4 with other weights: first at step 5" in other.stdout
     [row] = [line for line in other.stdout.splitlines() if line.strip().startswith("5 ")]
     assert f"{trail_of(began)[5].norms['gradient']:.4g}" in row
+
+
+def test_lines_that_cannot_be_read_are_told(began, tmp_path):
+    """A line that is cut, one with a flipped bit, one of other numbers, and a rank's file that is gone."""
+    shutil.copytree(began, tmp_path / "run")
+    first, second = sorted((tmp_path / "run" / "trail").iterdir())
+    lines = first.read_bytes().splitlines(keepends=True)
+    lines[1] = lines[1].replace(b'"squares": [', b'"squares": {')
+    lines[5] = b'{"step": 6, "world": 2, "squares": []}\n'
+    first.write_bytes(b"".join(lines)[:-20])
+    [attempt] = attempts_of(tmp_path / "run")
+    assert [*attempt.steps] == [1, 3, 4, 5, 7] and attempt.steps == {
+        step: noted for step, noted in trail_of(began).items() if step in attempt.steps
+    }
+    assert attempt.faults == (
+        f"attempt 1: line 2 of {LAST} in {first.name} is damaged …, 3 in all",
+        "attempt 1: 3 steps (2 to 8) not noted by all ranks, and left out",
+    )
+    assert f"note: {tmp_path / 'run'}: {attempt.faults[0]}" in called("diff", str(began), str(tmp_path / "run")).stderr
+    second.unlink()
+    [attempt] = attempts_of(tmp_path / "run")
+    assert not attempt.steps and "attempt 1: nothing is here of 1 of 2 ranks: 1" in attempt.faults
+
+
+def test_a_trail_in_a_store_is_made_of_objects():
+    """They do not grow: lines go there with a save, 64 together and at the end; who is killed loses the last."""
+    url = f"memory://{uuid.uuid4().hex}"
+    layer = nn.Linear(8, 4, bias=False)
+    optimizer = Muon(layer.named_parameters(), lr=0.02)
+    state = {"layer": layer, "optimizer": optimizer}
+
+    def steps(series: muonckpt.Series, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            layer.weight.grad = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+            series.note(step, optimizer)
+
+    def objects() -> int:
+        return len([*(location(url) / "trail").iterdir()])
+
+    killed = muonckpt.Series(url)
+    steps(killed, 1, 5)
+    assert trail_of(url) == {}
+    killed.save(5, state)
+    steps(killed, 6, 5 + LINES + 2)
+    before = trail_of(url)
+    assert [*before] == [*range(1, 5 + LINES + 1)] and objects() == 2
+    with muonckpt.Series(url) as series:
+        assert series.restore(state).step == 5
+        steps(series, 6, 8)
+        assert str(series.continuation) == "the first 3 steps after step 5: as in the run before, bit for bit"
+        steps(series, 9, 12)
+    assert trail_of(url) == before and [[*attempt.steps] for attempt in attempts_of(url)] == [
+        [*before],
+        [*range(6, 13)],
+    ]
