@@ -170,7 +170,9 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}; Muon and what goes with it is in muonckpt.optimizer"
+    )
 
 
 def __dir__() -> list[str]:

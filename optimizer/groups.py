@@ -531,7 +531,9 @@ def sort_parameters(model: nn.Module, *rules: Rules) -> Decisions:
     """
     uses_of = _uses(model)
     if not (layers := layers_of(rules)):
-        raise ValueError(f"rules: expected some, found none. Write rules={rules_to_write(model)}")
+        raise ValueError(
+            f"rules: expected some of muonckpt.optimizer.groups, found none. Write rules={rules_to_write(model)}"
+        )
     return _sort(uses_of, layers, f"RULES], {_WHERE}")
 
 

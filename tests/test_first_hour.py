@@ -50,13 +50,14 @@ def run(script: str, names: dict[str, Any]) -> str:
 
 
 MADE = {
+    "muonckpt.Muon(model.parameters())": "module 'muonckpt' has no attribute 'Muon'; Muon and what goes with it",
     "Muon(model.parameters())": (
         "LayoutError: parameter 2 of group 0: Muon needs a matrix, got shape (24,); put this parameter in an "
     ),
     "Muon(model.named_parameters(), lr=0.02)": "LayoutError: up.bias: Muon needs a matrix, got shape (24,); put this",
     "Muon(model)": "TypeError: params: expected parameters or groups, found a model, Net. Write ",
     "Muon(model, lr=0.02)": "TypeError: params: expected parameters or groups, found a model, Net. Write ",
-    "Muon.for_model(model, **RATES)": "ValueError: rules: expected some, found none. Write rules=",
+    "Muon.for_model(model, **RATES)": "ValueError: rules: expected some of muonckpt.optimizer.groups, found",
     "Muon.for_model(model, rules=RULES)": "TypeError: ForModel.for_model: missing a required argument: 'lr'. Write ",
     "Muon.for_model(model, RULES, 0.02)": "TypeError: ForModel.for_model: too many positional arguments. Write ",
     "Muon.for_model(model, rules=RULES, lr=0.02)": "ValueError: a group of 'adamw' says no lr",
@@ -83,7 +84,7 @@ MADE = {
     "Muon.for_model(model.requires_grad_(False), rules=RULES, lr=0.02)": "model: expected parameters to train, found",
     "Muon([model.up.weight]).load_state_dict('run')": "expected a state dict, found str. Write weights, state = get_st",
     "Muon.for_model(model, rules=[[Rule('matrix', 'norm.weight')], *RULES], lr=0.02)": "Write rules=[[Rule('other', 'n",
-    "sort_parameters(model)": "ValueError: rules: expected some, found none. Write rules=",
+    "sort_parameters(model)": "ValueError: rules: expected some of muonckpt.optimizer.groups, found",
     "sort_parameters()": "TypeError: sort_parameters: missing a required argument: 'model'. Write sort_parameters",
     "sort_parameters(RULES, model)": "TypeError: model: expected a model, whose names and modules decide, found a list",
 }
