@@ -116,19 +116,30 @@ function dot(context, x, y, radius, odd, colourOf) {
   context.fill();
 }
 
-// One dot a layer or a step, from the first to the last, on a logarithmic scale; `odd` ones stand out, and null has none.
-function dotChart({ title, note, values, names, odd, colourOf, by = "layer" }) {
+// One dot a layer or a step, from the first to the last or `at` its place, on a logarithmic scale; `odd` ones stand out,
+// and null has none.  Where another line `begins`, there is a dashed one.
+function dotChart({ title, note, values, names, odd, colourOf, by = "layer", at = values.map((_, i) => i), begins = [] }) {
   const known = values.map((value) => (value === null || typeof value === "number" ? value : 0));
   const label = `${title} by ${by}: ` + known.slice(0, 40).map(short).join(", ");
+  const [least, most] = at.reduce(([a, b], place) => [Math.min(a, place), Math.max(b, place)], [Infinity, -Infinity]);
   const draw = (context, width, height) => {
     const [left, bottom] = [54, height - 18];
     const scale = logScale(known, bottom - 4, 6);
     axis(context, scale, left, width);
-    const x = (i) => left + 10 + (known.length > 1 ? (i * (width - left - 20)) / (known.length - 1) : (width - left - 20) / 2);
+    const x = (i) => left + 10 + (most > least ? ((at[i] - least) * (width - left - 20)) / (most - least) : (width - left - 20) / 2);
+    context.strokeStyle = colour("muted");
+    context.setLineDash([4, 3]);
+    context.beginPath();
+    for (const i of begins) { context.moveTo(x(i), 6); context.lineTo(x(i), bottom); }
+    context.stroke();
+    context.setLineDash([]);
     context.strokeStyle = colour(colourOf);
     context.globalAlpha = 0.45;
     context.beginPath();
-    known.forEach((value, i) => { if (value !== null) context.lineTo(x(i), scale.place(value)); });
+    known.forEach((value, i) => {
+      if (begins.includes(i)) context.moveTo(x(i), scale.place(value ?? 0));
+      if (value !== null) context.lineTo(x(i), scale.place(value));
+    });
     context.stroke();
     context.globalAlpha = 1;
     const radius = known.length > 200 ? 1.5 : 3;
@@ -139,8 +150,9 @@ function dotChart({ title, note, values, names, odd, colourOf, by = "layer" }) {
     context.textAlign = "center";
     context.fillText("first to last, logarithmic", (left + width) / 2, bottom + 11);
     return (mouse) => {
-      const i = known.length > 1 ? Math.round(((mouse - left - 10) * (known.length - 1)) / (width - left - 20)) : 0;
-      return i < 0 || i >= known.length ? null : { title: names(i), lines: [title + " " + short(values[i])] };
+      const away = (i) => Math.abs(x(i) - mouse);
+      const i = known.reduce((best, _, n) => (away(n) <= away(best) ? n : best), 0);
+      return mouse < left ? null : { title: names(i), lines: [title + " " + short(values[i])] };
     };
   };
   return chart({ title, note, label, height: 170, draw });
