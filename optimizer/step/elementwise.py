@@ -290,7 +290,7 @@ class TorchElementwise:
         self._active: tuple[bool, ...] = ()
         self._blocks: dict[Hashable, list[EqualBoxes]] = {}
         self._beginning = beginning(schedule, len(specs))
-        self._alike: list[list[list[int]]] = []
+        self._alike: list[list[list[int]]] = [[] for _ in schedule.stages]
         self._carries: dict[Hashable, list[tuple[View, View]]] = {}
 
     def begin(self, local: LocalTensors) -> None:
