@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...vocabulary import ADAMUON as OPTIONS
-from .form import FRACTION, Kept, MatrixMethod, Option, Whole
+from .form import FRACTION, Kept, MatrixMethod, Option, Whole, of_each
 from .muon import MOMENT_EPS, SMALLEST, UPDATE_RMS
 
 SQUARES = "squares"
@@ -20,8 +20,8 @@ def _adapted(whole: Whole) -> Tensor:
     exact, squares = whole.matrix.float(), whole.state[SQUARES]
     squares.lerp_(exact.square(), 1 - whole.options["beta2"])
     adapted = exact / squares.sqrt().add_(MOMENT_EPS)
-    size = torch.linalg.vector_norm(adapted).clamp_(min=SMALLEST)
-    return adapted.mul_(UPDATE_RMS * math.sqrt(adapted.numel()) / size)
+    sizes = of_each(torch.linalg.vector_norm, adapted).clamp_(min=SMALLEST)
+    return adapted.mul_(UPDATE_RMS * math.sqrt(adapted[0].numel()) / sizes)
 
 
 ADAMUON = MatrixMethod(
@@ -31,4 +31,5 @@ ADAMUON = MatrixMethod(
     options={"beta2": Option(OPTIONS["beta2"], *FRACTION), "adjust_lr_fn": Option(OPTIONS["adjust_lr_fn"])},
     before=torch.sign,
     rms=lambda m, n, group: UPDATE_RMS,
+    stacked=True,
 )

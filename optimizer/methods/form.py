@@ -92,6 +92,15 @@ class Whole:
     options: ParamGroup
 
 
+def of_each(reduce: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
+    """Return what ``reduce`` makes of each of the matrices ``[B, m, n]``, in three dims.
+
+    One after the other: the order in which a GPU sums elements may depend on how many matrices there are.
+    """
+    reduced = torch.stack([reduce(matrix) for matrix in matrices.unbind()])
+    return reduced if reduced.ndim == 3 else reduced.view(-1, 1, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class MatrixMethod:
     """An algorithm for matrices.  Give it to a group as ``{"params": ..., "algorithm": method}``.

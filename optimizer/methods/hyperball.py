@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ...vocabulary import HYPERBALL as OPTIONS
-from .form import Kept, MatrixMethod, Option, Whole
+from .form import Kept, MatrixMethod, Option, Whole, of_each
 from .muon import SMALLEST
 
 RADIUS = "radius"
@@ -24,9 +26,10 @@ def _on_the_sphere(whole: Whole) -> Tensor:
     if rate == 0:
         return torch.zeros_like(direction)
     radius = whole.state[RADIUS]
-    radius.copy_(torch.where(radius > 0, radius, torch.linalg.vector_norm(weight)))
-    moved = weight - direction * (rate * radius / torch.linalg.vector_norm(direction).clamp_(min=SMALLEST))
-    there: Tensor = moved * (radius / torch.linalg.vector_norm(moved).clamp_(min=SMALLEST))
+    norms = partial(of_each, torch.linalg.vector_norm)
+    radius.copy_(torch.where(radius > 0, radius, norms(weight)))
+    moved = weight - direction * (rate * radius / norms(direction).clamp_(min=SMALLEST))
+    there: Tensor = moved * (radius / norms(moved).clamp_(min=SMALLEST))
     return (weight - there) / rate
 
 
@@ -41,4 +44,5 @@ HYPERBALL = MatrixMethod(
         ),
     },
     weight=True,
+    stacked=True,
 )

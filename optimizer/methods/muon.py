@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...vocabulary import NORMUON as OPTIONS
 from ...vocabulary import SECOND_MOMENT, ParamGroup
-from .form import FRACTION, Kept, MatrixMethod, Option, Whole
+from .form import FRACTION, Kept, MatrixMethod, Option, Whole, of_each
 
 
 def orthogonal_rms(m: int, n: int, group: ParamGroup) -> float:
@@ -50,11 +51,11 @@ def _normalized(whole: Whole) -> Tensor:
     """
     exact, options = whole.matrix.float(), whole.options
     moment = whole.state[SECOND_MOMENT]
-    summed = 1 if moment.shape[1] == 1 else 0
-    moment.lerp_(exact.square().mean(dim=summed, keepdim=True), 1 - options["beta2"])
+    summed = 1 if moment.shape[2] == 1 else 0
+    moment.lerp_(of_each(partial(torch.mean, dim=summed, keepdim=True), exact.square()), 1 - options["beta2"])
     normal = exact / moment.sqrt().add_(MOMENT_EPS)
-    size = torch.linalg.vector_norm(normal).clamp_(min=SMALLEST)
-    return normal.mul_(UPDATE_NORMS[options["update_norm"]](exact) / size)
+    sizes = of_each(torch.linalg.vector_norm, normal).clamp_(min=SMALLEST)
+    return normal.mul_(of_each(UPDATE_NORMS[options["update_norm"]], exact) / sizes)
 
 
 NORMUON = MatrixMethod(
@@ -67,4 +68,5 @@ NORMUON = MatrixMethod(
         "statistics": Option(OPTIONS["statistics"], STATISTICS.__contains__, f"one of {sorted(STATISTICS)}"),
     },
     rms=lambda m, n, group: UPDATE_RMS if group["update_norm"] == "rms" else orthogonal_rms(m, n, group),
+    stacked=True,
 )

@@ -6,45 +6,25 @@ equal boxes together, and `kernels` by Triton, in a few launches.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...box import Index
 from ...layout import TensorLayout
 from ...layouts.tensors import local_of
-from ...overlap import IntArray, expanded
-from ...plan import Copies, dense_strides
+from ...plan import Copies
 from ...vocabulary import MOMENTUM, ParamGroup
 from ..ground.rounding import noise_of, portions
 from ..ground.tensors import Tensors, decay, exact_dtype, rounded_once
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
+from .boxes import BoxKind, EqualBoxes, Sizes, SlotCopies, View, as_one, blocks, carries
 from .rank_sets import State
-
-LARGEST_BLOCK = 1 << 16
-"""Elements of the largest block of several boxes: 256 KiB in float32, of which there are a few at a time."""
-
-Sizes = Mapping[int, int]
-"""Elements of matrices that lie end to end in one memory, by number."""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A strided view of a contiguous memory, in elements."""
-
-    sizes: Index
-    strides: Index
-    offset: int
-
-    def of(self, memory: Tensor) -> Tensor:
-        return memory.as_strided(self.sizes, self.strides, memory.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +34,8 @@ class LocalTensors:
     Attributes:
         groups: the parameter group of each.
         gradients: None where the parameter takes no part.
-        slots: state by name.
-        momenta: what updates are made of: the momentum in these slots, or the gradient of a parameter that has none.
+        slots: state by name, of the parameters that have it.
+        momenta: what updates are made of: the momentum of these slots, or the gradient of a parameter that has none.
         layouts: with fragments on this ``rank``.
         copied: tensors that are not contiguous in their own memory, and their copies.
     """
@@ -63,7 +43,7 @@ class LocalTensors:
     groups: Sequence[ParamGroup]
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
-    slots: Sequence[Mapping[str, Tensor]]
+    slots: Mapping[str, Mapping[int, Tensor]]
     momenta: Sequence[Tensor]
     copied: Sequence[tuple[Tensor, Tensor]]
     layouts: Sequence[TensorLayout]
@@ -87,11 +67,14 @@ class LocalTensors:
             copied.append((local, local.contiguous()))
             return copied[-1][1]
 
-        slots = [{name: dense(tensor) for name, tensor in state[param].items()} for param in params]
+        slots: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
+        for number, param in enumerate(params):
+            for name, tensor in state[param].items():
+                slots[name][number] = dense(tensor)
         weights = [dense(param) for param in params]
         gradients = [local_of(param.grad).contiguous() if param.grad is not None else None for param in params]
         taken = [weight if given is None else given for weight, given in zip(weights, gradients, strict=True)]
-        momenta = [held.get(MOMENTUM, given) for held, given in zip(slots, taken, strict=True)]
+        momenta = [slots[MOMENTUM].get(number, given) for number, given in enumerate(taken)]
         return cls(groups, weights, gradients, slots, momenta, copied, layouts, rank)
 
     def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
@@ -111,7 +94,7 @@ class LocalTensors:
         """Return the parameters with momentum that take part, in lists of one group, dtype and device."""
         lists: defaultdict[Hashable, list[int]] = defaultdict(list)
         for number in numbers:
-            if self.gradients[number] is not None and MOMENTUM in self.slots[number]:
+            if self.gradients[number] is not None and number in self.slots[MOMENTUM]:
                 momentum = self.momenta[number]
                 lists[id(self.groups[number]), momentum.dtype, momentum.device].append(number)
         return list(lists.values())
@@ -155,112 +138,6 @@ class Elementwise(Protocol):
         ...
 
 
-class UpdateCopies:
-    """A schedule's copies of updates, as backends execute them: from units, in a rank's tensors or end to end in a
-    memory, to buffers with offsets in bytes; copies back are turned.
-
-    Attributes:
-        leaving: from tensors to the wire, by stage.
-        returning: from the wire to tensors, turned.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        def updates(copies: Copies) -> Copies:
-            chosen = copies.source < len(schedule.units)
-            return copies if chosen.all() else copies.rows(chosen)
-
-        self._units = len(schedule.units)
-        self.leaving = [updates(stage.gather.sends) for stage in schedule.stages]
-        self.returning = [updates(stage.scatter.receives.turned()) for stage in schedule.stages]
-        self._arriving = [updates(stage.gather.receives.turned()) for stage in schedule.stages]
-        self._own = [updates(stage.gather.own) for stage in schedule.stages]
-        self._released = [updates(stage.scatter.sends) for stage in schedule.stages]
-
-    def own(self, stage: int, sizes: Sizes, itemsize: int) -> Copies:
-        """Return the copies from tensors to a memory in which units lie end to end."""
-        copies, begin = _of_units(self._own[stage], sizes)
-        return replace(copies, target_offset=(copies.target_offset + begin) * itemsize)
-
-    def arriving(self, stage: int, sizes: Sizes) -> Copies:
-        """Return the copies from the wire to a memory in which units lie end to end, turned."""
-        return _from_memory(self._arriving[stage], sizes)
-
-    def released(self, stage: int, sizes: Sizes) -> Copies:
-        """Return the copies of results from a memory in which units lie end to end to the wire."""
-        return _from_memory(self._released[stage], sizes)
-
-    def sent(self) -> IntArray:
-        """Return how many elements of each unit's update this rank sends to owners, or has for itself."""
-        sent = np.zeros(self._units, np.int64)
-        for copies in (*self.leaving, *self._own):
-            np.add.at(sent, copies.source, copies.numel)
-        return sent
-
-
-def _of_units(copies: Copies, sizes: Sizes) -> tuple[Copies, IntArray]:
-    """Return the rows of units that lie end to end, and the element at which each row's unit begins."""
-    units = np.array(list(sizes), np.int64)
-    first = np.searchsorted(copies.source, units)
-    unit, rows = expanded(first, np.searchsorted(copies.source, units, side="right") - first)
-    return copies.rows(rows), np.cumsum([0, *sizes.values()])[unit]
-
-
-def _from_memory(copies: Copies, sizes: Sizes) -> Copies:
-    copies, begin = _of_units(copies, sizes)
-    return replace(copies, source_offset=copies.source_offset + begin)
-
-
-class BoxKind(NamedTuple):
-    """The common properties of a block's boxes; ``group`` is the identity of their parameters' group."""
-
-    group: int
-    momentum: torch.dtype
-    weight: torch.dtype
-    wire: torch.dtype
-    device: torch.device
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class EqualBoxes:
-    """Equal boxes of parameters: stacked as ``[count, *sizes]``, computed, and written back, so that a thousand take as
-    few operators as one.
-
-    Attributes:
-        params: the number of each box's parameter.
-        offsets: where the boxes begin in local tensors; none: each is all of its tensor.
-        sizes, strides: of each box there.
-        far: views of a buffer of ``kind.wire`` elements, ``[count, *sizes]`` together.
-    """
-
-    kind: BoxKind
-    params: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: Index
-    strides: Index
-    far: tuple[View, ...]
-
-    def boxes(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        if not self.offsets:
-            return [tensors[param] for param in self.params]
-        return [
-            tensors[param].as_strided(self.sizes, self.strides, tensors[param].storage_offset() + offset)
-            for param, offset in zip(self.params, self.offsets, strict=True)
-        ]
-
-    def put(self, buffer: Tensor, boxes: Tensor) -> None:
-        """Write ``[count, *sizes]`` to a buffer of bytes."""
-        memory, first = buffer.view(self.kind.wire), 0
-        for view in self.far:
-            count = view.sizes[0]
-            view.of(memory).copy_(boxes if count == len(boxes) else boxes[first : first + count])
-            first += count
-
-    def taken(self, buffer: Tensor) -> Tensor:
-        views = [view.of(buffer.view(self.kind.wire)) for view in self.far]
-        return views[0] if len(views) == 1 else torch.cat(views)
-
-
 def beginning(schedule: Schedule, count: int) -> list[list[int]]:
     """Return, by stage, the parameters of which it is the first to need the momentum; those that none needs come with
     the first.
@@ -284,7 +161,7 @@ class TorchElementwise:
     def __init__(
         self, schedule: Schedule, specs: Sequence[Spec], shapes: Sequence[Sequence[int]], device: torch.device
     ) -> None:
-        self._copies, self._specs, self._shapes, self._device = UpdateCopies(schedule), specs, shapes, device
+        self._copies, self._specs, self._shapes, self._device = SlotCopies(schedule), specs, shapes, device
         self._units = schedule.units
         self._params = np.array([unit.param for unit in schedule.units], np.int64)
         self._active: tuple[bool, ...] = ()
@@ -301,7 +178,7 @@ class TorchElementwise:
 
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for block in self._leaving(local, stage):
-            momenta, gradients = _as_one(block.boxes(local.momenta)), self._gradients(local, block)
+            momenta, gradients = as_one(block.boxes(local.momenta)), self._gradients(local, block)
             exact, rate = exact_dtype(momenta), 1 - local.groups[block.params[0]].get("momentum", 0.0)
             taken_in = torch.lerp(momenta.to(exact), gradients.to(exact), rate).to(momenta.dtype)
             block.put(wire, self._update(local, block, taken_in))
@@ -311,7 +188,7 @@ class TorchElementwise:
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for block in self._leaving(local, stage):
-            block.put(wire, self._update(local, block, _as_one(block.boxes(local.momenta))))
+            block.put(wire, self._update(local, block, as_one(block.boxes(local.momenta))))
 
     def assemble(self, local: LocalTensors, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
         first = next(iter(sizes))
@@ -320,7 +197,7 @@ class TorchElementwise:
         for block in self._together(
             ("own", stage, first), local, lambda: self._copies.own(stage, sizes, dtype.itemsize), back=False
         ):
-            block.put(stack.view(torch.uint8), self._update(local, block, _as_one(block.boxes(local.momenta))))
+            block.put(stack.view(torch.uint8), self._update(local, block, as_one(block.boxes(local.momenta))))
         arriving = self._carried(("arriving", stage, first), lambda: self._copies.arriving(stage, sizes), dtype)
         for here, there in arriving:
             here.of(stack).copy_(there.of(wire.view(dtype)))
@@ -355,31 +232,30 @@ class TorchElementwise:
             kinds: dict[BoxKind, int] = {}
             kind = [kinds.setdefault(self._kind(local, unit, back=back), len(kinds)) for unit in units.tolist()]
             by_param = replace(table, source=self._params[table.source])
-            self._blocks[key] = list(_blocks(by_param, np.array(kind, np.int64)[number], list(kinds), self._shapes))
+            self._blocks[key] = list(
+                blocks(by_param, np.array(kind, np.int64)[number], list(kinds), self._shapes.__getitem__)
+            )
         return self._blocks[key]
 
     def _kind(self, local: LocalTensors, unit: int, *, back: bool) -> BoxKind:
         param, slot = self._units[unit].param, self._spec(unit).slots[0]
         weight = local.weights[param]
         return BoxKind(
-            id(local.groups[param]),
-            local.momenta[param].dtype,
-            weight.dtype,
             slot.back if back else slot.there,
-            weight.device,
             self._spec(unit).scale(*self._units[unit].rows_columns),
+            (id(local.groups[param]), local.momenta[param].dtype, weight.dtype, weight.device),
         )
 
     def _carried(self, key: Hashable, copies: Callable[[], Copies], dtype: torch.dtype) -> list[tuple[View, View]]:
         if key not in self._carries:
-            self._carries[key] = list(_carries(copies(), dtype.itemsize))
+            self._carries[key] = list(carries(copies(), dtype.itemsize))
         return self._carries[key]
 
     def _spec(self, unit: int) -> Spec:
         return self._specs[self._units[unit].param]
 
     def _gradients(self, local: LocalTensors, block: EqualBoxes) -> Tensor:
-        return _as_one(block.boxes(cast("Sequence[Tensor]", local.gradients)))
+        return as_one(block.boxes(cast("Sequence[Tensor]", local.gradients)))
 
     def _update(self, local: LocalTensors, block: EqualBoxes, momenta: Tensor) -> Tensor:
         """Return the updates of a block's momenta, with Nesterov's look ahead."""
@@ -394,91 +270,10 @@ class TorchElementwise:
         group = local.groups[block.params[0]]
         rate = float(group["lr"])
         boxes = block.boxes(local.weights)
-        stack = _as_one(boxes)
+        stack = as_one(boxes)
         exact = stack.to(exact_dtype(stack))
         change = results.to(exact.dtype)
         decay([exact], [change], rate * group["weight_decay"], group["cautious"])
         exact.add_(change, alpha=-rate * block.kind.scale)
         if len(boxes) > 1 or exact is not stack:
             torch._foreach_copy_(boxes, exact.unbind())
-
-
-def _blocks(
-    copies: Copies, kind: IntArray, kinds: Sequence[BoxKind], shapes: Sequence[Sequence[int]]
-) -> Iterator[EqualBoxes]:
-    """Yield copies, whose sources are parameters, as blocks of equal boxes of one kind, of up to `LARGEST_BLOCK`
-    elements, or of one box.
-
-    Args:
-        kind: of each row.
-        shapes: of the parameters' local tensors.
-    """
-    if not len(copies):
-        return
-    width, dense = copies.sizes.shape[1], dense_strides(copies.sizes)
-    filled_up = np.array([((1,) * (width - len(shape)) + tuple(shape))[-width:] for shape in shapes], np.int64)
-    same = (filled_up[copies.source] == copies.sizes) & ((copies.source_strides == dense) | (copies.sizes == 1))
-    whole = same.all(axis=1) & (copies.source_offset == 0)
-    ndim = np.array([len(shape) for shape in shapes], np.int64)[copies.source]
-    kinds_of_rows = np.column_stack((kind, np.where(whole, ndim, width), whole))
-    for rows in _equal(
-        np.column_stack((kinds_of_rows, copies.sizes, copies.source_strides, copies.target_strides)), copies
-    ):
-        kind_number, dims, all_of_it = kinds_of_rows[rows[0]].tolist()
-        sizes, strides, far_strides = (
-            tuple(column[rows[0], width - dims :].tolist())
-            for column in (copies.sizes, copies.source_strides, copies.target_strides)
-        )
-        wire = kinds[kind_number].wire.itemsize
-        count = max(1, LARGEST_BLOCK // max(1, int(copies.numel[rows[0]])))
-        for first in range(0, len(rows), count):
-            cut = rows[first : first + count]
-            begin = copies.target_offset[cut] // wire
-            far = (
-                View((stop - start, *sizes), (apart, *far_strides), int(begin[start]))
-                for start, stop, (apart,) in _evenly(begin[:, None])
-            )
-            offsets = () if all_of_it else tuple(copies.source_offset[cut].tolist())
-            yield EqualBoxes(
-                kinds[kind_number], tuple(copies.source[cut].tolist()), offsets, sizes, strides, tuple(far)
-            )
-
-
-def _carries(copies: Copies, itemsize: int) -> Iterator[tuple[View, View]]:
-    """Yield copies between one memory and a buffer of bytes, of elements of one size, as pairs of views."""
-    for rows in _equal(np.column_stack((copies.sizes, copies.source_strides, copies.target_strides)), copies):
-        sizes, near, far = (
-            tuple(column[rows[0]].tolist()) for column in (copies.sizes, copies.source_strides, copies.target_strides)
-        )
-        begin = np.column_stack((copies.source_offset[rows], copies.target_offset[rows] // itemsize))
-        for start, stop, apart in _evenly(begin):
-            here, there = (
-                View((stop - start, *sizes), (step, *strides), offset)
-                for step, strides, offset in zip(apart, (near, far), begin[start].tolist(), strict=True)
-            )
-            yield here, there
-
-
-def _equal(keys: IntArray, copies: Copies) -> Iterator[IntArray]:
-    if not len(keys):
-        return
-    order = np.lexsort((copies.target_offset, *keys.T[::-1]))
-    ordered = keys[order]
-    cuts = np.flatnonzero((ordered[1:] != ordered[:-1]).any(axis=1)) + 1
-    yield from np.split(order, cuts)
-
-
-def _evenly(places: IntArray) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield runs of places ``[n, k]``, equally far apart and none before the last: first, end, how far."""
-    apart = np.diff(places, axis=0)
-    changes = [*(np.flatnonzero((apart[1:] != apart[:-1]).any(axis=1)) + 2).tolist(), len(places)]
-    start = 0
-    while start < len(places):
-        forward = start + 1 < len(places) and apart[start].min() >= 0
-        stop = changes[bisect_right(changes, start + 1)] if forward else start + 1
-        yield start, stop, apart[start].tolist() if forward else [0] * places.shape[1]
-        start = stop
-
-
-def _as_one(boxes: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(boxes)) if len(boxes) > 1 else boxes[0].unsqueeze(0)

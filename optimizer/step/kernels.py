@@ -19,7 +19,8 @@ from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
 from ..triton import updates
 from ..triton.updates import Segments, TensorTable, addresses
-from .elementwise import LocalTensors, Sizes, UpdateCopies, beginning
+from .boxes import Sizes, SlotCopies
+from .elementwise import LocalTensors, beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class KernelElementwise:
         *,
         apart: Collection[int] = (),
     ) -> None:
-        self._copies, self._specs, self._device = UpdateCopies(schedule), specs, device
+        self._copies, self._specs, self._device = SlotCopies(schedule), specs, device
         entries = list(dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units))
         number = {entry: index for index, entry in enumerate(entries)}
         self._params = [param for param, _ in entries]

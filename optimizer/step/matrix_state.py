@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...plan import Copies
 from ..planning.matrices import SHAPES, WEIGHT, Slot, Spec, rows_columns
-from ..planning.schedule import Route, Schedule
-from .elementwise import LocalTensors, View
+from ..planning.schedule import Schedule
+from .boxes import BoxKind, EqualBoxes, SlotCopies, Tensors, View, as_one, blocks, carries
+from .elementwise import LocalTensors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateOfEqual:
+    """One slot of equal matrices: together in one memory, in the order of their units.
+
+    Attributes:
+        shape: ``[B, rows, columns]``.
+        own: from where it rests on this rank to the memory; and back, if it ``returns``.
+        arriving, released: pairs of views of the memory and of the wire, there and back.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, int, int]
+    own: Sequence[EqualBoxes]
+    arriving: Sequence[tuple[View, View]] = ()
+    released: Sequence[tuple[View, View]] = ()
+    returns: bool = True
 
 
 class MatrixState:
@@ -22,78 +44,123 @@ class MatrixState:
     """
 
     def __init__(self, schedule: Schedule, specs: Sequence[Spec], rank: int, device: torch.device) -> None:
-        self._schedule, self._specs, self._device = schedule, specs, device
-        self._listed = cache(self._views)
-        self._staying: defaultdict[int, dict[str, View]] = defaultdict(dict)
+        self._units, self._specs, self._device = schedule.units, specs, device
+        self._params = np.array([unit.param for unit in schedule.units], np.int64)
+        numbers = range(1, max((len(spec.slots) for spec in specs), default=0))
+        self._copies = {number: SlotCopies(schedule, number) for number in numbers}
+        self._begins: dict[tuple[int, str], int] = {}  # where staying state lies, by unit
         ends: defaultdict[tuple[int, str], int] = defaultdict(int)
         for number, unit in enumerate(schedule.units):
             for slot, shape in specs[unit.param].staying if unit.owner == rank else ():
                 rows, columns = SHAPES[shape].of_matrix(*unit.rows_columns)
-                self._staying[number][slot] = View((rows, columns), (columns, 1), ends[unit.param, slot])
+                self._begins[number, slot] = ends[unit.param, slot]
                 ends[unit.param, slot] += rows * columns
+        self._blocks: dict[Hashable, list[EqualBoxes]] = {}
+        self._equal: dict[tuple[int, ...], list[StateOfEqual]] = {}
+
+    def forget(self) -> None:
+        """Forget which copies go together: other parameters have gradients."""
+        self._blocks, self._equal = {}, {}
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        for unit, slot, here, there in self._active(local, stage, back=False):
-            there.of(wire.view(slot.there)).copy_(here.of(self._memory(local, unit, slot)))
+        for number, copies in self._copies.items():
+            for block in self._together(local, number, stage, copies.leaving[stage], back=False):
+                block.put(wire, as_one(block.boxes(_tensors(local, block.kind.others))))
 
-    def assemble(self, local: LocalTensors, stage: int, unit: int, wire: Tensor) -> dict[str, Tensor]:
-        """Return the state of a matrix that this rank owns, each slot in two dims, in fresh memory: aligned alike on
-        every topology.
+    def assemble(self, local: LocalTensors, stage: int, units: tuple[int, ...], wire: Tensor) -> dict[str, Tensor]:
+        """Return the state of equal matrices that this rank owns, ``[B, rows, columns]`` of each slot, in fresh memory:
+        aligned alike on every topology.
         """
+        if units not in self._equal:
+            self._equal[units] = list(chain(self._travelling(local, stage, units), self._staying(local, units)))
         state = {}
-        for number, slot in self._slots(unit):
-            rows, columns = rows_columns(slot.shapes[self._schedule.units[unit].index])
-            matrix = torch.empty(rows * columns, dtype=slot.there, device=self._device)
-            for source, target in self._listed(stage, "own", False).get(number, ()):
-                target.of(matrix).copy_(source.of(self._memory(local, unit, slot)))
-            for here, there in self._listed(stage, "receives", False).get(number, ()):
-                here.of(matrix).copy_(there.of(wire.view(slot.there)))
-            state[slot.name] = matrix.view(rows, columns)
-        held = local.slots[self._schedule.units[unit].param]
-        return state | {name: place.of(held[name]).clone() for name, place in self._staying.get(unit, {}).items()}
+        for slot in self._equal[units]:
+            memory = torch.empty(slot.shape, dtype=slot.dtype, device=self._device)
+            for block in slot.own:
+                block.put(memory.view(-1).view(torch.uint8), as_one(block.boxes(_tensors(local, slot.name))))
+            for here, there in slot.arriving:
+                here.of(memory).copy_(there.of(wire.view(slot.dtype)))
+            state[slot.name] = memory
+        return state
 
-    def release(self, local: LocalTensors, stage: int, unit: int, state: Mapping[str, Tensor], wire: Tensor) -> None:
-        """Write the state of a matrix to the wire, and to where it rests on this rank."""
-        for number, slot in self._slots(unit):
-            for here, there in self._listed(stage, "sends", True).get(number, ()):
-                there.of(wire.view(slot.back)).copy_(here.of(state[slot.name]))
-            for source, target in self._listed(stage, "own", True).get(number, ()) if slot.returns else ():
-                target.of(self._memory(local, unit, slot)).copy_(source.of(state[slot.name]))
-        held = local.slots[self._schedule.units[unit].param]
-        for name, place in self._staying.get(unit, {}).items():
-            place.of(held[name]).copy_(state[name])
+    def release(self, local: LocalTensors, units: tuple[int, ...], state: Mapping[str, Tensor], wire: Tensor) -> None:
+        """Write the state of equal matrices to the wire, and to where it rests on this rank."""
+        for slot in self._equal[units]:
+            if not slot.returns:
+                continue
+            memory = state[slot.name]
+            for here, there in slot.released:
+                there.of(wire.view(memory.dtype)).copy_(here.of(memory))
+            for block in slot.own:
+                _put_back(block, _tensors(local, slot.name), memory.view(-1).view(torch.uint8))
 
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        for unit, slot, here, there in self._active(local, stage, back=True):
-            here.of(self._memory(local, unit, slot)).copy_(there.of(wire.view(slot.back)))
+        for number, copies in self._copies.items():
+            for block in self._together(local, number, stage, copies.returning[stage], back=True):
+                _put_back(block, _tensors(local, block.kind.others), wire)
 
-    def _active(self, local: LocalTensors, stage: int, *, back: bool) -> Iterator[tuple[int, Slot, View, View]]:
-        for number, pairs in self._listed(stage, "receives" if back else "sends", back).items():
-            slot, unit = divmod(number, len(self._schedule.units))
-            param = self._schedule.units[unit].param
-            if local.gradients[param] is not None:
-                yield from ((unit, self._specs[param].slots[slot], here, there) for here, there in pairs)
+    def _together(
+        self, local: LocalTensors, number: int, stage: int, copies: Copies, *, back: bool
+    ) -> list[EqualBoxes]:
+        """Return a stage's copies of a slot, by its number in specs, between the wire and tensors."""
+        key = number, stage, back
+        if key not in self._blocks:
+            active = np.array([gradient is not None for gradient in local.gradients], bool)
+            table = replace(copies, source=self._params[copies.source])
+            table = table.rows(active[table.source])
+            params, at = np.unique(table.source, return_inverse=True)
+            kinds: dict[BoxKind, int] = {}
+            kind = [kinds.setdefault(self._kind(param, number, back=back), len(kinds)) for param in params.tolist()]
+            shape_of = lambda param: _tensors(local, self._slot(param, number).name)[param].shape  # noqa: E731
+            self._blocks[key] = list(blocks(table, np.array(kind, np.int64)[at], list(kinds), shape_of))
+        return self._blocks[key]
 
-    def _slots(self, unit: int) -> Iterator[tuple[int, Slot]]:
-        """Yield the slots besides the update, with the numbers that copies give to these tensors."""
-        slots = enumerate(self._specs[self._schedule.units[unit].param].slots)
-        return ((number * len(self._schedule.units) + unit, slot) for number, slot in slots if number)
+    def _slot(self, param: int, number: int) -> Slot:
+        return self._specs[param].slots[number]
 
-    def _memory(self, local: LocalTensors, unit: int, slot: Slot) -> Tensor:
-        param = self._schedule.units[unit].param
-        return local.weights[param] if slot.name == WEIGHT else local.slots[param][slot.name]
+    def _kind(self, param: int, number: int, *, back: bool) -> BoxKind:
+        slot = self._slot(param, number)
+        return BoxKind(slot.back if back else slot.there, others=slot.name)
 
-    def _views(self, stage: int, way: str, back: bool) -> dict[int, list[tuple[View, View]]]:
-        """Return a stage's copies of such tensors, by number: views here and on the wire, or from and to."""
-        route: Route = getattr(self._schedule.stages[stage], "scatter" if back else "gather")
-        copies: Copies = getattr(route, way)
-        copies = copies.turned() if way == "receives" else copies
-        units = len(self._schedule.units)
-        copies = copies.rows(copies.source >= units)
-        views: defaultdict[int, list[tuple[View, View]]] = defaultdict(list)
-        sizes, number, *here, _, begin, along = (column.tolist() for column in copies.columns)
-        for shape, tensor, near, strides, far, far_strides in zip(sizes, number, *here, begin, along, strict=True):
-            slot = self._specs[self._schedule.units[tensor % units].param].slots[tensor // units]
-            item = 1 if way == "own" else (slot.back if back else slot.there).itemsize
-            views[tensor].append((View(shape, strides, near), View(shape, far_strides, far // item)))
-        return dict(views)
+    def _travelling(self, local: LocalTensors, stage: int, units: Sequence[int]) -> Iterable[StateOfEqual]:
+        unit = self._units[units[0]]
+        for number, slot in enumerate(self._specs[unit.param].slots):
+            if number:
+                rows, columns = rows_columns(slot.shapes[unit.index])
+                sizes, copies = dict.fromkeys(units, rows * columns), self._copies[number]
+                own = copies.own(stage, sizes, slot.there.itemsize)
+                yield StateOfEqual(
+                    slot.name,
+                    slot.there,
+                    (len(units), rows, columns),
+                    self._own(local, slot.name, replace(own, source=self._params[own.source]), slot.there),
+                    list(carries(copies.arriving(stage, sizes), slot.there.itemsize)),
+                    list(carries(copies.released(stage, sizes), slot.back.itemsize)),
+                    slot.returns,
+                )
+
+    def _staying(self, local: LocalTensors, units: Sequence[int]) -> Iterable[StateOfEqual]:
+        unit = self._units[units[0]]
+        for name, shape in self._specs[unit.param].staying:
+            rows, columns = SHAPES[shape].of_matrix(*unit.rows_columns)
+            dtype = local.slots[name][unit.param].dtype
+            count = len(units)
+            sizes, strides = np.tile((1, rows, columns), (count, 1)), np.tile((rows * columns, columns, 1), (count, 1))
+            begins = np.array([self._begins[number, name] for number in units], np.int64)
+            places = np.arange(count) * (rows * columns * dtype.itemsize)
+            params = self._params[list(units)]
+            own = Copies(sizes, params, begins, strides, params, places, strides)
+            yield StateOfEqual(name, dtype, (count, rows, columns), self._own(local, name, own, dtype))
+
+    def _own(self, local: LocalTensors, name: str, copies: Copies, dtype: torch.dtype) -> list[EqualBoxes]:
+        tensors = _tensors(local, name)
+        kind = np.zeros(len(copies), np.int64)
+        return list(blocks(copies, kind, [BoxKind(dtype)], lambda param: tensors[param].shape))
+
+
+def _tensors(local: LocalTensors, slot: Hashable) -> Tensors:
+    return local.weights if slot == WEIGHT else local.slots[str(slot)]
+
+
+def _put_back(block: EqualBoxes, tensors: Tensors, buffer: Tensor) -> None:
+    torch._foreach_copy_(block.boxes(tensors), list(block.taken(buffer).unbind()))

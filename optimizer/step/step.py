@@ -9,7 +9,7 @@ A `Batch` is orthogonalised together, a `Step` is for one set of ranks, and `Ste
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -100,11 +100,15 @@ def in_batches(
     numbers: Iterable[int],
     group_of: Callable[[int], ParamGroup],
     method_of: Callable[[int], MatrixMethod],
+    state_of: Callable[[int], Hashable] = lambda param: None,
 ) -> list[Batch]:
     """Return units, by number, in batches.
 
     Kernels take up to `LARGEST` elements at a time: matrices of one shape if these fill a GPU, else all that do not
     together, tall ones apart.  torch's products take up to `TOGETHER` elements, of matrices of one shape.
+
+    Args:
+        group_of, method_of, state_of: by number of the parameter; a method takes together what has equal ``state_of``.
     """
     alike: defaultdict[tuple[RowsColumns, Kind], list[int]] = defaultdict(list)
     methods: dict[str, MatrixMethod] = {}
@@ -139,14 +143,10 @@ def in_batches(
             shapes = [units[number].rows_columns for number in cut]
             portions = (1,) * len(cut)
             if methods[name].stacked:
-                groups = [id(group_of(units[number].param)) for number in cut]
-                portions = tuple(len(list(same)) for _, same in groupby(zip(shapes, groups, strict=True)))
+                kept = [(id(group_of(param)), state_of(param)) for param in (units[number].param for number in cut)]
+                portions = tuple(len(list(same)) for _, same in groupby(zip(shapes, kept, strict=True)))
             batches.append(Batch(tuple(cut), Places.of(shapes), form, methods[name], recipe, portions))
     return batches
-
-
-def _unstacked(state: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    return [{slot: kept[number] for slot, kept in state.items()} for number in range(count)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,6 +192,9 @@ class Step:
         self._params, self._rank, self._links, self._device = tuple(params), rank, links, device
         self._elementwise, self._state = elementwise, MatrixState(schedule, specs, rank, device)
         self._specs, self._methods, self._labels = specs, methods, labels
+        self._kinds = [
+            (weight.device, *(slot.there for slot in spec.slots)) for weight, spec in zip(params, specs, strict=True)
+        ]
         self._guarded = guarded
         self._notes = Notes(group, device) if group is not None else None
         self._active: tuple[bool, ...] = ()
@@ -294,11 +297,13 @@ class Step:
         local = LocalTensors.of(self._params, groups, state, layouts, self._rank)
         active = tuple(gradient is not None for gradient in local.gradients)
         if self._active != active:
-            units, methods = self.schedule.units, self._methods.__getitem__
+            units = self.schedule.units
+            of_param = groups.__getitem__, self._methods.__getitem__, self._kinds.__getitem__
             self._batches = [
-                in_batches(units, (n for n in stage.owned if active[units[n].param]), groups.__getitem__, methods)
+                in_batches(units, (n for n in stage.owned if active[units[n].param]), *of_param)
                 for stage in self.schedule.stages
             ]
+            self._state.forget()
             self._active = active
         self._elementwise.begin(local)
         return local
@@ -331,7 +336,8 @@ class Step:
         made = False
         for count in batch.portions:
             units, end = batch.numbers[first : first + count], begin + count * batch.sizes[batch.numbers[first]]
-            given = self._whole(batch.method, units, local, stage, arrived, matrices[begin:end])
+            state = self._state.assemble(local, stage, units, arrived)
+            given = self._whole(batch.method, units, local, state, matrices[begin:end])
             try:
                 update = batch.method.updated(given)
             except Exception as error:
@@ -339,10 +345,7 @@ class Step:
             if update is not given.matrix or results is not matrices:
                 results[begin:end].view(given.matrix.shape).copy_(update)
                 made = True
-            if given.state:
-                each = _unstacked(given.state, count) if batch.method.stacked else [given.state]
-                for unit, own in zip(units, each, strict=True):
-                    self._state.release(local, stage, unit, own, back)
+            self._state.release(local, units, state, back)
             first, begin = first + count, end
         if made and not capturable(self._device) and not results.sum(dtype=torch.float32).isfinite():
             # On a device the host does not wait to look.  A sum takes a tenth of the time of looking at each element.
@@ -357,16 +360,18 @@ class Step:
         return RuntimeError(f"{self._labels[self.schedule.units[unit].param]}, method {method.name!r}: {what}")
 
     def _whole(
-        self, method: MatrixMethod, units: Sequence[int], local: LocalTensors, stage: int, wire: Tensor, memory: Tensor
+        self,
+        method: MatrixMethod,
+        units: Sequence[int],
+        local: LocalTensors,
+        state: Mapping[str, Tensor],
+        memory: Tensor,
     ) -> Whole:
         """Return what a method takes at a time: equal matrices, of one group, that lie end to end in a memory."""
         unit = self.schedule.units[units[0]]
-        spec, state = self._specs[unit.param], dict[str, Tensor]()
-        if len(spec.slots) > 1 or spec.staying:
-            each = [self._state.assemble(local, stage, unit, wire) for unit in units]
-            state = {slot: torch.stack([own[slot] for own in each]) for slot in each[0]} if method.stacked else each[0]
+        kept = {slot: tensor if method.stacked else tensor[0] for slot, tensor in state.items()}
         shape = (len(units), *unit.rows_columns) if method.stacked else unit.rows_columns
-        return Whole(memory.view(shape), state, state.pop(WEIGHT, None), local.groups[unit.param])
+        return Whole(memory.view(shape), kept, kept.pop(WEIGHT, None), local.groups[unit.param])
 
     def _apply(self, exchange: StepExchange, local: LocalTensors, stage: int, returning: Wire) -> None:
         returning.arrive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -128,6 +129,28 @@ def test_soap_has_the_weights_of_published_code():
 
 
 # --- From outside -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["normuon", "adamuon", "hyperball"])
+def test_equal_matrices_together_have_the_bits_of_each_alone(monkeypatch, algorithm):
+    """Seven of an odd shape, two of them in another group, and a parameter in 16 bits, whose weight travels as such."""
+    dtypes = [torch.float32] * 4 + [torch.bfloat16] + [torch.float32] * 2
+
+    def trained() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(2)
+        drawn = partial(torch.randn, (5, 33), generator=generator)
+        params = [nn.Parameter(drawn().to(dtype)) for dtype in dtypes]
+        opt = Muon([{"params": some, "algorithm": algorithm} for some in (params[:5], params[5:])], lr=0.1)
+        for _ in range(3):
+            for param in params:
+                param.grad = drawn().to(param.dtype)
+            opt.step()
+        return [held for param in params for held in (param.detach(), *opt.state[param].values())]
+
+    together = trained()
+    monkeypatch.setattr("muonckpt.optimizer.step.step.TOGETHER", 1)
+    for one, other in zip(trained(), together, strict=True):
+        assert torch.equal(one, other)
 
 
 def halved(whole: Whole) -> torch.Tensor:
