@@ -245,6 +245,10 @@ def _told_when_waiting(group: dist.ProcessGroup, call: str) -> Iterator[None]:
         timer.cancel()
 
 
+_NOTE_BYTES = 64
+"""More than the name of any call of ours, and its bits."""
+
+
 def bits_of_all(process_group: dist.ProcessGroup | None, call: str, bits: int) -> int:
     """Return the bits that any rank has given, by the gather of names with which `refuse_crossed` begins a call.
 
@@ -253,16 +257,19 @@ def bits_of_all(process_group: dist.ProcessGroup | None, call: str, bits: int) -
     """
     if not dist.is_initialized():
         return bits
-    calls: list[tuple[str, int]] = [(call, bits)] * dist.get_world_size(process_group)
-    with lost_ranks():
-        dist.all_gather_object(calls, (call, bits), process_group)
-    first, *others = [(name, rank) for (name, _), rank in zip(calls, group_ranks(process_group), strict=True)]
+    ranks = group_ranks(process_group)
+    note = torch.frombuffer(bytearray(f"{bits} {call}".encode().ljust(_NOTE_BYTES)), dtype=torch.uint8)
+    notes = list(note.to(wire_device(process_group, ())).repeat(len(ranks), 1))
+    with lost_ranks():  # one exchange, as lengths are known; objects would take two
+        dist.all_gather(notes, notes[0].clone(), group=process_group)
+    calls = [bytes(note.tolist()).decode().rstrip().split(" ", 1) for note in notes]
+    first, *others = [(name, rank) for (_, name), rank in zip(calls, ranks, strict=True)]
     if crossed := next((other for other in others if other[0] != first[0]), None):
         raise ArgumentError(
             f"rank {first[1]} called {first[0]}, and rank {crossed[1]} called {crossed[0]}: all ranks of the process "
             "group have to make the same calls in the same order, so look for a branch that only some of them take"
         )
-    return reduce(or_, [given for _, given in calls])
+    return reduce(or_, [int(given) for given, _ in calls])
 
 
 def group_ranks(process_group: dist.ProcessGroup | None) -> list[int]:

@@ -10,31 +10,33 @@ import atexit
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from copy import deepcopy
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol, TextIO
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, Protocol, TextIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ..box import Index
 from ..errors import DestinationError, Interrupted, LostRankError, MuonckptError
 from ..layouts.boxed_tensor import BoxedTensor, parts_of, whole_shape
-from ..layouts.tensors import declares_boxes
+from ..layouts.tensors import declares_boxes, local_of
 from ..new_group import new_group, time_out
 from .all_ranks import decide_on_first, refuse_crossed
 from .live_state import LiveState, nested_state, refuse_no_state_dict
 from .saving import AgreedPlans, JointSave, SaveProgress, as_json
 from .signals import end_in_order
+from .storable import is_writable
 
 OnError = Literal["raise", "warn"]
 WhenBusy = Literal["wait", "refuse"]
@@ -415,92 +417,92 @@ def _report_failures() -> None:
 
 # --- A copy of this rank's state in host memory -----------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class _Boxes:
-    shape: Index
-    parts: dict[Index, Tensor]
-    dtype: torch.dtype
+_ALIGNMENT = 64
+"""Bytes: a line of cache, and more than any dtype asks for."""
 
 
 class HostCopy:
-    """A copy of state in buffers that are pinned if there is a GPU."""
+    """A copy of state in one block of host memory, pinned if there is a GPU, which the next copy uses again."""
 
     def __init__(self) -> None:
-        self._stager = _stager()
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
+        self._places: list[Tensor] = []
 
     @torch.no_grad()
     def of(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        bare = {key: _mapped(value, _bare) for key, value in state_dict.items()}
-        given = list(_tensors(bare))
-        state: Any
-        try:
-            state = self._stager.stage(bare)
-        except (AssertionError, KeyError):
-            # Buffers go by storage, and one was resized since the last copy; or torch 2.12's stager is empty after use.
-            self.close()
-            self._stager = _stager()
-            state = self._stager.stage(bare)
-        for device in {tensor.device for tensor in given if tensor.is_cuda}:  # the stager waits for the current one
+        """Copy nested state: this rank's elements into the block, once where tensors share them, and all else deeply.
+
+        Tensors that no checkpoint holds are returned as they are, for the save to refuse them by name.
+        """
+        staged = [_Staged.of(tensor) for tensor in _tensors(state_dict) if is_writable(tensor)]
+        distinct = {_identity(part): part for leaf in staged for part in leaf.parts}
+        forms = [(part.shape, part.dtype) for part in distinct.values()]
+        places = dict(zip(distinct, self._placed(forms), strict=True))
+        for name, part in distinct.items():
+            places[name].copy_(part, non_blocking=part.is_cuda)
+        for device in {part.device for part in distinct.values() if part.is_cuda}:
             torch.cuda.synchronize(device)
-        for tensor, copy in zip(given, _tensors(state), strict=True):
-            if type(copy) is not type(tensor) and tensor.data_ptr() == 0 and tensor.numel():
-                raise TypeError(f"cannot copy a tensor of class {type(tensor).__name__}: save a plain tensor")
-        return {key: _mapped(value, _joined) for key, value in state.items()}
+        memo = {id(leaf.tensor): leaf.made(*(places[_identity(part)] for part in leaf.parts)) for leaf in staged}
+        return deepcopy(dict(state_dict), memo)
+
+    def _placed(self, forms: list[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+        """Return places in the block for tensors, each dense; what the last copy had in them is lost."""
+        if forms != self._forms:
+            sizes = [shape.numel() * dtype.itemsize for shape, dtype in forms]
+            *starts, length = accumulate((size + -size % _ALIGNMENT for size in sizes), initial=0)
+            if not length <= len(self._block) <= 2 * length:
+                self.close()
+                self._block = torch.empty(length, dtype=torch.uint8)
+                if torch.cuda.is_available() and length:  # by the byte: torch's allocator gives a power of two
+                    pin_memory(self._block.data_ptr(), length)
+            self._forms = forms
+            self._places = [
+                self._block[start : start + size].view(dtype).view(shape)
+                for (shape, dtype), start, size in zip(forms, starts, sizes, strict=True)
+            ]
+        return self._places
 
     def close(self) -> None:
-        self._stager.close()
+        """Give the memory back."""
+        if self._block.is_pinned():
+            unpin_memory(self._block.data_ptr())
+        self._forms, self._places, self._block = [], [], self._block[:0].clone()
 
 
-def _stager() -> DefaultStager:
-    cuda = torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-        )
-    )
+class _Staged(NamedTuple):
+    """A tensor, the parts of it that are here, and what makes another of it from copies of these."""
+
+    tensor: Tensor
+    parts: Sequence[Tensor]
+    made: Callable[..., Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Staged:
+        if declares_boxes(tensor) or isinstance(tensor, ShardedTensor):
+            boxes, shape, dtype = parts_of(tensor), whole_shape(tensor), tensor.dtype
+            return cls(
+                tensor,
+                list(boxes.values()),
+                lambda *copies: BoxedTensor(shape, dict(zip(boxes, copies, strict=True)), dtype, "cpu"),
+            )
+        if isinstance(tensor, DTensor):
+            return cls(tensor, [local_of(tensor)], partial(_placed_as, tensor._spec))
+        return cls(tensor, [tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor], _itself)
 
 
-def _mapped(node: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to the leaves of nested state; containers in which nothing changes are kept."""
-    if isinstance(node, Mapping):
-        changed = {key: _mapped(value, function) for key, value in node.items()}
-        return node if all(changed[key] is value for key, value in node.items()) else changed
-    if isinstance(node, list | tuple):
-        mapped = [_mapped(value, function) for value in node]
-        return node if all(new is old for new, old in zip(mapped, node, strict=True)) else mapped
-    return function(node)
+def _placed_as(spec: Any, local: Tensor) -> Tensor:
+    # from_local() would move it to the mesh's device.
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _bare(leaf: Any) -> Any:
-    """Return a tensor without attributes, conjugation, negation and pending collectives."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if declares_boxes(leaf):
-        return _Boxes(whole_shape(leaf), {lo: _bare_tensor(part) for lo, part in parts_of(leaf).items()}, leaf.dtype)
-    if not isinstance(leaf, DTensor):
-        return _bare_tensor(leaf)
-    local = leaf._local_tensor
-    bare = _bare_tensor(local)
-    if bare is local and not leaf.__dict__:
-        return leaf
-    return DTensor.from_local(
-        bare, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
-    )
+def _itself(copy: Tensor) -> Tensor:
+    return copy
 
 
-def _joined(leaf: Any) -> Any:
-    return BoxedTensor(leaf.shape, leaf.parts, leaf.dtype, "cpu") if isinstance(leaf, _Boxes) else leaf
-
-
-def _bare_tensor(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, AsyncCollectiveTensor):
-        return tensor.wait()
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
-        return tensor
-    if tensor.is_conj() or tensor.is_neg():
-        return tensor.detach().resolve_conj().resolve_neg()
-    return tensor.detach() if tensor.__dict__ else tensor
+def _identity(part: Tensor) -> tuple[object, ...]:
+    """Tell elements by where they lie, so that tied weights are copied once."""
+    return part.data_ptr(), part.device, part.shape, part.stride(), part.dtype, part.is_conj(), part.is_neg()
 
 
 def _tensors(node: Any) -> Iterator[Tensor]:

@@ -42,13 +42,21 @@ def refuse_unwritable(key: str, value: Tensor) -> None:
     Raises:
         DestinationError: names the key and the reason.
     """
+    if (reason := _unwritable(value)) is not None:
+        raise DestinationError(
+            f"{key!r} {reason}: expected a tensor whose elements lie in dense memory; save it as such "
+            "tensors, its values and indices for one, or leave it out of the state dict"
+        )
+
+
+def is_writable(value: Tensor) -> bool:
+    """Return whether `refuse_unwritable` would let this tensor pass."""
+    return _unwritable(value) is None
+
+
+def _unwritable(value: Tensor) -> str | None:
     local = local_of(value) if isinstance(value, DTensor) else value
-    for what, is_so in _UNWRITABLE.items():
-        if is_so(local):
-            raise DestinationError(
-                f"{key!r} {what.format(local)}: expected a tensor whose elements lie in dense memory; save it as such "
-                "tensors, its values and indices for one, or leave it out of the state dict"
-            )
+    return next((what.format(local) for what, is_so in _UNWRITABLE.items() if is_so(local)), None)
 
 
 def _is_opaque(tensor: Tensor) -> bool:
