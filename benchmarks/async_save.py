@@ -1,11 +1,17 @@
-"""What saving costs a training loop: steps that save now and then, by four ways in turn, beside steps that never save.
+"""What saving costs a training loop: steps that save now and then, in several ways, beside steps that never save.
 
     async_save.py [--quick]
 
-Two gloo ranks train (products of matrices that take some 100 ms a step) and save a state of about 0.3 GB every fifth of
-20 steps.  "In the call" is the time that the training thread spends in the calls that save, waiting for the save before
-included; "of the loop" is what 20 steps take longer than without saving.  Saves run on while training does; after the
-last step the clock stops, and the last save is waited for.  Rounds alternate; medians of ratios.
+Two gloo ranks train (products of matrices) and save a state of about 0.3 GB every fifth of 20 steps; each waits for the
+save before, and the last save is waited for.  Rounds alternate; medians of ratios.
+
+"In the call" is what a call takes of the training thread.  "Of the loop" is what 20 steps take longer than without
+saving.  Both are CPU time of that thread, and its time: from the clock, less what it has waited for a core, as the
+kernel counts it, so that other programs of a busy machine count little.  "All CPU" is what all threads and processes of
+a rank take until the last save has ended, more than without saving: what is lost where no core is free.
+
+torch_checkpointing is there if it is installed.  It copies in the call, as the others do (its own default is a thread,
+and a lock around the optimizer's step), and has no resharders, which need CUDA there.
 """
 
 from __future__ import annotations
@@ -17,9 +23,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,112 +34,164 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from checkpoint import free_port, start
 from machine import describe
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import muonckpt
 
 RANKS, STEPS, EVERY = 2, 20, 5
-ROUNDS, MATRICES = (1, 4) if "--quick" in sys.argv else (5, 32)
+ROUNDS, MATRICES = (1, 4) if "--quick" in sys.argv else (9, 32)
 SIDE, WORK, PRODUCTS = 1536, 768, 6
 
 Wait = Callable[[], object]
+Tensors = dict[str, torch.Tensor]
 
 
-def copied(tensors: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> Wait:
+class Spent(NamedTuple):
+    """Seconds of the training thread: on a core, and by the clock less what it has waited for one."""
+
+    cpu: float
+    own: float
+
+    @classmethod
+    def now(cls) -> Spent:
+        on_core, waited, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
+        return cls(on_core / 1e9, time.perf_counter() - waited / 1e9)
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(self.cpu - other.cpu, self.own - other.own)
+
+
+class Round(NamedTuple):
+    call: Spent
+    loop: Spent
+    everything: float
+
+
+def all_cpu(process: int | str = "self") -> float:
+    """CPU seconds of a process and of all that it has started."""
+    folder = Path(f"/proc/{process}")
+    ticks = sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:15]))
+    children = " ".join((task / "children").read_text() for task in (folder / "task").iterdir()).split()
+    return ticks / os.sysconf("SC_CLK_TCK") + sum(map(all_cpu, children))
+
+
+def copied(tensors: Tensors, buffers: Tensors) -> Wait:
     """The floor: this rank's elements, copied once."""
     for name, tensor in tensors.items():
-        buffers[name].copy_(tensor.to_local())  # type: ignore[attr-defined]
+        assert isinstance(tensor, DTensor)
+        buffers[name].copy_(tensor.to_local())
     return lambda: None
 
 
-def ways(tensors: dict[str, torch.Tensor]) -> dict[str, Callable[[Path], Wait]]:
+def ways(tensors: Tensors) -> Iterator[tuple[str, Callable[[Path], Wait]]]:
     """How to save; each returns what waits for the save."""
-    buffers = {name: torch.empty_like(tensor.to_local()) for name, tensor in tensors.items()}  # type: ignore[attr-defined]
-
+    buffers = {name: torch.zeros_like(tensor.to_local()) for name, tensor in tensors.items()}  # type: ignore[attr-defined]
     group = dist.new_group(backend="gloo")  # dcp's collectives would meet the barriers of the loop
 
     def at_once(path: Path) -> Wait:
         muonckpt.save(tensors, path)
         return lambda: None
 
-    return {
-        "a plain copy": lambda path: copied(tensors, buffers),
-        "muonckpt.save": at_once,
-        "muonckpt.async_save": lambda path: muonckpt.async_save(tensors, path).result,
-        "dcp.async_save": lambda path: dcp.async_save(dict(tensors), checkpoint_id=path, process_group=group).result,
-    }
+    def stock(kind: AsyncCheckpointerType) -> Callable[[Path], Wait]:
+        return lambda path: (
+            dcp.async_save(dict(tensors), checkpoint_id=path, process_group=group, async_checkpointer_type=kind).result
+        )  # type: ignore[union-attr]
+
+    yield "a plain copy", lambda path: copied(tensors, buffers)
+    yield "muonckpt.save", at_once
+    yield "muonckpt.async_save", lambda path: muonckpt.async_save(tensors, path).result
+    yield "dcp.async_save", stock(AsyncCheckpointerType.THREAD)
+    yield "dcp.async_save, process", stock(AsyncCheckpointerType.PROCESS)
+    if find_spec("torch_checkpointing"):
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig
+        from torch_checkpointing.staging import CheckpointStagerConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        saver = AsyncCheckpointSaverConfig(staging_config=CheckpointStagerConfig(use_async_staging=False))
+        storage = LocalFileSystemStorageConfig(use_direct_io=False)  # which not every file system has
+        manager = CheckpointManager(CheckpointManager.Config(save=saver, storage_config=storage))
+        yield "torch_checkpointing", lambda path: manager.save(str(path), {"model": tensors}).result
 
 
-def trained(save: Callable[[Path], Wait] | None, folder: Path) -> tuple[float, float]:
-    """Seconds of the loop, and of these in calls that save."""
+def trained(save: Callable[[Path], Wait] | None, folder: Path) -> Round:
     weights = torch.randn(WORK, WORK) / WORK**0.5
     x = torch.randn(WORK, WORK)
     wait: Wait = lambda: None  # noqa: E731
-    called = 0.0
+    called = []
     dist.barrier()
-    begin = time.perf_counter()
+    everything, begin = all_cpu(), Spent.now()
     for step in range(STEPS):
         for _ in range(PRODUCTS):
             x = (x @ weights).relu_()
         x = x / x.norm().clamp(min=1e-6)
         if save is not None and step % EVERY == 0:
-            entered = time.perf_counter()
             wait()
+            entered = Spent.now()
             wait = save(folder / f"step-{step}")
-            called += time.perf_counter() - entered
-    dist.barrier()
-    took = time.perf_counter() - begin
+            called.append(Spent.now() - entered)
+    loop = Spent.now() - begin
     wait()
     dist.barrier()
-    return took, called
+    call = Spent(sum(spent.cpu for spent in called), sum(spent.own for spent in called))
+    return Round(call, loop, all_cpu() - everything)
 
 
 def rank_of(rank: int, folder: str, port: int) -> None:
     start(rank, RANKS, port)
     mesh = init_device_mesh("cpu", (RANKS,))
     generator = torch.Generator().manual_seed(0)
-    tensors: dict[str, torch.Tensor] = {
+    tensors: Tensors = {
         str(number): distribute_tensor(
             torch.randn(SIDE, SIDE, generator=generator), mesh, [Shard(0)], src_data_rank=None
         )
         for number in range(MATRICES)
     }
-    saved: dict[str, Callable[[Path], Wait] | None] = {"nothing": None, **ways(tensors)}
-    loops: defaultdict[str, list[float]] = defaultdict(list)
-    calls: defaultdict[str, list[float]] = defaultdict(list)
+    saved: dict[str, Callable[[Path], Wait] | None] = {"nothing": None, **dict(ways(tensors))}
+    rounds: defaultdict[str, list[Round]] = defaultdict(list)
     for number in range(ROUNDS + 1):
         for name in list(saved)[:: 1 if number % 2 else -1]:
             place = Path(folder) / "round"
-            took, called = trained(saved[name], place)
+            took = trained(saved[name], place)
             if rank == 0:
                 shutil.rmtree(place, ignore_errors=True)
             dist.barrier()
             if number:
-                loops[name].append(took)
-                calls[name].append(called)
+                rounds[name].append(took)
     if rank == 0:
-        show(loops, calls, sum(tensor.nbytes for tensor in tensors.values()))
+        show(rounds, sum(tensor.nbytes for tensor in tensors.values()))
     dist.destroy_process_group()
 
 
-def show(loops: dict[str, list[float]], calls: dict[str, list[float]], size: int) -> None:
-    print(f"{describe()}; {size / 1e9:.2f} GB, {RANKS} ranks, {ROUNDS} alternating rounds\n")
-    print("| way | in the call, ms a save | beside a plain copy | of the loop, ms a save | loop beside no saves |")
-    print("|---|---|---|---|---|")
+def show(rounds: dict[str, list[Round]], size: int) -> None:
+    load = os.getloadavg()[1]
+    print(f"{describe()}; {size / 1e9:.2f} GB, {RANKS} ranks, {ROUNDS} alternating rounds; load {load:.0f}\n")
+    print(
+        "| way | in the call, ms: CPU | time | beside a plain copy: CPU | time | of the loop, ms a save: CPU | time "
+        "| all CPU, ms a save | time beside dcp.async_save | all CPU beside it |"
+    )
+    print(f"{'|---' * 10}|")
     saves = len(range(0, STEPS, EVERY))
+    nothing, floor, stock = rounds.pop("nothing"), rounds["a plain copy"], rounds["dcp.async_save"]
 
-    def median(values: Any) -> float:
-        return statistics.median(values)
+    def lost(took: list[Round]) -> list[tuple[float, float, float]]:
+        return [(*(a.loop - b.loop), a.everything - b.everything) for a, b in zip(took, nothing, strict=True)]
 
-    for name, took in loops.items():
-        if name == "nothing":
-            continue
-        beside = median(mine / floor for mine, floor in zip(calls[name], calls["a plain copy"], strict=True))
-        more = median(mine - other for mine, other in zip(took, loops["nothing"], strict=True))
-        ratio = median(mine / other for mine, other in zip(took, loops["nothing"], strict=True))
-        called = median(calls[name]) / saves * 1e3
-        print(f"| {name} | {called:.0f} | {beside:.2f} | {more / saves * 1e3:.0f} | {ratio:.2f} |")
+    def milliseconds(values: Iterable[float]) -> str:
+        return f"{statistics.median(values) / saves * 1e3:.0f}"
+
+    for name, took in rounds.items():
+        calls = [milliseconds(each.call[kind] for each in took) for kind in (0, 1)]
+        beside = [
+            f"{statistics.median(a.call[kind] / b.call[kind] for a, b in zip(took, floor, strict=True)):.2f}"
+            for kind in (0, 1)
+        ]
+        losses = [[column[kind] for column in lost(took)] for kind in (0, 1, 2)]
+        theirs = [[column[kind] for column in lost(stock)] for kind in (0, 1, 2)]
+        ratios = [f"{statistics.median(losses[kind]) / statistics.median(theirs[kind]):.2f}" for kind in (1, 2)]
+        print(f"| {' | '.join([name, *calls, *beside, *map(milliseconds, losses), *ratios])} |")
 
 
 if __name__ == "__main__":
