@@ -2,9 +2,10 @@
 
     node_memory.py [--quick]
 
-Four gloo ranks on two "nodes" (folders in /dev/shm) hold a sharded state.  "Call" is the time that training waits;
-"until it is there" includes the thread, all ranks together; "sent" is what ranks send for a copy, and "bound" the bytes
-of the elements, each once.  Restores go back into the same ranks.  Rounds alternate; medians of ratios.
+Four gloo ranks on two "nodes" (folders in /dev/shm) hold a sharded state.  "Call" is what training waits for;
+"until it is there" includes the thread, all ranks together.  CPU is that of the calling thread, and of all threads of
+all ranks, which a busy machine changes little.  "Sent" is what ranks send for a copy, and "bound" the bytes of the
+elements, each once.  Restores go back into the same ranks.  Rounds alternate; medians of ratios.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,18 +34,25 @@ from muonckpt import Series
 RANKS, SIDE = 4, 1536
 ROUNDS, MATRICES = (1, 4) if "--quick" in sys.argv else (5, 32)
 
-Seconds = tuple[float, float]
+
+class Seconds(NamedTuple):
+    """What a call takes, and what it takes until what it has begun has ended on all ranks: CPU, and by the clock."""
+
+    call_cpu: float
+    call: float
+    cpu: float
+    whole: float
 
 
 def timed(begin: Callable[[], Callable[[], object]]) -> Seconds:
-    """Seconds of a call, and until what it began has ended on all ranks."""
     dist.barrier()
-    entered = time.perf_counter()
+    entered, on_core, all_threads = time.perf_counter(), time.thread_time(), time.process_time()
     wait = begin()
-    called = time.perf_counter() - entered
+    called = time.thread_time() - on_core, time.perf_counter() - entered
     wait()
-    dist.barrier()
-    return called, time.perf_counter() - entered
+    cpu = torch.tensor(time.process_time() - all_threads, dtype=torch.float64)
+    dist.all_reduce(cpu)
+    return Seconds(*called, float(cpu), time.perf_counter() - entered)
 
 
 def rank_of(rank: int, folder: str, memory: str, port: int) -> None:
@@ -101,16 +110,22 @@ def rank_of(rank: int, folder: str, memory: str, port: int) -> None:
 
 
 def show(took: dict[str, list[Seconds]], size: int, sent: int) -> None:
-    print(f"{describe()}; {size / 1e9:.2f} GB, {RANKS} ranks on 2 nodes, {ROUNDS} alternating rounds\n")
+    print(
+        f"{describe()}; {size / 1e9:.2f} GB, {RANKS} ranks on 2 nodes, {ROUNDS} alternating rounds; load "
+        f"{os.getloadavg()[1]:.0f}\n"
+    )
     print(f"A copy sends {sent} bytes; the bound is {size}: {sent / size:.4f} of it.\n")
-    print("| way | call, ms | until it is there, ms | beside disk |")
-    print("|---|---|---|---|")
+    print("| way | call, ms: CPU | time | until it is there, ms: CPU | time | beside disk: CPU | time |")
+    print(f"{'|---' * 7}|")
     floors = {"async_copy": "async_save", "async_save": "async_save"}
     for name, seconds in took.items():
         floor = took[floors.get(name, "restore, disk")]
-        ratio = statistics.median(mine[1] / other[1] for mine, other in zip(seconds, floor, strict=True))
-        call, whole = (statistics.median(column) * 1e3 for column in zip(*seconds, strict=True))
-        print(f"| {name} | {call:.0f} | {whole:.0f} | {ratio:.2f} |")
+        ratios = (
+            statistics.median(mine[kind] / other[kind] for mine, other in zip(seconds, floor, strict=True))
+            for kind in (2, 3)
+        )
+        columns = [f"{statistics.median(column) * 1e3:.0f}" for column in zip(*seconds, strict=True)]
+        print(f"| {' | '.join([name, *columns, *map('{:.2f}'.format, ratios)])} |")
 
 
 if __name__ == "__main__":

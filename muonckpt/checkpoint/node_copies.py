@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from ..errors import DestinationError
 from ..record import MANIFEST_FILE, Extent
@@ -138,15 +139,14 @@ class NodeCopy:
             return own.stat().st_size if own.exists() else 0
 
         sizes = gather_on_all(self._group, DestinationError, write)
-        failure = self._send(sizes)
-        held = {
-            place: size for place, size in enumerate(sizes) if size and here in (place, self._nodes.partners[place])
-        }
+        failure, sent = self._send(sizes)
+        received = {place: size for place, size in enumerate(sizes) if size and self._nodes.partners[place] == here}
 
         def answer() -> tuple[bytes, Mapping[int, str]]:
             if failure is not None:
                 raise failure
-            return receipt, {place: digest_of(self._staged, rank_file(place), size) for place, size in held.items()}
+            arrived = {place: digest_of(self._staged, rank_file(place), size) for place, size in received.items()}
+            return receipt, {here: sent, **arrived}
 
         def describe(answers: list[tuple[bytes, Mapping[int, str]]]) -> dict[str, bytes]:
             ranks = group_ranks(self._group)
@@ -173,15 +173,17 @@ class NodeCopy:
         if self._nodes.leads:  # now every node has it
             remove_copies(self._folder, lambda name: name != self._name)
 
-    def _send(self, sizes: Sequence[int]) -> Exception | None:
+    def _send(self, sizes: Sequence[int]) -> tuple[Exception | None, str]:
         """Send this rank's file to its partner, and receive those of others; every byte travels once.
 
-        Returns an error of this rank, which goes on exchanging, so that the others do not hang.
+        Returns an error of this rank, which goes on exchanging, so that the others do not hang, and the digest of what
+        it has sent, as `digest_of` gives it.
         """
         here, partners = self._nodes.here, self._nodes.partners
         partner = partners[here]
+        digest = xxhash.xxh3_128()
         if partner is None:
-            return None
+            return None, digest.hexdigest()
         origins = [place for place, other in enumerate(partners) if other == here and sizes[place]]
         failure: Exception | None = None
         with ExitStack() as files:
@@ -203,11 +205,12 @@ class NodeCopy:
                 send, receive = (torch.empty(sum(splits), dtype=torch.uint8) for splits in (give, take))
                 if failure is None and lengths[here]:
                     os.preadv(own, [send.numpy().data], start)
+                    digest.update(send.numpy().data)
                 exchange(self._group, send, give, receive, take)
                 parcels = torch.split(receive, [lengths[place] for place in origins])
                 for output, parcel in zip(outputs, parcels, strict=False) if failure is None else ():
                     output.write(parcel.numpy().data, start)
-        return failure
+        return failure, digest.hexdigest()
 
 
 def remove_copies(folder: Path, superfluous: Callable[[StepName | None], bool], spared: Path | None = None) -> None:

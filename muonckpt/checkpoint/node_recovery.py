@@ -31,10 +31,10 @@ from ..store.open_checkpoint import checked_blob
 from ..store.reading.payloads import Payloads, checked_elements
 from ..store.run import StepName
 from .all_ranks import broadcast_from_first, decide_on_first, gather_on_all, group_ranks
-from .attestation import Fingerprints, TensorPrint, attest
+from .attestation import TensorPrint
 from .bits import bits_of
 from .node_copies import Nodes, remove_copies
-from .redistribution import redistribute
+from .redistribution import redistribute_attested
 from .storable import refuse_code
 
 
@@ -143,10 +143,9 @@ def load_copy(
         missing = list(faults)
     nested = source.nested(objects)
     try:
-        attest(nested, source.prints, process_group=process_group)
-        return redistribute(
-            nested, state_dict, group=process_group, allow_extra=allow_extra, fresh=fresh, attest=True
-        ).report
+        return redistribute_attested(
+            nested, state_dict, source.prints, group=process_group, allow_extra=allow_extra, fresh=fresh
+        )
     except AttestError as error:
         raise DamageError(str(error)) from error
 
@@ -188,13 +187,11 @@ class _Source:
         return sorted(used | {blob.item.file for blob in self.manifest.blobs})
 
     @property
-    def prints(self) -> Fingerprints:
-        return Fingerprints(
-            {
-                tensor.key: TensorPrint(tensor.shape, tensor.dtype, tensor.fingerprint or "")
-                for tensor in self.manifest.tensors
-            }
-        )
+    def prints(self) -> Mapping[str, TensorPrint]:
+        return {
+            tensor.key: TensorPrint(tensor.shape, tensor.dtype, tensor.fingerprint or "")
+            for tensor in self.manifest.tensors
+        }
 
     def read(self, files: set[str]) -> tuple[dict[str, bytes], dict[str, str]]:
         """Read and check what lies in some files; return other objects than tensors, and the first fault of a file."""

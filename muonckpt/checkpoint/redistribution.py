@@ -31,7 +31,7 @@ from ..resumption import Extra, Globs, LoadReport
 from ..store.io.checksums import xxh3_128
 from ..store.reading.dtypes import itemsize
 from .all_ranks import exchange, gather_on_all, group_ranks, refuse_crossed, refuse_differing, unusable, wire_device
-from .attestation import held_together, shares_of
+from .attestation import TensorPrint, differing, held_together, shares_of
 from .bits import share_of, unsigned
 from .live_state import NOBODY, HeldTensor, LiveState, LocalParts, RankBoxes, RankState, asked_layouts, held_layout
 from .matching import LoadTemplate, RankRequest, Stored, judge, match, selection
@@ -138,6 +138,43 @@ def redistribute(
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
     """
     refuse_crossed(group, "redistribute")
+    return _redistribute(
+        source_state_dict, target_state_dict, group, memory, allow_extra, fresh, {} if attest else None
+    )
+
+
+def redistribute_attested(
+    source_state_dict: Mapping[str, Any],
+    target_state_dict: dict[str, Any],
+    expected: Mapping[str, TensorPrint],
+    *,
+    group: dist.ProcessGroup | None,
+    allow_extra: bool | Iterable[str],
+    fresh: Iterable[str],
+) -> LoadReport:
+    """Redistribute as with ``attest=True``, after proving that the source has these fingerprints.  Collective.
+
+    Args:
+        expected: by the keys of the source; tensors that nobody asks for are not looked at.
+
+    Raises:
+        AttestError: also if the source is not what the fingerprints say; before the target is touched.
+    """
+    done = _redistribute(source_state_dict, target_state_dict, group, DEFAULT_MEMORY, allow_extra, fresh, expected)
+    return done.report
+
+
+def _redistribute(
+    source_state_dict: Mapping[str, Any],
+    target_state_dict: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    memory: int,
+    allow_extra: bool | Iterable[str],
+    fresh: Iterable[str],
+    expected: Mapping[str, TensorPrint] | None,
+) -> Redistribution:
+    """Redistribute; attest, if fingerprints are given, those tensors that have one, and all that moves."""
+    attest = expected is not None
     ranks = group_ranks(group)
     source: LiveState
     target: LiveState
@@ -175,11 +212,24 @@ def redistribute(
         carrier = Carrier(source, target, moves, stages, group, wire_device(group, devices))
 
     gather_on_all(group, TargetError, prepare)
-    if attest:
+    shares: dict[tuple[str, Box], int] = {}
+    if expected is not None:
         moving = {move.source for move in moves}
-        shares = gather_on_all(group, AttestError, lambda: shares_of(source, moving))
-        if faults := held_together(ranks, shares).faults:
-            raise AttestError(f"the source differs from rank to rank: {'; '.join(faults[:12])}")
+        held = gather_on_all(group, AttestError, lambda: shares_of(source, moving))
+        state, numbers = held[carrier.place]
+        boxes = [(key, box) for key, kind in state.tensors() for box in kind.boxes]
+        shares = dict(zip(boxes, numbers, strict=True))
+        together = held_together(ranks, held)
+        faults = [
+            *together.faults,
+            *differing(
+                {key: together.tensors[key] for key in together.tensors.keys() & expected.keys()},
+                {key: expected[key] for key in moving & expected.keys()},
+            ),
+        ]
+        if faults:
+            reason = "differs from rank to rank" if together.faults else "is not what its fingerprints say"
+            raise AttestError(f"the source {reason}: {'; '.join(faults[:12])}")
     carrier.run()
     mine = requests[carrier.place].rank.matching
 
@@ -189,13 +239,13 @@ def redistribute(
         target.zero(mine.zeros)
         objects = {key: pickle.loads(items[origin]) for key, origin in mine.sources.items() if origin in items}
         target.put(objects, mine.added)
-        return (carrier.departed(), carrier.arrived()) if attest else ({}, {})
+        return (carrier.departed(shares), carrier.arrived()) if attest else ({}, {})
 
     with unusable():
         _compare(ranks, moves, gather_on_all(group, TargetError, finish))
     if mine.own_options:
         own = "; ".join(mine.own_options)
-        warnings.warn(f"the source does not say options, which stay as the running optimizer's: {own}", stacklevel=2)
+        warnings.warn(f"the source does not say options, which stay as the running optimizer's: {own}", stacklevel=3)
     filled = len({move.target for move in moves})
     return Redistribution(report, filled, carrier.sent, carrier.received, len(stages), carrier.largest)
 
@@ -216,7 +266,7 @@ def _stored(ranks: Sequence[int], offers: Sequence[_Offer]) -> tuple[dict[str, b
                 warnings.warn(
                     f"{entry.key!r}: ranks {first} and {rank} hold different data that is not a tensor; the copy of "
                     f"rank {first} is taken",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
         items = {**offer.pickled, **items}
         options = {**offer.options, **options}
@@ -468,6 +518,7 @@ class Carrier:
         self.failure: Exception | None = None
         self.sent = self.received = 0
         self._group = group
+        self._sources = [move.source for move in moves]
         self._gives, self._takes = list[_Side](), list[_Side]()
         for move in moves:
             copies = move.copies
@@ -502,13 +553,19 @@ class Carrier:
         except Exception as error:
             self.failure = self.failure or error
 
-    def departed(self) -> dict[tuple[int, int], int]:
-        """Return the fingerprints' shares of what this rank has given, by move and taker."""
+    def departed(self, known: dict[tuple[str, Box], int]) -> dict[tuple[int, int], int]:
+        """Return the fingerprints' shares of what this rank has given, by move and taker.
+
+        Args:
+            known: shares of boxes of the source; those of others that were given are added.
+        """
         shares: defaultdict[tuple[int, int], int] = defaultdict(int)
-        for number, side in enumerate(self._gives):
+        for number, (key, side) in enumerate(zip(self._sources, self._gives, strict=True)):
             boxes = map(Box, map(tuple, side.lo.tolist()), map(tuple, side.hi.tolist()))
             for elements, box, taker in zip(side.views(), boxes, side.other.tolist(), strict=True):
-                shares[number, taker] = combine(shares[number, taker], _share(elements, box))
+                if (key, box) not in known:
+                    known[key, box] = _share(elements, box)
+                shares[number, taker] = combine(shares[number, taker], known[key, box])
         return dict(shares)
 
     def arrived(self) -> dict[int, int]:
