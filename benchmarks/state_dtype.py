@@ -1,4 +1,4 @@
-"""State in bfloat16 beside float32: the loss of a small model, bytes of state, and the time of a step.
+"""State in bfloat16 and in 8 bits beside float32: the loss of a small model, bytes of state, and the time of a step.
 
 A step's time is a median of ratios to float32 of every round; steps alternate, in turning order.
 """
@@ -22,6 +22,8 @@ KINDS = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16, rounding_seed=0": {"dtype": "bfloat16", "rounding_seed": 0},
+    "8bit": {"dtype": "8bit"},
+    "8bit, rounding_seed=0": {"dtype": "8bit", "rounding_seed": 0},
 }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..layouts.tensors import local_of
-from ..vocabulary import EXP_AVG_SQ, ParamGroup
+from ..vocabulary import EXP_AVG_SQ, ParamGroup, scales_of
 from .given import unsaid
 from .ground.cuda_graphs import capturing
 from .state import as_numbers
@@ -223,8 +223,9 @@ def largest(slots: Mapping[str, Tensor]) -> float:
     then: singular values begin below 1, and no published set makes more than 2 of them, for which `recipe.HOLD` has
     room.
     """
-    ends = [TRAVELS, *(torch.finfo(value.dtype).max for value in slots.values() if value.ndim)]
-    squared = [math.sqrt(torch.finfo(value.dtype).max) for slot, value in slots.items() if slot == EXP_AVG_SQ]
+    floats = {slot: torch.finfo(own.dtype).max for slot, own in slots.items() if own.is_floating_point() and own.ndim}
+    ends = [TRAVELS, *floats.values()]
+    squared = [math.sqrt(end) for slot, end in floats.items() if slot in (EXP_AVG_SQ, scales_of(EXP_AVG_SQ))]
     return min([end / 2 for end in ends] + squared)
 
 

@@ -25,6 +25,7 @@ from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
 from .for_model import EXAMPLE_LINE, ForModel, refuse_no_parameters
 from .given import given_in
 from .ground.cuda_graphs import capturing
+from .ground.eight_bits import block_of
 from .ground.rounding import Placed
 from .methods.matrix import Methods, Scale, Scales, is_matrix_method
 from .methods.scalar import SCALARS
@@ -55,6 +56,7 @@ from .state import (
     declare_owned,
     fresh_state,
     owned_state,
+    refuse_cut,
 )
 from .step.agreement import Facts, fixed
 from .step.exchange import LINKS
@@ -110,7 +112,8 @@ class Muon(ForModel, CollectiveOptimizer):
 
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
-        LayoutError: a parameter is not a matrix, or its pieces do not add up to its rows.
+        LayoutError: a parameter is not a matrix, its pieces do not add up to its rows, or a sharding cuts blocks of
+            its state in 8 bits.
     """
 
     _warns = True
@@ -209,11 +212,12 @@ class Muon(ForModel, CollectiveOptimizer):
                 refuse_shared_rate(self.param_groups, inheriting, self.defaults["lr"])
             fresh = {}
             for number, param in enumerate(group["params"]):
+                name = group.get("param_names", {number: f"parameter {number} of group {before}"})[number]
                 try:
                     fresh[param] = self._fresh_state(param, group)
                 except LayoutError as error:
-                    name = group.get("param_names", {number: f"parameter {number} of group {before}"})[number]
                     raise LayoutError(f"{name}: {error}. To have a model's parameters sorted: {EXAMPLE_LINE}") from None
+                self._refuse_cut_blocks(name, param, group)
             self._place_owned(fresh)
         except Exception:
             del self.param_groups[before:]
@@ -231,6 +235,19 @@ class Muon(ForModel, CollectiveOptimizer):
     def _fresh_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         method = self._methods[group["algorithm"]] if is_matrix_method(group["algorithm"]) else None
         return fresh_state(param, self._resting(param, (0,)), group, method)
+
+    def _refuse_cut_blocks(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
+        if not (block := block_of(group)):
+            return
+        if self._layout is not None:
+            raise LayoutError(
+                f"{name}: with layout=, where flat buffers end anywhere, no block of state in 8 bits is sure to be "
+                "whole: keep its state in bfloat16"
+            )
+        try:
+            refuse_cut(self._resting(param, (0,)), block)
+        except LayoutError as error:
+            raise LayoutError(f"{name}: {error}") from None
 
     def _place_owned(self, fresh: Mapping[Tensor, dict[str, Tensor]]) -> None:
         """Choose owners for new parameters whose methods keep state there, and add that state to the rest."""
@@ -379,7 +396,9 @@ class Muon(ForModel, CollectiveOptimizer):
             return
         renewed = {}
         for change in changed:
-            renewed[change.current] = self._fresh_state(change.current, self.param_groups[change.group])
+            group = self.param_groups[change.group]
+            renewed[change.current] = self._fresh_state(change.current, group)
+            self._refuse_cut_blocks(change.name, change.current, group)
             self._owners.pop(change.former, None)
         self._place_owned(renewed)
         for change in changed if self._used else ():

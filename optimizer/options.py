@@ -13,6 +13,9 @@ from torch import Tensor
 
 from ..coefficients import Coefficients, Plain, plain_coefficients
 from ..vocabulary import (
+    BLOCK_SIZE,
+    BLOCK_SIZES,
+    EIGHT_BITS,
     MOMENTUM_DTYPE,
     MUON_CONVENTION,
     ROUNDED_STEPS,
@@ -22,6 +25,7 @@ from ..vocabulary import (
     STATE_DTYPES,
     ParamGroup,
 )
+from .ground.eight_bits import block_of
 from .methods.form import MatrixMethod
 from .methods.matrix import is_matrix_method
 from .methods.scalar import SCALARS
@@ -43,8 +47,8 @@ def options_of_state(method: MatrixMethod | None) -> Collection[str]:
     A group has those that it was given.
     """
     if method is None:
-        return STATE_DTYPE, ROUNDING_SEED, ROUNDED_STEPS
-    return (MOMENTUM_DTYPE, ROUNDING_SEED, ROUNDED_STEPS) if method.averages else ()
+        return STATE_DTYPE, BLOCK_SIZE, ROUNDING_SEED, ROUNDED_STEPS
+    return (MOMENTUM_DTYPE, BLOCK_SIZE, ROUNDING_SEED, ROUNDED_STEPS) if method.averages else ()
 
 
 def cycled(groups: Sequence[ParamGroup]) -> dict[str, Any]:
@@ -125,6 +129,10 @@ def check(group: ParamGroup, scales: Collection[str], method: MatrixMethod | Non
     for name in (MOMENTUM_DTYPE, STATE_DTYPE):
         if name in group:
             need(name, (None, *STATE_DTYPES).__contains__, f"None, or one of {list(STATE_DTYPES)}")
+    if BLOCK_SIZE in group:
+        ends = f"a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}"
+        need(BLOCK_SIZE, lambda size: block_of(group) > 0, f"it with {MOMENTUM_DTYPE}= or {STATE_DTYPE}={EIGHT_BITS!r}")
+        need(BLOCK_SIZE, BLOCK_SIZES.__contains__, ends)
     if group.get(ROUNDING_SEED) is not None:
         need(ROUNDING_SEED, lambda seed: isinstance(seed, int), "an integer, or None")
         need(ROUNDED_STEPS, lambda steps: steps >= 0, "a number of steps")

@@ -31,7 +31,7 @@ from .given import given_in, settle
 from .methods.matrix import UNNAMED
 from .methods.scalar import counted_on
 from .options import as_plain
-from .state import as_numbers, fault
+from .state import as_numbers, fault, in_form
 
 RESTORED = ("lr", "momentum", "weight_decay", "betas", "beta2", "eps", ROUNDED_STEPS, *sorted(OF_SCHEDULERS))
 """Hyper-parameters that a loaded state brings with it, as schedules change them during a run."""
@@ -91,6 +91,8 @@ def fitting(
                 state[member.key] = optimizer.state[member.param]
             slots, theirs = optimizer.state[member.param], {} if member.home is None else saved[member.home]
             reason = NEW if member.home is None else _other_meaning(slots, mine, theirs)
+            if member.key in state:
+                state[member.key] = in_form(slots, state[member.key])
             reason = reason or misfit(slots, state.get(member.key, {}))
             if globs.match(member.name):
                 fresh.append(member)

@@ -86,7 +86,7 @@ RULES = {
     "converters/translate": "errors box chunks coefficients keys layout record vocabulary wording store store/formats "
     "converters/engine converters/programs",
     "converters/compare": "errors box key_search record store store/io store/reading store/formats converters/engine "
-    "converters/look converters/translate wording converters/programs",
+    "converters/look converters/translate vocabulary wording converters/programs",
     "converters/merge": "errors box chunks fingerprint key_search layout overlap record version vocabulary wording "
     "store store/io store/reading converters/compare converters/engine converters/look converters/translate "
     "converters/programs",

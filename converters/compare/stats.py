@@ -22,6 +22,7 @@ from ...store.opening import open
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
 from ...store.small_tensors import stacked
+from ...vocabulary import CODE_SLOTS
 from ...wording import Finding
 from ..engine.outputs import OutputTensor
 from ..look.contents import FirstLook, Role, first_look, unnumbered
@@ -146,10 +147,13 @@ Measurable = Sequence[tuple[Role, StateRecord]]
 def measurable(known: FirstLook, select: Sequence[str] = ()) -> Measurable:
     """Choose weights, momentum, masters and moments that match, or all tensors if the program is unknown.
 
+    Of state in 8 bits these are the scales, each the largest magnitude in its block: codes are no numbers.
+
     Raises:
         TargetError: a pattern matches nothing.
     """
-    tensors = [(role, tensor) for role in _ROLES for tensor in known.contents.tensors.get(role, ())]
+    every = ((role, tensor) for role in _ROLES for tensor in known.contents.tensors.get(role, ()))
+    tensors = [(role, tensor) for role, tensor in every if tensor.slot not in CODE_SLOTS]
     if not tensors:  # the program is unknown: all that is there
         tensors = [(Role.OTHER, tensor) for tensor in known.manifest.tensors if tensor.shape]
     records = [tensor for _, tensor in tensors]

@@ -24,6 +24,7 @@ from ...store.open_checkpoint import checked_blob
 from ...store.reading.blocks import bands
 from ...store.reading.dtypes import dtype
 from ...store.reading.payloads import Payloads
+from ...vocabulary import CODE_SLOTS, SCALE_SLOTS
 from ..compare.diff import same_value
 from ..compare.elements import F64, StoredSide, as_float64
 from ..engine.arithmetic import Words
@@ -171,6 +172,11 @@ class _Input:
         others: dict[str, OutputTensor] = {}
         for own in outputs.tensors:
             record = own.record
+            if record.slot in CODE_SLOTS | SCALE_SLOTS:
+                raise SourceError(
+                    f"{name}: tensor {record.key!r} is a part of state in 8 bits, which is not averaged: leave it out "
+                    "by --model-only, or load it into an optimizer with state in float32, and save that"
+                )
             if dialect and record.slot in momenta and record.convention is None:
                 record = replace(record, convention=dialect.convention)
             tensor = replace(own, record=record)

@@ -33,7 +33,7 @@ from ..layouts.tensors import declares_boxes, layout_of, placement_json
 from ..overlap import overlaps
 from ..record import StateRecord
 from ..resumption import STATE_DICT, STATE_LINE
-from ..vocabulary import MOMENTUM, Convention, KeyPath
+from ..vocabulary import MOMENTUM, Convention, KeyPath, codes_of
 from .bits import dtype_name
 
 
@@ -439,7 +439,8 @@ def _annotated(path: KeyPath, node: Any, known: Mapping[KeyPath, Annotation]) ->
     elif isinstance(node, Mapping):
         own = {}
         for at, name, slot, group in slots_of(node):
-            declared = (kind for kind in Convention if slot == MOMENTUM and kind == group.get("convention"))
+            momentum = slot in (MOMENTUM, codes_of(MOMENTUM))
+            declared = (kind for kind in Convention if momentum and kind == group.get("convention"))
             pieces = group.get("pieces")
             own[*path, *at] = Annotation(name, slot, next(declared, None), tuple(pieces) if pieces else None)
         known = {**known, **own} if own else known

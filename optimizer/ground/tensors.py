@@ -9,10 +9,11 @@ A portion is small enough for the processor's cache, and has tensors enough to s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,23 +43,42 @@ def in_dtype(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     return tensors if not tensors or tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
 
 
-Round = Callable[[Tensor], Tensor]
-"""Rounds float32 numbers to those of a narrower dtype; they stay in float32."""
+class Keeping(Protocol):
+    """How the numbers of a tensor are kept in fewer bits than 32."""
+
+    def widened(self, kept: Tensor) -> Tensor:
+        """Return what is kept, as float32."""
+        ...
+
+    def keep(self, kept: Tensor, exact: Tensor) -> None:
+        """Write float32 numbers."""
+        ...
 
 
 @contextmanager
-def rounded_once(*lists: Tensors, by: Sequence[Round | None] = ()) -> Iterator[list[Tensors]]:
+def rounded_once(*lists: Tensors, by: Sequence[Keeping | None] = ()) -> Iterator[list[Tensors]]:
     """Change lists of tensors, each of one dtype, in place: lends them, or float32 copies that are rounded into
     them.
 
     Args:
-        by: how each list's are rounded; to the nearest by default.
+        by: how each list's are kept; rounded to the nearest by default.
     """
-    exact = [in_dtype(tensors, exact_dtype(tensors[0])) if tensors else tensors for tensors in lists]
+    own = by or [None] * len(lists)
+    exact = [
+        [keeping.widened(tensor) for tensor in tensors]
+        if keeping is not None
+        else in_dtype(tensors, exact_dtype(tensors[0]))
+        if tensors
+        else tensors
+        for tensors, keeping in zip(lists, own, strict=True)
+    ]
     yield exact
-    for tensors, changed, own in zip(lists, exact, by or [None] * len(lists), strict=True):
-        if changed is not tensors:
-            torch._foreach_copy_(list(tensors), list(changed) if own is None else list(map(own, changed)))
+    for tensors, changed, keeping in zip(lists, exact, own, strict=True):
+        if keeping is not None:
+            for kept, numbers in zip(tensors, changed, strict=True):
+                keeping.keep(kept, numbers)
+        elif changed is not tensors:
+            torch._foreach_copy_(list(tensors), list(changed))
 
 
 def in_portions(lists: Sequence[Tensors]) -> Iterator[list[Tensors]]:

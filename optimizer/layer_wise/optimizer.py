@@ -25,7 +25,7 @@ from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.records import to_json
 from ...layouts.tensors import local_of
 from ...resumption import Globs, LoadReport
-from ...vocabulary import MASTER, MUON, ROUNDED_STEPS
+from ...vocabulary import EIGHT_BITS, MASTER, MOMENTUM_DTYPE, MUON, ROUNDED_STEPS, STATE_DTYPE
 from ..clipping import clip_with, refuse_other_limits, sum_of_squares
 from ..collective import MOST_SKIPPED, CollectiveOptimizer, Guarded, NonFinite, largest
 from ..given import settle
@@ -159,6 +159,11 @@ class LayerWise(CollectiveOptimizer):
             param: torch.empty_like(param, dtype=exact_dtype(param), device="meta") for param in self._members.name_of
         }
         example = Muon(groups_with(wholes, self.param_groups), lr, **options)
+        if any(group.get(STATE_DTYPE) == EIGHT_BITS for group in example.param_groups):
+            raise ValueError(
+                f"{STATE_DTYPE}={EIGHT_BITS!r}: buffers cut parameters of AdamW and Lion anywhere, and blocks with "
+                f"them: keep their state in bfloat16. Matrices have whole owners; {MOMENTUM_DTYPE}={EIGHT_BITS!r} fits"
+            )
         self.defaults, self.given = dict(example.defaults), example.given
         for mine, complete in zip(self.param_groups, example.param_groups, strict=True):
             mine.update(options_of(complete))

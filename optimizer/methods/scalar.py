@@ -21,13 +21,24 @@ import torch
 from torch import Tensor
 
 from ...layouts.flat import owned_layout
-from ...layouts.tensors import locals_of
-from ...vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup
+from ...layouts.tensors import local_of, locals_of, zeros_placed_as
+from ...vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup, codes_of, scales_of
 from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
-from ..ground.rounding import Placed, noise_of, portions
+from ..ground.eight_bits import held_of, scales_shape
+from ..ground.rounding import Placed, by_place, portions
 from ..ground.tensors import Tensors, decay, in_dtype, number_like, rounded_once, unopposed
 
 Slots = Mapping[str, Tensors]
+
+
+def fresh_average(param: Tensor, slot: str, dtype: torch.dtype, block: int) -> dict[str, Tensor]:
+    """Return zeros for a slot shaped like the parameter: of a dtype, or in 8 bits if there is a block size."""
+    codes = torch.uint8 if slot == EXP_AVG_SQ else torch.int8  # squares have no sign
+    zeros = torch.zeros_like(param, dtype=codes if block else dtype, memory_format=torch.contiguous_format)
+    if not block:
+        return {slot: zeros}
+    shape = scales_shape(tuple(param.shape), block)
+    return {codes_of(slot): zeros, scales_of(slot): zeros_placed_as(param, shape, torch.float32)}
 
 
 def placed_whole(param: Tensor) -> Placed:
@@ -40,21 +51,24 @@ class Scalar:
     """An element-wise algorithm.
 
     Args:
-        slots: a parameter's state: by name, the function that makes it, given a dtype.
+        slots: a parameter's state by name: None where it is shaped like the parameter, else the function that makes it.
         defaults: options of its groups besides ``lr``, ``weight_decay`` and ``cautious``.
         on_host, on_device: step local tensors of one device and dtype, of at least 32 bits, given parameters, gradients
             and state by slot in one order, and the group; on the host with their common count of steps, and with
             numbers in the group.  On a device nothing is read back.
     """
 
-    slots: Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]
+    slots: Mapping[str, Callable[[Tensor], Tensor] | None]
     defaults: Mapping[str, Any]
     on_host: Callable[[Tensors, Tensors, Slots, float, ParamGroup], None]
     on_device: Callable[[Tensors, Tensors, Slots, ParamGroup], None]
 
-    def fresh(self, param: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return the state of a new parameter; in its own dtype by default."""
-        return {slot: make(param, dtype or param.dtype) for slot, make in self.slots.items()}
+    def fresh(self, param: Tensor, dtype: torch.dtype | None = None, block: int = 0) -> dict[str, Tensor]:
+        """Return the state of a new parameter; in its own dtype by default, in 8 bits if there is a block size."""
+        state: dict[str, Tensor] = {}
+        for slot, make in self.slots.items():
+            state |= fresh_average(param, slot, dtype or param.dtype, block) if make is None else {slot: make(param)}
+        return state
 
     def check(self, group: ParamGroup) -> None:
         """Raise ValueError for an option out of range."""
@@ -72,7 +86,7 @@ class Scalar:
         """Step, in place, the parameters of ``group`` that have a gradient.
 
         Args:
-            placed: says which elements of a parameter this rank holds; asked if they are rounded with noise.
+            placed: says which elements of a parameter this rank holds; asked where `by_place`.
 
         Raises:
             RuntimeError: a CUDA graph is being captured, and a parameter has no gradient or is not on a GPU.
@@ -85,9 +99,14 @@ class Scalar:
             alike[param.device, param.dtype].append(param)
         for (device, _), params in alike.items():
             states = [state[param] for param in params]
-            held = {slot: locals_of([slots[slot] for slots in states]) for slot in self.slots}
+            kept = {slot: [held_of(slots, slot) for slots in states] for slot in self.slots}
+            held = {slot: locals_of(own for own, _ in pairs) for slot, pairs in kept.items()}
             weights, gradients = locals_of(params), locals_of(p.grad for p in params if p.grad is not None)
-            places = [None if noise_of(group) is None else placed(param) for param in params]
+            places: list[Any] = [None] * len(params)
+            if by_place(group):
+                scales = zip(*(pairs for slot, pairs in kept.items() if slot != STEP), strict=True)
+                local = ([None, *(None if own is None else local_of(own) for _, own in pairs)] for pairs in scales)
+                places = list(zip(map(placed, params), local, strict=True))
             if capturable(device):
                 self._step_on_device(weights, gradients, held, group, places)
             else:
@@ -99,7 +118,7 @@ class Scalar:
     ) -> None:
         if STEP in held:
             torch._foreach_add_(held[STEP], 1)
-        if (noise := noise_of(group)) is None:
+        if not by_place(group):
             with rounded_once(weights, *held.values()) as (exact, *changed):
                 # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
                 self.on_device(exact, in_dtype(gradients, exact[0].dtype), dict(zip(held, changed, strict=True)), group)
@@ -108,7 +127,7 @@ class Scalar:
         for number, place in enumerate(places):
             own = {slot: tensors[number : number + 1] for slot, tensors in held.items()}
             lists = [weights[number : number + 1], *map(own.__getitem__, moments), gradients[number : number + 1]]
-            for (*changing, given), by in portions(lists, noise, [None, *moments], [place]):
+            for (*changing, given), by in portions(lists, group, [None, *moments], [place]):
                 with rounded_once(*changing, by=by) as (exact, *changed):
                     slots = own | dict(zip(moments, changed, strict=True))
                     self.on_device(exact, in_dtype(given, exact[0].dtype), slots, group)
@@ -127,7 +146,7 @@ class Scalar:
             alike[tensors[-1].dtype, count].append((place, *tensors))
         for (_, count), parallel in alike.items():
             placed, *lists = zip(*parallel, strict=True)
-            for (*changing, given), by in portions(lists, noise_of(group), [None, *moments], placed):
+            for (*changing, given), by in portions(lists, group, [None, *moments], placed):
                 with rounded_once(*changing, by=by) as (exact, *changed):
                     given = in_dtype(given, exact[0].dtype)
                     self.on_host(exact, given, dict(zip(moments, changed, strict=True)), count, numbers)
@@ -224,26 +243,22 @@ def _times(tensors: Tensors, factor: Tensor) -> tuple[Tensor, ...]:
     return products
 
 
-def _moment(param: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
-
-
 def counted_on(param: Tensor) -> torch.device:
     """Return the device that counts a parameter's steps: its own if a CUDA graph may count them, else the CPU."""
     return param.device if capturable(param.device) else torch.device("cpu")
 
 
-def _counter(param: Tensor, _: torch.dtype) -> Tensor:
+def _counter(param: Tensor) -> Tensor:
     # float32, as a 16-bit float stops counting at 256
     return torch.zeros((), dtype=torch.float32, device=counted_on(param))
 
 
 SCALARS: Mapping[str, Scalar] = {
     "adamw": Scalar(
-        slots={STEP: _counter, EXP_AVG: _moment, EXP_AVG_SQ: _moment},
+        slots={STEP: _counter, EXP_AVG: None, EXP_AVG_SQ: None},
         defaults=ADAMW,
         on_host=_adamw_on_host,
         on_device=_adamw_on_device,
     ),
-    "lion": Scalar(slots={EXP_AVG: _moment}, defaults=LION, on_host=_lion_on_host, on_device=_lion_on_device),
+    "lion": Scalar(slots={EXP_AVG: None}, defaults=LION, on_host=_lion_on_host, on_device=_lion_on_device),
 }

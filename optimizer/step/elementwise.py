@@ -7,7 +7,7 @@ equal boxes together, and `kernels` by Triton, in a few launches.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
@@ -18,8 +18,9 @@ from torch import Tensor
 from ...layout import TensorLayout
 from ...layouts.tensors import local_of
 from ...plan import Copies
-from ...vocabulary import MOMENTUM, ParamGroup
-from ..ground.rounding import noise_of, portions
+from ...vocabulary import MOMENTUM, ParamGroup, codes_of, scales_of
+from ..ground.eight_bits import Blocks, block_of
+from ..ground.rounding import portions
 from ..ground.tensors import Tensors, decay, exact_dtype, rounded_once
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
@@ -35,7 +36,8 @@ class LocalTensors:
         groups: the parameter group of each.
         gradients: None where the parameter takes no part.
         slots: state by name, of the parameters that have it.
-        momenta: what updates are made of: the momentum of these slots, or the gradient of a parameter that has none.
+        momenta: what updates are made of: the momentum of these slots (or its codes), or the gradient of a parameter
+            that has none.
         layouts: with fragments on this ``rank``.
         copied: tensors that are not contiguous in their own memory, and their copies.
     """
@@ -74,7 +76,8 @@ class LocalTensors:
         weights = [dense(param) for param in params]
         gradients = [local_of(param.grad).contiguous() if param.grad is not None else None for param in params]
         taken = [weight if given is None else given for weight, given in zip(weights, gradients, strict=True)]
-        momenta = [slots[MOMENTUM].get(number, given) for number, given in enumerate(taken)]
+        kept = slots[MOMENTUM] | slots[codes_of(MOMENTUM)]
+        momenta = [kept.get(number, given) for number, given in enumerate(taken)]
         return cls(groups, weights, gradients, slots, momenta, copied, layouts, rank)
 
     def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
@@ -83,8 +86,11 @@ class LocalTensors:
             rate = 1 - group["momentum"]
             gradients = [gradient for gradient in map(self.gradients.__getitem__, numbers) if gradient is not None]
             both: list[Tensors] = [[self.momenta[number] for number in numbers], gradients]
-            placed = ((self.layouts[number].shape, self.layouts[number].fragments_of(self.rank)) for number in numbers)
-            for (momenta, taken), by in portions(both, noise_of(group), [MOMENTUM], placed):
+            placed = (
+                ((layout.shape, layout.fragments_of(self.rank)), [self.scales.get(number)])
+                for number, layout in ((number, self.layouts[number]) for number in numbers)
+            )
+            for (momenta, taken), by in portions(both, group, [MOMENTUM], placed):
                 with rounded_once(momenta, by=by) as [exact]:
                     given = [gradient.to(exact[0].dtype) for gradient in taken]
                     # torch takes one number for all, or a list of tensors.
@@ -94,10 +100,16 @@ class LocalTensors:
         """Return the parameters with momentum that take part, in lists of one group, dtype and device."""
         lists: defaultdict[Hashable, list[int]] = defaultdict(list)
         for number in numbers:
-            if self.gradients[number] is not None and number in self.slots[MOMENTUM]:
+            has_momentum = number in self.slots[MOMENTUM] or number in self.scales
+            if self.gradients[number] is not None and has_momentum:
                 momentum = self.momenta[number]
                 lists[id(self.groups[number]), momentum.dtype, momentum.device].append(number)
         return list(lists.values())
+
+    @property
+    def scales(self) -> Mapping[int, Tensor]:
+        """Those of momenta in 8 bits."""
+        return self.slots[scales_of(MOMENTUM)]
 
     def write_back(self) -> None:
         for own, dense in self.copied:
@@ -178,9 +190,13 @@ class TorchElementwise:
 
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for block in self._leaving(local, stage):
-            momenta, gradients = as_one(block.boxes(local.momenta)), self._gradients(local, block)
-            exact, rate = exact_dtype(momenta), 1 - local.groups[block.params[0]].get("momentum", 0.0)
-            taken_in = torch.lerp(momenta.to(exact), gradients.to(exact), rate).to(momenta.dtype)
+            rate = 1 - local.groups[block.params[0]].get("momentum", 0.0)
+            if block_of(local.groups[block.params[0]]):
+                taken_in = as_one([box.after(rate) for box in _in_eight_bits(local, block)])
+            else:
+                momenta, gradients = as_one(block.boxes(local.momenta)), self._gradients(local, block)
+                exact = exact_dtype(momenta)
+                taken_in = torch.lerp(momenta.to(exact), gradients.to(exact), rate).to(momenta.dtype)
             block.put(wire, self._update(local, block, taken_in))
 
     def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
@@ -188,7 +204,7 @@ class TorchElementwise:
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for block in self._leaving(local, stage):
-            block.put(wire, self._update(local, block, as_one(block.boxes(local.momenta))))
+            block.put(wire, self._update(local, block, _momenta(local, block)))
 
     def assemble(self, local: LocalTensors, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
         first = next(iter(sizes))
@@ -197,7 +213,7 @@ class TorchElementwise:
         for block in self._together(
             ("own", stage, first), local, lambda: self._copies.own(stage, sizes, dtype.itemsize), back=False
         ):
-            block.put(stack.view(torch.uint8), self._update(local, block, as_one(block.boxes(local.momenta))))
+            block.put(stack.view(torch.uint8), self._update(local, block, _momenta(local, block)))
         arriving = self._carried(("arriving", stage, first), lambda: self._copies.arriving(stage, sizes), dtype)
         for here, there in arriving:
             here.of(stack).copy_(there.of(wire.view(dtype)))
@@ -277,3 +293,53 @@ class TorchElementwise:
         exact.add_(change, alpha=-rate * block.kind.scale)
         if len(boxes) > 1 or exact is not stack:
             torch._foreach_copy_(boxes, exact.unbind())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxInEightBits:
+    """A box of a momentum in 8 bits.
+
+    Attributes:
+        codes, gradient: of all blocks that the box meets; in them its ``columns`` begin and end.
+        blocks: how these codes are kept.
+    """
+
+    codes: Tensor
+    gradient: Tensor
+    blocks: Blocks
+    columns: slice
+
+    @classmethod
+    def of(cls, local: LocalTensors, param: int, view: View) -> BoxInEightBits:
+        codes, gradient = local.momenta[param], local.gradients[param]
+        assert gradient is not None, "only parameters that take part have blocks"
+        block, length, size = block_of(local.groups[param]), codes.shape[-1], view.sizes[-1]
+        column = view.offset % length
+        before = column % block
+        end = min(-(-(column + size) // block) * block, length)
+        whole = View((*view.sizes[:-1], end - column + before), view.strides, view.offset - before)
+        kept = Blocks.of_box(local.scales[param], block, length, whole.sizes, whole.strides, whole.offset)
+        return cls(whole.of(codes), whole.of(gradient), kept, slice(before, before + size))
+
+    def before(self) -> Tensor:
+        """Return the momentum as it is kept."""
+        return self.blocks.widened(self.codes)[..., self.columns]
+
+    def after(self, rate: float | Tensor) -> Tensor:
+        """Return the momentum as it will be kept after it has taken the gradient in."""
+        exact = torch.lerp(self.blocks.widened(self.codes), self.gradient.to(torch.float32), rate)
+        codes, blocks = torch.empty_like(self.codes), Blocks(self.blocks.scales.clone(), self.blocks.block)
+        blocks.keep(codes, exact)
+        return blocks.widened(codes)[..., self.columns]
+
+
+def _in_eight_bits(local: LocalTensors, block: EqualBoxes) -> Iterator[BoxInEightBits]:
+    for param, offset in zip(block.params, block.offsets or (0,) * len(block.params), strict=True):
+        yield BoxInEightBits.of(local, param, View(block.sizes, block.strides, offset))
+
+
+def _momenta(local: LocalTensors, block: EqualBoxes) -> Tensor:
+    """Return the momenta of a block as numbers."""
+    if block_of(local.groups[block.params[0]]):
+        return as_one([box.before() for box in _in_eight_bits(local, block)])
+    return as_one(block.boxes(local.momenta))

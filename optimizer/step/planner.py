@@ -12,6 +12,7 @@ from torch import Tensor
 from ...layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
 from ...vocabulary import ParamGroup
+from ..ground.eight_bits import block_of
 from ..ground.rounding import noise_of
 from ..methods.matrix import Methods, fused_of, is_matrix_method, kept_of
 from ..newton_schulz.costs import Cost
@@ -69,7 +70,7 @@ class Planner:
             weights = [local_of(param) for param in params]
             options = [groups[member.group] for member in held.matrices]
             apart = [number for number, own in enumerate(options) if guarded or noise_of(own) is not None]
-            backend = elementwise(schedule, specs, weights, device, apart)
+            backend = elementwise(schedule, specs, weights, device, apart, any(map(block_of, options)))
             facts = {"exchange": self.exchange, "nonfinite": self.nonfinite or "not looked for"}
             for index, (member, label) in enumerate(zip(held.members, held.labels, strict=True)):
                 about = f"{tuple(member.param.shape)} {member.param.dtype} in group {held.numbers[member.group]}"
@@ -157,17 +158,23 @@ class Planner:
 
 
 def elementwise(
-    schedule: Schedule, specs: Sequence[Spec], weights: Sequence[Tensor], device: torch.device, apart: Collection[int]
+    schedule: Schedule,
+    specs: Sequence[Spec],
+    weights: Sequence[Tensor],
+    device: torch.device,
+    apart: Collection[int],
+    eight_bits: bool,
 ) -> Elementwise:
     """Return the backend: kernels on NVIDIA GPUs, operators elsewhere, where they are as good.
 
     Args:
         apart: see `KernelElementwise`.
+        eight_bits: whether momenta are in 8 bits, for which there are no kernels.
 
     Warns:
         RuntimeWarning: there is a GPU, and no Triton: operators do the work, in many more launches.
     """
-    if has_kernels(device, torch.bfloat16):
+    if not eight_bits and has_kernels(device, torch.bfloat16):
         try:
             from ..triton.updates import KERNEL_DTYPES
             from .kernels import KernelElementwise

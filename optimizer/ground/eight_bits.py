@@ -1,0 +1,149 @@
+"""State in 8 bits: a code for each element, and a float32 scale for each block of elements in a row.
+
+A block is a run along the last dim of the *global* tensor, and its scale the largest magnitude in it (Dettmers et al.
+2022, arXiv 2110.02861).  No rank holds a part of a block (`state.refuse_cut`), so codes and scales are those of one
+process on every topology.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...box import Index
+from ...vocabulary import (
+    BLOCK,
+    BLOCK_SIZE,
+    BLOCK_SIZES,
+    EIGHT_BITS,
+    MOMENTUM_DTYPE,
+    STATE_DTYPE,
+    ParamGroup,
+    codes_of,
+    scales_of,
+)
+
+CODES: Mapping[torch.dtype, tuple[int, bool]] = {torch.int8: (7, True), torch.uint8: (8, False)}
+"""The bits of a magnitude, by the dtype of codes, and whether they have a sign."""
+
+
+def magnitudes(bits: int) -> list[float]:
+    """Return what codes of so many bits stand for, ascending from 0 to 1: dynamic tree quantization (Dettmers 2015,
+    arXiv 1511.04561).  A code of ``z`` zeros, a one and ``f`` more bits is ``10**-z`` times one of ``2**f`` numbers,
+    equally far apart, above 0.1 and up to 1.
+    """
+    found = [0.0]
+    for fraction in range(bits):
+        parts = 2**fraction
+        found += [10.0 ** (fraction + 1 - bits) * (0.1 + 0.9 * (part + 1) / parts) for part in range(parts)]
+    return found
+
+
+def block_of(group: ParamGroup) -> int:
+    """Return the block size of a group whose state is in 8 bits, 0 for any other."""
+    return group.get(BLOCK_SIZE, BLOCK) if EIGHT_BITS in (group.get(MOMENTUM_DTYPE), group.get(STATE_DTYPE)) else 0
+
+
+def scales_shape(shape: Index, block: int) -> Index:
+    """Return the shape of the scales of a tensor."""
+    return (*shape[:-1], *(-(-length // block) for length in shape[-1:]))
+
+
+def block_between(shape: Index, scales: Index) -> int:
+    """Return the block size of a tensor and its scales, 0 if there is none; any other of the same blocks is as good."""
+    return next((block for block in BLOCK_SIZES if scales_shape(shape, block) == scales), 0)
+
+
+def in_a_dim(tensor: Tensor) -> Tensor:
+    """Return a tensor with at least one dim, along which blocks lie."""
+    return tensor.view(tensor.shape or (1,))
+
+
+def held_of(slots: Mapping[str, Tensor], slot: str) -> tuple[Tensor, Tensor | None]:
+    """Return the tensor of a slot; if it is in 8 bits, its codes and their scales."""
+    return (slots[slot], None) if slot in slots else (slots[codes_of(slot)], slots[scales_of(slot)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodeTable:
+    """The values of codes, ascending, on a device; ``zero`` is the place of 0, and ``between`` has the middles."""
+
+    values: Tensor
+    between: Tensor
+    zero: int
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(dtype: torch.dtype, device: torch.device) -> CodeTable:
+        bits, signed = CODES[dtype]
+        found = magnitudes(bits)
+        values = torch.tensor([*(-value for value in found[:0:-1] if signed), *found], dtype=torch.float64)
+        between = ((values[1:] + values[:-1]) / 2).to(torch.float32)
+        return CodeTable(values.to(device, torch.float32), between.to(device), len(found) - 1 if signed else 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """How the elements of a box of whole blocks are kept.
+
+    Args:
+        scales: ``[..., blocks]``.
+        block: elements of a block; the last one may have fewer.
+        noise: returns uniform integers of 16 bits, to round to either neighbour; None: to the nearest.
+    """
+
+    scales: Tensor
+    block: int
+    noise: Callable[[], Tensor] | None = None
+
+    @classmethod
+    def of_box(
+        cls,
+        scales: Tensor,
+        block: int,
+        length: int,
+        sizes: Index,
+        strides: Index,
+        offset: int,
+        noise: Callable[[], Tensor] | None = None,
+    ) -> Blocks:
+        """Return those of a box of a contiguous local tensor, whose last dim has a ``length``."""
+        scales = in_a_dim(scales)
+        across = scales.shape[-1]
+        row, column = divmod(offset, length)
+        along = (*(stride // length * across for stride in strides[:-1]), 1)
+        begin = scales.storage_offset() + row * across + column // block
+        return cls(scales.as_strided(scales_shape(sizes, block), along, begin), block, noise)
+
+    def widened(self, codes: Tensor) -> Tensor:
+        """Return the numbers of codes, float32."""
+        table = CodeTable.of(codes.dtype, codes.device)
+        return table.values[codes.to(torch.int32).add_(table.zero)].mul_(self._spread(self.scales, codes.shape[-1]))
+
+    def keep(self, codes: Tensor, exact: Tensor) -> None:
+        length = exact.shape[-1]
+        padded = torch.nn.functional.pad(exact, (0, self.scales.shape[-1] * self.block - length))
+        largest = padded.view(*self.scales.shape, self.block).abs().amax(dim=-1)
+        self.scales.copy_(largest)
+        table = CodeTable.of(codes.dtype, codes.device)
+        share = exact / self._spread(largest.where(largest != 0, 1.0), length)
+        if self.noise is None:
+            number = torch.bucketize(share, table.between, out_int32=True)
+        else:
+            last = len(table.values) - 2
+            number = (torch.bucketize(share, table.values, out_int32=True, right=True) - 1).clamp_(0, last)
+            below = table.values[number]
+            number += self.noise() < (share - below) / (table.values[number + 1] - below) * 2.0**16
+        number -= table.zero
+        if codes.dtype == torch.uint8:
+            # A square that became 0 would make an update as large as a mean over eps.
+            number.clamp_min_((exact > 0).to(number.dtype))
+        codes.copy_(number)
+
+    def _spread(self, scales: Tensor, length: int) -> Tensor:
+        """Return the scale of each element."""
+        return scales.unsqueeze(-1).expand(*scales.shape, self.block).flatten(-2)[..., :length]
