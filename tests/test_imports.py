@@ -77,7 +77,7 @@ RULES = {
     "optimizer/newton_schulz optimizer/planning",
     "page": "chunks columns errors record version wording converters/compare converters/look store store/io "
     "store/reading",
-    "integrations": "errors store checkpoint optimizer optimizer/__init__",
+    "integrations": "errors resumption store store/io checkpoint optimizer optimizer/__init__ series",
     "converters/target": "errors box layout record vocabulary layouts layouts/buffers",
     "converters/engine": "errors box key_search keys checkpoint chunks columns json_fields layout layouts "
     "layouts/buffers new_group overlap plan fingerprint record store store/io store/reading store/formats version "

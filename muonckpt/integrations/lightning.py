@@ -6,13 +6,14 @@ import io
 import os
 import signal
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -20,10 +21,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ..checkpoint.all_ranks import broadcast_from_first
 from ..checkpoint.async_saving import AsyncSave, async_save
 from ..checkpoint.loading import load
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals
+from ..errors import SourceError
+from ..resumption import LoadReport
+from ..series.series import Series
+from ..store.io.location import location
+from ..store.open_checkpoint import OpenCheckpoint
 
 TRAINER = "trainer"
 """The key of loops, schedules and callbacks, as torch.save writes them."""
@@ -45,12 +52,21 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             warning lists what was restored.
         along: save while training goes on, as `muonckpt.async_save` does.  The next save, every load and the end wait
             for it; a checkpoint that ModelCheckpoint removes meanwhile stays until the new one is there.
+        memory: a series with a ``memory``, to which `CopyToMemory` copies.  A run that resumes from a checkpoint takes
+            a copy instead if one is as new, or newer.
 
     Raises:
         ValueError: a size is left to Lightning.
     """
 
-    def __init__(self, *arguments: Any, fresh: Sequence[str] = (), along: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        fresh: Sequence[str] = (),
+        along: bool = False,
+        memory: Series | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
         sizes = self._data_parallel_size, self._tensor_parallel_size
         if "auto" in sizes:
@@ -62,6 +78,8 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             )
         self._fresh = fresh
         self._along = along
+        self._memory = memory
+        self._saved = -1
         self._saving: AsyncSave | None = None
         self._outdated: list[Any] = []
         """Removed when the running save has succeeded."""
@@ -79,18 +97,35 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             raise TypeError(
                 f"storage_options={storage_options!r}: they belong to a CheckpointIO, which is not used here"
             )
+        path, state = self._packed(checkpoint, str(filepath))
+        provenance = {"epoch": checkpoint["epoch"], "step": checkpoint["global_step"]}
+        if self._along:
+            self._saving = async_save(state, path, provenance=provenance)
+        else:
+            save(state, path, provenance=provenance)
+        self._saved = checkpoint["global_step"]
+
+    def copy_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Copy what the Trainer has collected to memory, unless a save or a copy is under way.  Collective.
+
+        Raises:
+            ValueError: the strategy has no memory.
+            MuonckptError: as `Series.async_copy`.
+        """
+        if self._memory is None:
+            raise ValueError("there is no memory: MuonckptStrategy(..., memory=Series('saved', memory='/dev/shm/me'))")
+        _, state = self._packed(checkpoint, "")
+        self._memory.async_copy(checkpoint["global_step"], state, provenance={"epoch": checkpoint["epoch"]})
+
+    def _packed(self, checkpoint: Mapping[str, Any], path: str) -> tuple[str, dict[str, Any]]:
+        """Return the path and the state to save: all ranks save to one path, and one rank's loops and callbacks."""
         rest = dict(checkpoint)
         state = {"state_dict": rest.pop("state_dict")}
         state |= {f"optimizer_{number}": slots for number, slots in enumerate(rest.pop("optimizer_states", ()))}
-        # All ranks save to one path, and one rank's loops and callbacks.
         packed = io.BytesIO()
         torch.save(rest, packed)
-        path, trainer = self.broadcast((str(filepath), packed.getvalue()))
-        provenance = {"epoch": rest["epoch"], "step": rest["global_step"]}
-        if self._along:
-            self._saving = async_save({**state, TRAINER: trainer}, path, provenance=provenance)
-        else:
-            save({**state, TRAINER: trainer}, path, provenance=provenance)
+        path, trainer = self.broadcast((path, packed.getvalue()))
+        return path, {**state, TRAINER: trainer}
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, but not before a running save has ended."""
@@ -100,13 +135,15 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             self._outdated.append(filepath)
 
     def teardown(self) -> None:
-        """Tear down when the last save has ended.
+        """Tear down when the last save has ended, and remove copies in memory that are no newer.
 
         Raises:
             MuonckptError: it has failed.
         """
         try:
             self._settle()
+            if self._memory is not None:
+                self._memory.close(saved=self._saved)
         finally:
             super().teardown()
 
@@ -135,7 +172,9 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
         if not stock:
             state[TRAINER] = b""
-        report = load(state, path, allow_extra=not self.optimizers, fresh=self._fresh if self.optimizers else ())
+        report = self._from_memory(path, state) or load(
+            state, path, allow_extra=not self.optimizers, fresh=self._fresh if self.optimizers else ()
+        )
         if self._fresh and self.is_global_zero:
             warnings.warn(f"resuming with fresh={list(self._fresh)!r}:\n{report}", stacklevel=2)
         set_model_state_dict(self.model, state["state_dict"])
@@ -143,6 +182,53 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{number}"])
         trainer = Path(path) / STOCK if stock else io.BytesIO(state[TRAINER])
         return dict(torch.load(trainer, weights_only=weights_only))
+
+    def _from_memory(self, path: str, state: dict[str, Any]) -> LoadReport | None:
+        """Load a copy instead of a checkpoint that is older, or as old; None if there is none."""
+        if self._memory is None or not self.optimizers or TRAINER not in state:
+            return None
+
+        def step() -> object:
+            with OpenCheckpoint(location(path, SourceError)) as opened:
+                return opened.manifest.provenance.get("step")
+
+        since = broadcast_from_first(None, SourceError, step)
+        restored = self._memory.restore_copy(state, since=since, fresh=self._fresh) if isinstance(since, int) else None
+        if restored is None:
+            return None
+        rank_zero_info(f"Not {path}, but {restored}")
+        return restored.report
+
+
+class CopyToMemory(Callback):  # type: ignore[misc]
+    """Copies the state to the memory of two nodes at the end of a step; for `MuonckptStrategy` with a ``memory``.
+
+    Args:
+        every: how many steps lie between copies.
+
+    Raises:
+        ValueError: it is below 1.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        if every < 1:
+            raise ValueError(f"every={every}: expected 1 or more steps")
+        self._every = every
+        self._step = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to count behind what was restored."""
+        self._step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Copy if a step has been taken and it is due.  Collective.
+
+        Raises:
+            ValueError, MuonckptError: as `MuonckptStrategy.copy_checkpoint`.
+        """
+        if trainer.global_step != self._step and trainer.global_step % self._every == 0:
+            trainer.strategy.copy_checkpoint(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+        self._step = trainer.global_step
 
 
 class CheckpointOnSignal(Callback):  # type: ignore[misc]

@@ -34,6 +34,7 @@ from ..checkpoint.async_saving import (
     wait_for_last,
 )
 from ..checkpoint.loading import load
+from ..checkpoint.node_recovery import FoundCopy
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals, Then
 from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError, SourceError, called_like
@@ -139,6 +140,9 @@ class Series:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._end(kind, max((name.step for name in self._whole), default=-1))
+
+    def _end(self, kind: type[BaseException] | None, saved: int) -> None:
         self._signals.close()
         self._trail.close()
         if kind is None:
@@ -146,14 +150,17 @@ class Series:
         else:  # the other ranks may be elsewhere, so nothing is asked of them
             wait_for_last(self._group)
         if self._memory is not None and (kind is None or issubclass(kind, SystemExit)):
-            self._memory.end(max((name.step for name in self._whole), default=-1))
+            self._memory.end(saved)
 
-    def close(self) -> None:
+    def close(self, *, saved: int = -1) -> None:
         """Wait for the last `async_save`, raise or warn of its error, and put former signal handlers back.
 
         Collective, as the end of ``with Series(...) as series:`` is, which on an error only waits.
+
+        Args:
+            saved: the newest step that a trainer has saved by itself: copies in memory up to it are removed as well.
         """
-        self.__exit__(None)
+        self._end(None, max((name.step for name in self._whole), default=saved))
 
     def due(self, step: int) -> Then | None:
         """Return whether a signal to any rank has asked for a checkpoint that is not saved yet; the same on all ranks.
@@ -428,20 +435,13 @@ class Series:
         patterns, extra = Globs.of(fresh).patterns, Extra.of(allow_extra).patterns
         faults: dict[StepName, str] = {}
         refuse_crossed(self._group, "Series.restore")
-        run = None if self._memory is None else self._ask_first(lambda: self._folder.identity(make=False))
-        copies = [] if self._memory is None or run is None else self._memory.found(run)
+        copies = self._copies()
         while True:
             newest = self._newest()
             faults |= newest.faults
-            if self._memory is not None and copies and (newest.name is None or copies[0].step >= newest.name.step):
-                copy = copies.pop(0)
-                try:
-                    report = self._memory.load(copy, state_dict, extra, patterns)
-                except DamageError as error:
-                    warnings.warn(f"{copy} is not taken: {error.fault}", RuntimeWarning, stacklevel=2)
-                    continue
-                self._trail.restored(copy.step)
-                return Restored(copy.step, str(copy), report, memory=True)
+            since = -1 if newest.name is None else newest.name.step
+            if (restored := self._from_memory(copies, since, state_dict, extra, patterns)) is not None:
+                return restored
             if newest.name is None:
                 place = self._folder.place
                 if faults:
@@ -481,6 +481,55 @@ class Series:
             else:
                 self._trail.restored(saved.step)
                 return Restored(saved.step, saved.path, report)
+
+    def restore_copy(
+        self,
+        state_dict: dict[str, Any],
+        *,
+        since: int,
+        allow_extra: bool | Iterable[str] = False,
+        fresh: Iterable[str] = (),
+    ) -> Restored | None:
+        """Load the newest copy in memory, for a trainer that saves checkpoints of its own; see `restore`.
+
+        Args:
+            state_dict, allow_extra, fresh: as for `restore`.
+            since: the step of the newest of those, -1 if there is none: an older copy is not taken.  The first rank's
+                counts.
+
+        Returns:
+            What was loaded; None if there is no such copy that is whole.
+
+        Raises:
+            SourceError, LayoutError, ArgumentError, LostRankError: as in `restore`.
+        """
+        patterns, extra = Globs.of(fresh).patterns, Extra.of(allow_extra).patterns
+        refuse_crossed(self._group, "Series.restore_copy")
+        return self._from_memory(self._copies(), self._ask_first(lambda: since), state_dict, extra, patterns)
+
+    def _copies(self) -> list[FoundCopy]:
+        run = None if self._memory is None else self._ask_first(lambda: self._folder.identity(make=False))
+        return [] if self._memory is None or run is None else self._memory.found(run)
+
+    def _from_memory(
+        self,
+        copies: list[FoundCopy],
+        since: int,
+        state_dict: dict[str, Any],
+        extra: bool | Iterable[str],
+        fresh: Iterable[str],
+    ) -> Restored | None:
+        """Load the newest of these copies that is whole, and take it and all before it from the list."""
+        while self._memory is not None and copies and copies[0].step >= since:
+            copy = copies.pop(0)
+            try:
+                report = self._memory.load(copy, state_dict, extra, fresh)
+            except DamageError as error:
+                warnings.warn(f"{copy} is not taken: {error.fault}", RuntimeWarning, stacklevel=3)
+                continue
+            self._trail.restored(copy.step)
+            return Restored(copy.step, str(copy), report, memory=True)
+        return None
 
     def _newest(self) -> Newest:
         return self._ask_first(lambda: self._folder.newest(self._damaged))
