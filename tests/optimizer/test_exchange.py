@@ -23,7 +23,7 @@ from muonckpt.optimizer import Muon
 from muonckpt.optimizer.ground import tensors as ground
 from muonckpt.optimizer.newton_schulz.products import STACK
 from muonckpt.optimizer.planning.schedule import NOTE, WIRE_ALIGNMENT
-from muonckpt.optimizer.step import elementwise
+from muonckpt.optimizer.step import boxes
 from muonckpt.optimizer.step import step as step_module
 
 
@@ -147,7 +147,7 @@ def many_small(rank: int, world: int, dtype: torch.dtype, stages: int | None) ->
 def test_many_small_matrices_together_have_the_bits_of_each_by_itself(world, dtype, monkeypatch):
     found = [many_small(0, 0, dtype, None), *run(world, many_small, dtype, 2)]
     monkeypatch.setattr(step_module, "TOGETHER", 1)
-    monkeypatch.setattr(elementwise, "LARGEST_BLOCK", 1)
+    monkeypatch.setattr(boxes, "LARGEST_BLOCK", 1)
     monkeypatch.setattr(ground, "ELEMENTS", 20)
     expected = many_small(0, 0, dtype, None)
     for mine in found:
