@@ -27,6 +27,7 @@ from muonckpt import SourceError
 from muonckpt.box import Box
 from muonckpt.chunks import no_chunks
 from muonckpt.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
+from muonckpt.store.formats import dcp_metadata
 from muonckpt.store.formats.dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
 from muonckpt.store.formats.dcp_metadata_writer import metadata_parts
 from muonckpt.store.formats.signs import OUR_MARK
@@ -148,7 +149,7 @@ def metadata(draw: st.DrawFn) -> Metadata:
             tuple((lo, shape) for lo in offsets),
         )
     places = [(key, lo) for key, tensor in tensors.items() for lo, _ in tensor.chunks]
-    item = st.builds(StoredItem, names, index, index)
+    item = st.builds(StoredItem, names, index, index, st.just(()))
     return Metadata(
         tensors,
         tuple(keys[split:]),
@@ -312,6 +313,61 @@ def test_damage_is_refused_or_read_but_never_a_crash() -> None:
             parse_metadata(bytes(damaged))
         except SourceError as error:
             assert str(error)
+
+
+def large(shared: bool) -> dcp.Metadata:
+    """Stock metadata of 40 tensors on 8 ranks; a chunk and its item can share their offsets and name, or not."""
+    entries: dict[str, Any] = {"lr": dcp.BytesStorageMetadata()}
+    items = {}
+    for number in range(40):
+        key, shape = f"modèle.{number}.momentum_buffer", ((), (48,), (80, 3), (1 << 33, 4, 1))[number % 4]
+        corners = [torch.Size((rank * shape[0] // 8, *shape[1:])) for rank in range(8)] if shape else [torch.Size()]
+        chunks = [dcp.ChunkStorageMetadata(corner, torch.Size(shape)) for corner in corners]
+        entries[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(torch.float32), torch.Size(shape), chunks)
+        for rank, chunk in enumerate(chunks):
+            own = (key, chunk.offsets) if shared else (f"modèle.{number}.momentum_buffer", torch.Size(chunk.offsets))
+            index = dcp.MetadataIndex(*own, rank if number % 3 else None)
+            items[rank, number] = index, _StorageInfo(f"__{rank}_0.distcp", number << rank << 27, 64 + number)
+    stored = dict(items[place] for place in sorted(items))
+    return dcp.Metadata(entries, {key: ("state", key) for key in entries}, stored, dcp.StorageMeta(), "1.0.0")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_objects_that_recur_are_read_in_columns(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = large(shared)
+    data = pickle.dumps(stock)
+    with monkeypatch.context() as only_columns:
+        only_columns.delattr(dcp_metadata, "unpickle")
+        metadata = parse_metadata(data)
+    assert metadata == plain(stock)
+    assert [*metadata.storage] == [*plain(stock).storage]
+    content = inert_pickle.unpickle_in_columns(data, dcp_metadata.KNOWN)
+    items = [key for key in content.state["storage_data"] if type(key) is inert_pickle.Alike]
+    assert sum(alike.count for alike in items) > 0.8 * len(metadata.storage)
+
+
+def test_damage_to_objects_that_recur_is_judged_as_if_each_were_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(1)
+    data = pickle.dumps(large(False))
+    start = data.index(b"storage_data")
+
+    def judged(damaged: bytes) -> object:
+        try:
+            return parse_metadata(damaged)
+        except SourceError as error:
+            return str(error)
+
+    verdicts = set()
+    for number in range(30):
+        damaged = bytearray(data)
+        position = rng.randrange(start if number % 2 else len(data) // 8, len(data))
+        damaged[position] = rng.choice((0, 255, 0x94, damaged[position] ^ 1, rng.randrange(256)))
+        found = judged(bytes(damaged))
+        with monkeypatch.context() as one_by_one:
+            one_by_one.setattr(dcp_metadata, "unpickle_in_columns", unpickle)
+            assert judged(bytes(damaged)) == found
+        verdicts.add(type(found))
+    assert verdicts == {str, Metadata}
 
 
 @settings(max_examples=300)

@@ -12,11 +12,12 @@ Source: Python's ``pickletools`` for the opcodes.
 from __future__ import annotations
 
 import pickle
+import re
 import struct
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ....box import MOST_ELEMENTS, Index
 from ....errors import DamageError, SourceError
@@ -91,7 +92,7 @@ class _Keys:
             SourceError: it is not of a type that is hashed without running code, and without end.
         """
         kind = type(key)
-        if kind is str or kind is Record or (kind is int and abs(cast(int, key)) < limits.SMALL_KEY):
+        if kind in (str, Record, Alike) or (kind is int and abs(cast(int, key)) < limits.SMALL_KEY):
             return
         parts = key if type(key) is tuple else (key,)
         if len(parts) > _LONGEST_SEQUENCE or any(type(part) not in _SCALARS for part in parts):
@@ -112,17 +113,32 @@ def unpickle(data: bytes, allowed: Container[str], containers: int | None = None
         SourceError: another name or opcode occurs, the data is cut, or it is not a pickle of plain data.
     """
     most = limits.FEW + len(data) // limits.PICKLE_BYTES if containers is None else containers
+    return _checked(data, allowed, most, [], None)
+
+
+def unpickle_in_columns(data: bytes, allowed: Container[str]) -> object:
+    """Read a pickle as :func:`unpickle` does, but with an :class:`Alike` for objects that recur in a list or dict.
+
+    Raises:
+        LimitError, SourceError: as `unpickle`; or something refers to a part of such an object, which is never made.
+    """
+    memo: list[object] = []
+    return _checked(data, allowed, limits.FEW + len(data) // limits.PICKLE_BYTES, memo, _Recurrence(data, memo))
+
+
+def _checked(
+    data: bytes, allowed: Container[str], most: int, memo: list[object], recurrence: _Recurrence | None
+) -> object:
     try:
-        return _run(data, allowed, most)
+        return _run(data, allowed, most, memo, recurrence)
     except (IndexError, ValueError, struct.error) as error:
         raise DamageError(f"expected a pickle of plain data, found it cut or damaged ({error})") from None
 
 
-def _run(data: bytes, allowed: Container[str], most: int) -> object:
+def _run(data: bytes, allowed: Container[str], most: int, memo: list[object], recurrence: _Recurrence | None) -> object:
     # The opcodes are ordered by how often a large file has them, and the rare ones are in _run_one.
     stack: list[object] = []
     marks: list[list[object]] = []
-    memo: list[object] = []
     keys = _Keys()
     position = made = 0
     for stop in chain(range(_STRIDE, len(data), _STRIDE), (len(data),)):
@@ -171,6 +187,9 @@ def _run(data: bytes, allowed: Container[str], most: int) -> object:
             elif code == _BUILD:
                 state = stack.pop()
                 expect(Record, stack[-1]).state = state
+                if recurrence is not None and marks and marks[-1]:
+                    position, more = recurrence.after(position, stack, marks[-1][-1])
+                    made += more
             elif code == _SETITEMS:
                 items, stack = stack, marks.pop()
                 _update(stack[-1], items, keys)
@@ -278,7 +297,7 @@ def expect(kind: type[T], value: object) -> T:
 
 def sequence(value: object) -> Sequence[object]:
     """Return a short tuple, list or ``torch.Size``; in a hostile file many objects can share one."""
-    if type(value) is Record and value.kind == "torch Size":
+    if type(value) is Record and value.kind == _SIZE:
         (value,) = expect(tuple, value.args)
     if type(value) is not tuple and type(value) is not list:
         raise SourceError(f"expected a sequence, found {type(value).__name__}")
@@ -294,6 +313,256 @@ def sizes_of(value: object) -> Index:
         if not 0 <= expect(int, number) <= MOST_ELEMENTS:
             raise SourceError(f"expected sizes and offsets of at most {MOST_ELEMENTS} and >= 0, found {number}")
     return cast(Index, numbers)
+
+
+_SIZE = "torch Size"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """Stands in the model of :class:`Alike` for what differs: its values are the column of this number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alike:
+    """Stands for ``count`` objects in a list, or for as many pairs in a dict, where it is both the key and the value.
+
+    ``model`` is one of them, an object or a key and its value, with a :class:`Leaf` where they differ.
+    """
+
+    model: tuple[object, ...]
+    count: int = 1
+    columns: tuple[list[object], ...] = ()
+    _sizes: dict[int, list[object]] = field(default_factory=dict)
+    """Columns of sizes that were made of others, by the part's id."""
+
+    def column(self, part: object) -> list[object]:
+        """Return the values that a part of the model has, a scalar or a size, in each of the objects."""
+        if type(part) is Leaf:
+            return self.columns[part.number]
+        if type(part) is not Record or part.kind != _SIZE or {*map(type, sequence(part))} != {Leaf}:
+            return [part] * self.count
+        if id(part) not in self._sizes:
+            self._sizes[id(part)] = list(zip(*map(self.column, sequence(part)), strict=True))
+        return self._sizes[id(part)]
+
+
+class _Recurrence:
+    """Reads objects that recur in a list, or pairs in a dict, as columns.
+
+    The opcodes of one are compiled to a regular expression with groups for scalars, texts and what is taken from the
+    memo; what matches makes an object that differs from it in nothing else.
+    """
+
+    def __init__(self, data: bytes, memo: list[object]) -> None:
+        self._data, self._memo, self._values = data, memo, _Values(memo)
+        self._patterns: dict[int, list[_Pattern]] = {1: [], 2: []}
+        self._runs: dict[int, list[_Run]] = {1: [], 2: []}
+        self._target: object = None
+        self._end = self._one_by_one = 0
+
+    def after(self, position: int, stack: list[object], target: object) -> tuple[int, int]:
+        """Push what recurs after an object that was just made; return the position behind it, and how much it makes.
+
+        Args:
+            stack: what is to be added to ``target``.
+        """
+        width = 1 if type(target) is list else 2 if type(target) is dict else 0
+        if not width or len(stack) % width:
+            return position, 0
+        made, self._one_by_one = 0, self._one_by_one + 1
+        while (run := self._run_at(position, width)) is not None:
+            stack += [run.alike] * width
+            self._memo += run.memo
+            position, made = position + len(run.code), made + run.made
+        patterns = self._patterns[width]
+        few = len(patterns) < _MOST_PATTERNS and position - self._end <= _MOST_BYTES
+        if few and not made and self._target is target and self._one_by_one > _LEARN_AFTER:
+            pattern = _Pattern.of(self._data[self._end : position], self._memo)
+            patterns += [] if pattern is None or len(pattern.model) != width else [pattern]
+        self._target, self._end = target, position
+        return position, made
+
+    def _run_at(self, position: int, width: int) -> _Run | None:
+        """Return the objects, or pairs, from a position on that match one pattern, if any do."""
+        runs = self._runs[width]
+        for run in runs:  # tensors that are cut alike
+            if self._data.startswith(run.code, position):
+                return run
+        for pattern in self._patterns[width]:
+            if (match := pattern.many.match(self._data, position)) is not None:
+                run = pattern.run(match, self._values)
+                runs[:] = [run, *runs[: _MOST_RUNS - 1]] if len(run.code) <= _LONGEST_RUN else runs
+                return run
+        return None
+
+
+_LEARN_AFTER = 64
+"""Objects that are made one by one before a pattern is compiled, which takes as long as some hundred of them."""
+
+_MOST_PATTERNS, _MOST_BYTES = 8, 1024
+"""Patterns, and the most bytes of the opcodes of which one is made."""
+
+_MOST_RUNS, _LONGEST_RUN = 8, 1 << 16
+"""Runs of objects that are kept, and the most bytes of one."""
+
+
+class _Values(dict[bytes, object]):
+    """The values of opcodes that push a scalar, a text, or a text or size from the memo, each decoded once."""
+
+    def __init__(self, memo: list[object]) -> None:
+        self._memo = memo
+
+    def __missing__(self, opcode: bytes) -> object:
+        kind, argument = opcode[0], opcode[1:]
+        number = int.from_bytes(argument, "little", signed=kind == _BININT)
+        value: object = number if argument else None
+        if kind in (_BINGET, _LONG_BINGET):
+            value = self._memo[number]
+            if not _is_scalar(value):
+                raise SourceError(f"expected a text or a size, found {type(value).__name__}")
+        elif kind == _SHORT_TEXT:
+            value = argument[1:].decode("utf-8", "surrogatepass")
+            if argument[0] != len(argument) - 1:
+                raise ValueError(f"expected a text of {argument[0]} bytes, found {len(argument) - 1}")
+        elif kind == _LONG1:
+            value = int.from_bytes(argument[1:], "little", signed=True)
+        self[opcode] = value
+        return value
+
+
+def _opcodes(code: bytes) -> tuple[list[bytes], set[int]]:
+    """Split the opcodes of objects; return the numbers, too, of those that push keys of dicts.
+
+    Returns:
+        nothing if there are other opcodes than of objects with dicts of scalars and tuples.
+    """
+    opcodes, keys, position = list[bytes](), set[int](), 0
+    frames: list[list[int]] = [[]]  # what is on the stack since each mark: the number of its opcode
+    while position < len(code):
+        kind = code[position]
+        length = 2 + code[position + 1] if kind in (_SHORT_TEXT, _LONG1) else _SCALAR_LENGTHS.get(kind, 1)
+        if kind == _MARK:
+            frames.append([])
+        elif kind == _SETITEMS and len(frames) > 1:
+            keys.update(frames.pop()[::2])
+        elif kind in _SCALAR_LENGTHS or kind in _POPS:
+            pops = _POPS.get(kind, 0)
+            frames[-1][len(frames[-1]) - pops :] = [len(opcodes)]
+        elif kind != _MEMOIZE:
+            return [], set()
+        opcodes.append(code[position : position + length])
+        position += length
+    return opcodes, keys
+
+
+def _is_scalar(value: object) -> bool:
+    """Return whether a value is a text or a size."""
+    if type(value) is tuple:
+        return {*map(type, value)} == {int}
+    return type(value) is str or (type(value) is Record and value.kind == _SIZE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Objects alike: their opcodes, what these add to the memo, and how many tuples, dicts, texts and objects."""
+
+    code: bytes
+    alike: Alike
+    memo: list[object]
+    made: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pattern:
+    """The opcodes of one object, or of a key and its value.
+
+    Attributes:
+        many, one: match several in a row, and one, with a group for each leaf.
+        model: as of `Alike`.
+        memo: what the model adds to the memo.
+        made: how many tuples, dicts, texts and objects.
+    """
+
+    many: re.Pattern[bytes]
+    one: re.Pattern[bytes]
+    model: tuple[object, ...]
+    memo: tuple[object, ...]
+    made: int
+
+    @classmethod
+    def of(cls, code: bytes, memo: Sequence[object]) -> _Pattern | None:
+        """Learn from the opcodes of one; return None if there are others than of objects with a dict of scalars."""
+        opcodes, keys = _opcodes(code)
+        parts, program, known = list[tuple[bytes, bytes]](), pickle.MARK, list[object]()
+        for number, opcode in enumerate(opcodes):
+            kind = opcode[0]
+            held = memo[int.from_bytes(opcode[1:], "little")] if kind in (_BINGET, _LONG_BINGET) else None
+            same = re.escape(opcode)
+            if kind not in _SCALAR_LENGTHS:
+                program += opcode
+                parts.append((same, same))
+                continue
+            program += pickle.LONG_BINGET + len(known).to_bytes(4, "little")
+            if number in keys or (held is not None and not _is_scalar(held)):
+                known.append(held)
+                parts.append((same, same))
+            else:
+                known.append(Leaf(sum(type(value) is Leaf for value in known)))
+                pattern = _TEXT if kind == _SHORT_TEXT else _SCALAR
+                parts.append((b"(?:%b)" % pattern, b"(%b)" % pattern))
+        if not parts:
+            return None
+        outer, inner = (b"".join(pattern) for pattern in zip(*parts, strict=True))
+        first = len(known)
+        model = expect(tuple, _run(program + pickle.TUPLE + pickle.STOP, (), len(code), known, None))
+        many, one = re.compile(b"(?:%b)++" % outer, re.DOTALL), re.compile(inner, re.DOTALL)
+        made = sum(opcode[0] in _MAKING for opcode in opcodes)
+        return cls(many, one, model, tuple(known[first:]), made)
+
+    def run(self, match: re.Match[bytes], values: _Values) -> _Run:
+        """Return the objects of a match of ``many``."""
+        found: list[Any] = self.one.findall(match.string, *match.span())
+        columns = zip(*found, strict=True) if self.one.groups > 1 else [found] * self.one.groups
+        alike = Alike(self.model, len(found), tuple([*map(values.__getitem__, column)] for column in columns))
+        memo: list[object] = [_UNMADE] * (len(self.memo) * len(found))
+        for number, part in enumerate(self.memo):
+            if type(part) is Leaf or _is_scalar(part):
+                memo[number :: len(self.memo)] = alike.column(part)
+        return _Run(match[0], alike, memo, self.made * len(found))
+
+
+class _Unmade:
+    """Stands in the memo for a part of an object that is kept in columns.  Whoever expects that part refuses it."""
+
+
+_UNMADE = _Unmade()
+_LONG1 = pickle.LONG1[0]
+_SCALAR_LENGTHS = {
+    pickle.NONE[0]: 1,
+    _BININT1: 2,
+    _BININT2: 3,
+    _BININT: 5,
+    _BINGET: 2,
+    _LONG_BINGET: 5,
+    _SHORT_TEXT: 0,
+    _LONG1: 0,
+}
+"""Bytes of opcodes that push a scalar; 0 where a byte says how many follow."""
+_SCALAR = rb"[Kh].|[jJ]....|M..|N|\x8a(?:\x05|\x06.)....."
+_TEXT = rb"\x8c.[^\x94]{0,255}(?=\x94)"
+_POPS = {
+    **dict.fromkeys((_EMPTY_TUPLE, _EMPTY_DICT), 0),
+    _TUPLE1: 1,
+    _TUPLE2: 2,
+    pickle.TUPLE3[0]: 3,
+    _BUILD: 2,
+    **dict.fromkeys(_CALLS, 2),
+}
+"""How many values other opcodes take from the stack, before they push one."""
+_MAKING = (_SHORT_TEXT, _MARK, _TUPLE1, _TUPLE2, pickle.TUPLE3[0], _EMPTY_TUPLE, _EMPTY_DICT, *_CALLS)
 
 
 class Pickler:
