@@ -224,7 +224,8 @@ def in_form(mine: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> dict[str, 
     for slot in AVERAGES:
         names = slot, codes_of(slot), scales_of(slot)
         own, given = ({name: side[name] for name in names if name in side} for side in (mine, loaded))
-        alike = own.keys() == given.keys() and all(own[name].shape == given[name].shape for name in own)
+        plain = own.keys() == given.keys() == {slot}
+        alike = plain or placing(own.get(scales_of(slot))) == placing(given.get(scales_of(slot)))
         if not own or alike or (exact := _exact(slot, given, next(iter(own.values())))) is None:
             continue
         fresh = {name: torch.zeros_like(like) for name, like in own.items()}

@@ -70,10 +70,18 @@ def held_of(slots: Mapping[str, Tensor], slot: str) -> tuple[Tensor, Tensor | No
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodeTable:
-    """The values of codes, ascending, on a device; ``zero`` is the place of 0, and ``between`` has the middles."""
+    """The values of codes on a device.
+
+    Attributes:
+        values: ascending.
+        between: the middles of neighbours, and an infinite number.
+        guesses: how many middles are below all float32 numbers with the same upper 16 bits; at most one is among them.
+        zero: the number of the value 0.
+    """
 
     values: Tensor
     between: Tensor
+    guesses: Tensor
     zero: int
 
     @staticmethod
@@ -83,7 +91,26 @@ class CodeTable:
         found = magnitudes(bits)
         values = torch.tensor([*(-value for value in found[:0:-1] if signed), *found], dtype=torch.float64)
         between = ((values[1:] + values[:-1]) / 2).to(torch.float32)
-        return CodeTable(values.to(device, torch.float32), between.to(device), len(found) - 1 if signed else 0)
+        upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+        smallest = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32)
+        # As int16 counts them: from 0, and negative ones at the end.
+        guesses = torch.bucketize(smallest, between, out_int32=True).roll(2**15)
+        ends = torch.cat([between, between.new_tensor([torch.inf])])
+        zero = len(found) - 1 if signed else 0
+        return CodeTable(values.to(device, torch.float32), ends.to(device), guesses.to(device), zero)
+
+    def value(self, numbers: Tensor) -> Tensor:
+        """Return values by number, int32."""
+        return self.values.index_select(0, numbers.flatten()).view(numbers.shape)
+
+    def nearest(self, given: Tensor) -> Tensor:
+        """Return the number of the value nearest to each given one, int32; NaN has the last.
+
+        On a CPU this takes a tenth of the time of torch's bucketize.
+        """
+        flat = given.flatten()
+        guess = self.guesses.index_select(0, (flat.view(torch.int32) >> 16).bitwise_and_(0xFFFF))
+        return guess.add_(flat > self.between.index_select(0, guess)).view(given.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +149,8 @@ class Blocks:
     def widened(self, codes: Tensor) -> Tensor:
         """Return the numbers of codes, float32."""
         table = CodeTable.of(codes.dtype, codes.device)
-        return table.values[codes.to(torch.int32).add_(table.zero)].mul_(self._spread(self.scales, codes.shape[-1]))
+        values = table.value(codes.to(torch.int32).add_(table.zero))
+        return values.mul_(self._spread(self.scales, codes.shape[-1]))
 
     def keep(self, codes: Tensor, exact: Tensor) -> None:
         length = exact.shape[-1]
@@ -131,13 +159,11 @@ class Blocks:
         self.scales.copy_(largest)
         table = CodeTable.of(codes.dtype, codes.device)
         share = exact / self._spread(largest.where(largest != 0, 1.0), length)
-        if self.noise is None:
-            number = torch.bucketize(share, table.between, out_int32=True)
-        else:
-            last = len(table.values) - 2
-            number = (torch.bucketize(share, table.values, out_int32=True, right=True) - 1).clamp_(0, last)
-            below = table.values[number]
-            number += self.noise() < (share - below) / (table.values[number + 1] - below) * 2.0**16
+        number = table.nearest(share)
+        if self.noise is not None:
+            number = (number - (table.value(number) > share).to(torch.int32)).clamp_(0, len(table.values) - 2)
+            below = table.value(number)
+            number += self.noise() < (share - below) / (table.value(number + 1) - below) * 2.0**16
         number -= table.zero
         if codes.dtype == torch.uint8:
             # A square that became 0 would make an update as large as a mean over eps.

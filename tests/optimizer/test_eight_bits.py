@@ -107,6 +107,15 @@ def test_each_number_becomes_the_nearest_code_and_stays_it(dtype):
     assert torch.equal(blocks.scales, again[1].scales)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_a_number_next_to_the_middle_of_two_codes_falls_on_its_side(dtype):
+    table = CodeTable.of(dtype, torch.device("cpu"))
+    middles = table.between[:-1]
+    beside = [torch.nextafter(middles, torch.tensor(end)) for end in (2.0, -2.0)]
+    given = torch.cat([middles, *beside, table.values, torch.tensor([torch.nan, -0.0])])
+    assert torch.equal(table.nearest(given), torch.bucketize(given, middles, out_int32=True))
+
+
 def test_a_square_beside_large_ones_does_not_become_zero():
     """AdamW would divide its mean by eps."""
     given = torch.tensor([[1.0, 1e-12, 0.0, 1e-30]])
