@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.command("plan")
 @click.option("--model", type=CHECKPOINT, metavar="JSON", help="A config.json of Hugging Face's.")
-@click.option("--ckpt", "checkpoint", type=CHECKPOINT, metavar="CKPT", help="Or a checkpoint with momentum.")
+@click.option("--ckpt", "checkpoint", type=CHECKPOINT, metavar="CKPT", help="Or a checkpoint with optimizer state.")
 @click.option(
     "--mesh", "meshes", type=MeshType(), multiple=True,
     help="Axes, outermost first: dp=8,tp=2; repeatable.",
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 @click.option("--stages", type=click.IntRange(1), metavar="N", help="Most stages of a step, as Muon takes it.")
 @click.option("--ns-steps", type=click.IntRange(1), metavar="N", help="Steps of Newton-Schulz.")
 @click.option("--ns-dtype", metavar="DTYPE", help="What it computes in: bfloat16, float16 or float32.")
+@click.option("--algorithm", metavar="NAME", help="Of a model's matrices: muon, normuon, adamuon, hyperball or soap.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def plan_command(
     meshes: Sequence[dict[str, int]],

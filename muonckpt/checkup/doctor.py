@@ -13,6 +13,8 @@ from ..forecasting.models import ModelParameter, ModelTensors, StateTensor, fres
 from ..forecasting.prospects import Prospect, prospect_of
 from ..forecasting.topologies import MuonOptions
 from ..optimizer import Muon
+from ..optimizer.methods.matrix import MATRICES
+from ..vocabulary import PARAMS
 from ..wording import Finding, counted
 from .built import Built, Maker, build, maker_of
 from .programs import class_of, known_optimizer, refusal
@@ -161,7 +163,7 @@ def _costs(
 ) -> Prospect | None:
     """Forecast a step on each mesh, as `muonckpt plan` does, of what these optimizers do."""
     parameters = [_model_parameter(built, one) for one in every if one.parameter.requires_grad]
-    if not meshes or not any(parameter.matrix for parameter in parameters):
+    if not meshes or not any(parameter.method for parameter in parameters):
         return None
     matrices = [group for one in built.optimizers for group in one.param_groups if "ns_steps" in group]
     steps = max((int(group["ns_steps"]) for group in matrices), default=MuonOptions().ns_steps)
@@ -176,4 +178,7 @@ def _model_parameter(built: Built, one: Treatment) -> ModelParameter:
         return fresh_parameter(one.name, one.shape, dtype, matrix=matrix, pieces=one.fused.pieces)
     slots = optimizer.state[one.parameter].items()
     state = tuple(StateTensor(slot, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for slot, t in slots)
-    return ModelParameter(one.name, one.shape, dtype, matrix, one.fused.pieces, state)
+    if not matrix or one.group is None:
+        return ModelParameter(one.name, one.shape, dtype, None, {}, state)
+    options = {name: value for name, value in optimizer.param_groups[one.group].items() if name != PARAMS}
+    return ModelParameter(one.name, one.shape, dtype, MATRICES[one.algorithm], options, state)

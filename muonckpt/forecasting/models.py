@@ -11,18 +11,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
 from ..box import Index
 from ..converters.look.contents import Role, first_look
 from ..errors import SourceError, TargetError
+from ..optimizer.methods.form import Kept, MatrixMethod
+from ..optimizer.methods.matrix import MATRICES, as_stored, fused_of, is_matrix_method, kept_of
+from ..optimizer.methods.muon import MUON
+from ..optimizer.planning.matrices import Fused
 from ..store.io.location import Location
 from ..store.io.regular import read_whole
 from ..store.opening import open
 from ..store.reading.dtypes import itemsize
 from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
+from ..vocabulary import MUON as DEFAULTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +44,36 @@ class ModelParameter:
     """A parameter and its state.
 
     Attributes:
-        matrix: whether Muon orthogonalises it; otherwise an element-wise method steps it.
-        pieces: the row counts of fused matrices; None if nothing is fused.
+        method: what steps it as a matrix; None: an element-wise method.
+        options: of its group, where it is a matrix; what is fused is among them.
         used: the share of its elements by which a token is multiplied, less than 1 for experts; None if unknown.
     """
 
     name: str
     shape: Index
     dtype: str
-    matrix: bool
-    pieces: tuple[int, ...] | None
+    method: MatrixMethod | None
+    options: Mapping[str, Any]
     state: tuple[StateTensor, ...]
     used: float | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def fused(self) -> Fused:
+        return fused_of(self.options)
+
+    @property
+    def kept(self) -> Mapping[str, Kept]:
+        """What its method keeps of each matrix besides momentum, by slot."""
+        return {} if self.method is None else self.method.kept(self.options)
+
+
+def options_of(method: MatrixMethod, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of a group of a method, given some of them."""
+    return {**method.defaults(asdict(DEFAULTS)), **given}
 
 
 def fresh_parameter(
@@ -65,13 +84,17 @@ def fresh_parameter(
     matrix: bool,
     pieces: tuple[int, ...] | None = None,
     used: float | None = None,
+    method: MatrixMethod = MUON,
 ) -> ModelParameter:
-    """Return a parameter with the state that `Muon` makes: momentum, or AdamW's moments and counter."""
-    like = [MOMENTUM] if matrix else [EXP_AVG, EXP_AVG_SQ]
-    state = [StateTensor(slot, shape, dtype) for slot in like]
+    """Return a parameter with the state that `Muon` makes: of a matrix's method, or AdamW's moments and counter."""
     if not matrix:
-        state.append(StateTensor(STEP, (), "float32"))
-    return ModelParameter(name, shape, dtype, matrix, pieces, tuple(state), used)
+        moments = (StateTensor(slot, shape, dtype) for slot in (EXP_AVG, EXP_AVG_SQ))
+        return ModelParameter(name, shape, dtype, None, {}, (*moments, StateTensor(STEP, (), "float32")), used)
+    options = options_of(method, {"pieces": pieces})
+    state = [StateTensor(MOMENTUM, shape, dtype)] if method.averages else []
+    for slot, (kept, reduced) in kept_of(shape, options, method).items():
+        state.append(StateTensor(slot, reduced.shape, kept.dtype_name or dtype))
+    return ModelParameter(name, shape, dtype, method, options, tuple(state), used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +106,7 @@ class ModelTensors:
 
     @property
     def matrices(self) -> Sequence[ModelParameter]:
-        return [parameter for parameter in self.parameters if parameter.matrix]
+        return [parameter for parameter in self.parameters if parameter.method]
 
     @property
     def active(self) -> float | None:
@@ -92,29 +115,47 @@ class ModelTensors:
         return None if None in used else sum(used)  # type: ignore[arg-type]
 
 
-def model_of_checkpoint(path: Location) -> ModelTensors:
-    """Read the parameters of a checkpoint: Muon steps those that carry momentum as matrices.
+def model_of_checkpoint(path: Location, own: MatrixMethod | None = None) -> ModelTensors:
+    """Read the parameters of a checkpoint, with the methods that its groups name; without names, Muon steps those that
+    carry momentum as matrices.
+
+    Args:
+        own: a method that the groups of our optimizer may name; others that are not ours are what is stored of them.
 
     Raises:
         SourceError: it cannot be read.
-        TargetError: nothing in it carries momentum.
+        TargetError: no matrix in it has a method, or carries momentum.
     """
     with open(path) as opened:
-        contents = first_look(opened).contents
-    momentum = {tensor.key: tensor for tensor in contents.tensors.get(Role.MOMENTUM, ())}
+        look = first_look(opened)
+    contents, dialect = look.contents, look.contents.dialect
+    methods = MATRICES if own is None else {**MATRICES, own.name: own}
+    momentum = {tensor.key for tensor in contents.tensors.get(Role.MOMENTUM, ())}
+    groups = {name: group.options for group in look.groups.groups for name in group.parameters}
     parameters = []
     for parameter in contents.parameters.values():
         tensors = [*([parameter.weight] if parameter.weight else []), *parameter.state.values()]
-        own = next((tensor for tensor in parameter.state.values() if tensor.key in momentum), None)
-        like = next(tensor for tensor in tensors if tensor.shape == parameter.shape)
-        matrix = own is not None and len(own.shape) in (2, 3) and own.shape == parameter.shape and 0 not in own.shape
-        pieces = own.pieces if own and matrix else None
+        average = next((tensor for tensor in parameter.state.values() if tensor.key in momentum), None)
+        shape, given = parameter.shape, groups.get(parameter.name, {})
+        algorithm = given.get(dialect.method_option or "") if dialect else None
+        options: dict[str, Any] = {"pieces": average.pieces if average else None}
+        if ours := dialect is not None and dialect.takes_methods:
+            options |= given
+        method = methods.get(str(algorithm), MUON)
+        if ours and isinstance(algorithm, str) and is_matrix_method(algorithm) and algorithm not in methods:
+            kept = {slot: (t.shape, t.dtype) for slot, t in parameter.state.items() if t is not average}
+            fused = fused_of(options_of(MUON, options))
+            method = as_stored(algorithm, shape, fused, kept, averages=average is not None)
+        averaged = average is not None and average.shape == shape
+        matrix = len(shape) in (2, 3) and 0 not in shape and (averaged or not method.averages)
+        like = next((tensor for tensor in tensors if tensor.shape == shape), tensors[0])
         state = tuple(StateTensor(slot, tensor.shape, tensor.dtype) for slot, tensor in parameter.state.items())
-        parameters.append(ModelParameter(parameter.name, parameter.shape, like.dtype, matrix, pieces, state))
-    if not any(parameter.matrix for parameter in parameters):
+        options = options_of(method, options) if matrix else {}
+        parameters.append(ModelParameter(parameter.name, shape, like.dtype, method if matrix else None, options, state))
+    if not any(parameter.method for parameter in parameters):
         raise TargetError(
-            f"{path}: expected matrices with momentum, found none, so who orthogonalises what is unknown; give a "
-            "checkpoint with optimizer state, or the model's config.json"
+            f"{path}: expected matrices with momentum, or groups that name their methods, found none, so who "
+            "orthogonalises what is unknown; give a checkpoint with optimizer state, or the model's config.json"
         )
     return ModelTensors(str(path), tuple(parameters))
 
@@ -321,11 +362,12 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 """Families by class, for configurations with a ``model_type`` of their own."""
 
 
-def model_of_config(file: Location, dtype: str | None = None) -> ModelTensors:
+def model_of_config(file: Location, dtype: str | None = None, method: MatrixMethod = MUON) -> ModelTensors:
     """Read the parameters of the model that a ``config.json`` describes.
 
     Args:
         dtype: of the parameters in training; by default the configuration's, or else bfloat16.
+        method: of its matrices.
 
     Raises:
         SourceError: it is no such file, or a number that the family needs is missing or out of range.
@@ -343,7 +385,7 @@ def model_of_config(file: Location, dtype: str | None = None) -> ModelTensors:
         raise SourceError(f"{file}: expected dtype to be a name, found {dtype!r}")
     itemsize(dtype)
     parameters = (
-        fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, pieces=p.pieces, used=p.used)
+        fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, pieces=p.pieces, used=p.used, method=method)
         for p in _parameters(settings, _family(settings))
     )
     return ModelTensors(str(file), tuple(parameters))

@@ -11,6 +11,8 @@ from typing import Any
 from ..converters.target.topology import AxisCut, ShardRule
 from ..errors import SourceError, TargetError, did_you_mean
 from ..key_search import keys_matching
+from ..optimizer.methods.form import MatrixMethod
+from ..optimizer.methods.matrix import MATRICES
 from ..optimizer.planning.matrices import PRECISIONS
 from ..store.io.location import Remote, location
 from .hardware import UNKNOWN_RATES, Rates
@@ -57,6 +59,7 @@ def forecast(
     stages: int | None = None,
     ns_steps: int = MuonOptions().ns_steps,
     ns_dtype: str = MuonOptions().ns_dtype,
+    algorithm: str | MatrixMethod = "muon",
     progress: Callable[[int, int], None] = lambda count, total: None,
 ) -> Prospect:
     """Compute what a model would cost on these meshes, as ``muonckpt plan`` prints it.
@@ -66,7 +69,7 @@ def forecast(
     Args:
         meshes: sizes of axes by name, the outermost first.
         model: a ``config.json`` of Hugging Face's, of a known family; or else
-        checkpoint: a checkpoint of any program, with momentum.
+        checkpoint: a checkpoint of any program, with momentum or groups that name their methods.
         shard: axes and dims by patterns of parameters' names, as for `reshard`; a rule counts on the meshes that have
             its axes.  By default all axes cut the rows.
         select: patterns of the names of the parameters to count, such as those of a pipeline stage; by default all.
@@ -74,12 +77,14 @@ def forecast(
         rates: of one rank: bytes a second to others and to files, FLOPs a second; `HARDWARE` has some by name.
         training: the scheme of forward and backward, and the tokens of an iteration.
         stages, ns_steps, ns_dtype: as for `muonckpt.optimizer.Muon`.
+        algorithm: of a model's matrices; or a method of your own that groups of the checkpoint name, whose FLOPs would
+            be unknown otherwise.
         progress: called with the number of meshes that are done, and of all.
 
     Raises:
         SourceError: the configuration or the checkpoint cannot be read.
-        TargetError: not one of ``model`` and ``checkpoint``; no mesh; an unknown family, dtype or scheme; no momentum;
-            a rule or a pattern that fits nothing.
+        TargetError: not one of ``model`` and ``checkpoint``; no mesh; an unknown family, dtype, scheme or algorithm; no
+            matrices; a rule or a pattern that fits nothing.
         LayoutError: a matrix cannot be planned.
     """
     if (model is None) == (checkpoint is None):
@@ -90,10 +95,14 @@ def forecast(
         raise TargetError(f"unknown scheme {training.scheme!r}; expected one of {', '.join(SCHEMES)}")
     if (stages is not None and stages < 1) or ns_steps < 1:
         raise TargetError(f"expected at least one stage and one step of Newton-Schulz, found {stages} and {ns_steps}")
+    if isinstance(algorithm, str) and algorithm not in MATRICES:
+        known = f"{', '.join(MATRICES)}, or a MatrixMethod"
+        raise TargetError(f"unknown algorithm {algorithm!r} of matrices; expected one of {known}")
+    method = MATRICES[algorithm] if isinstance(algorithm, str) else algorithm
     tensors = (
-        model_of_checkpoint(location(checkpoint, SourceError))
+        model_of_checkpoint(location(checkpoint, SourceError), method)
         if checkpoint is not None
-        else model_of_config(location(model, SourceError), dtype)  # type: ignore[arg-type]
+        else model_of_config(location(model, SourceError), dtype, method)  # type: ignore[arg-type]
     )
     options = MuonOptions(ns_steps, ns_dtype, stages)
     return prospect_of(_selected(tensors, select), meshes, shard or {}, options, rates, training, progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -23,13 +23,15 @@ from ..layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
 from ..layouts.buffers.placements import ToPlace
 from ..layouts.flat import owned_layout
 from ..layouts.mesh import AxisPlacement, Replicate, Shard, mesh_layout
+from ..optimizer.methods.form import MatrixMethod, dtype_named
+from ..optimizer.methods.matrix import kept_of
 from ..optimizer.newton_schulz.recipe import flops
-from ..optimizer.planning.matrices import PRECISIONS, Fused, Slot, Spec
+from ..optimizer.planning.matrices import SHAPES, UPDATE, WEIGHT, Fused, Slot, Spec
 from ..optimizer.planning.residence import first_replica, matrix_parts
 from ..optimizer.planning.schedule import NOTE, Schedule, Stage, make_schedule, paused_collector
 from ..record import StateRecord, no_chunks
 from ..store.reading.dtypes import itemsize
-from ..vocabulary import MOMENTUM, MUON
+from ..vocabulary import MUON, ParamGroup
 from .hardware import Rates
 from .iteration import MODEL_FLOPS, PLAIN_FSDP, SCHEMES, Training, traffic_of
 from .models import ModelParameter, ModelTensors
@@ -47,7 +49,7 @@ class Topology:
         stages: the number of stages of exchange, of two collectives each.
         sent: how evenly ranks send in a step: ``least``, ``mean``, ``most``, ``busiest_rank``, ``most_to_mean``.
         busiest_sent: the bytes that the busiest rank sends, alignment of wires included.
-        newton_schulz: how evenly FLOPs of a step are shared, in the same way.
+        newton_schulz: how evenly FLOPs of a step are shared, in the same way; with those of methods besides.
         memory: ``weights``, ``gradients``, ``state`` of the rank that holds the most; ``wires`` of the rank that sends
             the most; and their ``total``.
         held: how evenly ranks hold weights, gradients and state.
@@ -106,11 +108,11 @@ def topology_of(
     usable = tuple(rule for rule in rules if mesh.keys() >= {axis for axis, _ in rule.cuts})
     target = Target(mesh, usable)
     layout_of = _layouts_on(target)
-    step = step_plan(model.matrices, [layout_of(p, p.shape) for p in model.matrices], target.ranks, options)
+    step = step_plan(model.matrices, layout_of, target.ranks, options)
     if not SCHEMES[training.scheme].exchange:
         step = step.without_exchange()
     traffic = traffic_of(model, target, training)
-    ranks = _bytes_on_ranks(model.parameters, layout_of, target.ranks)
+    ranks = _bytes_on_ranks(model.parameters, layout_of, step.resting)
     fullest = int(ranks.held.argmax())
     memory = {name: round(getattr(ranks, name)[fullest]) for name in ("weights", "gradients", "state")}
     memory["wires"] = step.wires
@@ -140,7 +142,7 @@ def topology_of(
             "files": int(np.count_nonzero(written)) + DESCRIPTIONS,
             "most": round(written.max()),
         },
-        padding=tuple(_buffer_padding(model.matrices, target)),
+        padding=tuple(_buffer_padding([p for p in model.matrices if p.method and p.method.averages], target)),
         iteration={
             "parameters": traffic.parameters,
             "gradients": traffic.gradients,
@@ -221,11 +223,14 @@ class _RankBytes:
         return self.weights + self.gradients + self.state
 
 
-def _bytes_on_ranks(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks: int) -> _RankBytes:
+def _bytes_on_ranks(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, resting: Counts) -> _RankBytes:
+    """Add up what rests by layouts, and the state ``resting`` at owners."""
+    ranks = len(resting)
     times: Counter[tuple[str, TensorLayout, int]] = Counter()
     for parameter in parameters:
         times["weights", layout_of(parameter, parameter.shape), itemsize(parameter.dtype)] += 1
-        for tensor in parameter.state:
+        owned = {slot for slot, kept in parameter.kept.items() if kept.at_owner}
+        for tensor in (tensor for tensor in parameter.state if tensor.slot not in owned):
             times["state", layout_of(parameter, tensor.shape), itemsize(tensor.dtype)] += 1
     totals = {"weights": np.zeros(ranks), "state": np.zeros(ranks)}
     written = np.zeros(ranks)
@@ -238,7 +243,7 @@ def _bytes_on_ranks(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, 
         np.add.at(share, holders, numel[box] / replicas[box])
         totals[what] += held * size * count
         written += share * size * count
-    return _RankBytes(totals["weights"], totals["state"], written)
+    return _RankBytes(totals["weights"], totals["state"] + resting, written + resting)
 
 
 # A step, from the plan of the optimizer.
@@ -262,7 +267,8 @@ class StepPlan:
     Attributes:
         sent, received: bytes to and from other ranks, ``[stages, 2, ranks]``: to the owners, and back.  They include
             notes, but not the alignment of wires: at most 8 bytes between two ranks and collective.
-        work: FLOPs of Newton-Schulz, ``[stages, ranks]``.
+        work: FLOPs of Newton-Schulz and of methods besides, ``[stages, ranks]``.
+        resting: bytes of state at owners, ``[ranks]``.
         busiest: the rank that sends the most; ``busiest_sent`` are its exact bytes in a step.
         wires: the most bytes of wires that it has in memory at once.
     """
@@ -271,6 +277,7 @@ class StepPlan:
     sent: Counts
     received: Counts
     work: Counts
+    resting: Counts
     busiest: int
     busiest_sent: int
     wires: int
@@ -281,58 +288,91 @@ class StepPlan:
         return dataclasses.replace(self, sent=nothing, received=nothing, busiest=0, busiest_sent=0, wires=0)
 
 
-def step_plan(
-    parameters: Sequence[ModelParameter], layouts: Sequence[TensorLayout], ranks: int, options: MuonOptions
-) -> StepPlan:
+def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks: int, options: MuonOptions) -> StepPlan:
     """Plan a step as the ranks themselves do it.
+
+    Owners of matrices with state are chosen with all others here, where ranks choose them group by group.
 
     Args:
         parameters: the parameters that hold matrices, in forward order.
-        layouts: theirs, on ranks 0 to ``ranks - 1``.
+        layout_of: lays out a tensor of a parameter, given its shape, on ranks 0 to ``ranks - 1``.
 
     Raises:
         LayoutError: pieces do not add up to a parameter's rows.
     """
-    specs = _specs(parameters, layouts, options)
+    specs = _specs(parameters, layout_of, options)
     everyone = tuple(range(ranks))
     with paused_collector():
         schedule = make_schedule(specs, everyone, 0, options.stages)
     stages = len(schedule.stages)
     notes = NOTE * (ranks - 1)
     sent, received = np.full((2, stages, 2, ranks), notes, np.int64)
-    work = np.zeros((stages, ranks), np.int64)
-    alike: defaultdict[tuple[int, int, int, int | None], list[int]] = defaultdict(list)
+    work, resting = np.zeros((stages, ranks), np.int64), np.zeros(ranks, np.int64)
+    alike: defaultdict[tuple[int, int, int, int, int | None], list[int]] = defaultdict(list)
     for unit in schedule.units:
-        [slot], owner = specs[unit.param].slots, unit.owner
+        spec, owner = specs[unit.param], unit.owner
         work[unit.stage, owner] += unit.cost
-        standing = int(matrix_parts(slot.layout, slot.fused).stands[unit.index])
-        replica = first_replica(slot.layout, slot.fused, standing, owner)
-        alike[id(specs[unit.param]), standing, unit.stage, replica].append(owner)
-    slots = {id(spec): spec.slots[0] for spec in specs}
-    for (spec, index, stage, replica), owners in alike.items():
-        slot = slots[spec]
+        resting[owner] += _resting_bytes(parameters[unit.param], *unit.rows_columns) if spec.staying else 0
+        for number, slot in enumerate(spec.slots):
+            standing = int(matrix_parts(slot.layout, slot.fused).stands[unit.index])
+            replica = first_replica(slot.layout, slot.fused, standing, owner)
+            alike[id(spec), number, standing, unit.stage, replica].append(owner)
+    slots = {id(spec): spec.slots for spec in specs}
+    for (kind, number, index, stage, replica), owners in alike.items():
+        slot = slots[kind][number]
         _holders(slot.layout, slot.fused, index).count(owners, replica, slot, sent[stage], received[stage])
     busiest = int(sent.sum(axis=(0, 1)).argmax())
     with paused_collector():
         own = schedule if busiest == 0 else make_schedule(specs, everyone, busiest, options.stages)
     return StepPlan(
-        len(schedule.units), sent, received, work, busiest, leaving_bytes(own, busiest), most_wires(own.stages)
+        len(schedule.units), sent, received, work, resting, busiest, leaving_bytes(own, busiest), most_wires(own.stages)
     )
 
 
-def _specs(parameters: Sequence[ModelParameter], layouts: Sequence[TensorLayout], options: MuonOptions) -> list[Spec]:
+def _specs(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, options: MuonOptions) -> list[Spec]:
     """Describe the parameters as planning sees them; equal ones are one object."""
-    precision = PRECISIONS[options.ns_dtype]
+    alike: dict[Hashable, Spec] = {}
+    specs = []
+    for parameter in parameters:
+        assert parameter.method is not None, "it holds matrices"
+        layout = layout_of(parameter, parameter.shape)
+        group = {**parameter.options, "ns_steps": options.ns_steps, "ns_dtype": options.ns_dtype}
+        stated = repr(sorted(group.items()))
+        key = layout, parameter.dtype, parameter.method.name, tuple(parameter.kept.items()), stated
+        if key not in alike:
+            alike[key] = _spec(parameter, parameter.method, layout, layout_of, group)
+        specs.append(alike[key])
+    return specs
+
+
+def _spec(
+    parameter: ModelParameter, method: MatrixMethod, layout: TensorLayout, layout_of: _LayoutOf, group: ParamGroup
+) -> Spec:
+    precision = method.precision(group)
+    own = dtype_named(parameter.dtype) or precision.there
+    slots = [Slot(UPDATE, layout, parameter.fused, precision.there, precision.back)]
+    if method.weight:
+        slots.append(Slot(WEIGHT, layout, parameter.fused, own, own, returns=False))
+    for slot, (kept, reduced) in kept_of(parameter.shape, group, method).items():
+        if not kept.at_owner:
+            dtype = kept.dtype or own
+            slots.append(Slot(slot, layout_of(parameter, reduced.shape), reduced.fused, dtype, dtype))
 
     def cost(rows: int, columns: int) -> int:
-        return flops(rows, columns, options.ns_steps)
+        iterations = flops(rows, columns, group["ns_steps"]) if method.orthogonalizes else 0
+        return max(1, iterations + round(method.cost(rows, columns, group)))
 
-    alike: dict[tuple[TensorLayout, Fused], Spec] = {}
-    for parameter, layout in zip(parameters, layouts, strict=True):
-        fused = Fused(parameter.pieces)
-        slot = Slot(MOMENTUM, layout, fused, precision.there, precision.back)
-        alike.setdefault((layout, fused), Spec((slot,), cost))
-    return [alike[layout, Fused(parameter.pieces)] for parameter, layout in zip(parameters, layouts, strict=True)]
+    staying = tuple((slot, kept.shape) for slot, kept in parameter.kept.items() if kept.at_owner)
+    return Spec(tuple(slots), cost, staying=staying)
+
+
+def _resting_bytes(parameter: ModelParameter, rows: int, columns: int) -> int:
+    """Return the bytes of state that rests at the owner of one of a parameter's matrices."""
+    resting = (kept for kept in parameter.kept.values() if kept.at_owner)
+    return sum(
+        math.prod(SHAPES[kept.shape].of_matrix(rows, columns)) * itemsize(kept.dtype_name or parameter.dtype)
+        for kept in resting
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -358,7 +398,7 @@ class Holders:
         Args:
             replica: as `first_replica` of each of the owners.
         """
-        there, back, times = slot.there.itemsize, slot.back.itemsize, len(owners)
+        there, back, times = slot.there.itemsize, slot.back.itemsize * slot.returns, len(owners)
         number = np.arange(len(self.numel)) if replica is None else np.full(len(self.numel), replica)
         givers = self.rank[self.first + number % self.replicas]
         taken = self.numel[self.part]
@@ -429,7 +469,7 @@ def _buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Ite
     by_axes: defaultdict[tuple[str, ...], list[_CutMember]] = defaultdict(list)
     for cuts, alike in groups.items():
         by_axes[tuple(axis for axis, _ in cuts)] += [(parameter, cuts) for parameter in alike]
-    for layout in LAYOUTS:
+    for layout in LAYOUTS if groups else ():
         if layout == ROWS:
             continue
         elements, padding = np.zeros(target.ranks), 0

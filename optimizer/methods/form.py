@@ -54,12 +54,23 @@ class Kept:
         if SHAPES[self.shape].sharded is None and not self.at_owner:
             raise ValueError(f"shape={self.shape!r} has no rows and columns to be sharded by: give at_owner=True")
 
+    @property
+    def dtype_name(self) -> str | None:
+        """The dtype's name, such as ``"float32"``; None for the parameter's."""
+        return None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+
     def of(self, shape: Index, fused: Fused) -> Reduced:
         """Return its shape for a parameter."""
         kind = SHAPES[self.shape]
         return (
             at_owners(shape, fused, kind.of_matrix) if self.at_owner or not kind.sharded else kind.sharded(shape, fused)
         )
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """Return a floating-point dtype by its name, such as ``"float32"``; None if there is none."""
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 from ...box import Index
 from ...vocabulary import ParamGroup
-from ..planning.matrices import Fused, Reduced
+from ..planning.matrices import SHAPES, Fused, Reduced
 from .adamuon import ADAMUON
-from .form import Kept, MatrixMethod
+from .form import Kept, MatrixMethod, dtype_named
 from .hyperball import HYPERBALL
 from .muon import MUON, NORMUON
 from .scalar import SCALARS
@@ -103,6 +103,27 @@ def kept_of(shape: Index, group: ParamGroup, method: MatrixMethod) -> dict[str, 
     """Return the state of a parameter besides momentum: how it is kept, and its shape."""
     fused = fused_of(group)
     return {slot: (kept, kept.of(shape, fused)) for slot, kept in method.kept(group).items()}
+
+
+def as_stored(
+    name: str, shape: Index, fused: Fused, state: Mapping[str, tuple[Index, str]], *, averages: bool
+) -> MatrixMethod:
+    """Return a method of which only its state is known: shapes and names of dtypes, by slot.
+
+    Its own FLOPs are unknown.  What could be sharded as the parameter is, rests so.
+    """
+    slots: dict[str, Kept] = {}
+    for slot, (found, called) in state.items():
+        if slot.isidentifier() and (dtype := dtype_named(called)):
+            for kept in (Kept(kind, dtype, at_owner) for kind, at_owner in _BY_SHAPE):
+                if kept.of(shape, fused).shape == found:
+                    slots[slot] = kept
+    return MatrixMethod(name, MUON.update, slots=slots, takes="orthogonal" if averages else "gradient")
+
+
+_BY_SHAPE = [(kind, True) for kind in SHAPES if kind != "longer"]
+_BY_SHAPE += [(kind, False) for kind, owned in _BY_SHAPE if SHAPES[kind].sharded is not None]
+"""Shapes of slots and whether they rest at owners, the likeliest last; "longer" is one of two others."""
 
 
 def fused_of(group: Mapping[str, Any]) -> Fused:

@@ -52,6 +52,20 @@ def test_inspect_names_the_method_and_its_slots_and_stats_measures_them(run):
     assert {f"optimizer.state.{name}.weight.left" for name in ("up", "down")} <= measured
 
 
+@pytest.mark.parametrize("algorithm", ["muon", MINE], ids=["as stored", "given"])
+def test_plan_knows_its_state_from_the_checkpoint(run, algorithm):
+    """Gradients and rows of four bytes travel to owners and back, where the 25 + 9 numbers of the squares rest."""
+    [alone, shared] = muonckpt.forecast([{"dp": 1}, {"dp": 2}], checkpoint=run[0], algorithm=algorithm).topologies
+    assert alone.matrices == 2 and not alone.padding
+    assert alone.checkpoint["bytes"] == shared.checkpoint["bytes"] == muonckpt.inspect(run[0]).bytes
+    biases = 8 * 4 * 2 + 4 + 4
+    assert alone.memory["state"] == 4 * (25 + 9 + 5 + 3) + biases
+    notes = 2 * 2 * 16
+    # Two or three of five rows of four numbers leave their rank, one or two of three rows of six.
+    sent = {2 * 4 * (up * (3 + 1) + down * (5 + 1)) + notes for up in (2, 3) for down in (1, 2)}
+    assert shared.sent["mean"] * 2 in sent
+
+
 def test_a_conversion_keeps_it_and_no_other_program_takes_it(run, tmp_path):
     muonckpt.convert(run[0], tmp_path / "again", to_dialect="muonckpt")
     assert not muonckpt.diff(run[0], tmp_path / "again").differs

@@ -9,6 +9,12 @@ import numpy as np
 import pytest
 import torch
 from support.commands import called
+from support.workers import run
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard as Rows
+from torch.distributed.tensor import distribute_tensor
 
 import muonckpt
 from muonckpt import TargetError
@@ -23,6 +29,8 @@ from muonckpt.forecasting.topologies import (
     step_seconds,
 )
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, mesh_layout
+from muonckpt.optimizer import Muon
+from muonckpt.optimizer.methods.matrix import MATRICES
 from muonckpt.optimizer.newton_schulz.recipe import flops
 from muonckpt.optimizer.planning.matrices import Fused, Slot, Spec
 from muonckpt.optimizer.planning.schedule import WIRE_ALIGNMENT, make_schedule
@@ -79,7 +87,7 @@ def test_bytes_are_those_of_all_ranks_wires(placements):
         for number, (shape, cut) in enumerate(zip(shapes, pieces, strict=True))
     ]
     layouts = [mesh_layout(shape, mesh, placements) for shape in shapes]
-    said = step_plan(params, layouts, 6, MuonOptions(stages=2))
+    said = step_plan(params, lambda param, shape: mesh_layout(shape, mesh, placements), 6, MuonOptions(stages=2))
     short = torch.bfloat16
     specs = [
         Spec(
@@ -94,6 +102,55 @@ def test_bytes_are_those_of_all_ranks_wires(placements):
         assert about <= sent <= about + 2 * len(own.stages) * 5 * (WIRE_ALIGNMENT - 2)
         if rank == said.busiest:
             assert (sent, most_wires(own.stages)) == (said.busiest_sent, said.wires)
+
+
+SHAPES = [(24, 8), (5, 16), (16, 16), (3, 12, 8), (24, 8)]
+
+
+def cost_of_a_step(rank: int, world: int, algorithm: str) -> tuple[int, int, int, int]:
+    """Bytes that a rank sends, its matrices' FLOPs, the most bytes of wires, and bytes of state that rest at owners."""
+    mesh = init_device_mesh("cpu", (world,))
+    params = [nn.Parameter(distribute_tensor(torch.ones(s), mesh, [Rows(0)], src_data_rank=None)) for s in SHAPES]
+    opt = Muon([{"params": params, "algorithm": algorithm}], stages=2)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    opt.step()
+    [schedule] = opt.schedules.values()
+    owned = [slot for slot, kept in MATRICES[algorithm].kept(opt.param_groups[0]).items() if kept.at_owner]
+    resting = sum(opt.state[param][slot].to_local().nbytes for param in params for slot in owned)
+    work = sum(schedule.units[unit].cost for unit in schedule.owned)
+    return leaving_bytes(schedule, rank), work, most_wires(schedule.stages), resting
+
+
+@pytest.mark.parametrize("algorithm", ["normuon", "hyperball", "adamuon", "soap"])
+def test_a_method_costs_what_its_steps_do(algorithm):
+    """State that travels, weights that travel one way, state that rests at owners, gradients in float32."""
+    world, method = 3, MATRICES[algorithm]
+    params = [fresh_parameter(f"{n}", s, "float32", matrix=True, method=method) for n, s in enumerate(SHAPES)]
+    said = step_plan(
+        params, lambda param, shape: mesh_layout(shape, Mesh.of(world), (Shard(0),)), world, MuonOptions(stages=2)
+    )
+    costs = run(world, cost_of_a_step, algorithm)
+    for rank, (sent, work, _, resting) in enumerate(costs):
+        about = int(said.sent[:, :, rank].sum())
+        assert about <= sent <= about + 4 * (world - 1) * 2 * (WIRE_ALIGNMENT - 1)
+        assert (said.work[:, rank].sum(), said.resting[rank]) == (work, resting)
+    assert (said.busiest_sent, said.wires) == costs[said.busiest][:3:2]
+
+
+@pytest.mark.parametrize("options", [{"algorithm": "soap", "period": 3}, {"algorithm": "normuon", "pieces": (8, 8)}])
+def test_the_groups_of_a_checkpoint_say_what_its_matrices_cost(options, tmp_path):
+    """SOAP's has no momentum at all."""
+    model = nn.Linear(12, 16, bias=False)
+    opt = Muon([{"params": list(model.parameters()), **options}])
+    model.weight.grad = torch.ones(16, 12)
+    opt.step()
+    weights, state = get_state_dict(model, opt)
+    muonckpt.save({"model": weights, "optimizer": state}, tmp_path / "run")
+    [found] = muonckpt.forecast([{"dp": 1}], checkpoint=tmp_path / "run").topologies
+    [schedule] = opt.schedules.values()
+    assert found.newton_schulz["mean"] == sum(unit.cost for unit in schedule.units)
+    assert found.memory["state"] == opt.report().state
 
 
 def test_a_checkpoint_has_the_bytes_that_were_said(tmp_path):
@@ -123,7 +180,7 @@ def test_a_checkpoint_has_the_bytes_that_were_said(tmp_path):
 
 def test_exchange_hides_behind_newton_schulz():
     sent = np.array([[[4, 2], [6, 1]], [[8, 0], [2, 2]]])
-    plan = StepPlan(2, sent, sent, np.array([[30, 10], [10, 50]]), 0, 20, 0)
+    plan = StepPlan(2, sent, sent, np.array([[30, 10], [10, 50]]), np.array([0, 0]), 0, 20, 0)
     found = step_seconds(plan, Rates(link=2.0, flops=10.0))
     assert (found["exchange"], found["newton_schulz"]) == (10.0, 8.0)
     assert found["muon"] == 2 + max(3, 4) + max(5, 3) + 1

@@ -44,7 +44,7 @@ def newton_schulz(model: ModelTensors) -> float:
     total = 0
     for parameter in model.matrices:
         *stack, rows, columns = parameter.shape
-        for piece in parameter.pieces or (rows,):
+        for piece in parameter.fused.pieces or (rows,):
             total += (stack[0] if stack else 1) * flops(piece, columns, 5)
     return total
 

@@ -73,8 +73,9 @@ def test_a_stage_is_two_collectives_of_exactly_the_elements_that_must_move_in_16
         assert 2 * must <= sent <= 2 * must + calls * (world - 1) * (NOTE + WIRE_ALIGNMENT - 2)
     # What `muonckpt plan` says of the same parameters, without processes.
     params = [fresh_parameter(f"{number}", shape, "float32", matrix=True) for number, shape in enumerate(shapes)]
-    layouts = [mesh_layout(shape, Mesh.of(world), (Rows(0),)) for shape in shapes]
-    forecast = step_plan(params, layouts, world, MuonOptions(stages=stages))
+    forecast = step_plan(
+        params, lambda param, shape: mesh_layout(shape, Mesh.of(world), (Rows(0),)), world, MuonOptions(stages=stages)
+    )
     assert len(forecast.work) == counted[0][1]
     for said, (calls, _, sent, _) in zip(forecast.sent.sum(axis=(0, 1)), counted, strict=True):
         assert said <= sent <= said + calls * (world - 1) * (WIRE_ALIGNMENT - 2)
