@@ -18,17 +18,18 @@ from torch import Tensor
 from ..coefficients import Coefficients
 from ..errors import LayoutError, called_like
 from ..layout import TensorLayout
-from ..layouts.tensors import layout_of
+from ..layouts.tensors import layout_of, local_of, with_local
 from ..resumption import LOAD_LINES, Globs, LoadReport
-from ..vocabulary import MUON, MUON_CONVENTION, ROUNDED_STEPS, ROUNDING_SEED
+from ..vocabulary import MUON, MUON_CONVENTION, ROUNDED_STEPS, ROUNDING_SEED, STEP
 from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
 from .for_model import EXAMPLE_LINE, ForModel, refuse_no_parameters
 from .given import given_in
 from .ground.cuda_graphs import capturing
 from .ground.eight_bits import block_of
+from .ground.host_memory import STATE_MEMORIES
 from .ground.rounding import Placed
 from .methods.matrix import Methods, Scale, Scales, is_matrix_method
-from .methods.scalar import SCALARS
+from .methods.scalar import SCALARS, most_visiting
 from .newton_schulz.costs import Cost
 from .newton_schulz.products import Choice, prefer_kernels
 from .newton_schulz.recipe import flops
@@ -105,6 +106,9 @@ class Muon(ForModel, CollectiveOptimizer):
         stages: the most rounds of exchange and compute, which overlap.  More need smaller buffers, and each takes time
             of its own.  None: up to 4, depending on the bytes (`schedule.worthwhile_stages`).
         layout: returns the layout of a parameter, its state and gradients, if mesh and placements do not say it.
+        offload: "cpu": state rests in host memory, pinned for a GPU, and comes to the parameters' device stage by
+            stage: with the same bits, and in more stages than else, unless ``stages`` is given.  A step waits until its
+            state is back, so none can be captured in a CUDA graph.  None: state rests on that device.
         nonfinite: if a gradient on any of the ranks that share parameters is not finite, or too large for its state,
             "skip" the step, which changes nothing, or "raise".  It looks at every gradient, without a collective; on
             one GPU a step waits for the device, and no step can be captured in a CUDA graph.  None: no look.
@@ -147,6 +151,7 @@ class Muon(ForModel, CollectiveOptimizer):
         exchange: str = "all_to_all",
         stages: int | None = None,
         layout: Callable[[Tensor], TensorLayout] | None = None,
+        offload: str | None = None,
         nonfinite: str | None = None,
         most_skipped: int = MOST_SKIPPED,
     ) -> None:
@@ -160,7 +165,10 @@ class Muon(ForModel, CollectiveOptimizer):
             raise ValueError(f"exchange={exchange!r}: expected one of {sorted(LINKS)}")
         if stages is not None and stages < 1:
             raise ValueError(f"stages={stages!r}: expected at least one")
+        if offload not in STATE_MEMORIES:
+            raise ValueError(f"offload={offload!r}: expected one of {list(STATE_MEMORIES)}")
         self._replicas, self._exchange, self._stages, self._layout = replicas, exchange, stages, layout
+        self._offload = offload
         self._cost, self._form = cost, form
         self._nonfinite = NonFinite(nonfinite, most_skipped) if nonfinite is not None else None
         self._scales, self._methods, self._steps = Scales(), Methods(), Steps()
@@ -234,7 +242,15 @@ class Muon(ForModel, CollectiveOptimizer):
 
     def _fresh_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         method = self._methods[group["algorithm"]] if is_matrix_method(group["algorithm"]) else None
-        return fresh_state(param, self._resting(param, (0,)), group, method)
+        return self._at_rest(param, fresh_state(param, self._resting(param, (0,)), group, method))
+
+    def _at_rest(self, param: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a parameter's state in the memory where it rests; a count of steps stays where it is."""
+        memory = STATE_MEMORIES[self._offload]
+        return {
+            slot: tensor if slot == STEP else with_local(tensor, memory.rest(local_of(tensor), param.device))
+            for slot, tensor in slots.items()
+        }
 
     def _refuse_cut_blocks(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         if not (block := block_of(group)):
@@ -263,7 +279,9 @@ class Muon(ForModel, CollectiveOptimizer):
                 owners = self._planner.owners_of(held, self.param_groups)
                 for member, method, group, of, owned in zip(held.matrices, methods, groups, owners, stay, strict=True):
                     if owned:
-                        fresh[member.param].update(owned_state(member.param, group, method, of, self._replicas))
+                        own = owned_state(member.param, group, method, of, self._replicas)
+                        fresh[member.param].update(self._at_rest(member.param, own))
+                        declare_owned(member.param, group, method, of, fresh[member.param])
                         chosen[member.param] = of
         self._owners |= chosen
 
@@ -288,6 +306,15 @@ class Muon(ForModel, CollectiveOptimizer):
             RuntimeWarning: for each of `MuonReport.doubts`.
         """
         schedules = self.schedules.values()
+        memory, visiting = STATE_MEMORIES[self._offload], None
+        unplanned = not self.schedules and any(is_matrix_method(group["algorithm"]) for group in self.param_groups)
+        if self._offload is not None and not unplanned:
+            rest = (group for group in self.param_groups if group["algorithm"] in SCALARS and group["params"])
+            parts = [step.most_visiting(self.state) for step in self._steps.planned.values()]
+            for group in rest:
+                states = [self.state[param] for param in group["params"]]
+                parts.append(most_visiting(states, memory))
+            visiting = max(parts, default=0)
         return muon_report(
             self.param_groups,
             self._scales,
@@ -296,6 +323,8 @@ class Muon(ForModel, CollectiveOptimizer):
             self._owners,
             self._replicas,
             schedules,
+            self._offload,
+            visiting,
             self.skipped_steps,
             most_elementwise,
         )
@@ -303,8 +332,8 @@ class Muon(ForModel, CollectiveOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies, without plans, which refer to this optimizer's parameters."""
         copied = (
-            "_ordinals _matrices _replicas _exchange _stages _layout _cost _form _nonfinite _scales _methods _owners "
-            "_fixed _seen _used _inheriting given"
+            "_ordinals _matrices _replicas _exchange _stages _offload _layout _cost _form _nonfinite _scales _methods "
+            "_owners _fixed _seen _used _inheriting given"
         )
         own = {name: getattr(self, name) for name in copied.split()}
         return {**super().__getstate__(), **own, "_steps": Steps()}
@@ -344,7 +373,7 @@ class Muon(ForModel, CollectiveOptimizer):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict: expected a state dict, found {type(state_dict).__name__}. Write {LOAD_LINES}")
         self._follow_parameters()
-        report = load_fitting(self, super().load_state_dict, state_dict, Globs.of(fresh))
+        report = load_fitting(self, super().load_state_dict, state_dict, Globs.of(fresh), self._at_rest)
         self._used = True
         self._steps.plan_anew()
         return report
@@ -370,6 +399,11 @@ class Muon(ForModel, CollectiveOptimizer):
                 warn_of_no_gradient(stacklevel=6)
             if self._groups_of_model is not None:
                 self._warn_of_left_out(stacklevel=7)
+        if self._offload is not None and capturing():
+            raise RuntimeError(
+                f"offload={self._offload!r}: a step waits until its state is back in host memory, and nothing can be "
+                "waited for while a CUDA graph is being captured; build the optimizer with offload=None"
+            )
         for group in self.param_groups:
             if group.get(ROUNDING_SEED) is not None and capturing():
                 raise RuntimeError(
@@ -382,7 +416,7 @@ class Muon(ForModel, CollectiveOptimizer):
         if self._take_part(None):
             for group in self.param_groups:
                 if group["algorithm"] in SCALARS:
-                    SCALARS[group["algorithm"]].step(group, self.state, self._placed)
+                    SCALARS[group["algorithm"]].step(group, self.state, self._placed, STATE_MEMORIES[self._offload])
                 if group.get(ROUNDING_SEED) is not None:
                     group[ROUNDED_STEPS] += 1
         return loss
@@ -475,6 +509,7 @@ class Muon(ForModel, CollectiveOptimizer):
             self._scales.factor,
             self._methods,
             self._owners,
+            self._offload,
             self._nonfinite.policy if self._nonfinite is not None else None,
         )
 

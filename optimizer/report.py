@@ -59,6 +59,9 @@ class MuonReport:
         state: bytes of state on this rank.
         at_owners: the fewest and the most bytes of a rank's state that rests with it as an owner; None where no method
             keeps any.
+        offload: where state rests, as `Muon` takes it.
+        visiting: the most bytes of state that a step has on the device at once, in any of its parts; None if it rests
+            there, or before the first step.
         skipped: steps of this run that were skipped, as gradients were not finite.
         doubts: warnings of what is probably not meant.
     """
@@ -68,6 +71,8 @@ class MuonReport:
     sent: int | None
     state: int
     at_owners: tuple[int, int] | None
+    offload: str | None
+    visiting: int | None
     skipped: int
     doubts: tuple[str, ...]
 
@@ -95,6 +100,10 @@ class MuonReport:
         if self.at_owners is not None:
             fewest, most = self.at_owners
             lines[-1] += f"; {fewest:,} to {most:,} bytes a rank rest at the owners of matrices"
+        if self.offload is not None:
+            lines[-1] += "; it rests in host memory"
+        if self.visiting is not None:
+            lines[-1] += f", and a step has at most {self.visiting:,} bytes of it on the device"
         if self.skipped:
             lines.append(f"{self.skipped} steps were skipped, as gradients were not finite")
         return "\n".join([*lines, *(f"warning: {doubt}" for doubt in self.doubts)])
@@ -108,6 +117,8 @@ def muon_report(
     owners: Mapping[Tensor, Sequence[int]],
     replicas: dist.ProcessGroup | None,
     schedules: Iterable[Schedule],
+    offload: str | None,
+    visiting: int | None,
     skipped: int,
     most_elementwise: float,
 ) -> MuonReport:
@@ -126,6 +137,8 @@ def muon_report(
         sent if schedules else None,
         sum(local_of(held).nbytes for slots in state.values() for held in slots.values()),
         _at_owners(groups, methods, owners, replicas),
+        offload,
+        visiting,
         skipped,
         tuple(_doubts(groups, most_elementwise)),
     )

@@ -263,9 +263,16 @@ def _like(mine: Any, saved: Any) -> Any:
 
 
 def load_fitting(
-    optimizer: CollectiveOptimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any], globs: Globs
+    optimizer: CollectiveOptimizer,
+    load: Callable[[dict[str, Any]], None],
+    state_dict: dict[str, Any],
+    globs: Globs,
+    at_rest: Callable[[Tensor, Mapping[str, Tensor]], dict[str, Tensor]] = lambda param, slots: dict(slots),
 ) -> LoadReport:
-    """Load a state dict that fits with torch's own ``load``; every slot keeps its dtype.
+    """Load a state dict that fits with torch's own ``load``; every slot keeps its dtype and its device.
+
+    Args:
+        at_rest: returns a parameter's state in the memory where it rests.
 
     Raises:
         ValueError: as `fitting`; nothing has been changed then.
@@ -274,21 +281,22 @@ def load_fitting(
 
     def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         fits.append(fitting(optimizer, given, fault, globs))
-        return {"state": fits[0].state, "param_groups": fits[0].groups}
+        # torch would cast state to the parameter's dtype, and move it to its device.
+        return {"state": {}, "param_groups": fits[0].groups}
 
     before = list(optimizer.param_groups)  # torch puts others in their place
-    dtypes = {param: {slot: mine.dtype for slot, mine in slots.items()} for param, slots in optimizer.state.items()}
+    former = dict(optimizer.state)
 
     def restore(_: Optimizer) -> None:
-        """Undo torch's casts of state to the parameter's dtype, and move counts of steps to their device."""
         settle(optimizer.param_groups, before, optimizer.given)
         keys = [key for group in fits[0].groups for key in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param, key in zip(params, keys, strict=True):
-            for slot, dtype in dtypes[param].items():
-                held, device = optimizer.state[param][slot], counted_on(param) if slot == STEP else param.device
-                if (held.dtype, held.device) != (dtype, device):
-                    optimizer.state[param][slot] = fits[0].state[key][slot].to(device, dtype, copy=True)
+            likes, loaded = former[param], fits[0].state[key]
+            # A count of steps may have been made before the parameter was moved.
+            devices = {slot: counted_on(param) if slot == STEP else like.device for slot, like in likes.items()}
+            slots = {slot: loaded[slot].to(devices[slot], like.dtype) for slot, like in likes.items()}
+            optimizer.state[param] = at_rest(param, slots)
 
     # After users' hooks that may mend the state dict, and before those that look at the loaded state.
     hooks = (

@@ -55,6 +55,16 @@ def _local(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor if type(tensor._local_tensor) is torch.Tensor else tensor.to_local()
 
 
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` with another part of this rank's, which may be in other memory than that of its mesh."""
+    if local is local_of(tensor):
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return local
+    # from_local() would move it to the mesh's device.
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
 def is_first_copy(tensor: torch.Tensor) -> bool:
     """Return True if this rank is the first that holds its part of ``tensor``, or the tensor is a plain one.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from ...layouts.tensors import local_of, locals_of, zeros_placed_as
 from ...vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup, codes_of, scales_of
 from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
 from ..ground.eight_bits import held_of, scales_shape
+from ..ground.host_memory import AHEAD, ON_DEVICE, Key, StateMemory, most_here
 from ..ground.rounding import Placed, by_place, portions
 from ..ground.tensors import Tensors, decay, in_dtype, number_like, rounded_once, unopposed
 
@@ -82,11 +83,13 @@ class Scalar:
         group: ParamGroup,
         state: Mapping[Tensor, Mapping[str, Tensor]],
         placed: Callable[[Tensor], Placed] = placed_whole,
+        memory: StateMemory = ON_DEVICE,
     ) -> None:
         """Step, in place, the parameters of ``group`` that have a gradient.
 
         Args:
             placed: says which elements of a parameter this rank holds; asked where `by_place`.
+            memory: where state rests, but for counts of steps.
 
         Raises:
             RuntimeError: a CUDA graph is being captured, and a parameter has no gradient or is not on a GPU.
@@ -97,21 +100,22 @@ class Scalar:
         alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for param in params:
             alike[param.device, param.dtype].append(param)
-        for (device, _), params in alike.items():
-            states = [state[param] for param in params]
-            kept = {slot: [held_of(slots, slot) for slots in states] for slot in self.slots}
-            held = {slot: locals_of(own for own, _ in pairs) for slot, pairs in kept.items()}
-            weights, gradients = locals_of(params), locals_of(p.grad for p in params if p.grad is not None)
-            places: list[Any] = [None] * len(params)
-            if by_place(group):
-                scales = zip(*(pairs for slot, pairs in kept.items() if slot != STEP), strict=True)
-                local = ([None, *(None if own is None else local_of(own) for _, own in pairs)] for pairs in scales)
-                places = list(zip(map(placed, params), local, strict=True))
-            if capturable(device):
-                self._step_on_device(weights, gradients, held, group, places)
-            else:
-                refuse_host(group["algorithm"], device)
-                self._step_on_host(weights, gradients, held, group, places)
+        for (device, _), together in alike.items():
+            for cut, states in _in_turns([state[param] for param in together], memory, device):
+                params = together[cut]
+                kept = {slot: [held_of(slots, slot) for slots in states] for slot in self.slots}
+                held = {slot: locals_of(own for own, _ in pairs) for slot, pairs in kept.items()}
+                weights, gradients = locals_of(params), locals_of(p.grad for p in params if p.grad is not None)
+                places: list[Any] = [None] * len(params)
+                if by_place(group):
+                    scales = zip(*(pairs for slot, pairs in kept.items() if slot != STEP), strict=True)
+                    local = ([None, *(None if own is None else local_of(own) for _, own in pairs)] for pairs in scales)
+                    places = list(zip(map(placed, params), local, strict=True))
+                if capturable(device):
+                    self._step_on_device(weights, gradients, held, group, places)
+                else:
+                    refuse_host(group["algorithm"], device)
+                    self._step_on_host(weights, gradients, held, group, places)
 
     def _step_on_device(
         self, weights: list[Tensor], gradients: list[Tensor], held: Slots, group: ParamGroup, places: Sequence[Any]
@@ -150,6 +154,41 @@ class Scalar:
                 with rounded_once(*changing, by=by) as (exact, *changed):
                     given = in_dtype(given, exact[0].dtype)
                     self.on_host(exact, given, dict(zip(moments, changed, strict=True)), count, numbers)
+
+
+States = Sequence[Mapping[str, Tensor]]
+"""The state of each of some parameters, by slot."""
+
+
+def most_visiting(states: States, memory: StateMemory) -> int:
+    """Return the most bytes of state that a step of parameters has on the device at once, if it rests elsewhere."""
+    return most_here([_visiting(states, numbers) for numbers in _turns(states, memory)], AHEAD)
+
+
+def _turns(states: States, memory: StateMemory) -> list[range]:
+    """Cut parameters to turns of which the state comes to the device together."""
+    return memory.in_turns(
+        len(states), lambda number: sum(local_of(t).nbytes for slot, t in states[number].items() if slot != STEP)
+    )
+
+
+def _visiting(states: States, numbers: range) -> dict[Key, Tensor]:
+    slots = ((number, slot, tensor) for number in numbers for slot, tensor in states[number].items())
+    return {(number, slot): local_of(tensor) for number, slot, tensor in slots if slot != STEP}
+
+
+def _in_turns(states: States, memory: StateMemory, device: torch.device) -> Iterator[tuple[slice, States]]:
+    """Yield the state of as many parameters as come together, on the device."""
+    turns = _turns(states, memory)
+    visits = memory.visits(device, lambda turn: _visiting(states, turns[turn]), len(turns), AHEAD)
+    for turn, numbers in enumerate(turns):
+        cut, here = slice(numbers.start, numbers.stop), visits.here(turn)
+        own = states[cut]
+        if here:
+            own = [{slot: here.get((n, slot), states[n][slot]) for slot in states[n]} for n in numbers]
+        yield cut, own
+        visits.done(turn)
+    visits.end()
 
 
 def _add_number(tensors: Tensors, value: float) -> None:

@@ -24,7 +24,7 @@ from ...layout import TensorLayout
 from ...overlap import IntArray
 from ...plan import NO_COPIES, Copies
 from ..newton_schulz.products import Form
-from .matrices import Slot, Spec, Unit, rows_columns
+from .matrices import SHAPES, Slot, Spec, Unit, rows_columns
 from .residence import Owned, RankCopies, matrix_parts, rank_copies, residence
 
 Ranks = tuple[int, ...]
@@ -138,11 +138,14 @@ def paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | None = None) -> Schedule:
+def make_schedule(
+    specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | None = None, most_state: float = math.inf
+) -> Schedule:
     """Plan one rank's part for parameters that ``ranks`` hold (global ranks, in the order of their process group).
 
     Args:
-        stages: the largest number of rounds; None: `worthwhile_stages`.
+        stages: the largest number of rounds; None: `worthwhile_stages`, or so many that the state of one is about
+            ``most_state`` bytes a rank.
     """
     same: dict[Spec, Spec] = {}
     specs = [same.setdefault(spec, spec) for spec in specs]  # from here on they are told apart by identity
@@ -150,7 +153,7 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | 
     kinds = [matrices[id(spec)] for spec in specs]
     work = [matrix for kind in kinds for matrix, _ in kind]
     owners = assign(work, ranks)
-    most = worthwhile_stages(specs, len(ranks)) if stages is None else stages
+    most = stages or max(worthwhile_stages(specs, len(ranks)), math.ceil(state_bytes(specs) / len(ranks) / most_state))
     turns = in_stages([matrix.cost for matrix in work], owners, len(ranks), most)
     places = ((number, index, *matrix) for number, kind in enumerate(kinds) for index, matrix in enumerate(kind))
     units = tuple(
@@ -376,6 +379,20 @@ def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
     )
     per_rank = sent * (ranks - 1) // ranks**2
     return min(max(math.isqrt(per_rank // STAGE_BYTES), 1), MOST_STAGES)
+
+
+def state_bytes(specs: Sequence[Spec]) -> int:
+    """Return the bytes of state on all ranks, with an update's element for one of momentum, in float32."""
+    known: dict[int, int] = {}
+    for spec in specs:
+        if id(spec) not in known:
+            kept = [4, *(slot.returns * slot.there.itemsize for slot in spec.slots[1:])]
+            shapes = list(map(rows_columns, spec.slots[0].shapes))
+            known[id(spec)] = sum(
+                size * int((slot.layout.stops - slot.layout.starts).prod(axis=1)[slot.layout.box].sum())
+                for slot, size in zip(spec.slots, kept, strict=True)
+            ) + sum(4 * math.prod(SHAPES[kind].of_matrix(*shape)) for _, kind in spec.staying for shape in shapes)
+    return sum(known[id(spec)] for spec in specs)
 
 
 def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[int, list[tuple[Work, Form]]]:

@@ -7,7 +7,7 @@ equal boxes together, and `kernels` by Triton, in a few launches.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
@@ -20,6 +20,7 @@ from ...layouts.tensors import local_of
 from ...plan import Copies
 from ...vocabulary import MOMENTUM, ParamGroup, codes_of, scales_of
 from ..ground.eight_bits import Blocks, block_of
+from ..ground.host_memory import AHEAD, Key, StateMemory, Visits
 from ..ground.rounding import portions
 from ..ground.tensors import Tensors, decay, exact_dtype, rounded_once
 from ..planning.matrices import Spec
@@ -35,21 +36,24 @@ class LocalTensors:
     Attributes:
         groups: the parameter group of each.
         gradients: None where the parameter takes no part.
-        slots: state by name, of the parameters that have it.
+        slots: state by name, of the parameters that have it, where it is now.
         momenta: what updates are made of: the momentum of these slots (or its codes), or the gradient of a parameter
             that has none.
         layouts: with fragments on this ``rank``.
+        until_computed, until_applied: visits of the state that a stage needs until then, if it rests elsewhere.
         copied: tensors that are not contiguous in their own memory, and their copies.
     """
 
     groups: Sequence[ParamGroup]
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
-    slots: Mapping[str, Mapping[int, Tensor]]
-    momenta: Sequence[Tensor]
+    slots: Mapping[str, dict[int, Tensor]]
+    momenta: list[Tensor]
     copied: Sequence[tuple[Tensor, Tensor]]
     layouts: Sequence[TensorLayout]
     rank: int
+    until_computed: Visits
+    until_applied: Visits
 
     @classmethod
     def of(
@@ -57,9 +61,13 @@ class LocalTensors:
         params: Sequence[Tensor],
         groups: Sequence[ParamGroup],
         state: State,
-        layouts: Sequence[TensorLayout],
+        specs: Sequence[Spec],
         rank: int,
+        stages: Sequence[Sequence[int]],
+        memory: StateMemory,
+        device: torch.device,
     ) -> LocalTensors:
+        """Begin a step on a device, given the parameters of each of its ``stages``, and where their state rests."""
         copied: list[tuple[Tensor, Tensor]] = []
 
         def dense(tensor: Tensor) -> Tensor:
@@ -78,7 +86,35 @@ class LocalTensors:
         taken = [weight if given is None else given for weight, given in zip(weights, gradients, strict=True)]
         kept = slots[MOMENTUM] | slots[codes_of(MOMENTUM)]
         momenta = [kept.get(number, given) for number, given in enumerate(taken)]
-        return cls(groups, weights, gradients, slots, momenta, copied, layouts, rank)
+
+        def visits(returning: bool, ahead: int) -> Visits:
+            def turn(stage: int) -> dict[Key, Tensor]:
+                active = [param for param in stages[stage] if gradients[param] is not None]
+                return state_of(active, slots, specs, returning)
+
+            return memory.visits(device, turn, len(stages), ahead)
+
+        both = [visits(*how) for how in VISITS]
+        layouts = [spec.slots[0].layout for spec in specs]
+        return cls(groups, weights, gradients, slots, momenta, copied, layouts, rank, *both)
+
+    def here(self, stage: int) -> bool:
+        """Let the state of a stage be on the device, until `computed` and `applied`; false if it is always there."""
+        come = {**self.until_computed.here(stage), **self.until_applied.here(stage)}
+        self._place(come)
+        return bool(come)
+
+    def computed(self, stage: int) -> None:
+        self._place(self.until_computed.done(stage))
+
+    def applied(self, stage: int) -> None:
+        self._place(self.until_applied.done(stage))
+
+    def _place(self, tensors: Mapping[Key, Tensor]) -> None:
+        for (param, name), tensor in tensors.items():
+            self.slots[name][param] = tensor
+            if name in (MOMENTUM, codes_of(MOMENTUM)):
+                self.momenta[param] = tensor
 
     def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
         for numbers in lists:
@@ -111,9 +147,29 @@ class LocalTensors:
         """Those of momenta in 8 bits."""
         return self.slots[scales_of(MOMENTUM)]
 
-    def write_back(self) -> None:
+    def end(self) -> None:
+        """Let all state be where it rests."""
+        self.until_computed.end()
+        self.until_applied.end()
         for own, dense in self.copied:
             own.copy_(dense)
+
+
+VISITS = ((False, AHEAD), (True, AHEAD + 1))
+"""Whether state returns from the owners, and how many stages ahead of its use it comes: what returns is needed until
+it is applied, which is after the next stage is computed."""
+
+
+def state_of(
+    params: Collection[int], slots: Mapping[str, Mapping[int, Tensor]], specs: Sequence[Spec], returning: bool
+) -> dict[Key, Tensor]:
+    """Return the state of parameters that returns from the owners, or all other."""
+    return {
+        (param, name): having[param]
+        for name, having in slots.items()
+        for param in params
+        if param in having and returning is any(slot.name == name and slot.returns for slot in specs[param].slots)
+    }
 
 
 class Elementwise(Protocol):
@@ -121,6 +177,10 @@ class Elementwise(Protocol):
 
     def begin(self, local: LocalTensors) -> None:
         """Begin a step; momenta are as they were."""
+        ...
+
+    def locate(self, local: LocalTensors) -> None:
+        """Take momenta from where they are now."""
         ...
 
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
@@ -187,6 +247,9 @@ class TorchElementwise:
         if active != self._active:
             self._active, self._blocks, self._carries = active, {}, {}
             self._alike = [local.alike(params) for params in self._beginning]
+
+    def locate(self, local: LocalTensors) -> None:
+        return None  # every use does so
 
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for block in self._leaving(local, stage):

@@ -83,7 +83,7 @@ class KernelElementwise:
         pairs = list(zip(self._params, gradients, strict=True))
         momenta = [None if gradient is None else local.momenta[param] for param, gradient in pairs]
         weights = [None if gradient is None else local.weights[param] for param, gradient in pairs]
-        self._momenta = {kind: self._tensors("momenta", kind, kind.momentum, momenta) for kind in set(kinds)}
+        self.locate(local)
         self._gradients = {kind: self._tensors("gradients", kind, kind.gradient, gradients) for kind in set(kinds)}
         self._weights = {kind: self._tensors("weights", kind, kind.weight, weights) for kind in set(kinds)}
         # Kernels write behind torch's back: autograd must know that what it saved is no longer there.
@@ -99,6 +99,12 @@ class KernelElementwise:
             self._numbers("weight_decay", [group["weight_decay"] for group in groups]),
             self._numbers("cautious", [bool(group["cautious"]) for group in groups]) > 0,
         )
+
+    def locate(self, local: LocalTensors) -> None:
+        both = [(local.gradients[param], local.momenta[param]) for param in self._params]
+        momenta = [m if gradient is not None and m.device == self._device else None for gradient, m in both]
+        kinds = set(self._kinds)
+        self._momenta = {kind: self._tensors("momenta", kind, kind.momentum, momenta) for kind in kinds}
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         self._send(("leaving", stage), lambda: self._copies.leaving[stage], wire)

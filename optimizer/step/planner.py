@@ -13,6 +13,7 @@ from ...layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
 from ...vocabulary import ParamGroup
 from ..ground.eight_bits import block_of
+from ..ground.host_memory import STATE_MEMORIES
 from ..ground.rounding import noise_of
 from ..methods.matrix import Methods, fused_of, is_matrix_method, kept_of
 from ..newton_schulz.costs import Cost
@@ -36,6 +37,7 @@ class Planner:
         scale: the learning-rate factor of an ``m x n`` matrix of a group.
         methods: by the names that groups hold.
         owners: of the matrices of parameters that have state there.
+        offload: a key of `STATE_MEMORIES`.
         nonfinite: the policy for gradients that are not finite; None: no step may be forbidden.
     """
 
@@ -48,6 +50,7 @@ class Planner:
     scale: Callable[[ParamGroup, int, int], float]
     methods: Methods
     owners: Mapping[Tensor, tuple[int, ...]]
+    offload: str | None
     nonfinite: str | None
 
     def plan(self, held: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> Step:
@@ -66,12 +69,14 @@ class Planner:
                 raise failure
             with paused_collector():
                 specs = self._specs(held, groups, lambda member: self._slots(member, groups, state, ranks))
-                schedule = make_schedule(specs, ranks, rank, self.stages)
+                memory = STATE_MEMORIES[self.offload]
+                schedule = make_schedule(specs, ranks, rank, self.stages, memory.most)
             weights = [local_of(param) for param in params]
             options = [groups[member.group] for member in held.matrices]
             apart = [number for number, own in enumerate(options) if guarded or noise_of(own) is not None]
             backend = elementwise(schedule, specs, weights, device, apart, any(map(block_of, options)))
             facts = {"exchange": self.exchange, "nonfinite": self.nonfinite or "not looked for"}
+            facts["offload"] = repr(self.offload)
             for index, (member, label) in enumerate(zip(held.members, held.labels, strict=True)):
                 about = f"{tuple(member.param.shape)} {member.param.dtype} in group {held.numbers[member.group]}"
                 facts[f"parameter {index}"] = about if member.name is None else f"{label}, {about}"
@@ -93,7 +98,9 @@ class Planner:
         methods = [self.methods[member.algorithm] for member in held.matrices]
         named = zip(held.members, held.labels, strict=True)
         labels = [label for member, label in named if is_matrix_method(member.algorithm)]
-        return Step(schedule, params, specs, methods, labels, rank, backend, group, links, device, guarded=guarded)
+        return Step(
+            schedule, params, specs, methods, labels, rank, backend, group, links, device, memory, guarded=guarded
+        )
 
     def owners_of(self, held: RankSet, groups: Sequence[ParamGroup]) -> list[tuple[int, ...]]:
         """Return the owners of the matrices that a set of ranks holds, by parameter; those known stay."""

@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...coefficients import coefficient_set
+from ...layouts.tensors import local_of
 from ...vocabulary import ParamGroup
 from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
+from ..ground.host_memory import StateMemory, most_here
 from ..ground.tensors import Places, RowsColumns
 from ..methods.form import MatrixMethod, Whole
 from ..newton_schulz.iterations import orthogonalize_all
@@ -30,7 +32,7 @@ from ..newton_schulz.recipe import Recipe
 from ..planning.matrices import WEIGHT, Spec, Unit
 from ..planning.schedule import Ranks, Schedule
 from .agreement import AGREE_ON_STEP, PLAN_FACT, AgreedError, Facts, Intent
-from .elementwise import Elementwise, LocalTensors
+from .elementwise import VISITS, Elementwise, LocalTensors, state_of
 from .exchange import Link, Notes, StepExchange, Wire
 from .matrix_state import MatrixState
 from .rank_sets import RankSet, State, crossing, rank_sets, refuse_ended
@@ -170,6 +172,7 @@ class Step:
     Args:
         group: None for this process alone.
         device: where ranks exchange.
+        memory: where state rests.
         guarded: whether a step may be forbidden: then momenta change only after the first notes have arrived.
     """
 
@@ -185,10 +188,12 @@ class Step:
         group: dist.ProcessGroup | None,
         links: Sequence[tuple[Link, Link]],
         device: torch.device,
+        memory: StateMemory,
         *,
         guarded: bool = False,
     ) -> None:
         self.schedule, self.group = schedule, group
+        self._memory, self._params_of_stages = memory, schedule.params()
         self._params, self._rank, self._links, self._device = tuple(params), rank, links, device
         self._elementwise, self._state = elementwise, MatrixState(schedule, specs, rank, device)
         self._specs, self._methods, self._labels = specs, methods, labels
@@ -267,12 +272,13 @@ class Step:
                     exchange.attempt(self._update, batch, local, number, arrived.memory, back.memory)
                 del arrived
                 exchange.start(back)
+                exchange.attempt(local.computed, number)
                 if returning:
                     self._apply(exchange, local, number - 1, returning)
                 returning = back
             if returning:
                 self._apply(exchange, local, len(stages) - 1, returning)
-                exchange.attempt(local.write_back)
+                exchange.attempt(local.end)
             exchange.end()
 
     def retire(self, failure: Exception | None) -> None:
@@ -291,10 +297,21 @@ class Step:
         for wire in others:
             wire.arrive()
 
+    def most_visiting(self, state: State) -> int:
+        """Return the most bytes of state that a step has on the device at once, if it rests elsewhere."""
+        slots: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
+        for number, param in enumerate(self._params):
+            for name, tensor in state[param].items():
+                slots[name][number] = local_of(tensor)
+        return sum(
+            most_here([state_of(params, slots, self._specs, returning) for params in self._params_of_stages], ahead)
+            for returning, ahead in VISITS
+        )
+
     def _read_gradients(self, groups: Sequence[ParamGroup], state: State) -> LocalTensors:
         """Return the tensors of this step."""
-        layouts = [spec.slots[0].layout for spec in self._specs]
-        local = LocalTensors.of(self._params, groups, state, layouts, self._rank)
+        stages = self._params_of_stages, self._memory, self._device
+        local = LocalTensors.of(self._params, groups, state, self._specs, self._rank, *stages)
         active = tuple(gradient is not None for gradient in local.gradients)
         if self._active != active:
             units = self.schedule.units
@@ -317,6 +334,8 @@ class Step:
     def _gather(self, exchange: StepExchange, local: LocalTensors | None, stage: int) -> Wire:
         wire = Wire(self.schedule.stages[stage].gather, self._links[stage][0], self._device)
         if local is not None:
+            if exchange.attempt(local.here, stage):
+                exchange.attempt(self._elementwise.locate, local)
             ahead = self._guarded and stage < UNDER_WAY
             if not ahead:
                 exchange.attempt(self._elementwise.accumulate_gradients, local, stage)
@@ -378,6 +397,7 @@ class Step:
         exchange.check(returning)
         exchange.attempt(self._elementwise.apply, local, stage, returning.memory)
         exchange.attempt(self._state.apply, local, stage, returning.memory)
+        exchange.attempt(local.applied, stage)
 
 
 class Steps:

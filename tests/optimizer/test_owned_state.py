@@ -88,8 +88,10 @@ def expected() -> dict[str, torch.Tensor]:
     return alone()
 
 
-def begun(rank: int, world: int, homes: tuple[Home | None, ...], folder: str, expected: Any) -> list[str]:
-    mine = Model(homes)
+def begun(
+    rank: int, world: int, homes: tuple[Home | None, ...], offload: str | None, folder: str, expected: Any
+) -> list[str]:
+    mine = Model(homes, offload=offload)
     mine.train(0, PART)
     muonckpt.save(mine.state(), f"{folder}/ours")
     dcp.save(mine.state(), checkpoint_id=f"{folder}/stock")
@@ -107,10 +109,12 @@ def misreported(mine: Model, world: int) -> list[str]:
     return [] if report.at_owners == (min(everywhere), max(everywhere)) else [f"{report.at_owners}: {everywhere}"]
 
 
-def resumed(rank: int, world: int, homes: tuple[Home | None, ...], folder: str, expected: Any) -> list[str]:
+def resumed(
+    rank: int, world: int, homes: tuple[Home | None, ...], offload: str | None, folder: str, expected: Any
+) -> list[str]:
     wrong = []
     for which in ("ours", "stock"):
-        mine = Model(homes)
+        mine = Model(homes, offload=offload)
         mine.train(0, 1)  # what is loaded must replace it
         state = mine.state()
         if which == "ours":
@@ -127,15 +131,15 @@ def test_training_goes_on_elsewhere_amid_a_period(tmp_path: Path, expected: dict
     names = ["FSDP2, rows", "FSDP2, columns", "EP × FSDP2, rows", "HSDP"]
     for number, name in enumerate(names):
         folder = str(tmp_path / str(number))
-        homes = TOPOLOGIES[name]
-        assert run(world_of(homes), begun, homes, folder, expected) == [[]] * world_of(homes)
+        homes, memories = TOPOLOGIES[name], (None, "cpu") if number % 2 else ("cpu", None)
+        assert run(world_of(homes), begun, homes, memories[0], folder, expected) == [[]] * world_of(homes)
         after = TOPOLOGIES[names[number - 1]]
-        assert run(world_of(after), resumed, after, folder, expected) == [[]] * world_of(after)
-    assert resumed(0, 1, (None,), folder, expected) == []
+        assert run(world_of(after), resumed, after, memories[1], folder, expected) == [[]] * world_of(after)
+    assert resumed(0, 1, (None,), "cpu", folder, expected) == []
 
 
 def redistributed(rank: int, world: int, expected: Any) -> list[str]:
-    source, target = Model(TOPOLOGIES["FSDP2, rows"]), Model(TOPOLOGIES["HSDP"])
+    source, target = Model(TOPOLOGIES["FSDP2, rows"], offload="cpu"), Model(TOPOLOGIES["HSDP"])
     source.train(0, PART)
     state = target.state()
     muonckpt.redistribute(source.state(), state, attest=True)
