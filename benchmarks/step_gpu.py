@@ -35,8 +35,11 @@ BYTES = 4 + 4 + 4 + 2 + 2 + 4 + 4
 
 ROUNDS = 9
 
-GRAPH, GRAPH_ALONE = "step, CUDA graph", "Newton-Schulz alone, CUDA graph"
-ON_GPU = (GRAPH, GRAPH_ALONE, "rest", "floor", "rest / floor", "launches", "memory beyond the state")
+GRAPH, GRAPH_ALONE, OFFLOAD = "step, CUDA graph", "Newton-Schulz alone, CUDA graph", "step, state in host memory"
+ON_GPU = (
+    *(GRAPH, GRAPH_ALONE, "rest", "floor", "rest / floor", "launches", "memory beyond the state"),
+    *("memory with state in host memory", "copies of state, both ways alone"),
+)
 TOP = 12
 """Kernels of a step that are listed."""
 
@@ -124,6 +127,18 @@ def bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / statistics.median(times)
 
 
+def bus(device: torch.device) -> float:
+    """Bytes a second between pinned host memory and the device, one way after the other."""
+    host, there = torch.empty(1 << 26, pin_memory=True), torch.empty(1 << 26, device=device)
+
+    def both_ways() -> None:
+        there.copy_(host, non_blocking=True)
+        host.copy_(there, non_blocking=True)
+
+    times = [seconds(both_ways, device) for _ in range(7)][2:]
+    return 2 * host.nbytes / statistics.median(times)
+
+
 def kernels(work: Callable[[], object]) -> list[tuple[str, int, float]]:
     """Of a run on the GPU: the name of each kernel, how often it is launched, and its milliseconds; longest first."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as events:
@@ -169,13 +184,15 @@ def measure(model: Model, device: torch.device, limit: float) -> dict[str, float
     opt.step()
     alone = newton_schulz(opt, device)
     alone()
+    offloaded = Muon(params, lr=rate, offload="cpu")
     works: dict[str, Callable[[], object]] = {
         "step": opt.step, "Newton-Schulz alone": alone, "torch.optim.Muon": theirs.step,
-        "torch.optim.AdamW": adamw.step,
+        "torch.optim.AdamW": adamw.step, OFFLOAD: offloaded.step,
     }  # fmt: skip
     if device.type != "cuda":
         return {**medians(works, device, until), **dict.fromkeys(ON_GPU)}
-    peak, listed = memory(opt.step), kernels(opt.step)
+    offloaded.step()
+    peak, of_offloaded, listed = memory(opt.step), memory(offloaded.step), kernels(opt.step)
     for name, count, milliseconds in listed[:TOP]:
         print(f"  {milliseconds:8.3f} ms  {count:5} x  {name[:100]}")
     works |= {GRAPH: captured(opt.step), GRAPH_ALONE: captured(alone)}
@@ -184,6 +201,8 @@ def measure(model: Model, device: torch.device, limit: float) -> dict[str, float
     return {
         **found, "rest": rest, "floor": floor, "rest / floor": rest / floor,
         "launches": sum(count for _, count, _ in listed), "memory beyond the state": peak,
+        "memory with state in host memory": of_offloaded,
+        "copies of state, both ways alone": 2 * 4 * model.numel / bus(device),
     }  # fmt: skip
 
 
@@ -191,7 +210,7 @@ def show(model: Model, found: dict[str, float | None]) -> None:
     print(f"{model.name}, {model.numel / 1e6:.4g} million elements in {len(model.shapes)} matrices\n")
     units = {
         "rest / floor": (1, f"times (aim {AIM})"), "launches": (1, "kernels"),
-        "memory beyond the state": (1 / 2**20, "MiB"),
+        "memory beyond the state": (1 / 2**20, "MiB"), "memory with state in host memory": (1 / 2**20, "MiB"),
     }  # fmt: skip
     for name, value in found.items():
         factor, unit = units.get(name, (1e3, "ms"))

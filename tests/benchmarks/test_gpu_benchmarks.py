@@ -26,10 +26,12 @@ def test_a_step_is_measured_and_what_is_not_is_said(capsys: pytest.CaptureFixtur
     step_gpu.show(step_gpu.SMALL, found)
     rows = capsys.readouterr().out
     measured = [name for name, value in found.items() if value is not None]
-    assert measured[:4] == ["step", "Newton-Schulz alone", "torch.optim.Muon", "torch.optim.AdamW"]
+    assert measured[:5] == [
+        *("step", "Newton-Schulz alone", "torch.optim.Muon", "torch.optim.AdamW", "step, state in host memory")
+    ]
     assert all(f"| {name} | not measured |" in rows for name, value in found.items() if value is None)
     assert set(step_gpu.ON_GPU) <= found.keys()
-    assert (len(measured) == 4) == (DEVICE.type == "cpu")
+    assert (len(measured) == 5) == (DEVICE.type == "cpu")
 
 
 def test_the_large_model_has_a_billion_and_a_half() -> None:

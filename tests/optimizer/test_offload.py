@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.every_kind import TENSORS, assert_same_bits, local_of, make, single, snapshot, train, values
+from support.interpreted import DEVICE, on_gpu
 from support.topologies import TOPOLOGIES, placer
 from support.workers import run
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from muonckpt.optimizer import Muon
 from muonckpt.optimizer import muon as muon_module
 from muonckpt.optimizer.ground import host_memory
 from muonckpt.optimizer.ground.host_memory import STATE_MEMORIES, TransfersInOrder
+
+HERE = torch.device("cpu")
 
 MOST = 3000
 """Bytes of state that come together: two or three of these tensors."""
@@ -80,19 +83,24 @@ EXTRA: list[tuple[tuple[int, ...], dict[str, Any]]] = [
 ]
 
 
-def trained(dtype: torch.dtype, **options: Any) -> list[Tensor]:
+def trained(dtype: torch.dtype, device: torch.device = HERE, **options: Any) -> list[Tensor]:
     """Four steps of parameters of every kind and method, some of which have no gradient in some steps."""
     generator = torch.Generator().manual_seed(1)
     kinds = [*TENSORS, *EXTRA]
-    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape, _ in kinds]
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape, _ in kinds]
     groups = [{"params": [p], "lr": 0.02, **group} for p, (_, group) in zip(params, kinds, strict=True)]
     opt = Muon(groups, **options)
     for step in range(4):
         for number, param in enumerate(params):
-            gradient = torch.randn(param.shape, generator=generator).to(dtype)
+            gradient = torch.randn(param.shape, generator=generator).to(device, dtype)
             param.grad = gradient if (number + step) % 5 or not step else None
         opt.step()
-    return snapshot(params, opt)
+    return [tensor.cpu() for tensor in snapshot(params, opt)]
+
+
+@on_gpu
+def test_streams_beside_a_gpus_own_give_the_same_bits() -> None:
+    assert_same_bits(trained(torch.float32, DEVICE, offload="cpu", stages=6), trained(torch.float32, DEVICE, stages=3))
 
 
 @pytest.mark.parametrize(("dtype", "stages"), [(torch.float32, None), (torch.bfloat16, 6)], ids=str)
