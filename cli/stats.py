@@ -83,15 +83,15 @@ def _print_tensors(found: CheckpointStats, every: bool) -> None:
         before, name, after = row["pattern"].partition(row["name"])
         place, shown = (f"{before}*{after}", name) if name else ("tensors", row["pattern"])
         places["weights" if place == "*" else place].append((shown, row))
-    for number, (place, rows) in enumerate(places.items()):
-        odd = any(row["zeros"] or row["nonfinite"] for _, row in rows)
+    for number, (place, alike) in enumerate(places.items()):
+        odd = any(row["zeros"] or row["nonfinite"] for _, row in alike)
         (print_section if number else print_table)(
             (place, "number", "RMS", "spread", "largest", *(("zeros", "NaN, inf") if odd else ()), "stable rank"),
             [
                 (shown, row["tensors"], _short(row["rms"]["median"]), _spread(**row["rms"]),
                  _short(row["largest"]), *((f"{row['zeros']:.1%}", row["nonfinite"]) if odd else ()),
                  _short(row["stable_rank"]))
-                for shown, row in rows
+                for shown, row in alike
             ],
         )  # fmt: skip
 
