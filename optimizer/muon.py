@@ -534,8 +534,3 @@ class Muon(ForModel, CollectiveOptimizer):
         if group.get(ROUNDING_SEED) is not None:
             group.setdefault(ROUNDED_STEPS, 0)
         check(group, self._scales.names, method)
-        if method is not None and self._nonfinite is not None and group.get(ROUNDING_SEED) is not None:
-            raise ValueError(
-                f"{ROUNDING_SEED}={group[ROUNDING_SEED]!r}: with nonfinite={self._nonfinite.policy} the first updates "
-                "are sent before momenta change, and no noise is known there; round to the nearest, without a seed"
-            )

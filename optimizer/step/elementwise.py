@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
 import numpy as np
@@ -42,6 +42,7 @@ class LocalTensors:
         layouts: with fragments on this ``rank``.
         until_computed, until_applied: visits of the state that a stage needs until then, if it rests elsewhere.
         copied: tensors that are not contiguous in their own memory, and their copies.
+        kept: tensors of momenta, and copies of what they were before `keep`.
     """
 
     groups: Sequence[ParamGroup]
@@ -54,6 +55,7 @@ class LocalTensors:
     rank: int
     until_computed: Visits
     until_applied: Visits
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -94,9 +96,9 @@ class LocalTensors:
 
             return memory.visits(device, turn, len(stages), ahead)
 
-        both = [visits(*how) for how in VISITS]
+        computed, applied = (visits(*how) for how in VISITS)
         layouts = [spec.slots[0].layout for spec in specs]
-        return cls(groups, weights, gradients, slots, momenta, copied, layouts, rank, *both)
+        return cls(groups, weights, gradients, slots, momenta, copied, layouts, rank, computed, applied)
 
     def here(self, stage: int) -> bool:
         """Let the state of a stage be on the device, until `computed` and `applied`; false if it is always there."""
@@ -115,6 +117,17 @@ class LocalTensors:
             self.slots[name][param] = tensor
             if name in (MOMENTUM, codes_of(MOMENTUM)):
                 self.momenta[param] = tensor
+
+    def keep(self, params: Iterable[int]) -> None:
+        """Copy the momenta of some parameters, until `restore`."""
+        slots = [self.slots[name] for name in (MOMENTUM, codes_of(MOMENTUM), scales_of(MOMENTUM))]
+        tensors = (held[param] for param in params for held in slots if param in held)
+        self.kept.extend((tensor, tensor.clone()) for tensor in tensors)
+
+    def restore(self) -> None:
+        """Let momenta be what they were before `keep`."""
+        for tensor, before in self.kept:
+            tensor.copy_(before)
 
     def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
         for numbers in lists:

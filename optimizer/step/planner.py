@@ -98,9 +98,9 @@ class Planner:
         methods = [self.methods[member.algorithm] for member in held.matrices]
         named = zip(held.members, held.labels, strict=True)
         labels = [label for member, label in named if is_matrix_method(member.algorithm)]
-        return Step(
-            schedule, params, specs, methods, labels, rank, backend, group, links, device, memory, guarded=guarded
-        )
+        fixed = schedule, params, specs, methods, labels, rank, backend, group, links, device, memory
+        noisy = any(noise_of(groups[member.group]) is not None for member in held.matrices)
+        return Step(*fixed, guarded=guarded, noisy=noisy)
 
     def owners_of(self, held: RankSet, groups: Sequence[ParamGroup]) -> list[tuple[int, ...]]:
         """Return the owners of the matrices that a set of ranks holds, by parameter; those known stay."""

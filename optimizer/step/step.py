@@ -32,7 +32,7 @@ from ..newton_schulz.recipe import Recipe
 from ..planning.matrices import WEIGHT, Spec, Unit
 from ..planning.schedule import Ranks, Schedule
 from .agreement import AGREE_ON_STEP, PLAN_FACT, AgreedError, Facts, Intent
-from .elementwise import VISITS, Elementwise, LocalTensors, state_of
+from .elementwise import VISITS, Elementwise, LocalTensors, beginning, state_of
 from .exchange import Link, Notes, StepExchange, Wire
 from .matrix_state import MatrixState
 from .rank_sets import RankSet, State, crossing, rank_sets, refuse_ended
@@ -162,6 +162,7 @@ class PendingStep:
 
     def leave(self) -> None:
         """Leave it undone, but wait for what is under way."""
+        self.local.restore()
         for wire in list(self.coming)[1:]:
             wire.arrive()
 
@@ -174,6 +175,8 @@ class Step:
         device: where ranks exchange.
         memory: where state rests.
         guarded: whether a step may be forbidden: then momenta change only after the first notes have arrived.
+        noisy: whether momenta are rounded with noise.  Then they cannot be known before they change, so those that are
+            needed for the first notes are kept.
     """
 
     def __init__(
@@ -191,6 +194,7 @@ class Step:
         memory: StateMemory,
         *,
         guarded: bool = False,
+        noisy: bool = False,
     ) -> None:
         self.schedule, self.group = schedule, group
         self._memory, self._params_of_stages = memory, schedule.params()
@@ -200,7 +204,8 @@ class Step:
         self._kinds = [
             (weight.device, *(slot.there for slot in spec.slots)) for weight, spec in zip(params, specs, strict=True)
         ]
-        self._guarded = guarded
+        self._ahead, self._keeps = guarded and not noisy, guarded and noisy
+        self._beginning = beginning(schedule, len(params))
         self._notes = Notes(group, device) if group is not None else None
         self._active: tuple[bool, ...] = ()
         self._batches: list[list[Batch]] = []
@@ -245,7 +250,12 @@ class Step:
             groups_of_matrices = [groups[member.group] for member in held.matrices]
             local = exchange.attempt(self._read_gradients, groups_of_matrices, state)
             coming = self._first_wires(exchange, local)
-            forbidden = exchange.check_first(coming[0])
+            try:
+                forbidden = exchange.check_first(coming[0])
+            except AgreedError:
+                if local is not None:
+                    local.restore()
+                raise
         assert local is not None, "all ranks stop at the first check if one has failed"
         return PendingStep(exchange, local, coming, forbidden)
 
@@ -255,7 +265,7 @@ class Step:
         if failure is not None:
             exchange.fail(failure)
         with torch.autocast(self._device.type, enabled=False):
-            if self._guarded:
+            if self._ahead:
                 for ahead in range(len(coming)):
                     exchange.attempt(self._elementwise.accumulate_gradients, local, ahead)
             returning: Wire | None = None
@@ -336,8 +346,10 @@ class Step:
         if local is not None:
             if exchange.attempt(local.here, stage):
                 exchange.attempt(self._elementwise.locate, local)
-            ahead = self._guarded and stage < UNDER_WAY
-            if not ahead:
+            first = stage < UNDER_WAY
+            if first and self._keeps:
+                exchange.attempt(local.keep, self._beginning[stage])
+            if not (ahead := first and self._ahead):
                 exchange.attempt(self._elementwise.accumulate_gradients, local, stage)
             send = self._elementwise.send_ahead if ahead else self._elementwise.send
             exchange.attempt(send, local, stage, wire.memory)
