@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 @shard_option("Axes that cut matching parameters, on meshes that have them; repeatable.")
 @click.option("--select", multiple=True, metavar="GLOB", help="Only parameters with a matching name; repeatable.")
 @click.option("--dtype", metavar="DTYPE", help="Of a model's parameters and state, if not the config's.")
+@click.option("--state-dtype", metavar="DTYPE", help="Of momentum and moments: float32, bfloat16 or 8bit.")
 @click.option("--link", type=ByteCountType(), metavar="BYTES", help="What a rank sends in a second: 50GB.")
 @click.option("--disk", type=ByteCountType(), metavar="BYTES", help="What a rank writes or reads in a second: 2GB.")
 @click.option(

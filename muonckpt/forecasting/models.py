@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +27,17 @@ from ..store.io.location import Location
 from ..store.io.regular import read_whole
 from ..store.opening import open
 from ..store.reading.dtypes import itemsize
-from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP
+from ..vocabulary import (
+    BLOCK,
+    EIGHT_BITS,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MOMENTUM,
+    STATE_DTYPES,
+    STEP,
+    codes_of,
+    scales_of,
+)
 from ..vocabulary import MUON as DEFAULTS
 
 
@@ -158,6 +169,31 @@ def model_of_checkpoint(path: Location, own: MatrixMethod | None = None) -> Mode
             "orthogonalises what is unknown; give a checkpoint with optimizer state, or the model's config.json"
         )
     return ModelTensors(str(path), tuple(parameters))
+
+
+def with_state_in(model: ModelTensors, dtype: str) -> ModelTensors:
+    """Return a model with averages in another dtype of `STATE_DTYPES`, as `Muon` keeps them.
+
+    In 8 bits those of vectors stay in float32: they are small, and shards seldom end where blocks do.
+
+    Raises:
+        TargetError: an unknown dtype.
+    """
+    if dtype not in STATE_DTYPES:
+        raise TargetError(f"unknown state_dtype {dtype!r}; expected one of {', '.join(STATE_DTYPES)}")
+
+    def kept(parameter: ModelParameter, tensor: StateTensor) -> Iterator[StateTensor]:
+        averages = (MOMENTUM,) if parameter.method else (EXP_AVG, EXP_AVG_SQ)
+        if tensor.slot not in averages:
+            yield tensor
+        elif dtype != EIGHT_BITS or len(tensor.shape) < 2:
+            yield replace(tensor, dtype="float32" if dtype == EIGHT_BITS else dtype)
+        else:
+            yield StateTensor(codes_of(tensor.slot), tensor.shape, "int8")
+            yield StateTensor(scales_of(tensor.slot), (*tensor.shape[:-1], -(-tensor.shape[-1] // BLOCK)), "float32")
+
+    changed = [replace(p, state=tuple(chain.from_iterable(kept(p, t) for t in p.state))) for p in model.parameters]
+    return replace(model, parameters=tuple(changed))
 
 
 # Configurations of known families.

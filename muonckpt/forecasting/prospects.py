@@ -17,7 +17,7 @@ from ..optimizer.planning.matrices import PRECISIONS
 from ..store.io.location import Remote, location
 from .hardware import UNKNOWN_RATES, Rates
 from .iteration import PLAIN_FSDP, SCHEMES, Training
-from .models import ModelTensors, model_of_checkpoint, model_of_config
+from .models import ModelTensors, model_of_checkpoint, model_of_config, with_state_in
 from .topologies import MuonOptions, Topology, topology_of
 
 PathLike = str | os.PathLike[str] | Remote
@@ -54,6 +54,7 @@ def forecast(
     shard: Mapping[str, Sequence[AxisCut]] | None = None,
     select: Sequence[str] = (),
     dtype: str | None = None,
+    state_dtype: str | None = None,
     rates: Rates = UNKNOWN_RATES,
     training: Training = PLAIN_FSDP,
     stages: int | None = None,
@@ -74,6 +75,7 @@ def forecast(
             its axes.  By default all axes cut the rows.
         select: patterns of the names of the parameters to count, such as those of a pipeline stage; by default all.
         dtype: of the parameters, gradients and state of a ``model``; by default the configuration's.
+        state_dtype: of momentum and moments, as `Muon` takes it; by default ``dtype``, or what the checkpoint has.
         rates: of one rank: bytes a second to others and to files, FLOPs a second; `HARDWARE` has some by name.
         training: the scheme of forward and backward, and the tokens of an iteration.
         stages, ns_steps, ns_dtype: as for `muonckpt.optimizer.Muon`.
@@ -104,6 +106,8 @@ def forecast(
         if checkpoint is not None
         else model_of_config(location(model, SourceError), dtype, method)  # type: ignore[arg-type]
     )
+    if state_dtype is not None:
+        tensors = with_state_in(tensors, state_dtype)
     options = MuonOptions(ns_steps, ns_dtype, stages)
     return prospect_of(_selected(tensors, select), meshes, shard or {}, options, rates, training, progress)
 

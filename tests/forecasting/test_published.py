@@ -1,4 +1,4 @@
-"""Forecasts held against what others have measured or derived: the table of docs/guide/plan.md, computed anew."""
+"""Forecasts held against what others have measured or derived, and of state in other dtypes: tables of the guide."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import muonckpt
-from muonckpt.forecasting.models import ModelTensors, fresh_parameter, model_of_config
+from muonckpt.forecasting.models import ModelTensors, fresh_parameter, model_of_config, with_state_in
 from muonckpt.forecasting.prospects import prospect_of
 from muonckpt.forecasting.topologies import MuonOptions
+from muonckpt.optimizer import Muon
 from muonckpt.optimizer.newton_schulz.recipe import flops
+from muonckpt.vocabulary import STATE_DTYPES
+from muonckpt.wording import size
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "plan.md"
 
@@ -28,6 +32,20 @@ QWEN = {
     "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
     "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
     "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+}  # fmt: skip
+
+
+SMALL = {
+    "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+    "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
+}  # fmt: skip
+TINY = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 700, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "vocab_size": 300,
 }  # fmt: skip
 
 
@@ -104,6 +122,48 @@ def test_the_table_of_the_page_is_what_is_forecast(tmp_path):
     made = head + "".join(lines)
     found = re.search(re.escape(head) + r"(\|.*\n)*", PAGE.read_text())
     assert found and found[0] == made, f"the page should have:\n{made}"
+
+
+def test_the_table_of_state_in_other_dtypes_is_what_is_forecast(tmp_path):
+    titles = (
+        "model, ranks",
+        "state",
+        "state of a rank",
+        "all its memory",
+        "state read and written a step",
+        "sent a step",
+    )
+    head = f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|\n"
+    stage = ["model.layers.[1-9].*", "model.layers.1[0-5].*"]
+    lines = []
+    for name, fields, mesh, more in (
+        ("1.5B, 8", SMALL, {"dp": 8}, {}),
+        ("70B, 64", LLAMA, {"dp": 64}, {}),
+        ("1T MoE, 64 of 256", KIMI, {"ep": 64}, {"select": stage, "shard": {"*experts*": [("ep", 0)]}}),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        for dtype in STATE_DTYPES:
+            found = muonckpt.forecast([mesh], model=tmp_path / "config.json", state_dtype=dtype, **more).topologies[0]
+            state, total, sent = found.memory["state"], found.memory["total"], found.sent["most"]
+            lines.append(f"| {name} | {dtype} | {size(state)} | {size(total)} | {size(2 * state)} | {size(sent)} |\n")
+    made = head + "".join(lines)
+    found = re.search(re.escape(head) + r"(\|.*\n)*", (PAGE.parent / "costs.md").read_text())
+    assert found and found[0] == made, f"the page should have:\n{made}"
+
+
+@pytest.mark.parametrize("dtype", STATE_DTYPES)
+def test_state_in_another_dtype_is_forecast_as_the_optimizer_keeps_it(dtype, tmp_path):
+    model = of_config(tmp_path, TINY)
+    groups = []
+    for parameter in model.parameters:
+        own = {} if parameter.method else {"algorithm": "adamw", "lr": 1e-3}
+        kept = "float32" if dtype == "8bit" and len(parameter.shape) < 2 else dtype
+        option = "momentum_dtype" if parameter.method else "state_dtype"
+        groups.append({"params": [torch.nn.Parameter(torch.zeros(parameter.shape))], option: kept, **own})
+    [found] = prospect_of(with_state_in(model, dtype), [{"dp": 1}], {}, MuonOptions()).topologies
+    assert found.memory["state"] == Muon(groups).report(most_elementwise=1).state
+    with pytest.raises(muonckpt.TargetError, match="unknown state_dtype 'int4'; expected one of float32, bfloat16, 8"):
+        with_state_in(model, "int4")
 
 
 def test_traffic_is_that_of_rings_along_the_axes_that_share_a_parameter(tmp_path):

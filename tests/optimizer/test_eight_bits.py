@@ -217,9 +217,11 @@ def test_bits_go_on_after_a_resume_on_another_topology(tmp_path):
     assert run(4, resumed, str(tmp_path), ["HSDP", "FSDP2, rows"], alone(5, 4)) == [[]] * 4
 
 
-def test_a_step_that_may_be_forbidden_has_the_same_bits():
-    guarded = train(*made(here, None, nonfinite="raise"), here, range(3))
-    assert not apart(guarded, alone(None))
+@pytest.mark.parametrize(
+    "options", [{"nonfinite": "raise"}, {"offload": "cpu"}, {"offload": "cpu", "nonfinite": "skip", "stages": 3}]
+)
+def test_steps_that_may_be_forbidden_and_state_in_host_memory_have_the_same_bits(options):
+    assert not apart(train(*made(here, None, **options), here, range(3)), alone(None))
 
 
 def layer_wise(rank: int, world: int, layout: str) -> dict:
