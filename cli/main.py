@@ -108,7 +108,11 @@ class _Commands(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        module = import_module(f".{_FILES.get(name, name)}", __package__)
+        gc.disable()  # or the collector would search what is imported, all of which stays, again and again
+        try:
+            module = import_module(f".{_FILES.get(name, name)}", __package__)
+        finally:
+            gc.enable()
         command: click.Command = getattr(module, f"{name}_command")
         if COLOUR not in command.params:
             command.params.append(COLOUR)

@@ -37,12 +37,13 @@ def test_blocks_tile_a_box_and_keep_to_their_bounds(dims, gap, most):
         places = [0]
         for length, stride in zip(block.shape, strides, strict=True):
             places = [place + step * stride for place in places for step in range(length)]
-        assert block.span(strides) == max(places) + 1 <= most
+        assert block.start == sum(map(int.__mul__, (part.start for part in block.slices), strides))
+        assert block.span == max(places) + 1 <= most
         assert max(np.diff(sorted(places)), default=1) - 1 <= gap
     assert (count == 1).all()
-    together = list(batches(found, strides, most))
+    together = list(batches(found, most))
     assert [block for batch in together for block in batch] == found
-    assert all(sum(block.span(strides) for block in batch) <= most for batch in together)
+    assert all(sum(block.span for block in batch) <= most for batch in together)
 
 
 ranges = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 90), st.integers(1, 12)), max_size=20)

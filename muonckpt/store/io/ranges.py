@@ -83,7 +83,7 @@ def crc32_joined(first: int, second: int, length: int) -> int:
     A CRC is a polynomial over GF(2) modulo a fixed one, and to append bytes multiplies it by a power of x (Mark Adler,
     ``crc32_combine`` of zlib).
     """
-    return _product(first, _x_to(8 * length)) ^ second
+    return _product(first, _x_to(8 * length)) ^ second if first else second
 
 
 @lru_cache(maxsize=1024)

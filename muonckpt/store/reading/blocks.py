@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,24 +38,12 @@ def within(box: Box, origin: Index) -> tuple[slice, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part ``lo:hi`` of a box, in coordinates of the box."""
+    """A part of a box, and where it lies: ``start`` and ``span`` are in elements of the buffer that has the box."""
 
-    lo: Index
-    hi: Index
-
-    @property
-    def shape(self) -> Index:
-        return tuple(hi - lo for lo, hi in zip(self.lo, self.hi, strict=True))
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(map(slice, self.lo, self.hi))
-
-    def start(self, strides: Index) -> int:
-        return sum(map(int.__mul__, self.lo, strides))
-
-    def span(self, strides: Index) -> int:
-        return span(self.shape, strides)
+    slices: tuple[slice, ...]
+    shape: Index
+    start: int
+    span: int
 
 
 def span(shape: Index, strides: Index) -> int:
@@ -65,39 +53,38 @@ def span(shape: Index, strides: Index) -> int:
 
 def blocks(shape: Index, strides: Index, gap: int, most: int) -> Iterator[Block]:
     """Cut a box into blocks that have no gaps of more than ``gap`` elements and span at most ``most``."""
-    yield from _cut(Block((0,) * len(shape), shape), strides, gap, most)
+    yield from _cut((0,) * len(shape), shape, strides, gap, most)
 
 
-def _cut(block: Block, strides: Index, gap: int, most: int) -> Iterator[Block]:
-    dims = [dim for dim, length in enumerate(block.shape) if length > 1]
-    dims.sort(key=lambda dim: -strides[dim])
-    reach, wide = 1, []
+def _cut(lo: Index, shape: Index, strides: Index, gap: int, most: int) -> Iterator[Block]:
+    dims = sorted((dim for dim, length in enumerate(shape) if length > 1), key=lambda dim: -strides[dim])
+    reach, is_wide = 1, False
     for dim in reversed(dims):
-        if strides[dim] - reach > gap:
-            wide.append(dim)
-        reach += (block.shape[dim] - 1) * strides[dim]
-    if reach <= most and not wide:
-        yield block
+        is_wide |= strides[dim] - reach > gap
+        reach += (shape[dim] - 1) * strides[dim]
+    if reach <= most and not is_wide:
+        slices = tuple(map(slice, lo, map(int.__add__, lo, shape)))
+        yield Block(slices, shape, sum(map(int.__mul__, lo, strides)), reach)
         return
     cut = dims[0]
-    step = 1 if wide else max(most // strides[cut], 1)
-    for start in range(block.lo[cut], block.hi[cut], step):
-        stop = min(start + step, block.hi[cut])
-        lo, hi = list(block.lo), list(block.hi)
-        lo[cut], hi[cut] = start, stop
-        yield from _cut(Block(tuple(lo), tuple(hi)), strides, gap, most)
+    step = 1 if is_wide else max(most // strides[cut], 1)
+    for start in range(0, shape[cut], step):
+        length = min(step, shape[cut] - start)
+        yield from _cut(
+            (*lo[:cut], lo[cut] + start, *lo[cut + 1 :]), (*shape[:cut], length, *shape[cut + 1 :]), strides, gap, most
+        )
 
 
-def batches(parts: Sequence[Block], strides: Index, most: int) -> Iterator[list[Block]]:
+def batches(parts: Iterable[Block], most: int) -> Iterator[list[Block]]:
     """Group blocks, in order, so that a group spans at most ``most`` elements or is one block."""
     batch: list[Block] = []
     used = 0
     for part in parts:
-        if batch and used + part.span(strides) > most:
+        if batch and used + part.span > most:
             yield batch
             batch, used = [], 0
         batch.append(part)
-        used += part.span(strides)
+        used += part.span
     yield batch
 
 
@@ -106,9 +93,7 @@ def strided(flat: NDArray[Any], strides: Index, shape: Index) -> NDArray[Any]:
     if not math.prod(shape):
         return np.empty((*shape, *flat.shape[1:]), flat.dtype)
     step = flat.strides[0]
-    return np.lib.stride_tricks.as_strided(
-        flat,
-        (*shape, *flat.shape[1:]),
-        (*(stride * step for stride in strides), *flat.strides[1:]),
-        writeable=False,
-    )
+    steps = (*(stride * step for stride in strides), *flat.strides[1:])
+    view: NDArray[Any] = np.ndarray((*shape, *flat.shape[1:]), flat.dtype, flat.data, strides=steps)
+    view.flags.writeable = False
+    return view

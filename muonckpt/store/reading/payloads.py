@@ -184,9 +184,9 @@ class Payloads:
                 reads(start, raw)
                 out[...] = _strided_words(raw, name, place.strides, shape)
             return
-        parts = list(blocks(shape, place.strides, file.gap // size, file.most // size))
-        for batch in batches(parts, place.strides, file.most // size):
-            ranges = [(start + block.start(place.strides) * size, block.span(place.strides) * size) for block in batch]
+        parts = blocks(shape, place.strides, file.gap // size, file.most // size)
+        for batch in batches(parts, file.most // size):
+            ranges = [(start + block.start * size, block.span * size) for block in batch]
             if len(ranges) > 1:
                 views = file.views(ranges)
                 for (offset, _), raw in zip(ranges, views, strict=True):
