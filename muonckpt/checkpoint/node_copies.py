@@ -185,6 +185,7 @@ class NodeCopy:
         if partner is None:
             return None, digest.hexdigest()
         origins = [place for place, other in enumerate(partners) if other == here and sizes[place]]
+        blocks = [torch.empty(_BAND_BYTES * files, dtype=torch.uint8) for files in (1, len(origins))]
         failure: Exception | None = None
         with ExitStack() as files:
             own, outputs = -1, list[Writing]()
@@ -202,7 +203,7 @@ class NodeCopy:
                 give[partner] = lengths[here]
                 for place in origins:
                     take[place] = lengths[place]
-                send, receive = (torch.empty(sum(splits), dtype=torch.uint8) for splits in (give, take))
+                send, receive = (block[: sum(splits)] for block, splits in zip(blocks, (give, take), strict=True))
                 if failure is None and lengths[here]:
                     os.preadv(own, [send.numpy().data], start)
                     digest.update(send.numpy().data)

@@ -7,11 +7,13 @@ where they are asked for.  Nothing of a copy is used before all of it has been c
 from __future__ import annotations
 
 import io
+import mmap
 import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,10 @@ from ..record import MANIFEST_FILE, Manifest
 from ..resumption import LoadReport
 from ..store.io.checksums import xxh3_128
 from ..store.open_checkpoint import checked_blob
-from ..store.reading.payloads import Payloads, checked_elements
+from ..store.reading.payloads import Payloads, check_chunk, payload_of
 from ..store.run import StepName
 from .all_ranks import broadcast_from_first, decide_on_first, gather_on_all, group_ranks
 from .attestation import TensorPrint
-from .bits import bits_of
 from .node_copies import Nodes, remove_copies
 from .redistribution import redistribute_attested
 from .storable import refuse_code
@@ -116,7 +117,7 @@ def load_copy(
         return zlib.compress((copy.place / MANIFEST_FILE).read_bytes(), 1)
 
     manifest = Manifest.from_json(zlib.decompress(broadcast_from_first(process_group, SourceError, text, first)))
-    source = _Source(manifest, Payloads(copy.place))
+    source = _Source(manifest, copy.place, Payloads(copy.place))
     objects: dict[str, bytes] = {}
     refused: set[tuple[int, str]] = set()
     missing = source.files
@@ -177,6 +178,7 @@ class _Source:
     """What this rank reads of a copy, as a state dict."""
 
     manifest: Manifest
+    folder: Path
     payloads: Payloads
     parts: defaultdict[str, dict[Index, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -194,7 +196,10 @@ class _Source:
         }
 
     def read(self, files: set[str]) -> tuple[dict[str, bytes], dict[str, str]]:
-        """Read and check what lies in some files; return other objects than tensors, and the first fault of a file."""
+        """Check what lies in some files, and take it; return other objects than tensors, and the first fault of a file.
+
+        Elements stay where they are: the state is not in memory a third time, and pages that are there cost little.
+        """
         objects: dict[str, bytes] = {}
         faults: dict[str, str] = {}
         for blob in self.manifest.blobs:
@@ -204,19 +209,29 @@ class _Source:
                     refuse_code(blob.key, objects[blob.key])
                 except SourceError as error:
                     faults.setdefault(blob.item.file, str(error))
+
+        @cache
+        def mapped(name: str) -> mmap.mmap:
+            with (self.folder / name).open("rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
         columns, start = self.manifest.columns, 0
         wanted = np.isin(columns.file, [number for number, name in enumerate(columns.names) if name in files])
         for tensor in self.manifest.tensors:
             of_tensor, start = wanted[start : start + len(tensor.chunks)], start + len(tensor.chunks)
             for number in np.flatnonzero(of_tensor).tolist():
                 chunk = tensor.chunks[number]
-                part = torch.empty(chunk.box.shape, dtype=getattr(torch, tensor.dtype))
+                if not chunk.box.numel:
+                    continue
                 try:
-                    np.copyto(bits_of(part), checked_elements(self.payloads, tensor, chunk))
+                    check_chunk(self.payloads, tensor, chunk)
                 except SourceError as error:
                     faults.setdefault(chunk.item.file, str(error))
                 else:
-                    self.parts[tensor.key][chunk.box.lo] = part
+                    payload, kind = payload_of(tensor, chunk), getattr(torch, tensor.dtype)
+                    whole = mapped(payload.file)
+                    part = torch.frombuffer(whole, dtype=kind, count=chunk.box.numel, offset=payload.offset)
+                    self.parts[tensor.key][chunk.box.lo] = part.view(chunk.box.shape)
         self.payloads.close()
         return objects, faults
 
