@@ -71,7 +71,8 @@ RULES = {
     "optimizer/__init__": "optimizer optimizer/layer_wise optimizer/methods optimizer/newton_schulz",
     "compat": "coefficients vocabulary layouts resumption optimizer/__init__ converters/programs",
     "forecasting": "box errors key_search layout layouts layouts/buffers record vocabulary store store/io "
-    "store/reading converters/look converters/target optimizer/methods optimizer/newton_schulz optimizer/planning",
+    "store/reading converters/look converters/target optimizer/ground optimizer/methods optimizer/newton_schulz "
+    "optimizer/planning",
     "checkup": "errors coefficients resumption vocabulary wording converters/engine converters/programs "
     "converters/target converters/translate forecasting optimizer optimizer/__init__ optimizer/methods "
     "optimizer/newton_schulz optimizer/planning",

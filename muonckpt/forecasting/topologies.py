@@ -23,6 +23,7 @@ from ..layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
 from ..layouts.buffers.placements import ToPlace
 from ..layouts.flat import owned_layout
 from ..layouts.mesh import AxisPlacement, Replicate, Shard, mesh_layout
+from ..optimizer.ground.host_memory import AHEAD, STATE_MEMORIES, StateMemory
 from ..optimizer.methods.form import MatrixMethod, dtype_named
 from ..optimizer.methods.matrix import kept_of
 from ..optimizer.newton_schulz.recipe import flops
@@ -51,7 +52,8 @@ class Topology:
         busiest_sent: the bytes that the busiest rank sends, alignment of wires included.
         newton_schulz: how evenly FLOPs of a step are shared, in the same way; with those of methods besides.
         memory: ``weights``, ``gradients``, ``state`` of the rank that holds the most; ``wires`` of the rank that sends
-            the most; and their ``total``.
+            the most; and their ``total``.  With ``offload``, ``host`` is the state, and ``state`` what a step has of
+            it on the device: about three stages' share.
         held: how evenly ranks hold weights, gradients and state.
         checkpoint: ``bytes`` of weights and state, number of ``files``, and the ``most`` that a rank writes.
         padding: for each ``layout`` of momentum in flat buffers its ``padding_percent``; and the most of a rank divided
@@ -116,6 +118,9 @@ def topology_of(
     fullest = int(ranks.held.argmax())
     memory = {name: round(getattr(ranks, name)[fullest]) for name in ("weights", "gradients", "state")}
     memory["wires"] = step.wires
+    host = {} if options.offload is None else {"host": memory["state"]}
+    if host:
+        memory["state"] = math.ceil(memory["state"] * min(1, (AHEAD + 1) / len(step.work)))
     if traffic.resident is not None:
         memory["weights"] = round(traffic.resident)
     written = ranks.written
@@ -135,7 +140,7 @@ def topology_of(
         sent=_balance(step.sent.sum(axis=(0, 1))),
         busiest_sent=step.busiest_sent,
         newton_schulz=_balance(step.work.sum(axis=0)),
-        memory={**memory, "total": sum(memory.values())},
+        memory={**memory, "total": sum(memory.values()), **host},
         held=_balance(ranks.held.astype(np.int64)),
         checkpoint={
             "bytes": round(written.sum()),
@@ -258,6 +263,11 @@ class MuonOptions:
     ns_steps: int = MUON.ns_steps
     ns_dtype: str = MUON.ns_dtype
     stages: int | None = None
+    offload: str | None = None
+
+    @property
+    def memory(self) -> StateMemory:
+        return STATE_MEMORIES[self.offload]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -303,7 +313,7 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     specs = _specs(parameters, layout_of, options)
     everyone = tuple(range(ranks))
     with paused_collector():
-        schedule = make_schedule(specs, everyone, 0, options.stages)
+        schedule = make_schedule(specs, everyone, 0, options.stages, options.memory.most)
     stages = len(schedule.stages)
     notes = NOTE * (ranks - 1)
     sent, received = np.full((2, stages, 2, ranks), notes, np.int64)
@@ -323,7 +333,9 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
         _holders(slot.layout, slot.fused, index).count(owners, replica, slot, sent[stage], received[stage])
     busiest = int(sent.sum(axis=(0, 1)).argmax())
     with paused_collector():
-        own = schedule if busiest == 0 else make_schedule(specs, everyone, busiest, options.stages)
+        own = schedule
+        if busiest:
+            own = make_schedule(specs, everyone, busiest, options.stages, options.memory.most)
     return StepPlan(
         len(schedule.units), sent, received, work, resting, busiest, leaving_bytes(own, busiest), most_wires(own.stages)
     )

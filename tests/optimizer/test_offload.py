@@ -127,7 +127,7 @@ def on_ranks(rank: int, world: int, names: list[str], expected: list[Tensor]) ->
 
 
 def test_ranks_have_the_bits_of_a_process_with_state_on_its_device() -> None:
-    run(4, on_ranks, ["HSDP", "plain and sharded in one group"], single(torch.float32))
+    run(4, on_ranks, ["plain and sharded in one group"], single(torch.float32))
 
 
 def with_skipped_steps(rank: int, world: int, offload: str | None) -> tuple[list[Tensor], int, bool]:
