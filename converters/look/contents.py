@@ -18,7 +18,7 @@ from ...record import Blob, Manifest, StateRecord
 from ...store.damage import OTHER_STATE, Kind, kinds_by_slot
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, Values
-from ...vocabulary import PARAMS
+from ...vocabulary import CODE_SLOTS, PARAMS
 from ..programs.dialect import FOREIGN, Dialect, StoredMethod
 from ..programs.registry import DIALECTS
 from ..translate.detection import Detected, detect, with_slots_of
@@ -182,6 +182,9 @@ def _method(dialect: Dialect, slots: frozenset[str], named: str | None) -> Store
     stored = slots - dialect.derived
     if (given := dialect.given_method(named, stored)) is not None:
         return given
+    if named is not None and stored & CODE_SLOTS:  # averages in 8 bits
+        common = {slot: name for method in dialect.methods for name, slot in method.slots.items()}
+        return StoredMethod(named, {common.get(slot, f"own {slot}"): slot for slot in sorted(stored)})
     fitting = [
         method
         for method in (*dialect.methods, *(method for method in FOREIGN.values() if method.name == named))

@@ -49,6 +49,12 @@ def test_other_programs_and_averages_refuse_it(saved, tmp_path):
         muonckpt.merge(saved, tmp_path / "average", average=average)
 
 
+def test_inspect_knows_the_methods(saved):
+    found = muonckpt.inspect(saved[1])
+    assert {row["method"]: row["parameters"] for row in found.optimizer} == {"muon": 2, "adamw": 1}
+    assert found.step == 2
+
+
 def test_stats_measure_scales_and_no_codes(saved):
     measured = {tensor.key.rpartition(".")[2] for tensor in muonckpt.stats(saved[1]).tensors}
     assert {f"{slot}_scales" for slot in SLOTS} <= measured
