@@ -8,6 +8,7 @@ experts, tensor-parallel shards and flat-buffer boundaries need no other represe
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import ge, sub
@@ -77,7 +78,7 @@ class Box:
 
     def shift(self, by: Sequence[int]) -> Box:
         """This box moved by ``by`` elements per dim."""
-        return Box(tuple(map(int.__add__, self.lo, by)), tuple(map(int.__add__, self.hi, by)))
+        return Box(tuple(map(operator.add, self.lo, by)), tuple(map(operator.add, self.hi, by)))
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in zip(self.lo, self.hi, strict=True)) + "]"

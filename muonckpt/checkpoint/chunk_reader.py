@@ -8,6 +8,7 @@ unpickled.
 from __future__ import annotations
 
 import io
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -108,7 +109,7 @@ class _Read:
         box, whole = self.box, self.chunk.box
         if self.chunk.strides is not None or self.chunk.crc32 is None or box == whole:
             return None
-        run = run_of(tuple(map(int.__sub__, box.lo, whole.lo)), box.shape, whole.shape)
+        run = run_of(tuple(map(operator.sub, box.lo, whole.lo)), box.shape, whole.shape)
         return None if run is None else range(*(place * itemsize(self.tensor.dtype) for place in run))
 
 

@@ -7,7 +7,7 @@ asks tensors that have its hooks, as a `BoxedTensor` has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import gt
+from operator import add, gt
 from types import MappingProxyType
 from typing import Any
 
@@ -148,7 +148,7 @@ def parts_of(tensor: Tensor) -> Parts:
     if isinstance(tensor, ShardedTensor):
         # A shard may itself be a sharded tensor, as FSDP1 made them of tensor parallelism.
         return {
-            tuple(map(int.__add__, shard.metadata.shard_offsets, lo)): part
+            tuple(map(add, shard.metadata.shard_offsets, lo)): part
             for shard in tensor.local_shards()
             for lo, part in parts_of(shard.tensor).items()
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import resource
 import zlib
 from itertools import pairwise
@@ -37,7 +38,7 @@ def test_blocks_tile_a_box_and_keep_to_their_bounds(dims, gap, most):
         places = [0]
         for length, stride in zip(block.shape, strides, strict=True):
             places = [place + step * stride for place in places for step in range(length)]
-        assert block.start == sum(map(int.__mul__, (part.start for part in block.slices), strides))
+        assert block.start == sum(map(operator.mul, (part.start for part in block.slices), strides))
         assert block.span == max(places) + 1 <= most
         assert max(np.diff(sorted(places)), default=1) - 1 <= gap
     assert (count == 1).all()

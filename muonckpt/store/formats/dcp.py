@@ -10,6 +10,7 @@ all the same, are checkpoints of a run, of which the user names one.
 from __future__ import annotations
 
 import fnmatch
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -210,7 +211,7 @@ def _boxes(key: str, tensor: TensorMeta) -> Boxes:
     for offsets, sizes in tensor.chunks:
         if not len(offsets) == len(sizes) == len(tensor.size):
             raise DamageError(f"tensor {key!r}: expected {len(tensor.size)} dims, found {offsets} and {sizes}")
-        boxes.append(Box(offsets, tuple(map(int.__add__, offsets, sizes))))
+        boxes.append(Box(offsets, tuple(map(operator.add, offsets, sizes))))
         if any(hi > size for hi, size in zip(boxes[-1].hi, tensor.size, strict=True)):
             raise DamageError(f"tensor {key!r}: expected boxes within shape {tensor.size}, found {boxes[-1]}")
     return Boxes.of_all(boxes, len(tensor.size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +64,8 @@ def _cut(lo: Index, shape: Index, strides: Index, gap: int, most: int) -> Iterat
         is_wide |= strides[dim] - reach > gap
         reach += (shape[dim] - 1) * strides[dim]
     if reach <= most and not is_wide:
-        slices = tuple(map(slice, lo, map(int.__add__, lo, shape)))
-        yield Block(slices, shape, sum(map(int.__mul__, lo, strides)), reach)
+        slices = tuple(map(slice, lo, map(operator.add, lo, shape)))
+        yield Block(slices, shape, sum(map(operator.mul, lo, strides)), reach)
         return
     cut = dims[0]
     step = 1 if is_wide else max(most // strides[cut], 1)
