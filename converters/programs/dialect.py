@@ -13,7 +13,7 @@ from ...box import Index
 from ...errors import SourceError
 from ...keys import PARAM_GROUPS, STATE, OptimizerPlace, key_of
 from ...store.formats.signs import COMMON_FILE
-from ...vocabulary import Convention, KeyPath
+from ...vocabulary import CODE_SLOTS, Convention, KeyPath
 from .codings import Coding
 
 _FIELDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -364,6 +364,12 @@ class Dialect:
             and (named in (None, method.name) or ("momentum" in method.slots and method.slots in without_dropped))
         ]
         if len({method.name for method in fitting}) != 1:
+            if codes := sorted(stored & CODE_SLOTS):
+                raise SourceError(
+                    f"parameter {about!r} has {codes[0]}: state in 8 bits, which other programs cannot read; load it "
+                    "into an optimizer of the same options, and save an optimizer with state in another dtype that has "
+                    "taken its state_dict(), or convert --model-only"
+                )
             available = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in self.methods)
             state = f"{', '.join(sorted(stored))}" + (f" in a group of {named!r}" if named else "")
             count = "more than one method" if fitting else "no method"

@@ -146,7 +146,7 @@ def model_of_checkpoint(path: Location, own: MatrixMethod | None = None) -> Mode
     parameters = []
     for parameter in contents.parameters.values():
         tensors = [*([parameter.weight] if parameter.weight else []), *parameter.state.values()]
-        average = next((tensor for tensor in parameter.state.values() if tensor.key in momentum), None)
+        average = next((t for slot, t in parameter.state.items() if t.key in momentum or slot == codes_of(MOMENTUM)), None)
         shape, given = parameter.shape, groups.get(parameter.name, {})
         algorithm = given.get(dialect.method_option or "") if dialect else None
         options: dict[str, Any] = {"pieces": average.pieces if average else None}
@@ -402,6 +402,7 @@ def model_of_config(file: Location, dtype: str | None = None, method: MatrixMeth
     """Read the parameters of the model that a ``config.json`` describes.
 
     Args:
+        file: it, or the folder that it is in.
         dtype: of the parameters in training; by default the configuration's, or else bfloat16.
         method: of its matrices.
 
@@ -409,6 +410,10 @@ def model_of_config(file: Location, dtype: str | None = None, method: MatrixMeth
         SourceError: it is no such file, or a number that the family needs is missing or out of range.
         TargetError: the family is unknown; names the known ones.
     """
+    if file.is_dir():
+        file /= "config.json"
+        if not file.is_file():
+            raise SourceError(f"{file}: there is no such file; give a checkpoint as --ckpt (checkpoint=), not --model")
     try:
         data = json.loads(read_whole(file.resolve()))  # Hugging Face's cache is made of links
     except (ValueError, RecursionError) as error:

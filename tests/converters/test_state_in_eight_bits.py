@@ -42,11 +42,16 @@ def test_a_reshard_changes_no_bit(saved, tmp_path):
 
 def test_other_programs_and_averages_refuse_it(saved, tmp_path):
     for program in ("torch", "dion", "dcp"):
-        with pytest.raises(SourceError, match="momentum_buffer_codes, momentum_buffer_scales in a group of 'muon'"):
+        with pytest.raises(SourceError, match="has momentum_buffer_codes: state in 8 bits, which other programs"):
             muonckpt.convert(saved[1], tmp_path / program, to_dialect=program)
     average = muonckpt.Average(others_from="last")
     with pytest.raises(SourceError, match="part of state in 8 bits, which is not averaged: leave it out by --model-on"):
         muonckpt.merge(saved, tmp_path / "average", average=average)
+
+
+def test_a_plan_counts_its_matrices(saved):
+    found = muonckpt.forecast([{"dp": 2}], checkpoint=saved[1])
+    assert found.topologies[0].matrices == 2
 
 
 def test_inspect_knows_the_methods(saved):
