@@ -75,6 +75,11 @@ def test_a_config_that_is_not_known_is_refused(tmp_path):
     assert found.returncode == 2 and "'perceiver'" in found.stderr and "deepseek_v3" in found.stderr
     found = called("plan", "--model", config(tmp_path, **{**LLAMA, "hidden_size": "wide"}), "--mesh", "dp=2")
     assert found.returncode == 3 and "expected hidden_size to be an integer" in found.stderr
+    found = called("plan", "--model", tmp_path, "--mesh", "dp=2")
+    assert found.returncode == 3 and "config.json: expected hidden_size" in found.stderr
+    (tmp_path / "config.json").unlink()
+    found = called("plan", "--model", tmp_path, "--mesh", "dp=2")
+    assert found.returncode == 3 and "give a checkpoint as --ckpt" in found.stderr
     with pytest.raises(TargetError, match=r"no mesh has the axes tp"):
         muonckpt.forecast([{"dp": 2}], model=config(tmp_path, **SMALL), shard={"*": [("tp", 0)]})
 
