@@ -153,8 +153,9 @@ def make_schedule(
     kinds = [matrices[id(spec)] for spec in specs]
     work = [matrix for kind in kinds for matrix, _ in kind]
     owners = assign(work, ranks)
-    most = stages or max(worthwhile_stages(specs, len(ranks)), math.ceil(state_bytes(specs) / len(ranks) / most_state))
-    turns = in_stages([matrix.cost for matrix in work], owners, len(ranks), most)
+    small = math.ceil(state_bytes(specs) / len(ranks) / most_state)
+    most = stages or max(worthwhile_stages(specs, len(ranks)), small)
+    turns = in_stages([matrix.cost for matrix in work], owners, len(ranks), most, small)
     places = ((number, index, *matrix) for number, kind in enumerate(kinds) for index, matrix in enumerate(kind))
     units = tuple(
         Unit(number, index, work.shape, ranks[owner], stage, work.cost, form)
@@ -346,18 +347,18 @@ class _Books:
         return int(self.nodes[matrix.holders[0]])
 
 
-def in_stages(costs: Sequence[int], owners: Sequence[int], ranks: int, most: int) -> list[int]:
+def in_stages(costs: Sequence[int], owners: Sequence[int], ranks: int, most: int, small: int = 1) -> list[int]:
     """Return the stage of each matrix: at most ``most`` stages, of at least as many matrices as ranks on average.
 
     Each owner's matrices, largest first, are cut where its work passes equal parts of the greatest load, so that work
-    hides the exchange of the next stage.  No stage is shorter than the largest matrix takes: all other ranks would
-    wait.
+    hides the exchange of the next stage.  No stage is shorter than the largest matrix takes, as some ranks would wait,
+    unless it takes ``small`` stages to have as little state in one as there should be.
     """
     load = [0] * ranks
     for cost, owner in zip(costs, owners, strict=True):
         load[owner] += cost
     longest = max(*load, 1)
-    count = max(1, min(most, len(costs) // ranks, longest // max(costs, default=1)))
+    count = max(1, min(most, len(costs) // ranks, max(small, longest // max(costs, default=1))))
     done = [0] * ranks
     stages = [0] * len(costs)
     for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # stable
