@@ -146,7 +146,9 @@ def model_of_checkpoint(path: Location, own: MatrixMethod | None = None) -> Mode
     parameters = []
     for parameter in contents.parameters.values():
         tensors = [*([parameter.weight] if parameter.weight else []), *parameter.state.values()]
-        average = next((t for slot, t in parameter.state.items() if t.key in momentum or slot == codes_of(MOMENTUM)), None)
+        average = next(
+            (t for slot, t in parameter.state.items() if t.key in momentum or slot == codes_of(MOMENTUM)), None
+        )
         shape, given = parameter.shape, groups.get(parameter.name, {})
         algorithm = given.get(dialect.method_option or "") if dialect else None
         options: dict[str, Any] = {"pieces": average.pieces if average else None}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pickle import PicklingError
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,33 +14,62 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ...box import Box
+from ...box import Box, Index
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hooks:
+    """DCP's hooks of a local tensor, as methods.  Its deep copy has hooks of its own, as it copies the views with it.
+
+    Attributes:
+        views: of the tensor's memory, by the first index of each box.
+        size: of the whole tensor.
+    """
+
+    chunks: list[ChunkStorageMetadata]
+    views: dict[Index, Tensor]
+    properties: TensorProperties
+    size: torch.Size
+
+    def chunk_list(self) -> list[ChunkStorageMetadata]:
+        return self.chunks
+
+    def write_items(self, name: str, _: DTensor) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, self.properties, self.size),
+            )
+            for chunk in self.chunks
+        ]
+
+    def shard(self, index: MetadataIndex) -> Tensor:
+        return self.views[tuple(index.offset or ())]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
+        return replace(self, views=deepcopy(self.views, memo))
+
+    def __reduce__(self) -> NoReturn:
+        raise PicklingError(
+            f"each rank has other boxes of a tensor of shape {tuple(self.size)}, and a file of one rank would not tell: "
+            "do not pickle this optimizer's state_dict() (torch.save); save it on all ranks, by muonckpt.save or "
+            "torch.distributed.checkpoint"
+        )
 
 
 def declare_boxes(value: DTensor, boxes: Sequence[Box]) -> None:
     """Put DCP's hooks on the local tensor: its boxes, which lie dense, one after the other; none if it is empty."""
-    chunks = [ChunkStorageMetadata(torch.Size(box.lo), torch.Size(box.shape)) for box in boxes]
     local: Any = value._local_tensor
     views, offset = {}, 0
     for box in boxes:
         views[box.lo] = local.view(-1)[offset : offset + box.numel].view(box.shape)
         offset += box.numel
-    properties = TensorProperties.create_from_tensor(local)
-    size = value.shape
-
-    def write_items(name: str, _: DTensor) -> list[WriteItem]:
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, size),
-            )
-            for chunk in chunks
-        ]
-
-    local.__create_chunk_list__ = lambda: chunks
-    local.__create_write_items__ = write_items
-    local.__get_tensor_shard__ = lambda index: views[tuple(index.offset)]
+    chunks = [ChunkStorageMetadata(torch.Size(box.lo), torch.Size(box.shape)) for box in boxes]
+    hooks = Hooks(chunks, views, TensorProperties.create_from_tensor(local), value.shape)
+    local.__create_chunk_list__ = hooks.chunk_list
+    local.__create_write_items__ = hooks.write_items
+    local.__get_tensor_shard__ = hooks.shard
 
 
 def declared_boxes(value: Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

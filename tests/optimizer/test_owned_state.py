@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from support.workers import run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 import muonckpt
 from muonckpt.layouts.tensors import declares_boxes, local_of
@@ -86,6 +89,25 @@ def alone(steps: int = STEPS) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def expected() -> dict[str, torch.Tensor]:
     return alone()
+
+
+def snapshot(rank: int, world: int, folder: str) -> tuple[int, str]:
+    """Saves a deep copy after training went on, and pickles state."""
+    mine = Model((Home((2,), (Shard(0),)),))
+    mine.train(0, 2)
+    copied = deepcopy(mine.state())
+    muonckpt.save(mine.state(), f"{folder}/then")
+    mine.train(2, 4)
+    muonckpt.save(copied, f"{folder}/copied")
+    found = muonckpt.diff(f"{folder}/then", f"{folder}/copied")
+    with pytest.raises(PicklingError) as refused:
+        torch.save(mine.opt.state_dict(), f"{folder}/{rank}.pt")
+    return found.counts["changed"], str(refused.value)
+
+
+def test_a_deep_copy_is_what_state_was_and_a_pickle_would_be_a_part(tmp_path):
+    for changed, refused in run(2, snapshot, str(tmp_path)):
+        assert not changed and "save it on all ranks, by muonckpt.save" in refused
 
 
 def begun(
