@@ -52,7 +52,7 @@ class Hooks:
 
     def __reduce__(self) -> NoReturn:
         raise PicklingError(
-            f"each rank has other boxes of a tensor of shape {tuple(self.size)}, and a file of one rank would not tell: "
+            f"each rank has other boxes of a tensor of shape {tuple(self.size)}, and one rank's file would be a part: "
             "do not pickle this optimizer's state_dict() (torch.save); save it on all ranks, by muonckpt.save or "
             "torch.distributed.checkpoint"
         )
