@@ -20,7 +20,7 @@ from ..errors import LayoutError, called_like
 from ..layout import TensorLayout
 from ..layouts.tensors import layout_of, local_of, with_local
 from ..resumption import LOAD_LINES, Globs, LoadReport
-from ..vocabulary import MUON, MUON_CONVENTION, ROUNDED_STEPS, ROUNDING_SEED, STEP
+from ..vocabulary import MUON, MUON_CONVENTION, ROUNDING_SEED, STEP, STEPS_TAKEN
 from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
 from .for_model import EXAMPLE_LINE, ForModel, refuse_no_parameters
 from .given import given_in
@@ -39,6 +39,7 @@ from .options import (
     check,
     cycled,
     options_of_state,
+    refuse_many_turns,
     refuse_repeated,
     refuse_shared_rate,
     refuse_unknown,
@@ -63,7 +64,7 @@ from .step.agreement import Facts, fixed
 from .step.exchange import LINKS
 from .step.planner import Planner
 from .step.rank_sets import RankSet, ordinals, rank_sets, ranks_of
-from .step.step import Step, Steps
+from .step.step import Cycle, Steps
 
 
 class Muon(ForModel, CollectiveOptimizer):
@@ -287,8 +288,8 @@ class Muon(ForModel, CollectiveOptimizer):
 
     @property
     def schedules(self) -> Mapping[Ranks, Schedule]:
-        """The owners and stages of matrices, by the ranks that share them; planned by the first step."""
-        return {ranks: step.schedule for ranks, step in self._steps.planned.items()}
+        """The owners and stages of matrices in the next step, by the ranks that share them; planned by the first."""
+        return {ranks: cycle.due.schedule for ranks, cycle in self._steps.planned.items()}
 
     @property
     def skipped_steps(self) -> int:
@@ -310,7 +311,7 @@ class Muon(ForModel, CollectiveOptimizer):
         unplanned = not self.schedules and any(is_matrix_method(group["algorithm"]) for group in self.param_groups)
         if self._offload is not None and not unplanned:
             rest = (group for group in self.param_groups if group["algorithm"] in SCALARS and group["params"])
-            parts = [step.most_visiting(self.state) for step in self._steps.planned.values()]
+            parts = [cycle.due.most_visiting(self.state) for cycle in self._steps.planned.values()]
             for group in rest:
                 states = [self.state[param] for param in group["params"]]
                 parts.append(most_visiting(states, memory))
@@ -410,6 +411,11 @@ class Muon(ForModel, CollectiveOptimizer):
                     f"{ROUNDING_SEED}={group[ROUNDING_SEED]!r}: every replay of a CUDA graph would round with the same "
                     "noise; round to the nearest, without a seed"
                 )
+            if self._period(group) > 1 and capturing():
+                raise RuntimeError(
+                    f"algorithm={group['algorithm']!r}: every replay of a CUDA graph would update the same rows, and "
+                    "the others never; use 'muon', or step outside of the graph"
+                )
             check_values(group["params"])
             check_gradients(group["params"], [param.grad for param in group["params"]])
         self._used = True
@@ -417,8 +423,8 @@ class Muon(ForModel, CollectiveOptimizer):
             for group in self.param_groups:
                 if group["algorithm"] in SCALARS:
                     SCALARS[group["algorithm"]].step(group, self.state, self._placed, STATE_MEMORIES[self._offload])
-                if group.get(ROUNDING_SEED) is not None:
-                    group[ROUNDED_STEPS] += 1
+                if STEPS_TAKEN in group:
+                    group[STEPS_TAKEN] += 1
         return loss
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -492,7 +498,7 @@ class Muon(ForModel, CollectiveOptimizer):
             self._nonfinite.settle(taken, guarded(self.param_groups, self.state), self._steps.widest)
         return taken
 
-    def _plan(self, held: RankSet, failure: Exception | None) -> Step:
+    def _plan(self, held: RankSet, failure: Exception | None) -> Cycle:
         if self._warns and self._replicas is None:
             warn_if_unshared(held)
         return self._planner.plan(held, self.param_groups, self.state, failure)
@@ -532,5 +538,12 @@ class Muon(ForModel, CollectiveOptimizer):
             if method.orthogonalizes:
                 group["ns_coefficients"] = as_plain(group["ns_coefficients"])
         if group.get(ROUNDING_SEED) is not None:
-            group.setdefault(ROUNDED_STEPS, 0)
+            group.setdefault(STEPS_TAKEN, 0)
         check(group, self._scales.names, method)
+        if self._period(group) > 1:
+            group.setdefault(STEPS_TAKEN, 0)
+        refuse_many_turns([self._period(each) for each in self.param_groups])
+
+    def _period(self, group: Mapping[str, Any]) -> int:
+        """Return in how many steps each row of a group's matrices has its turn."""
+        return self._methods[group["algorithm"]].period(group) if is_matrix_method(group["algorithm"]) else 1

@@ -18,11 +18,11 @@ from ..vocabulary import (
     EIGHT_BITS,
     MOMENTUM_DTYPE,
     MUON_CONVENTION,
-    ROUNDED_STEPS,
     ROUNDING_SEED,
     SCHEDULED,
     STATE_DTYPE,
     STATE_DTYPES,
+    STEPS_TAKEN,
     ParamGroup,
 )
 from .ground.eight_bits import block_of
@@ -40,6 +40,9 @@ CYCLED = ("momentum", "betas")
 """Options that torch's OneCycleLR and CyclicLR set in every group, even in one without them: the first of the betas if
 ``Optimizer.defaults`` has betas, else momentum if the defaults have that."""
 
+MOST_TURNS = 64
+"""The most plans of one optimizer: steps with rows in turn have one for each turn."""
+
 
 def options_of_state(method: MatrixMethod | None) -> Collection[str]:
     """Return the options of groups, besides those of their algorithm, that say in which dtype their state is kept.
@@ -47,8 +50,8 @@ def options_of_state(method: MatrixMethod | None) -> Collection[str]:
     A group has those that it was given.
     """
     if method is None:
-        return STATE_DTYPE, BLOCK_SIZE, ROUNDING_SEED, ROUNDED_STEPS
-    return (MOMENTUM_DTYPE, BLOCK_SIZE, ROUNDING_SEED, ROUNDED_STEPS) if method.averages else ()
+        return STATE_DTYPE, BLOCK_SIZE, ROUNDING_SEED, STEPS_TAKEN
+    return (MOMENTUM_DTYPE, BLOCK_SIZE, ROUNDING_SEED, STEPS_TAKEN) if method.averages else ()
 
 
 def cycled(groups: Sequence[ParamGroup]) -> dict[str, Any]:
@@ -135,7 +138,8 @@ def check(group: ParamGroup, scales: Collection[str], method: MatrixMethod | Non
         need(BLOCK_SIZE, BLOCK_SIZES.__contains__, ends)
     if group.get(ROUNDING_SEED) is not None:
         need(ROUNDING_SEED, lambda seed: isinstance(seed, int), "an integer, or None")
-        need(ROUNDED_STEPS, lambda steps: steps >= 0, "a number of steps")
+    if STEPS_TAKEN in group:
+        need(STEPS_TAKEN, lambda steps: steps >= 0, "a number of steps")
     need("lr", lambda lr: torch.as_tensor(lr).numel() == 1 and 0 <= float(lr) < math.inf, "a finite rate >= 0")
     need("weight_decay", lambda decay: 0 <= decay < math.inf, "a finite decay >= 0")
     if method is None:
@@ -157,3 +161,27 @@ def check(group: ParamGroup, scales: Collection[str], method: MatrixMethod | Non
             spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)
     for name, option in method.options.items():
         need(name, option.holds, option.expected)
+    period = method.period(group)
+    if not isinstance(period, int) or period < 1:
+        raise ValueError(f"method {method.name!r} has a period of {period!r}: expected a whole number of at least 1")
+    if period > 1:
+        _check_rows_in_turn(group, method)
+
+
+def _check_rows_in_turn(group: ParamGroup, method: MatrixMethod) -> None:
+    about = f"method {method.name!r} updates rows in turn"
+    if not method.averages:
+        raise ValueError(f"{about}: expected one that takes momentum, or gradients of the other rows would be lost")
+    if group["nesterov"]:
+        raise ValueError(f"nesterov={group['nesterov']!r}: {about}, so expected False: other rows do not look ahead")
+    if owned := [slot for slot, kept in method.kept(group).items() if kept.at_owner]:
+        raise ValueError(f"{about}, and its {owned[0]} rests at owners, which differ by turn: keep it with the shards")
+
+
+def refuse_many_turns(periods: Collection[int]) -> None:
+    """Raise ValueError if the periods of an optimizer's groups have no common multiple up to `MOST_TURNS`."""
+    if (turns := math.lcm(*periods)) > MOST_TURNS:
+        raise ValueError(
+            f"groups with periods of {', '.join(map(str, sorted({*periods} - {1})))} have the same rows in turn again "
+            f"after {turns} steps, each with a plan of its own: expected at most {MOST_TURNS}, such as equal periods"
+        )

@@ -25,7 +25,7 @@ from ..resumption import (
     said_otherwise,
     scheduler_misfit,
 )
-from ..vocabulary import GIVEN, MUON_CONVENTION, OF_SCHEDULERS, ROUNDED_STEPS, STEP, begins_as_zeros
+from ..vocabulary import GIVEN, MUON_CONVENTION, OF_SCHEDULERS, STEP, STEPS_TAKEN, begins_as_zeros
 from .collective import CollectiveOptimizer
 from .given import given_in, settle
 from .methods.matrix import UNNAMED
@@ -33,7 +33,7 @@ from .methods.scalar import counted_on
 from .options import as_plain
 from .state import as_numbers, fault, in_form
 
-RESTORED = ("lr", "momentum", "weight_decay", "betas", "beta2", "eps", ROUNDED_STEPS, *sorted(OF_SCHEDULERS))
+RESTORED = ("lr", "momentum", "weight_decay", "betas", "beta2", "eps", STEPS_TAKEN, *sorted(OF_SCHEDULERS))
 """Hyper-parameters that a loaded state brings with it, as schedules change them during a run."""
 
 Misfit = Callable[[Mapping[str, Tensor], Any], str | None]

@@ -25,7 +25,7 @@ from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.records import to_json
 from ...layouts.tensors import local_of
 from ...resumption import Globs, LoadReport
-from ...vocabulary import EIGHT_BITS, MASTER, MOMENTUM_DTYPE, MUON, ROUNDED_STEPS, STATE_DTYPE
+from ...vocabulary import EIGHT_BITS, MASTER, MOMENTUM_DTYPE, MUON, STATE_DTYPE, STEPS_TAKEN
 from ..clipping import clip_with, refuse_other_limits, sum_of_squares
 from ..collective import MOST_SKIPPED, CollectiveOptimizer, Guarded, NonFinite, largest
 from ..given import settle
@@ -343,7 +343,7 @@ class LayerWise(CollectiveOptimizer):
                 part.stepped.grad = part.gradient.to(part.stepped.dtype) if name in self._active else None
             self._inner.step()
             for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-                mine.update({key: inner[key] for key in (ROUNDED_STEPS,) if key in inner})
+                mine.update({key: inner[key] for key in (STEPS_TAKEN,) if key in inner})
         except Exception as error:
             intent = intent.failed(error, this_rank())
         self._agreement.agree(intent, Notes.compare)

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from ...coefficients import coefficient_set
-from ...vocabulary import ROUNDED_STEPS, SCHEDULED, ParamGroup
+from ...vocabulary import SCHEDULED, STEPS_TAKEN, ParamGroup
 from ..ground.cuda_graphs import uploaded
 from ..planning.schedule import NOTE
 
 Facts = Mapping[str, str]
 """Values that are the same on all ranks, by subject."""
 
-RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2", ROUNDED_STEPS})
+RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2", STEPS_TAKEN})
 """Options that every step reads anew, so that schedules, and steps, may change them."""
 
 NAMES = frozenset({"params", "param_names", "name"})

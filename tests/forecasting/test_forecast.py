@@ -111,7 +111,7 @@ def test_bytes_are_those_of_all_ranks_wires(placements):
             assert (sent, most_wires(own.stages)) == (said.busiest_sent, said.wires)
 
 
-SHAPES = [(24, 8), (5, 16), (16, 16), (3, 12, 8), (24, 8)]
+SHAPES = [(24, 8), (8, 16), (16, 16), (3, 12, 8), (24, 8)]
 
 
 def cost_of_a_step(rank: int, world: int, algorithm: str) -> tuple[int, int, int, int]:
@@ -121,7 +121,8 @@ def cost_of_a_step(rank: int, world: int, algorithm: str) -> tuple[int, int, int
     opt = Muon([{"params": params, "algorithm": algorithm}], stages=2)
     for param in params:
         param.grad = torch.ones_like(param)
-    opt.step()
+    for _ in range(MATRICES[algorithm].period(opt.param_groups[0])):
+        opt.step()  # until the rows of the first are in turn
     [schedule] = opt.schedules.values()
     owned = [slot for slot, kept in MATRICES[algorithm].kept(opt.param_groups[0]).items() if kept.at_owner]
     resting = sum(opt.state[param][slot].to_local().nbytes for param in params for slot in owned)
@@ -129,7 +130,7 @@ def cost_of_a_step(rank: int, world: int, algorithm: str) -> tuple[int, int, int
     return leaving_bytes(schedule, rank), work, most_wires(schedule.stages), resting
 
 
-@pytest.mark.parametrize("algorithm", ["normuon", "hyperball", "adamuon", "soap"])
+@pytest.mark.parametrize("algorithm", ["normuon", "hyperball", "adamuon", "soap", "cyclic_rows"])
 def test_a_method_costs_what_its_steps_do(algorithm):
     """State that travels, weights that travel one way, state that rests at owners, gradients in float32."""
     world, method = 3, MATRICES[algorithm]
@@ -145,7 +146,14 @@ def test_a_method_costs_what_its_steps_do(algorithm):
     assert (said.busiest_sent, said.wires) == costs[said.busiest][:3:2]
 
 
-@pytest.mark.parametrize("options", [{"algorithm": "soap", "period": 3}, {"algorithm": "normuon", "pieces": (8, 8)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": "soap", "period": 3},
+        {"algorithm": "normuon", "pieces": (8, 8)},
+        {"algorithm": "cyclic_rows", "pieces": (8, 8), "period": 2},
+    ],
+)
 def test_the_groups_of_a_checkpoint_say_what_its_matrices_cost(options, tmp_path):
     """SOAP's has no momentum at all."""
     model = nn.Linear(12, 16, bias=False)

@@ -176,7 +176,7 @@ def resumed(rank: int, world: int, directory: str, names: list[str], expected: l
     state = {"model": {f"p{index}": p.data for index, p in enumerate(params)}, "optimizer": opt.state_dict()}
     load(state, directory)
     opt.load_state_dict(state["optimizer"])
-    counts = {group["rounded_steps"] for group in opt.param_groups}
+    counts = {group["steps_taken"] for group in opt.param_groups}
     found = train(params, opt, second, range(2, 4))
     return [f"{count} steps" for count in counts - {2}] + [
         f"{tuple(have.shape)} {have.dtype}"
@@ -268,7 +268,7 @@ def layer_wise(rank: int, world: int, layout: str) -> dict:
     for step in range(3):
         net(gradients(net, step, rank)).backward()
         opt.step()
-    assert {group["rounded_steps"] for group in opt.param_groups} == {3}
+    assert {group["steps_taken"] for group in opt.param_groups} == {3}
     return pieces(net, opt)
 
 
