@@ -71,9 +71,9 @@ class Muon(ForModel, CollectiveOptimizer):
     """Muon for matrices and AdamW or Lion for the rest, in one optimizer.
 
     Each parameter group chooses ``algorithm="muon"`` (the default), another of `methods.matrix.MATRICES` ("normuon",
-    "adamuon", "hyperball", "soap"), a `MatrixMethod`, "adamw" or "lion".  Parameters are plain tensors or DTensors on
-    any mesh (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``).  The same global gradients
-    give the same bits on any mesh.  A parameter of three dims is a stack of matrices (experts).
+    "adamuon", "hyperball", "soap", "cyclic_rows"), a `MatrixMethod`, "adamw" or "lion".  Parameters are plain tensors
+    or DTensors on any mesh (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``).  The same
+    global gradients give the same bits on any mesh.  A parameter of three dims is a stack of matrices (experts).
 
     Every parameter has state from construction on: in its own layout ``momentum_buffer`` (``m = momentum * m +
     (1 - momentum) * g``), NorMuon's ``second_moment`` (one float32 number a row), or ``exp_avg``, ``exp_avg_sq`` and
@@ -117,8 +117,8 @@ class Muon(ForModel, CollectiveOptimizer):
 
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
-        LayoutError: a parameter is not a matrix, its pieces do not add up to its rows, or a sharding cuts blocks of
-            its state in 8 bits.
+        LayoutError: a parameter is not a matrix, its pieces do not add up to its rows or have no equal turns, or a
+            sharding cuts blocks of its state in 8 bits.
     """
 
     _warns = True

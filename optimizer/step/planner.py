@@ -71,10 +71,8 @@ class Planner:
                 raise failure
             options = [groups[member.group] for member in held.matrices]
             periods = {member.group: self._period(member, groups) for member in held.matrices}
-            memory, slots_of = (
-                STATE_MEMORIES[self.offload],
-                partial(self._slots, groups=groups, state=state, ranks=ranks),
-            )
+            memory = STATE_MEMORIES[self.offload]
+            slots_of = partial(self._slots, groups=groups, state=state, ranks=ranks)
             with paused_collector():
                 turns = range(math.lcm(*periods.values()))
                 specs_of_turns = [self._specs(held, groups, slots_of, turn) for turn in turns]
