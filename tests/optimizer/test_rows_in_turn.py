@@ -40,16 +40,16 @@ def test_the_update_is_dion2s_of_rows_in_turn(shape, period):
     param = nn.Parameter(start.clone())
     opt = Muon([{"params": [param], **ROWS, "period": period, "ns_dtype": "float32"}], lr=0.1)
     weight, momentum = start.double(), torch.zeros(shape, dtype=torch.float64)
+    scale = max(1, shape[0] / shape[1]) ** 0.5
     for step in range(2 * period + 1):
         param.grad = drawn(shape, 1 + step) * 10 ** (-step % 3)
         momentum += 0.05 * param.grad.double()
         weight *= 1 - 0.1 * 0.1
-        for matrix in [slice(step % period, None, period)]:
-            weight[matrix] -= (
-                0.1 * max(1, shape[0] / shape[1]) ** 0.5 * orthogonalize(momentum[matrix], dtype=torch.float64)
-            )
-            kept = momentum.clone()
-            momentum[matrix] *= 0.95
+        weight[step % period :: period] -= (
+            0.1 * scale * orthogonalize(momentum[step % period :: period], dtype=torch.float64)
+        )
+        kept = momentum.clone()
+        momentum[step % period :: period] *= 0.95
         opt.step()
         torch.testing.assert_close(opt.state[param]["momentum_buffer"].double(), kept, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(param.detach().double(), weight, rtol=1e-4, atol=1e-5)
@@ -103,10 +103,11 @@ def made(place, seed: int | None = None, **options) -> tuple[list[nn.Parameter],
 
 
 def train(params: list[nn.Parameter], opt: Muon, place, steps: range, odd: int | None = None) -> list[torch.Tensor]:
-    """State after some steps, before the second of which comes one that is not finite on one rank."""
+    """State after some steps, in some of which some have no gradient; before the second comes one that is not finite on
+    one rank."""
     for step in steps:
         for index, (param, (shape, _)) in enumerate(zip(params, KINDS, strict=True)):
-            param.grad = place(index, drawn(shape, 100 + 10 * step + index))
+            param.grad = place(index, drawn(shape, 100 + 10 * step + index)) if (index + step) % 4 else None
         if odd is not None and step == steps[0] + 1:
             before = params[0].grad.clone()
             params[0].grad *= torch.nan if dist.get_rank() == odd else 1.0
