@@ -7,13 +7,15 @@ checkpoint, and each is one with lost files.
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,8 @@ from .all_ranks import decide_on_first, exchange, gather_on_all, group_ranks
 from .live_state import LiveState
 from .saving import AgreedPlans, SaveProgress, agreed, described, write_share
 from .whole_plan import rank_file
+
+T = TypeVar("T")
 
 _BAND_BYTES = 8 << 20
 """Bytes of a rank's file that are sent at a time."""
@@ -62,7 +66,16 @@ class Nodes:
         """
 
         def identity() -> tuple[str, int, int]:
-            folder.mkdir(0o700, parents=True, exist_ok=True)
+            try:
+                folder.mkdir(0o700, parents=True, exist_ok=True)
+                [*folder.iterdir()]
+                if not os.access(folder, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+            except OSError as error:
+                raise DestinationError(
+                    f"memory={str(folder)!r} cannot be used on this node: {error.strerror or error}. Another user or "
+                    "program may have it: choose a folder of your own in /dev/shm, or none"
+                ) from error
             status = folder.stat()
             return _BOOT.read_text(), status.st_dev, status.st_ino
 
@@ -138,7 +151,7 @@ class NodeCopy:
             receipt = write_share(live, plan.share, own, self._progress)
             return own.stat().st_size if own.exists() else 0
 
-        sizes = gather_on_all(self._group, DestinationError, write)
+        sizes = gather_on_all(self._group, DestinationError, self._with_room(write))
         failure, sent = self._send(sizes)
         received = {place: size for place, size in enumerate(sizes) if size and self._nodes.partners[place] == here}
 
@@ -160,7 +173,7 @@ class NodeCopy:
             native.write_native(manifest, self._staged)
             return {name: (self._staged / name).read_bytes() for name in (MANIFEST_FILE, METADATA_FILE)}
 
-        texts = decide_on_first(self._group, DestinationError, answer, describe)
+        texts = decide_on_first(self._group, DestinationError, self._with_room(answer), describe)
 
         def publish_here() -> None:
             if self._nodes.leads:
@@ -172,6 +185,27 @@ class NodeCopy:
         gather_on_all(self._group, DestinationError, publish_here)
         if self._nodes.leads:  # now every node has it
             remove_copies(self._folder, lambda name: name != self._name)
+
+    def _with_room(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Return the same work, whose error says what to do where memory is full."""
+
+        def worked() -> T:
+            try:
+                return work()
+            except (DestinationError, OSError) as error:
+                cause = error if isinstance(error, OSError) else error.__cause__
+                if getattr(cause, "errno", None) != errno.ENOSPC:
+                    raise
+                memory = self._folder.parent
+                free = shutil.disk_usage(memory).free
+                raise DestinationError(
+                    f"{memory} is full on this node ({free:,} bytes are free), so step {self._name.step} is not "
+                    "copied; the copy before is still there. Each copy takes there what two nodes hold of the state, "
+                    "beside the one before: make the file system larger, or remove what other runs have left in it. To "
+                    "train on without copies that fail: async_copy(..., on_error='warn')"
+                ) from error
+
+        return worked
 
     def _send(self, sizes: Sequence[int]) -> tuple[Exception | None, str]:
         """Send this rank's file to its partner, and receive those of others; every byte travels once.

@@ -5,14 +5,17 @@ What the handler sets is a request (`muonckpt.requests`), which travels with the
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from .. import requests
 from .all_ranks import bits_of_all, group_ranks, is_coordinator
@@ -31,6 +34,9 @@ SIGNALS: Mapping[signal.Signals, Then] = {
 """The signals that may ask for a checkpoint, and what follows it unless the user says otherwise."""
 
 BITS: Mapping[Then, int] = {"go on": requests.SAVE, "stop": requests.STOP}
+
+_LISTENS = 4
+"""A bit beside these, of a rank that was given signals to listen to."""
 
 STOPPED = 75
 """The exit code of a program that a signal has stopped after a save; sysexits.h has it for "try again"."""
@@ -61,7 +67,8 @@ class Signals:
         self._wanted = 0
         """The requests that all ranks know of, and that are not met."""
         self._handlers: dict[signal.Signals, tuple[Handler, Any]] = {}
-        """Ours and the former ones."""
+        """Ours and the former ones; none after `close`."""
+        self._listens = bool(then_by)
         if then_by and threading.current_thread() is not threading.main_thread():
             raise ValueError("on=: Python handles signals in the main thread only, so make this there")
         formers = {number: signal.getsignal(number) for number in then_by}
@@ -71,7 +78,7 @@ class Signals:
                 "back: leave it out, or make this before that handler is installed"
             )
         for number, former in formers.items():
-            self._handlers[number] = _handler(BITS[then_by[number]], former), former
+            self._handlers[number] = self._handler(BITS[then_by[number]], former), former
             signal.signal(number, self._handlers[number][0])
 
     def due(self, call: str) -> Then | None:
@@ -87,10 +94,15 @@ class Signals:
         return self.then
 
     def ask(self, call: str) -> None:
-        """Hear of all requests until now, of which a save that begins now takes note.  Collective."""
-        self._listener.hear(frozenset(group_ranks(self._group)))
-        self._wanted |= bits_of_all(self._group, call, requests.made())
-        requests.withdraw(self._wanted)
+        """Hear of all requests until now, of which a save that begins now takes note.  Collective.
+
+        Where no rank listens, nor `due` has told of one, requests are left to others: what they save is not saved here.
+        """
+        bits = bits_of_all(self._group, call, requests.made() | (_LISTENS if self._listens else 0))
+        if bits & _LISTENS or self._wanted:
+            self._listener.hear(frozenset(group_ranks(self._group)))
+            self._wanted |= bits & ~_LISTENS
+            requests.withdraw(self._wanted)
 
     @property
     def then(self) -> Then | None:
@@ -121,6 +133,29 @@ class Signals:
             )
         raise SystemExit(STOPPED)
 
+    def spare_workers(self, loader: DataLoader[Any]) -> None:
+        """Have workers that a loader starts from now on ignore these signals, which launchers send to them as well.
+
+        Without its workers a loader raises before there is a checkpoint.
+        """
+        loader.worker_init_fn = partial(_deaf, [*map(int, self._handlers)], loader.worker_init_fn)
+
+    def _handler(self, bit: int, former: Any) -> Handler:
+        chained = former if callable(former) and former not in _defaults else None
+        process = os.getpid()
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if number in self._handlers and (number != signal.SIGTERM or os.getpid() == process):
+                requests.make(bit)
+            elif signal.getsignal(number) is handle:  # closed behind another, or in a fork that its parent ends
+                signal.signal(number, former)
+                signal.raise_signal(number)
+                return
+            if chained is not None:
+                chained(number, frame)
+
+        return handle
+
     def close(self) -> None:
         """Put former handlers back, where no other has been put in the place of these since."""
         for number, (ours, former) in self._handlers.items():
@@ -129,15 +164,11 @@ class Signals:
         self._handlers = {}
 
 
-def _handler(bit: int, former: Any) -> Handler:
-    chained = former if callable(former) and former not in _defaults else None
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        requests.make(bit)
-        if chained is not None:
-            chained(number, frame)
-
-    return handle
+def _deaf(numbers: Iterable[int], then: Callable[[int], None] | None, worker: int) -> None:
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+    if then is not None:
+        then(worker)
 
 
 def end_in_order(busy: Callable[[], bool]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -139,6 +140,14 @@ class SaveOnSignal(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, on: On = (signal.SIGTERM,)) -> None:
         self._signals = Signals(on, None)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, eval_dataloader: Any = None, **_: Any
+    ) -> None:
+        """Have workers of data loaders ignore the signals, which would else end them before there is a checkpoint."""
+        for loader in (train_dataloader, eval_dataloader):
+            if isinstance(loader, DataLoader):
+                self._signals.spare_workers(loader)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Have the Trainer save if a signal has asked for it.  Collective, as `Series.due`."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 from torch import nn
+from torch.utils.data import DataLoader
 from torchtitan.components.checkpointer import MODEL, CheckpointManager
 from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.components.checkpointer.utils import canonical_fqn
@@ -142,6 +143,8 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         super().__init__(config, **components)
         self._fresh = config.fresh
         self._signals = Signals(config.on, None)
+        if isinstance(loader := components.get("dataloader"), DataLoader):
+            self._signals.spare_workers(loader)
         self._copies = Series(self.folder, memory=config.memory) if self.enable and config.memory else None
         self._memory_interval = config.memory_interval
         self._last_saved = -1

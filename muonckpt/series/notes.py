@@ -104,6 +104,8 @@ class TrailWriter:
         self._attempt = 0
         self._past: Steps | None = None
         self._counted: Counted = {}
+        self._names = 0
+        """This rank's share of `TrailStep.noted`."""
         self._samples: Mapping[str, Sample] = {}
         self._coefficients: Mapping[str, tuple[float, float]] = {}
         self._factors = torch.zeros(0), torch.zeros(0)
@@ -162,6 +164,7 @@ class TrailWriter:
             return [(attempt, counted, dims) for counted in counted_by(ranks)]
 
         self._attempt, self._counted, dims = scatter_from_first(self._group, DestinationError, described, deal)
+        self._names = names_of(held, self._counted)
         device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
         self._samples = {
             part: sample_of(
@@ -201,6 +204,7 @@ class TrailWriter:
             "loss": loss,
             "lr": _largest(rates),
             "mu": max(mu for mu, _ in coefficients.values()),
+            "noted": self._names,
         }
         late = {name: value for name, value in line.items() if isinstance(value, Tensor)}
         numbers = [*map(_square, (parts[part].values() for part in SUMS)), *signed, *late.values()]
@@ -372,6 +376,17 @@ def counted_by(ranks: Sequence[RankState]) -> list[Counted]:
     return [dict(own) for own in counted]
 
 
+def names_of(held: Mapping[str, Tensor], counted: Counted) -> int:
+    """Return a number that adds up over ranks to one of the names of weights and their numbers of elements."""
+    weights = [(key, numbers) for key, numbers in counted.items() if key.startswith("weights.")]
+    boxes = {key: [*parts_of(held[key]).values()] for key, _ in weights}
+    return sum(_hash_of(key) * sum(boxes[key][number].numel() for number in numbers) for key, numbers in weights) % 2**64
+
+
+def _hash_of(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) | 1
+
+
 def sample_of(held: Mapping[str, Tensor], counted: Counted, dims: int, device: torch.device) -> Sample:
     """Return the evenly spaced elements of tensors of so many dims or more; which these are depends on shapes only."""
     cuts: dict[Noted, tuple[tuple[slice, ...], int]] = {}
@@ -382,7 +397,7 @@ def sample_of(held: Mapping[str, Tensor], counted: Counted, dims: int, device: t
         name = key.partition(".")[2]  # weights and momentum have the same signs
         shape, boxes = whole_shape(held[key]), [*parts_of(held[key]).items()]
         strides = [-(-size // _MOST[min(after, 2)]) for after, size in enumerate(reversed(shape))][::-1]
-        factor = np.uint64(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) | 1)
+        factor = np.uint64(_hash_of(name))
         for number in numbers:
             lo, part = boxes[number]
             cut = tuple(slice(-first % stride, None, stride) for first, stride in zip(lo, strides, strict=True))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -249,6 +251,65 @@ def test_former_handlers_are_called_and_put_back(tmp_path, capsys):
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_series_that_listens_to_nothing_leaves_a_signal_to_the_one_that_does(tmp_path):
+    """As for the best weights so far, from which a run does not go on."""
+    weights = {"w": torch.ones(2)}
+    best = muonckpt.Series(tmp_path / "best")
+    with muonckpt.Series(tmp_path / "run", on={SIGUSR2: "stop"}) as series:
+        signal.raise_signal(SIGUSR2)
+        best.save(1, weights)
+        best.async_save(2, weights).result()
+        assert series.due(2) == "stop"
+        with pytest.raises(SystemExit):
+            series.save(2, weights)
+        assert series.due(3) is None
+
+
+def test_series_that_are_closed_in_any_order_leave_no_handler_that_hears_nothing(tmp_path):
+    heard: list[int] = []
+    before = signal.signal(SIGUSR2, lambda number, frame: heard.append(number))
+    try:
+        first, second = (muonckpt.Series(tmp_path / name, on=(SIGUSR2,)) for name in ("first", "second"))
+        first.close()
+        signal.raise_signal(SIGUSR2)
+        assert second.due(0) == "go on" and len(heard) == 1
+        second.save(0, {"w": torch.ones(2)})
+        second.close()
+        signal.raise_signal(SIGUSR2)
+        assert len(heard) == 2 and muonckpt.Series(tmp_path / "second").due(1) is None
+    finally:
+        signal.signal(SIGUSR2, before)
+
+
+WITH_CHILDREN = """
+import os, signal, subprocess, sys
+from multiprocessing import get_context
+from torch.utils.data import DataLoader
+from muonckpt.checkpoint.signals import Signals
+
+signals = Signals((signal.SIGTERM, signal.SIGUSR1), None)
+loader = DataLoader(range(40), num_workers=2, prefetch_factor=1)
+signals.spare_workers(loader)
+for step, _ in enumerate(loader):
+    if step in (4, 8):  # a launcher is another process
+        kill = f"import os; os.killpg({os.getpgid(0)}, {signal.SIGTERM if step == 8 else signal.SIGUSR1})"
+        subprocess.run([sys.executable, "-c", kill], start_new_session=True)
+print(step + 1, signals.due("now"))
+child = get_context("fork").Process(target=signal.pause)
+child.start()
+child.terminate()
+child.join()
+print(child.exitcode)
+"""
+
+
+def test_workers_of_a_loader_outlive_a_signal_to_all_processes_and_other_children_can_be_ended():
+    """torchrun and Slurm send signals to the children of ranks as well; a loader whose worker has ended raises."""
+    command = [sys.executable, "-c", WITH_CHILDREN]
+    done = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=240)
+    assert done.stdout.split("\n")[:2] == ["40 stop", "-15"], done.stderr
 
 
 @pytest.mark.parametrize("on", [(signal.SIGKILL,), (signal.SIGSEGV,), {SIGTERM: "wait"}, ("SIGTERM",)])
