@@ -146,8 +146,9 @@ class SaveOnSignal(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Have workers of data loaders ignore the signals, which would else end them before there is a checkpoint."""
         for loader in (train_dataloader, eval_dataloader):
-            if isinstance(loader, DataLoader):
-                self._signals.spare_workers(loader)
+            for one in {loader, getattr(loader, "base_dataloader", loader)}:  # accelerate's has another inside
+                if isinstance(one, DataLoader):
+                    self._signals.spare_workers(one)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Have the Trainer save if a signal has asked for it.  Collective, as `Series.due`."""

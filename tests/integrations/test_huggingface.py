@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import warnings
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,28 @@ def test_a_signal_to_any_rank_is_a_checkpoint_and_the_run_goes_on_from_it(uninte
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (2, 3, 5)]
     result = run(2, train, "plain", str(tmp_path / "on"), str(tmp_path / "checkpoint-5"))[0]
     assert distance(result, uninterrupted["plain", 2][1]) == 0
+
+
+class Launcher(transformers.TrainerCallback):
+    """Sends SIGTERM to the workers of data loaders, as a launcher does to all processes."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            for child in active_children():
+                child.terminate()
+
+
+def test_workers_of_the_loader_outlive_a_signal(tmp_path):
+    trainer = script("huggingface.md")["build"](
+        str(tmp_path), 1, disable_tqdm=True, dataloader_num_workers=1, dataloader_prefetch_factor=1
+    )
+    callback = SaveOnSignal(on=(signal.SIGTERM,))
+    for added in (callback, Launcher()):
+        trainer.add_callback(added)
+    try:
+        assert trainer.train().global_step == 6
+    finally:
+        callback.on_train_end(None, None, None)
 
 
 def regrouped(rank: int, world: int, folder: str, resume: str, fresh: list[str]) -> tuple[str, dict[str, float], str]:
