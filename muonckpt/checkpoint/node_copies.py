@@ -199,7 +199,7 @@ class NodeCopy:
                 memory = self._folder.parent
                 free = shutil.disk_usage(memory).free
                 raise DestinationError(
-                    f"{memory} is full on this node ({free:,} bytes are free), so step {self._name.step} is not "
+                    f"{memory} is full on this node ({free:,} bytes are free now), so step {self._name.step} is not "
                     "copied; the copy before is still there. Each copy takes there what two nodes hold of the state, "
                     "beside the one before: make the file system larger, or remove what other runs have left in it. To "
                     "train on without copies that fail: async_copy(..., on_error='warn')"

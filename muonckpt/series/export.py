@@ -10,7 +10,7 @@ from ..converters.engine.workers import joined_ranks
 from ..converters.options import Execution, Translation
 from ..converters.rewrite import target_of
 from ..converters.target.topology import ROWS
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DamageError, SourceError
 from ..store.io.location import Location
 from ..store.opening import open
 
@@ -48,5 +48,15 @@ def export_model(
     with joined_ranks(process_group) as workers, open(source) as opened:
         container = container_of("safetensors", shard_size)
         check_destination(opened.path, destination, container)
-        job = make_job(opened, target_of({"dp": 1}, {}, ROWS), (), request.outputs, container)
+        try:
+            job = make_job(opened, target_of({"dp": 1}, {}, ROWS), (), request.outputs, container)
+        except SourceError as error:
+            roots = {tensor.path[0] for tensor in opened.manifest.tensors}
+            if isinstance(error, DamageError) or "model" in roots:
+                raise
+            where = ", ".join(repr(root) for root in sorted(map(str, roots))[:4]) or "nothing"
+            raise SourceError(
+                f"{opened.path}: expected weights of a model under 'model', found keys under {where}: save the state "
+                "dict as {'model': model.state_dict(), ...}"
+            ) from error
         Execution(jobs=1).run(job, destination, (), workers)

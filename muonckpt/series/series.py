@@ -37,7 +37,7 @@ from ..checkpoint.loading import load
 from ..checkpoint.node_recovery import FoundCopy
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals, Then
-from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError, SourceError, called_like
+from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError, SourceError, about, called_like
 from ..resumption import SET_LINE, STATE_DICT, STATE_LINE, Extra, Globs, LoadReport
 from ..store.formats.signs import METADATA_FILE
 from ..store.io.location import location
@@ -235,6 +235,7 @@ class Series:
         Raises:
             SystemExit: the checkpoint is there, and a signal has asked to stop.
             DestinationError: there is a whole checkpoint of this step, or it or the export cannot be written.
+            SourceError: the checkpoint is there, and has no model to export.
             LayoutError, ArgumentError, LostRankError: as in `muonckpt.save`.
         """
         self._signals.ask("Series.save")
@@ -361,6 +362,11 @@ class Series:
 
         def arguments() -> Mapping[str, object]:
             check_form(form)
+            if type(step) is not int or type(shard_size) is not int or shard_size < 1:
+                raise ArgumentError(
+                    "expected a step and a shard_size that are integers, the latter in bytes and above 0, found "
+                    f"{step!r} and {shard_size!r}"
+                )
             return {"step": step, "form": form, "destination": place, "shard_size": shard_size}
 
         def chosen(asked: list[Mapping[str, object]]) -> StepName | None:
@@ -384,7 +390,8 @@ class Series:
         if is_coordinator(self._group):
             self._attempt(f"what {self._folder.place} need not keep", lambda: self._prune(name))
         if also is not None:
-            self._export(name, also)
+            with about(f"{self._folder.path(name)} is saved, but not exported"):
+                self._export(name, also)
 
     def latest(self) -> SavedStep | None:
         """Return the newest whole checkpoint, or None, and warn of newer ones that are torn.  Reads no data.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections import OrderedDict
 from functools import partial
@@ -197,6 +199,30 @@ def test_one_process_has_one_node_and_the_end_removes_what_was_saved_as_well(tmp
         series.restore(one(0.0))
         series.async_copy(4, one(4.0))
     assert alone(tmp_path).restore(one(0.0)).step == 4
+
+
+@pytest.mark.filterwarnings("ignore:all ranks are on one node")
+def test_full_memory_is_told_with_what_to_do_and_the_copy_before_stays(tmp_path, monkeypatch):
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    series = alone(tmp_path)
+    series.async_copy(1, one(1.0)).result()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(DestinationError, match=r"is full on this node \(.*step 2 is not copied.*on_error='warn'"):
+            series.async_copy(2, one(2.0)).result()
+    assert [path.name[:13] for path in (tmp_path / "node").glob("*/*")] == ["step-00000001"]
+    assert alone(tmp_path).restore(one(0.0)).step == 1
+
+
+def test_memory_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "node").write_text("no folder")
+    for call in (lambda series: series.async_copy(1, one(1.0)), lambda series: series.restore(one(0.0))):
+        with pytest.raises(DestinationError, match="memory='.*node' cannot be used on this node: .* of your own"):
+            series = alone(tmp_path)
+            Series(tmp_path / "run", memory=tmp_path / "other").async_copy(0, one(0.0)).result()
+            call(series)
 
 
 @pytest.mark.filterwarnings("ignore:all ranks are on one node")

@@ -80,6 +80,24 @@ def test_hugging_face_loads_an_export(tmp_path):
     assert same_bits(loaded.state_dict(), made.state_dict())
 
 
+def test_tied_weights_and_other_dtypes_are_exported_as_they_are(tmp_path):
+    """Weights that share memory are in the checkpoint under both names; a model that ties them takes either."""
+    tied = torch.ones(3, 2, dtype=torch.bfloat16)
+    weights = {"embed": tied, "head": tied, "fp8": torch.ones(4).to(torch.float8_e4m3fn), "count": torch.tensor(3)}
+    Series(tmp_path).save(1, {"model": {**weights, "_extra_state": {"a": 1}}}, also="hf")
+    assert same_bits(contents(tmp_path / "step-00000001-hf"), weights)
+
+
+def test_a_model_elsewhere_is_asked_for_and_the_checkpoint_stays(tmp_path):
+    series = Series(tmp_path)
+    with pytest.raises(SourceError, match=r"step-00000001 is saved, but not exported: .*under 'model'.*under 'net'"):
+        series.save(1, {"net": {"w": torch.ones(2)}}, also="hf")
+    assert series.latest().step == 1
+    for step, size in ((1, 0), (1, "5GB"), ("1", 100)):
+        with pytest.raises(ArgumentError, match="integers"):
+            series.export(step, shard_size=size)
+
+
 def test_what_has_no_model_is_not_exported(tmp_path):
     series = Series(tmp_path)
     series.save(
