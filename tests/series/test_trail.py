@@ -209,6 +209,30 @@ def test_lines_that_cannot_be_read_are_told(began, tmp_path):
     assert not attempt.steps and "attempt 1: nothing is here of 1 of 2 ranks: 1" in attempt.faults
 
 
+@pytest.mark.parametrize("went_on", [True, False])
+def test_a_run_that_trains_other_parameters_is_not_taken_for_another_model(went_on, tmp_path):
+    """As after unfreezing: sums over other parameters say nothing of how far two runs are apart."""
+    layers = nn.ModuleDict({"old": nn.Linear(8, 4, bias=False), "new": nn.Linear(8, 40, bias=False)})
+
+    def steps(series: muonckpt.Series, names: list[str], first: int, last: int) -> None:
+        optimizer = Muon([(name, layers[name].weight) for name in names], lr=0.02)
+        for step in range(first, last + 1):
+            for layer in layers.values():
+                layer.weight.grad = torch.ones_like(layer.weight)
+            optimizer.step()
+            series.note(step, optimizer)
+            if step == 2:
+                series.save(step, {"layers": layers})
+
+    with muonckpt.Series(tmp_path) as series:
+        steps(series, ["old"], 1, 5 if went_on else 2)
+    with muonckpt.Series(tmp_path) as series:
+        series.restore({"layers": layers})
+        with pytest.warns(RuntimeWarning, match="step 3 is not compared with the run before, restored at step 2"):
+            steps(series, ["old", "new"], 3, 5)
+        assert "other parameters" in str(series.continuation)
+
+
 def test_a_trail_in_a_store_is_made_of_objects(monkeypatch):
     """They do not grow: lines go there with a save, 64 together and at the end; who is killed loses the last."""
     url = f"memory://{uuid.uuid4().hex}"
