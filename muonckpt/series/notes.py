@@ -105,7 +105,7 @@ class TrailWriter:
         self._past: Steps | None = None
         self._counted: Counted = {}
         self._names = 0
-        """This rank's share of `TrailStep.noted`."""
+        """This rank's share of `TrailStep.parameters`."""
         self._samples: Mapping[str, Sample] = {}
         self._coefficients: Mapping[str, tuple[float, float]] = {}
         self._factors = torch.zeros(0), torch.zeros(0)
@@ -204,7 +204,7 @@ class TrailWriter:
             "loss": loss,
             "lr": _largest(rates),
             "mu": max(mu for mu, _ in coefficients.values()),
-            "noted": self._names,
+            "parameters": self._names,
         }
         late = {name: value for name, value in line.items() if isinstance(value, Tensor)}
         numbers = [*map(_square, (parts[part].values() for part in SUMS)), *signed, *late.values()]
@@ -378,9 +378,12 @@ def counted_by(ranks: Sequence[RankState]) -> list[Counted]:
 
 def names_of(held: Mapping[str, Tensor], counted: Counted) -> int:
     """Return a number that adds up over ranks to one of the names of weights and their numbers of elements."""
-    weights = [(key, numbers) for key, numbers in counted.items() if key.startswith("weights.")]
-    boxes = {key: [*parts_of(held[key]).values()] for key, _ in weights}
-    return sum(_hash_of(key) * sum(boxes[key][number].numel() for number in numbers) for key, numbers in weights) % 2**64
+    total = 0
+    for key, numbers in counted.items():
+        if key.startswith("weights."):
+            boxes = [*parts_of(held[key]).values()]
+            total += _hash_of(key) * sum(boxes[number].numel() for number in numbers)
+    return total % 2**64
 
 
 def _hash_of(name: str) -> int:

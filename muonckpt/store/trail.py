@@ -66,7 +66,7 @@ class TrailStep:
         norms: by `SUMS`, after the step; NaN of gradients if they are not known.
         signed: by `SUMS`, and of what momentum was before, the `SIGNS` sums.
         fingerprint: of sampled weights, 16 hex digits.
-        noted: names and sizes of the parameters that are noted, in 16 hex digits.
+        parameters: names and sizes of those that are noted, as one number of 16 hex digits.
     """
 
     step: int
@@ -76,7 +76,7 @@ class TrailStep:
     norms: Mapping[str, float]
     signed: Mapping[str, tuple[float, ...]]
     fingerprint: str
-    noted: str
+    parameters: str
 
     def apart(self, what: str, other: TrailStep, theirs: str = "") -> float:
         """Return the norm of the difference from another step, estimated, in terms of that step's norm.
@@ -220,7 +220,7 @@ class _Share:
     mu: float
     sums: NDArray[np.float64]
     fingerprint: int
-    noted: int
+    parameters: int
 
     def __add__(self, other: _Share) -> _Share:
         return _Share(
@@ -231,7 +231,7 @@ class _Share:
             max(self.mu, other.mu),
             self.sums + other.sums,
             combine(self.fingerprint, other.fingerprint),
-            combine(self.noted, other.noted),
+            combine(self.parameters, other.parameters),
         )
 
 
@@ -310,8 +310,8 @@ def _parsed(line: bytes) -> tuple[int, _Share]:
         raise ValueError("expected as many sums as are written")
     loss = None if noted["loss"] is None else float(noted["loss"])
     sums = np.concatenate([squares, signed.reshape(-1)])
-    lr, mu, fingerprint, names = float(noted["lr"]), float(noted["mu"]), int(noted["fingerprint"]), int(noted["noted"])
-    share = _Share(1, int(noted["world"]), loss, lr, mu, sums, fingerprint, names)
+    world, lr, mu = int(noted["world"]), float(noted["lr"]), float(noted["mu"])
+    share = _Share(1, world, loss, lr, mu, sums, int(noted["fingerprint"]), int(noted["parameters"]))
     return int(noted["step"]), share
 
 
@@ -327,7 +327,7 @@ def _together(step: int, share: _Share) -> TrailStep:
         dict(zip(SUMS, norms, strict=True)),
         {what: tuple(own) for what, own in zip((*SUMS, KEPT), signed.tolist(), strict=True)},
         as_hex(share.fingerprint),
-        as_hex(share.noted),
+        as_hex(share.parameters),
     )
 
 
@@ -370,7 +370,7 @@ def judge(own: Steps, past: Steps, restored: int) -> ResumedRun | None:
     for step in went_on:
         if step not in own:
             return None
-        if own[step].noted != past[step].noted:
+        if own[step].parameters != past[step].parameters:
             return _others(step, restored)
         moved += past[step].apart("weights", past[step - 1]) if step - 1 in past else _UNKNOWN_MOVE
         if fault := _fault(own[step], past[step], moved):
@@ -442,7 +442,7 @@ def _ends(own: Steps, past: Steps, restored: int) -> ResumedRun | None:
     if restored not in past or restored + 1 not in own:
         return None
     first, last = own[restored + 1], past[restored]
-    if first.noted != last.noted:
+    if first.parameters != last.parameters:
         return _others(first.step, restored)
     told = f"step {first.step} does not go on from step {restored}: "
     moved = last.apart("weights", past[restored - 1]) if restored - 1 in past else _UNKNOWN_MOVE

@@ -216,13 +216,13 @@ def test_full_memory_is_told_with_what_to_do_and_the_copy_before_stays(tmp_path,
     assert alone(tmp_path).restore(one(0.0)).step == 1
 
 
+@pytest.mark.filterwarnings("ignore:all ranks are on one node")
 def test_memory_that_cannot_be_used_is_named(tmp_path):
+    Series(tmp_path / "run", memory=tmp_path / "other").async_copy(0, one(0.0)).result()
     (tmp_path / "node").write_text("no folder")
     for call in (lambda series: series.async_copy(1, one(1.0)), lambda series: series.restore(one(0.0))):
-        with pytest.raises(DestinationError, match="memory='.*node' cannot be used on this node: .* of your own"):
-            series = alone(tmp_path)
-            Series(tmp_path / "run", memory=tmp_path / "other").async_copy(0, one(0.0)).result()
-            call(series)
+        with pytest.raises(DestinationError, match=r"memory='.*node' cannot be used on this node: .* of your own"):
+            call(alone(tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore:all ranks are on one node")
