@@ -387,6 +387,10 @@ def judge(own: Steps, past: Steps, restored: int) -> ResumedRun | None:
 
 _UNKNOWN_MOVE = 0.05
 
+_JUMP = 2.1
+"""How many times larger or smaller a rate may be than that of the step before, or where that was bound: a warm-up
+doubles it at most."""
+
 
 def _others(step: int, restored: int) -> ResumedRun:
     return ResumedRun(
@@ -445,6 +449,13 @@ def _ends(own: Steps, past: Steps, restored: int) -> ResumedRun | None:
     if first.parameters != last.parameters:
         return _others(first.step, restored)
     told = f"step {first.step} does not go on from step {restored}: "
+    trend = 2 * last.lr - past[restored - 1].lr if restored - 1 in past else last.lr
+    if last.lr and not min(last.lr, trend) / _JUMP <= first.lr <= max(last.lr, trend) * _JUMP:
+        return ResumedRun(
+            False,
+            f"{told}the learning rate is {first.lr:.6g} behind {last.lr:.6g}: was the schedule restored, or its "
+            "warm-up begun anew?",
+        )
     moved = last.apart("weights", past[restored - 1]) if restored - 1 in past else _UNKNOWN_MOVE
     quicker = max(1.0, first.lr / last.lr) if last.lr else math.inf
     if (weights := first.apart("weights", last)) > 10 * quicker * moved + WEIGHTS_BOUND:
