@@ -297,8 +297,11 @@ for step, _ in enumerate(loader):
         kill = f"import os; os.killpg({os.getpgid(0)}, {signal.SIGTERM if step == 8 else signal.SIGUSR1})"
         subprocess.run([sys.executable, "-c", kill], start_new_session=True)
 print(step + 1, signals.due("now"))
-child = get_context("fork").Process(target=signal.pause)
+context = get_context("fork")
+begun = context.Event()
+child = context.Process(target=lambda: begun.set() or signal.pause(), daemon=True)
 child.start()
+begun.wait()  # Python forgets what a child gets before that
 child.terminate()
 child.join()
 print(child.exitcode)
