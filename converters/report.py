@@ -103,7 +103,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
     """Say what a job will do; ``notes`` come before its own."""
     of_ranks = job.container.of_ranks
     columns = job.rows.columns
-    bare = np.flatnonzero((job.rows.numel > 0) & ~columns.has_digest & (columns.crc32 == UNKNOWN)).tolist()
+    bare = np.flatnonzero(job.rows.has_elements & ~columns.has_digest & (columns.crc32 == UNKNOWN)).tolist()
     balance = tuple(_unbalanced(job)) if of_ranks else ()
     return Report(
         source=str(job.source.path),

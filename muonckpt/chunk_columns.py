@@ -23,7 +23,7 @@ _OPTIONAL = frozenset({"payload", "payload_length", "crc32"})
 
 _FIELDS = itemgetter("boxes", "digest", *_NUMBERS)
 _MOST_CRC32 = 2**32 - 1
-_BLOCK = 1 << 14
+_BLOCK = 1 << 12
 """Chunks that are read or written at a time: enough to amortise calls, few enough to be small beside the text."""
 
 

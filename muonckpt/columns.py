@@ -140,12 +140,15 @@ _NO_DIGEST = "0" * 32
 
 
 class ColumnsBuilder:
-    """Joins the rows of several columns, whose names of files may differ."""
+    """Joins the rows of several columns, whose names of files may differ.
+
+    Columns grow where they are: blocks that are joined at the end would be in memory twice.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._numbers_of: dict[tuple[str, ...], NDArray[np.int32]] = {}
-        self._blocks: list[tuple[NDArray[Any], ...]] = [Columns.of(()).arrays]
+        self._grown = [bytearray() for _ in _NO_ROWS.arrays]
         self.rows = 0
 
     def add(self, columns: Columns, start: int, stop: int) -> None:
@@ -154,10 +157,15 @@ class ColumnsBuilder:
             numbers = [self._numbers.setdefault(name, len(self._numbers)) for name in columns.names]
             self._numbers_of[columns.names] = np.array(numbers, np.int32)
         file, *others = (column[start:stop] for column in columns.arrays)
-        self._blocks.append((self._numbers_of[columns.names][file], *others))
+        for grown, column in zip(self._grown, (self._numbers_of[columns.names][file], *others), strict=True):
+            grown += np.ascontiguousarray(column).data.cast("B") if column.size else b""
         self.rows += stop - start
 
     def finished(self) -> Columns:
         """All rows, in the order in which they were added."""
-        blocks, self._blocks = self._blocks, []
-        return Columns(tuple(self._numbers), *map(np.concatenate, zip(*blocks, strict=True)))
+        pairs = zip(self._grown, _NO_ROWS.arrays, strict=True)
+        arrays = (np.frombuffer(grown, none.dtype).reshape(-1, *none.shape[1:]) for grown, none in pairs)
+        return Columns(tuple(self._numbers), *arrays)
+
+
+_NO_ROWS = Columns.of(())

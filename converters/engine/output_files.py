@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -305,9 +305,15 @@ def written_tensors(
     owner = np.fromiter(owners, np.int32, len(plans))
     order = np.argsort(owner, kind="stable")
     ends = np.cumsum(np.bincount(owner, minlength=len(outputs))).tolist()
-    sums = np.concatenate([np.empty(0, SUMS), *(files_done[file.name].chunks for file in files)])[order]
-    columns, known = _columns(files, plans, order, sums), dict[Boxes, Boxes]()
-    shares = np.concatenate([np.zeros(1, np.uint64), np.cumsum(sums["share"])])  # modulo 2**64
+    done = [files_done[file.name].chunks for file in files]
+
+    def joined(name: str) -> NDArray[Any]:
+        """Return one of the `SUMS` of all chunks; all of them together would be in memory twice."""
+        column: NDArray[Any] = np.concatenate([np.empty(0, SUMS)[name], *(sums[name] for sums in done)])[order]
+        return column
+
+    columns, known = _columns(files, plans, order, joined("digest"), joined("checksum")), dict[Boxes, Boxes]()
+    shares = np.concatenate([np.zeros(1, np.uint64), np.cumsum(joined("share"))])  # modulo 2**64
     for start, end, output in zip([0, *ends], ends, outputs, strict=False):
         boxes = _boxes(tuple([plans[number] for number in order[start:end].tolist()]), len(output.record.shape))
         yield Chunks(columns, start, known.setdefault(boxes, boxes)), (int(shares[end]) - int(shares[start])) % 2**64
@@ -319,7 +325,11 @@ def _boxes(plans: tuple[ChunkPlan, ...], ndim: int) -> Boxes:
 
 
 def _columns(
-    files: Sequence[OutputFile], plans: Sequence[ChunkPlan], order: NDArray[np.intp], sums: ChunkSums
+    files: Sequence[OutputFile],
+    plans: Sequence[ChunkPlan],
+    order: NDArray[np.intp],
+    digest: NDArray[np.void],
+    checksum: NDArray[np.uint32],
 ) -> Columns:
     """Return the columns of the files' chunks in this order, in which their sums are already."""
     known: dict[ChunkPlan, int] = {}
@@ -337,7 +347,7 @@ def _columns(
         item_length=length[number],
         payload=offset + start[number],
         payload_length=payload_length[number],
-        digest=np.ascontiguousarray(sums["digest"]).view(np.uint8).reshape(-1, 16),
+        digest=digest.view(np.uint8).reshape(-1, 16),
         has_digest=np.ones(len(order), np.bool_),
-        crc32=np.where(has_crc32[number], sums["checksum"].astype(np.int64), UNKNOWN),
+        crc32=np.where(has_crc32[number], checksum.astype(np.int64), UNKNOWN),
     )

@@ -33,7 +33,7 @@ class SourceRows:
     def __init__(self, manifest: Manifest) -> None:
         self._tensors = manifest.tensors
         self.columns = manifest.columns
-        self.numel = manifest.elements
+        self.has_elements: Mask = manifest.elements > 0
         self._ends = np.cumsum([len(tensor.chunks) for tensor in self._tensors])
         ends = self._ends.tolist()
         listed = zip(self._tensors, [0, *ends], strict=False)
@@ -69,7 +69,7 @@ class Unchecked:
 
     def __init__(self, rows: SourceRows) -> None:
         self.rows = rows
-        self._waiting: Mask = rows.numel > 0
+        self._waiting: Mask = rows.has_elements.copy()
         self._shared: Mask = np.zeros(len(rows), np.bool_)
         self._taking = Lock()
 

@@ -33,7 +33,7 @@ def test_every_file_has_one_worker_and_every_chunk_is_checked_by_all_who_copy_fr
     job = plan_job(saved("own rows4"), 7)
     parts = [assignment(job, Worker(rank, world), finished) for rank in range(world)]
     assert sorted(file.name for part in parts for file in part.files) == sorted(file.name for file in job.files)
-    everything = set(np.flatnonzero(job.rows.numel).tolist())
+    everything = set(np.flatnonzero(job.rows.has_elements).tolist())
 
     def checked(part: Assignment) -> set:
         return set(part.chunks)
