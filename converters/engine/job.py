@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ...columns import UNKNOWN
+from ...columns import UNKNOWN, Columns
 from ...errors import DestinationError, SourceError
-from ...record import Manifest, StateRecord, record_fields
+from ...record import Blob, Manifest, StateRecord, record_fields
 from ...store.formats.signs import NAMES_FILE, NUMBERED
 from ...store.io import publish
 from ...store.io.checksums import xxh3_128
@@ -176,11 +176,11 @@ def make_job(
     request = WriteRequest(
         source.path.resolve().name, manifest.provenance, source.payloads, outputs, target, tuple(select)
     )
-    arranged = container.arrange(request)
+    arranged, rows = container.arrange(request), SourceRows(manifest)
     return Job(
         source,
         manifest,
-        file_states(source.payloads, manifest),
+        file_states(source.payloads, rows.columns, manifest.blobs),
         target,
         container,
         tuple(select),
@@ -188,7 +188,7 @@ def make_job(
         arranged.recorded_layouts,
         arranged.provenance,
         arranged.files,
-        SourceRows(manifest),
+        rows,
         outputs.left_out,
         outputs.notes,
         outputs.checklist,
@@ -207,15 +207,14 @@ def check_destination(source: Location, destination: Location, container: Contai
         raise DestinationError(f"{destination} lies inside the source {source}; choose a place outside of it")
 
 
-def file_states(payloads: Payloads, manifest: Manifest) -> tuple[object, ...]:
-    """Return the names, lengths and modification times of the source's files.
+def file_states(payloads: Payloads, columns: Columns, blobs: Sequence[Blob]) -> tuple[object, ...]:
+    """Return the names, lengths and modification times of the files of a source's chunks and items.
 
     Raises:
         SourceError: one is missing.
     """
-    columns = manifest.columns
     names = {columns.names[number] for number in np.flatnonzero(np.bincount(columns.file)).tolist()}
-    names |= {blob.item.file for blob in manifest.blobs}
+    names |= {blob.item.file for blob in blobs}
 
     def state(name: str) -> tuple[object, ...]:
         if payloads.is_held(name):

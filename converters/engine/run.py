@@ -196,7 +196,7 @@ def _publish(
 ) -> Manifest:
     """Write what describes the finished files, and publish them."""
     try:
-        unchanged = file_states(job.source.payloads, job.manifest) == job.state
+        unchanged = file_states(job.source.payloads, job.rows.columns, job.manifest.blobs) == job.state
     except SourceError:
         unchanged = False
     if not unchanged:
