@@ -252,8 +252,10 @@ class RemoteFile:
     def contents(self) -> RemoteFile:
         return self
 
-    def forget(self) -> None:
-        """Do nothing: no bytes are kept."""
+    def in_order(self) -> Iterator[memoryview]:
+        """Yield all bytes from the first to the last."""
+        for start in range(0, self.size, self.most):
+            yield self.view(start, min(self.most, self.size - start))
 
 
 class Upload:
