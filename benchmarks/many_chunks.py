@@ -2,7 +2,8 @@
 
 Each checkpoint has ``tensors`` momenta and weights of a mixture-of-experts model, each cut by rows over ``ranks``.
 Commands run in fresh processes; CPU seconds are those of all threads, so that other work on the machine counts little.
-Modules are compiled once, before the first figure, as an installation leaves them.
+Modules are compiled once, before the first figure, as an installation leaves them.  `reshard` and `merge` write for
+half the ranks, `convert` for one; `merge` and `diff` read the checkpoint twice.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def main() -> None:
         "sizes", nargs="*", default=["156x64", "782x64", "3125x64", "15625x64"], metavar="TENSORSxRANKS"
     )
     parser.add_argument("--folder", help="where checkpoints are kept; without it they are temporary")
-    parser.add_argument("--commands", default="inspect,verify,reshard,diff")
+    parser.add_argument("--commands", default="inspect,verify,reshard,convert,merge,diff,report")
     chosen = parser.parse_args()
     print(describe())
     base, _ = min(measured("rules", "--layouts") for _ in range(3))
@@ -143,9 +144,10 @@ def main() -> None:
             if not source.exists():
                 write(source, tensors, ranks)
             for command in chosen.commands.split(","):
-                out = f"{temporary}/resharded"
-                more = {"reshard": [out, "--mesh", f"dp={max(ranks // 2, 1)}", "--memory", "64MiB"],
-                        "diff": [str(source)]}.get(command, [])  # fmt: skip
+                out = f"{temporary}/out"
+                rewritten = [out, "--mesh", f"dp={max(ranks // 2, 1)}", "--memory", "64MiB"]
+                more = {"reshard": rewritten, "merge": [str(source), *rewritten], "convert": [out, "--memory", "64MiB"],
+                        "diff": [str(source)], "report": ["-o", f"{temporary}/page.html"]}.get(command, [])  # fmt: skip
                 seconds, peak = measured(command, str(source), *more)
                 shutil.rmtree(out, ignore_errors=True)
                 each = seconds / (tensors * ranks) * 1e6

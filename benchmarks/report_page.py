@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support.browser import browser, shown
 
-SIZES = ((1600, 32), (100, 512), (50_000, 1))
+SIZES = ((1600, 32), (100, 512), (50_000, 1), (15_625, 64))
 """Tensors, and the ranks over which each is cut."""
 
 LOADS = 5
