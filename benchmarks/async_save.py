@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -74,7 +75,10 @@ def all_cpu(process: int | str = "self") -> float:
     """CPU seconds of a process and of all that it has started."""
     folder = Path(f"/proc/{process}")
     ticks = sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:15]))
-    children = " ".join((task / "children").read_text() for task in (folder / "task").iterdir()).split()
+    children: list[str] = []
+    for task in (folder / "task").iterdir():
+        with suppress(FileNotFoundError):  # the thread has ended since
+            children += (task / "children").read_text().split()
     return ticks / os.sysconf("SC_CLK_TCK") + sum(map(all_cpu, children))
 
 
