@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 STEPS = 5
 """Newton-Schulz iterations, of ours and of every peer."""
@@ -99,9 +100,23 @@ class Model:
         """Experts of a layer; 1 if the model has none."""
         return max((weight.shape[0] for weight in self.experts.weights), default=1)
 
+    @property
+    def apart(self) -> Model:
+        """The same with every expert as three parameters of its own."""
+        layers = []
+        for layer in self.layers:
+            each = ([weight] if len(weight.shape) == 2 else _apart(weight) for weight in layer)
+            layers.append(tuple(chain.from_iterable(each)))
+        return replace(self, name=f"{self.name}, 2-D experts", layers=tuple(layers))
+
     def _part(self, what: str, belongs: Callable[[Weight], bool]) -> Model:
         layers = tuple(tuple(filter(belongs, layer)) for layer in self.layers)
         return replace(self, name=f"{self.name}, {what}", layers=layers)
+
+
+def _apart(weight: Weight) -> list[Weight]:
+    count, *shape = weight.shape
+    return [Weight(weight.name, (shape[0], shape[1]), weight.pieces)] * count
 
 
 def _attention(hidden: int, heads: int, kv_heads: int, head: int) -> Layer:
@@ -136,6 +151,10 @@ def llama3_70b() -> Model:
     return Model("Llama3-70B", 80 * ((*_attention(8192, 64, 8, 128), *_feed_forward(8192, 28672)),))
 
 
+def llama3_405b() -> Model:
+    return Model("Llama3-405B", 126 * ((*_attention(16384, 128, 8, 128), *_feed_forward(16384, 53248)),))
+
+
 def qwen3_30b() -> Model:
     return Model("Qwen3-30B-A3B", 48 * ((*_attention(2048, 32, 4, 128), *_mixture(2048, 768, 128)),))
 
@@ -144,10 +163,10 @@ def qwen3_235b() -> Model:
     return Model("Qwen3-235B-A22B", 94 * ((*_attention(4096, 64, 4, 128), *_mixture(4096, 1536, 128)),))
 
 
-def deepseek_v3() -> Model:
-    """Latent attention (ranks 1536 and 512, 128 heads of 128 + 64, values of 128); 3 dense layers, then 58 with one
-    shared and 256 routed experts.  Without the multi-token-prediction layer."""
-    hidden, heads = 7168, 128
+def _latent(name: str, heads: int, dense: int, sparse: int, experts: int) -> Model:
+    """Latent attention (ranks 1536 and 512, heads of 128 + 64, values of 128); dense layers, then those with one shared
+    and routed experts.  Without the multi-token-prediction layer."""
+    hidden = 7168
     attention = (
         Weight("q_a", (1536, hidden)),
         Weight("q_b", (heads * (128 + 64), 1536)),
@@ -155,9 +174,17 @@ def deepseek_v3() -> Model:
         Weight("kv_b", (heads * (128 + 128), 512)),
         Weight("o", (hidden, heads * 128)),
     )
-    dense = (*attention, *_feed_forward(hidden, 18432))
-    sparse = (*attention, *_feed_forward(hidden, 2048, "shared"), *_mixture(hidden, 2048, 256))
-    return Model("DeepSeek-V3", 3 * (dense,) + 58 * (sparse,))
+    first = (*attention, *_feed_forward(hidden, 18432))
+    rest = (*attention, *_feed_forward(hidden, 2048, "shared"), *_mixture(hidden, 2048, experts))
+    return Model(name, dense * (first,) + sparse * (rest,))
+
+
+def deepseek_v3() -> Model:
+    return _latent("DeepSeek-V3", 128, 3, 58, 256)
+
+
+def kimi_k2() -> Model:
+    return _latent("Kimi-K2", 64, 1, 60, 384)
 
 
 def moe_397b() -> Model:
@@ -179,5 +206,8 @@ def moe_397b() -> Model:
     sparse = (*_feed_forward(hidden, 1024, "shared"), *_mixture(hidden, 1024, 512))
     return Model("397B MoE of 60 layers", 15 * (3 * ((*linear, *sparse),) + ((*full, *sparse),)))
 
+
+LARGE = (llama3_405b, qwen3_235b, deepseek_v3, kimi_k2)
+"""Models whose plans on many ranks are the largest."""
 
 MODELS = (llama3_8b, llama3_70b, qwen3_30b, qwen3_235b, deepseek_v3, moe_397b)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -119,6 +120,20 @@ def plan(case: Case, rank: int) -> tuple[Schedule, list[Spec], float, float]:
             specs = [_spec(param, weight) for param, weight in zip(params, case.model.weights, strict=True)]
             schedule = make_schedule(specs, tuple(range(case.ranks)), rank)
         return schedule, specs, time.process_time() - built, built - begin
+
+
+def planning_of(case: Case) -> tuple[int, float, int]:
+    """The matrices, CPU seconds to plan the first rank's part, and the most bytes that Python had for it at once."""
+    schedule, _, seconds, _ = plan(case, 0)
+    with fake_world(case.ranks, 0):
+        params = parameters(case)
+        tracemalloc.start()
+        with paused_collector():
+            specs = [_spec(param, weight) for param, weight in zip(params, case.model.weights, strict=True)]
+            make_schedule(specs, tuple(range(case.ranks)), 0)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    return len(schedule.units), seconds, most
 
 
 def _spec(param: DTensor, weight: Weight) -> Spec:

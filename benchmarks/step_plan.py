@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from machine import describe
-from models import MODELS, Model
+from models import LARGE, MODELS, Model
 from peers import PEERS, Cost, busiest_bound, lower_bound, undivided_bound
-from plans import Case, Numbers, fake_world, parameters, plan_of
+from plans import Case, Numbers, fake_world, parameters, plan_of, planning_of
 
 Groups = dict[int, tuple[int, ...]]
 """Sizes of the world, each with the numbers of expert-parallel groups in it."""
@@ -151,12 +151,29 @@ def head(columns: Sequence[str]) -> None:
     print("|" + "---|" * len(columns))
 
 
+def show_planning() -> None:
+    """Print what planning one rank's part takes, each in a process of its own, one after the other."""
+    whole = [make() for make in LARGE]
+    models = [*whole, *(model.apart for model in whole if model.experts.numel)]
+    head(("weights", "ranks", "matrices", "s", "MB"))
+    for case in (Case(model, ranks, 1) for model in models for ranks in (64, 16384)):
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            units, seconds, most = pool.apply(planning_of, (case,))
+        show(case.model.name, str(case.ranks), str(units), f"{seconds:.2f}", f"{most / 1e6:.0f}")
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--quick", action="store_true", help="three sizes of the world, one number of groups each")
-    groups, alone = (QUICK, QUICK) if arguments.parse_args().quick else (ALL, EXPERTS)
+    arguments.add_argument("--planning", action="store_true", help="only what planning takes on 64 and 16384 ranks")
+    chosen = arguments.parse_args()
+    groups, alone = (QUICK, QUICK) if chosen.quick else (ALL, EXPERTS)
     with fake_world(8, 0):
         parameters(Case(MODELS[0](), 8, 1))  # what torch does once, before any time is taken
+    if chosen.planning:
+        print(describe())
+        show_planning()
+        return
     print(f"{describe()}\n{EXPLAINED}")
     lines: list[Line] = []
     for make in MODELS:
