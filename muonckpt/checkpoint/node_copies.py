@@ -248,12 +248,16 @@ class NodeCopy:
         return failure, digest.hexdigest()
 
 
+def folders_in(folder: Path) -> list[Path]:
+    """Return the folders of copies in that of a run on this node.  Files there are not ours."""
+    return [entry for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+
+
 def remove_copies(folder: Path, superfluous: Callable[[StepName | None], bool], spared: Path | None = None) -> None:
     """Remove copies from the folder of a run on this node, and what killed runs have left there, whose name is None."""
-    if folder.is_dir():
-        for entry in list(folder.iterdir()):
-            if entry != spared and superfluous(StepName.parsed(entry.name)):
-                publish.remove(entry, ())
+    for entry in folders_in(folder):
+        if entry != spared and superfluous(StepName.parsed(entry.name)):
+            publish.remove(entry, ())
 
 
 def digest_of(folder: Path, name: str, size: int) -> str:

@@ -34,7 +34,7 @@ from ..store.reading.payloads import Payloads, check_chunk, payload_of
 from ..store.run import StepName
 from .all_ranks import broadcast_from_first, decide_on_first, gather_on_all, group_ranks
 from .attestation import TensorPrint
-from .node_copies import Nodes, remove_copies
+from .node_copies import Nodes, folders_in, remove_copies
 from .redistribution import redistribute_attested
 from .storable import refuse_code
 
@@ -71,7 +71,7 @@ def found_copies(folder: Path, nodes: Nodes, process_group: dist.ProcessGroup | 
             return {}, []
         remove_copies(folder, lambda name: name is None)
         held = {}
-        for entry in folder.iterdir() if folder.is_dir() else ():
+        for entry in folders_in(folder):
             name = StepName.parsed(entry.name)
             assert name is not None, "others have been removed"
             sizes = {file.name: file.stat().st_size for file in entry.iterdir()}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..checkpoint.all_ranks import is_coordinator
 from ..checkpoint.async_saving import AsyncSave, Lane, OnError
-from ..checkpoint.node_copies import NodeCopy, Nodes, remove_copies
+from ..checkpoint.node_copies import NodeCopy, Nodes, folders_in, remove_copies
 from ..checkpoint.node_recovery import FoundCopy, found_copies, load_copy
 from ..resumption import LoadReport
 from ..store.run import StepName
@@ -79,7 +79,7 @@ class NodeMemory:
         if self._used is None or not self._nodes.leads:
             return
         remove_copies(self._used, lambda name: name is None or name.step <= saved)
-        left = sorted(self._used.iterdir()) if self._used.is_dir() else []
+        left = sorted(folders_in(self._used))
         if left and is_coordinator(self._group):
             warnings.warn(
                 f"{left[-1]} is newer than all that was saved: started again on these nodes, the run goes on from "
@@ -87,5 +87,5 @@ class NodeMemory:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        if not left and self._used.is_dir():
+        if self._used.is_dir() and not any(self._used.iterdir()):
             self._used.rmdir()

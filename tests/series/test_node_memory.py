@@ -226,6 +226,20 @@ def test_memory_that_cannot_be_used_is_named(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:all ranks are on one node")
+def test_a_file_of_somebody_else_beside_the_copies_stays_there(tmp_path):
+    series = alone(tmp_path)
+    series.async_copy(1, one(1.0)).result()
+    (folder,) = (tmp_path / "node").iterdir()
+    (folder / "notes.txt").write_text("mine")
+    series.async_copy(2, one(2.0)).result()
+    assert alone(tmp_path).restore(one(0.0)).step == 2
+    assert (folder / "notes.txt").read_text() == "mine"
+    with series:
+        series.save(2, one(2.0))
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.txt"]
+
+
+@pytest.mark.filterwarnings("ignore:all ranks are on one node")
 def test_nothing_is_copied_while_a_save_is_under_way_and_a_failed_copy_is_told(tmp_path):
     series = alone(tmp_path)
     saving = series.async_save(1, {**one(1.0), "waits": Waits()})
