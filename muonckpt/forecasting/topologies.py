@@ -17,6 +17,7 @@ from ..box import Index
 from ..converters.look.holders import balance_of
 from ..converters.target.buffer_layouts import cut_parts, placed_in
 from ..converters.target.topology import LAYOUTS, ROWS, AxisCut, ShardRule, Target
+from ..errors import about
 from ..layout import TensorLayout
 from ..layouts.buffers.buffer_layout import rank_of
 from ..layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
@@ -352,7 +353,8 @@ def _specs(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, options: 
         stated = repr(sorted(group.items()))
         key = layout, parameter.dtype, parameter.method.name, tuple(parameter.kept.items()), stated
         if key not in alike:
-            alike[key] = _spec(parameter, parameter.method, layout, layout_of, group)
+            with about(parameter.name):
+                alike[key] = _spec(parameter, parameter.method, layout, layout_of, group)
         specs.append(alike[key])
     return specs
 

@@ -80,6 +80,9 @@ def test_a_config_that_is_not_known_is_refused(tmp_path):
     (tmp_path / "config.json").unlink()
     found = called("plan", "--model", tmp_path, "--mesh", "dp=2")
     assert found.returncode == 3 and "give a checkpoint as --ckpt" in found.stderr
+    odd = config(tmp_path, **{**SMALL, "intermediate_size": 98})
+    with pytest.raises(muonckpt.LayoutError, match=r"layers\.0\.mlp\.gate_proj\.weight: 98 rows .* a period of 2"):
+        muonckpt.forecast([{"dp": 2}], model=odd, algorithm="cyclic_rows")
     with pytest.raises(TargetError, match=r"no mesh has the axes tp"):
         muonckpt.forecast([{"dp": 2}], model=config(tmp_path, **SMALL), shard={"*": [("tp", 0)]})
 
