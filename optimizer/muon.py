@@ -439,7 +439,12 @@ class Muon(ForModel, CollectiveOptimizer):
             group = self.param_groups[change.group]
             renewed[change.current] = self._fresh_state(change.current, group)
             self._refuse_cut_blocks(change.name, change.current, group)
-            self._owners.pop(change.former, None)
+            if (owners := self._owners.pop(change.former, None)) is not None:
+                # What was loaded has no hooks until state_dict() declares them.
+                method = self._methods[group["algorithm"]]
+                declare_owned(change.current, group, method, owners, self.state[change.former])
+                if {*owners} <= {*(ranks_of(change.current, self._replicas) or (0,))}:
+                    self._owners[change.current] = owners  # state stays where it is
         self._place_owned(renewed)
         for change in changed if self._used else ():
             carry_over(change, self.state[change.former], renewed[change.current])
