@@ -138,7 +138,7 @@ class Signals:
 
         Without its workers a loader raises before there is a checkpoint.
         """
-        loader.worker_init_fn = partial(_deaf, [*map(int, self._handlers)], loader.worker_init_fn)
+        loader.worker_init_fn = partial(_ignore_signals, [*map(int, self._handlers)], loader.worker_init_fn)
 
     def _handler(self, bit: int, former: Any) -> Handler:
         chained = former if callable(former) and former not in _defaults else None
@@ -164,7 +164,8 @@ class Signals:
         self._handlers = {}
 
 
-def _deaf(numbers: Iterable[int], then: Callable[[int], None] | None, worker: int) -> None:
+def _ignore_signals(numbers: Iterable[int], then: Callable[[int], None] | None, worker: int) -> None:
+    """Ignore signals in a worker, and then do what its loader asked for."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
     if then is not None:

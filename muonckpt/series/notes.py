@@ -104,7 +104,7 @@ class TrailWriter:
         self._attempt = 0
         self._past: Steps | None = None
         self._counted: Counted = {}
-        self._names = 0
+        self._parameters_sum = 0
         """This rank's share of `TrailStep.parameters`."""
         self._samples: Mapping[str, Sample] = {}
         self._coefficients: Mapping[str, tuple[float, float]] = {}
@@ -164,7 +164,7 @@ class TrailWriter:
             return [(attempt, counted, dims) for counted in counted_by(ranks)]
 
         self._attempt, self._counted, dims = scatter_from_first(self._group, DestinationError, described, deal)
-        self._names = names_of(held, self._counted)
+        self._parameters_sum = parameters_sum(held, self._counted)
         device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
         self._samples = {
             part: sample_of(
@@ -204,7 +204,7 @@ class TrailWriter:
             "loss": loss,
             "lr": _largest(rates),
             "mu": max(mu for mu, _ in coefficients.values()),
-            "parameters": self._names,
+            "parameters": self._parameters_sum,
         }
         late = {name: value for name, value in line.items() if isinstance(value, Tensor)}
         numbers = [*map(_square, (parts[part].values() for part in SUMS)), *signed, *late.values()]
@@ -376,7 +376,7 @@ def counted_by(ranks: Sequence[RankState]) -> list[Counted]:
     return [dict(own) for own in counted]
 
 
-def names_of(held: Mapping[str, Tensor], counted: Counted) -> int:
+def parameters_sum(held: Mapping[str, Tensor], counted: Counted) -> int:
     """Return a number that adds up over ranks to one of the names of weights and their numbers of elements."""
     total = 0
     for key, numbers in counted.items():
