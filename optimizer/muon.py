@@ -442,8 +442,9 @@ class Muon(ForModel, CollectiveOptimizer):
             if (owners := self._owners.pop(change.former, None)) is not None:
                 # What was loaded has no hooks until state_dict() declares them.
                 method = self._methods[group["algorithm"]]
-                declare_owned(change.current, group, method, owners, self.state[change.former])
-                if {*owners} <= {*(ranks_of(change.current, self._replicas) or (0,))}:
+                declare_owned(change.former, group, method, owners, self.state[change.former])
+                there = {*owners} <= {*(ranks_of(change.current, self._replicas) or (0,))}
+                if there and change.current.shape == change.former.shape:
                     self._owners[change.current] = owners  # state stays where it is
         self._place_owned(renewed)
         for change in changed if self._used else ():

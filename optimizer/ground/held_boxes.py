@@ -19,7 +19,7 @@ from ...box import Box, Index
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hooks:
-    """DCP's hooks of a local tensor, as methods.  Its deep copy has hooks of its own, as it copies the views with it.
+    """Tell DCP which boxes a local tensor has.  A deep copy of the tensor has hooks, and views, of its own.
 
     Attributes:
         views: of the tensor's memory, by the first index of each box.

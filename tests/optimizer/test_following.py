@@ -214,6 +214,19 @@ def owned_later(rank: int, world: int, steps_before: int) -> list[Tensor]:
     return [whole(param).detach().clone() for param in net.parameters()]
 
 
+def reshaped(rank: int, world: int, steps_before: int) -> str:
+    net = Net()
+    opt = owned(net, replicas=dist.group.WORLD)
+    train(net, opt, range(steps_before))
+    opt.param_groups[1]["params"] = [nn.Parameter(torch.ones(3, 3, 3))]
+    return raised(opt.state_dict)
+
+
+def test_state_at_owners_is_not_that_of_another_shape():
+    assert run(2, reshaped, 0) == ["no error"] * 2
+    assert all("parameter 'experts' was replaced after" in message for message in run(2, reshaped, 1))
+
+
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_state_at_owners_stays_there_when_its_parameters_are_sharded(steps_before):
     net = Net()
