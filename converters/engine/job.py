@@ -7,7 +7,6 @@ which only makes other layouts of the same buffers.  The container decides which
 from __future__ import annotations
 
 import json
-import os
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from ...store.reading.payloads import Payloads
 from ..target.topology import Target
 from .container import Container, WriteRequest
 from .item_file import ItemFile
-from .output_files import ChunkPlan, OutputFile, is_direct
+from .output_files import ChunkPlan, OutputFile
 from .outputs import Check, Outputs, OutputTensor, layout_digest
 from .source_rows import Mask, SourceRows, Unchecked
 from .workers import Worker
@@ -282,33 +281,3 @@ def _sources(job: Job, files: Iterable[OutputFile]) -> Mask:
     for file in files:
         used |= file.chunks.sources(job.rows)
     return used
-
-
-_MOST_IN_STEP = 8
-"""Files that a thread writes in step.  If it is interrupted, they all are unfinished."""
-
-
-def in_step(files: Sequence[OutputFile], source: Unchecked, threads: int) -> list[tuple[OutputFile, ...]]:
-    """Return all files in order, in groups that one thread writes in step, as they gather from the same chunks.
-
-    Files that share nothing are groups of their own.  There are no fewer groups than can be computed at once, and not
-    many more, because each reads the source again.
-    """
-    runs: list[list[OutputFile]] = []
-    before = np.zeros(len(source.rows), np.bool_)
-    for file in files:
-        columns = enumerate(zip(file.chunks.outputs, file.chunks.plans, strict=True))
-        in_pieces = [number for number, (output, plan) in columns if not is_direct(output, plan)]
-        gathered = file.chunks.sources(source.rows, in_pieces)
-        if (gathered & before).any():
-            runs[-1].append(file)
-        else:
-            runs.append([file])
-        before = gathered
-    at_once = min(threads, len(os.sched_getaffinity(0)))
-    sizes = [min(-(-len(run) // at_once), _MOST_IN_STEP) for run in runs]
-    return [
-        tuple(run[start : start + size])
-        for run, size in zip(runs, sizes, strict=True)
-        for start in range(0, len(run), size)
-    ]

@@ -1,6 +1,6 @@
 """Moving the bytes of one job: the part of offline work that touches data.
 
-One thread writes a file from its first byte to its last, in bands of bounded size, and computes checksums on the way.
+A thread writes a chunk from its first byte to its last, in bands of bounded size, and computes checksums on the way.
 A chunk of the source is checked by the CRC-32s of what is read of it, or if it has none, before anything is copied.
 If every copy of a chunk is one run of bytes on both sides, as for rows, the bytes go directly from the source to the
 file; otherwise bands are assembled in memory.  Small chunks are written together.  All ways give the same file.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
 from pathlib import PurePosixPath
@@ -28,6 +28,7 @@ from ...fingerprint import box_shares
 from ...layout import Buffer
 from ...record import Extent
 from ...store.io.checksums import Sums, crc32_of, xxh3_128
+from ...store.io.location import Remote
 from ...store.io.new_file import Writing, drafted
 from ...store.io.ranges import crc32_joined, joined
 from ...store.io.regular import READ_BYTES, open_regular
@@ -36,6 +37,7 @@ from ...store.reading.blocks import bands, span
 from ...store.reading.dtypes import dtype, itemsize
 from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of
 from .arithmetic import Words
+from .in_step import Draft, FilesInStep, Part
 from .output_files import ChunkPlan, OutputChunk, OutputChunks, OutputFile, PlacedItem, is_direct
 from .outputs import OutputTensor, unseen
 from .source_rows import CopiedRuns, Unchecked
@@ -75,23 +77,24 @@ def is_small(plan: ChunkPlan, output: OutputTensor) -> bool:
     return True
 
 
-def windows(chunks: OutputChunks, most: int) -> Iterator[range]:
-    """Yield the numbers of a file's chunks in order: neighbours that are small, up to ``most`` bytes; others alone."""
+def windows(chunks: OutputChunks, numbers: range, most: int) -> Iterator[range]:
+    """Yield numbers of a file's chunks in order: neighbours that are small, up to ``most`` bytes; others alone."""
     known: dict[Hashable, bool] = {}
-    offsets, start = chunks.offsets.tolist(), 0
-    for number, (output, plan, offset) in enumerate(zip(chunks.outputs, chunks.plans, offsets, strict=True)):
+    offsets, start = chunks.offsets.tolist(), numbers.start
+    for number in numbers:
+        output, plan = chunks.outputs[number], chunks.plans[number]
         small = plan.in_runs
         if small:
             kind = plan, output.dtypes, output.boxes
             small = known[kind] if kind in known else known.setdefault(kind, is_small(plan, output))
-        if start < number and (not small or offset + plan.frame.length - offsets[start] > most):
+        if start < number and (not small or offsets[number] + plan.frame.length - offsets[start] > most):
             yield range(start, number)
             start = number
         if not small:
             yield range(number, number + 1)
             start = number + 1
-    if start < len(chunks):
-        yield range(start, len(chunks))
+    if start < numbers.stop:
+        yield range(start, numbers.stop)
 
 
 def payload_rows(payloads: Payloads, columns: Columns, rows: Column, length: int) -> Bytes:
@@ -141,7 +144,7 @@ class Mover:
         self._gathered = threading.local()
         self._copied = CopiedRuns(payloads, unchecked, progress)
         self._band_bytes = min(band_bytes, LARGEST_BAND)
-        self._read_bytes = min(band_bytes // 4, READ_BYTES)  # a thread keeps three of them
+        self._read_bytes = min(band_bytes // 4, READ_BYTES)  # a thread keeps hardly more
         self._stop = stop
         self._progress = progress
 
@@ -158,48 +161,58 @@ class Mover:
                 check_chunk(self._payloads, tensor, chunk)
                 self._progress(payload_of(tensor, chunk).length)
 
-    def write(self, files: Sequence[OutputFile]) -> Iterator[tuple[OutputFile, FinishedFile]]:
-        """Write files band by band in turn, so that one read serves them all; yield each when finished and synced.
+    @property
+    def writes_in_any_order(self) -> bool:
+        """Whether several threads can write to a file: an object of a store is written front to back."""
+        return not isinstance(self._staged, Remote)
+
+    def write(self, group: FilesInStep) -> list[tuple[OutputFile, FinishedFile]]:
+        """Write files band by band in turn, so that one read serves them all, or a share of them beside other threads.
 
         A chunk of the source is checked while it is copied, or right before: if all were checked first, the disk would
         be idle meanwhile, and the source would be read from it twice.
-        """
-        writings = [(file, self._write(file)) for file in files]
-        with ExitStack() as stack:
-            for _, writing in writings:
-                stack.callback(writing.close)
-            while writings:
-                unfinished = []
-                for file, writing in writings:
-                    try:
-                        next(writing)
-                        unfinished.append((file, writing))
-                    except StopIteration as end:
-                        yield file, end.value
-                writings = unfinished
 
-    def _write(self, file: OutputFile) -> Generator[None, None, FinishedFile]:
-        """Write a file and sync it; pauses after every band."""
+        Returns:
+            The files, finished and synced, for the last thread that works on them.
+        """
+
+        def written(part: Part) -> None:
+            writings = [self._write(draft, numbers) for draft, numbers in part]
+            while writings:
+                writings = [writing for writing in writings if next(writing, writing) is None]
+
+        return group.write(self._draft, written)
+
+    @contextmanager
+    def _draft(self, file: OutputFile) -> Iterator[Draft]:
+        """Open a file to write its chunks; when all are written, write what depends on their sums, and sync it."""
         self._raise_if_stopped()
         for folder in reversed(PurePosixPath(file.name).parents[:-1]):  # the staging directory itself exists
             (self._staged / str(folder)).mkdir(exist_ok=True)
         with drafted(self._staged / file.name, file.length, self._drafts) as output:
-            first_sums: ChunkSums | None = None
+            draft = Draft(file, output)
+            yield draft
+            if file.header and output.rewinds:
+                output.write(file.header(draft.sums), 0)
+            if file.footer:
+                footer = file.footer(draft.sums)
+                output.write(footer, file.length - len(footer))
+
+    def _write(self, draft: Draft, numbers: range) -> Generator[None, None, None]:
+        """Write chunks of a file in order, before the first of them its items; pauses after every band."""
+        self._raise_if_stopped()
+        file, output = draft.file, draft.output
+        first_sums: ChunkSums | None = None
+        if numbers.start == 0:
             if file.header and not output.rewinds:  # its sums are written first, so they need a pass of their own
                 first_sums = np.empty(len(file.chunks), SUMS)
                 for number, chunk in enumerate(file.chunks):
                     first_sums[number] = yield from self._pass(chunk)
                 output.write(file.header(first_sums), 0)
-            items = tuple(self._write_item(output, item) for item in file.items)
-            sums = yield from self._written(output, file.chunks)
-            if first_sums is not None and not np.array_equal(first_sums, sums):
-                raise SourceError(f"the source of {file.name} changed between two reads; nothing was published")
-            if file.header and output.rewinds:
-                output.write(file.header(sums), 0)
-            if file.footer:
-                footer = file.footer(sums)
-                output.write(footer, file.length - len(footer))
-        return FinishedFile(items, sums.tobytes())
+            draft.items = tuple(self._write_item(output, item) for item in file.items)
+        yield from self._written(output, file.chunks, numbers, draft.sums)
+        if first_sums is not None and not np.array_equal(first_sums, draft.sums):
+            raise SourceError(f"the source of {file.name} changed between two reads; nothing was published")
 
     def is_finished(self, file: OutputFile, finished: FinishedFile | None) -> bool:
         """Return whether a file that the journal names still holds, in every byte, what was written."""
@@ -247,16 +260,16 @@ class Mover:
 
         return xxh3_128(written())
 
-    def _written(self, output: Writing, chunks: OutputChunks) -> Generator[None, None, ChunkSums]:
-        """Write chunks in order; pauses after every band or window of small chunks."""
-        sums = np.empty(len(chunks), SUMS)
-        for window in windows(chunks, self._band_bytes // 4):
+    def _written(
+        self, output: Writing, chunks: OutputChunks, numbers: range, sums: ChunkSums
+    ) -> Generator[None, None, None]:
+        """Write chunks in order, and note their sums; pauses after every band or window of small chunks."""
+        for window in windows(chunks, numbers, self._band_bytes // 4):
             if len(window) > 1:
                 self._write_window(output, chunks, window, sums)
                 yield
             else:
                 sums[window[0]] = yield from self._write_chunk(output, chunks[window[0]])
-        return sums
 
     def _write_window(self, output: Writing, chunks: OutputChunks, window: Sequence[int], sums: ChunkSums) -> None:
         self._raise_if_stopped()

@@ -23,7 +23,8 @@ from ...store.io import publish
 from ...store.io.limits import gc_paused
 from ...store.io.location import Location, check_memory
 from ...store.io.regular import open_regular
-from .job import Job, assignment, check_destination, file_states, in_step
+from .in_step import FilesInStep, in_step
+from .job import Job, assignment, check_destination, file_states
 from .mover import Advance, Mover
 from .output_files import OutputFile, written_tensors
 from .staging import Coordinator, FinishedFile, Journal, Staging
@@ -148,11 +149,10 @@ def _finished_files(
             journal.add(file.name, history[file.name])
         return whole
 
-    def written(group: Sequence[OutputFile]) -> list[tuple[OutputFile, FinishedFile]]:
-        done = []
-        for file, finished in mover.write(group):
+    def written(group: FilesInStep) -> list[tuple[OutputFile, FinishedFile]]:
+        done = mover.write(group)
+        for file, finished in done:
             journal.add(file.name, finished)
-            done.append((file, finished))
         return done
 
     with ThreadPoolExecutor(threads) as pool:
@@ -160,7 +160,10 @@ def _finished_files(
             files_done = {file.name: history[file.name] for file, whole in _results(pool, is_reusable, files) if whole}
             yield from ((file, files_done[file.name]) for file in files if file.name in files_done)
             left = [file for file in files if file.name not in files_done]
-            for _, done in _results(pool, written, in_step(left, mover.unchecked, threads)):
+            in_order = iter(
+                in_step(left, mover.unchecked, threads, mover.writes_in_any_order)
+            )  # each is let go when done
+            for _, done in _results(pool, written, (group for group in in_order for _ in range(group.threads))):
                 files_done.update((file.name, finished) for file, finished in done)
                 yield from done
             unchecked = mover.unchecked.shared_out(_MOST_TASKS)  # of the files that were finished before

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from threading import local
 
 from .location import Location, Remote, Upload, asking, at_each
 
@@ -60,14 +61,17 @@ def write_parts(file: Location, parts: Iterable[bytes]) -> None:
 
 
 class Output:
-    """A new local file.  Its space is allocated first, so that a full disk is noticed before any work."""
+    """A new local file, to which several threads may write.
+
+    Its space is allocated first, so that a full disk is noticed before any work.
+    """
 
     rewinds = True
 
     def __init__(self, path: Path, length: int) -> None:
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._length = length
-        self._begun = 0
+        self._begun = local()
 
     def __enter__(self) -> Output:
         try:
@@ -86,14 +90,17 @@ class Output:
 
     def write(self, data: bytes | memoryview, offset: int) -> int:
         """Write at ``offset``; return the end."""
-        left = memoryview(data)
+        begun, left = getattr(self._begun, "at", offset), memoryview(data)
+        if not begun <= offset <= begun + _STRIDE:  # this thread goes on elsewhere
+            begun = offset
         while left:
             written = os.pwrite(self._handle, left[:_AT_ONCE], offset)
             left, offset = left[written:], offset + written
-        if offset - self._begun >= _STRIDE:
+        if offset - begun >= _STRIDE:
             # Linux starts writing dirty pages when asked to drop them.  Otherwise the disk would be idle until fsync().
-            os.posix_fadvise(self._handle, self._begun, offset - self._begun, os.POSIX_FADV_DONTNEED)
-            self._begun = offset
+            os.posix_fadvise(self._handle, begun, offset - begun, os.POSIX_FADV_DONTNEED)
+            begun = offset
+        self._begun.at = begun
         return offset
 
 

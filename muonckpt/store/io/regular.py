@@ -21,7 +21,7 @@ from .limits import check_description, check_text, on_disk
 from .location import Location, Remote, RemoteFile, at_each
 from .pace import Pace
 
-READ_BYTES = 4 << 20
+READ_BYTES = 8 << 20
 """Most bytes of a local file in one read from which boxes are gathered: they stay in cache meanwhile."""
 
 _GAP = 64 << 10

@@ -22,15 +22,15 @@ from ..io.checksums import crc32, xxh3_128
 from ..io.limits import check_holes
 from ..io.location import Location
 from ..io.pace import Pace
-from ..io.regular import FileBytes, Held, PacedBytes, open_regular
+from ..io.regular import READ_BYTES, FileBytes, Held, PacedBytes, open_regular
 from .blocks import batches, blocks, span, strided
 from .dtypes import PARTS, dtype, itemsize
 
 Reads = Callable[[int, memoryview], None]
 """Receives bytes as they were read from this byte of a file on."""
 
-_MOST = 3
-"""Windows of a thread: a band of an output may lie in several chunks of the source."""
+_WINDOWS = READ_BYTES + (READ_BYTES >> 2)
+"""Most bytes of a thread's windows, the last beside: a band of an output may lie in several chunks of the source."""
 
 
 class Windows:
@@ -52,7 +52,11 @@ class Windows:
             start, stop = max(offset - beyond, payload.offset), min(offset + length + beyond, payload.end)
             window = next((window for window in self._windows if window.reaches(file, start)), None)
             if window is None:
-                window = self._windows[-1] if len(self._windows) == _MOST else _Window()
+                window = _Window()
+            others = [other for other in self._windows if other is not window]
+            while others and sum(map(len, others)) + stop - start > _WINDOWS:
+                others.pop()
+            self._windows = others
             window.read(file, start, stop, reads)
         self._windows = [window, *(other for other in self._windows if other is not window)]
         return window.view(offset, length)
@@ -63,6 +67,9 @@ class _Window:
         self._memory = memoryview(b"")
         self._file: FileBytes | None = None
         self._start = self._stop = 0
+
+    def __len__(self) -> int:
+        return len(self._memory)
 
     def has(self, file: FileBytes, offset: int, length: int) -> bool:
         return self._file is file and self._start <= offset and offset + length <= self._stop

@@ -1,0 +1,133 @@
+"""Which files are written in step, and how threads share the work on them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support.resharded import contents, make_job, plan_job
+
+import muonckpt
+from muonckpt.converters.engine import in_step as module
+from muonckpt.converters.engine.in_step import Draft, FilesInStep, in_step
+from muonckpt.converters.engine.job import Job
+from muonckpt.converters.engine.run import run_job
+from muonckpt.converters.engine.source_rows import Unchecked
+from muonckpt.converters.target.topology import ShardRule, Target
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(autouse=True)
+def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory):
+    """A checkpoint of twelve matrices and a vector."""
+    path = tmp_path_factory.mktemp("layers") / "checkpoint"
+    torch.manual_seed(0)
+    muonckpt.save({f"w{number}": torch.randn(8 + number, 12) for number in range(12)} | {"b": torch.randn(5)}, path)
+    return path
+
+
+def columns(source, ranks: int) -> Job:
+    return make_job(source, Target({"dp": ranks}, (ShardRule("w*", (("dp", 1),)),)))
+
+
+def shared(job: Job, threads: int, in_any_order: bool = True) -> list[tuple[int, int]]:
+    """The numbers of files and of threads of each group."""
+    groups = in_step(job.files, Unchecked(job.rows), threads, in_any_order)
+    assert [file for group in groups for file in group.files] == list(job.files)
+    return [(len(group.files), group.threads) for group in groups]
+
+
+def test_threads_share_files_by_chunks_where_they_can_and_else_by_files(layers, tmp_path):
+    assert shared(plan_job(layers, 4), 4) == [(1, 1)] * 4  # rows: one run of bytes each
+    assert shared(plan_job(layers, 1), 4) == [(1, 4)]
+    assert shared(columns(layers, 6), 1) == [(6, 1)]
+    assert shared(columns(layers, 6), 4) == [(6, 4)]  # all of the source is read once
+    assert shared(columns(layers, 12), 4) == [(8, 2), (4, 2)]
+    assert shared(columns(layers, 6), 4, in_any_order=False) == [(2, 1)] * 3
+    muonckpt.save({"w": torch.randn(64, 12)}, tmp_path / "one")
+    assert shared(columns(tmp_path / "one", 6), 4) == [(2, 1)] * 3  # a chunk is one thread's
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 12])
+def test_any_number_of_threads_writes_the_same_files(layers, tmp_path, ranks):
+    for threads in (1, 2, 3, 7):
+        run_job(columns(layers, ranks), tmp_path / str(threads), threads=threads)
+    whole = contents(tmp_path / "1")
+    assert all(contents(tmp_path / str(threads)) == whole for threads in (2, 3, 7))
+
+
+def parts_of(files, threads: int) -> Counter:
+    """How often each chunk is written when threads share files."""
+    group, seen, closed = FilesInStep(files, threads), Counter(), []
+
+    @contextmanager
+    def opened(file):
+        yield Draft(file, None)
+        closed.append(file.name)
+
+    def written(part) -> None:
+        seen.update((draft.file.name, number) for draft, numbers in part for number in numbers)
+        time.sleep(0.001)
+
+    with ThreadPoolExecutor(threads) as pool:
+        done = list(pool.map(lambda _: group.write(opened, written), range(threads)))
+    assert sorted(closed) == sorted(file.name for file in files)
+    assert [[file for file, _ in found] for found in done if found] == [list(files)]
+    return seen
+
+
+@pytest.mark.parametrize("threads", [1, 2, 9])
+def test_every_chunk_is_in_one_part_and_one_thread_hears_of_the_files(layers, threads):
+    job = columns(layers, 6)
+    every = {(file.name, number) for file in job.files for number in range(len(file.chunks))}
+    assert parts_of(job.files, threads) == Counter(every)
+
+
+def test_an_error_of_one_thread_ends_all_and_closes_the_files_with_it(layers):
+    files, ended = columns(layers, 6).files, []
+    group = FilesInStep(files, 3)
+
+    @contextmanager
+    def opened(file):
+        try:
+            yield Draft(file, None)
+        except ValueError as error:
+            ended.append((file.name, str(error)))
+            raise
+
+    def written(part) -> None:
+        raise ValueError("damaged")
+
+    def told(_) -> str:
+        try:
+            return str(group.write(opened, written))
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert set(pool.map(told, range(3))) <= {"damaged", "[]"}
+    assert sorted(ended) == sorted((file.name, "damaged") for file in files)
+
+
+def test_files_that_cannot_be_opened_are_not_tried_by_the_next_thread(layers):
+    group, tried = FilesInStep(columns(layers, 6).files, 2), []
+
+    @contextmanager
+    def opened(file):
+        tried.append(file.name)
+        raise OSError("disk full")
+        yield
+
+    with pytest.raises(OSError, match="disk full"):
+        group.write(opened, lambda part: None)
+    assert group.write(opened, lambda part: None) == [] and len(tried) == 1
