@@ -16,7 +16,7 @@ from .columns import UNKNOWN, Column, Columns, ColumnsBuilder, check_name
 from .errors import DamageError, LayoutError
 
 _NUMBERS = ("file", "item", "item_length", "payload", "payload_length", "crc32")
-"""The columns of integers, as `Columns` calls them."""
+"""The columns of integers, as `Columns.of_extents` takes them."""
 
 _OPTIONAL = frozenset({"payload", "payload_length", "crc32"})
 """The columns in which null stands for what is not known."""
@@ -115,7 +115,7 @@ class ColumnReader:
         if ((payload == UNKNOWN) != (payload_length == UNKNOWN)).any():
             raise DamageError("damaged manifest: expected an offset and a length of each payload, found one of them")
         digest, known = _digests(digests)
-        block = Columns(
+        block = Columns.of_extents(
             self._names, file.astype(np.int32), item, item_length, payload, payload_length, digest, known, crc32
         )
         self._builder.add(block, 0, len(block))
@@ -220,7 +220,9 @@ def _texts(columns: Columns, start: int, stop: int) -> Mapping[str, list[str]]:
     """The text of each value in rows of columns."""
     span = slice(start, stop)
     digests, known = columns.digest[span].tobytes().hex(), columns.has_digest[span].tolist()
-    numbers = {name: list(map(str, getattr(columns, name)[span].tolist())) for name in _NUMBERS}
+    extents = columns.item_length(span), columns.payload(span), columns.payload_length(span)
+    values: tuple[NDArray[Any], ...] = (columns.file[span], columns.item[span], *extents, columns.crc32[span])
+    numbers = {name: list(map(str, column.tolist())) for name, column in zip(_NUMBERS, values, strict=True)}
     for name in _OPTIONAL:
         numbers[name] = ["null" if text == _UNKNOWN_TEXT else text for text in numbers[name]]
     each = (f'"{digests[32 * row : 32 * row + 32]}"' if own else "null" for row, own in enumerate(known))

@@ -187,17 +187,17 @@ class Chunks(Sequence[Chunk]):
     def payload(self, number: int) -> Extent | None:
         """Return the extent of the elements of one chunk; None while it has not been opened."""
         row, columns = self.start + number, self.columns
-        if columns.payload[row] == UNKNOWN:
-            return None
-        name = columns.names[columns.file[row]]
-        return Extent(name, int(columns.payload[row]), int(columns.payload_length[row]))
+        length = int(columns.payload_length(row))
+        return (
+            None if length == UNKNOWN else Extent(columns.names[columns.file[row]], int(columns.payload(row)), length)
+        )
 
     @property
     def items(self) -> tuple[list[str], list[int], list[int]]:
         """The items of the chunks: their files, and their offsets and lengths in bytes."""
         span, columns = slice(self.start, self.stop), self.columns
         files = map(columns.names.__getitem__, columns.file[span].tolist())
-        return list(files), columns.item[span].tolist(), columns.item_length[span].tolist()
+        return list(files), columns.item[span].tolist(), columns.item_length(span).tolist()
 
     def only(self, numbers: Sequence[int]) -> Chunks:
         """The chunks with these numbers, which rise."""

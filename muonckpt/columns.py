@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,13 @@ UNKNOWN = -1
 """Stands in a column for what is not known."""
 
 Column = NDArray[np.int64]
+
+_T = TypeVar("_T")
+
+Rows = slice | Column | int
+"""Which rows of a column."""
+
+_ALL = slice(None)
 
 Row = tuple[str, int, int, int, int, str | None, int]
 """File, offset and length of the item, of the payload, digest in hex, and CRC-32 of a chunk."""
@@ -41,10 +48,15 @@ def check_name(file: str) -> None:
 class Columns:
     """The bytes of many chunks, one row each; a row with `UNKNOWN` has no payload, digest or CRC-32.
 
+    Chunks of one dtype and shape have as many bytes around their elements, so these lengths are kept once: as a frame.
+
     Attributes:
         names: the names of files.
         file: which of the names.
-        item, item_length, payload, payload_length: of the extents, in bytes.
+        item: the offset of the item, in bytes.
+        frame: which of the frames.
+        frames: the length of the item, the offset of the payload in it, and the length of the payload, in bytes, which
+            is `UNKNOWN` where there is no payload, ``[frames, 3]``.
         digest: xxh3-128 as 16 bytes, ``[chunks, 16]``.
         has_digest: whether there is one.
         crc32: CRC-32.
@@ -56,16 +68,17 @@ class Columns:
     names: tuple[str, ...]
     file: NDArray[np.int32]
     item: Column
-    item_length: Column
-    payload: Column
-    payload_length: Column
+    frame: NDArray[np.int32]
+    frames: NDArray[np.int64]
     digest: NDArray[np.uint8]
     has_digest: NDArray[np.bool_]
     crc32: Column
 
     def __post_init__(self) -> None:
         assert {*map(len, self.arrays)} == {len(self.file)}, "a row has a value in each column"
-        for offset, length in ((self.item, self.item_length), (self.payload, self.payload_length)):
+        if not len(self) or int(self.item.max()) + 2 * int(np.abs(self.frames).max()) <= MOST_ELEMENTS:
+            return  # and no column had to be made for that
+        for offset, length in ((self.item, self.item_length()), (self.payload(), self.payload_length())):
             if len(far := np.flatnonzero(offset + length > MOST_ELEMENTS)):
                 raise SourceError(f"refused byte range {offset[far[0]]}+{length[far[0]]}")
 
@@ -85,20 +98,64 @@ class Columns:
         file, digest = np.array([names[name] for name in files], np.int32), np.frombuffer(raw, np.uint8).reshape(-1, 16)
         item, item_length, payload, payload_length = (np.array(column, np.int64) for column in numbers)
         sums = np.array(crc32, np.int64)
-        return cls(tuple(names), file, item, item_length, payload, payload_length, digest, known, sums)
+        return cls.of_extents(tuple(names), file, item, item_length, payload, payload_length, digest, known, sums)
+
+    @classmethod
+    def of_extents(
+        cls,
+        names: tuple[str, ...],
+        file: NDArray[np.int32],
+        item: Column,
+        item_length: Column,
+        payload: Column,
+        payload_length: Column,
+        digest: NDArray[np.uint8],
+        has_digest: NDArray[np.bool_],
+        crc32: Column,
+    ) -> Columns:
+        """The columns of chunks with these extents; of a payload that is not known both numbers are `UNKNOWN`.
+
+        Raises:
+            SourceError: a range of bytes ends too far away.
+        """
+        inside = np.where(payload_length == UNKNOWN, 0, payload - item)
+        each = np.stack([item_length, inside, payload_length], axis=1)
+        first = np.flatnonzero(np.append(True, (each[1:] != each[:-1]).any(axis=1))[: len(each)])  # of a run of equals
+        frames, number = np.unique(each[first], axis=0, return_inverse=True)
+        frame: NDArray[np.int32] = np.repeat(number.reshape(-1).astype(np.int32), np.diff(np.append(first, len(each))))
+        return cls(names, file, item, frame, frames, digest, has_digest, crc32)
 
     def __len__(self) -> int:
         return len(self.file)
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """All columns, in the order of the attributes."""
-        numbers = (self.item, self.item_length, self.payload, self.payload_length)
-        return (self.file, *numbers, self.digest, self.has_digest, self.crc32)
+        """What each row has, in the order of the attributes."""
+        return (self.file, self.item, self.frame, self.digest, self.has_digest, self.crc32)
+
+    def item_length(self, rows: Rows = _ALL) -> Column:
+        """The lengths of items, of all rows or of these, in bytes."""
+        return self._of_frames(0, rows)
+
+    def item_end(self, rows: Rows = _ALL) -> Column:
+        """The offsets behind items, in bytes."""
+        return self.item[rows] + self.item_length(rows)
+
+    def payload(self, rows: Rows = _ALL) -> Column:
+        """The offsets of payloads, in bytes; `UNKNOWN` where there is none."""
+        return np.where(self.payload_length(rows) == UNKNOWN, UNKNOWN, self.item[rows] + self._of_frames(1, rows))
+
+    def payload_length(self, rows: Rows = _ALL) -> Column:
+        """The lengths of payloads, in bytes; `UNKNOWN` where there is none."""
+        return self._of_frames(2, rows)
+
+    def _of_frames(self, which: int, rows: Rows) -> Column:
+        return np.asarray(self.frames[self.frame[rows], which])
 
     def taken(self, numbers: slice | Column) -> Columns:
         """The rows with these numbers."""
-        return Columns(self.names, *(column[numbers] for column in self.arrays))
+        file, item, frame, *others = (column[numbers] for column in self.arrays)
+        return Columns(self.names, file, item, frame, self.frames, *others)
 
     def renamed(self, name_of: Callable[[str], str]) -> Columns:
         """The same rows in files of other names.
@@ -124,9 +181,9 @@ class Columns:
         return zip(
             map(self.names.__getitem__, self.file[span].tolist()),
             self.item[span].tolist(),
-            self.item_length[span].tolist(),
-            self.payload[span].tolist(),
-            self.payload_length[span].tolist(),
+            self.item_length(span).tolist(),
+            self.payload(span).tolist(),
+            self.payload_length(span).tolist(),
             (
                 digests[32 * number : 32 * number + 32] if known else None
                 for number, known in enumerate(self.has_digest[span].tolist())
@@ -140,32 +197,45 @@ _NO_DIGEST = "0" * 32
 
 
 class ColumnsBuilder:
-    """Joins the rows of several columns, whose names of files may differ.
+    """Joins the rows of several columns, whose names of files and whose frames may differ.
 
     Columns grow where they are: blocks that are joined at the end would be in memory twice.
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._numbers_of: dict[tuple[str, ...], NDArray[np.int32]] = {}
+        self._files: dict[str, int] = {}
+        self._files_of: dict[tuple[str, ...], NDArray[np.int32]] = {}
+        self._frames: dict[tuple[int, ...], int] = {}
+        self._frames_of: dict[int, tuple[NDArray[np.int64], NDArray[np.int32]]] = {}  # by the array's id, and the array
         self._grown = [bytearray() for _ in _NO_ROWS.arrays]
         self.rows = 0
 
     def add(self, columns: Columns, start: int, stop: int) -> None:
         """Add the rows from ``start`` to ``stop``."""
-        if columns.names not in self._numbers_of:
-            numbers = [self._numbers.setdefault(name, len(self._numbers)) for name in columns.names]
-            self._numbers_of[columns.names] = np.array(numbers, np.int32)
-        file, *others = (column[start:stop] for column in columns.arrays)
-        for grown, column in zip(self._grown, (self._numbers_of[columns.names][file], *others), strict=True):
+        if columns.names not in self._files_of:
+            self._files_of[columns.names] = _numbered(self._files, columns.names)
+        if id(columns.frames) not in self._frames_of:
+            numbers = _numbered(self._frames, map(tuple, columns.frames.tolist()))
+            self._frames_of[id(columns.frames)] = columns.frames, numbers
+        file, item, frame, *others = (column[start:stop] for column in columns.arrays)
+        file, frame = self._files_of[columns.names][file], self._frames_of[id(columns.frames)][1][frame]
+        for grown, column in zip(self._grown, (file, item, frame, *others), strict=True):
             grown += np.ascontiguousarray(column).data.cast("B") if column.size else b""
         self.rows += stop - start
 
     def finished(self) -> Columns:
         """All rows, in the order in which they were added."""
         pairs = zip(self._grown, _NO_ROWS.arrays, strict=True)
-        arrays = (np.frombuffer(grown, none.dtype).reshape(-1, *none.shape[1:]) for grown, none in pairs)
-        return Columns(tuple(self._numbers), *arrays)
+        file, item, frame, *others = (
+            np.frombuffer(grown, none.dtype).reshape(-1, *none.shape[1:]) for grown, none in pairs
+        )
+        frames = np.array(list(self._frames), np.int64).reshape(-1, 3)
+        return Columns(tuple(self._files), file, item, frame, frames, *others)
+
+
+def _numbered(known: dict[_T, int], values: Iterable[_T]) -> NDArray[np.int32]:
+    """Return the number of each value; those that are new get the next ones."""
+    return np.array([known.setdefault(value, len(known)) for value in values], np.int32)
 
 
 _NO_ROWS = Columns.of(())

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ...columns import UNKNOWN, Columns
+from ...columns import Columns
 from ...errors import DestinationError, SourceError
 from ...record import Blob, Manifest, StateRecord, record_fields
 from ...store.formats.signs import NAMES_FILE, NUMBERED
@@ -85,7 +85,7 @@ class Job:
     def bytes_to_check(self) -> int:
         """Bytes of the source's payloads that are used, and so checked."""
         columns = self.rows.columns
-        return int(columns.payload_length[columns.payload != UNKNOWN].sum())
+        return int(np.maximum(columns.payload_length(), 0).sum())
 
     @property
     def payload_to_write(self) -> int:
@@ -95,7 +95,7 @@ class Job:
     @property
     def reads_avoided(self) -> int:
         """Bytes that a reader of whole chunks, such as stock DCP, would read in addition."""
-        stored = np.where(self.rows.columns.payload == UNKNOWN, 0, self.rows.columns.payload_length)
+        stored = np.maximum(self.rows.columns.payload_length(), 0)
         avoided = 0
         for file in self.files:
             touched = np.zeros(len(self.rows) + 1, np.bool_)  # one more, for what is in memory
@@ -121,7 +121,7 @@ class Job:
         yield _text(*task, json.dumps(self.provenance), json.dumps(self.manifest.provenance))
         columns, blobs = self.rows.columns, self.manifest.blobs
         yield _text(columns.names, blobs, [(tensor.key, len(tensor.chunks)) for tensor in self.manifest.tensors])
-        yield from (column.tobytes() for column in columns.arrays)
+        yield from (column.tobytes() for column in (*columns.arrays, columns.frames))
         tensors = {output.key: number for number, output in enumerate(self.outputs)}
         plans: dict[ChunkPlan, int] = {}
         for output in self.outputs:

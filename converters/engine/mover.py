@@ -99,8 +99,9 @@ def windows(chunks: OutputChunks, numbers: range, most: int) -> Iterator[range]:
 
 def payload_rows(payloads: Payloads, columns: Columns, rows: Column, length: int) -> Bytes:
     """Return the payloads of rows, all of this length in bytes, as ``[rows, length]``."""
-    order = np.lexsort((columns.payload[rows], columns.file[rows]))
-    file, start = columns.file[rows][order], columns.payload[rows][order]
+    payload = columns.payload(rows)
+    order = np.lexsort((payload, columns.file[rows]))
+    file, start = columns.file[rows][order], payload[order]
     found = np.empty((len(rows), length), np.uint8)
     runs = joined(start, start + length, _GAP, _MOST, file)
     files, starts, numbers = file.tolist(), start.tolist(), order.tolist()
@@ -313,7 +314,7 @@ class Mover:
             return np.stack([np.frombuffer(raw, np.uint8) for raw in held if isinstance(raw, bytes)])
         rows, columns = self.unchecked.rows.rows(outputs, buffer), self.unchecked.rows.columns
         length = int(source.boxes.numel[number]) * size
-        for row in rows[columns.payload_length[rows] != length].tolist():
+        for row in rows[columns.payload_length(rows) != length].tolist():
             payload_of(*self.unchecked.rows.at(row))  # says what is wrong
         read = payload_rows(self._payloads, columns, rows, length)
         to_check = np.flatnonzero(self.unchecked.take(rows)).tolist()

@@ -335,18 +335,16 @@ def _columns(
     known: dict[ChunkPlan, int] = {}
     number = np.fromiter((known.setdefault(plan, len(known)) for plan in plans), np.int32, len(plans))[order]
     frames = [plan.frame for plan in known]
-    lengths = [(f.length, f.payload_offset, f.payload_length, f.checksum_of is crc32_of) for f in frames]
-    length, start, payload_length, has_crc32 = np.array(lengths, np.int64).reshape(-1, 4).T
-    offset = np.concatenate([np.zeros(0, np.int64), *(file.chunks.offsets for file in files)])[order]
+    lengths = [(frame.length, frame.payload_offset, frame.payload_length) for frame in frames]
+    has_crc32 = np.array([frame.checksum_of is crc32_of for frame in frames], np.bool_)
     for file in files:
         check_name(file.name)
     return Columns(
         names=tuple(file.name for file in files),
         file=np.repeat(np.arange(len(files), dtype=np.int32), [len(file.chunks) for file in files])[order],
-        item=offset,
-        item_length=length[number],
-        payload=offset + start[number],
-        payload_length=payload_length[number],
+        item=np.concatenate([np.zeros(0, np.int64), *(file.chunks.offsets for file in files)])[order],
+        frame=number,
+        frames=np.array(lengths, np.int64).reshape(-1, 3),
         digest=digest.view(np.uint8).reshape(-1, 16),
         has_digest=np.ones(len(order), np.bool_),
         crc32=np.where(has_crc32[number], checksum.astype(np.int64), UNKNOWN),

@@ -136,7 +136,7 @@ class CopiedRuns:
         Raises:
             SourceError: the chunk is damaged, or changed while it was read.
         """
-        length = max(int(self._columns.payload_length[row]), 0)
+        length = max(int(self._columns.payload_length(row)), 0)
         with self._adding:
             runs = self._runs.setdefault(row, JoinedCrc())
             runs.add(start, stop, crc32)

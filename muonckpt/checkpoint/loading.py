@@ -164,7 +164,9 @@ def _opened_together(
     def packed() -> bytes | None:
         mine.append(open_to_load(place()))
         columns, elements = mine[0].outline.columns, mine[0].outline.elements
-        guarded = columns.has_digest | (columns.crc32 != UNKNOWN) | (columns.payload == UNKNOWN)  # an item says it
+        guarded = (
+            columns.has_digest | (columns.crc32 != UNKNOWN) | (columns.payload_length() == UNKNOWN)
+        )  # an item says it
         if not dist.is_initialized() or not (guarded | (elements == 0)).all():
             return None
         try:

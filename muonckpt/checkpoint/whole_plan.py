@@ -123,7 +123,7 @@ class WholePlan:
     def _described(self, rows: NDArray[Any], starts: Column) -> Iterator[StateRecord]:
         items, digests = starts[self.row], np.ascontiguousarray(rows["digest"]).view(np.uint8)
         storing, file = np.unique(self.rank, return_inverse=True)
-        columns = Columns(
+        columns = Columns.of_extents(
             tuple(map(rank_file, storing.tolist())),
             file.astype(np.int32),
             items,

@@ -339,7 +339,7 @@ def shard_columns(manifest: Manifest, contents: Contents) -> dict[str, Any]:
         ],
         "shards": {
             "file": columns.file.tolist(),
-            "offset": np.where(columns.payload == UNKNOWN, columns.item, columns.payload).tolist(),
+            "offset": np.where(columns.payload() == UNKNOWN, columns.item, columns.payload()).tolist(),
         },
         "files": {
             "name": list(columns.names),

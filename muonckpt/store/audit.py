@@ -102,7 +102,7 @@ def _is_as_written(checkpoint: OpenCheckpoint) -> bool:
     manifest, columns = checkpoint.manifest, checkpoint.manifest.columns
     numbers = {name: number for number, name in enumerate(columns.names)}
     of_blobs = [(numbers.setdefault(b.item.file, len(numbers)), b.item.offset, b.item.end) for b in manifest.blobs]
-    of_chunks = np.stack([columns.file, columns.item, columns.item + columns.item_length], axis=1)
+    of_chunks = np.stack([columns.file, columns.item, columns.item_end()], axis=1)
     extents = np.concatenate([of_chunks, np.array(of_blobs, np.int64).reshape(-1, 3)])
     extents = extents[np.lexsort((extents[:, 1], extents[:, 0]))]
     same_file = extents[:-1, 0] == extents[1:, 0]

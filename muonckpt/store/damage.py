@@ -228,7 +228,7 @@ def _ends(manifest: Manifest) -> dict[str, int]:
     """Return by file the bytes that it needs to have."""
     columns = manifest.columns
     ends = np.zeros(len(columns.names), np.int64)
-    np.maximum.at(ends, columns.file, columns.item + columns.item_length)
+    np.maximum.at(ends, columns.file, columns.item_end())
     needed = dict(zip(columns.names, ends.tolist(), strict=True))
     for blob in manifest.blobs:
         needed[blob.item.file] = max(needed.get(blob.item.file, 0), blob.item.end)
@@ -257,7 +257,7 @@ def damage_of_files(checkpoint: OpenCheckpoint) -> Damage:
     manifest, files = checkpoint.outline, checkpoint.lost_files
     columns = manifest.columns
     ends = np.array([_length(files, name) for name in columns.names] or [0], np.int64)
-    lost = (columns.item + columns.item_length > ends[columns.file]) & (manifest.elements > 0)
+    lost = (columns.item_end() > ends[columns.file]) & (manifest.elements > 0)
     items = frozenset(blob.key for blob in manifest.blobs if blob.item.end > _length(files, blob.item.file))
     holes = {}
     for tensor in manifest.tensors:

@@ -465,7 +465,7 @@ class OpenCheckpoint:
         manifest, payloads = self.outline, self.payloads
         columns = manifest.columns
         last = np.zeros(len(columns.names), np.int64)
-        np.maximum.at(last, columns.file, columns.item + columns.item_length)
+        np.maximum.at(last, columns.file, columns.item_end())
         ends = {name: end for name, end in zip(columns.names, last.tolist(), strict=True) if end}
         for blob in manifest.blobs:
             ends[blob.item.file] = max(ends.get(blob.item.file, 0), blob.item.end)

@@ -130,10 +130,10 @@ def _read_run(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) ->
     for (name, _, boxes), (_, rows) in groups.items():
         places = _places(name, boxes, ours)
         elements, head, length = np.array([(p.elements, p.head, p.length) for p in places], np.int64).reshape(-1, 3).T
-        fits[rows] = (columns.payload_length[rows] == elements) & (elements > 0)
+        fits[rows] = (columns.payload_length(rows) == elements) & (elements > 0)
         if any(place.around for place in places):
             items = columns.item[rows]
-            fits[rows] &= (columns.item_length[rows] == length) & (columns.payload[rows] == items + head)
+            fits[rows] &= (columns.item_length(rows) == length) & (columns.payload(rows) == items + head)
     return columns, groups, _Bytes.of(payloads, columns, fits, ours)
 
 
@@ -207,13 +207,14 @@ class _Bytes:
     def of(cls, payloads: Payloads, columns: Columns, wanted: _Flags, ours: bool) -> _Bytes:
         """Read the items of the wanted rows if they are ``ours``, else only the payloads."""
         at = np.full(len(columns), UNKNOWN, np.int64)
-        offset, length = (columns.item, columns.item_length) if ours else (columns.payload, columns.payload_length)
         rows = np.flatnonzero(wanted)
         if not len(rows):
             return cls(np.zeros(0, np.uint8), at)
-        rows = rows[np.lexsort((offset[rows], columns.file[rows]))]
-        file, start = columns.file[rows], offset[rows]
-        runs = joined(start, (offset + length)[rows], _GAP, file=file)
+        start = columns.item[rows] if ours else columns.payload(rows)
+        order = np.lexsort((start, columns.file[rows]))
+        rows, start = rows[order], start[order]
+        file, length = columns.file[rows], columns.item_length(rows) if ours else columns.payload_length(rows)
+        runs = joined(start, start + length, _GAP, file=file)
         bounds = np.append(0, np.cumsum(runs.stop - runs.start))
         raw = np.empty(int(bounds[-1]), np.uint8)
         at[rows] = start + np.repeat(bounds[:-1] - runs.start, np.diff(np.append(runs.first, len(rows))))

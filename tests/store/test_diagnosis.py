@@ -290,7 +290,7 @@ def test_a_million_lost_chunks_are_told_without_a_loop_over_them(monkeypatch):
     lo = np.arange(count, dtype=np.int64)[:, None]
     zeros, ones = np.zeros(count, np.int64), np.ones(count, np.int64)
     file, digest = np.zeros(count, np.int32), np.zeros((count, 16), np.uint8)
-    columns = Columns(("__0_0.distcp",), file, zeros, ones * 4, zeros, ones * 4, digest, ones > 0, ones)
+    columns = Columns.of_extents(("__0_0.distcp",), file, zeros, ones * 4, zeros, ones * 4, digest, ones > 0, ones)
     chunks = Chunks(columns, 0, Boxes.of(lo, lo + 1))
     manifest = Manifest((StateRecord("model.w", ("model", "w"), (count,), "float32", chunks),))
 

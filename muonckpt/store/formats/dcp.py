@@ -46,12 +46,10 @@ def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord
         SourceError: an item is not the dense tensor that the metadata promise; names the tensor, the box and the file.
     """
     columns = columns_of(tensor.chunks for tensor in tensors)
-    payload, payload_length, crc32 = (
-        column.copy() for column in (columns.payload, columns.payload_length, columns.crc32)
-    )
+    payload, payload_length, crc32 = columns.payload(), columns.payload_length(), columns.crc32.copy()
     strides: dict[int, Index] = {}
     stored = [(tensor, box) for tensor in tensors for box in tensor.boxes]
-    offsets, lengths = columns.item.tolist(), columns.item_length.tolist()
+    offsets, lengths = columns.item.tolist(), columns.item_length().tolist()
     order = np.lexsort((columns.item, columns.file))
     by_file = np.split(order, np.flatnonzero(np.diff(columns.file[order])) + 1) if len(order) else []
 
@@ -94,7 +92,8 @@ def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord
             list(map(read_items, by_file))
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
-    known = replace(columns, payload=payload, payload_length=payload_length, crc32=crc32)
+    extents = columns.item, columns.item_length(), payload, payload_length
+    known = Columns.of_extents(columns.names, columns.file, *extents, columns.digest, columns.has_digest, crc32)
     result = []
     for tensor, own in zip(tensors, on_columns((tensor.chunks for tensor in tensors), known), strict=True):
         of_tensor: Strides | None = tuple(map(strides.get, range(own.start, own.stop))) if strides else None

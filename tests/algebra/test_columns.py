@@ -1,0 +1,59 @@
+"""The bytes of many chunks in columns: what goes in comes out, whichever lengths they share."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muonckpt import SourceError
+from muonckpt.box import MOST_ELEMENTS
+from muonckpt.columns import UNKNOWN, Columns, ColumnsBuilder, Row
+
+lengths = st.integers(0, 3)
+
+
+@st.composite
+def rows(draw) -> list[Row]:
+    """Chunks in a few files; payloads that are not known, and ones that begin before their item, among them."""
+    many = []
+    for _ in range(draw(st.integers(0, 9))):
+        name, item, length = draw(st.sampled_from(["a", "b", "c"])), draw(lengths), draw(lengths)
+        payload = draw(st.one_of(st.just((UNKNOWN, UNKNOWN)), st.tuples(lengths, lengths)))
+        digest = draw(st.sampled_from([None, "00" * 16, "ab" * 16]))
+        many.append((name, item, length, *payload, digest, draw(st.sampled_from([UNKNOWN, 0, 2**32 - 1]))))
+    return many
+
+
+def listed(columns: Columns) -> list[Row]:
+    return list(columns.rows(0, len(columns)))
+
+
+@given(rows(), st.data())
+def test_rows_come_out_as_they_went_in_however_they_are_taken(given, data):
+    columns, count = Columns.of(given), len(given)
+    assert listed(columns) == given
+    assert columns.item_end().tolist() == [row[1] + row[2] for row in given]
+    for number in range(count):
+        assert (columns.payload(number), columns.payload_length(number)) == given[number][3:5]
+    numbers = data.draw(st.lists(st.integers(0, count - 1), max_size=5)) if count else []
+    assert list(columns.rows_at(numbers)) == [given[number] for number in numbers]
+    start = data.draw(st.integers(0, count))
+    assert listed(columns.taken(slice(start, None))) == given[start:]
+
+
+@given(st.lists(rows(), max_size=4), st.data())
+def test_columns_with_other_files_and_frames_are_joined(blocks, data):
+    builder, expected = ColumnsBuilder(), []
+    for block in blocks:
+        columns, start = Columns.of(block), data.draw(st.integers(0, len(block)))
+        builder.add(columns, start, len(block))
+        builder.add(columns, 0, start)
+        expected += block[start:] + block[:start]
+    assert listed(builder.finished()) == expected
+
+
+@pytest.mark.parametrize("row", [("a", 5, MOST_ELEMENTS, 0, 1), ("a", 0, 1, MOST_ELEMENTS, 1), ("a", 2**62, 1, 0, 1)])
+def test_a_range_that_ends_too_far_away_is_refused(row):
+    with pytest.raises(SourceError, match="refused byte range"):
+        Columns.of([("a", 0, 1, 0, 1, None, UNKNOWN), (*row, None, UNKNOWN)])
