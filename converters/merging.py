@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from .engine.container import container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined
 from .look.contents import first_look
-from .merge.joined import JoinedCheckpoints, input_prints
+from .merge.joined import JoinedCheckpoints, input_prints, joined_checkpoints
 from .merge.merged_outputs import MergeRequest, shares
 from .options import AS_THE_SOURCE_SAYS, IN_ONE_GO, Execution, Translation
 from .report import Report
@@ -107,23 +106,24 @@ def merge(
     if isinstance(sources, str | os.PathLike | Remote) or len(sources) < 2:
         raise TargetError("merge needs at least two checkpoints")
     request = average.request(len(sources))
-    with joined(os.environ, execution.timeout) as workers, ExitStack() as stack:
+    with joined(os.environ, execution.timeout) as workers:
         of_input = translation.request(to_dialect)
         target = target_of(mesh or {"dp": 1}, shard, layout)
         place = location(destination, DestinationError)
-        inputs = [stack.enter_context(open(source)) for source in sources]
+        inputs = joined_checkpoints(map(open, sources))
         container = container_of(format or default_format(inputs[0], of_input.target), shard_size)
         check_use(container, target.mesh, bool(shard), layout)
         for one in inputs:
             check_destination(one.path, place, container)
-        joined_inputs = JoinedCheckpoints.of(inputs)
-        outputs = request.outputs(joined_inputs, [of_input.outputs(one) for one in inputs]).selected(select)
-        used = outputs.used(joined_inputs.manifest)
-        keys_used = {tensor.key for tensor in used.tensors}
-        prints = [{} if execution.dry_run else input_prints(one, keys_used, execution.jobs) for one in inputs]
-        source = replace(joined_inputs, provenance=_provenance(request, translation.model_only, inputs, prints))
-        job = make_job(source, target, select, lambda _: outputs, container)
-        return execution.run(job, place, tuple(f"source: {one.path}" for one in inputs), workers)
+        with inputs[0].payloads:  # the bytes of all
+            outputs = request.outputs(inputs, [of_input.outputs(one) for one in inputs]).selected(select)
+            source = JoinedCheckpoints(inputs[0].path, inputs[0].payloads, [one.manifest for one in inputs])
+            used = outputs.used(source.manifest)
+            keys_used = {tensor.key for tensor in used.tensors}
+            prints = [{} if execution.dry_run else input_prints(one, keys_used, execution.jobs) for one in inputs]
+            source = replace(source, provenance=_provenance(request, translation.model_only, inputs, prints))
+            job = make_job(source, target, select, lambda _: outputs, container)
+            return execution.run(job, place, tuple(f"source: {one.path}" for one in inputs), workers)
 
 
 def _provenance(

@@ -288,9 +288,9 @@ def columns_of(every: Iterable[Chunks]) -> Columns:
     return builder.finished()
 
 
-def on_columns(every: Iterable[Chunks], columns: Columns) -> list[Chunks]:
-    """Chunks of the same boxes and strides whose bytes, one tensor after the other, are in these rows."""
-    moved, start = [], 0
+def on_columns(every: Iterable[Chunks], columns: Columns, start: int = 0) -> list[Chunks]:
+    """Chunks of the same boxes and strides whose bytes, one tensor after the other, are in rows from ``start`` on."""
+    moved = []
     for chunks in every:
         moved.append(Chunks(columns, start, chunks.boxes, chunks.strides))
         start += len(chunks)

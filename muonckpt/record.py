@@ -175,10 +175,14 @@ class Manifest:
         Raises:
             SourceError: a name is refused.
         """
-        chunks = on_columns((tensor.chunks for tensor in self.tensors), self.columns.renamed(name_of))
-        tensors = (replace(tensor, chunks=own) for tensor, own in zip(self.tensors, chunks, strict=True))
         blobs = (replace(blob, item=replace(blob.item, file=name_of(blob.item.file))) for blob in self.blobs)
-        return replace(self, tensors=tuple(tensors), blobs=tuple(blobs))
+        return replace(self.on(self.columns.renamed(name_of)), blobs=tuple(blobs))
+
+    def on(self, columns: Columns, start: int = 0) -> Manifest:
+        """The same tensors, whose chunks are in the rows of these columns from ``start`` on."""
+        chunks = on_columns((tensor.chunks for tensor in self.tensors), columns, start)
+        tensors = (replace(tensor, chunks=own) for tensor, own in zip(self.tensors, chunks, strict=True))
+        return replace(self, tensors=tuple(tensors))
 
     def to_json(self) -> str:
         """The text of the manifest file: one line per tensor and blob, so that it can be read and compared.

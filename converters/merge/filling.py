@@ -31,7 +31,7 @@ from ...vocabulary import MOMENTUM, begins_as_zeros
 from ...wording import counted
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import FirstLook, first_look, kinds_in
-from .joined import JoinedCheckpoints
+from .joined import JoinedCheckpoints, JoinedPayloads
 
 Name = tuple[str, str | None]
 """A parameter, or a tensor of no parameter, and the slot of its state: the same in checkpoints with other keys."""
@@ -296,7 +296,8 @@ class Filling:
         listed = [OutputItem(blob.key, blob.path, items[blob.key]) for blob in self.broken.outline.blobs]
         base = dict(self.broken.provenance)
         provenance = {**base, "salvaged": [*base.get("salvaged", ()), self._entry()]}
-        return JoinedCheckpoints(opened, manifests, provenance), Outputs(tensors, listed)
+        payloads = JoinedPayloads([one.payloads for one in opened])
+        return JoinedCheckpoints(self.broken.path, payloads, manifests, provenance), Outputs(tensors, listed)
 
     def _output(self, record: StateRecord, moved: Sequence[Mapping[str, Chunks]]) -> OutputTensor:
         parts = [part for part in self.parts.get(record.key, ()) if part.source]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ...chunks import Chunks
+from ...columns import Columns, ColumnsBuilder
 from ...fingerprint import as_hex, combine, fingerprint
 from ...record import Chunk, Extent, Manifest, StateRecord
 from ...store.io.location import Location
@@ -16,7 +16,7 @@ from ...store.io.regular import FileBytes
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.blocks import bands
 from ...store.reading.payloads import Payloads, payload_of
-from ..engine.outputs import OutputItem, Outputs
+from ...store.reading.reader import LocatedReader
 
 
 class JoinedPayloads(Payloads):
@@ -60,53 +60,44 @@ class JoinedPayloads(Payloads):
         return self._parts[int(number)], own
 
 
+def joined_checkpoints(opened: Iterable[OpenCheckpoint]) -> list[OpenCheckpoint]:
+    """Return checkpoints, located, whose files have the names of `JoinedPayloads`, and whose chunks share columns.
+
+    Each is let go before the next is asked for: the columns of many chunks should be in memory once.
+    """
+    builder, parts = ColumnsBuilder(), []
+    for number, one in enumerate(opened):
+        manifest = one.manifest.moved(f"{number}/{{}}".format)
+        columns, start = manifest.columns, builder.rows
+        builder.add(columns, 0, len(columns))
+        parts.append((one.path, one.format, one.payloads, manifest.on(Columns.of(())), start))
+        del one, manifest, columns
+    columns, payloads = builder.finished(), JoinedPayloads([payloads for _, _, payloads, _, _ in parts])
+    return [
+        OpenCheckpoint(path, format, LocatedReader(manifest.on(columns, start), payloads))
+        for path, format, _, manifest, start in parts
+    ]
+
+
 @dataclass(frozen=True)
 class JoinedCheckpoints:
-    """Open checkpoints as one source of a job.
+    """Checkpoints as one source of a job.
 
     Attributes:
-        inputs: the manifest of each, with the names that files have here.
+        manifests: of each, with the names that files have in ``payloads``.
         provenance: of the result.
     """
 
-    parts: Sequence[OpenCheckpoint]
-    inputs: Sequence[Manifest]
+    path: Location
+    payloads: Payloads
+    manifests: Sequence[Manifest]
     provenance: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, parts: Sequence[OpenCheckpoint]) -> JoinedCheckpoints:
-        return cls(parts, [part.manifest.moved(f"{number}/{{}}".format) for number, part in enumerate(parts)])
-
-    @property
-    def path(self) -> Location:
-        return self.parts[0].path
-
-    @cached_property
-    def payloads(self) -> Payloads:
-        return JoinedPayloads([part.payloads for part in self.parts])
 
     @cached_property
     def manifest(self) -> Manifest:
         """The tensors and items of all, under their own keys."""
-        tensors = tuple(tensor for manifest in self.inputs for tensor in manifest.tensors)
-        return Manifest(tensors, tuple(blob for manifest in self.inputs for blob in manifest.blobs), self.provenance)
-
-    def outputs(self, number: int, own: Outputs) -> Outputs:
-        """Return what one input alone would be written as, made of the joined checkpoints."""
-        listed = zip(self.parts[number].manifest.tensors, self.inputs[number].tensors, strict=True)
-        moved = {before.chunks.place: after.chunks for before, after in listed if len(before.chunks)}
-
-        def source(chunks: Chunks | bytes) -> Chunks | bytes:
-            return chunks if isinstance(chunks, bytes) or not len(chunks) else moved[chunks.place]
-
-        def item(own: OutputItem) -> OutputItem:
-            if own.source is None:
-                return own
-            extent = own.source.item
-            return replace(own, source=replace(own.source, item=replace(extent, file=f"{number}/{extent.file}")))
-
-        tensors = [replace(tensor, sources=tuple(map(source, tensor.sources))) for tensor in own.tensors]
-        return replace(own, tensors=tensors, items=list(map(item, own.items)))
+        tensors = tuple(tensor for manifest in self.manifests for tensor in manifest.tensors)
+        return Manifest(tensors, tuple(blob for manifest in self.manifests for blob in manifest.blobs), self.provenance)
 
 
 _ELEMENTS_AT_A_TIME = 1 << 18

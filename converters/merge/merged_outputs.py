@@ -20,7 +20,7 @@ from ...box import Box
 from ...errors import SourceError, TargetError
 from ...layout import TensorLayout
 from ...record import Blob, Extent, Manifest
-from ...store.open_checkpoint import checked_blob
+from ...store.open_checkpoint import OpenCheckpoint, checked_blob
 from ...store.reading.blocks import bands
 from ...store.reading.dtypes import dtype
 from ...store.reading.payloads import Payloads
@@ -32,7 +32,6 @@ from ..engine.outputs import ELEMENTS_AT_A_TIME, OutputItem, Outputs, OutputTens
 from ..programs.dialect import Dialect
 from ..translate.detection import detect
 from .exact_average import SIGNIFICAND, AverageWeights, averaged
-from .joined import JoinedCheckpoints
 
 _INDIVISIBLE = ("float", "complex", "bits")
 """Types of numbers, beside those of `SIGNIFICAND`, that have an average which we cannot compute."""
@@ -98,22 +97,22 @@ class MergeRequest:
     weights: tuple[Fraction, ...]
     others_from: int | None = None
 
-    def outputs(self, source: JoinedCheckpoints, of_inputs: Sequence[Outputs]) -> Outputs:
+    def outputs(self, checkpoints: Sequence[OpenCheckpoint], of_inputs: Sequence[Outputs]) -> Outputs:
         """Return the merged tensors and items.
 
         Args:
+            checkpoints: the inputs, joined.
             of_inputs: what each input alone would be written as.
         """
-        names = [str(part.path) for part in source.parts]
-        joined = (source.outputs(number, outputs) for number, outputs in enumerate(of_inputs))
-        inputs = [_Input.of(name, outputs) for name, outputs in zip(names, joined, strict=True)]
+        names = [str(one.path) for one in checkpoints]
+        inputs = [_Input.of(name, outputs) for name, outputs in zip(names, of_inputs, strict=True)]
         base = inputs[self.others_from or 0]
         keys = _agreed_keys(inputs)
         tensors: list[OutputTensor] = [
             self._average([one.averaged[key] for one in inputs], names) for key in base.averaged if key in keys
         ]
         if self.others_from is None:
-            _refuse_differences(inputs, source.payloads)
+            _refuse_differences(inputs, checkpoints[0].payloads)
         left = {key for one in inputs for key in (*one.others, *one.items, *one.left_out)}
         left -= {*base.others, *base.items}
         tensors += base.others.values()

@@ -365,17 +365,18 @@ class OpenCheckpoint:
 
     Args:
         format: by which it is read, where it has several descriptions; None means the one that its files show.
+        reader: what has read its metadata already, if anything has.
 
     Raises:
         SourceError: there is no checkpoint, or its metadata are damaged or refused.
     """
 
     @gc_paused()
-    def __init__(self, path: Location, format: Format | None = None) -> None:
+    def __init__(self, path: Location, format: Format | None = None, reader: Reader | None = None) -> None:
         self.path = path
         self.format: Format = format or format_of(path)
         """``format.name`` is what a user calls it."""
-        self._reader = self.format.read(path)
+        self._reader = reader or self.format.read(path)
         self._tensors = TensorReader(self._reader)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -397,8 +398,7 @@ class OpenCheckpoint:
         """Return the checkpoint as one that has lost these tensors of another one, too."""
         lost = (replace(tensor, chunks=Chunks.of((), len(tensor.shape)), fingerprint=None) for tensor in tensors)
         outline = replace(self.outline, tensors=(*self.outline.tensors, *lost))
-        reader = LocatedReader(outline, self.payloads, tuple(self.faults))
-        return OpenCheckpoint(self.path, replace(self.format, reader=lambda _: reader))
+        return OpenCheckpoint(self.path, self.format, LocatedReader(outline, self.payloads, tuple(self.faults)))
 
     def close(self) -> None:
         """Close the files; reading opens them again."""
