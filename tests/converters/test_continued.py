@@ -9,8 +9,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from support import sweep
+from support.commands import called
 from support.continued import (
     EXACT,
     Model,
@@ -30,7 +30,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import muonckpt
 from muonckpt import SourceError
-from muonckpt.cli.inspect import inspect_command
 from muonckpt.converters.options import grouped
 from muonckpt.converters.translate.names import NameRule, NameRules
 from muonckpt.optimizer import Muon
@@ -75,8 +74,7 @@ def test_a_run_of_torch_with_a_schedule_goes_on_in_ours_and_back_in_torch(tmp_pa
 
     report = muonckpt.convert(tmp_path / "torch", tmp_path / "ours", to_dialect="muonckpt")
     assert {check.subject for check in report.checklist if check.action == "set in code"} == {"ns_dtype of muon groups"}
-    code = CliRunner().invoke(inspect_command, [str(tmp_path / "ours"), "--groups"])
-    listed = ast.literal_eval(code.output)
+    listed = ast.literal_eval(called("inspect", tmp_path / "ours", "--groups").stdout)
     assert [group["params"] for group in listed] == [["qkv"], ["up", "down"], ["scale", "shift"]]
     assert [(group["initial_lr"], group["weight_decay"]) for group in listed] == [
         (0.02, 0.3),
