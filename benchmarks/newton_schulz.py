@@ -3,8 +3,8 @@
     python benchmarks/newton_schulz.py [--quick] [--limit 180] [--out out/newton_schulz.json]
 
 On an NVIDIA GPU: plain torch, torch.compile (two shapes), ours by torch's products and by our kernels, plain and Gram
-form, and gram-newton-schulz if it is installed; launched from Python, and replayed as CUDA graphs.  The floor is the
-work of the symmetric form at the dense peak of the chip.  On a CPU: the function of torch.optim.Muon against ours, at
+form, and what `peer_kernels` finds; launched from Python, and replayed as CUDA graphs.  The floor is the work of the
+symmetric form at the dense peak of the chip.  On a CPU: the function of torch.optim.Muon against ours, at
 small sizes.  At the end it measures which form is the fastest where, and writes the table: `CostTable.from_json` reads
 it.
 """
@@ -17,11 +17,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from machine import describe
+from peer_kernels import KELLER, PEERS, Peer, Polynomials, found
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
@@ -46,6 +46,8 @@ GPU_SHAPES: tuple[Places, ...] = (
     Places(((128, 2048, 768),)),
     Places(((64, 128, 4096),)),
     Places(((24, 512, 512), (24, 512, 1408), (48, 128, 512))),
+    Places(((1, 512, 512),)),
+    Places(((1, 256, 256),)),
 )
 CPU_SHAPES: tuple[Places, ...] = (
     Places(((1, 64, 64),)),
@@ -61,9 +63,7 @@ CPU_SHAPES: tuple[Places, ...] = (
 QUICK = 3
 """How many shapes `--quick` does."""
 
-STEPS = 5
-KELLER = (3.4445, -4.7750, 2.0315)
-"""What torch.optim.Muon uses; all methods are given the same polynomials."""
+STEPS = len(KELLER)
 
 PEAK = {"NVIDIA H200": 790e12, "NVIDIA H100 80GB HBM3": 790e12}
 """Dense 16-bit FLOP/s that are taken for the chip's peak: an assumption (989 on paper)."""
@@ -85,7 +85,7 @@ def one_by_one(function: Callable[..., Tensor]) -> Method:
     """torch.optim.Muon's function, or what is made of it, matrix by matrix."""
 
     def method(memory: Tensor, places: Places) -> Tensor:
-        done = [function(matrix, KELLER, STEPS, 1e-7) for matrix in places.of_memory(memory)]
+        done = [function(matrix, KELLER[0], STEPS, 1e-7) for matrix in places.of_memory(memory)]
         return done[0].reshape(-1) if len(done) == 1 else torch.cat([matrix.reshape(-1) for matrix in done])
 
     return method
@@ -102,13 +102,12 @@ def compiled() -> Method:
 
 def batched(memory: Tensor, places: Places) -> Tensor:
     """What a stack of one shape allows in plain torch: batched products in bf16."""
-    a, b, c = KELLER
     done = []
     for stack in stacks(memory, places):
         tall = stack.shape[1] > stack.shape[2]
         x = (stack.mT if tall else stack).bfloat16()
         x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
-        for _ in range(STEPS):
+        for a, b, c in KELLER:
             r = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(r, r, r, beta=b, alpha=c), x, beta=a)
         done.append((x.mT if tall else x).reshape(-1))
@@ -127,12 +126,10 @@ def ours(dtype: torch.dtype, gram: tuple[int, ...] | None = None, choice: Choice
     return lambda memory, places: orthogonalize_all(memory, places, recipe, form(memory.device, places))
 
 
-def gram_newton_schulz() -> Method:
-    """Dao-AILab's package, shape by shape."""
-    from gram_newton_schulz import GramNewtonSchulz
-
-    theirs = GramNewtonSchulz(ns_coefficients=[KELLER] * STEPS, gram_newton_schulz_reset_iterations=[2])
-    return lambda memory, places: torch.cat([theirs(stack).reshape(-1) for stack in stacks(memory, places)])
+def by_peer(peer: Peer) -> Method:
+    """A peer's, stack by stack; imported when it is called first, as it may lack something."""
+    theirs = cache(peer.made)
+    return lambda memory, places: torch.cat([theirs()(stack).reshape(-1) for stack in stacks(memory, places)])
 
 
 def stacks(memory: Tensor, places: Places) -> list[Tensor]:
@@ -143,29 +140,27 @@ def stacks(memory: Tensor, places: Places) -> list[Tensor]:
 
 def methods(device: torch.device, compile_too: bool) -> dict[str, Method]:
     """By name; plain torch first."""
-    found: dict[str, Method] = {"torch.optim.Muon": by_torch, "ours": ours(torch.bfloat16)}
+    made: dict[str, Method] = {"torch.optim.Muon": by_torch, "ours": ours(torch.bfloat16)}
     if device.type == "cuda":
-        found |= {
+        made |= {
             **({"torch.compile": compiled()} if compile_too else {}),
             "torch, batched": batched,
             "ours, Gram": ours(torch.bfloat16, (2,)),
             "ours, fp16": ours(torch.float16),
             "ours, by torch": ours(torch.bfloat16, choice=lambda *facts: Form(kernels=False, gram=False)),
         }
-        if find_spec("gram_newton_schulz"):
-            found["gram-newton-schulz"] = gram_newton_schulz()
-    return found
+        made |= {name: by_peer(peer) for name, peer in found().items()}
+    return made
 
 
-def reference(memory: Tensor, places: Places) -> Tensor:
+def reference(memory: Tensor, places: Places, polynomials: Polynomials) -> Tensor:
     """The same polynomials in float64."""
-    a, b, c = KELLER
     done = []
     for stack in stacks(memory, places):
         tall = stack.shape[1] > stack.shape[2]
         x = stack.mT.double() if tall else stack.double()
         x = x / torch.linalg.matrix_norm(x, keepdim=True)
-        for _ in range(STEPS):
+        for a, b, c in polynomials:
             r = x @ x.mT
             x = a * x + (b * r + c * r @ r) @ x
         done.append((x.mT if tall else x).reshape(-1))
@@ -175,16 +170,18 @@ def reference(memory: Tensor, places: Places) -> Tensor:
 def errors(chosen: Mapping[str, Method], places: Places, device: torch.device) -> dict[str, float | str]:
     """Relative distance of each method from float64 on fresh matrices, or why it does not run."""
     memory = torch.randn(places.numel, device=device)
-    exact = reference(memory, places)
-    found: dict[str, float | str] = {}
+    of_name = {name: peer.polynomials for name, peer in PEERS.items()}
+    exact = {polynomials: reference(memory, places, polynomials) for polynomials in {KELLER, *of_name.values()}}
+    distances: dict[str, float | str] = {}
     for name, method in chosen.items():
+        expected = exact[of_name.get(name, KELLER)]
         try:
-            found[name] = ((method(memory, places).double() - exact).norm() / exact.norm()).item()
+            distances[name] = ((method(memory, places).double() - expected).norm() / expected.norm()).item()
         except Exception as error:  # a peer's, of any kind: its row says so
-            if name not in ("torch.compile", "gram-newton-schulz"):
+            if name != "torch.compile" and name not in PEERS:
                 raise
-            found[name] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
-    return found
+            distances[name] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+    return distances
 
 
 def seconds(method: Method, memory: Tensor, places: Places, times: int) -> float:

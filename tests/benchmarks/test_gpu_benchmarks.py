@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
 import newton_schulz
+import peer_kernels
 import products
 import step_gpu
 from support.interpreted import DEVICE
@@ -47,6 +48,30 @@ def test_methods_are_checked_before_they_are_timed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(newton_schulz, "methods", lambda device, compile_too: far)
     with pytest.raises(SystemExit, match="too far"):
         newton_schulz.row(Places(((1, 8, 8),)), DEVICE, 1, until=0)
+
+
+CHECKOUTS = {
+    "flash_muon": "from torch.optim._muon import _zeropower_via_newtonschulz as ns\n"
+    "fast_newtonschulz = lambda matrix: ns(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)\n",
+    "gram_newton_schulz": "import a_package_of_theirs\n",
+}
+
+
+def test_checkouts_of_peers_are_found_and_one_that_does_not_run_says_why(tmp_path, monkeypatch, capsys):
+    for module, code in CHECKOUTS.items():
+        (tmp_path / f"of {module}").mkdir()
+        (tmp_path / f"of {module}" / f"{module}.py").write_text(code)
+    monkeypatch.setenv("PEERS", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    theirs = {name: newton_schulz.by_peer(peer) for name, peer in peer_kernels.found().items()}
+    assert theirs.keys() >= {"flash-muon", "gram-newton-schulz"}
+    each = {name: theirs[name] for name in ("flash-muon", "gram-newton-schulz")}
+    chosen = {"torch.optim.Muon": newton_schulz.by_torch, **each}
+    monkeypatch.setattr(newton_schulz, "methods", lambda device, compile_too: chosen)
+    row = newton_schulz.row(Places(((2, 8, 24), (1, 8, 8))), DEVICE, 1, until=0)
+    assert row["median"].keys() == {"torch.optim.Muon", "flash-muon"}
+    newton_schulz.show(row)
+    assert "gram-newton-schulz   does not run: ModuleNotFoundError: No module named 'a_pack" in capsys.readouterr().out
 
 
 def test_gates_are_measured_and_stored(capsys: pytest.CaptureFixture[str]) -> None:
