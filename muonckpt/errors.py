@@ -115,8 +115,11 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-def called_like(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function of the public API with a call: arguments that it does not take are refused with that line."""
+def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function of the public API with a call: arguments that it does not take are refused with that line.
+
+    Those that belong ``elsewhere`` are refused with a line of their own.
+    """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -129,8 +132,10 @@ def called_like(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 try:
                     signature.bind(*args, **kwargs)
                 except TypeError as misfit:
-                    near = did_you_mean(str(misfit).rpartition("argument ")[2].strip("'"), [*signature.parameters])
-                    raise TypeError(f"{function.__qualname__}: {misfit}{near or '.'} Write {line}") from None
+                    name = str(misfit).rpartition("argument ")[2].strip("'")
+                    near = did_you_mean(name, [*signature.parameters])
+                    write = elsewhere.get(name, line)
+                    raise TypeError(f"{function.__qualname__}: {misfit}{near or '.'} Write {write}") from None
                 raise
 
         return call

@@ -68,6 +68,11 @@ def line(rules: str) -> str:
 
 EXAMPLE_LINE = line(EXAMPLE)
 
+WITH_ALGORITHM = (
+    f"[{{'params': ..., 'algorithm': ...}}], as it is an option of groups, or {EXAMPLE_LINE[:-1]}, "
+    "kinds={'matrix': {'algorithm': 'normuon'}})"
+)
+
 
 def refuse_no_parameters(params: object) -> None:
     """Refuse a model, or decisions on one, in the place of parameters.

@@ -22,7 +22,7 @@ from ..layouts.tensors import layout_of, local_of, with_local
 from ..resumption import LOAD_LINES, Globs, LoadReport
 from ..vocabulary import MUON, MUON_CONVENTION, ROUNDING_SEED, STEP, STEPS_TAKEN
 from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
-from .for_model import EXAMPLE_LINE, ForModel, refuse_no_parameters
+from .for_model import EXAMPLE_LINE, WITH_ALGORITHM, ForModel, refuse_no_parameters
 from .given import given_in
 from .ground.cuda_graphs import capturing
 from .ground.eight_bits import block_of
@@ -127,7 +127,7 @@ class Muon(ForModel, CollectiveOptimizer):
     _places: Mapping[Tensor, Placed] = MappingProxyType({})
     """Where parameters lie that are parts of others."""
 
-    @called_like(EXAMPLE_LINE)
+    @called_like(EXAMPLE_LINE, algorithm=WITH_ALGORITHM)
     def __init__(
         self,
         params: Any,
