@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..box import Box
-from ..checkpoint.all_ranks import group_ranks, is_coordinator, refuse_crossed, scatter_from_first
+from ..checkpoint.all_ranks import gather_on_all, group_ranks, is_coordinator, refuse_crossed, scatter_from_first
 from ..checkpoint.bits import unsigned
 from ..checkpoint.live_state import LiveState, RankBoxes, RankState, held_layout, holders_by_key
 from ..errors import ArgumentError, DestinationError, about
@@ -81,8 +81,8 @@ class Sample:
         return torch.cat(cut).to(self.weights.device, torch.float32, non_blocking=True) if cut else zeros(0)
 
     def spread(self, values: Mapping[str, float]) -> Tensor:
-        """Return the value of each element's parameter."""
-        each = [torch.full((n,), values[key.partition(".")[2]]) for (key, _), (_, n) in self.cuts.items()]
+        """Return the value of each element's parameter; zero for one that is no more noted."""
+        each = [torch.full((n,), values.get(key.partition(".")[2], 0.0)) for (key, _), (_, n) in self.cuts.items()]
         return torch.cat([torch.zeros(0), *each]).to(self.weights.device)
 
 
@@ -101,6 +101,9 @@ class TrailWriter:
     def _begin_anew(self) -> None:
         self.continuation: ResumedRun | None = None
         self._keys: tuple[str, ...] = ()
+        """What is noted; empty until the ranks have agreed."""
+        self._grown = False
+        """True if this rank holds something else by now."""
         self._attempt = 0
         self._past: Steps | None = None
         self._counted: Counted = {}
@@ -123,10 +126,11 @@ class TrailWriter:
     def note(self, step: int, optimizers: Sequence[Optimizer], loss: float | Tensor | None) -> None:
         parameters = [*_parameters(optimizers)]
         held = {f"{part}.{one.name}": tensor for one in parameters for part, tensor in one.held.items()}
-        if self._keys != (keys := tuple(held)):
+        self._grown = self._keys != tuple(held)
+        if not self._keys or (self._grown and len(group_ranks(self._group)) == 1):
             self.close()
             self._agree(held)
-            self._keys = keys
+            self._keys, self._grown = tuple(held), False
         if self._file is not None:
             self._write()
             self._pending = self._line(step, parameters, loss)
@@ -141,6 +145,16 @@ class TrailWriter:
         """Write what is not written yet, where a program that is killed would lose it."""
         self._write()
         self._do("write", lambda file: file.flush())
+
+    def settle(self) -> None:
+        """Have the next note agree anew if a rank has got parameters, or state of them, that are not noted.
+
+        Collective if there are notes.  A note itself cannot ask: perhaps this rank alone knows that something is new,
+        as in a pipeline of which one stage was unfrozen.
+        """
+        self.flush()
+        if self._keys and any(gather_on_all(self._group, DestinationError, lambda: self._grown)):
+            self._keys = ()
 
     def close(self) -> None:
         """Write what is not written yet, and close the file."""
@@ -164,7 +178,7 @@ class TrailWriter:
             return [(attempt, counted, dims) for counted in counted_by(ranks)]
 
         self._attempt, self._counted, dims = scatter_from_first(self._group, DestinationError, described, deal)
-        self._parameters_sum = parameters_sum(held, self._counted)
+        self._parameters_sum, self._coefficients = parameters_sum(held, self._counted), {}
         device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
         self._samples = {
             part: sample_of(

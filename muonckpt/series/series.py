@@ -181,9 +181,10 @@ class Series:
         """Note a step in the run's trail, after it was taken and before gradients are zeroed.
 
         Noted are the loss, the largest rate, the norms of gradients, momentum and weights, and sums of sampled elements
-        of each, in a line of about 600 bytes for each rank in the folder ``trail``.  The first call is collective, and
-        the first one after a parameter was added; others do not communicate, nor wait for a device.  In an object
-        store, lines are written 64 at a time, with each save, and at the end: a program that is killed loses the last.
+        of each, in a line of about 600 bytes for each rank in the folder ``trail``.  The first call is collective;
+        others do not communicate, nor wait for a device.  So parameters that are added later, and state that begins
+        later, are noted from the first call after the next save on, which is collective again.  In an object store,
+        lines are written 64 at a time, with each save, and at the end: a program that is killed loses the last.
 
         The first steps after `restore` are compared with those of the run that went on from there.  If they are not the
         same, a `RuntimeWarning` on the first rank says what differs and by how much; see `continuation`.
@@ -239,7 +240,7 @@ class Series:
             LayoutError, ArgumentError, LostRankError: as in `muonckpt.save`.
         """
         self._signals.ask("Series.save")
-        self._trail.flush()
+        self._trail.settle()
         settle_last(self._group)
         name = self._new_name(step, replace, also)
         saved = self._saved(name)
@@ -275,7 +276,7 @@ class Series:
             name = self._new_name(step, replace, also)
             return self._saved(name).path, lambda: self._published(name, also)
 
-        self._trail.flush()
+        self._trail.settle()
         wanted, details = f"step {step}", {**(provenance or {}), "step": step}
         ask = partial(self._signals.ask, "Series.async_save")
         saving = save_in_thread(state_dict, wanted, details, self._group, on_error, when_busy, ask, begin)

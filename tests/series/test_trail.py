@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import uuid
@@ -208,6 +209,34 @@ def test_lines_that_cannot_be_read_are_told(began, tmp_path):
     second.unlink()
     [attempt] = attempts_of(tmp_path / "run")
     assert not attempt.steps and "attempt 1: nothing is here of 1 of 2 ranks: 1" in attempt.faults
+
+
+def stages(rank: int, world: int, folder: str) -> float:
+    """Train a stage of one's own; that of rank 1 grows in step 2.  Return the norm of its weights at the end."""
+    layers = nn.ModuleDict({f"{rank}-{number}": nn.Linear(8, 4, bias=False) for number in range(2)})
+    named = [(name, layer.weight) for name, layer in layers.items()]
+    optimizers = [Muon(named[:1], lr=0.02)]
+    with muonckpt.Series(folder) as series:
+        for step in range(1, 6):
+            for _, weight in named:
+                weight.grad = torch.ones_like(weight)
+            if step == 2 and rank == 1:
+                optimizers.append(Muon(named[1:], lr=0.02))
+            for optimizer in optimizers:
+                optimizer.step()
+            series.note(step, *optimizers)
+            if step == 4:
+                series.save(step, {"layers": dict(named)})
+    noted = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    return sum(param.square().sum().item() for param in noted) ** 0.5
+
+
+def test_ranks_whose_parameters_have_grown_do_not_wait_for_the_others(tmp_path):
+    """A stage of a pipeline was unfrozen: its ranks alone know; all note it from the next save on."""
+    norms = run(2, stages, str(tmp_path))
+    before, after = attempts_of(tmp_path)
+    assert ([*before.steps], [*after.steps]) == ([1, 2, 3, 4], [5])
+    assert after.steps[5].norms["weights"] == pytest.approx(math.hypot(*norms), rel=1e-6)
 
 
 @pytest.mark.parametrize("went_on", [True, False])
