@@ -15,6 +15,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from ...box import Box, Index
+from ...errors import LayoutError
+
+_ADVICE = "save it on all ranks, by muonckpt.save or torch.distributed.checkpoint"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,19 +50,26 @@ class Hooks:
     def shard(self, index: MetadataIndex) -> Tensor:
         return self.views[tuple(index.offset or ())]
 
+    def refuse_gathering(self, *_: object, **__: object) -> NoReturn:
+        """Stand in for `full_tensor` and `redistribute`, which would take the boxes for even shards."""
+        raise LayoutError(
+            f"each rank has other boxes of a tensor of shape {tuple(self.size)}, which torch cannot gather "
+            f"(full_tensor(), StateDictOptions(full_state_dict=True)): {_ADVICE}"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
         return replace(self, views=deepcopy(self.views, memo))
 
     def __reduce__(self) -> NoReturn:
         raise PicklingError(
             f"each rank has other boxes of a tensor of shape {tuple(self.size)}, and one rank's file would be a part: "
-            "do not pickle this optimizer's state_dict() (torch.save); save it on all ranks, by muonckpt.save or "
-            "torch.distributed.checkpoint"
+            f"do not pickle this optimizer's state_dict() (torch.save); {_ADVICE}"
         )
 
 
 def declare_boxes(value: DTensor, boxes: Sequence[Box]) -> None:
     """Put DCP's hooks on the local tensor: its boxes, which lie dense, one after the other; none if it is empty."""
+    whole: Any = value
     local: Any = value._local_tensor
     views, offset = {}, 0
     for box in boxes:
@@ -70,6 +80,7 @@ def declare_boxes(value: DTensor, boxes: Sequence[Box]) -> None:
     local.__create_chunk_list__ = hooks.chunk_list
     local.__create_write_items__ = hooks.write_items
     local.__get_tensor_shard__ = hooks.shard
+    whole.full_tensor = whole.redistribute = hooks.refuse_gathering
 
 
 def declared_boxes(value: Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

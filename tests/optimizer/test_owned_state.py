@@ -16,11 +16,17 @@ from support.random_topologies import has_part
 from support.topologies import TOPOLOGIES, Home, placer, world_of
 from support.workers import run
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import muonckpt
+from muonckpt.errors import LayoutError
 from muonckpt.layouts.tensors import declares_boxes, local_of
 from muonckpt.optimizer import LayerWise, Muon
 
@@ -92,7 +98,7 @@ def expected() -> dict[str, torch.Tensor]:
 
 
 def snapshot(rank: int, world: int, folder: str) -> tuple[int, str]:
-    """Saves a deep copy after training went on, and pickles state."""
+    """Save a deep copy after training went on; then pickle state, and have torch gather it."""
     mine = Model((Home((2,), (Shard(0),)),))
     mine.train(0, 2)
     copied = deepcopy(mine.state())
@@ -102,10 +108,12 @@ def snapshot(rank: int, world: int, folder: str) -> tuple[int, str]:
     found = muonckpt.diff(f"{folder}/then", f"{folder}/copied")
     with pytest.raises(PicklingError) as refused:
         torch.save(mine.opt.state_dict(), f"{folder}/{rank}.pt")
+    with pytest.raises(LayoutError, match=r"which torch cannot gather .* save it on all ranks"):
+        get_optimizer_state_dict(mine.model, mine.opt, options=StateDictOptions(full_state_dict=True))
     return found.counts["changed"], str(refused.value)
 
 
-def test_a_deep_copy_is_what_state_was_and_a_pickle_would_be_a_part(tmp_path):
+def test_a_deep_copy_is_what_state_was_and_neither_pickle_nor_torch_can_gather_it(tmp_path):
     for changed, refused in run(2, snapshot, str(tmp_path)):
         assert not changed and "save it on all ranks, by muonckpt.save" in refused
 
