@@ -54,7 +54,7 @@ def looked_at(tmp_path_factory) -> dict[str, tuple[int, float, int]]:
     for number, make in enumerate(hostile.CASES.values()):
         place = folder / str(number)
         muonckpt.save({"w": torch.zeros(4), "param_groups": [{"lr": 0.5}]}, place)
-        make(place)
+        make()(place)
     places = [str(folder / str(number)) for number in range(len(hostile.CASES))]
     done = subprocess.run([sys.executable, "-c", LOOK, *places], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,6 +1,6 @@
 """Hostile checkpoints: a few bytes, or holes, that would cost their reader much memory or time.
 
-Each of `CASES` makes one of a folder that holds a small checkpoint of ours.
+Each of `CASES`, called, gives what makes one of a folder that holds a small checkpoint of ours.
 """
 
 from __future__ import annotations
@@ -171,59 +171,59 @@ PARAMETER = {"name": "w", "shape": [4, 4]}
 LAYER_WISE = {"algorithm": "padded-nscost", "parameter": [{"name": "w", "shape": [1 << 2000] * 64}]}
 MANY = 24 << 20
 
-CASES: dict[str, Callable[[Path], None]] = {
-    "colliding keys in an option": option(colliding(200_000)),
-    "colliding keys in .metadata": alone(".metadata", colliding(60_000)),
-    "colliding floats in an option": option(
+CASES: dict[str, Callable[[], Callable[[Path], None]]] = {
+    "colliding keys in an option": lambda: option(colliding(200_000)),
+    "colliding keys in .metadata": lambda: alone(".metadata", colliding(60_000)),
+    "colliding floats in an option": lambda: option(
         b"\x80\2}(" + b"".join(b"G" + struct.pack(">d", float(n * COLLIDING)) + b"N" for n in range(1, 200_000)) + b"u."
     ),
-    "nested references in an option": option(laughs()),
-    "shared text in an option": option(
+    "nested references in an option": lambda: option(laughs()),
+    "shared text in an option": lambda: option(
         b"\x80\2X" + (1 << 20).to_bytes(4, "little") + b"a" * (1 << 20) + b"q\0]q\1(" + b"h\0" * 200_000 + b"e."
     ),
-    "empty lists in an option": option(containers(b"]", 7 << 20)),
-    "empty dicts in an option": option(containers(b"}", 7 << 20)),
-    "marks in an option": option(b"\x80\2" + b"(" * (7 << 20) + b"."),
-    "a very long pickle in an option": option(containers(b"N", 64 << 20)),
-    "empty lists in .metadata": alone(".metadata", containers(b"]", 12 << 20)),
-    "a sparse .metadata": alone(".metadata", b"\x80\4", 1 << 30),
-    "an empty sparse .metadata": alone(".metadata", b"", 1 << 30),
-    "3 GiB of JSON": alone("muonckpt.json", '{"format": "muonckpt", "tensors": [', 3 << 30),
-    "lists in our manifest": alone("muonckpt.json", manifest_of("[" + "[]," * (MANY // 3) + "[]]")),
-    "few lists in our manifest": alone("muonckpt.json", manifest_of("[" + "[]," * 300_000 + "[]]")),
-    "deep JSON": alone("muonckpt.json", manifest_of("[" * 60_000)),
-    "deep provenance": edited(lambda m: m["provenance"].update(x=json.loads("[" * 800 + "]" * 800))),
-    "long numbers": edited(lambda m: m["tensors"][0].update(shape=[10**4000] * 64)),
-    "large numbers": edited(lambda m: m["tensors"][0].update(shape=[1 << 62] * 64)),
-    "a tensor without end": edited(
+    "empty lists in an option": lambda: option(containers(b"]", 7 << 20)),
+    "empty dicts in an option": lambda: option(containers(b"}", 7 << 20)),
+    "marks in an option": lambda: option(b"\x80\2" + b"(" * (7 << 20) + b"."),
+    "a very long pickle in an option": lambda: option(containers(b"N", 64 << 20)),
+    "empty lists in .metadata": lambda: alone(".metadata", containers(b"]", 12 << 20)),
+    "a sparse .metadata": lambda: alone(".metadata", b"\x80\4", 1 << 30),
+    "an empty sparse .metadata": lambda: alone(".metadata", b"", 1 << 30),
+    "3 GiB of JSON": lambda: alone("muonckpt.json", '{"format": "muonckpt", "tensors": [', 3 << 30),
+    "lists in our manifest": lambda: alone("muonckpt.json", manifest_of("[" + "[]," * (MANY // 3) + "[]]")),
+    "few lists in our manifest": lambda: alone("muonckpt.json", manifest_of("[" + "[]," * 300_000 + "[]]")),
+    "deep JSON": lambda: alone("muonckpt.json", manifest_of("[" * 60_000)),
+    "deep provenance": lambda: edited(lambda m: m["provenance"].update(x=json.loads("[" * 800 + "]" * 800))),
+    "long numbers": lambda: edited(lambda m: m["tensors"][0].update(shape=[10**4000] * 64)),
+    "large numbers": lambda: edited(lambda m: m["tensors"][0].update(shape=[1 << 62] * 64)),
+    "a tensor without end": lambda: edited(
         lambda m: m["tensors"][0].update(shape=[1 << 50], chunks=[{**m["tensors"][0]["chunks"][0], "hi": [1 << 50]}])
     ),
-    "nested boxes": nested(2500),
-    "crossed strips around a hole": strips(4000),
-    "elements of holes": boxed([10 << 30], [([0], [10 << 30])]),
-    "an item of holes": holes("__9_0.distcp", 1 << 32),
-    "lists in flat_buffers.json": alone("flat_buffers.json", manifest_of("[" + "[]," * (MANY // 3) + "[]]")),
-    "deep layer_wise.json": alone("layer_wise.json", "[" * 60_000),
-    "deep tables in layer_wise.json": alone("layer_wise.json", '{"a":' * 900 + "1" + "}" * 900),
-    "large sizes in layer_wise.json": alone("layer_wise.json", json.dumps(LAYER_WISE)),
-    "dots in layer_wise.toml": alone("layer_wise.toml", ".".join(["a"] * 500_000) + " = 1"),
-    "deep layer_wise.toml": alone("layer_wise.toml", "a = " + "[" * 60_000),
-    "a sparse layer_wise.toml": alone("layer_wise.toml", "a = 1\n", 1 << 30),
-    "lists in a rank's file": rank_files(containers(b"]", 24 << 20)),
-    "colliding keys in a rank's file": rank_files(colliding(60_000)),
-    "a header of holes": alone("a.safetensors", (90_000_000).to_bytes(8, "little") + b"{", 1 << 30),
-    "lists in a header": alone("a.safetensors", safetensors('{"a":[' + "[]," * (MANY // 3) + "[]]}")),
-    "deep header": alone("a.safetensors", safetensors("[" * 60_000)),
-    "large sizes in a header": alone(
+    "nested boxes": lambda: nested(2500),
+    "crossed strips around a hole": lambda: strips(4000),
+    "elements of holes": lambda: boxed([10 << 30], [([0], [10 << 30])]),
+    "an item of holes": lambda: holes("__9_0.distcp", 1 << 32),
+    "lists in flat_buffers.json": lambda: alone("flat_buffers.json", manifest_of("[" + "[]," * (MANY // 3) + "[]]")),
+    "deep layer_wise.json": lambda: alone("layer_wise.json", "[" * 60_000),
+    "deep tables in layer_wise.json": lambda: alone("layer_wise.json", '{"a":' * 900 + "1" + "}" * 900),
+    "large sizes in layer_wise.json": lambda: alone("layer_wise.json", json.dumps(LAYER_WISE)),
+    "dots in layer_wise.toml": lambda: alone("layer_wise.toml", ".".join(["a"] * 500_000) + " = 1"),
+    "deep layer_wise.toml": lambda: alone("layer_wise.toml", "a = " + "[" * 60_000),
+    "a sparse layer_wise.toml": lambda: alone("layer_wise.toml", "a = 1\n", 1 << 30),
+    "lists in a rank's file": lambda: rank_files(containers(b"]", 24 << 20)),
+    "colliding keys in a rank's file": lambda: rank_files(colliding(60_000)),
+    "a header of holes": lambda: alone("a.safetensors", (90_000_000).to_bytes(8, "little") + b"{", 1 << 30),
+    "lists in a header": lambda: alone("a.safetensors", safetensors('{"a":[' + "[]," * (MANY // 3) + "[]]}")),
+    "deep header": lambda: alone("a.safetensors", safetensors("[" * 60_000)),
+    "large sizes in a header": lambda: alone(
         "a.safetensors",
         safetensors(json.dumps({"a": {"dtype": "F32", "shape": [10**4000] * 64, "data_offsets": [0, 4]}})),
     ),
-    "a sparse index": alone("model.safetensors.index.json", '{"weight_map": {', 3 << 30),
-    "lists in an index": alone("model.safetensors.index.json", "[" + "[]," * (MANY // 3) + "[]]"),
-    "a sparse zarr.json": alone("zarr.json", '{"zarr_format": 3', 3 << 30),
-    "lists in zarr.json": alone("zarr.json", array(attributes={"x": [[] for _ in range(MANY // 4)]})),
-    "large sizes in zarr.json": alone("zarr.json", array(shape=[10**4000] * 64, chunks=[10**4000] * 64)),
-    "many chunks in zarr.json": alone("zarr.json", array(shape=[1 << 59])),
+    "a sparse index": lambda: alone("model.safetensors.index.json", '{"weight_map": {', 3 << 30),
+    "lists in an index": lambda: alone("model.safetensors.index.json", "[" + "[]," * (MANY // 3) + "[]]"),
+    "a sparse zarr.json": lambda: alone("zarr.json", '{"zarr_format": 3', 3 << 30),
+    "lists in zarr.json": lambda: alone("zarr.json", array(attributes={"x": [[] for _ in range(MANY // 4)]})),
+    "large sizes in zarr.json": lambda: alone("zarr.json", array(shape=[10**4000] * 64, chunks=[10**4000] * 64)),
+    "many chunks in zarr.json": lambda: alone("zarr.json", array(shape=[1 << 59])),
 }
 
 
@@ -261,4 +261,8 @@ def many_members(folder: Path) -> None:
     described(folder, json.dumps(manifest))
 
 
-CASES |= {"a shard's index of holes": shard_index, "a bomb in gzip": decoded, "many members of a zip": many_members}
+CASES |= {
+    "a shard's index of holes": lambda: shard_index,
+    "a bomb in gzip": lambda: decoded,
+    "many members of a zip": lambda: many_members,
+}
