@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -22,6 +23,7 @@ from support import store_server, workers
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are there, which need not be looked through
 
 # The same examples in every run, however slow the machine is.
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
@@ -31,6 +33,11 @@ settings.load_profile("house")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU (`make gpu` runs these)")
     config.addinivalue_line("markers", "exhaustive: a long sweep that `make check` runs and `make test` leaves out")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -168,7 +168,9 @@ class Module:
         return "/".join(package.split("/")[:2]) or self.path
 
 
-def read() -> dict[str, Module]:
+@pytest.fixture(scope="module")
+def modules() -> dict[str, Module]:
+    """Every source file, by its path."""
     files = {}
     for folder, package in FOLDERS.items():
         for file in sorted((ROOT / folder).rglob("*.py")):
@@ -201,33 +203,30 @@ def imports(tree: ast.Module, name: tuple[str, ...], package: bool):
             yield from ((*above, *module, alias.name) for alias in node.names)
 
 
-MODULES = read()
-
-
 def permitted(room: str) -> set[str]:
     return set(RULES[room].split())
 
 
-def test_rooms_import_only_what_the_house_allows():
+def test_rooms_import_only_what_the_house_allows(modules):
     wrong = [
         f"{module.path} imports {found}"
-        for module in MODULES.values()
+        for module in modules.values()
         for found in module.house
-        if MODULES[found].room != module.room and MODULES[found].room not in permitted(module.room)
+        if modules[found].room != module.room and modules[found].room not in permitted(module.room)
     ]
     assert not wrong
 
 
-def test_every_permission_is_used():
+def test_every_permission_is_used(modules):
     used = defaultdict(set)
-    for module in MODULES.values():
-        used[module.room] |= {MODULES[found].room for found in module.house} - {module.room}
+    for module in modules.values():
+        used[module.room] |= {modules[found].room for found in module.house} - {module.room}
     assert {room: set(rule.split()) for room, rule in RULES.items()} == {room: used[room] for room in RULES}
 
 
-def test_no_module_imports_itself_through_others():
+def test_no_module_imports_itself_through_others(modules):
     """A CycleError names the modules."""
-    TopologicalSorter({module.path: module.house for module in MODULES.values()}).prepare()
+    TopologicalSorter({module.path: module.house for module in modules.values()}).prepare()
 
 
 def test_no_room_imports_itself_through_others():
@@ -241,18 +240,18 @@ def test_no_room_imports_itself_through_others():
 
 
 @pytest.mark.parametrize(("package", "where"), [("torch", TORCH), ("triton", TRITON)])
-def test_a_heavy_package_is_imported_in_its_rooms_only(package, where):
-    assert not [m.path for m in MODULES.values() if package in m.outside and not m.path.startswith(where)]
+def test_a_heavy_package_is_imported_in_its_rooms_only(package, where, modules):
+    assert not [m.path for m in modules.values() if package in m.outside and not m.path.startswith(where)]
 
 
-def test_the_first_files_of_the_algebra_need_no_numpy():
-    assert not [name for name in NUMPY_FREE if "numpy" in MODULES[name].outside]
+def test_the_first_files_of_the_algebra_need_no_numpy(modules):
+    assert not [name for name in NUMPY_FREE if "numpy" in modules[name].outside]
 
 
-def test_collectives_are_in_one_file_of_a_room():
+def test_collectives_are_in_one_file_of_a_room(modules):
     calling = {
         module.path
-        for module in MODULES.values()
+        for module in modules.values()
         for node in ast.walk(ast.parse(module.file.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -262,12 +261,12 @@ def test_collectives_are_in_one_file_of_a_room():
     assert calling == MAY_COMMUNICATE
 
 
-def test_files_are_chapters():
-    assert not {m.path: n for m in MODULES.values() if (n := len(m.file.read_text().splitlines())) > 700}
+def test_files_are_chapters(modules):
+    assert not {m.path: n for m in modules.values() if (n := len(m.file.read_text().splitlines())) > 700}
 
 
-def test_every_package_says_what_is_in_it_and_is_installed():
-    packages = [module for module in MODULES.values() if module.file.stem == "__init__"]
+def test_every_package_says_what_is_in_it_and_is_installed(modules):
+    packages = [module for module in modules.values() if module.file.stem == "__init__"]
     assert not [package.path for package in packages if not ast.get_docstring(ast.parse(package.file.read_text()))]
     for package in packages:
         contents = ast.get_docstring(ast.parse(package.file.read_text()))
