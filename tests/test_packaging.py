@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support import sweep
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {"muonckpt": "", "optimizer": "optimizer/", "converters": "converters/", "cli": "cli/"}
@@ -59,7 +60,7 @@ def wheel(source, tmp_path_factory):
     return built
 
 
-@pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
+@pytest.mark.parametrize("editable", sweep([False, True], False), ids=["wheel", "editable"])
 def test_one_import_name(editable, source, wheel, tmp_path):
     """Installed into a bare environment that sees this one's dependencies."""
     venv.create(tmp_path / "env", with_pip=False)

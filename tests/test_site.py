@@ -28,6 +28,7 @@ def test_every_page_is_in_the_navigation_of_the_site():
     assert pages <= set(navigation) and len(navigation) == len(set(navigation))
 
 
+@pytest.mark.exhaustive
 def test_the_site_builds_without_a_broken_link_and_fetches_nothing(tmp_path):
     pytest.importorskip("mkdocs", reason="the site's tools are not installed: make site")
     shutil.rmtree(ROOT / "build" / "api", ignore_errors=True)  # as in a fresh clone

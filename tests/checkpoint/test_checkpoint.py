@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from support import sweep
 from support.every_kind import assert_same_bits, snapshot
 from support.fsdp_model import build, steps
 from support.golden import golden
@@ -90,10 +91,12 @@ def load_job(rank, world, path, mesh_shape, dim, stock):
         assert torch.equal(bits(value), bits(full(want)[name])), name
 
 
-@pytest.mark.parametrize("source", [((1,), 0), ((4,), 0), ((3,), 1), ((2, 2), 0)], ids=str)
-def test_any_mesh_to_any_mesh_bit_for_bit_also_for_stock_dcp(source, tmp_path):
+SOURCES = [((1,), 0), ((4,), 0), ((3,), 1), ((2, 2), 0)]
+
+
+@pytest.mark.parametrize(("shape", "dim"), sweep(SOURCES, *SOURCES[2:]), ids=str)
+def test_any_mesh_to_any_mesh_bit_for_bit_also_for_stock_dcp(shape, dim, tmp_path):
     path = str(tmp_path / "checkpoint")
-    shape, dim = source
     run(torch.Size(shape).numel(), save_job, path, shape, dim)
     for target, stock in [((1,), True), ((1,), False), ((4,), False), ((3,), False), ((2, 2), False), ((4,), True)]:
         for to_dim in (0, 1) if target == (3,) else (0,):

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support import sweep
 from support.commands import run as command
 from support.every_kind import local_of
 from support.megatron_model import Net, Topology, fully_sharded, offsets, on_cpu
@@ -94,10 +95,10 @@ def they_load(rank: int, world: int, topology: Topology, paths: list[str]) -> in
 @with_the_package
 @pytest.mark.parametrize(
     "source, target",
-    [
+    sweep(
+        [("FSDP x TP", "FSDP, 2 ranks"), ("FSDP and EP", "FSDP and EP, experts unsharded")],
         ("FSDP x TP", "FSDP, 2 ranks"),
-        ("FSDP and EP", "FSDP and EP, experts unsharded"),
-    ],
+    ),
 )
 def test_they_load_what_we_wrote_and_we_what_they_wrote(source, target, tmp_path):
     source, target, theirs = TOPOLOGIES[source], TOPOLOGIES[target], tmp_path / "theirs"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support import sharded
+from support import sharded, sweep
 from support.resharded import contents, make_job, nothing_but, once, plan_job, reshard, saved
 from support.sharded import edit, elements_of
 from support.trees import tree
@@ -39,7 +39,7 @@ STOPPED = {
 }
 
 
-@pytest.mark.parametrize("case", STOPPED)
+@pytest.mark.parametrize("case", sweep(STOPPED, "kill", "error", "kill items", "kill zarr"))
 def test_stopped_at_any_step_nothing_half_done_is_seen_and_resume_gives_the_same_bytes(case, tmp_path):
     muonckpt.save({"w": torch.arange(15.0).reshape(5, 3), "n": torch.tensor(7), "lr": 0.1}, tmp_path / "source")
     (tmp_path / "here").mkdir()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import sweep
 from support.accelerated import accelerated
 from support.pages import distance, script, uninterrupted_runs, whole
 from support.workers import run
@@ -64,8 +65,10 @@ def test_two_ranks_train_as_one_process(uninterrupted):
     assert distance(alone, uninterrupted["plain bf16", 1][1]) > 1e-4, "bf16 is on"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("saved", "resumed"), [(1, 1), (2, 2), (2, 1), (1, 2)])
+RESUMED = [(kind, *ranks) for kind in KINDS for ranks in ((2, 1), (1, 2), (2, 2), (1, 1))]
+
+
+@pytest.mark.parametrize(("kind", "saved", "resumed"), sweep(RESUMED, *RESUMED[::3]))
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, kind, saved, resumed, tmp_path):
     folder, _ = uninterrupted[kind, saved]
     result = run(resumed, train, kind, str(tmp_path / "saved"), str(folder))[0]

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from support import sweep
 from support.every_kind import local_of, values
 from support.failing import raised
-from support.topologies import TOPOLOGIES, Home, part_of, placer, world_of
+from support.topologies import HARD, TOPOLOGIES, Home, part_of, placer, world_of
 from support.workers import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,7 +60,7 @@ def clip_everywhere(rank: int, world: int, homes: tuple[Home | None, ...]) -> tu
     return float(norm), wrong
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", sweep(TOPOLOGIES, *HARD))
 def test_norm_and_gradients_are_those_of_a_single_process(name):
     homes = TOPOLOGIES[name]
     assert run(world_of(homes), clip_everywhere, homes) == [(float(norm_of(mixed(1))), [])] * world_of(homes)

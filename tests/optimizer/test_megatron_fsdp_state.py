@@ -65,14 +65,16 @@ def loaded(rank: int, world: int, topology: Topology, path: str) -> dict[str, di
     return found
 
 
-PAIRS = [("FSDP, 2 ranks", "HSDP, outer sharded"), ("FSDP x TP", "FSDP, 2 ranks"), ("FSDP", "FSDP x TP")]
+PAIRS = [
+    ("FSDP x TP", "HSDP, outer sharded"),
+    ("FSDP, 2 ranks", "HSDP, outer sharded"),
+    ("FSDP x TP", "FSDP, 2 ranks"),
+    ("FSDP", "FSDP x TP"),
+]
 
 
 @with_the_package
-@pytest.mark.parametrize(
-    ("source", "target"),
-    sweep(PAIRS, *PAIRS[:2]),
-)
+@pytest.mark.parametrize(("source", "target"), sweep(PAIRS, PAIRS[0]))
 def test_a_checkpoint_takes_the_state_to_another_topology(source, target, tmp_path):
     source, target, path = TOPOLOGIES[source], TOPOLOGIES[target], str(tmp_path)
     of_ranks = run(source.world, saved, source, path)

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from support import sweep
 from support.counted import counted
 from support.every_kind import TENSORS, assert_same_bits, make, snapshot, train, values
 from support.failing import raised
@@ -79,7 +80,10 @@ def whole_run() -> list[torch.Tensor]:
     return snapshot(params, opt)
 
 
-@pytest.mark.parametrize("name", ["FSDP2, rows, 3 ranks", "HSDP", "parts on different meshes", "DDP"])
+POISONED = ["FSDP2, rows, 3 ranks", "HSDP", "parts on different meshes", "DDP"]
+
+
+@pytest.mark.parametrize("name", sweep(POISONED, "parts on different meshes", "DDP"))
 def test_a_run_with_poisoned_steps_is_the_run_without_them(name: str) -> None:
     """On one rank; in groups of every algorithm; also an element whose square is not finite, in AdamW's."""
     expected = whole_run()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support import sweep
 from support.random_topologies import has_part
 from support.topologies import TOPOLOGIES, Home, placer, world_of
 from support.workers import run
@@ -157,15 +158,21 @@ def resumed(
     return wrong
 
 
-def test_training_goes_on_elsewhere_amid_a_period(tmp_path: Path, expected: dict[str, torch.Tensor]):
-    names = ["FSDP2, rows", "FSDP2, columns", "EP × FSDP2, rows", "HSDP"]
-    for number, name in enumerate(names):
-        folder = str(tmp_path / str(number))
-        homes, memories = TOPOLOGIES[name], (None, "cpu") if number % 2 else ("cpu", None)
-        assert run(world_of(homes), begun, homes, memories[0], folder, expected) == [[]] * world_of(homes)
-        after = TOPOLOGIES[names[number - 1]]
-        assert run(world_of(after), resumed, after, memories[1], folder, expected) == [[]] * world_of(after)
-    assert resumed(0, 1, (None,), "cpu", folder, expected) == []
+MOVES = [
+    ("HSDP", None, "EP × FSDP2, rows", "cpu"),
+    ("FSDP2, columns", "cpu", "HSDP", None),
+    ("EP × FSDP2, rows", "cpu", "FSDP2, columns", None),
+    ("FSDP2, rows", None, "FSDP2, columns", "cpu"),
+]
+"""Where a run trains and where it goes on, and the memory in which its state rests."""
+
+
+@pytest.mark.parametrize(("before", "memory", "after", "other"), sweep(MOVES, *MOVES[:2]))
+def test_training_goes_on_elsewhere_amid_a_period(before, memory, after, other, tmp_path, expected):
+    first, then = TOPOLOGIES[before], TOPOLOGIES[after]
+    assert run(world_of(first), begun, first, memory, str(tmp_path), expected) == [[]] * world_of(first)
+    assert run(world_of(then), resumed, then, other, str(tmp_path), expected) == [[]] * world_of(then)
+    assert resumed(0, 1, (None,), "cpu", str(tmp_path), expected) == []
 
 
 def redistributed(rank: int, world: int, expected: Any) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
+from support import sweep
 from support.random_layouts import random_overlapping_layout, row_layout
 
 from muonckpt import LayoutError
@@ -243,7 +244,7 @@ def on_a_random_mesh(rng, shape):
 
 
 @pytest.mark.parametrize("laid_out", [on_a_random_mesh, random_overlapping_layout])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", sweep(range(20), *range(4)))
 def test_what_a_rank_copies_to_any_owner_and_back_are_shares_of_the_plans(seed, laid_out):
     """Also where replicas of a part lie elsewhere than with the owner, and where the owner has nothing of a matrix."""
     rng = np.random.default_rng(seed)

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
+from support import sweep
 from support.every_kind import local_of
-from support.topologies import TOPOLOGIES, Home, part_of, placer, world_of
+from support.topologies import HARD, TOPOLOGIES, Home, part_of, placer, world_of
 from support.workers import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -150,7 +151,10 @@ def clip_all(rank: int, world: int, homes: tuple[Home | None, ...]) -> list[str]
     return wrong
 
 
-@pytest.mark.parametrize("name", [name for name in TOPOLOGIES if "experts" not in name and "columns, 6" not in name])
+HOMES = [name for name in TOPOLOGIES if "experts" not in name and "columns, 6" not in name]
+
+
+@pytest.mark.parametrize("name", sweep(HOMES, *(name for name in HARD if name in HOMES)))
 def test_a_sharded_weight_gets_the_bits_of_a_whole_one(name):
     homes = TOPOLOGIES[name]
     assert run(world_of(homes), clip_all, homes) == [[]] * world_of(homes)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import sweep
 from support.failing import raised
 from support.layer_wise_training import Net, check, gradients, groups, pieces, run_each
 from support.random_layouts import row_layout
@@ -135,30 +136,32 @@ def apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[str]:
 CHANGES = [("HSDP", "FSDP2, rows"), ("FSDP2, rows", "DDP"), ("DDP", "EP × FSDP2, rows")]
 
 
-def resumed(rank: int, world: int, folder: str, expected: dict[int | None, list[torch.Tensor]]) -> list[str]:
-    """Train five steps on a topology, save amid every period, and go on with another one: two skipped steps, noise,
+def resumed(
+    rank: int, world: int, path: str, names: tuple[str, str], seed: int | None, harsh: bool, whole: list[torch.Tensor]
+) -> list[str]:
+    """Train five steps on a topology, save amid every period, and go on with another one; harshly: two skipped steps,
     state in host memory."""
-    wrong = []
-    for number, names in enumerate(CHANGES):
-        for seed, whole in expected.items():
-            path, options = f"{folder}/{number}-{seed}", {"replicas": dist.group.WORLD}
-            options |= {"nonfinite": "skip", "offload": "cpu"} if number else {}
-            odd = 1 if number else None
-            first, second = (placer(TOPOLOGIES[name]) for name in names)
-            params, opt = made(first, seed, **options)
-            train(params, opt, first, range(5), odd)
-            save({"model": {f"p{n}": p for n, p in enumerate(params)}, "optimizer": opt.state_dict()}, path)
-            params, opt = made(second, seed, **options)
-            state = {"model": {f"p{n}": p.data for n, p in enumerate(params)}, "optimizer": opt.state_dict()}
-            load(state, path)
-            opt.load_state_dict(state["optimizer"])
-            wrong += [f"{names}, {seed}: {what}" for what in apart(train(params, opt, second, range(5, 8), odd), whole)]
-    return wrong
+    options: dict[str, Any] = {"replicas": dist.group.WORLD}
+    options |= {"nonfinite": "skip", "offload": "cpu"} if harsh else {}
+    odd = 1 if harsh else None
+    first, second = (placer(TOPOLOGIES[name]) for name in names)
+    params, opt = made(first, seed, **options)
+    train(params, opt, first, range(5), odd)
+    save({"model": {f"p{n}": p for n, p in enumerate(params)}, "optimizer": opt.state_dict()}, path)
+    params, opt = made(second, seed, **options)
+    state = {"model": {f"p{n}": p.data for n, p in enumerate(params)}, "optimizer": opt.state_dict()}
+    load(state, path)
+    opt.load_state_dict(state["optimizer"])
+    return apart(train(params, opt, second, range(5, 8), odd), whole)
 
 
-def test_a_run_that_resumes_elsewhere_amid_a_period_has_the_bits_of_one_process(tmp_path):
-    expected = {seed: alone(seed, 8) for seed in (None, 5)}
-    assert run(4, resumed, str(tmp_path), expected) == [[]] * 4
+RESUMED = [(names, seed, names != CHANGES[0]) for names in CHANGES for seed in (None, 5)]
+
+
+@pytest.mark.parametrize(("names", "seed", "harsh"), sweep(RESUMED, RESUMED[0], RESUMED[5]))
+def test_a_run_that_resumes_elsewhere_amid_a_period_has_the_bits_of_one_process(names, seed, harsh, tmp_path):
+    """A seed is one of noise."""
+    assert run(4, resumed, str(tmp_path / "saved"), names, seed, harsh, alone(seed, 8)) == [[]] * 4
 
 
 def differing(rank: int, world: int, name: str, expected: list[torch.Tensor]) -> list[str]:

@@ -285,8 +285,8 @@ def test_a_load_does_not_need_the_files_of_what_begins_anew(stock, saves, tmp_pa
 # --- many chunks ------------------------------------------------------------------------------------------------------
 
 
-def test_a_million_lost_chunks_are_told_without_a_loop_over_them(monkeypatch):
-    count = 1_000_000
+def test_many_lost_chunks_are_told_without_a_loop_over_them(monkeypatch):
+    count = 200_000
     lo = np.arange(count, dtype=np.int64)[:, None]
     zeros, ones = np.zeros(count, np.int64), np.ones(count, np.int64)
     file, digest = np.zeros(count, np.int32), np.zeros((count, 16), np.uint8)
@@ -301,7 +301,7 @@ def test_a_million_lost_chunks_are_told_without_a_loop_over_them(monkeypatch):
         monkeypatch.setattr(Boxes, name, refuse)
         monkeypatch.setattr(Chunks, name, refuse)
     damage = Damage(manifest, np.ones(count, np.bool_), files={"__0_0.distcp": None}, read=True)
-    assert "1000000 of 1000000 chunks (3.81 MiB: weights of 1 tensor) are lost" in damage.sentence()
+    assert "200000 of 200000 chunks (781 KiB: weights of 1 tensor) are lost" in damage.sentence()
     found = damage.to_json()
     assert found["boxes"]["lo"][-1] == [count - 1] and len(found["boxes"]["tensor"]) == count
     whole = replace(damage, chunks=np.zeros(count, np.bool_), files={})

@@ -71,6 +71,16 @@ TOPOLOGIES: dict[str, tuple[Home | None, ...]] = {
     "plain and sharded in one group": (PLAIN, Home((2, 2), (S(0), S(1)))),
 }
 
+HARD = (
+    "FSDP2, rows, 3 ranks",
+    "HSDP, replicas inside",
+    "HSDP × TP",
+    "EP × FSDP2, columns, 6 ranks",
+    "parts on different meshes",
+    "plain and sharded in one group",
+)
+"""Among these is every placement, every number of axes, shards of unequal sizes, and several homes in one optimizer."""
+
 
 def world_of(homes: tuple[Home | None, ...]) -> int:
     return max((math.prod(home.mesh) for home in homes if home), default=3)
