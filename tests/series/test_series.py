@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import uuid
 import warnings
@@ -15,6 +14,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from support import killed_saves
 from support.damages import flip_last_bit
+from support.forked import printed
 from support.workers import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -267,10 +267,7 @@ def unable(*arguments: object) -> None:
 
 
 def test_processes_that_are_killed_and_readers_that_race(tmp_path):
-    script = [sys.executable, killed_saves.__file__, str(tmp_path)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
+    seen = json.loads(printed(tmp_path, killed_saves.__file__, tmp_path))
     held = [
         [code, [re.sub("[0-9a-f]{12}", "*", name) for name in there], latest] for code, there, latest in seen["acts"]
     ]

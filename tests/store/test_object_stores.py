@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 from support import lost_ranks, store_server
 from support.commands import called, cli
+from support.forked import printed
 from support.launched import together
 from support.resharded import make_job, once, plan_job, reshard
 from support.sharded import elements_of
@@ -351,10 +350,8 @@ def test_places_that_are_none(source, memory, tmp_path):
 def test_a_rank_that_dies_ends_the_save_of_all_and_what_was_there_stays(server, tmp_path):
     """In a directory while it publishes, in a store while it writes: within seconds, not the time-out of 5 minutes."""
     place = f"{S3}/{uuid.uuid4().hex}"
-    script = [sys.executable, lost_ranks.__file__, str(tmp_path), f"{place}/run"]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    for case, codes in zip(json.loads(done.stdout), ([-9, 0, 0], [0, -9, 0]), strict=True):
+    told = printed(tmp_path, lost_ranks.__file__, tmp_path / "run", f"{place}/run", timeout=250)
+    for case, codes in zip(json.loads(told), ([-9, 0, 0], [0, -9, 0]), strict=True):
         assert case["codes"] == codes
         [(_, seconds, heard), (_, other, same)] = case["survivors"]
         assert heard == same and len(set(heard)) == 1 and len(heard) == 2 and "a rank ended" in heard[0]

@@ -21,13 +21,17 @@ class Scripts:
         folder: where their output is kept.
         variables: of the environment of each.
         command: the script and its arguments.
+        timeout: in seconds, how long to wait for an end.
     """
 
-    def __init__(self, folder: Path, variables: Sequence[Mapping[str, str]], *command: object) -> None:
+    def __init__(
+        self, folder: Path, variables: Sequence[Mapping[str, str]], *command: object, timeout: float = 120
+    ) -> None:
+        self.timeout = timeout
         self.output = [(folder / f"{rank}.out", folder / f"{rank}.err") for rank in range(len(variables))]
         words = list(map(str, command))
         self.processes = [
-            workers.context().Process(target=_run, args=(words, dict(own), *map(str, files)), daemon=True)
+            workers.context().Process(target=_run, args=(words, dict(own), *map(str, files)))
             for own, files in zip(variables, self.output, strict=True)
         ]
         for process in self.processes:
@@ -44,8 +48,16 @@ class Scripts:
     def ended(self, ranks: Sequence[int]) -> list[tuple[int | None, str, str]]:
         """Exit code, standard output and standard error of these workers, when they have ended."""
         for rank in ranks:
-            self.processes[rank].join(120)
+            self.processes[rank].join(self.timeout)
         return [(self.processes[rank].exitcode, *(file.read_text() for file in self.output[rank])) for rank in ranks]
+
+
+def printed(folder: Path, *command: object, timeout: float = 120) -> str:
+    """What one script prints, with the variables of this process; its error fails the test."""
+    with Scripts(folder, [os.environ], *command, timeout=timeout) as started:
+        [(code, out, err)] = started.ended([0])
+    assert code == 0, err[-6000:]
+    return out
 
 
 def _run(words: list[str], variables: dict[str, str], out: str, err: str) -> None:

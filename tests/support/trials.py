@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.forked import printed
+
 SCALE = float(os.environ.get("MUONCKPT_TRUST", "0"))
 
 SEED = os.environ.get("MUONCKPT_SEED", "0")
@@ -71,13 +73,22 @@ def tally(kind: str) -> Iterator[Tally]:
     assert row.tried and not row.lost and not row.hung, f"{row}"
 
 
-def script(file: str, folder: Path, trials: int, *names: str) -> list[list[Any]]:
-    """What a script of trials prints: of each its name, what was done, what is wrong, seconds, and whether it hung."""
-    command = [sys.executable, file, str(folder), str(trials), SEED, *names]
-    variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=24 * 3600, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def script(file: str, folder: Path, trials: int, *names: str, forked: bool = True) -> list[list[Any]]:
+    """What a script of trials prints: of each its name, what was done, what is wrong, seconds, and whether it hung.
+
+    Forked, it does not end as programs do.
+    """
+    command, night = [file, str(folder), str(trials), SEED, *names], 24 * 3600
+    if forked:
+        told = printed(folder.parent, *command, timeout=night)
+    else:
+        variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+        done = subprocess.run(
+            [sys.executable, *command], env=variables, capture_output=True, text=True, timeout=night, check=False
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        told = done.stdout
+    return [json.loads(line) for line in told.splitlines()]
 
 
 def tallied(kind: str, told: Iterable[list[Any]]) -> set[str]:
