@@ -48,12 +48,17 @@ PLACED = {
 FLAT = {"cut in rows": (7, 5), "cut in cubes": (3, 4, 5), "cut in a vector": (11,)}
 
 
-def state(rank: int) -> dict[str, Tensor]:
+def meshes() -> dict[tuple[int, ...], DeviceMesh]:
+    """The meshes of a job, by shape, and one whose ranks are in order."""
+    odd = {shape: DeviceMesh("cpu", torch.tensor([2, 0, 3, 1]).view(shape)) for shape in ((4,), (2, 2))}
+    return odd | {(): DeviceMesh("cpu", torch.arange(4))}
+
+
+def state(rank: int, on: dict[tuple[int, ...], DeviceMesh]) -> dict[str, Tensor]:
     """A tensor of every kind, which holds what `numbered` says."""
     made: dict[str, Tensor] = {}
     for name, (mesh_shape, placements, shape) in PLACED.items():
-        mesh = DeviceMesh("cpu", torch.tensor([2, 0, 3, 1]).view(mesh_shape))
-        made[name] = placed(numbered(shape), mesh, placements)
+        made[name] = placed(numbered(shape), on[mesh_shape], placements)
     columns = made["interleaved columns"]
     columns._local_tensor = columns._local_tensor.t().contiguous().t()  # of other strides than those of a dense one
     for name, shape in FLAT.items():  # of uneven shares, one of them empty
@@ -63,7 +68,7 @@ def state(rank: int) -> dict[str, Tensor]:
     shards = tuple(FlatShard(owner, 3 * owner, 3 * owner + 3, 2) for owner in range(4))
     padded = torch.cat([torch.full((2,), -1.0), numbered((4, 3)).flatten()[3 * rank : 3 * rank + 3]])
     made["by a layout"] = BoxedTensor.of_layout(flat_layout((4, 3), 0, shards), rank, padded)
-    mesh = DeviceMesh("cpu", torch.arange(4))
+    mesh = on[()]
     hooked = DTensor.from_local(numbered((2, 6)).flatten()[: 12 * (rank == 1)].clone(), mesh, [S(0)], run_check=False,
                                 shape=torch.Size((2, 6)), stride=(6, 1))  # fmt: skip
     declare_boxes(hooked, [Box((0, 0), (2, 6))] if rank == 1 else [])
@@ -93,9 +98,9 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
     return local.local_shards() if isinstance(local, LocalShardsWrapper) else [local.detach()]
 
 
-def assert_loaded(rank: int, load, path: str) -> None:
+def assert_loaded(rank: int, on: dict[tuple[int, ...], DeviceMesh], load, path: str) -> None:
     """Zeros become what this rank is to hold; what is around them in memory stays as it is."""
-    expected, template = state(rank), {"t": state(rank), "lr": 0.0}
+    expected, template = state(rank, on), {"t": state(rank, on), "lr": 0.0}
     for tensor in template["t"].values():
         for part in memory_of(tensor):
             part.zero_()
@@ -107,20 +112,21 @@ def assert_loaded(rank: int, load, path: str) -> None:
 
 
 def saved(rank: int, world: int, folder: str) -> None:
-    live = {"t": state(rank), "lr": 0.5}
+    on = meshes()
+    live = {"t": state(rank, on), "lr": 0.5}
     muonckpt.save(live, f"{folder}/now")
     saving = muonckpt.async_save(live, f"{folder}/along")
     for tensor in live["t"].values():
         for part in memory_of(tensor):
             part.fill_(-7)
     saving.result()
-    attested = muonckpt.attest({"t": state(rank)}, f"{folder}/along")
-    assert attested.compared == len(state(rank))
-    dcp.save({"t": all_boxed(state(rank))}, checkpoint_id=f"{folder}/stock")
+    attested = muonckpt.attest({"t": state(rank, on)}, f"{folder}/along")
+    assert attested.compared == len(state(rank, on))
+    dcp.save({"t": all_boxed(state(rank, on))}, checkpoint_id=f"{folder}/stock")
     for path in ("now", "whole"):
         for load in (muonckpt.load, stock_load):
-            assert_loaded(rank, load, f"{folder}/{path}")
-    strange = state(rank)
+            assert_loaded(rank, on, load, f"{folder}/{path}")
+    strange = state(rank, on)
     strange["rows"] = DTensor.from_local(torch.ones(1, 2), strange["rows"].device_mesh, [S(0)], run_check=False,
                                          shape=torch.Size((7, 2)), stride=(2, 1))  # fmt: skip
     with pytest.raises(LayoutError, match=r"tensor 't.rows': rank . holds a local tensor of shape"):

@@ -6,13 +6,12 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed
 from support import workers
 from support.forked import Scripts
 from support.launched import STRUCK, Commands, environment, free_port, together
@@ -207,19 +206,24 @@ def test_all_workers_exit_with_the_code_of_the_one_that_failed(source, tmp_path)
     assert nothing_but(tmp_path, "source")
 
 
-def torchrun(*options: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
-
-
 def test_torchrun_starts_a_killed_worker_again_and_resume_goes_on(source, whole, tmp_path):
-    arguments = ["reshard", str(source), str(tmp_path / "out"), "--mesh", f"dp={RANKS}", "--jobs", "1", "--resume"]
-    struck = [STRUCK[1], str(int(signal.SIGKILL)), "1"]
-    command = [*torchrun("--max-restarts", "1", "--monitor-interval", "0.1"), *struck, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("fingerprints compared") == 1
-    assert "SIGKILL" in done.stderr or "exitcode: -9" in done.stderr, "nobody was killed"
-    assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
+    arguments = ["reshard", source, tmp_path / "out", "--mesh", f"dp={RANKS}", "--jobs", "1", "--resume"]
+    torchrun = [
+        Path(torch.distributed.__file__).with_name("run.py"),
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+    ]
+    struck = [STRUCK[1], int(signal.SIGKILL), 1]
+    (tmp_path / "told").mkdir()
+    with Scripts(tmp_path / "told", [{}], *torchrun, "--monitor-interval", "0.1", *struck, *arguments) as started:
+        [(code, out, told)] = started.ended([0])
+    assert code == 0, told
+    assert out.count("fingerprints compared") == 1
+    assert "SIGKILL" in told or "exitcode: -9" in told, "nobody was killed"
+    assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "told", "out")
 
 
 # --- two runs at one destination --------------------------------------------------------------------------------------
