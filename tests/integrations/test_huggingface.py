@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import sweep
 from support.accelerated import accelerated
 from support.failing import raised, told_by
 from support.pages import distance, script, uninterrupted_runs, whole
@@ -70,8 +71,10 @@ def test_two_ranks_train_as_one_process(uninterrupted):
         assert distance(alone, uninterrupted[case][1]) < 2e-6
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("saved", "resumed"), [(1, 1), (2, 2), (2, 1), (1, 2)])
+RESUMED = [(kind, *ranks) for kind in KINDS for ranks in ((2, 1), (1, 2), (2, 2), (1, 1))]
+
+
+@pytest.mark.parametrize(("kind", "saved", "resumed"), sweep(RESUMED, *RESUMED[::3]))
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, kind, saved, resumed, tmp_path):
     folder, _ = uninterrupted[kind, saved]
     result = run(resumed, train, kind, str(tmp_path), str(folder / "checkpoint-3"))[0]
@@ -148,7 +151,7 @@ def regrouped(rank: int, world: int, folder: str, resume: str, fresh: list[str])
         return told, counts, "\n".join(str(warning.message) for warning in caught)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", sweep([1, 2], 2))
 def test_parameters_that_moved_to_adamw_start_fresh_by_name(uninterrupted, ranks, tmp_path):
     saved = str(uninterrupted["plain", 2][0] / "checkpoint-3")
     told, counts, warned = run(ranks, regrouped, str(tmp_path / "a"), saved, ["*.down_proj.*"])[0]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support import sweep
 from support.every_kind import assert_same_bits, make, single, snapshot, train, values
 from support.workers import run
 from torch import nn
@@ -144,7 +145,7 @@ def many_small(rank: int, world: int, dtype: torch.dtype, stages: int | None) ->
     return snapshot(taking_part, opt)
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (3, torch.float32)])
+@pytest.mark.parametrize(("world", "dtype"), sweep([(2, torch.bfloat16), (3, torch.float32)], (3, torch.float32)))
 def test_many_small_matrices_together_have_the_bits_of_each_by_itself(world, dtype, monkeypatch):
     found = [many_small(0, 0, dtype, None), *run(world, many_small, dtype, 2)]
     monkeypatch.setattr(step_module, "TOGETHER", 1)

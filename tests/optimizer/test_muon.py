@@ -40,7 +40,10 @@ ON_RANKS = {world: [(world, dim, DTYPES[(world + at) % 2]) for at, dim in enumer
 
 @pytest.mark.parametrize(
     ("world", "dim", "dtype"),
-    [(1, 0, torch.float32), *sweep(ON_RANKS[2], ON_RANKS[2][3]), *ON_RANKS[3], *sweep(ON_RANKS[4], ON_RANKS[4][1])],
+    [
+        (1, 0, torch.float32),
+        *(case for at, n in ((3, 2), (0, 3), (1, 4)) for case in sweep(ON_RANKS[n], ON_RANKS[n][at])),
+    ],
     ids=str,
 )
 def test_same_bits_on_any_number_of_ranks(world, dim, dtype):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import spectra
+from support import spectra, sweep
 from support.interpreted import DEVICE, kernels
 from torch import Tensor
 
@@ -54,7 +54,7 @@ def test_a_stack_has_the_bits_of_its_matrices_by_kernels(
         assert torch.equal(found[index], orthogonalize(stack[index], gram=gram, steps=3, form=by_kernels))
 
 
-@pytest.mark.parametrize(("tall", "gram"), [(False, None), (True, (1,))])
+@pytest.mark.parametrize(("tall", "gram"), sweep([(False, None), (True, (1,))], (True, (1,))))
 def test_matrices_of_any_shapes_have_the_bits_that_they_have_alone(
     by_kernels: Form, tall: bool, gram: tuple[int, ...] | None
 ) -> None:

@@ -210,7 +210,7 @@ def resumed(rank: int, world: int, path: str) -> list[torch.Tensor]:
     return train(net, opt, 2, 4)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", sweep([1, 3], 3))
 def test_stock_dcp_reshards_all_state_of_a_16_bit_model_and_counters_stay_float32(world, tmp_path):
     path = str(tmp_path / "checkpoint")
     expected = run(4, saved, path)[0]
@@ -253,9 +253,12 @@ def test_the_names_of_axes_never_matter(outer, inner):
     same_bits_on((2, 2), (S(0), S(1)), (outer, inner))
 
 
+UNEVEN = [((7,), (S(0),)), ((5,), (S(1),)), ((3, 2), (S(0), S(1))), ((2, 3), (S(0), S(0))), ((8,), (S(2),))]
+
+
 @pytest.mark.parametrize(
     ("shape", "placements"),
-    [((7,), (S(0),)), ((5,), (S(1),)), ((3, 2), (S(0), S(1))), ((2, 3), (S(0), S(0))), ((8,), (S(2),))],
+    sweep(UNEVEN, UNEVEN[0], UNEVEN[3]),
     ids=["7 ranks", "5 ranks", "EP 3 x FSDP 2", "2 x 3, same dim", "more ranks than columns"],
 )
 def test_nothing_has_to_divide_anything(shape, placements):

@@ -12,7 +12,7 @@ from threading import Event
 
 import pytest
 import torch
-from support import noded
+from support import noded, sweep
 from support.workers import WorkersFailed, run
 
 import muonckpt
@@ -79,10 +79,13 @@ def test_each_file_lies_on_two_nodes_and_was_sent_once_and_all_folders_together_
     assert not muonckpt.diff(whole, tmp_path / "salvaged").differs
 
 
+RESTARTS = [((0, 0, 1, 2), ()), ((0, 0, 2), (1,)), ((0, 1, 1, 3, 4, 4), (2,)), ((3, 1, 2), (0,))]
+
+
 @pytest.mark.parametrize(
     ("nodes", "lost"),
-    [((0, 0, 1, 2), ()), ((0, 0, 2), (1,)), ((3, 1, 2), (0,)), ((0, 1, 1, 3, 4, 4), (2,))],
-    ids=["the same ranks", "3 ranks, without a node", "3 ranks, one on a new node", "6 ranks, three on new nodes"],
+    sweep(RESTARTS, *RESTARTS[1:3]),
+    ids=["the same ranks", "3 ranks, without a node", "6 ranks, three on new nodes", "3 ranks, one on a new node"],
 )
 def test_a_restart_takes_the_newest_state_from_the_memory_of_the_nodes_that_are_left(trained, memory, nodes, lost):
     for node in lost:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
+from support import sweep
 from support.commands import called
 from support.workers import run
 from torch import nn
@@ -131,14 +132,17 @@ def resumed(began: Path, tmp_path: Path, world: int, fault: str, cut: int | None
     return run(world, trained, str(tmp_path / "run"), fault, lies, False)[0]
 
 
+WRONG = [
+    *((fault, None, "rows") for fault in FAULTS),
+    ("zero", 6, "rows"),
+    *((fault, 5, "rows") for fault in ("model", "zero", "convention", "warm-up")),
+    *((fault, None, "layer-wise") for fault in ("data", "convention")),
+]
+
+
 @pytest.mark.parametrize(
     ("fault", "cut", "lies"),
-    [
-        *((fault, None, "rows") for fault in FAULTS),
-        ("zero", 6, "rows"),
-        *((fault, 5, "rows") for fault in ("model", "zero", "convention", "warm-up")),
-        *((fault, None, "layer-wise") for fault in ("data", "convention")),
-    ],
+    sweep(WRONG, *WRONG[: len(FAULTS) + 1], WRONG[-1]),
 )
 def test_a_wrong_resume_is_told_within_three_steps(began, tmp_path, fault, cut, lies):
     """Also where the run before was killed in the middle of a line: amid the second step, or the first."""
