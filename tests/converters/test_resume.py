@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support import sharded, sweep
+from support import sharded, stopped, sweep
+from support.forked import printed
 from support.resharded import contents, make_job, nothing_but, once, plan_job, reshard, saved
 from support.sharded import edit, elements_of
 from support.trees import tree
@@ -43,11 +42,8 @@ STOPPED = {
 def test_stopped_at_any_step_nothing_half_done_is_seen_and_resume_gives_the_same_bytes(case, tmp_path):
     muonckpt.save({"w": torch.arange(15.0).reshape(5, 3), "n": torch.tensor(7), "lr": 0.1}, tmp_path / "source")
     (tmp_path / "here").mkdir()
-    how, script = case.split()[0], Path(__file__).parents[1] / "support" / "stopped.py"
-    options = [tmp_path / "source", tmp_path / "here", *STOPPED[case].split()]
-    done = subprocess.run([sys.executable, script, how, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout.splitlines()[-1])
+    how, options = case.split()[0], [tmp_path / "source", tmp_path / "here", *STOPPED[case].split()]
+    seen = json.loads(printed(tmp_path, stopped.__file__, how, *options).splitlines()[-1])
     assert len(seen) > 20
     for step in enumerate(seen):
         status, nothing_or_all, staged, again, same, left = step[1]
@@ -56,8 +52,8 @@ def test_stopped_at_any_step_nothing_half_done_is_seen_and_resume_gives_the_same
         assert not strays or (how == "kill" and all(".out.reshard.tmp" in name for name in strays)), step
         assert case in ("kill file", "kill items") or not (strays and again is None), step  # nothing beside it
         assert ("out.items.json" in left) == (case == "kill items"), step  # never the one without the other
-        stopped = {"kill": (-9,), "interrupt": (5, 130), "error": (4,)}[how]
-        assert status in stopped or (status, again) == (0, None), step
+        ends = {"kill": (-9,), "interrupt": (5, 130), "error": (4,)}[how]
+        assert status in ends or (status, again) == (0, None), step
         assert not (how == "error" and staged), step  # the disk may be full: it is given back
     assert how == "error" or sum(staged for _, _, staged, *_ in seen) > len(seen) / 2
 

@@ -206,6 +206,7 @@ def test_all_workers_exit_with_the_code_of_the_one_that_failed(source, tmp_path)
     assert nothing_but(tmp_path, "source")
 
 
+@pytest.mark.exhaustive
 def test_torchrun_starts_a_killed_worker_again_and_resume_goes_on(source, whole, tmp_path):
     arguments = ["reshard", source, tmp_path / "out", "--mesh", f"dp={RANKS}", "--jobs", "1", "--resume"]
     torchrun = [

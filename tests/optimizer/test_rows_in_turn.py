@@ -169,7 +169,10 @@ def differing(rank: int, world: int, name: str, expected: list[torch.Tensor]) ->
     return apart(train(*made(place, replicas=dist.group.WORLD), place, range(5)), expected)
 
 
-@pytest.mark.parametrize("name", ["FSDP2, rows, 3 ranks", "HSDP, replicas inside", "FSDP2 × TP, crosswise"])
+ANY = ["FSDP2, rows, 3 ranks", "HSDP, replicas inside", "FSDP2 × TP, crosswise"]
+
+
+@pytest.mark.parametrize("name", sweep(ANY, *ANY[1:]))
 def test_any_topology_has_the_bits_of_one_process(name):
     """A method from outside and state of rows among them; `support.random_topologies` has more."""
     world = world_of(TOPOLOGIES[name])

@@ -80,7 +80,7 @@ def fingerprints(manifest: Manifest) -> dict[str, str | None]:
 TABLE = [(kind, target) for kind in SOURCES for target in KINDS]
 
 
-@pytest.mark.parametrize(("kind", "target"), sweep(TABLE, *TABLE[::3]))  # 3 divides neither: every kind on both sides
+@pytest.mark.parametrize(("kind", "target"), sweep(TABLE, *TABLE[::5]))  # every kind on both sides
 def test_every_format_becomes_every_other(kind, target, tmp_path):
     rewrite(source(kind), tmp_path / "out", *KINDS[target].split())
     manifest, elements = held(tmp_path / "out")

@@ -205,7 +205,7 @@ def test_there_is_no_checkpoint_before_the_last_object(source, store):
     seen, calls = [], itertools.count()
 
     def looking(name):
-        return lambda count: next(calls) % 8 or seen.append(is_checkpoint(store / name))
+        return lambda count: next(calls) % 20 or seen.append(is_checkpoint(store / name))
 
     reshard(source, store / "out", 3, progress=looking("out"))
     assert seen and not any(seen) and is_checkpoint(store / "out")

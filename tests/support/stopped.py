@@ -21,9 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trees import tree
-
 from muonckpt.cli.main import run
+from support.trees import tree
 
 
 class Steps:
