@@ -162,8 +162,11 @@ def test_copying_runs_and_assembling_bands_write_the_same_bytes(name, tmp_path):
     assert written[0] == written[1]
 
 
+THEIRS = ["torch_fsdp4/ckpt", "megatron/fsdp_dtensor/dp4tp2ep2/iter_0000010"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["torch_fsdp4/ckpt", "megatron/fsdp_dtensor/dp4tp2ep2/iter_0000010"])
+@pytest.mark.parametrize("name", sweep(THEIRS, THEIRS[1]))
 def test_checkpoints_of_other_programs_take_any_layout(name, layout, tmp_path):
     source = golden(name)
     expected = sharded.stock_load(source, muonckpt.open(source).outline)

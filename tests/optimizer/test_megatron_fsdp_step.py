@@ -22,7 +22,7 @@ from muonckpt.optimizer.megatron_fsdp import attach, finish_gradients, layouts
 
 def recorded(rank: int, world: int) -> tuple[list[str], list[str], bool, bool]:
     """What is called in a step with the hooks and without; does the forward pass use new weights after each?"""
-    topology, calls = TOPOLOGIES["FSDP"], []
+    topology, calls = TOPOLOGIES["FSDP, 2 ranks"], []
 
     def spy(name: str, real):
         def called(*args, **kwargs):
@@ -55,14 +55,14 @@ def recorded(rank: int, world: int) -> tuple[list[str], list[str], bool, bool]:
 
 @with_the_package
 def test_gradients_are_finished_before_the_step_and_weights_installed_after_it():
-    for hooked, bare, moved, moved_without in run(4, recorded):
+    for hooked, bare, moved, moved_without in run(2, recorded):
         assert hooked == ["finish_grad_sync", "step", "install_optimized_model_weights"]
         assert bare == ["step"] and moved and not moved_without
 
 
 def clipped(rank: int, world: int) -> bool:
     """Half-precision gradients of single-precision parameters are copies, which a second finish would make anew."""
-    topology = TOPOLOGIES["FSDP"]
+    topology = TOPOLOGIES["FSDP, 2 ranks"]
     with on_cpu():
         model, params, optimizer = build(rank, topology, dtype=torch.bfloat16)
         attach(optimizer, model)
@@ -84,12 +84,12 @@ def clipped(rank: int, world: int) -> bool:
 
 @with_the_package
 def test_gradients_may_be_clipped_before_the_step():
-    assert all(run(4, clipped))
+    assert all(run(2, clipped))
 
 
 def without_gradients(rank: int, world: int) -> bool:
     """A step of what is frozen, or without a backward pass, changes nothing."""
-    topology = TOPOLOGIES["FSDP"]
+    topology = TOPOLOGIES["FSDP, 2 ranks"]
     with on_cpu():
         model, params, optimizer = build(rank, topology)
         attach(optimizer, model)
@@ -106,7 +106,7 @@ def without_gradients(rank: int, world: int) -> bool:
 
 @with_the_package
 def test_without_gradients_nothing_moves():
-    assert all(run(4, without_gradients))
+    assert all(run(2, without_gradients))
 
 
 def refused(rank: int, world: int) -> list[str]:

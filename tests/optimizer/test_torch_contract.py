@@ -71,7 +71,7 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", sweep(ALGORITHMS, "muon", "adamw"))
 def test_the_loss_goes_down_under_every_scheduler_and_a_rate_in_a_tensor_takes_the_same_steps(algorithm, name, tensor):
     found = []
     for lr in (torch.tensor(0.0078125, dtype=torch.float64) if tensor else 0.0078125, 0.0078125):

@@ -142,14 +142,17 @@ def test_what_is_compiled_is_called():
     assert sum(products) == 15 and len(calls) == 3 * len(products)
 
 
+PLACES = [
+    ((4,), (S(0),)),
+    ((2, 2), (R, S(0))),
+    ((2, 2), (_StridedShard(0, split_factor=2), S(0))),
+    ((2, 2), (S(0), S(1))),
+]
+
+
 @pytest.mark.parametrize(
     ("shape", "placements"),
-    [
-        ((4,), (S(0),)),
-        ((2, 2), (R, S(0))),
-        ((2, 2), (_StridedShard(0, split_factor=2), S(0))),
-        ((2, 2), (S(0), S(1))),
-    ],
+    sweep(PLACES, *PLACES[2:]),
     ids=["rows", "HSDP", "FSDP x TP", "crosswise"],
 )
 def test_the_state_of_rows_is_that_of_whole_rows_and_whole_matrices(shape, placements):
