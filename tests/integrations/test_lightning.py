@@ -136,7 +136,8 @@ def test_checkpoints_of_the_stock_strategy_are_loaded(uninterrupted, tmp_path):
         assert distance(result, uninterrupted["fsdp2", 2][1]) == 0
 
 
-@pytest.mark.parametrize("kind", sweep(["ddp", "fsdp2", "stock"], "fsdp2"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "stock"])
 def test_a_run_on_four_ranks_goes_on_with_two_and_those_with_four(uninterrupted, kind, tmp_path):
     _, expected = uninterrupted["ddp" if kind == "ddp" else "fsdp2", 2]
     for saved, resumed in ((4, 2), (2, 4)):

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import sweep
 from support.failing import raised, told_by
 from support.pages import as_launched, distance, script, uninterrupted_runs, whole
 from support.workers import run
@@ -90,7 +89,8 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, kind, sav
     assert gap == 0 if saved == resumed else gap < 2e-5
 
 
-@pytest.mark.parametrize("kind", sweep(KINDS, "ours"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_on_four_ranks_is_restarted_on_two_and_the_other_way_round(uninterrupted, kind, tmp_path):
     expected = uninterrupted[kind, 2][1]
     assert distance(run(4, train, kind, str(tmp_path / "four"))[0], expected) < 2e-5
