@@ -268,13 +268,15 @@ class Muon(ForModel, CollectiveOptimizer):
 
     def _place_owned(self, fresh: Mapping[Tensor, dict[str, Tensor]]) -> None:
         """Choose owners for new parameters whose methods keep state there, and add that state to the rest."""
+        if not any(map(self._keeps_at_owner, self.param_groups)):
+            return  # the sets of ranks are those of all parameters: too much for each of many groups
         chosen: dict[Tensor, tuple[int, ...]] = {}
         for held in rank_sets(self.param_groups, self._replicas):
             methods = [self._methods[self.param_groups[member.group]["algorithm"]] for member in held.matrices]
             groups = [self.param_groups[member.group] for member in held.matrices]
             stay = [
-                member.param in fresh and any(kept.at_owner for kept in method.kept(group).values())
-                for member, method, group in zip(held.matrices, methods, groups, strict=True)
+                member.param in fresh and self._keeps_at_owner(group)
+                for member, group in zip(held.matrices, groups, strict=True)
             ]
             if any(stay):
                 owners = self._planner.owners_of(held, self.param_groups)
@@ -285,6 +287,10 @@ class Muon(ForModel, CollectiveOptimizer):
                         declare_owned(member.param, group, method, of, fresh[member.param])
                         chosen[member.param] = of
         self._owners |= chosen
+
+    def _keeps_at_owner(self, group: dict[str, Any]) -> bool:
+        name = group["algorithm"]
+        return is_matrix_method(name) and any(kept.at_owner for kept in self._methods[name].kept(group).values())
 
     @property
     def schedules(self) -> Mapping[Ranks, Schedule]:
