@@ -139,6 +139,23 @@ _CAST = "its state follows, and nothing is lost"
 KEPT = "Their state is kept where names, groups and rules are those of the saved run"
 
 
+def differences_told(differences: Mapping[str, str], names: Collection[str]) -> str:
+    """Return a message that lists what differs, by reason and name; arguments as `differences_listed`."""
+    parts = [
+        f"{reason}: {', '.join(in_globs(members, set(names) - {*members}))}"
+        for reason, members in _by_reason(differences).items()
+    ]
+    parameters = "1 parameter differs" if len(differences) == 1 else f"{len(differences)} parameters differ"
+    return f"{parameters}: {'; '.join(parts)}"
+
+
+def _by_reason(differences: Mapping[str, str]) -> defaultdict[str, list[str]]:
+    of_reason: defaultdict[str, list[str]] = defaultdict(list)
+    for name, reason in differences.items():
+        of_reason[reason].append(name)
+    return of_reason
+
+
 def differences_listed(differences: Mapping[str, str], names: Collection[str], cure: str, kept: str = KEPT) -> str:
     """Return a message that lists what differs, by reason and name, and says what to do.
 
@@ -148,16 +165,10 @@ def differences_listed(differences: Mapping[str, str], names: Collection[str], c
         cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
         kept: how parameters keep their state.
     """
-    of_reason: defaultdict[str, list[str]] = defaultdict(list)
-    for name, reason in differences.items():
-        of_reason[reason].append(name)
-    parts = [
-        f"{reason}: {', '.join(in_globs(members, set(names) - {*members}))}" for reason, members in of_reason.items()
-    ]
+    of_reason = _by_reason(differences)
     globs = in_globs(differences, set(names) - differences.keys())
     wrapped = inserted_parts(of_reason[NEW], of_reason[GONE])
-    parameters = "1 parameter differs" if len(differences) == 1 else f"{len(differences)} parameters differ"
-    told = f"{parameters}: {'; '.join(parts)}{f'. {wrapped}' if wrapped else ''}"
+    told = f"{differences_told(differences, names)}{f'. {wrapped}' if wrapped else ''}"
     if all(UNCAST in reason for reason in differences.values()):  # something else keeps all of it
         return f"{told}. Write model.to(...) of the dtype of the checkpoint, load, and cast the model then: {_CAST}"
     if kept == KEPT and {*differences.values()} == {NEW} and not wrapped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..resumption import (
     LoadReport,
     as_tuples,
     differences_listed,
+    differences_told,
     meaning,
     origin_groups,
     said_otherwise,
@@ -79,8 +80,14 @@ def fitting(
 
     Raises:
         ValueError: lists every parameter whose state does not fit, and why; or the group of another convention; or a
-            glob that matches nothing.
+            glob that matches nothing; or it is no state dict of an optimizer.
     """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        found = ", ".join(map(repr, islice(state_dict, 8))) or "nothing"
+        raise ValueError(
+            f"expected the state dict of an optimizer, which has 'state' and 'param_groups', found one with {found}: "
+            "give what optimizer.state_dict() returned, which may be a part of it"
+        )
     saved = state_dict["param_groups"]
     groups, gone = _counterparts(optimizer, saved, globs)
     state, differences = dict(state_dict["state"]), {}
@@ -111,9 +118,13 @@ def fitting(
     differences |= apart
     everybody = {*chain.from_iterable(names), *gone}
     if differences:
-        raise ValueError(
-            f"the state does not fit, training would go on wrongly. {differences_listed(differences, everybody, _CURE)}"
+        numbered = _names(optimizer.param_groups) is None and _names(saved) is None
+        told = (
+            f"{differences_told(differences, everybody)}. Here {_BY_NUMBER}"
+            if numbered
+            else differences_listed(differences, everybody, _CURE)
         )
+        raise ValueError(f"the state does not fit, training would go on wrongly. {told}")
     if idle := globs.idle(everybody):
         raise ValueError(f"fresh={idle!r} match no parameter of the optimizer or of the state")
     for number in [member.home for member in (*loaded, *fresh) if member.home is not None]:
@@ -150,13 +161,19 @@ _CURE = (
 )
 
 
+_BY_NUMBER = (
+    "parameters without names are matched by their numbers: build the groups of the saved run, or make both optimizers "
+    "of named_parameters(), or resume from a checkpoint of muonckpt.save, which has names"
+)
+
+
 def _counterparts(
     optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], globs: Globs
 ) -> tuple[list[list[Counterpart]], dict[str, Any]]:
     """Return the parameters of each group, and the keys of those that only the state dict has, by name."""
     groups = optimizer.param_groups
     mine, theirs = _names(groups), _names(saved)
-    if mine is not None and theirs is not None:
+    if mine is not None and theirs is not None and (_has_numbers(saved) or _same_names(mine, theirs)):
         keys = [group["params"] for group in saved]
         known = {name: (key, number) for number, pairs in enumerate(map(zip, theirs, keys)) for name, key in pairs}
         members = [
@@ -168,9 +185,7 @@ def _counterparts(
     sizes = [[len(group["params"]) for group in side] for side in (groups, saved)]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"the state has groups of {sizes[1]} parameters, this optimizer of {sizes[0]}, and parameters without "
-            "names are matched by their numbers: build the groups of the saved run, or make both optimizers of "
-            "named_parameters(), or resume from a checkpoint of muonckpt.save, which has names"
+            f"the state has groups of {sizes[1]} parameters, this optimizer of {sizes[0]}, and {_BY_NUMBER}"
         )
 
     def label(number: int, index: int, key: Any) -> str:
@@ -196,14 +211,22 @@ def _counterparts(
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
-    """Return the names of each group's parameters, if all have both names and numbers.
+    """Return the names of each group's parameters, if all have names, beside their numbers or in place of them."""
+    names = [group.get("param_names") if _has_numbers([group]) else group["params"] for group in groups]
+    return None if None in names else [list(group or ()) for group in names]
 
-    State dicts of torch's `set_optimizer_state_dict` have names in place of numbers, and the optimizer's own groups.
+
+def _has_numbers(groups: Sequence[Mapping[str, Any]]) -> bool:
+    return not any(isinstance(key, str) for group in groups for key in group["params"])
+
+
+def _same_names(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> bool:
+    """Return whether both sides have the same names, in any order.
+
+    Torch's `set_optimizer_state_dict` gives the model's names in place of numbers, in the order of the optimizer's own
+    groups, whose names may be others.
     """
-    names = [group.get("param_names") for group in groups]
-    if any(isinstance(key, str) for group in groups for key in group["params"]) or None in names:
-        return None
-    return [list(group or ()) for group in names]
+    return set(chain.from_iterable(mine)) == set(chain.from_iterable(theirs))
 
 
 def _other_meaning(slots: Mapping[str, Tensor], mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:

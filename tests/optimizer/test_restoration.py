@@ -10,6 +10,7 @@ import torch
 from support.leaves import leaves
 from support.regrouped import CHANGES, FRESH, LOADED, build, set_by_hand, state_of, steps, weights_of
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.restoration import FreshStart
@@ -92,6 +93,37 @@ def test_without_names_differences_are_told_by_number_and_none_can_be_named():
         numbered((2, 4)).load_state_dict(state, fresh=["*"])
     with pytest.raises(ValueError, match=r"groups of \[1\] parameters, this optimizer of \[2\].*named_parameters"):
         Muon([nn.Parameter(torch.zeros(6, 3)), nn.Parameter(torch.zeros(6, 3))]).load_state_dict(state)
+
+
+def test_groups_in_another_order_without_names_are_told_to_be_built_in_the_same():
+    matrix, bias = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4))
+    groups = [{"params": [matrix], "lr": 0.1}, {"params": [bias], "algorithm": "adamw", "lr": 0.1}]
+    with pytest.raises(ValueError, match="moved from 'muon' to 'adamw'") as refused:
+        Muon(groups[::-1]).load_state_dict(Muon(groups).state_dict())
+    told = str(refused.value)
+    assert "build the groups of the saved run" in told and "Rule(" not in told and "fresh=" not in told
+
+
+def test_names_in_place_of_numbers_are_matched_in_any_order():
+    """`get_optimizer_state_dict` gives them, and its state may be loaded without `set_optimizer_state_dict`."""
+    first, second = nn.ParameterDict(), nn.ParameterDict()
+    for net, names in ((first, "xy"), (second, "yx")):
+        net.update({name: torch.ones(4, 4) for name in names})
+    opt = Muon(first.named_parameters(), lr=0.1)
+    first["x"].grad, first["y"].grad = torch.ones(4, 4), torch.eye(4)
+    opt.step()
+    state = get_optimizer_state_dict(first, opt)
+    for load in (Muon.load_state_dict, lambda other, state: set_optimizer_state_dict(second, other, state)):
+        other = Muon(second.named_parameters(), lr=0.1)
+        load(other, copy.deepcopy(state))
+        assert leaves(state_of(second, other)) == leaves(state_of(first, opt))
+
+
+@pytest.mark.parametrize("given", [{}, {"model": {}, "optimizer": {}}, nn.Linear(2, 2).state_dict()])
+def test_what_is_no_state_dict_of_an_optimizer_is_refused_in_words(given):
+    with pytest.raises(ValueError, match="expected the state dict of an optimizer, which has 'state' and") as refused:
+        numbered(None).load_state_dict(given)
+    assert all(repr(key) in str(refused.value) for key in given)
 
 
 def test_its_own_state_is_left_to_an_optimizer_that_starts_others_fresh(recwarn):
