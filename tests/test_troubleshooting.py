@@ -120,6 +120,8 @@ def calls() -> Iterator[Callable[[], object]]:
     yield lambda: muonckpt.load({**WEIGHT, "b": torch.ones(2)}, "run")
     yield lambda: muonckpt.load({}, "run")
     yield lambda: muonckpt.load(live, of_torch)
+    muonckpt.save({"embedding": torch.ones(4, 4), "head": torch.zeros(4, 4)}, "untied")
+    yield lambda: muonckpt.load(dict.fromkeys(("embedding", "head"), torch.ones(4, 4)), "untied")
     yield lambda: muonckpt.load({"w": torch.ones(4, 4)}, "run")
     yield lambda: muonckpt.load({"w": torch.ones(8, 4, dtype=torch.bfloat16)}, "run")
     yield lambda: muonckpt.load(live, summed)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..box import Box, Index
 from ..chunks import Boxes, chunks_numbered, layout_in_boxes
-from ..errors import DamageError
+from ..errors import DamageError, SourceError
 from ..plan import Copy, make_share
 from ..record import Blob, Chunk, Extent, StateRecord
 from ..store.io.checksums import crc32
@@ -112,6 +112,14 @@ class _Read:
         run = run_of(tuple(map(operator.sub, box.lo, whole.lo)), box.shape, whole.shape)
         return None if run is None else range(*(place * itemsize(self.tensor.dtype) for place in run))
 
+    def is_known_to_differ(self, other: _Read) -> bool:
+        """Return whether the tensors of two reads differ, by fingerprints or else by checksums of their chunks."""
+        if self.tensor.fingerprint and other.tensor.fingerprint:
+            return self.tensor.fingerprint != other.tensor.fingerprint
+        chunks = self.chunk, other.chunk
+        alike = chunks[0].box == chunks[1].box and chunks[0].strides == chunks[1].strides
+        return alike and None not in (sums := {chunk.crc32 for chunk in chunks}) and len(sums) > 1
+
 
 class ChunkReader:
     """A reader of elements, after everything that ranks read has been checked, or while it is.
@@ -171,6 +179,20 @@ class ChunkReader:
             chunks = dict(zip(own, tensor.chunks, strict=True))
             reads += [_Read(tensor, chunks[number], box, view) for number, box, view in wanted[tensor.key]]
         self._reads = sorted(reads, key=lambda read: (read.chunk.item.file, read.chunk.item.offset))
+        self._refuse_overwriting()
+
+    def _refuse_overwriting(self) -> None:
+        """Refuse to read tensors that differ into the same memory: what is read last would be left of them."""
+        first: dict[tuple[Any, ...], _Read] = {}
+        for read in self._reads:
+            target, shape = read.target, read.tensor.shape
+            other = first.setdefault((target.device, target.data_ptr(), target.stride(), read.box.lo, shape), read)
+            if other.tensor.key != read.tensor.key and read.is_known_to_differ(other):
+                raise SourceError(
+                    f"tensors {other.tensor.key!r} and {read.tensor.key!r} differ in {self.place}, and lie in the same "
+                    "memory here, as tied weights do, so that only one of them would be left: load them into a model "
+                    "whose weights are not tied, or leave one out of the state dict and name it in allow_extra"
+                )
 
     def check(self) -> Mapping[Where, PartlyRead]:
         """Read objects, and check elements if that is done before they are read; return partial reads."""

@@ -154,9 +154,16 @@ class LiveState:
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any], purpose: str) -> LiveState:
-        """Make a state dict flat; raises as `nested_state`."""
+        """Make a state dict flat; raises as `nested_state`, and if two parts of it would have one key."""
         nested = nested_state(state_dict, purpose)
-        return cls(state_dict, nested, *flatten_state_dict(nested))
+        try:
+            return cls(state_dict, nested, *flatten_state_dict(nested))
+        except ValueError as error:  # torch's, which ends with the key
+            key = str(error).removeprefix("duplicated flatten key ")
+            raise ArgumentError(
+                f"two parts of the state dict {purpose} have the key {key!r}, because names and numbers on the way to "
+                "a value are joined by dots: rename one"
+            ) from error
 
     @cached_property
     def annotations(self) -> Mapping[KeyPath, Annotation]:

@@ -7,6 +7,7 @@ from itertools import permutations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from support.leaves import leaves
 from support.workers import run
 from torch import nn
@@ -245,6 +246,32 @@ def test_a_tensor_that_no_checkpoint_holds_is_refused_by_its_key(tmp_path):
     for other in ([torch.ones(2)], None, "model"):
         with pytest.raises(ArgumentError, match=f"expected a state dict to save, found {type(other).__name__}"):
             muonckpt.save(other, tmp_path / "other")
+
+
+@pytest.mark.parametrize("twice", [{"a.b": torch.ones(2), "a": {"b": 1}}, {"a": {1: 0, "1": 1}}])
+def test_two_parts_with_one_key_are_refused_by_it(tmp_path, twice):
+    muonckpt.save({"a": 1}, tmp_path / "saved")
+    for call, path in ((muonckpt.save, tmp_path / "new"), (muonckpt.load, tmp_path / "saved")):
+        with pytest.raises(
+            ArgumentError, match=r"two parts of the state dict to (save|load into) have the key 'a\.[b1]'"
+        ):
+            call(twice, path)
+
+
+@pytest.mark.parametrize("save", [muonckpt.save, lambda state, path: dcp.save(state, checkpoint_id=path)])
+def test_tensors_that_differ_are_not_loaded_into_one(tmp_path, save):
+    """As of a model whose weights were not tied when it was saved: one of them would be lost."""
+    same = torch.arange(12.0).reshape(4, 3)
+    save({"embedding": same, "head": torch.zeros(4, 3), "copy": same.clone(), "rows": same[:2]}, tmp_path / "x")
+    tied = torch.full((4, 3), 5.0)
+    template = {"embedding": tied, "copy": tied, "rows": tied[:2]}
+    with pytest.raises(
+        SourceError, match=r"(?s)'(embedding|copy)' and 'head' differ in .* the same memory here, as tied"
+    ):
+        muonckpt.load({**template, "head": tied}, tmp_path / "x")
+    assert torch.equal(tied, torch.full((4, 3), 5.0))
+    muonckpt.load(template, tmp_path / "x", allow_extra=["head"])
+    assert torch.equal(tied, same)
 
 
 def test_a_path_in_the_place_of_the_state_dict_is_told_apart(tmp_path):
