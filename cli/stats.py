@@ -80,7 +80,7 @@ def _print_tensors(found: CheckpointStats, every: bool) -> None:
         return
     places: defaultdict[str, list[tuple[str, Mapping[str, Any]]]] = defaultdict(list)
     for row in found.folded():
-        before, name, after = row["pattern"].partition(row["name"])
+        before, name, after = row["pattern"].partition(row["name"]) if row["name"] else ("", "", "")
         place, shown = (f"{before}*{after}", name) if name else ("tensors", row["pattern"])
         places["weights" if place == "*" else place].append((shown, row))
     for number, (place, alike) in enumerate(places.items()):

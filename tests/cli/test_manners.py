@@ -80,6 +80,15 @@ def test_a_file_of_torch_save_is_called_one(tmp_path):
     assert done.returncode == 3 and "torch.save" in done.stderr
 
 
+@pytest.mark.parametrize("view", ["inspect", "inspect --tensors", "inspect --tree", "stats", "stats --all", "verify"])
+def test_every_view_takes_keys_that_nobody_would_choose(view, tmp_path):
+    keys = ["", "a\nb", "\x1b[31mred", "../..", "x" * 300, "[a]", "*", " "]
+    muonckpt.save({key: torch.ones(2, 2) for key in keys}, tmp_path / "odd")
+    command, *options = view.split()
+    shown = called(command, tmp_path / "odd", *options)
+    assert shown.returncode == 0 and "\x1b[31mred" not in shown.stdout
+
+
 def test_a_manifest_that_lacks_a_field_is_named_with_it(tmp_path):
     muonckpt.save({"w": torch.ones(3)}, tmp_path / "run")
     (tmp_path / "run" / "muonckpt.json").write_text('{"format": "muonckpt"}')
