@@ -144,6 +144,7 @@ class Mover:
         self._payloads = payloads
         self._gathered = threading.local()
         self._copied = CopiedRuns(payloads, unchecked, progress)
+        payloads.window_bytes = min(band_bytes, payloads.window_bytes)
         self._band_bytes = min(band_bytes, LARGEST_BAND)
         self._read_bytes = min(band_bytes // 4, READ_BYTES)  # a thread keeps hardly more
         self._stop = stop

@@ -18,6 +18,7 @@ from muonckpt.converters.engine.job import Job
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.engine.source_rows import Unchecked
 from muonckpt.converters.target.topology import ShardRule, Target
+from muonckpt.store.reading.payloads import Windows
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -91,6 +92,23 @@ def test_every_chunk_is_in_one_part_and_one_thread_hears_of_the_files(layers, th
     job = columns(layers, 6)
     every = {(file.name, number) for file in job.files for number in range(len(file.chunks))}
     assert parts_of(job.files, threads) == Counter(every)
+
+
+def test_what_threads_keep_of_the_source_stays_within_the_budget(tmp_path, monkeypatch):
+    """Windows into many chunks, of which a band of columns takes a little each."""
+    muonckpt.save({f"w{number}": torch.randn(64, 2000) for number in range(8)}, tmp_path / "whole")
+    run_job(plan_job(tmp_path / "whole", 8), tmp_path / "rows")
+    kept: dict[int, int] = {}
+    view = Windows.view
+
+    def viewed(self, *where):
+        found = view(self, *where)
+        kept[id(self)] = max(kept.get(id(self), 0), sum(map(len, self._windows)))
+        return found
+
+    monkeypatch.setattr(Windows, "view", viewed)
+    run_job(columns(tmp_path / "rows", 7), tmp_path / "columns", threads=2, memory=512 << 10)
+    assert kept and sum(kept.values()) <= 256 << 10
 
 
 def test_an_error_of_one_thread_ends_all_and_closes_the_files_with_it(layers):

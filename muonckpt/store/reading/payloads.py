@@ -30,7 +30,7 @@ Reads = Callable[[int, memoryview], None]
 """Receives bytes as they were read from this byte of a file on."""
 
 _WINDOWS = READ_BYTES + (READ_BYTES >> 2)
-"""Most bytes of a thread's windows, the last beside: a band of an output may lie in several chunks of the source."""
+"""Most bytes of a thread's windows unless it may have fewer: a band of an output may lie in several chunks."""
 
 
 class Windows:
@@ -41,7 +41,8 @@ class Windows:
     a box by the size of a gap, and outputs that are written in step find there what they need next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._windows: list[_Window] = []
 
     def view(self, file: FileBytes, payload: Extent, offset: int, length: int, reads: Reads) -> memoryview:
@@ -54,7 +55,7 @@ class Windows:
             if window is None:
                 window = _Window()
             others = [other for other in self._windows if other is not window]
-            while others and sum(map(len, others)) + stop - start > _WINDOWS:
+            while others and sum(map(len, others)) + max(len(window), stop - start) > self._most:
                 others.pop()
             self._windows = others
             window.read(file, start, stop, reads)
@@ -113,6 +114,8 @@ class Payloads:
         self.directory = directory
         self.pace: Pace | None = None
         """What holds the reading of files back; set before the first is opened."""
+        self.window_bytes = _WINDOWS
+        """Most bytes of what a thread keeps to gather small pieces from; set before the first is read."""
         self._in_memory = {name: Held(data) for name, data in in_memory.items()}
         self._files: dict[str, FileBytes] = {}
         self._states: dict[str, tuple[object, ...]] = {}
@@ -199,7 +202,7 @@ class Payloads:
                 for (offset, _), raw in zip(ranges, views, strict=True):
                     reads(offset, raw)
             else:
-                windows: Windows = self._scratch.__dict__.setdefault("windows", Windows())
+                windows: Windows = self._scratch.__dict__.setdefault("windows", Windows(self.window_bytes))
                 views = [windows.view(file, payload, *ranges[0], reads)]
             for block, raw in zip(batch, views, strict=True):
                 out[block.slices] = _strided_words(raw, name, place.strides, block.shape)
