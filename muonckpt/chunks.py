@@ -187,10 +187,8 @@ class Chunks(Sequence[Chunk]):
     def payload(self, number: int) -> Extent | None:
         """Return the extent of the elements of one chunk; None while it has not been opened."""
         row, columns = self.start + number, self.columns
-        length = int(columns.payload_length(row))
-        return (
-            None if length == UNKNOWN else Extent(columns.names[columns.file[row]], int(columns.payload(row)), length)
-        )
+        place = columns.payload_at(row)
+        return None if place is None else Extent(columns.names[columns.file[row]], *place)
 
     @property
     def items(self) -> tuple[list[str], list[int], list[int]]:

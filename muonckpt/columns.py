@@ -149,6 +149,11 @@ class Columns:
         """The lengths of payloads, in bytes; `UNKNOWN` where there is none."""
         return self._of_frames(2, rows)
 
+    def payload_at(self, row: int) -> tuple[int, int] | None:
+        """The offset and the length of the payload of one row, in bytes; None where there is none."""
+        _, inside, length = self.frames[self.frame[row]].tolist()
+        return None if length == UNKNOWN else (int(self.item[row]) + inside, length)
+
     def _of_frames(self, which: int, rows: Rows) -> Column:
         return np.asarray(self.frames[self.frame[rows], which])
 

@@ -35,7 +35,9 @@ def test_rows_come_out_as_they_went_in_however_they_are_taken(given, data):
     assert listed(columns) == given
     assert columns.item_end().tolist() == [row[1] + row[2] for row in given]
     for number in range(count):
-        assert (columns.payload(number), columns.payload_length(number)) == given[number][3:5]
+        payload = given[number][3:5]
+        assert (columns.payload(number), columns.payload_length(number)) == payload
+        assert columns.payload_at(number) == (None if payload == (UNKNOWN, UNKNOWN) else payload)
     numbers = data.draw(st.lists(st.integers(0, count - 1), max_size=5)) if count else []
     assert list(columns.rows_at(numbers)) == [given[number] for number in numbers]
     start = data.draw(st.integers(0, count))
