@@ -57,7 +57,7 @@ RULES = {
     "keys requests version vocabulary layouts store store/io store/reading store/formats",
     "series": "errors box fingerprint resumption vocabulary layouts store store/io store/formats checkpoint converters "
     "converters/engine converters/target",
-    "optimizer/ground": "box layout vocabulary",
+    "optimizer/ground": "errors box layout vocabulary",
     "optimizer/newton_schulz": "coefficients optimizer/ground optimizer/triton",
     "optimizer/triton": "overlap plan optimizer/ground",
     "optimizer/planning": "errors box overlap layout plan optimizer/newton_schulz",
@@ -88,8 +88,8 @@ RULES = {
     "converters/engine converters/programs",
     "converters/compare": "errors box key_search record store store/io store/reading store/formats converters/engine "
     "converters/look converters/translate vocabulary wording converters/programs",
-    "converters/merge": "errors box chunks fingerprint key_search layout overlap record version vocabulary wording "
-    "store store/io store/reading converters/compare converters/engine converters/look converters/translate "
+    "converters/merge": "errors box chunks columns fingerprint key_search layout overlap record version vocabulary "
+    "wording store store/io store/reading converters/compare converters/engine converters/look converters/translate "
     "converters/programs",
     "converters/look": "errors box key_search layout overlap wording columns record vocabulary layouts/buffers "
     "store/io store store/reading converters/engine converters/target converters/translate converters/programs",
