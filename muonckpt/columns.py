@@ -113,7 +113,7 @@ class Columns:
         has_digest: NDArray[np.bool_],
         crc32: Column,
     ) -> Columns:
-        """The columns of chunks with these extents; of a payload that is not known both numbers are `UNKNOWN`.
+        """Return the columns of chunks with these extents; both numbers of a payload that is not known are `UNKNOWN`.
 
         Raises:
             SourceError: a range of bytes ends too far away.
@@ -134,23 +134,23 @@ class Columns:
         return (self.file, self.item, self.frame, self.digest, self.has_digest, self.crc32)
 
     def item_length(self, rows: Rows = _ALL) -> Column:
-        """The lengths of items, of all rows or of these, in bytes."""
+        """Return the lengths of items, of all rows or of these, in bytes."""
         return self._of_frames(0, rows)
 
     def item_end(self, rows: Rows = _ALL) -> Column:
-        """The offsets behind items, in bytes."""
+        """Return the offsets behind items, in bytes."""
         return self.item[rows] + self.item_length(rows)
 
     def payload(self, rows: Rows = _ALL) -> Column:
-        """The offsets of payloads, in bytes; `UNKNOWN` where there is none."""
+        """Return the offsets of payloads, in bytes; `UNKNOWN` where there is none."""
         return np.where(self.payload_length(rows) == UNKNOWN, UNKNOWN, self.item[rows] + self._of_frames(1, rows))
 
     def payload_length(self, rows: Rows = _ALL) -> Column:
-        """The lengths of payloads, in bytes; `UNKNOWN` where there is none."""
+        """Return the lengths of payloads, in bytes; `UNKNOWN` where there is none."""
         return self._of_frames(2, rows)
 
     def payload_at(self, row: int) -> tuple[int, int] | None:
-        """The offset and the length of the payload of one row, in bytes; None where there is none."""
+        """Return the offset and the length of the payload of one row, in bytes; None where there is none."""
         _, inside, length = self.frames[self.frame[row]].tolist()
         return None if length == UNKNOWN else (int(self.item[row]) + inside, length)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from hypothesis import settings
 from support import store_server, workers
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it, and so would their children
 torch.set_num_threads(1)
 gc.disable()  # until all tests are there, which need not be looked through
 
