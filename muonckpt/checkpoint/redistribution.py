@@ -31,7 +31,7 @@ from ..resumption import Extra, Globs, LoadReport
 from ..store.io.checksums import xxh3_128
 from ..store.reading.dtypes import itemsize
 from .all_ranks import exchange, gather_on_all, group_ranks, refuse_crossed, refuse_differing, unusable, wire_device
-from .attestation import TensorPrint, differing, held_together, shares_of
+from .attestation import SharesOfRank, TensorPrint, differing, held_together, shares_of
 from .bits import share_of, unsigned
 from .live_state import NOBODY, HeldTensor, LiveState, LocalParts, RankBoxes, RankState, asked_layouts, held_layout
 from .matching import LoadTemplate, RankRequest, Stored, judge, match, selection
@@ -100,10 +100,13 @@ class _Offer:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
+    """What a rank asks for; ``tied`` are pairs of tensors of the source that would come into one memory."""
+
     rank: RankRequest
     state: RankState
     devices: frozenset[str]
     memory: int
+    tied: frozenset[tuple[str, str]]
 
 
 def redistribute(
@@ -131,7 +134,8 @@ def redistribute(
 
     Raises:
         SourceError: source and target do not fit each other; lists what differs.
-        LayoutError: nobody holds some elements of the source, boxes overlap in part, or source and target share memory.
+        LayoutError: nobody holds some elements of the source, boxes overlap in part, source and target share memory, or
+            tensors that differ would come into one memory.
         TargetError: one element does not fit into the memory.
         AttestError: replicas of the source differ, or what has arrived is not what was sent.
         ArgumentError: an argument is none of these, or not the same on all ranks.
@@ -204,6 +208,9 @@ def _redistribute(
         cure = "muonckpt.redistribute(..., {})"
         raise SourceError(f"the source does not fit the target: {matching.misfit(cure)}")
     moves = _moves(ranks, offers, requests)
+    if tied := frozenset().union(*(request.tied for request in requests)):
+        keys = {key for pair in tied for key in pair}
+        _refuse_overwriting(ranks, tied, gather_on_all(group, LayoutError, lambda: shares_of(source, keys)))
     stages = stages_of(moves, len(ranks), min(request.memory for request in requests))
     devices = frozenset().union(*(offer.devices for offer in offers), *(request.devices for request in requests))
 
@@ -288,7 +295,30 @@ def _asked(source: LiveState, target: LiveState, stored: Stored, extra: Extra, g
     keys = {key: origin for key, origin in matching.sources.items() if key in target.parts}
     check_apart(source.parts, {key: target.parts[key] for key in (*keys, *matching.zeros)}, keys)
     request = RankRequest(matching, template.optimizers, globs)
-    return _Request(request, target.described.boxes(keys), target.devices, memory)
+    return _Request(request, target.described.boxes(keys), target.devices, memory, _in_one_memory(target, keys))
+
+
+def _in_one_memory(target: LiveState, origins: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    """Return pairs of tensors of the source for which the target has one memory, as for tied weights.
+
+    Args:
+        origins: keys of the source, by keys of the target.
+    """
+    parts = [(part, origin) for key, origin in origins.items() for part in target.parts[key].values() if part.numel()]
+    first = {_elements(part): origin for part, origin in reversed(parts)}
+    return frozenset((first[_elements(part)], origin) for part, origin in parts if first[_elements(part)] != origin)
+
+
+def _refuse_overwriting(ranks: Sequence[int], pairs: Iterable[tuple[str, str]], held: Sequence[SharesOfRank]) -> None:
+    """Refuse tensors that differ where the target has one memory for both: what arrives last would be left of them."""
+    prints = held_together(ranks, held).tensors
+    for one, other in sorted(pairs):
+        if prints.get(one) != prints.get(other):
+            raise LayoutError(
+                f"tensors {one!r} and {other!r} of the source differ, and the target has one memory for both, as for "
+                "tied weights, so that only one of them would be left: give it memory for each, or leave one out of it "
+                "and name it in allow_extra"
+            )
 
 
 def _moves(ranks: Sequence[int], offers: Sequence[_Offer], requests: Sequence[_Request]) -> list[Transfer]:

@@ -356,3 +356,14 @@ def test_one_process_takes_options_over_by_the_names_of_parameters():
     assert groups[0]["params"] == ["c"]
     steps_of = {name: slots["step"].item() for name, slots in target["optimizer"]["state"].items()}
     assert steps_of == {"a": 3.0, "b": 0.0, "c": 3.0}
+
+
+def test_tensors_that_differ_are_not_moved_into_one_memory():
+    """Tied weights get those of a run that had two, as stages of a pipeline have, if these are equal."""
+    tied = torch.full((3,), 7.0)
+    target = {"embedding": tied, "head": tied}
+    with pytest.raises(LayoutError, match=r"'embedding' and 'head' of the source differ, and the target has one mem"):
+        muonckpt.redistribute({"embedding": torch.ones(3), "head": torch.zeros(3)}, target)
+    assert tied.tolist() == [7.0] * 3
+    muonckpt.redistribute({"embedding": torch.ones(3), "head": torch.ones(3)}, target)
+    assert tied.tolist() == [1.0] * 3
