@@ -26,8 +26,8 @@ DION: Polynomials = (
 )
 """What dion's kernels use, whatever they are given."""
 
-OfStack = Callable[[Tensor], Tensor]
-"""Of ``[matrices, rows, columns]``."""
+Orthogonalize = Callable[[Tensor], Tensor]
+"""Takes and returns ``[matrices, rows, columns]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +35,28 @@ class Peer:
     """A package, how to call it, and the polynomials with which it is called, or that it has inside."""
 
     module: str
-    made: Callable[[], OfStack]
+    made: Callable[[], Orthogonalize]
     polynomials: Polynomials = KELLER
 
 
-def _gram_newton_schulz() -> OfStack:
+def _gram_newton_schulz() -> Orthogonalize:
     from gram_newton_schulz import GramNewtonSchulz
 
-    theirs: OfStack = GramNewtonSchulz(ns_coefficients=list(KELLER), gram_newton_schulz_reset_iterations=[2])
+    theirs: Orthogonalize = GramNewtonSchulz(ns_coefficients=list(KELLER), gram_newton_schulz_reset_iterations=[2])
     return theirs
 
 
-def _flash_muon() -> OfStack:
+def _flash_muon() -> Orthogonalize:
     from flash_muon import fast_newtonschulz
     from torch import stack
 
     return lambda matrices: stack([fast_newtonschulz(matrix) for matrix in matrices])  # it takes no stacks
 
 
-def _dion() -> OfStack:
+def _dion() -> Orthogonalize:
     from dion.newton_schulz_triton import newton_schulz_triton
 
-    theirs: OfStack = newton_schulz_triton
+    theirs: Orthogonalize = newton_schulz_triton
     return theirs
 
 

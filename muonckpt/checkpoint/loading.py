@@ -164,9 +164,8 @@ def _opened_together(
     def packed() -> bytes | None:
         mine.append(open_to_load(place()))
         columns, elements = mine[0].outline.columns, mine[0].outline.elements
-        guarded = (
-            columns.has_digest | (columns.crc32 != UNKNOWN) | (columns.payload_length() == UNKNOWN)
-        )  # an item says it
+        in_items = columns.payload_length() == UNKNOWN  # their checksums are there, too
+        guarded = columns.has_digest | (columns.crc32 != UNKNOWN) | in_items
         if not dist.is_initialized() or not (guarded | (elements == 0)).all():
             return None
         try:
