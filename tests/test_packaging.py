@@ -34,7 +34,7 @@ def source(tmp_path_factory):
     """A copy of what is tracked, so that building leaves nothing in the tree."""
     copy = tmp_path_factory.mktemp("source")
     for name in ROOMS:
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     return copy
@@ -63,15 +63,52 @@ def wheel(source, tmp_path_factory):
 @pytest.mark.parametrize("editable", sweep([False, True], False), ids=["wheel", "editable"])
 def test_one_import_name(editable, source, wheel, tmp_path):
     """Installed into a bare environment that sees this one's dependencies."""
-    venv.create(tmp_path / "env", with_pip=False)
-    python = tmp_path / "env/bin/python"
-    site = next((tmp_path / "env/lib").glob("python*/site-packages"))
-    mine = Path(next(p for p in sys.path if p.endswith("site-packages")))
-    (site / "zz_dependencies.pth").write_text(f"{mine}\n")
+    python = bare_environment(tmp_path / "env")
     pip(python, "install", *(["--editable", str(source)] if editable else [str(wheel)]))
     done = subprocess.run([str(python), "-P", "-c", CHECK], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "env/bin/muonckpt").exists()
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["not installed", "installed"])
+def test_a_newcomer_imports_it_in_the_clone(installed, source, wheel, tmp_path):
+    """Python in a clone finds its `muonckpt/` before any that is installed: the links make it the whole package."""
+    python = bare_environment(tmp_path / "env")
+    if installed:
+        pip(python, "install", str(wheel))
+    lines = (
+        "import muonckpt.converters, muonckpt.cli.main\nfrom muonckpt.optimizer import Muon\nprint(muonckpt.__file__)"
+    )
+    done = subprocess.run([str(python), "-c", lines], capture_output=True, text=True, cwd=source)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == source / "muonckpt/__init__.py"
+
+
+def test_a_type_checker_sees_every_room(source, tmp_path):
+    """A user's file against a clone: a wrong argument of each room is an error, and nothing is Any."""
+    imports = [
+        "from muonckpt import save",
+        "from muonckpt.optimizer import Muon",
+        "from muonckpt.converters.report import Report",
+        "from muonckpt.cli.main import run",
+    ]
+    uses = ["reveal_type(Muon)", "reveal_type(Report)", "reveal_type(run)", "save({}, 'run', colour=1)"]
+    (tmp_path / "user.py").write_text("\n".join([*imports, *uses]))
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), "user.py"]
+    environment = {**os.environ, "MYPYPATH": str(source)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    said = re.findall(r'user.py:(\d+): (?:note: Revealed type is "([^"]*)"|error: (.*))', done.stdout)
+    assert [line for line, _, _ in said] == ["5", "6", "7", "8"], done.stdout + done.stderr
+    assert not [kind for _, kind, _ in said[:3] if kind == "Any"] and "Unexpected keyword" in said[3][2], done.stdout
+
+
+def bare_environment(place: Path) -> Path:
+    """The Python of a new environment that sees this one's dependencies, but not this one's muonckpt."""
+    venv.create(place, with_pip=False)
+    site = next((place / "lib").glob("python*/site-packages"))
+    mine = Path(next(p for p in sys.path if p.endswith("site-packages")))
+    (site / "zz_dependencies.pth").write_text(f"{mine}\n")
+    return place / "bin/python"
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
@@ -98,7 +135,10 @@ def test_the_sdist_holds_what_is_tracked():
         held = {name.partition("/")[2] for name in opened.getnames() if not opened.getmember(name).isdir()}
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     made = {name for name in held if name.startswith("muonckpt.egg-info/")} | {"PKG-INFO", "setup.cfg"}
-    assert held - made == {*listed.splitlines()} - {".gitignore"}
+    links = {"muonckpt/optimizer", "muonckpt/converters", "muonckpt/cli"}
+    # A link of the tree is the folder itself in the archive.
+    expected = {re.sub(r"^(optimizer|converters|cli)/", r"muonckpt/\1/", name) for name in listed.splitlines()}
+    assert held - made == expected - links - {".gitignore"}
 
 
 @released
