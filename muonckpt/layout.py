@@ -271,38 +271,6 @@ def through(pieces: tuple[Piece, ...], layout: TensorLayout) -> TensorLayout:
     return TensorLayout.of(tuple(map(max, zip(*ends, strict=True))), fragments)
 
 
-@lru_cache(maxsize=65536)
-def every(layout: TensorLayout, dim: int, step: int, first: int = 0) -> TensorLayout:
-    """The layout of the tensor of every ``step``-th index along ``dim``, from ``first`` on: its elements lie where they
-    are.  A buffer that has none of them is left out.  Cached by geometry.
-
-    Raises:
-        LayoutError: the dim is missing, the step is not positive, or ``first`` is none of the first ``step`` indices.
-    """
-    ndim = len(layout.shape)
-    if not -ndim <= dim < ndim or not 0 <= first < step:
-        raise LayoutError(f"every {step} indices from {first} on, along dim {dim} of a tensor of shape {layout.shape}")
-    dim %= ndim
-    starts, stops = layout.starts.copy(), layout.stops.copy()
-    for corner in (starts, stops):
-        corner[:, dim] = -((first - corner[:, dim]) // step)  # the number of chosen indices before it
-    length = max(0, -((first - layout.shape[dim]) // step))
-    left = stops[:, dim] > starts[:, dim]
-    rows = np.flatnonzero(left[layout.box])
-    box, strides = layout.box[rows], layout.strides[rows]
-    before = starts[box, dim] * step + first - layout.starts[box, dim]
-    offset = layout.offset[rows] + before * strides[:, dim]
-    strides[:, dim] *= step
-    kept, appearance = np.unique(layout.buffer[rows], return_index=True)
-    kept = kept[np.argsort(appearance)]
-    number = np.empty(len(layout.buffers), np.int64)
-    number[kept] = np.arange(len(kept))
-    buffers = tuple(layout.buffers[buffer] for buffer in kept.tolist())
-    shape = (*layout.shape[:dim], length, *layout.shape[dim + 1 :])
-    box = (np.cumsum(left) - 1)[box]
-    return TensorLayout(shape, starts[left], stops[left], buffers, box, number[layout.buffer[rows]], offset, strides)
-
-
 def dense(box: Box, buffer: Buffer, offset: int = 0) -> Fragment:
     """A box stored contiguously, row-major, from ``offset`` of ``buffer``."""
     return Fragment(box, Place(buffer, offset, row_major(box.shape)))

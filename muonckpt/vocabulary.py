@@ -58,7 +58,7 @@ ROUNDING_SEED = "rounding_seed"
 state is rounded to the nearest."""
 
 STEPS_TAKEN = "steps_taken"
-"""The number of steps that a group has taken, if its steps depend on it: by such noise, or by the rows in turn."""
+"""The number of steps that a group with such a seed has taken; the noise of a step depends on it."""
 
 PARAMS = "params"
 """The option of a parameter group that lists its parameters, as in torch's optimizers."""
@@ -176,9 +176,6 @@ SOAP: Mapping[str, object] = MappingProxyType(
 )
 """Options of a SOAP group besides rates and fusion: the defaults of the authors' code."""
 
-CYCLIC_ROWS: Mapping[str, object] = MappingProxyType({"period": 4, "nesterov": False})
-"""Options of a group that updates rows in turn besides those of `MUON`, and those with other defaults."""
-
 ADAMW: Mapping[str, object] = MappingProxyType({"betas": (0.9, 0.95), "eps": 1e-8})
 """Options of an AdamW group besides ``lr``, ``weight_decay`` and ``cautious``, which are those of `MUON`."""
 
@@ -196,7 +193,6 @@ GROUP_OPTIONS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "adamuon": MappingProxyType({**_MATRIX, **ADAMUON}),
         "hyperball": MappingProxyType({**_MATRIX, **HYPERBALL}),
         "soap": MappingProxyType({**_GRADIENT, **SOAP}),
-        "cyclic_rows": MappingProxyType({**_MATRIX, **CYCLIC_ROWS, STEPS_TAKEN: 0}),
         "adamw": MappingProxyType({**_EVERY, **ADAMW}),
         "lion": MappingProxyType({**_EVERY, **LION}),
     }

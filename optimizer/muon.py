@@ -39,7 +39,6 @@ from .options import (
     check,
     cycled,
     options_of_state,
-    refuse_many_turns,
     refuse_repeated,
     refuse_shared_rate,
     refuse_unknown,
@@ -64,14 +63,14 @@ from .step.agreement import Facts, fixed
 from .step.exchange import LINKS
 from .step.planner import Planner
 from .step.rank_sets import RankSet, ordinals, rank_sets, ranks_of
-from .step.step import Cycle, Steps
+from .step.step import Step, Steps
 
 
 class Muon(ForModel, CollectiveOptimizer):
     """Muon for matrices and AdamW or Lion for the rest, in one optimizer.
 
     Each parameter group chooses ``algorithm="muon"`` (the default), another of `methods.matrix.MATRICES` ("normuon",
-    "adamuon", "hyperball", "soap", "cyclic_rows"), a `MatrixMethod`, "adamw" or "lion".  Parameters are plain tensors
+    "adamuon", "hyperball", "soap"), a `MatrixMethod`, "adamw" or "lion".  Parameters are plain tensors
     or DTensors on any mesh (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``).  The same
     global gradients give the same bits on any mesh.  A parameter of three dims is a stack of matrices (experts).
 
@@ -117,8 +116,8 @@ class Muon(ForModel, CollectiveOptimizer):
 
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
-        LayoutError: a parameter is not a matrix, its pieces do not add up to its rows or have no equal turns, or a
-            sharding cuts blocks of its state in 8 bits.
+        LayoutError: a parameter is not a matrix, its pieces do not add up to its rows, or a sharding cuts blocks of
+            its state in 8 bits.
     """
 
     _warns = True
@@ -294,8 +293,8 @@ class Muon(ForModel, CollectiveOptimizer):
 
     @property
     def schedules(self) -> Mapping[Ranks, Schedule]:
-        """The owners and stages of matrices in the next step, by the ranks that share them; planned by the first."""
-        return {ranks: cycle.due.schedule for ranks, cycle in self._steps.planned.items()}
+        """The owners and stages of matrices, by the ranks that share them; planned by the first step."""
+        return {ranks: step.schedule for ranks, step in self._steps.planned.items()}
 
     @property
     def skipped_steps(self) -> int:
@@ -317,7 +316,7 @@ class Muon(ForModel, CollectiveOptimizer):
         unplanned = not self.schedules and any(is_matrix_method(group["algorithm"]) for group in self.param_groups)
         if self._offload is not None and not unplanned:
             rest = (group for group in self.param_groups if group["algorithm"] in SCALARS and group["params"])
-            parts = [cycle.due.most_visiting(self.state) for cycle in self._steps.planned.values()]
+            parts = [step.most_visiting(self.state) for step in self._steps.planned.values()]
             for group in rest:
                 states = [self.state[param] for param in group["params"]]
                 parts.append(most_visiting(states, memory))
@@ -417,11 +416,6 @@ class Muon(ForModel, CollectiveOptimizer):
                     f"{ROUNDING_SEED}={group[ROUNDING_SEED]!r}: every replay of a CUDA graph would round with the same "
                     "noise; round to the nearest, without a seed"
                 )
-            if self._period(group) > 1 and capturing():
-                raise RuntimeError(
-                    f"algorithm={group['algorithm']!r}: every replay of a CUDA graph would update the same rows, and "
-                    "the others never; use 'muon', or step outside of the graph"
-                )
             check_values(group["params"])
             check_gradients(group["params"], [param.grad for param in group["params"]])
         self._used = True
@@ -510,7 +504,7 @@ class Muon(ForModel, CollectiveOptimizer):
             self._nonfinite.settle(taken, guarded(self.param_groups, self.state), self._steps.widest)
         return taken
 
-    def _plan(self, held: RankSet, failure: Exception | None) -> Cycle:
+    def _plan(self, held: RankSet, failure: Exception | None) -> Step:
         if self._warns and self._replicas is None:
             warn_if_unshared(held)
         return self._planner.plan(held, self.param_groups, self.state, failure)
@@ -552,10 +546,3 @@ class Muon(ForModel, CollectiveOptimizer):
         if group.get(ROUNDING_SEED) is not None:
             group.setdefault(STEPS_TAKEN, 0)
         check(group, self._scales.names, method)
-        if self._period(group) > 1:
-            group.setdefault(STEPS_TAKEN, 0)
-        refuse_many_turns([self._period(each) for each in self.param_groups])
-
-    def _period(self, group: Mapping[str, Any]) -> int:
-        """Return in how many steps each row of a group's matrices has its turn."""
-        return self._methods[group["algorithm"]].period(group) if is_matrix_method(group["algorithm"]) else 1

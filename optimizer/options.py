@@ -40,9 +40,6 @@ CYCLED = ("momentum", "betas")
 """Options that torch's OneCycleLR and CyclicLR set in every group, even in one without them: the first of the betas if
 ``Optimizer.defaults`` has betas, else momentum if the defaults have that."""
 
-MOST_TURNS = 64
-"""The most plans of one optimizer: steps with rows in turn have one for each turn."""
-
 
 def options_of_state(method: MatrixMethod | None) -> Collection[str]:
     """Return the options of groups, besides those of their algorithm, that say in which dtype their state is kept.
@@ -161,27 +158,3 @@ def check(group: ParamGroup, scales: Collection[str], method: MatrixMethod | Non
             spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)
     for name, option in method.options.items():
         need(name, option.holds, option.expected)
-    period = method.period(group)
-    if not isinstance(period, int) or period < 1:
-        raise ValueError(f"method {method.name!r} has a period of {period!r}: expected a whole number of at least 1")
-    if period > 1:
-        _check_rows_in_turn(group, method)
-
-
-def _check_rows_in_turn(group: ParamGroup, method: MatrixMethod) -> None:
-    about = f"method {method.name!r} updates rows in turn"
-    if not method.averages:
-        raise ValueError(f"{about}: expected one that takes momentum, or gradients of the other rows would be lost")
-    if group["nesterov"]:
-        raise ValueError(f"nesterov={group['nesterov']!r}: {about}, so expected False: other rows do not look ahead")
-    if owned := [slot for slot, kept in method.kept(group).items() if kept.at_owner]:
-        raise ValueError(f"{about}, and its {owned[0]} rests at owners, which differ by turn: keep it with the shards")
-
-
-def refuse_many_turns(periods: Collection[int]) -> None:
-    """Raise ValueError if the periods of an optimizer's groups have no common multiple up to `MOST_TURNS`."""
-    if (turns := math.lcm(*periods)) > MOST_TURNS:
-        raise ValueError(
-            f"groups with periods of {', '.join(map(str, sorted({*periods} - {1})))} have the same rows in turn again "
-            f"after {turns} steps, each with a plan of its own: expected at most {MOST_TURNS}, such as equal periods"
-        )

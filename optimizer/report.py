@@ -36,8 +36,7 @@ class GroupReport:
         matrices: how many are orthogonalised.
         elements: of all its parameters, on all ranks.
         update_rms: the smallest and largest expected root mean square of an update at the present rate, without decay
-            (``1 / √max(m, n)`` for an orthogonal ``m x n`` matrix), or of its rows in turn; None where the method does
-            not say.
+            (``1 / √max(m, n)`` for an orthogonal ``m x n`` matrix); None where the method does not say.
     """
 
     number: int
@@ -154,9 +153,7 @@ def _group(number: int, group: ParamGroup, scales: Scales, methods: Methods) -> 
     expected: Sequence[float | None] = (1.0,) if algorithm == "lion" else ADAMW_RMS
     if is_matrix_method(algorithm):
         matrices = [rows_columns(shape) for param in params for shape in shapes_of(tuple(param.shape), fused_of(group))]
-        method = methods[algorithm]
-        period = method.period(group)
-        rms = {(m, n): method.rms(m // period, n, group) for m, n in dict.fromkeys(matrices)}
+        rms = {shape: methods[algorithm].rms(*shape, group) for shape in dict.fromkeys(matrices)}
         scaled = {shape: own and own * scales.factor(group, *shape) for shape, own in rms.items()}
         expected = [*scaled.values()] if matrices else expected
     known = [rate * rms for rms in expected if rms is not None]

@@ -40,7 +40,7 @@ from ..vocabulary import (
 from .ground.eight_bits import Blocks, block_between, block_of, held_of, in_a_dim, scales_shape
 from .ground.held_boxes import declare_boxes
 from .methods.form import MatrixMethod
-from .methods.matrix import kept_of, refuse_shape
+from .methods.matrix import fused_of, kept_of
 from .methods.scalar import SCALARS, fresh_average
 from .planning.matrices import Reduced, matrices_of
 
@@ -63,7 +63,7 @@ def fresh_state(
     dtype, block = state_dtype(param, group), block_of(group)
     if method is None:
         return SCALARS[group["algorithm"]].fresh(param, dtype, block)
-    refuse_shape(layout.shape, group, method)
+    matrices_of(layout.shape, fused_of(group))
     state: dict[str, Tensor] = {}
     if method.averages:
         state |= fresh_average(param, MOMENTUM, dtype, block)
@@ -184,7 +184,7 @@ def check_state(
     Raises:
         LayoutError, ValueError: the options do not fit the parameter's shape; they need state of another shape.
     """
-    refuse_shape(layout.shape, group, method)
+    matrices_of(layout.shape, fused_of(group))
     for slot, (kept, reduced) in kept_of(tuple(param.shape), group, method).items():
         own = held.get(slot)
         if own is None or own.shape != reduced.shape or own.dtype != (kept.dtype or param.dtype):

@@ -17,7 +17,6 @@ from ..box import Index
 from ..converters.look.holders import balance_of
 from ..converters.target.buffer_layouts import cut_parts, placed_in
 from ..converters.target.topology import LAYOUTS, ROWS, AxisCut, ShardRule, Target
-from ..errors import about
 from ..layout import TensorLayout
 from ..layouts.buffers.buffer_layout import rank_of
 from ..layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
@@ -28,7 +27,7 @@ from ..optimizer.ground.host_memory import AHEAD, STATE_MEMORIES, StateMemory
 from ..optimizer.methods.form import MatrixMethod, dtype_named
 from ..optimizer.methods.matrix import kept_of
 from ..optimizer.newton_schulz.recipe import flops
-from ..optimizer.planning.matrices import SHAPES, UPDATE, WEIGHT, Fused, RowsInTurn, Slot, Spec
+from ..optimizer.planning.matrices import SHAPES, UPDATE, WEIGHT, Fused, Slot, Spec
 from ..optimizer.planning.residence import first_replica, matrix_parts
 from ..optimizer.planning.schedule import NOTE, Schedule, Stage, make_schedule, paused_collector
 from ..record import StateRecord, no_chunks
@@ -300,7 +299,7 @@ class StepPlan:
 
 
 def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks: int, options: MuonOptions) -> StepPlan:
-    """Plan a step as the ranks themselves do it; of rows in turn, that of the first.
+    """Plan a step as the ranks themselves do it.
 
     Owners of matrices with state are chosen with all others here, where ranks choose them group by group.
 
@@ -353,8 +352,7 @@ def _specs(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, options: 
         stated = repr(sorted(group.items()))
         key = layout, parameter.dtype, parameter.method.name, tuple(parameter.kept.items()), stated
         if key not in alike:
-            with about(parameter.name):
-                alike[key] = _spec(parameter, parameter.method, layout, layout_of, group)
+            alike[key] = _spec(parameter, parameter.method, layout, layout_of, group)
         specs.append(alike[key])
     return specs
 
@@ -377,8 +375,7 @@ def _spec(
         return max(1, iterations + round(method.cost(rows, columns, group)))
 
     staying = tuple((slot, kept.shape) for slot, kept in parameter.kept.items() if kept.at_owner)
-    rows = RowsInTurn(layout, method.period(group), 0) if method.period(group) > 1 else None
-    return Spec(tuple(slots) if rows is None else rows.of(slots), cost, staying=staying, rows=rows)
+    return Spec(tuple(slots), cost, staying=staying)
 
 
 def _resting_bytes(parameter: ModelParameter, rows: int, columns: int) -> int:

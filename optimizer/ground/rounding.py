@@ -140,23 +140,19 @@ def portions(
     group: ParamGroup,
     slots: Sequence[str | None],
     placed: Iterable[tuple[Placed, Scales]],
-    *,
-    in_boxes: bool = False,
-) -> Iterator[tuple[list[Tensors], list[Keeping | None], Box | None]]:
-    """Cut parallel lists of local tensors to portions, and say how the first of them are kept (`rounded_once`), and
-    which box of a parameter each portion is.
+) -> Iterator[tuple[list[Tensors], list[Keeping | None]]]:
+    """Cut parallel lists of local tensors to portions, and say how the first of them are kept (`rounded_once`).
 
-    Portions are as of `tensors.in_portions`, and no boxes, where nothing depends on the places of elements.  Tensors
-    that are not contiguous are copied, and written back after their last part.
+    Portions are as of `tensors.in_portions` where nothing depends on the places of elements.  Tensors that are not
+    contiguous are copied, and written back after their last part.
 
     Args:
         slots: of the first lists; None where a list is no state of the group.
-        placed: by parameter, with scales by slot; read where portions are boxes.
-        in_boxes: whether they are even if not `by_place`.
+        placed: by parameter, with scales by slot; read where `by_place`.
     """
-    if not in_boxes and not by_place(group):
+    if not by_place(group):
         for together in in_portions(lists):
-            yield together, [], None
+            yield together, []
         return
     noise, block = noise_of(group), block_of(group)
     keys = [None if slot is None or noise is None else noise.key(slot) for slot in slots]
@@ -174,7 +170,7 @@ def portions(
                     by.append(Blocks.of_box(own, block, length, *part.place, noise=noisy))
                 else:
                     by.append(None if key is None else NoisyBFloat16(part, key))
-            yield [[part.of(tensor)] for tensor in dense], by, part.fragment.box
+            yield [[part.of(tensor)] for tensor in dense], by
         for own, copied in zip((*parallel, *scales), (*dense, *scaled), strict=True):
             if own is not None and copied is not None and copied is not own:
                 own.copy_(copied)

@@ -129,9 +129,6 @@ class MatrixMethod:
         rms: the root mean square that an update of an ``m x n`` matrix is expected to have, for reports, given m, n and
             the group; None where nobody knows.
         stacked: ``update`` takes equal matrices together, and gives each the bits that it has alone.
-        period: in how many steps each row has its turn, given the group; 1: in every step.  With more, a matrix, its m,
-            and what is kept of rows are those of the rows in turn, and only these travel.  The momentum of all rows
-            adds up gradients, and decays where rows have had their turn.
 
     Raises:
         ValueError: a name that state dicts cannot have, an unknown ``takes``, or a ``before`` without Newton-Schulz.
@@ -147,7 +144,6 @@ class MatrixMethod:
     cost: Callable[[int, int, ParamGroup], float] = lambda m, n, group: 0
     rms: Callable[[int, int, ParamGroup], float | None] = lambda m, n, group: None
     stacked: bool = False
-    period: Callable[[ParamGroup], int] = lambda group: 1
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():

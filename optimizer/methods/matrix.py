@@ -9,11 +9,11 @@ from typing import Any
 
 from ...box import Index
 from ...vocabulary import ParamGroup
-from ..planning.matrices import SHAPES, Fused, Reduced, matrices_of
+from ..planning.matrices import SHAPES, Fused, Reduced
 from .adamuon import ADAMUON
 from .form import Kept, MatrixMethod, dtype_named
 from .hyperball import HYPERBALL
-from .muon import CYCLIC_ROWS, MUON, NORMUON
+from .muon import MUON, NORMUON
 from .scalar import SCALARS
 from .soap import SOAP
 
@@ -61,9 +61,7 @@ class Scales:
         return {**ADJUST_LR, **self.given}[group["adjust_lr_fn"]](rows, columns)
 
 
-MATRICES: Mapping[str, MatrixMethod] = {
-    method.name: method for method in (MUON, NORMUON, ADAMUON, HYPERBALL, SOAP, CYCLIC_ROWS)
-}
+MATRICES: Mapping[str, MatrixMethod] = {method.name: method for method in (MUON, NORMUON, ADAMUON, HYPERBALL, SOAP)}
 """The methods that groups choose by name."""
 
 
@@ -99,17 +97,6 @@ class Methods:
 
     def __getitem__(self, algorithm: str) -> MatrixMethod:
         return self.given.get(algorithm) or MATRICES[algorithm]
-
-
-def refuse_shape(shape: Index, group: ParamGroup, method: MatrixMethod) -> None:
-    """Refuse a parameter of a shape that a group's method has no matrices of.
-
-    Raises:
-        LayoutError: says why.
-    """
-    fused = fused_of(group)
-    matrices_of(shape, fused)
-    fused.every(method.period(group), shape[-2])
 
 
 def kept_of(shape: Index, group: ParamGroup, method: MatrixMethod) -> dict[str, tuple[Kept, Reduced]]:

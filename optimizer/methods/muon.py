@@ -1,4 +1,4 @@
-"""Muon; NorMuon, which evens out the rows of its updates; and Muon of rows in turn."""
+"""Muon, and NorMuon, which evens out the rows of its updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...vocabulary import CYCLIC_ROWS as OPTIONS_OF_ROWS
 from ...vocabulary import NORMUON as OPTIONS
 from ...vocabulary import SECOND_MOMENT, ParamGroup
 from .form import FRACTION, Kept, MatrixMethod, Option, Whole, of_each
@@ -22,23 +21,6 @@ def orthogonal_rms(m: int, n: int, group: ParamGroup) -> float:
 
 MUON = MatrixMethod("muon", lambda whole: whole.matrix, rms=orthogonal_rms, stacked=True)
 """Keller Jordan et al. 2024: momentum, orthogonalised, is the update."""
-
-CYCLIC_ROWS = MatrixMethod(
-    "cyclic_rows",
-    MUON.update,
-    options={
-        "period": Option(
-            OPTIONS_OF_ROWS["period"],
-            lambda period: isinstance(period, int) and period >= 2,
-            "a whole number of at least 2",
-        ),
-        "nesterov": Option(OPTIONS_OF_ROWS["nesterov"]),
-    },
-    rms=orthogonal_rms,
-    stacked=True,
-    period=lambda group: group["period"],
-)
-"""Dion2 (Ahn et al. 2025, arXiv 2512.16928) with rows in turn, where that has the largest."""
 
 MOMENT_EPS = 1e-8
 """Added to the root of a row's second moment (Li et al. 2025)."""

@@ -131,7 +131,7 @@ class Scalar:
         for number, place in enumerate(places):
             own = {slot: tensors[number : number + 1] for slot, tensors in held.items()}
             lists = [weights[number : number + 1], *map(own.__getitem__, moments), gradients[number : number + 1]]
-            for (*changing, given), by, _ in portions(lists, group, [None, *moments], [place]):
+            for (*changing, given), by in portions(lists, group, [None, *moments], [place]):
                 with rounded_once(*changing, by=by) as (exact, *changed):
                     slots = own | dict(zip(moments, changed, strict=True))
                     self.on_device(exact, in_dtype(given, exact[0].dtype), slots, group)
@@ -150,7 +150,7 @@ class Scalar:
             alike[tensors[-1].dtype, count].append((place, *tensors))
         for (_, count), parallel in alike.items():
             placed, *lists = zip(*parallel, strict=True)
-            for (*changing, given), by, _ in portions(lists, group, [None, *moments], placed):
+            for (*changing, given), by in portions(lists, group, [None, *moments], placed):
                 with rounded_once(*changing, by=by) as (exact, *changed):
                     given = in_dtype(given, exact[0].dtype)
                     self.on_host(exact, given, dict(zip(moments, changed, strict=True)), count, numbers)

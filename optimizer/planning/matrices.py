@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
@@ -12,7 +12,7 @@ import torch
 
 from ...box import Box, Index
 from ...errors import LayoutError
-from ...layout import Piece, TensorLayout, every, stacked
+from ...layout import Piece, TensorLayout, stacked
 from ..newton_schulz.products import Form
 from ..newton_schulz.recipe import gram_is_cheaper
 
@@ -56,22 +56,6 @@ class Fused:
         if sum(widths) != columns or min(widths) < 1:
             raise LayoutError(f"columns {widths} must be positive and add up to the {columns} columns")
         return pairwise(accumulate(widths, initial=0))
-
-    def every(self, period: int, rows: int) -> Fused:
-        """Return what is fused in every ``period``-th row of so many, from any of the first on.
-
-        Raises:
-            LayoutError: the rows of a matrix, or of its piece of a block, are no multiple of the period.
-        """
-        heights = self.pieces or (rows // self.interleaved,)
-        if odd := next((height for height in heights if height % period), None):
-            common = math.gcd(*heights)
-            fits = next((f"give it a period of {fit}, or " for fit in range(period, 1, -1) if common % fit == 0), "")
-            raise LayoutError(
-                f"{odd} rows of a matrix do not divide into {period} turns of as many rows each: {fits}put this "
-                "parameter in a 'muon' group: {'params': [...], 'algorithm': 'muon'}"
-            )
-        return replace(self, pieces=self.pieces and tuple(height // period for height in self.pieces))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,48 +220,10 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class RowsInTurn:
-    """The rows of a parameter that a step updates if not all: every ``period``-th, from ``phase`` on.
-
-    A step has those after the rows of the step before it, so every row has its turn once in a period.
-
-    Attributes:
-        layout: of the parameter.
-    """
-
-    layout: TensorLayout
-    period: int
-    phase: int
-
-    def of(self, slots: Iterable[Slot]) -> tuple[Slot, ...]:
-        """Return these rows of the slots of a parameter; a slot that has other rows is needed whole."""
-        rows = self.layout.shape[-2]
-        return tuple(
-            replace(
-                slot, layout=every(slot.layout, -2, self.period, self.phase), fused=slot.fused.every(self.period, rows)
-            )
-            if slot.layout.shape[-2] == rows
-            else slot
-            for slot in slots
-        )
-
-    @property
-    def others(self) -> Iterator[TensorLayout]:
-        """The rows that have their turns in other steps, by their steps."""
-        return (every(self.layout, -2, self.period, phase) for phase in range(self.period) if phase != self.phase)
-
-    def before(self, row: int) -> slice:
-        """Return, of rows from ``row`` on, those that the step before this one has updated."""
-        return slice((self.phase - 1 - row) % self.period, None, self.period)
-
-
-@dataclass(frozen=True, slots=True)
 class Spec:
     """A parameter: the ``slots`` that travel, the update first; the cost, form and learning-rate factor of an ``m x n``
     matrix, of which the parameter has ``copies``.  Where state stays at the owners, these are given as global ranks, by
     matrix, and ``staying`` has the slots and their shapes (`SHAPES`).
-
-    With ``rows`` in turn, slots are of these alone, and so are the matrices.
     """
 
     slots: tuple[Slot, ...]
@@ -286,12 +232,6 @@ class Spec:
     scale: Callable[[int, int], float] = lambda m, n: 1.0
     owners: tuple[int, ...] | None = None
     staying: tuple[tuple[str, str], ...] = ()
-    rows: RowsInTurn | None = None
-
-    @property
-    def layout(self) -> TensorLayout:
-        """The layout of the parameter."""
-        return self.slots[0].layout if self.rows is None else self.rows.layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -387,12 +387,11 @@ def state_bytes(specs: Sequence[Spec]) -> int:
     known: dict[int, int] = {}
     for spec in specs:
         if id(spec) not in known:
-            kept = [(spec.layout, 4)]
-            kept += [(slot.layout, slot.returns * slot.there.itemsize) for slot in spec.slots[1:]]
+            kept = [4, *(slot.returns * slot.there.itemsize for slot in spec.slots[1:])]
             shapes = list(map(rows_columns, spec.slots[0].shapes))
-            known[id(spec)] = sum(size * layout.numel_held for layout, size in kept) + sum(
-                4 * math.prod(SHAPES[kind].of_matrix(*shape)) for _, kind in spec.staying for shape in shapes
-            )
+            known[id(spec)] = sum(
+                size * slot.layout.numel_held for slot, size in zip(spec.slots, kept, strict=True)
+            ) + sum(4 * math.prod(SHAPES[kind].of_matrix(*shape)) for _, kind in spec.staying for shape in shapes)
     return sum(known[id(spec)] for spec in specs)
 
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...layout import TensorLayout
 from ...layouts.tensors import local_of
 from ...plan import Copies
 from ...vocabulary import MOMENTUM, ParamGroup, codes_of, scales_of
 from ..ground.eight_bits import Blocks, block_of
 from ..ground.host_memory import AHEAD, Key, StateMemory, Visits
 from ..ground.rounding import portions
-from ..ground.tensors import Tensors, decay, exact_dtype, in_portions, rounded_once
+from ..ground.tensors import Tensors, decay, exact_dtype, rounded_once
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
 from .boxes import BoxKind, EqualBoxes, Sizes, SlotCopies, View, as_one, blocks, carries
@@ -39,7 +39,7 @@ class LocalTensors:
         slots: state by name, of the parameters that have it, where it is now.
         momenta: what updates are made of: the momentum of these slots (or its codes), or the gradient of a parameter
             that has none.
-        specs: whose layouts have fragments on this ``rank``.
+        layouts: with fragments on this ``rank``.
         until_computed, until_applied: visits of the state that a stage needs until then, if it rests elsewhere.
         copied: tensors that are not contiguous in their own memory, and their copies.
         kept: tensors of momenta, and copies of what they were before `keep`.
@@ -51,7 +51,7 @@ class LocalTensors:
     slots: Mapping[str, dict[int, Tensor]]
     momenta: list[Tensor]
     copied: Sequence[tuple[Tensor, Tensor]]
-    specs: Sequence[Spec]
+    layouts: Sequence[TensorLayout]
     rank: int
     until_computed: Visits
     until_applied: Visits
@@ -97,7 +97,8 @@ class LocalTensors:
             return memory.visits(device, turn, len(stages), ahead)
 
         computed, applied = (visits(*how) for how in VISITS)
-        return cls(groups, weights, gradients, slots, momenta, copied, specs, rank, computed, applied)
+        layouts = [spec.slots[0].layout for spec in specs]
+        return cls(groups, weights, gradients, slots, momenta, copied, layouts, rank, computed, applied)
 
     def here(self, stage: int) -> bool:
         """Let the state of a stage be on the device, until `computed` and `applied`; false if it is always there."""
@@ -130,21 +131,17 @@ class LocalTensors:
 
     def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
         for numbers in lists:
-            group, rows = self.groups[numbers[0]], self.specs[numbers[0]].rows
+            group = self.groups[numbers[0]]
             rate = 1 - group["momentum"]
             gradients = [gradient for gradient in map(self.gradients.__getitem__, numbers) if gradient is not None]
             both: list[Tensors] = [[self.momenta[number] for number in numbers], gradients]
             placed = (
                 ((layout.shape, layout.fragments_of(self.rank)), [self.scales.get(number)])
-                for number, layout in ((number, self.specs[number].layout) for number in numbers)
+                for number, layout in ((number, self.layouts[number]) for number in numbers)
             )
-            for (momenta, taken), by, box in portions(both, group, [MOMENTUM], placed, in_boxes=rows is not None):
+            for (momenta, taken), by in portions(both, group, [MOMENTUM], placed):
                 with rounded_once(momenta, by=by) as [exact]:
                     given = [gradient.to(exact[0].dtype) for gradient in taken]
-                    if rows is not None and box is not None:
-                        exact[0][..., rows.before(box.lo[-2]), :].mul_(group["momentum"])
-                        exact[0].copy_(added(exact[0], given[0], rate))
-                        continue
                     # torch takes one number for all, or a list of tensors.
                     torch._foreach_lerp_(exact, given, [rate] * len(exact) if isinstance(rate, Tensor) else rate)
 
@@ -158,20 +155,6 @@ class LocalTensors:
                 lists[id(self.groups[number]), momentum.dtype, momentum.device].append(number)
         return list(lists.values())
 
-    def decay_others(self) -> None:
-        """Decay the rows of weights that are not in turn; those that are decay with their updates."""
-        together: defaultdict[tuple[float, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-        for group, spec, weight, gradient in zip(self.groups, self.specs, self.weights, self.gradients, strict=True):
-            if spec.rows is not None and gradient is not None:
-                views = together[float(group["lr"]) * group["weight_decay"], weight.dtype, weight.device]
-                for fragment in chain.from_iterable(layout.fragments_of(self.rank) for layout in spec.rows.others):
-                    place = fragment.place
-                    views.append(View(fragment.box.shape, place.strides, place.offset).of(weight))
-        for (rate, *_), some in together.items():
-            for [weights] in in_portions([some]):
-                with rounded_once(weights) as [exact]:
-                    decay(exact, (), rate, cautious=False)
-
     @property
     def scales(self) -> Mapping[int, Tensor]:
         """Those of momenta in 8 bits."""
@@ -183,12 +166,6 @@ class LocalTensors:
         self.until_applied.end()
         for own, dense in self.copied:
             own.copy_(dense)
-
-
-def added(momentum: Tensor, gradient: Tensor, rate: float | Tensor) -> Tensor:
-    """Return a momentum that has taken a gradient in and does not decay, as that of rows which wait for their turn."""
-    # Not in one operator, of which some round twice and others once.
-    return momentum + gradient * rate
 
 
 VISITS = ((False, AHEAD), (True, AHEAD + 1))
@@ -258,14 +235,6 @@ def beginning(schedule: Schedule, count: int) -> list[list[int]]:
     return lists
 
 
-def needing(schedule: Schedule, count: int) -> list[list[int]]:
-    """Return, by stage, the parameters whose state it needs: those whose momentum it is the first to need among them,
-    though it may need no row in turn of those that are here.
-    """
-    both = zip(schedule.params(), beginning(schedule, count), strict=True)
-    return [sorted({*needed, *begun}) for needed, begun in both]
-
-
 class TorchElementwise:
     """The element-wise backend that runs everywhere.  Blocks are found once for a set of parameters with gradients.
 
@@ -298,13 +267,12 @@ class TorchElementwise:
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for block in self._leaving(local, stage):
             rate = 1 - local.groups[block.params[0]].get("momentum", 0.0)
-            take_in = torch.lerp if self._specs[block.params[0]].rows is None else added
             if block_of(local.groups[block.params[0]]):
-                taken_in = as_one([box.after(take_in, rate) for box in _in_eight_bits(local, block)])
+                taken_in = as_one([box.after(rate) for box in _in_eight_bits(local, block)])
             else:
                 momenta, gradients = as_one(block.boxes(local.momenta)), self._gradients(local, block)
                 exact = exact_dtype(momenta)
-                taken_in = take_in(momenta.to(exact), gradients.to(exact), rate).to(momenta.dtype)
+                taken_in = torch.lerp(momenta.to(exact), gradients.to(exact), rate).to(momenta.dtype)
             block.put(wire, self._update(local, block, taken_in))
 
     def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
@@ -433,9 +401,9 @@ class BoxInEightBits:
         """Return the momentum as it is kept."""
         return self.blocks.widened(self.codes)[..., self.columns]
 
-    def after(self, take_in: Callable[[Tensor, Tensor, float | Tensor], Tensor], rate: float | Tensor) -> Tensor:
+    def after(self, rate: float | Tensor) -> Tensor:
         """Return the momentum as it will be kept after it has taken the gradient in."""
-        exact = take_in(self.blocks.widened(self.codes), self.gradient.to(torch.float32), rate)
+        exact = torch.lerp(self.blocks.widened(self.codes), self.gradient.to(torch.float32), rate)
         codes, blocks = torch.empty_like(self.codes), Blocks(self.blocks.scales.clone(), self.blocks.block)
         blocks.keep(codes, exact)
         return blocks.widened(codes)[..., self.columns]

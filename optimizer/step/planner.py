@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from ...layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
-from ...vocabulary import STEPS_TAKEN, ParamGroup
+from ...vocabulary import ParamGroup
 from ..ground.eight_bits import block_of
 from ..ground.host_memory import STATE_MEMORIES
 from ..ground.rounding import noise_of
@@ -21,13 +19,13 @@ from ..methods.matrix import Methods, fused_of, is_matrix_method, kept_of
 from ..newton_schulz.costs import Cost
 from ..newton_schulz.products import Choice, has_kernels, missing_triton
 from ..newton_schulz.recipe import flops
-from ..planning.matrices import UPDATE, WEIGHT, RowsInTurn, Slot, Spec
+from ..planning.matrices import UPDATE, WEIGHT, Slot, Spec
 from ..planning.schedule import Ranks, Schedule, choose_owners, make_schedule, paused_collector
 from .agreement import AGREE_ON_PLAN, Intent, fixed_options
 from .elementwise import Elementwise, TorchElementwise
-from .exchange import Notes, agree, connect, link
+from .exchange import agree, connect, link
 from .rank_sets import Member, RankSet, State, group_of, groups_of_mesh
-from .step import Cycle, Step
+from .step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class Planner:
     offload: str | None
     nonfinite: str | None
 
-    def plan(self, held: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> Cycle:
+    def plan(self, held: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> Step:
         """Plan the steps of a set of ranks, and connect them; or tell them of a failure.  Collective over these.
 
         Raises:
@@ -69,52 +67,40 @@ class Planner:
         try:
             if failure is not None:
                 raise failure
-            options = [groups[member.group] for member in held.matrices]
-            periods = {member.group: self._period(member, groups) for member in held.matrices}
-            memory = STATE_MEMORIES[self.offload]
-            slots_of = partial(self._slots, groups=groups, state=state, ranks=ranks)
             with paused_collector():
-                turns = range(math.lcm(*periods.values()))
-                specs_of_turns = [self._specs(held, groups, slots_of, turn) for turn in turns]
-                schedules = [make_schedule(specs, ranks, rank, self.stages, memory.most) for specs in specs_of_turns]
+                specs = self._specs(held, groups, lambda member: self._slots(member, groups, state, ranks))
+                memory = STATE_MEMORIES[self.offload]
+                schedule = make_schedule(specs, ranks, rank, self.stages, memory.most)
             weights = [local_of(param) for param in params]
+            options = [groups[member.group] for member in held.matrices]
             apart = [number for number, own in enumerate(options) if guarded or noise_of(own) is not None]
-            by_operators = len(turns) > 1 or any(map(block_of, options))
-            plans = [
-                (schedule, specs, elementwise(schedule, specs, weights, device, apart, by_operators))
-                for schedule, specs in zip(schedules, specs_of_turns, strict=True)
-            ]
+            backend = elementwise(schedule, specs, weights, device, apart, any(map(block_of, options)))
             facts = {"exchange": self.exchange, "nonfinite": self.nonfinite or "not looked for"}
             facts["offload"] = repr(self.offload)
             for index, (member, label) in enumerate(zip(held.members, held.labels, strict=True)):
                 about = f"{tuple(member.param.shape)} {member.param.dtype} in group {held.numbers[member.group]}"
                 facts[f"parameter {index}"] = about if member.name is None else f"{label}, {about}"
             facts |= fixed_options(held.groups(groups))
-            for param, (rows, columns) in dict.fromkeys((unit.param, unit.rows_columns) for unit in schedules[0].units):
+            for param, (rows, columns) in dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units):
                 number = held.numbers[held.matrices[param].group]
-                scale = specs_of_turns[0][param].scale(rows, columns)
+                scale = specs[param].scale(rows, columns)
                 facts[f"adjust_lr_fn of group {number} for {rows} x {columns}"] = repr(scale)
             # What only the others' cost, form or layout can make different.
-            intent = Intent.of(AGREE_ON_PLAN, {**facts, "the plan": " ".join(plan.digest.hex() for plan in schedules)})
+            intent = Intent.of(AGREE_ON_PLAN, {**facts, "the plan": schedule.digest.hex()})
         except Exception as error:
             intent = intent.failed(error, rank)
         agree(intent, group, device)
         connect(group, device, self.exchange)
+        links = [
+            (link(stage.gather, group, device, self.exchange), link(stage.scatter, group, device, self.exchange))
+            for stage in schedule.stages
+        ]
         methods = [self.methods[member.algorithm] for member in held.matrices]
         named = zip(held.members, held.labels, strict=True)
         labels = [label for member, label in named if is_matrix_method(member.algorithm)]
-        noisy = any(noise_of(own) is not None for own in options)
-        notes = Notes(group, device) if group is not None else None
-        steps = []
-        for schedule, specs, backend in plans:
-            links = [
-                (link(stage.gather, group, device, self.exchange), link(stage.scatter, group, device, self.exchange))
-                for stage in schedule.stages
-            ]
-            fixed = schedule, params, specs, methods, labels, rank, backend, notes, links, device, memory
-            steps.append(Step(*fixed, guarded=guarded, noisy=noisy))
-        taken = {number: groups[number][STEPS_TAKEN] for number, period in periods.items() if period > 1}
-        return Cycle(steps, group, taken)
+        fixed = schedule, params, specs, methods, labels, rank, backend, group, links, device, memory
+        noisy = any(noise_of(groups[member.group]) is not None for member in held.matrices)
+        return Step(*fixed, guarded=guarded, noisy=noisy)
 
     def owners_of(self, held: RankSet, groups: Sequence[ParamGroup]) -> list[tuple[int, ...]]:
         """Return the owners of the matrices that a set of ranks holds, by parameter; those known stay."""
@@ -124,25 +110,17 @@ class Planner:
             return choose_owners(specs, ranks)
 
     def _specs(
-        self, held: RankSet, groups: Sequence[ParamGroup], slots_of: Callable[[Member], tuple[Slot, ...]], turn: int = 0
+        self, held: RankSet, groups: Sequence[ParamGroup], slots_of: Callable[[Member], tuple[Slot, ...]]
     ) -> list[Spec]:
-        """Return the parameters as planning sees them, so many turns after the next step."""
         alike: dict[Hashable, Spec] = {}
         specs = []
         for member in held.matrices:
             slots, owners = slots_of(member), self.owners.get(member.param)
             key = member.group, member.param.device, slots, owners
             if key not in alike:
-                rows, period = None, self._period(member, groups)
-                if period > 1:
-                    phase = (groups[member.group][STEPS_TAKEN] + turn) % period
-                    rows = RowsInTurn(slots[0].layout, period, phase)
-                alike[key] = self._spec(member.param.device, groups[member.group], slots, owners, rows)
+                alike[key] = self._spec(member.param.device, groups[member.group], slots, owners)
             specs.append(alike[key])
         return specs
-
-    def _period(self, member: Member, groups: Sequence[ParamGroup]) -> int:
-        return self.methods[member.algorithm].period(groups[member.group])
 
     def _update(self, member: Member, groups: Sequence[ParamGroup], ranks: Ranks) -> Slot:
         group = groups[member.group]
@@ -163,12 +141,7 @@ class Planner:
         return tuple(slots)
 
     def _spec(
-        self,
-        device: torch.device,
-        group: ParamGroup,
-        slots: tuple[Slot, ...],
-        owners: tuple[int, ...] | None,
-        rows: RowsInTurn | None,
+        self, device: torch.device, group: ParamGroup, slots: tuple[Slot, ...], owners: tuple[int, ...] | None
     ) -> Spec:
         method = self.methods[group["algorithm"]]
         steps, gram = (group["ns_steps"], group["gram"]) if method.orthogonalizes else (1, None)
@@ -182,13 +155,12 @@ class Planner:
             return max(1, (unit if method.orthogonalizes else 0) + rest)
 
         return Spec(
-            slots if rows is None else rows.of(slots),
+            slots,
             cost,
             lambda m, n, copies: self.form(device, compute, m, n, copies),
-            lambda m, n: self.scale(group, m if rows is None else m * rows.period, n),
+            lambda m, n: self.scale(group, m, n),
             owners,
             tuple((slot, kept.shape) for slot, kept in method.kept(group).items() if kept.at_owner),
-            rows,
         )
 
 
@@ -198,18 +170,18 @@ def elementwise(
     weights: Sequence[Tensor],
     device: torch.device,
     apart: Collection[int],
-    by_operators: bool,
+    eight_bits: bool,
 ) -> Elementwise:
     """Return the backend: kernels on NVIDIA GPUs, operators elsewhere, where they are as good.
 
     Args:
         apart: see `KernelElementwise`.
-        by_operators: whether operators must: momenta are in 8 bits, or rows in turn, for which there are no kernels.
+        eight_bits: whether momenta are in 8 bits, for which there are no kernels.
 
     Warns:
         RuntimeWarning: there is a GPU, and no Triton: operators do the work, in many more launches.
     """
-    if not by_operators and has_kernels(device, torch.bfloat16):
+    if not eight_bits and has_kernels(device, torch.bfloat16):
         try:
             from ..triton.updates import KERNEL_DTYPES
             from .kernels import KernelElementwise

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...coefficients import coefficient_set
 from ...layouts.tensors import local_of
-from ...vocabulary import STEPS_TAKEN, ParamGroup
+from ...vocabulary import ParamGroup
 from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
 from ..ground.host_memory import StateMemory, most_here
 from ..ground.tensors import Places, RowsColumns
@@ -32,7 +32,7 @@ from ..newton_schulz.recipe import Recipe
 from ..planning.matrices import WEIGHT, Spec, Unit
 from ..planning.schedule import Ranks, Schedule
 from .agreement import AGREE_ON_STEP, PLAN_FACT, AgreedError, Facts, Intent
-from .elementwise import VISITS, Elementwise, LocalTensors, beginning, needing, state_of
+from .elementwise import VISITS, Elementwise, LocalTensors, beginning, state_of
 from .exchange import Link, Notes, StepExchange, Wire
 from .matrix_state import MatrixState
 from .rank_sets import RankSet, State, crossing, rank_sets, refuse_ended
@@ -171,7 +171,7 @@ class Step:
     """The steps of one set of ranks, with a link there and one back for each stage.
 
     Args:
-        notes: None for this process alone.
+        group: None for this process alone.
         device: where ranks exchange.
         memory: where state rests.
         guarded: whether a step may be forbidden: then momenta change only after the first notes have arrived.
@@ -188,7 +188,7 @@ class Step:
         labels: Sequence[str],
         rank: int,
         elementwise: Elementwise,
-        notes: Notes | None,
+        group: dist.ProcessGroup | None,
         links: Sequence[tuple[Link, Link]],
         device: torch.device,
         memory: StateMemory,
@@ -196,8 +196,8 @@ class Step:
         guarded: bool = False,
         noisy: bool = False,
     ) -> None:
-        self.schedule, self._notes = schedule, notes
-        self._memory, self._params_of_stages = memory, needing(schedule, len(params))
+        self.schedule, self.group = schedule, group
+        self._memory, self._params_of_stages = memory, schedule.params()
         self._params, self._rank, self._links, self._device = tuple(params), rank, links, device
         self._elementwise, self._state = elementwise, MatrixState(schedule, specs, rank, device)
         self._specs, self._methods, self._labels = specs, methods, labels
@@ -206,6 +206,7 @@ class Step:
         ]
         self._ahead, self._keeps = guarded and not noisy, guarded and noisy
         self._beginning = beginning(schedule, len(params))
+        self._notes = Notes(group, device) if group is not None else None
         self._active: tuple[bool, ...] = ()
         self._batches: list[list[Batch]] = []
         self._begun = 0
@@ -267,7 +268,6 @@ class Step:
             if self._ahead:
                 for ahead in range(len(coming)):
                     exchange.attempt(self._elementwise.accumulate_gradients, local, ahead)
-            exchange.attempt(local.decay_others)
             returning: Wire | None = None
             stages = self.schedule.stages if self.schedule.units else ()
             for number, stage in enumerate(stages):
@@ -412,42 +412,16 @@ class Step:
         exchange.attempt(local.applied, stage)
 
 
-class Cycle:
-    """The steps of one set of ranks, one after the other until the same rows are in turn again: one if all always are.
-
-    Args:
-        group: None for this process alone.
-        taken: the numbers of steps that groups with rows in turn had taken before the first, by number of the group.
-    """
-
-    def __init__(self, steps: Sequence[Step], group: dist.ProcessGroup | None, taken: Mapping[int, int]) -> None:
-        self.group = group
-        self._steps, self._taken, self._number = steps, taken, 0
-
-    @property
-    def due(self) -> Step:
-        """The step that comes next."""
-        return self._steps[self._number]
-
-    def follows(self, groups: Sequence[ParamGroup]) -> bool:
-        """Return whether the rows of this step are in turn, by the numbers of steps that groups have taken."""
-        numbers = (groups[group][STEPS_TAKEN] - before for group, before in self._taken.items())
-        return all(number % len(self._steps) == self._number for number in numbers)
-
-    def advance(self) -> None:
-        self._number = (self._number + 1) % len(self._steps)
-
-
 class Steps:
-    """One `Cycle` for each `RankSet` of an optimizer.
+    """One `Step` for each `RankSet` of an optimizer.
 
     Attributes:
         planned: by ranks; made by the first step, and anew after `plan_anew`.
     """
 
     def __init__(self) -> None:
-        self.planned: dict[Ranks, Cycle] = {}
-        self._outdated: dict[Ranks, Cycle] = {}
+        self.planned: dict[Ranks, Step] = {}
+        self._outdated: dict[Ranks, Step] = {}
         self._sets: list[RankSet] | None = None
 
     def plan_anew(self) -> None:
@@ -466,7 +440,7 @@ class Steps:
         groups: Sequence[ParamGroup],
         state: State,
         replicas: dist.ProcessGroup | None,
-        plan: Callable[[RankSet, Exception | None], Cycle],
+        plan: Callable[[RankSet, Exception | None], Step],
         failure: Exception | None,
         unfit: Tensor | None,
         constants: Callable[[Ranks], Facts],
@@ -485,9 +459,7 @@ class Steps:
         Raises:
             Exception: on all ranks, if one of them fails; at once, without the other sets, if it is not `AgreedError`.
         """
-        refuse_ended(replicas, *(cycle.group for cycle in self.planned.values()))
-        if not all(cycle.follows(groups) for cycle in self.planned.values()):
-            self.plan_anew()
+        refuse_ended(replicas, *(step.group for step in self.planned.values()))
         if self._sets is None:
             self._sets = rank_sets(groups, replicas, state)
         if unfit is not None:
@@ -497,13 +469,13 @@ class Steps:
         def make_plan(held: RankSet) -> None:
             if held.ranks not in self.planned:
                 if held.ranks in self._outdated:
-                    self._outdated[held.ranks].due.retire(failure)
+                    self._outdated[held.ranks].retire(failure)
                 self.planned[held.ranks] = plan(held, failure)
                 self._outdated.pop(held.ranks, None)
 
         def begin(held: RankSet) -> None:
             if held.members and held.ranks in self.planned:
-                step = self.planned[held.ranks].due
+                step = self.planned[held.ranks]
                 pending = step.begin(held, groups, state, failure, unfit, constants(held.ranks))
                 if unfit is None:
                     step.finish(pending)
@@ -534,7 +506,4 @@ class Steps:
                 failure = failure or agreed.error
         if failure is not None:
             raise failure
-        if not forbidden:
-            for cycle in self.planned.values():
-                cycle.advance()
         return not forbidden

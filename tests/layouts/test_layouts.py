@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonckpt import LayoutError
 from muonckpt.box import Box
-from muonckpt.layout import Fragment, Place, TensorLayout, dense, every, stacked, through
+from muonckpt.layout import Fragment, Place, TensorLayout, dense, stacked, through
 from muonckpt.layouts.flat import even_shards, flat_layout, owned_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, local_shape, mesh_layout
 from muonckpt.plan import Share, make_plan, make_share
@@ -83,32 +83,6 @@ def torch_local(values, mesh_shape, placements, coordinate):
             shards, _ = placement._split_tensor(values, parts, with_padding=False, contiguous=False)
             values = shards[index]
     return values.contiguous()
-
-
-@pytest.mark.parametrize("seed", sweep(range(4), 0))
-def test_every_few_indices_of_any_layout_lie_where_they_are(seed):
-    """Steps of one to more than the dim has, also of layouts that such indices were taken of, and empty ones."""
-    rng = np.random.default_rng(200 + seed)
-    for _ in range(300):
-        shape = random_shape(rng)
-        layout, values = READERS[rng.integers(len(READERS))](rng, shape), arange(shape)
-        before, chosen = scatter(values, layout), layout
-        for _ in range(2):
-            dim, step = int(rng.integers(-len(shape), len(shape))), int(rng.integers(1, 10))
-            first = int(rng.integers(step))
-            chosen = every(chosen, dim, step, first)
-            values = values[(slice(None),) * (dim % len(shape)) + (slice(first, None, step),)]
-        kept = {*values.ravel().tolist()}
-        expected = {buffer: {at: v for at, v in held.items() if v in kept} for buffer, held in before.items()}
-        assert chosen.shape == values.shape
-        assert scatter(values, chosen) == {buffer: held for buffer, held in expected.items() if held}
-
-
-def test_every_few_indices_need_a_dim_and_a_step():
-    layout = owned_layout((4, 3), 0)
-    for dim, step, first in ((2, 2, 0), (0, 0, 0), (0, 2, 2), (0, 2, -1)):
-        with pytest.raises(LayoutError, match=f"every {step} indices from {first} on, along dim {dim}"):
-            every(layout, dim, step, first)
 
 
 @pytest.mark.parametrize("seed", sweep(range(4), 0))

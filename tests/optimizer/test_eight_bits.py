@@ -27,7 +27,6 @@ KINDS = [
     ((9, 128), {"algorithm": "normuon", "momentum_dtype": "8bit", "columns": (12, 116)}),
     ((4, 9, 44), {"momentum_dtype": "8bit", "nesterov": False}),
     ((3, 4, 128), {"algorithm": "adamuon", "momentum_dtype": "8bit"}),
-    ((8, 128), {"algorithm": "cyclic_rows", "period": 2, "momentum_dtype": "8bit", "columns": (12, 116)}),
     ((22, 128), {"algorithm": "adamw", "state_dtype": "8bit"}),
     ((128,), {"algorithm": "adamw", "state_dtype": "8bit"}),
     ((3, 21), {"algorithm": "lion", "state_dtype": "8bit"}),

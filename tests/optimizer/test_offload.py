@@ -75,7 +75,6 @@ EXTRA: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((12, 10), {"algorithm": "soap", "period": 2}),
     ((3, 6, 8), {"algorithm": "adamuon"}),
     ((9, 12), {"algorithm": "hyperball"}),
-    ((8, 12), {"algorithm": "cyclic_rows", "period": 2, "momentum_dtype": "bfloat16", "rounding_seed": 3}),
     ((16, 12), {"momentum_dtype": "bfloat16", "rounding_seed": 3}),
     ((11, 5), {"algorithm": "adamw", "state_dtype": "bfloat16", "rounding_seed": 3}),
     ((8, 64), {"momentum_dtype": "8bit", "block_size": 32, "rounding_seed": 3}),

@@ -34,8 +34,6 @@ MATRICES = (
     ((3, 6, 4), {"algorithm": "hyperball", "columns": (1, 3)}),
     ((5, 4), {"algorithm": "soap", "period": 2}),
     ((2, 9, 3), {"algorithm": "soap", "pieces": (2, 1), "interleaved": 3, "period": 2}),
-    ((8, 5), {"algorithm": "cyclic_rows", "period": 2}),
-    ((2, 12, 6), {"algorithm": "cyclic_rows", "period": 3, "pieces": (3, 3), "interleaved": 2, "columns": (2, 4)}),
 )
 """Shapes, and options of their groups."""
 
