@@ -35,7 +35,6 @@ COMMANDS = {
     "report": "Write a page for a browser: what is wrong, a map of shards, norms; of a checkpoint or a run.",
     "plan": "Say what a step, memory and checkpoints would cost on meshes of your choice.",
     "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
-    "watch": "Show the steps of a run as they are saved: whole or not, and how far weights have moved.",
     "reshard": "Rewrite a checkpoint for another mesh, layout, format or program, without a GPU.",
     "convert": "Rewrite a checkpoint in another format, or for another program.",
     "merge": "Average checkpoints: uniformly, by weights, or as a moving average.",

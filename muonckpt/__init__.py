@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from .checkpoint.saving import save
     from .checkup.doctor import Checkup, doctor
     from .converters.compare.diff import Difference, diff
-    from .converters.compare.run_watch import RunWatch, WatchedRun, WatchedStep, run_columns
     from .converters.compare.stats import CheckpointStats, stats
     from .converters.look.fits import Fit, fits
     from .converters.look.inspection import Inspection, inspect
@@ -93,7 +92,6 @@ __all__ = [
     "RunHistory",
     "RunPage",
     "RunStep",
-    "RunWatch",
     "SavedStep",
     "Series",
     "SourceError",
@@ -102,8 +100,6 @@ __all__ = [
     "TrailStep",
     "Training",
     "Translation",
-    "WatchedRun",
-    "WatchedStep",
     "__version__",
     "async_save",
     "attest",
@@ -123,7 +119,6 @@ __all__ = [
     "report",
     "report_run",
     "reshard",
-    "run_columns",
     "salvage",
     "save",
     "stats",
@@ -140,7 +135,6 @@ _NAMES = {
     ".checkpoint.saving": ("save",),
     ".series.series": ("Restored", "SavedStep", "Series"),
     ".converters.compare.diff": ("Difference", "diff"),
-    ".converters.compare.run_watch": ("RunWatch", "WatchedRun", "WatchedStep", "run_columns"),
     ".converters.compare.stats": ("CheckpointStats", "stats"),
     ".converters.look.fits": ("Fit", "fits"),
     ".converters.look.inspection": ("Inspection", "inspect"),

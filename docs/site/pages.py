@@ -45,8 +45,7 @@ TOPICS = {
     ),
     "api/runs.md": (
         "Runs",
-        "look_at_run Run RunStep RunHistory verify_run StepVerdict RunWatch WatchedRun WatchedStep report_run RunPage "
-        "run_columns trail_of TrailStep",
+        "look_at_run Run RunStep RunHistory verify_run StepVerdict report_run RunPage trail_of TrailStep",
     ),
     "api/rewriting.md": (
         "Rewriting checkpoints",

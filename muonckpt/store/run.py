@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from ..errors import DamageError, SourceError
@@ -68,7 +67,6 @@ class RunStep:
         fault: one sentence about what is wrong; empty if it is whole.
         bytes: of all of its files.
         saved: when the last of its files was written, in seconds since 1970; None where a store does not say.
-        files: the `Written.digest` of its files.
         verified: its last verification, if that is recorded and its files are the same.
     """
 
@@ -80,7 +78,6 @@ class RunStep:
     fault: str
     bytes: int
     saved: float | None
-    files: str
     verified: Verified | None = None
 
     @property
@@ -172,14 +169,8 @@ def _is_checkpoint(path: Location) -> bool:
     return any(len(alike) > 1 for alike in stems.values())
 
 
-def look_at_folder(
-    path: Location, visit: Visit = lambda name, opened: None, known: Mapping[str, RunStep] = MappingProxyType({})
-) -> Run:
-    """Look at a folder that is that of a run, whatever else lies in it; raises as `run_of`.
-
-    Args:
-        known: steps as they were found earlier, by name; those whose files are the same are not opened again.
-    """
+def look_at_folder(path: Location, visit: Visit = lambda name, opened: None) -> Run:
+    """Look at a folder that is that of a run, whatever else lies in it; raises as `run_of`."""
     try:
         entries: list[Location] = list(path.iterdir())
     except OSError as error:
@@ -192,7 +183,7 @@ def look_at_folder(
         entry, stem, name = of
         with suppress(OSError, FileNotFoundError):
             if entry.is_dir() or (entry.name.endswith(".ckpt") and entry.is_file()):
-                return stem, _step(entry, name, visit, record.get(entry.name), known.get(entry.name))
+                return stem, _step(entry, name, visit, record.get(entry.name))
         return None
 
     seen = [one for one in at_each(path, look, named) if one is not None]
@@ -233,18 +224,16 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
         )
         for *_, name, stem, step in names:
             if found is None or stem == found[0]:
-                one = _step(run / name, step, lambda name, opened: None, record.get(name), None)
+                one = _step(run / name, step, lambda name, opened: None, record.get(name))
                 if one.state == "whole":
                     return one
     return None
 
 
-def _step(place: Location, name: StepName, visit: Visit, last: Verified | None, known: RunStep | None) -> RunStep:
+def _step(place: Location, name: StepName, visit: Visit, last: Verified | None) -> RunStep:
     files = written(place)
     last = last if last and last.files == files.digest else None
-    if known and (known.files, known.verified) == (files.digest, last):
-        return known
-    found = RunStep(place.name, place, *name, "whole", "", files.bytes, files.last, files.digest, last)
+    found = RunStep(place.name, place, *name, "whole", "", files.bytes, files.last, last)
     try:
         path = _checkpoint_in(place)
         if path is None:

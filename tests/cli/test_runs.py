@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import signal
-import subprocess
 from pathlib import Path
 
-from support.commands import COMMAND, called
+from support.commands import called
 from support.damages import flip_last_bit
 
 
@@ -117,69 +113,3 @@ def test_diff_and_stats_take_the_newest_whole_steps_and_report_all(run, tmp_path
     assert Path(found["since"]).name == "step-00000001"
     reported = printed(0, "report", run, "-o", tmp_path / "page.html", "--stats", "none")
     assert "1 of 3 steps is not whole: step-00000003 (damaged)" in reported
-
-
-def test_watch_once_prints_the_steps_and_ends(run):
-    (run / "step-00000004").mkdir()
-    lines = printed(0, "watch", run, "--once").splitlines()
-    assert [line.split()[:2] for line in lines[1:5]] == [
-        ["step-00000001", "whole"],
-        ["step-00000002", "whole"],
-        ["step-00000003", "whole"],
-        ["step-00000004", "incomplete"],
-    ]
-    assert lines[3].split()[-2:] == ["0.00%", "0.00%"]
-    assert any(line.startswith("disk left ") for line in lines)
-    found = json.loads(printed(0, "watch", run, "--once", "--json", "--no-read"))
-    assert [step["drift"] for step in found["steps"]] == [None] * 4
-    assert found["newest_whole"] == "step-00000003"
-
-
-def test_watch_of_what_is_not_there_is_an_error(tmp_path):
-    assert called("watch", tmp_path / "nowhere", "--once").returncode == 3
-    assert called("watch", tmp_path, "--json").returncode == 2
-
-
-def test_watch_off_a_terminal_prints_a_line_for_each_new_step(run):
-    """Each look comes after what was printed before has been read."""
-    later = (run / "step-00000003").rename(run.parent / "later")
-    process = subprocess.Popen([*COMMAND, "watch", run, "--every", "0.1"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert [process.stdout.readline().split()[0] for _ in range(3)] == ["step", "step-00000001", "step-00000002"]
-        later.rename(run / "step-00000003")
-        assert process.stdout.readline().split()[:2] == ["step-00000003", "whole"]
-        away = run.rename(run.parent / "away")
-        assert "cannot read" in process.stdout.readline()
-        away.rename(run)
-        (run / "step-00000004").mkdir()
-        assert process.stdout.readline().split()[:2] == ["step-00000004", "incomplete"]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        process.stdout.close()
-
-
-def test_watch_on_a_terminal_draws_new_steps(run):
-    later = (run / "step-00000003").rename(run.parent / "later")
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-    process = subprocess.Popen(
-        [*COMMAND, "watch", run, "--every", "0.1"], stdout=theirs, stderr=theirs, env=environment
-    )
-    os.close(theirs)
-
-    def drawn_until(text: bytes) -> None:
-        shown = b""
-        while text not in shown:
-            shown += os.read(ours, 4096)
-
-    try:
-        drawn_until(b"newest whole  step-00000002")
-        later.rename(run / "step-00000003")
-        drawn_until(b"newest whole  step-00000003")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        os.close(ours)
