@@ -29,7 +29,7 @@ from ..checkpoint.signals import On, Signals
 from ..errors import SourceError
 from ..resumption import LoadReport
 from ..series.series import Series
-from ..store.io.location import location
+from ..store.io.location import lasting, location
 from ..store.open_checkpoint import OpenCheckpoint
 
 TRAINER = "trainer"
@@ -132,7 +132,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         if self._saving is None:
             super().remove_checkpoint(filepath)
         else:
-            self._outdated.append(filepath)
+            self._outdated.append(lasting(filepath))
 
     def teardown(self) -> None:
         """Tear down when the last save has ended, and remove copies in memory that are no newer.
@@ -244,7 +244,7 @@ class CheckpointOnSignal(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, folder: str | os.PathLike[str], on: On = (signal.SIGTERM,)) -> None:
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()
         self._on = on
         self._formers = {number: signal.getsignal(number) for number in on}
         """The program's own handlers, which are called, too."""

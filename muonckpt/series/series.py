@@ -98,7 +98,8 @@ class Series:
     one process.  Other processes may read the checkpoints at any time.
 
     Args:
-        folder: a path that all ranks see, or a URL; made when something is saved.
+        folder: a path that all ranks see, or a URL; made when something is saved.  A relative path is that of the
+            working directory now, wherever the program goes later.
         keep_last: how many of the newest whole checkpoints stay; at least one.
         keep_every: checkpoints whose step is a multiple of this stay as well.
         on: signals to any rank that make `due` ask for a checkpoint on all; those of ``signals.SIGNALS``.  A dict says
@@ -125,7 +126,7 @@ class Series:
     ) -> None:
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep_last and keep_every are at least 1, got {keep_last} and {keep_every}")
-        self._folder = StepFolder(location(folder, DestinationError))
+        self._folder = StepFolder(location(folder, DestinationError).absolute())
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._group = process_group
@@ -133,7 +134,7 @@ class Series:
         self._damaged: set[StepName] = set()
         """Steps that `restore` has found damaged, though their files have the right sizes; the same on all ranks."""
         self._signals = Signals(on, process_group)
-        self._memory = None if memory is None else NodeMemory(Path(memory), process_group)
+        self._memory = None if memory is None else NodeMemory(Path(memory).absolute(), process_group)
         self._trail = TrailWriter(self._folder.place, process_group)
 
     def __enter__(self) -> Series:

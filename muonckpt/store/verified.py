@@ -169,7 +169,7 @@ def verified(checkpoint: Location) -> Verified | None:
 
     Lists its files and reads the record beside it.
     """
-    place = checkpoint if isinstance(checkpoint, Remote) else checkpoint.absolute()
+    place = checkpoint.absolute()
     for recorded in (place, place.parent):  # the checkpoint of a step may lie in the step's folder
         entry = verifications(recorded.parent).get(recorded.name)
         with suppress(OSError):
@@ -186,7 +186,7 @@ def record(checkpoint: Location, verdict: str, sentence: str, before: Written) -
     Args:
         before: its files when the verification began; if they have changed since, nothing is recorded.
     """
-    place = checkpoint if isinstance(checkpoint, Remote) else checkpoint.absolute()
+    place = checkpoint.absolute()
     try:
         if written(place) != before:
             return f"not recorded: the files of {checkpoint} changed while they were verified"

@@ -72,6 +72,17 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path):
     assert not muonckpt.verify(tmp_path / "one").findings
 
 
+def test_a_relative_path_is_that_of_the_call(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    muonckpt.async_save({"slow": Slow(0.3)}, "before")
+    saving = muonckpt.async_save({"slow": Slow(0.3)}, "one")
+    monkeypatch.chdir(tmp_path / "other")
+    saving.result()
+    assert Path(saving.path) == tmp_path / "one" and muonckpt.verify(tmp_path / "one").verdict == "whole"
+    assert not [*(tmp_path / "other").iterdir()]
+
+
 def test_tensors_that_are_not_what_their_memory_holds(tmp_path):
     """Lazy ones, one with something that cannot be copied hanging on it, and one that has grown since the last save."""
     complex_ = torch.tensor([1 + 2j, 3 - 4j])

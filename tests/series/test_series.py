@@ -81,6 +81,32 @@ def test_a_series_from_its_first_start_on(tmp_path):
     assert muonckpt.open(saved).provenance["step"] == 7 and muonckpt.open(saved).provenance["loss"] == 0.5
 
 
+def test_a_run_stays_where_it_was_when_the_program_goes_to_another_folder(tmp_path, monkeypatch):
+    """Hydra changes the working directory when its function begins, and some launchers do."""
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    series = Series("run", memory="node")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    first = series.save(1, state(1))
+    with pytest.warns(RuntimeWarning, match="on one node"):
+        series.async_copy(2, state(2)).result()
+    monkeypatch.chdir(tmp_path / "other")
+    assert series.latest() == first and Path(first.path) == tmp_path / "run/step-00000001"
+    again = Series(tmp_path / "run", memory=tmp_path / "node")
+    assert restored(again) == 2
+    saving = series.async_save(3, state(3))
+    saving.result()
+    assert restored(again) == 3 and Path(saving.path) == tmp_path / "run/step-00000003"
+    series.async_copy(4, state(4)).result()
+    model(torch.ones(1, 2)).sum().backward()
+    series.note(4, optimizer)
+    assert restored(series) == restored(again) == 4
+    series.save(5, state(5))
+    series.close()
+    assert not names(tmp_path / "other")
+
+
 def test_torn_and_foreign_folders_are_passed_over_and_left_alone(tmp_path):
     series = Series(tmp_path, keep_last=1)
     whole = Path(series.save(1, state(1)).path)

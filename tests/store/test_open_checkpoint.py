@@ -313,3 +313,15 @@ def test_a_checkpoint_that_is_published_while_somebody_looks_is_missing_or_whole
     with pytest.raises(SourceError, match="found no directory"):
         look(tmp_path / "out")
     assert muonckpt.verify(tmp_path / "out").verdict == "whole"
+
+
+@pytest.mark.parametrize("kind", ["own", "stock", "buffers", *WHOLE])
+def test_an_open_checkpoint_stays_where_it_was_when_the_program_goes_to_another_folder(kind, saved, monkeypatch):
+    monkeypatch.chdir(saved)
+    with muonckpt.open(kind) as opened:
+        monkeypatch.chdir("/")
+        half = next(tensor for key, tensor in opened.tensors.items() if key.endswith("half"))
+        assert half.numpy().tobytes() == STATE["half"].float().numpy().tobytes()
+        opened.close()  # a file is opened again when it is read
+        assert sum(tensor.bits().size for tensor in opened.tensors.values()) > 150
+        assert all(opened.items[key] is not ... for key in opened.items)

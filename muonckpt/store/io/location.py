@@ -77,6 +77,9 @@ class Remote:
     def resolve(self) -> Remote:
         return self
 
+    def absolute(self) -> Remote:
+        return self
+
     def is_symlink(self) -> bool:
         return False
 
@@ -206,6 +209,14 @@ def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = Val
     if not path.strip("/"):
         raise error(f"{text} names no place in a store; write for example s3://bucket/name")
     return Remote(fs, path.rstrip("/"))
+
+
+def lasting(name: str | os.PathLike[str]) -> str:
+    """Return a path as text that names the same place after `os.chdir`; a URL as it is."""
+    text = os.fspath(name)
+    with suppress(OSError, RuntimeError):  # there is no working directory, or no home: whoever goes there will say so
+        return text if "://" in text else str(Path(text).expanduser().absolute())
+    return text
 
 
 class RemoteFile:

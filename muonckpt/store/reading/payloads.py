@@ -111,7 +111,7 @@ class Payloads:
     """
 
     def __init__(self, directory: Location, in_memory: Mapping[str, bytes] = MappingProxyType({})) -> None:
-        self.directory = directory
+        self.directory = directory.absolute()
         self.pace: Pace | None = None
         """What holds the reading of files back; set before the first is opened."""
         self.window_bytes = _WINDOWS
