@@ -247,8 +247,8 @@ def merge_command(
 ) -> None:
     """Write the average of the checkpoints SOURCE, of any formats and meshes, as DESTINATION.
 
-    Each element is computed exactly and rounded once.  Counters, options and other items are not averaged: they have to
-    be the same in all sources, or --others-from says whose to take.
+    Elements are summed in float64, in the order of the sources, and rounded.  Counters, options and other items are not
+    averaged: they have to be the same in all sources, or --others-from says whose to take.
 
     \b
     muonckpt merge step-1000 step-2000 step-3000 averaged --model-only

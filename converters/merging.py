@@ -78,9 +78,9 @@ def merge(
 ) -> Report | None:
     """Write the average of checkpoints of one model, of any formats, meshes and layouts, without torch.
 
-    Every element of a floating-point tensor is the weighted sum of the inputs' elements as if computed exactly, rounded
-    once.  Counters, hyper-parameters, integers and items are not averaged: they have to be the same in all inputs, or
-    ``average.others_from`` says whose are taken.
+    Every element of a floating-point tensor is the weighted sum of the inputs' elements, added in float64 in their
+    order and then rounded to the dtype.  Counters, hyper-parameters, integers and items are not averaged: they have to
+    be the same in all inputs, or ``average.others_from`` says whose are taken.
 
     The arguments that are not listed are those of `reshard`.
 

@@ -19,7 +19,8 @@ Values64 = NDArray[np.float64]
 NATIVE_FLOATS: Mapping[str, str] = MappingProxyType({"float64": "<f8", "float32": "<f4", "float16": "<f2"})
 """The floating-point dtypes that numpy has, by torch's names."""
 
-_FLOATS = (*NATIVE_FLOATS, "bfloat16")
+FLOATS = (*NATIVE_FLOATS, "bfloat16")
+"""The dtypes whose elements are computed with."""
 
 
 def bfloat16_words(values: Values64) -> Words:
@@ -45,6 +46,14 @@ def bfloat16_words(values: Values64) -> Words:
     return words
 
 
+def rounded(values: Values64, to: str) -> Words:
+    """Return the bits of the nearest numbers of a dtype of `FLOATS`, ties to even."""
+    if to == "bfloat16":
+        return bfloat16_words(values)
+    numbers = values.astype(NATIVE_FLOATS[to])
+    return numbers.view(f"<u{numbers.itemsize}")
+
+
 def scaled(words: Words, dtype: str, by: float, to: str | None = None) -> Words:
     """Return elements multiplied by a factor, each rounded once (to nearest, ties to even).
 
@@ -58,12 +67,8 @@ def scaled(words: Words, dtype: str, by: float, to: str | None = None) -> Words:
     """
     to = to or dtype
     for name in (dtype, to):
-        if name not in _FLOATS:
-            raise SourceError(f"state of dtype {name} cannot be scaled or cast; expected one of {', '.join(_FLOATS)}")
+        if name not in FLOATS:
+            raise SourceError(f"state of dtype {name} cannot be scaled or cast; expected one of {', '.join(FLOATS)}")
     values = (words.astype("<u4") << 16).view("<f4") if dtype == "bfloat16" else words.view(NATIVE_FLOATS[dtype])
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        product = values.astype(np.float64) * by
-        if to == "bfloat16":
-            return bfloat16_words(product)
-        rounded = product.astype(NATIVE_FLOATS[to])
-        return rounded.view(f"<u{rounded.itemsize}")
+        return rounded(values.astype(np.float64) * by, to)

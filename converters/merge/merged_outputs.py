@@ -7,11 +7,12 @@ names.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import reduce
 from itertools import accumulate
 
 import numpy as np
@@ -27,14 +28,13 @@ from ...store.reading.payloads import Payloads
 from ...vocabulary import CODE_SLOTS, SCALE_SLOTS
 from ..compare.diff import same_value
 from ..compare.elements import F64, StoredSide, as_float64
-from ..engine.arithmetic import Words
+from ..engine.arithmetic import FLOATS, Words, rounded
 from ..engine.outputs import ELEMENTS_AT_A_TIME, OutputItem, Outputs, OutputTensor, renumbered
 from ..programs.dialect import Dialect
 from ..translate.detection import detect
-from .exact_average import SIGNIFICAND, AverageWeights, averaged
 
 _INDIVISIBLE = ("float", "complex", "bits")
-"""Types of numbers, beside those of `SIGNIFICAND`, that have an average which we cannot compute."""
+"""Types of numbers, beside those of `FLOATS`, that have an average which we cannot compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,17 @@ class AveragedTensor(OutputTensor):
         return self.weights, tuple(term.making for term in self.terms)
 
     def compute(self, terms: Sequence[Words]) -> Words:
-        scales = tuple(None if term.scale is None else Fraction(term.scale) for term in self.terms)
-        significand = max(SIGNIFICAND[name] for name in self.dtypes)
+        """Return the sums of weighted elements: in float64, in the order of the inputs, and then rounded."""
+        weighted = zip(self.weights, self.terms, strict=True)
+        factors = [float(weight * Fraction(1 if term.scale is None else term.scale)) for weight, term in weighted]
         flat = [words.reshape(-1) for words in terms]
         average = np.empty(flat[0].shape, dtype(self.record.dtype).bits)
-        for start in range(0, len(average), ELEMENTS_AT_A_TIME):
-            part = slice(start, start + ELEMENTS_AT_A_TIME)
-            numbers = (_numbers(words[part], name) for words, name in zip(flat, self.dtypes, strict=True))
-            average[part] = averaged(numbers, _coefficients(self.weights, scales), self.record.dtype, significand)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            for start in range(0, len(average), ELEMENTS_AT_A_TIME):
+                part = slice(start, start + ELEMENTS_AT_A_TIME)
+                named = zip(flat, self.dtypes, factors, strict=True)
+                products = (_numbers(words[part], name) * factor for words, name, factor in named)
+                average[part] = rounded(reduce(operator.iadd, products), self.record.dtype)
         return average.reshape(terms[0].shape)
 
 
@@ -78,11 +81,6 @@ def _numbers(words: Words, name: str) -> F64:
     values = as_float64(words, name)
     assert values is not None, "only tensors of numbers are averaged"
     return values
-
-
-@lru_cache
-def _coefficients(weights: tuple[Fraction, ...], scales: tuple[Fraction | None, ...]) -> AverageWeights:
-    return AverageWeights.of([weight * (scale or 1) for weight, scale in zip(weights, scales, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +142,7 @@ class MergeRequest:
         one = inputs[self.others_from or 0]
         others = len(one.others) + len(one.items)
         where = "the same in all inputs" if self.others_from is None else f"those of {one.name}"
-        average = f"averaged tensors: {count}, each element rounded once; {shares}"
+        average = f"averaged tensors: {count}, summed in float64 in this order: {shares}"
         return (average, *([f"{others} counters, options and other items are {where}"] if others else []))
 
 
@@ -181,12 +179,12 @@ class _Input:
             tensor = replace(own, record=record)
             is_weight = bool(dialect and record.slot is None and dialect.model.read(record.path))
             is_option = bool(dialect and dialect.option and dialect.option.read(record.path))
-            if record.dtype in SIGNIFICAND and (is_weight or (record.shape and not is_option)):
+            if record.dtype in FLOATS and (is_weight or (record.shape and not is_option)):
                 averages[record.key] = tensor
             elif record.shape and record.dtype.startswith(_INDIVISIBLE):
                 raise SourceError(
                     f"{name}: tensor {record.key!r} is {record.dtype}, which is not averaged; expected "
-                    f"{', '.join(SIGNIFICAND)}, or leave it out by --select or --model-only"
+                    f"{', '.join(FLOATS)}, or leave it out by --select or --model-only"
                 )
             else:
                 others[record.key] = tensor
