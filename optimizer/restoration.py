@@ -71,8 +71,9 @@ def fitting(
 ) -> Fitted:
     """Check a state dict, and return it as it is to be loaded.
 
-    Parameters are matched by their names if both sides have them, and otherwise by their numbers.  A frozen parameter
-    may be missing, as stock DCP leaves it out when it sets a state dict; it keeps its state.
+    Parameters are matched by their names if both sides have them, each parameter its own, and otherwise by their
+    numbers.  A frozen parameter may be missing, as stock DCP leaves it out when it sets a state dict; it keeps its
+    state.
 
     Args:
         globs: names of the parameters that start fresh.
@@ -162,8 +163,8 @@ _CURE = (
 
 
 _BY_NUMBER = (
-    "parameters without names are matched by their numbers: build the groups of the saved run, or make both optimizers "
-    "of named_parameters(), or resume from a checkpoint of muonckpt.save, which has names"
+    "parameters without names of their own are matched by their numbers: build the groups of the saved run, or make "
+    "both optimizers of named_parameters(), or resume from a checkpoint of muonckpt.save, which has names"
 )
 
 
@@ -173,7 +174,13 @@ def _counterparts(
     """Return the parameters of each group, and the keys of those that only the state dict has, by name."""
     groups = optimizer.param_groups
     mine, theirs = _names(groups), _names(saved)
-    if mine is not None and theirs is not None and (_has_numbers(saved) or _same_names(mine, theirs)):
+    repeated = any(names is not None and _has_repeated(names) for names in (mine, theirs))
+    if mine is not None and theirs is not None and repeated and _has_numbers(saved) and mine != theirs:
+        raise ValueError(
+            f"names repeat and have changed, so they tell no parameters apart: the state has {_shown(theirs)}, this "
+            f"optimizer {_shown(mine)}, and {_BY_NUMBER}"
+        )
+    if mine is not None and theirs is not None and not repeated and (_has_numbers(saved) or _same_names(mine, theirs)):
         keys = [group["params"] for group in saved]
         known = {name: (key, number) for number, pairs in enumerate(map(zip, theirs, keys)) for name, key in pairs}
         members = [
@@ -191,15 +198,15 @@ def _counterparts(
     def label(number: int, index: int, key: Any) -> str:
         if isinstance(key, str):
             return key
-        group = groups[number]
-        if "param_names" in group:
-            return str(group["param_names"][index])
+        if mine is not None and not repeated:
+            return mine[number][index]
         if globs.patterns:
             raise ValueError(
-                f"fresh={list(globs.patterns)!r}: the parameters of this optimizer have no names; make it of "
-                "named_parameters(), or use muonckpt.load(..., fresh=...)"
+                f"fresh={list(globs.patterns)!r}: the parameters of this optimizer have no names, or share them, as "
+                "those of two modules do; make it of named_parameters() of the whole model, or use muonckpt.load(..., "
+                "fresh=...)"
             )
-        return f"group {number} parameter {index} {tuple(group['params'][index].shape)}"
+        return f"group {number} parameter {index} {tuple(groups[number]['params'][index].shape)}"
 
     return [
         [
@@ -214,6 +221,16 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
     """Return the names of each group's parameters, if all have names, beside their numbers or in place of them."""
     names = [group.get("param_names") if _has_numbers([group]) else group["params"] for group in groups]
     return None if None in names else [list(group or ()) for group in names]
+
+
+def _shown(names: Sequence[Sequence[str]]) -> str:
+    return ", ".join([*map(repr, islice(chain.from_iterable(names), 8)), "…"])
+
+
+def _has_repeated(names: Sequence[Sequence[str]]) -> bool:
+    """Return whether two parameters have one name, as those of two modules in one optimizer: it tells neither then."""
+    listed = [*chain.from_iterable(names)]
+    return len({*listed}) < len(listed)
 
 
 def _has_numbers(groups: Sequence[Mapping[str, Any]]) -> bool:

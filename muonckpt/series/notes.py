@@ -327,11 +327,16 @@ class NotedParameter:
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[NotedParameter]:
+    """Yield all parameters, with a name for each: its number where it has none, or another parameter has the same."""
+    names_so_far = set[str]()
     for place, optimizer in enumerate(optimizers):
         reduced = optimizer.reduced_gradients if isinstance(optimizer, ReducesGradients) else {}
         for number, group in enumerate(optimizer.param_groups):
-            names = group.get("param_names") or [f"{place}.{number}.{own}" for own in range(len(group["params"]))]
-            for name, param in zip(names, group["params"], strict=True):
+            numbers = [f"{place}.{number}.{index}" for index in range(len(group["params"]))]
+            names = group.get("param_names") or numbers
+            for name, label, param in zip(names, numbers, group["params"], strict=True):
+                name = label if name in names_so_far else name
+                names_so_far.add(name)
                 held = {"weights": param, "gradient": reduced.get(param, param)}
                 slots = optimizer.state.get(param, {})
                 momentum = next((slots[slot] for slot in (MOMENTUM, EXP_AVG) if slot in slots), None)

@@ -119,6 +119,56 @@ def test_names_in_place_of_numbers_are_matched_in_any_order():
         assert leaves(state_of(second, other)) == leaves(state_of(first, opt))
 
 
+Part = tuple[nn.Module, float]
+"""A module, and the rate of its parameters."""
+
+
+def of_modules(parts: list[Part], form: str) -> Muon:
+    """The parameters of several modules, each named as in its module, so that names repeat."""
+    if form == "one group":
+        return Muon([pair for part, _ in parts for pair in part.named_parameters()], lr=parts[0][1])
+    return Muon([{"params": part.named_parameters(), "lr": lr} for part, lr in parts])
+
+
+def two_modules() -> list[Part]:
+    return [(nn.Linear(4, 4, bias=False), 0.1), (nn.Linear(4, 4, bias=False), 0.2)]
+
+
+@pytest.mark.parametrize("form", ["one group", "two groups"])
+def test_parameters_whose_names_repeat_go_by_number(form):
+    parts = two_modules()
+    opt = of_modules(parts, form)
+    for size, (part, _) in enumerate(parts, 1):
+        part.weight.grad = size * torch.randn(4, 4)
+    opt.step()
+    for group in opt.param_groups:
+        group["lr"] /= 2
+    other = of_modules(two_modules(), form)
+    report = other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert leaves(other.state_dict()) == leaves(opt.state_dict())
+    momenta = [slots["momentum_buffer"] for slots in other.state.values()]
+    assert not torch.equal(*momenta) and len(report.loaded) == len(set(report.loaded)) == 2
+    whole = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in parts])
+    third = of_modules([(part, 9.0) for part in whole], form)  # torch gives the names in the model for numbers
+    set_optimizer_state_dict(whole, third, get_optimizer_state_dict(nn.ModuleList([part for part, _ in parts]), opt))
+    assert leaves(third.state_dict()) == leaves(opt.state_dict())
+
+
+def test_parameters_whose_names_repeat_in_another_order_are_refused():
+    parts = [(nn.Linear(4, 4), 0.1), (nn.Linear(4, 4, bias=False), 0.2)]
+    groups = [{"params": part.named_parameters(), "algorithm": "lion", "lr": lr} for part, lr in parts]
+    swapped = [{"params": [*part.named_parameters()][::-1], "algorithm": "lion", "lr": lr} for part, lr in parts]
+    opt = Muon(groups)
+    before = leaves(copy.deepcopy(opt.state_dict()))
+    with pytest.raises(
+        ValueError, match=r"names repeat and have changed.*'bias', 'weight', 'weight'.*build the groups"
+    ):
+        opt.load_state_dict(Muon(swapped).state_dict())
+    with pytest.raises(ValueError, match="the parameters of this optimizer have no names, or share them"):
+        opt.load_state_dict(opt.state_dict(), fresh=["weight"])
+    assert leaves(opt.state_dict()) == before
+
+
 @pytest.mark.parametrize("given", [{}, {"model": {}, "optimizer": {}}, nn.Linear(2, 2).state_dict()])
 def test_what_is_no_state_dict_of_an_optimizer_is_refused_in_words(given):
     with pytest.raises(ValueError, match="expected the state dict of an optimizer, which has 'state' and") as refused:

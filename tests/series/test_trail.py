@@ -243,6 +243,16 @@ def test_ranks_whose_parameters_have_grown_do_not_wait_for_the_others(tmp_path):
     assert after.steps[5].norms["weights"] == pytest.approx(math.hypot(*norms), rel=1e-6)
 
 
+def test_parameters_whose_names_repeat_are_all_noted(tmp_path):
+    layers = [nn.Linear(8, 4, bias=False), nn.Linear(8, 40, bias=False)]
+    optimizer = Muon([pair for layer in layers for pair in layer.named_parameters()], lr=0.02)
+    with muonckpt.Series(tmp_path) as series:
+        series.note(1, optimizer)
+    (noted,) = attempts_of(tmp_path)
+    squares = sum(layer.weight.square().sum().item() for layer in layers)
+    assert noted.steps[1].norms["weights"] == pytest.approx(squares**0.5, rel=1e-6)
+
+
 @pytest.mark.parametrize("went_on", [True, False])
 def test_a_run_that_trains_other_parameters_is_not_taken_for_another_model(went_on, tmp_path):
     """As after unfreezing: sums over other parameters say nothing of how far two runs are apart."""
