@@ -14,9 +14,9 @@ from ..converters.programs.registry import DIALECTS
 from ..store.io.location import Location
 from ..store.run import run_of
 from ..store.trail import SUMS, Steps, attempts_of, steps_of
-from ..wording import counted, size
+from ..wording import counted, listed, size
 from .argument_types import CHECKPOINT, KEY, ProgramType, jobs_option, memory_option
-from .printing import print_duration, print_json, print_line, print_section, print_table, progress, some_of
+from .printing import print_duration, print_json, print_line, print_section, print_table, progress
 from .runs import newest_whole
 
 _MOST_ROWS = 4
@@ -178,7 +178,7 @@ def _summary(found: Difference) -> Iterator[str]:
     yield f"{counted(len(found.tensors), 'tensor')} in both: {parts} ({', '.join(how)})"
     bad = [tensor.key for tensor in found.tensors if tensor.statistics and tensor.statistics.nonfinite_b]
     if bad:
-        yield f"infinite or NaN in B: {some_of(bad)}"
+        yield f"infinite or NaN in B: {listed(bad)}"
     if items := found.same_items + len(found.items):
         yield f"{counted(items, 'other item')} in both: {len(found.items) or 'none'} changed"
     if found.only_a or found.only_b:
@@ -187,7 +187,7 @@ def _summary(found: Difference) -> Iterator[str]:
         steps = " and ".join(map(str, found.steps))
         yield (
             f"look at: {counted(len(found.unmoved), 'tensor')} of weights and state identical although the steps "
-            f"differ ({steps}): stale, frozen or without gradients: {some_of(found.unmoved)}"
+            f"differ ({steps}): stale, frozen or without gradients: {listed(found.unmoved)}"
         )
     verdict = "different" if found.differs else "the same"
     if not found.differs and found.unread:  # equal records say what was written, not what the files hold now

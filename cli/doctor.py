@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..wording import counted
+from ..wording import counted, listed
 from .argument_types import Cuts, MeshType, shard_option
 from .plan import print_prospect
-from .printing import print_duration, print_json, print_line, print_section, print_table, some_of
+from .printing import print_duration, print_json, print_line, print_section, print_table
 
 if TYPE_CHECKING:
     from ..checkup.doctor import Checkup
@@ -110,7 +110,7 @@ def _proof_lines(proof: Proof) -> list[str]:
     ]
     if proof.corners:
         lines.append(
-            f"  of {counted(len(proof.corners), 'large parameter')} a corner was stepped: {some_of(proof.corners)}"
+            f"  of {counted(len(proof.corners), 'large parameter')} a corner was stepped: {listed(proof.corners)}"
         )
     if proof.left_out:
         lines.append(

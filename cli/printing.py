@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 BEGAN = "muonckpt.began"
 
-_MOST_NAMES = 8
 _LABEL = 13
 _COMMAND = re.compile(r"\s*(\([a-z]\) )?(muonckpt|python) ")
 """The beginning of a line that is a command, perhaps one of a list."""
@@ -82,11 +81,6 @@ def terminal_width(stream: TextIO) -> int | None:
 def printable(text: str) -> str:
     """Escape characters that could control a terminal or break a line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def some_of(names: Sequence[str]) -> str:
-    """Return the first names of a list, and the number of the others."""
-    return ", ".join(names[:_MOST_NAMES]) + f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
 
 
 def print_json(result: Any) -> None:

@@ -27,7 +27,7 @@ from ..converters.translate.detection import ROOTS
 from ..errors import TargetError
 from ..store.io.location import Location
 from ..vocabulary import Convention
-from ..wording import counted, size
+from ..wording import counted, listed, size
 from .argument_types import (
     CHECKPOINT,
     KEY,
@@ -41,7 +41,7 @@ from .argument_types import (
     memory_option,
     shard_option,
 )
-from .printing import print_buffers, print_duration, print_json, print_line, print_table, progress, some_of
+from .printing import print_buffers, print_duration, print_json, print_line, print_table, progress
 
 
 class RootType(click.ParamType):  # type: ignore[type-arg]
@@ -311,10 +311,10 @@ def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: boo
     if planned:
         _print_plan(report)
     if report.items_file:
-        undecoded = f"; only listed, not plain data: {some_of(report.undecoded)}" if report.undecoded else ""
+        undecoded = f"; only listed, not plain data: {listed(report.undecoded)}" if report.undecoded else ""
         print_line(f"{report.items_file}: {counted(report.decoded, 'item')} of plain data{undecoded}")
     if report.left_out:
-        print_line(f"left out: {some_of(report.left_out)}")
+        print_line(f"left out: {listed(report.left_out)}")
     for check in report.checklist:
         print_line(str(check))
     if report.salvaged:
@@ -358,7 +358,7 @@ def _print_substituted(report: Report) -> None:
     if len(rows) > _MOST_FILES:
         print_line(f"and of {len(rows) - _MOST_FILES} more tensors (--json)")
     if report.salvaged and report.salvaged["items"]:
-        print_line(f"items taken: {some_of(list(report.salvaged['items']))}")
+        print_line(f"items taken: {listed(report.salvaged['items'])}")
 
 
 def _compared(report: Report) -> Iterator[str]:

@@ -12,13 +12,12 @@ from types import MappingProxyType
 from .errors import TargetError, did_you_mean
 from .keys import OptimizerKey
 from .record import StateRecord
+from .wording import listed
 
 Names = Mapping[str, tuple[str, str]]
 """Other names of keys of optimizer state: the parameter's with the slot, and the parameter's alone."""
 
 _NO_NAMES: Names = MappingProxyType({})
-
-_MOST_LISTED = 8
 
 
 def names_of(tensors: Iterable[StateRecord]) -> Names:
@@ -88,6 +87,4 @@ def keys_matching(
 
 
 def _ambiguous(word: str, found: Sequence[str], what: str, where: str) -> str:
-    more = f" and {len(found) - _MOST_LISTED} more" if len(found) > _MOST_LISTED else ""
-    listed = ", ".join(found[:_MOST_LISTED])
-    return f"{word!r} may be each of {len(found)} {what}s{where}: {listed}{more}; write more of the key"
+    return f"{word!r} may be each of {len(found)} {what}s{where}: {listed(found)}; write more of the key"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -12,6 +12,13 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun: ``1 file``, ``2 files``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(words: Iterable[object], most: int = 8, separator: str = ", ") -> str:
+    """Return the first words of a list, and how many there are besides: ``a, b and 3 more``."""
+    every = list(words)
+    text = separator.join(map(str, every[:most]))
+    return f"{text}{separator.strip(', ')} and {len(every) - most} more" if len(every) > most else text
 
 
 def size(count: int) -> str:
@@ -53,4 +60,4 @@ class Finding:
     @classmethod
     def listing(cls, kind: str, message: str, names: Sequence[str], means: str = "") -> Finding:
         """Return a finding whose message ends with the first names."""
-        return cls(kind, f"{message}: {', '.join(names[:3])}{' …' * (len(names) > 3)}", tuple(names), means)
+        return cls(kind, f"{message}: {listed(names, 3)}", tuple(names), means)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ..layouts.tensors import local_of
 from ..vocabulary import EXP_AVG_SQ, ParamGroup, scales_of
+from ..wording import listed
 from .given import unsaid
 from .ground.cuda_graphs import capturing
 from .state import as_numbers
@@ -239,7 +240,4 @@ def _sizes(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _named(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"gradients that are not finite, or too large for their state: {', '.join(names[:NAMED])}{more}"
+    return f"gradients that are not finite, or too large for their state: {listed(names, NAMED)}" if names else ""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..resumption import as_tuples, same_value
 from ..vocabulary import GIVEN, OF_SCHEDULERS, ParamGroup
+from ..wording import listed
 from .state import as_numbers
 
 SHOWN = 4
@@ -49,14 +50,13 @@ def settle(groups: Sequence[dict[str, Any]], before: Sequence[ParamGroup], given
         if "lr" in differing:  # which it follows
             differing.discard("initial_lr")
         if differing:
-            listed = ", ".join(f"{option}={there[option]!r}, not {here[option]!r}" for option in sorted(differing))
-            overridden.append(f"group {number} ({group['algorithm']}): {listed}")
+            changes = ", ".join(f"{option}={there[option]!r}, not {here[option]!r}" for option in sorted(differing))
+            overridden.append(f"group {number} ({group['algorithm']}): {changes}")
         mine.update(saved)
-    overridden[SHOWN:] = [f"and {more} groups more"] if (more := len(overridden) - SHOWN) > 0 else []
     if overridden and not (dist.is_initialized() and dist.get_rank()):
         warnings.warn(
             "hyper-parameters are those of the saved run, which the loaded state brings, and not those that the code "
-            f"gives now: {'; '.join(overridden)}. To train with the code's, set them in optimizer.param_groups after "
-            "loading; with a scheduler set initial_lr and its base_lrs as well",
+            f"gives now: {listed(overridden, SHOWN, '; ')}. To train with the code's, set them in "
+            "optimizer.param_groups after loading; with a scheduler set initial_lr and its base_lrs as well",
             stacklevel=2,
         )

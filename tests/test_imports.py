@@ -36,7 +36,7 @@ RULES = {
     "vocabulary": "",
     "keys": "vocabulary",
     "wording": "",
-    "key_search": "errors keys record",
+    "key_search": "errors keys record wording",
     "columns": "errors box",
     "chunks": "errors box columns layout",
     "chunk_columns": "errors box chunks columns",
@@ -50,24 +50,24 @@ RULES = {
     "store/io": "errors box columns fingerprint record",
     "store/reading": "errors box layout record store/io",
     "store/formats": "errors box chunks columns fingerprint json_fields record vocabulary layouts layouts/buffers "
-    "keys store/io store/reading",
+    "keys store/io store/reading wording",
     "store": "errors box chunks columns fingerprint keys layout record vocabulary store/io store/reading store/formats "
     "version wording",
     "checkpoint": "errors box chunks columns json_fields overlap layout plan fingerprint record resumption new_group "
-    "keys requests version vocabulary layouts store store/io store/reading store/formats",
-    "series": "errors box fingerprint resumption vocabulary layouts store store/io store/formats checkpoint converters "
-    "converters/engine converters/target",
+    "keys requests version vocabulary wording layouts store store/io store/reading store/formats",
+    "series": "errors box fingerprint resumption vocabulary wording layouts store store/io store/formats checkpoint "
+    "converters converters/engine converters/target",
     "optimizer/ground": "errors box layout vocabulary",
     "optimizer/newton_schulz": "coefficients optimizer/ground optimizer/triton",
     "optimizer/triton": "overlap plan optimizer/ground",
     "optimizer/planning": "errors box overlap layout plan optimizer/newton_schulz",
     "optimizer/methods": "box layouts vocabulary optimizer/ground optimizer/planning",
-    "optimizer/step": "errors box overlap coefficients layout plan new_group layouts requests vocabulary "
+    "optimizer/step": "errors box overlap coefficients layout plan new_group layouts requests vocabulary wording "
     "optimizer/ground optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/triton",
-    "optimizer": "box errors coefficients layout layouts plan resumption vocabulary optimizer/ground "
+    "optimizer": "box errors coefficients layout layouts plan resumption vocabulary wording optimizer/ground "
     "optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/step",
-    "optimizer/layer_wise": "errors box layout requests resumption vocabulary layouts layouts/buffers optimizer/ground "
-    "optimizer/methods optimizer/step optimizer",
+    "optimizer/layer_wise": "errors box layout requests resumption vocabulary wording layouts layouts/buffers "
+    "optimizer/ground optimizer/methods optimizer/step optimizer",
     "optimizer/__init__": "optimizer optimizer/layer_wise optimizer/methods optimizer/newton_schulz",
     "compat": "coefficients vocabulary layouts resumption optimizer/__init__ converters/programs",
     "forecasting": "box errors key_search layout layouts layouts/buffers record vocabulary store store/io "

@@ -21,6 +21,7 @@ from ...store.open_checkpoint import OpenCheckpoint, checked_blob
 from ...store.opening import check_files, open
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
+from ...wording import listed
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import FirstLook, Role, first_look, recorded_step
 from ..programs.registry import program
@@ -164,8 +165,7 @@ def _verified(opened: OpenCheckpoint, jobs: int, progress: Progress) -> int:
     total = payload_bytes(opened.outline)
     report = audit(opened, lambda count: progress(count, total), jobs)
     if faults := [finding.message for finding in report.findings if finding.kind != "nonfinite"]:
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise DamageError(f"{opened.path} is damaged: {faults[0]}{more}")
+        raise DamageError(f"{opened.path} is damaged: {listed(faults, 1, '; ')}")
     return total
 
 

@@ -18,7 +18,7 @@ from ...record import Manifest
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.run import Run, RunStep, Visit, look_at_folder, run_of
-from ...wording import counted, moment, size
+from ...wording import counted, listed, moment, size
 from .contents import FirstLook, Role, first_look, option_value
 from .holders import writing_ranks
 
@@ -101,7 +101,7 @@ class StepChange:
             yield f"ranks {self.ranks[0] or 'unknown'} -> {self.ranks[1] or 'unknown'}"
         for what, keys in (("new", self.added), ("gone", self.removed)):
             if keys:
-                yield f"{counted(len(keys), 'tensor')} {what}: {', '.join(keys[:3])}{' …' * (len(keys) > 3)}"
+                yield f"{counted(len(keys), 'tensor')} {what}: {listed(keys, 3)}"
         for key, (before, after) in list(self.reshaped.items())[:3]:
             yield f"{key}: {before} -> {after}"
         if len(self.reshaped) > 3:

@@ -9,7 +9,7 @@ from ...box import Index
 from ...errors import LayoutError
 from ...record import Manifest
 from ...store.damage import Damage, rank_in_name
-from ...wording import Finding
+from ...wording import Finding, listed
 from .contents import Contents, HyperParameters, Role, StatefulParameter, StepCounts, layer_of
 
 
@@ -52,8 +52,7 @@ def _ranks(manifest: Manifest) -> Iterator[Finding]:
     last = world if isinstance(world, int) and 0 < world <= 1 << 20 else max(known) + 1
     absent = [rank for rank in range(last) if rank not in known]
     if absent:
-        some = ", ".join(map(str, absent[:8])) + (" …" if len(absent) > 8 else "")
-        message = f"no file of rank {some} (of {last}), which may have held what is missing"
+        message = f"no file of rank {listed(absent)} (of {last}), which may have held what is missing"
         yield Finding("missing_rank", message, tuple(map(str, absent)))
 
 

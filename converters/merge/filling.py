@@ -28,7 +28,7 @@ from ...store.open_checkpoint import OpenCheckpoint, check_blob
 from ...store.reading.payloads import check_chunk, payload_of
 from ...version import PROGRAM
 from ...vocabulary import MOMENTUM, begins_as_zeros
-from ...wording import counted
+from ...wording import counted, listed
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import FirstLook, first_look, kinds_in
 from .joined import JoinedCheckpoints, JoinedPayloads
@@ -254,16 +254,12 @@ class Filling:
             self.items[key] = number, blob
 
     def _refuse_losses(self) -> None:
-        lost = [
-            f"tensor {key!r} {', '.join(map(str, boxes[:3]))}{' …' * (len(boxes) > 3)}"
-            for key, boxes in self.left.items()
-        ]
+        lost = [f"tensor {key!r} {listed(boxes, 3)}" for key, boxes in self.left.items()]
         keys = [*self.left, *sorted(self.damage.items - self.items.keys())]
         if not keys:
             return
         lost += [f"item {key!r}" for key in keys[len(lost) :]]
-        more = f"; and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
-        shown = "; ".join(lost[:_MOST_NAMED]) + more
+        shown = listed(lost, _MOST_NAMED, "; ")
         reasons = Counter(reason for key in keys for reason in self.refused[key]).most_common(_MOST_NAMED)
         why = "".join(f"; {reason} ({count} of {len(keys)})" for reason, count in reasons)
         raise SourceError(

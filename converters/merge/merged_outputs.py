@@ -26,6 +26,7 @@ from ...store.reading.blocks import bands
 from ...store.reading.dtypes import dtype
 from ...store.reading.payloads import Payloads
 from ...vocabulary import CODE_SLOTS, SCALE_SLOTS
+from ...wording import listed
 from ..compare.diff import same_value
 from ..compare.elements import F64, StoredSide, as_float64
 from ..engine.arithmetic import FLOATS, Words, rounded
@@ -225,10 +226,10 @@ def _refuse_differences(inputs: Sequence[_Input], payloads: Payloads) -> None:
         differing += [key for key, mine, theirs in items if not same_value(raw(mine), raw(theirs))]
     differing = list(dict.fromkeys(differing))
     if differing:
-        shown = ", ".join(map(repr, differing[:3])) + (", …" if len(differing) > 3 else "")
         raise SourceError(
-            f"the inputs differ in {len(differing)} counters, options or items, which have no average: {shown}; say "
-            "whose to take, such as --others-from last, or merge the weights alone with --model-only"
+            f"the inputs differ in {len(differing)} counters, options or items, which have no average: "
+            f"{listed(map(repr, differing), 3)}; say whose to take, such as --others-from last, or merge the weights "
+            "alone with --model-only"
         )
 
 

@@ -18,6 +18,7 @@ from ...errors import SourceError, TargetError
 from ...record import Blob, Manifest, StateRecord
 from ...store.open_checkpoint import Values
 from ...vocabulary import PARAMS, Convention
+from ...wording import listed
 from ..programs.dialect import FOREIGN, Dialect, StoredMethod
 from .conventions import Overrides, WeightsFrom, agreed_convention
 from .detection import Detected, is_of_optimizer
@@ -375,16 +376,16 @@ class _Parser:
         unmatched = all(not t.restructured and t.aliases == (name,) for name in tensors for t in tensors[name].values())
         if must_match and rules.rules and unmatched:
             raise TargetError(
-                f"no rule matches a parameter; parameters are {', '.join(sorted(tensors)[:3])} … and the first rule is "
+                f"no rule matches a parameter; parameters are {listed(sorted(tensors), 3)}, and the first rule is "
                 f"{rules.rules[0]}"
             )
         parameters = {}
         for name, own in tensors.items():
             aliases = tuple(dict.fromkeys(alias for tensor in own.values() for alias in tensor.aliases))
             weight = own.pop(None, None)
-            listed = next(tensor.group for tensor in (*own.values(), weight) if tensor is not None)
+            listed_name = next(tensor.group for tensor in (*own.values(), weight) if tensor is not None)
             slots = own.keys() | {slot for alias in aliases for slot in self.entries.counters.get(alias, ())}
-            param = NeutralParameter(name, listed, aliases, weight)
+            param = NeutralParameter(name, listed_name, aliases, weight)
             state = {str(slot): tensor for slot, tensor in own.items()}
             parameters[name] = self._with_state(param, state, slots) if slots else param
         return parameters

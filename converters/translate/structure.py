@@ -17,6 +17,7 @@ from ...box import Box, Index
 from ...chunks import Chunks
 from ...errors import LayoutError, about
 from ...layout import Fragment, Piece, TensorLayout, stacked, through
+from ...wording import listed
 from ..engine.outputs import renumbered
 from .names import NameRule, NameRules
 
@@ -97,8 +98,7 @@ def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tupl
         expected = range(max(parts) + 1 if rule.each else len(rule.source))
         missing = [number for number in expected if number not in parts]
         if missing:
-            shown = ", ".join(f"part {number}" for number in missing[:8])
-            raise LayoutError(f"rule {rule}: found {', '.join(parts.values())} without {shown}")
+            raise LayoutError(f"rule {rule}: found {', '.join(parts.values())} without part {listed(missing)}")
         yield tuple(parts[number] for number in expected), dict(placeholders)
 
 

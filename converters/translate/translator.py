@@ -23,7 +23,7 @@ from ...store.formats.torch_save.inert_pickle import Record
 from ...store.formats.torch_save.plain_item import plain_item
 from ...store.open_checkpoint import Values, scalar_bytes
 from ...vocabulary import MASTER, PARAMS, SCHEDULED, KeyPath
-from ...wording import counted
+from ...wording import counted, listed
 from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, sorted_checks
 from ..programs.dialect import Dialect, StoredMethod
 from .conventions import Overrides, agreed_convention, momentum_factor
@@ -425,8 +425,9 @@ class _Renderer:
             names = [name for group in self.like.groups for name in group[PARAMS]]
         if lost := sorted({name for group in groups for name in group.members} - set(names)):
             raise SourceError(
-                f"{lost[0]!r} and {len(lost) - 1} more are in groups of the source, but nothing says by which method "
-                f"they are updated, so they are in no group of {target.name}, and all numbers after them would be wrong"
+                f"nothing says by which method these members of the source's groups are updated: "
+                f"{listed(map(repr, lost), 1)}; so they are in no group of {target.name}, and all numbers after them "
+                "would be wrong"
             )
         self.numbers = {name: str(number) for number, name in enumerate(names)}
         self.findings.check(

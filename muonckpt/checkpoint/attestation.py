@@ -28,6 +28,7 @@ from ..store.open_checkpoint import OpenCheckpoint, StoredTensor
 from ..store.opening import open
 from ..store.reading.blocks import bands
 from ..store.reading.dtypes import itemsize
+from ..wording import listed
 from .all_ranks import decide_on_first, group_ranks, refuse_crossed
 from .bits import share_of, unsigned
 from .live_state import LiveState, RankBoxes, RankState, held_layout, holders_by_key
@@ -94,7 +95,7 @@ class Fingerprints:
             raise SourceError(f"damaged fingerprints: {type(error).__name__}: {error}") from error
 
 
-_LISTED = 12
+MOST_FAULTS = 12
 """Differences that an error lists; it counts the others."""
 
 _BAND_BYTES = 64 << 20
@@ -226,8 +227,8 @@ def _attested(
         subject, expected = compared(live.tensors)
         faults = [*live.faults, *differing(subject, expected)]
         if faults:
-            listed = "; ".join(faults[:_LISTED]) + (f"; and {len(faults) - _LISTED} more" * (len(faults) > _LISTED))
-            raise AttestError(f"live state{unequal or ' differs from rank to rank'}: {listed}")
+            reason = unequal or " differs from rank to rank"
+            raise AttestError(f"live state{reason}: {listed(faults, MOST_FAULTS, '; ')}")
         nbytes = sum(prod(tensor.shape) * itemsize(tensor.dtype) for tensor in subject.values())
         return Attestation(len(subject), nbytes, live.replicated, Fingerprints(live.tensors))
 

@@ -47,6 +47,7 @@ from ..vocabulary import (
     KeyPath,
     begins_as_zeros,
 )
+from ..wording import listed
 from .bits import dtype_name
 from .live_state import LiveState
 
@@ -208,12 +209,8 @@ class Matching:
             cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
             kept: what keeps the state of parameters that differ.
         """
-        problems = list(self.faults[:12])
-        if len(self.faults) > 12:
-            problems.append(f"and {len(self.faults) - 12} more")
-        if self.differences:
-            problems.append(differences_listed(self.differences, self.names, cure, kept))
-        return "; ".join(problems)
+        differences = differences_listed(self.differences, self.names, cure, kept) if self.differences else ""
+        return "; ".join(filter(None, (listed(self.faults, 12, "; "), differences)))
 
 
 def selection(allow_extra: bool | Iterable[str], fresh: Iterable[str]) -> tuple[Extra, Globs]:
@@ -361,9 +358,8 @@ def _missing_keys(keys: Sequence[str], template: LoadTemplate, stored: Stored) -
         else:
             roots[root].append(key)
     for root, lost in roots.items():
-        more = f" and {len(lost) - 1} more" * (len(lost) > 1)
         rest = f"the checkpoint has nothing of it; to load the rest: state_dict.pop({root!r})"
-        yield f"missing key {lost[0]!r}{more} ({rest})"
+        yield f"missing key {listed(map(repr, lost), 1)} ({rest})"
 
 
 _OF_SCHEDULERS = frozenset({"base_lrs", "_schedulers"})
@@ -655,7 +651,7 @@ def _extra_keys(keys: Sequence[str], template: Iterable[str]) -> list[str]:
     for key in keys:
         root, dot, _ = key.partition(".")
         roots[escape(key) if root in used or not dot else f"{escape(root)}.*"].append(key)
-    faults = [f"extra key {alike[0]!r}" + f" and {len(alike) - 1} more" * (len(alike) > 1) for alike in roots.values()]
+    faults = [f"extra key {listed(map(repr, alike), 1)}" for alike in roots.values()]
     if faults:
         faults[0] += f" (to load them, give them in the state dict; allow_extra={list(roots)[:12]!r} loses them)"
     return faults

@@ -30,8 +30,9 @@ from ..record import Blob, Extent, StateRecord
 from ..resumption import Extra, Globs, LoadReport
 from ..store.io.checksums import xxh3_128
 from ..store.reading.dtypes import itemsize
+from ..wording import listed
 from .all_ranks import exchange, gather_on_all, group_ranks, refuse_crossed, refuse_differing, unusable, wire_device
-from .attestation import SharesOfRank, TensorPrint, differing, held_together, shares_of
+from .attestation import MOST_FAULTS, SharesOfRank, TensorPrint, differing, held_together, shares_of
 from .bits import share_of, unsigned
 from .live_state import NOBODY, HeldTensor, LiveState, LocalParts, RankBoxes, RankState, asked_layouts, held_layout
 from .matching import LoadTemplate, RankRequest, Stored, judge, match, selection
@@ -236,7 +237,7 @@ def _redistribute(
         ]
         if faults:
             reason = "differs from rank to rank" if together.faults else "is not what its fingerprints say"
-            raise AttestError(f"the source {reason}: {'; '.join(faults[:12])}")
+            raise AttestError(f"the source {reason}: {listed(faults, MOST_FAULTS, '; ')}")
     carrier.run()
     mine = requests[carrier.place].rank.matching
 

@@ -26,7 +26,7 @@ from ..optimizer.groups import (
     sort_parameters,
 )
 from ..resumption import in_globs
-from ..wording import Finding, counted
+from ..wording import Finding, counted, listed
 from .treatments import NOBODY, Treatment
 
 FAMILIES = {
@@ -174,8 +174,7 @@ class _Case:
         """Return a finding whose message ends with the names of the parameters, folded over layers."""
         named = [one.name for one in members]
         shown = in_globs(named, {*self.writer.names} - {*named})
-        listed = ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
-        return Finding(kind, f"{message}: {listed}", tuple(named), means)
+        return Finding(kind, f"{message}: {listed(shown, 3)}", tuple(named), means)
 
 
 def _left_out(case: _Case) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from ..converters.target.topology import ROWS
 from ..errors import ArgumentError, DamageError, SourceError
 from ..store.io.location import Location
 from ..store.opening import open
+from ..wording import listed
 
 FORMS = ("hf",)
 """The forms of an export.  "hf": safetensors with an index, whole weights under the model's own names, as Hugging
@@ -54,7 +55,7 @@ def export_model(
             roots = {tensor.path[0] for tensor in opened.manifest.tensors}
             if isinstance(error, DamageError) or "model" in roots:
                 raise
-            where = ", ".join(repr(root) for root in sorted(map(str, roots))[:4]) or "nothing"
+            where = listed(map(repr, sorted(map(str, roots))), 4) or "nothing"
             raise SourceError(
                 f"{opened.path}: expected weights of a model under 'model', found keys under {where}: save the state "
                 "dict as {'model': model.state_dict(), ...}"

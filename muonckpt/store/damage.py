@@ -23,7 +23,7 @@ from ..errors import SourceError
 from ..layout import holes_in
 from ..record import MANIFEST_FILE, Manifest, StateRecord
 from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, SECOND_MOMENT, STEP
-from ..wording import counted, size
+from ..wording import counted, listed, size
 from .io.regular import open_regular
 from .open_checkpoint import OpenCheckpoint
 from .reading.dtypes import itemsize
@@ -171,8 +171,7 @@ class Damage:
             parts.append(self._lost_elements(kind))
         if self.items:
             keys = sorted(self.items)
-            some = ", ".join(keys[:2]) + f" and {len(keys) - 2} more" * (len(keys) > 2)
-            parts.append(f"{len(keys)} of {len(self.manifest.blobs)} items that are not tensors ({some})")
+            parts.append(f"{len(keys)} of {len(self.manifest.blobs)} items that are not tensors ({listed(keys, 2)})")
         if self.mixed_up:
             found, stored = int(self.chunks.sum()), int((self.manifest.elements > 0).sum())
             files = _files(sorted(self.manifest.columns.names))
@@ -237,12 +236,12 @@ def _ends(manifest: Manifest) -> dict[str, int]:
 
 def _files(names: Sequence[str]) -> str:
     ranks = [rank for rank in map(rank_in_name, names) if rank is not None]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = listed(names, 3)
     if len(ranks) < len(names):
         return f"{counted(len(names), 'file')} ({shown})" if len(names) > 1 else f"the file {shown}"
     if len(names) == 1:
         return f"rank {ranks[0]}'s file {shown}"
-    return f"the files of ranks {', '.join(map(str, sorted({*ranks})[:8]))}{' …' * (len({*ranks}) > 8)} ({shown})"
+    return f"the files of ranks {listed(sorted({*ranks}))} ({shown})"
 
 
 NOTHING_LOST = Damage(Manifest(()), np.zeros(0, np.bool_))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ADVICE, DamageError, MuonckptError, SourceError, UnlistedError
 from ..record import MANIFEST_FILE, Manifest
-from ..wording import Finding, counted
+from ..wording import Finding, counted, listed
 from .damage import BEGIN_ANEW, NOTHING_LOST, Damage, Kind, Kinds, damage_of_files, kinds_by_slot, rank_in_name
 from .formats.native import read_native
 from .formats.registry import OWN, format_of
@@ -225,11 +225,10 @@ def _said(findings: Sequence[Finding]) -> Iterator[str]:
         by_kind[finding.kind].append(finding)
     for kind, alike in by_kind.items():
         tensors = len({finding.key for finding in alike})
-        more = f" (and {len(alike) - 1} more such findings)" if len(alike) > 1 else ""
         if kind in _SAID:
             yield _SAID[kind].format(tensors=counted(tensors, "tensor"), have="has" if tensors == 1 else "have")
         else:
-            yield f"{alike[0].message}{more}"
+            yield listed([finding.message for finding in alike], 1, "; ")
 
 
 # --- what to do -------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from ...layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, rank
 from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import PLACEMENTS, ToPlace
 from ...layouts.buffers.records import to_json
+from ...wording import listed
 from ..ground.tensors import exact_dtype
 from ..methods.matrix import is_matrix_method
 from ..step.agreement import Facts, fixed_options
@@ -68,7 +69,7 @@ class Members:
         if len(named) < len(grouped):
             raise ValueError(f"{len(grouped) - len(named)} parameters in the groups are not the model's")
         if left := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in grouped]:
-            raise ValueError(f"parameters in no group, whose gradients would not be reduced: {', '.join(left[:8])}")
+            raise ValueError(f"parameters in no group, whose gradients would not be reduced: {listed(left)}")
         for name, param in named.items():
             _check(name, param)
         name_of: dict[Tensor, str] = {param: name for name, param in named.items()}
@@ -170,7 +171,7 @@ def laid_out(layout: str | Sequence[BufferLayout], model: ToPlace) -> tuple[Buff
     recorded = {placed.parameter: buffer for buffer in layout for placed in buffer.parameters}
     if differing := {*recorded} ^ {*model.parameters}:
         names = sorted({parameter.name for parameter in differing})
-        raise LayoutError(f"the recorded buffers do not fit the model: {', '.join(names[:8])}")
+        raise LayoutError(f"the recorded buffers do not fit the model: {listed(names)}")
     for parameter, buffer in recorded.items():
         if buffer.ranks != model.sizes.of(parameter):
             raise LayoutError(f"recorded for {buffer.ranks} ranks, but {parameter.name!r} has {model.sizes}")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...coefficients import coefficient_set
 from ...vocabulary import SCHEDULED, STEPS_TAKEN, ParamGroup
+from ...wording import listed
 from ..ground.cuda_graphs import uploaded
 from ..planning.schedule import NOTE
 
@@ -127,8 +128,7 @@ class Intent:
             for subject in dict.fromkeys((*reference, *facts))
             if facts.get(subject) != reference.get(subject)
         ]
-        more = [f"and {len(differing) - SHOWN} more"] if len(differing) > SHOWN else []
-        return _cut("; ".join([*differing[:SHOWN], *more]))
+        return _cut(listed(differing, SHOWN, "; "))
 
 
 def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
@@ -215,10 +215,7 @@ def step_intent(
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}"
 
 
 def _cut(text: str) -> str:

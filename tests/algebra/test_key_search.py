@@ -12,6 +12,7 @@ from support.commands import called
 import muonckpt
 from muonckpt.key_search import keys_matching, keys_meant
 from muonckpt.optimizer import Muon
+from muonckpt.wording import listed
 
 KEYS = ["model.layers.3.w1", "model.layers.13.w1", "ema.layers.3.w2", "model.layers.3.w2", "model.odd[0]",
         "optimizer.state.4.momentum_buffer"]  # fmt: skip
@@ -64,8 +65,8 @@ def saved(tmp_path_factory):
 
 def test_every_command_takes_such_keys(saved, tmp_path):
     a = saved / "a"
-    listed = json.loads(called("inspect", a, "up.weight", "--json").stdout)
-    assert [tensor["key"] for tensor in listed] == ["model.up.weight"]
+    found = json.loads(called("inspect", a, "up.weight", "--json").stdout)
+    assert [tensor["key"] for tensor in found] == ["model.up.weight"]
     shown = called("inspect", a, "--tensor", "up.weight")
     assert shown.stdout.startswith("model.up.weight: 4 x 4"), shown.stderr
     compared = json.loads(called("diff", a, a, "down.weight", "--json").stdout)
@@ -78,7 +79,16 @@ def test_every_command_takes_such_keys(saved, tmp_path):
     found = json.loads(momentum.stdout)
     assert re.fullmatch(r"optimizer\.state\.[01]\.momentum_buffer", found["key"]) and found["name"] == "up.weight"
     for command in (["diff", a, a], ["stats", a]):
-        listed = json.loads(called(*command, "up.weight.momentum_buffer", "--json").stdout)
-        assert [tensor["key"] for tensor in listed["tensors"]] == [found["key"]]
+        tensors = json.loads(called(*command, "up.weight.momentum_buffer", "--json").stdout)
+        assert [tensor["key"] for tensor in tensors["tensors"]] == [found["key"]]
     several = called("inspect", a, "--tensor", "weight")
     assert several.returncode == 2 and "model.down.weight" in several.stderr.replace("\n", " ")
+
+
+def test_a_list_counts_what_it_does_not_show():
+    assert [listed([], 2), listed("ab", 2), listed(range(3), 2)] == ["", "a, b", "0, 1 and 1 more"]
+    assert listed("abc", 1, "; ") == "a; and 2 more"
+    with pytest.raises(
+        muonckpt.TargetError, match=r"may be each of 12 tensors: x0\.w, .*, x7\.w and 4 more; write more"
+    ):
+        keys_matching(["w"], [f"x{number}.w" for number in range(12)])

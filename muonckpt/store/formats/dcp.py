@@ -27,6 +27,7 @@ from ...columns import UNKNOWN, Columns, Row
 from ...errors import DamageError, SourceError, about
 from ...keys import optimizers_of, slot_in
 from ...record import Blob, Extent, Manifest, StateRecord
+from ...wording import listed
 from ..io import limits
 from ..io.checksums import xxh3_128
 from ..io.location import Location
@@ -244,7 +245,7 @@ def _read_metadata(path: Location) -> bytes:
             )
         unfinished = f": a save into {path} did not finish" if f"{METADATA_FILE}.tmp" in names else ""
         below = sorted(name for name in names if is_checkpoint(path / name))
-        instead = f"; there is one in {', '.join(below[:8])}: give the path of one" if below else ""
+        instead = f"; there is one in {listed(below)}: give the path of one" if below else ""
         if (data := fnmatch.filter(sorted(names), "__*_*.distcp")) and not below:
             raise DamageError(f"expected {METADATA_FILE} beside {data[0]}, found none{unfinished}")
         raise SourceError(f"expected {METADATA_FILE} in {path}, found none{unfinished}{instead}")
@@ -260,9 +261,6 @@ def named_items(manifest: Manifest) -> Iterator[tuple[Extent, str]]:
     yield from ((blob.item, repr(blob.key)) for blob in manifest.blobs)
 
 
-_MOST_NAMES = 8
-
-
 class SiblingsReader:
     """Reads all folders as one checkpoint.  Keys begin with their folder's name only if folders share keys.
 
@@ -275,10 +273,9 @@ class SiblingsReader:
         readers = {name: DcpReader(path / name) for name in folders_of_dcp(path)}
         outlines = {name: reader.outline for name, reader in readers.items()}
         if set(map(_holds_optimizers, outlines.values())) != {True, False}:
-            names = ", ".join(list(outlines)[:_MOST_NAMES]) + ", …" * (len(outlines) > _MOST_NAMES)
             raise SourceError(
-                f"expected a checkpoint in {path}, found several, in its folders {names}; give the path of one, "
-                f"such as {path / max(outlines, key=_numbers)}"
+                f"expected a checkpoint in {path}, found several, in its folders {listed(outlines)}; give the path of "
+                f"one, such as {path / max(outlines, key=_numbers)}"
             )
         self.faults = tuple(fault for reader in readers.values() for fault in reader.faults)
         tensors = [tensor.key for outline in outlines.values() for tensor in outline.tensors]

@@ -26,6 +26,7 @@ from ...errors import DamageError, DestinationError, SourceError, UnlistedError,
 from ...fingerprint import as_hex
 from ...json_fields import check_digest, compact, digest_of
 from ...record import Chunk, Extent, Manifest, StateRecord
+from ...wording import listed
 from ..io import limits
 from ..io.checksums import Sums, xxh3_128
 from ..io.location import Location
@@ -271,8 +272,7 @@ def remains(path: Location, without: Collection[str]) -> LocatedReader:
     if index is None:
         fault = UnlistedError("; ".join(lost), count=0 if missing == len(files) - len(read) == 0 else None)
     else:
-        some = ", ".join(sorted(unread)[:2]) + f" and {len(unread) - 2} more" * (len(unread) > 2)
-        lost += [f"{len(unread)} of {len(index.files)} tensors are lost with it ({some})"]
+        lost += [f"{len(unread)} of {len(index.files)} tensors are lost with it ({listed(sorted(unread), 2)})"]
         fault = UnlistedError("; ".join(lost), unread)
     return LocatedReader(manifest, Payloads(path), (fault,))
 
@@ -515,7 +515,7 @@ def refuse_stray(path: Location) -> None:
     files = sorted(entry.name for entry in entries if entry.name.endswith((".safetensors", ".safetensors.index.json")))
     if not (steps and files):
         return
-    held = f"{path} holds the checkpoints {', '.join(steps[:4])}{', …' * (len(steps) > 4)} of a run, and {files[0]}"
+    held = f"{path} holds the checkpoints {listed(steps, 4)} of a run, and {files[0]}"
     if len(files) == 1:
         raise SourceError(f"{held}: name the checkpoint that you mean, or {path / files[0]}")
     warnings.warn(f"{held}, which is read; name a checkpoint of the run if you mean that", stacklevel=2)

@@ -28,6 +28,7 @@ from ...box import MOST_DIMS, MOST_ELEMENTS, Box, Index
 from ...errors import DamageError, LostFileError, SourceError, UnlistedError, about
 from ...json_fields import check_digest, digest_of
 from ...record import Chunk, Chunks, Extent, Manifest, StateRecord
+from ...wording import listed
 from ..io import limits
 from ..io.location import Location
 from ..io.regular import FileBytes, Held, open_regular, read_whole
@@ -352,10 +353,9 @@ def remains(path: Location, without: Collection[str]) -> LocatedReader:
     rest, count = _read(path, partial(_remaining_chunks, failed=lost.append), failures.append)
     if not failures:
         return dataclasses.replace(rest, faults=tuple(LostFileError(str(error)) for error in lost[:1]))
-    more = f" (and {len(failures) - 1} more such faults)" if len(failures) > 1 else ""
     lacking = None if count is None else count - len(rest.outline.tensors)
     left = f"all {count} arrays are there" if lacking == 0 else "nothing else says which arrays there were"
-    return dataclasses.replace(rest, faults=(UnlistedError(f"{failures[0]}{more}; {left}", count=lacking),))
+    return dataclasses.replace(rest, faults=(UnlistedError(f"{listed(failures, 1, '; ')}; {left}", count=lacking),))
 
 
 def lacks_root(path: Location) -> bool:

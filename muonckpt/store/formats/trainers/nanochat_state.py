@@ -21,6 +21,7 @@ from ....errors import DamageError, SourceError, about
 from ....keys import is_optimizer, key_of
 from ....record import Chunk, Chunks, Extent, StateRecord
 from ....vocabulary import MOMENTUM, PARAMS, Convention
+from ....wording import listed
 from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.reader import LocatedReader
@@ -53,12 +54,12 @@ def reader(path: Location) -> LocatedReader:
         SourceError: the folder has several steps, a file is missing or damaged, or ranks contradict each other.
     """
     folder = path if path.is_dir() else path.parent
-    listed = sorted(str(entry.name) for entry in folder.iterdir())
-    step = _step(path, listed)
+    file_names = sorted(str(entry.name) for entry in folder.iterdir())
+    step = _step(path, file_names)
     model = f"model_{step}.pt"
-    ranks = sorted(int(m[3]) for name in listed if (m := _FILE.fullmatch(name)) and m[2] == step)
+    ranks = sorted(int(m[3]) for name in file_names if (m := _FILE.fullmatch(name)) and m[2] == step)
     with about(folder):
-        if model not in listed or ranks != list(range(len(ranks))):
+        if model not in file_names or ranks != list(range(len(ranks))):
             raise DamageError(
                 f"expected {model} and optim_{step}_rank{{r}}.pt of every rank from 0, found ranks {ranks}"
             )
@@ -83,25 +84,24 @@ def reader(path: Location) -> LocatedReader:
     provenance = {
         "step": int(step),
         "ranks": len(ranks),
-        signs.NOT_READ: [name for name in listed if name not in read],
+        signs.NOT_READ: [name for name in file_names if name not in read],
         signs.NUMBERED: [_OPTIMIZER] if numbered else None,
     }
     checksums = checksums_inside((weights, *files), tensors)
     return trainer_reader(folder, tensors, items, checksums, provenance)
 
 
-def _step(path: Location, listed: Sequence[str]) -> str:
+def _step(path: Location, file_names: Sequence[str]) -> str:
     if not path.is_dir():
         return expect(str, (_FILE.fullmatch(str(path.name)) or [None, None])[1])
-    steps = sorted({m[2] for name in listed if (m := _FILE.fullmatch(name)) and m[2]})
+    steps = sorted({m[2] for name in file_names if (m := _FILE.fullmatch(name)) and m[2]})
     if not steps:
         raise DamageError(
             f"{path}: expected nanochat's model_{{step}}.pt beside its optim_{{step}}_rank*.pt, found none"
         )
     if len(steps) > 1:
-        several = ", ".join(steps[:8]) + ", …" * (len(steps) > 8)
         raise SourceError(
-            f"{path} holds the steps {several} of a run of nanochat: name one by its model, such as "
+            f"{path} holds the steps {listed(steps)} of a run of nanochat: name one by its model, such as "
             f"{path / f'model_{steps[-1]}.pt'}"
         )
     return steps[0]

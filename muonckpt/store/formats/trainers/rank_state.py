@@ -26,6 +26,7 @@ from ....keys import is_optimizer, key_of
 from ....layouts.mesh import Mesh, fragments_on, local_shape
 from ....record import Chunk, Chunks, Extent, StateRecord
 from ....vocabulary import KeyPath
+from ....wording import listed
 from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.reader import LocatedReader
@@ -159,7 +160,7 @@ def _world(by_root: Mapping[str, Sequence[_RankFile]]) -> int:
     for root, found in ranks.items():
         if found != list(range(world)):
             lost = sorted({*range(world)} - {*found})
-            what = f"none of rank {', '.join(map(str, lost[:8]))}" if lost else f"those of ranks {found[:16]}"
+            what = f"none of rank {listed(lost)}" if lost else f"those of ranks {found[:16]}"
             raise DamageError(f"expected a file of {root} of each of {world} ranks, found {what}")
     return world
 
