@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from glob import escape
 from typing import Any
 
 from .vocabulary import ALGORITHM, FUSION, PARAMS, of_fused
+from .wording import unnumbered
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
 """Keys of a parameter group that say what it consists of and how it is called; the rest are its options."""
@@ -26,9 +26,6 @@ GONE = "only in the checkpoint"
 def meaning(slots: Collection[str]) -> tuple[str, ...]:
     """Return the options of a parameter group on which the meaning of state in these slots depends."""
     return (ALGORITHM, *(FUSION if any(map(of_fused, slots)) else ()))
-
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,7 @@ def in_globs(names: Collection[str], others: Iterable[str]) -> list[str]:
     others = list(others)
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
-        alike[_NUMBER.sub("*", escape(name))].append(name)
+        alike[unnumbered(escape(name))].append(name)
     globs: list[str] = []
     for glob, members in alike.items():
         one = len(members) > 1 and not any(fnmatchcase(other, glob) for other in others)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+
+LAYER_NUMBER = re.compile(r"(?<![^. ])[0-9]+(?![^. ])")
+"""A part of a name, or of several with spaces between them, that is a number, as a layer's or an expert's."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -19,6 +23,18 @@ def listed(words: Iterable[object], most: int = 8, separator: str = ", ") -> str
     every = list(words)
     text = separator.join(map(str, every[:most]))
     return f"{text}{separator.strip(', ')} and {len(every) - most} more" if len(every) > most else text
+
+
+def unnumbered(name: str) -> str:
+    """Replace every part of a name that is a number by ``*``: a parameter then has one name in all layers."""
+    return LAYER_NUMBER.sub("*", name)
+
+
+def common_name(names: Sequence[str]) -> str:
+    """Return one name for several that differ in numbers only, with ``*`` where they do."""
+    columns = zip(*map(LAYER_NUMBER.findall, names), strict=True)
+    numbers = iter([column[0] if len({*column}) == 1 else "*" for column in columns])
+    return LAYER_NUMBER.sub(lambda _: next(numbers), names[0])
 
 
 def size(count: int) -> str:

@@ -7,7 +7,7 @@ they are stepped.  `sort_parameters` applies rules to a model; open it first.
 from __future__ import annotations
 
 import math
-import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import called_like, did_you_mean
 from ..resumption import in_globs
+from ..wording import common_name, unnumbered
 from .methods.form import MatrixMethod
 from .methods.matrix import MATRICES
 from .methods.scalar import SCALARS
@@ -477,15 +478,10 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def folded(rows: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
     """Merge rows whose names differ only in numbers, as layers' do; return names with ``*`` there, and counts."""
-    alike: dict[tuple[str, T], list[list[str]]] = {}
+    alike: defaultdict[tuple[str, T], list[str]] = defaultdict(list)
     for name, rest in rows:
-        parts = re.split(r"([. ])", name)
-        pattern = "".join("*" if part.isdecimal() else part for part in parts)
-        alike.setdefault((pattern, rest), []).append(parts)
-    return [
-        ("".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*names, strict=True)), len(names), rest)
-        for (_, rest), names in alike.items()
-    ]
+        alike[unnumbered(name), rest].append(name)
+    return [(common_name(names), len(names), rest) for (_, rest), names in alike.items()]
 
 
 class _Unclear(ValueError):

@@ -42,7 +42,7 @@ RULES = {
     "chunk_columns": "errors box chunks columns",
     "json_fields": "errors box vocabulary",
     "record": "errors box chunk_columns chunks columns json_fields layout vocabulary",
-    "resumption": "vocabulary",
+    "resumption": "vocabulary wording",
     "new_group": "",
     "requests": "",
     "layouts": "errors box overlap layout",

@@ -23,9 +23,9 @@ from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
 from ...store.small_tensors import stacked
 from ...vocabulary import CODE_SLOTS
-from ...wording import Finding
+from ...wording import Finding, unnumbered
 from ..engine.outputs import OutputTensor
-from ..look.contents import FirstLook, Role, first_look, unnumbered
+from ..look.contents import FirstLook, Role, first_look
 from .elements import StoredSide, Tolerance, compare_elements
 from .figures import ELEMENT_BYTES, TensorFigures, figures_of, figures_of_alike, is_numeric
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from ...store.damage import OTHER_STATE, Kind, kinds_by_slot
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, Values
 from ...vocabulary import CODE_SLOTS, PARAMS
+from ...wording import LAYER_NUMBER, unnumbered
 from ..programs.dialect import FOREIGN, Dialect, StoredMethod
 from ..programs.registry import DIALECTS
 from ..translate.detection import Detected, detect, with_slots_of
@@ -204,14 +204,6 @@ def option_value(value: object) -> str:
             return str(value)
 
 
-_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-
-
-def unnumbered(name: str) -> str:
-    """Replace every part of a name that is a number by ``*``: a parameter then has one name in all layers."""
-    return _NUMBER.sub("*", name)
-
-
 def folded(names: Sequence[str]) -> tuple[str, ...]:
     """Write many names as few: numbers as ``*`` or as ranges, and what differs between two of them in braces."""
     if names and all(map(str.isdecimal, names)):
@@ -242,7 +234,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def layer_of(name: str) -> str:
     """Return a name up to its last part that is a number; empty if there is none."""
-    return name[: max((match.end() for match in _NUMBER.finditer(name)), default=0)]
+    return name[: max((match.end() for match in LAYER_NUMBER.finditer(name)), default=0)]
 
 
 _MOST_COUNTERS = 32

@@ -28,10 +28,10 @@ from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.opening import open_damaged
 from ...store.reading.dtypes import itemsize
-from ...wording import Finding, counted, size
+from ...wording import Finding, counted, size, unnumbered
 from ..engine.rank_files import lay_out
 from ..target.topology import ROWS, AxisCut, ShardRule, Target
-from .contents import FirstLook, Role, first_look, unnumbered
+from .contents import FirstLook, Role, first_look
 from .holders import balance_of
 
 Counts = NDArray[np.int64]

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..converters.compare.diff import Difference
 from ..converters.compare.stats import STATS_MEMORY
-from ..converters.look.contents import unnumbered
 from ..converters.look.inspection import inspection_of
 from ..converters.look.run_history import RunHistory, look_at_run, overview_of_run
 from ..errors import LayoutError, SourceError
@@ -22,7 +21,7 @@ from ..store.reading.payloads import Progress
 from ..store.run import RunStep
 from ..store.trail import SUMS, Attempt, TrailStep, attempts_of
 from ..version import VERSION
-from ..wording import Finding, counted
+from ..wording import Finding, counted, unnumbered
 from .checkpoint_page import Reading, StatsChoice, told_by
 from .document import html_of, plain, rounded, write_page
 from .whole_parts import Looked, in_turns, on_whole_parts
