@@ -10,13 +10,13 @@ import click
 
 from ..converters.compare.diff import DIFF_MEMORY, Difference, diff
 from ..converters.compare.elements import TensorDifference
+from ..converters.look.run_history import RunDifference, diff_runs, resume_lines
 from ..converters.programs.registry import DIALECTS
 from ..store.io.location import Location
 from ..store.run import run_of
-from ..store.trail import SUMS, Steps, attempts_of, steps_of
 from ..wording import counted, listed, size
 from .argument_types import CHECKPOINT, KEY, ProgramType, jobs_option, memory_option
-from .printing import print_duration, print_json, print_line, print_section, print_table, progress
+from .printing import print_duration, print_json, print_labelled, print_line, print_section, print_table, progress
 from .runs import newest_whole
 
 _MOST_ROWS = 4
@@ -44,7 +44,7 @@ def diff_command(
 ) -> int:
     """Say what differs between the checkpoints A and B, of any formats and meshes; exit with 1 if anything does.
 
-    Of the folders of two runs that noted their steps, what they noted of the same steps.
+    Of the folders of two runs, what differs by metadata at the steps that both have, and their recorded resumes.
 
     Every file's presence and size are looked at; a fault exits with 3.  Where both have fingerprints, tensors that are
     equal are not read without --read, so flipped bytes are not found.  Of the folder of a run, alone, its two newest
@@ -61,11 +61,8 @@ def diff_command(
         if (run := run_of(a)) is None:
             raise click.UsageError(f"expected a second checkpoint, or the folder of a run, and {a} is none")
         a, b = newest_whole(run, 2)
-    elif (mine := attempts_of(a)) and (theirs := attempts_of(b)):
-        for place, attempts in ((a, mine), (b, theirs)):
-            for fault in (fault for attempt in attempts for fault in attempt.faults):
-                print_line(f"note: {place}: {fault}", err=True)
-        return _print_trails(steps_of(mine), steps_of(theirs), every, as_json)
+    elif run_of(a) is not None and run_of(b) is not None:
+        return _print_runs(diff_runs(a, b), as_json)
     with progress("diff") as advance:
         found = diff(a, b, select=globs, progress=advance, **options)
     if as_json:
@@ -79,35 +76,24 @@ def diff_command(
     return int(found.differs)
 
 
-def _print_trails(a: Steps, b: Steps, every: bool, as_json: bool) -> int:
-    """Print two trails side by side: the steps around the first that differs, and the last; return 1 if any does."""
-    steps = [step for step in b if step in a]
-    changed = [step for step in steps if a[step].fingerprint != b[step].fingerprint]
+def _print_runs(found: RunDifference, as_json: bool) -> int:
+    """Print two runs: the steps of both with what differs, and what is recorded of their resumes."""
     if as_json:
-        print_json([{"step": step, "a": a[step].to_json(), "b": b[step].to_json()} for step in steps])
-        return int(bool(changed) or a.keys() != b.keys())
-    first = steps.index(changed[0]) if changed else 0
-    shown = steps if every else sorted({*steps[max(first - 1, 0) : first + _MOST_ROWS], *steps[-1:]})
-    headers = ("step", "loss A", "loss B", "lr A", "lr B", *(f"norm of {what} {own}" for what in SUMS for own in "AB"))
-    apart = [f"{what} apart" for what in SUMS]
-    rows = [
-        (
-            step,
-            *("-" if own[step].loss is None else f"{own[step].loss:.6g}" for own in (a, b)),
-            *(f"{own[step].lr:.6g}" for own in (a, b)),
-            *(f"{own[step].norms[what]:.4g}" for what in SUMS for own in (a, b)),
-            *(f"{b[step].apart(what, a[step]):.2g}" for what in SUMS),
-        )
-        for step in shown
-    ]
-    print_section((*headers, *apart), rows)
-    print_line()
-    said = f"first at step {changed[0]}" if changed else "none"
-    print_line(f"{counted(len(steps), 'step')} in both trails, {len(changed)} with other weights: {said}")
-    if a.keys() != b.keys():
-        only = [f"{len(own.keys() - other.keys())} only in {name}" for name, own, other in (("A", a, b), ("B", b, a))]
-        print_line(f"other steps: {', '.join(only)}")
-    return int(bool(changed) or a.keys() != b.keys())
+        print_json(found.to_json())
+        return int(found.differs)
+    rows = []
+    for step in found.steps:
+        changed, same, unknown = step.counts
+        rows.append((step.since, step.name, changed, same, unknown, "; ".join(step.lines) or "-"))
+    print_section(("A", "B", "tensors changed", "same", "unknown", "beside elements"), rows)
+    for name, history, only in (("A", found.a, found.only_a), ("B", found.b, found.only_b)):
+        print_labelled(name, f"{history.run.path}: {counted(len(history.steps), 'step')}")
+        if only:
+            print_labelled(f"only in {name}", f"step{'s' * (len(only) > 1)} {listed(only)}")
+        for label, line in resume_lines(history):
+            print_labelled(label, line)
+    print_line("different" if found.differs else "the same, by what is recorded; no elements were read")
+    return int(found.differs)
 
 
 def _print_details(found: Difference, every: bool) -> None:

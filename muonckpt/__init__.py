@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from .checkpoint.attestation import Attestation, Fingerprints, attest, fingerprints
     from .checkpoint.loading import load
     from .checkpoint.redistribution import Redistribution, redistribute
+    from .checkpoint.resume_check import ResumeDifference, ResumeProof
     from .checkpoint.saving import save
     from .checkup.doctor import Checkup, doctor
     from .converters.compare.diff import Difference, diff
     from .converters.compare.stats import CheckpointStats, stats
     from .converters.look.fits import Fit, fits
     from .converters.look.inspection import Inspection, inspect
-    from .converters.look.run_history import RunHistory, look_at_run
+    from .converters.look.run_history import RunDifference, RunHistory, diff_runs, look_at_run
     from .converters.merging import Average, merge
     from .converters.options import Execution, Translation
     from .converters.report import Report
@@ -51,13 +52,13 @@ if TYPE_CHECKING:
     from .layouts.boxed_tensor import BoxedTensor
     from .page.checkpoint_page import Page, report
     from .page.run_page import RunPage, report_run
-    from .series.series import Restored, SavedStep, Series
+    from .series.restored import Restored
+    from .series.series import SavedStep, Series
     from .store.audit import AuditReport, verify
     from .store.open_checkpoint import OpenCheckpoint
     from .store.opening import open
     from .store.run import Run, RunStep
     from .store.run_audit import StepVerdict, verify_run
-    from .store.trail import ResumedRun, TrailStep, trail_of
 
 __all__ = [
     "ArgumentError",
@@ -87,8 +88,10 @@ __all__ = [
     "Redistribution",
     "Report",
     "Restored",
-    "ResumedRun",
+    "ResumeDifference",
+    "ResumeProof",
     "Run",
+    "RunDifference",
     "RunHistory",
     "RunPage",
     "RunStep",
@@ -97,7 +100,6 @@ __all__ = [
     "SourceError",
     "StepVerdict",
     "TargetError",
-    "TrailStep",
     "Training",
     "Translation",
     "__version__",
@@ -105,6 +107,7 @@ __all__ = [
     "attest",
     "convert",
     "diff",
+    "diff_runs",
     "doctor",
     "fingerprints",
     "fits",
@@ -122,7 +125,6 @@ __all__ = [
     "salvage",
     "save",
     "stats",
-    "trail_of",
     "verify",
     "verify_run",
 ]
@@ -131,14 +133,16 @@ _NAMES = {
     ".checkpoint.async_saving": ("AsyncSave", "async_save"),
     ".checkpoint.attestation": ("Attestation", "Fingerprints", "attest", "fingerprints"),
     ".checkpoint.loading": ("load",),
+    ".checkpoint.resume_check": ("ResumeDifference", "ResumeProof"),
     ".checkpoint.redistribution": ("Redistribution", "redistribute"),
     ".checkpoint.saving": ("save",),
-    ".series.series": ("Restored", "SavedStep", "Series"),
+    ".series.restored": ("Restored",),
+    ".series.series": ("SavedStep", "Series"),
     ".converters.compare.diff": ("Difference", "diff"),
     ".converters.compare.stats": ("CheckpointStats", "stats"),
     ".converters.look.fits": ("Fit", "fits"),
     ".converters.look.inspection": ("Inspection", "inspect"),
-    ".converters.look.run_history": ("RunHistory", "look_at_run"),
+    ".converters.look.run_history": ("RunDifference", "RunHistory", "diff_runs", "look_at_run"),
     ".converters.merging": ("Average", "merge"),
     ".converters.options": ("Execution", "Translation"),
     ".converters.report": ("Report",),
@@ -154,7 +158,6 @@ _NAMES = {
     ".store.audit": ("AuditReport", "verify"),
     ".store.run": ("Run", "RunStep"),
     ".store.run_audit": ("StepVerdict", "verify_run"),
-    ".store.trail": ("ResumedRun", "TrailStep", "trail_of"),
     ".store.open_checkpoint": ("OpenCheckpoint",),
     ".store.opening": ("open",),
 }

@@ -55,8 +55,8 @@ RULES = {
     "version wording",
     "checkpoint": "errors box chunks columns json_fields overlap layout plan fingerprint record resumption new_group "
     "keys requests version vocabulary wording layouts store store/io store/reading store/formats",
-    "series": "errors box fingerprint resumption vocabulary wording layouts store store/io store/formats checkpoint "
-    "converters converters/engine converters/target",
+    "series": "errors resumption wording store store/io store/formats checkpoint converters "
+    "converters/engine converters/target",
     "optimizer/ground": "errors box layout vocabulary",
     "optimizer/newton_schulz": "coefficients optimizer/ground optimizer/triton",
     "optimizer/triton": "overlap plan optimizer/ground",

@@ -17,6 +17,7 @@ from ...errors import SourceError
 from ...record import Manifest
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
+from ...store.resumes import RESUMES_FILE, Resume, resumes_of
 from ...store.run import Run, RunStep, Visit, look_at_folder, run_of
 from ...wording import counted, listed, moment, size
 from .contents import FirstLook, Role, first_look, option_value
@@ -93,6 +94,19 @@ class StepChange:
     @property
     def lines(self) -> tuple[str, ...]:
         return tuple(self._lines())
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many tensors in both changed, stayed the same, and cannot be told by fingerprints."""
+        changed, same, unknown = (
+            (sum(column) for column in zip(*self.moved.values(), strict=True)) if self.moved else (0,) * 3
+        )
+        return changed, same, unknown
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything is known to differ but the number of ranks."""
+        return bool(self.added or self.removed or self.reshaped or self.options or self.counts[0])
 
     def _lines(self) -> Iterator[str]:
         if self.programs[0] != self.programs[1]:
@@ -181,10 +195,13 @@ class RunHistory:
     Attributes:
         run: the folder with its steps.
         facts: by the name of the step; those whose metadata cannot be read have none.
+        resumes: as `Series` has recorded them, the oldest first; and how many records cannot be read.
     """
 
     run: Run
     facts: Mapping[str, StepFacts]
+    resumes: tuple[Resume, ...] = ()
+    unread_resumes: int = 0
 
     @property
     def steps(self) -> tuple[RunStep, ...]:
@@ -208,6 +225,8 @@ class RunHistory:
             "newest_whole": self.newest_whole.name if self.newest_whole else None,
             "pointer": {"file": pointer.file, "text": pointer.text, "names": pointer.name} if pointer else None,
             "changes": [change.to_json() for change in self.changes],
+            "resumes": [{**resume.to_json(), "verdict": resume.verdict} for resume in self.resumes],
+            "unread_resumes": self.unread_resumes,
         }
 
 
@@ -227,14 +246,19 @@ def look_at_run(path: str | os.PathLike[str] | Remote) -> RunHistory:
     run = look_at_folder(place, visit)
     if not run.steps:
         raise SourceError(f"expected checkpoints in folders that end with the number of a step in {place}, found none")
-    return RunHistory(run, facts)
+    return _history(run, facts)
 
 
 def history_of(path: Location) -> RunHistory | None:
     """Look at a run as `look_at_run` does; None if the path is not the folder of one."""
     facts, visit = _collecting()
     run = run_of(path, visit)
-    return None if run is None else RunHistory(run, facts)
+    return None if run is None else _history(run, facts)
+
+
+def _history(run: Run, facts: Mapping[str, StepFacts]) -> RunHistory:
+    resumes, damaged = resumes_of(run.path)
+    return RunHistory(run, facts, tuple(resumes), damaged)
 
 
 def _collecting() -> tuple[dict[str, StepFacts], Visit]:
@@ -261,6 +285,63 @@ def overview_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
     for change in history.changes:
         for number, line in enumerate(change.lines):
             yield "" if number else "changed", line if number else f"{change.since} -> {change.name}: {line}"
+    yield from resume_lines(history)
+
+
+def resume_lines(history: RunHistory) -> Iterator[tuple[str, str]]:
+    """Yield what is recorded of a run's resumes, as labelled lines: nothing of it is guessed from the steps."""
+    yield from (("resumed", resume.sentence) for resume in history.resumes)
+    if history.unread_resumes:
+        lines = counted(history.unread_resumes, "line")
+        yield "resumed", f"{lines} of {RESUMES_FILE} cannot be read"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDifference:
+    """Two runs side by side.
+
+    Attributes:
+        a, b: both, with their resumes.
+        steps: what differs by metadata at each step that both have and that can be read, from A to B.
+        only_a, only_b: the numbers of the steps that one of them has.
+    """
+
+    a: RunHistory
+    b: RunHistory
+    steps: tuple[StepChange, ...]
+    only_a: tuple[int, ...]
+    only_b: tuple[int, ...]
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.only_a or self.only_b) or any(step.differs for step in self.steps)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "a": self.a.to_json(),
+            "b": self.b.to_json(),
+            "steps": [step.to_json() for step in self.steps],
+            "only_a": list(self.only_a),
+            "only_b": list(self.only_b),
+            "differs": self.differs,
+        }
+
+
+def diff_runs(a: str | os.PathLike[str] | Remote, b: str | os.PathLike[str] | Remote) -> RunDifference:
+    """Compare two runs step by step by their metadata, as ``muonckpt diff RUN_A RUN_B`` shows them; reads no elements.
+
+    Raises:
+        SourceError: as `look_at_run`.
+    """
+    histories = look_at_run(a), look_at_run(b)
+    named = [{step.step: step.name for step in history.steps if step.name in history.facts} for history in histories]
+    steps = [
+        change_between(named[0][step], histories[0].facts[named[0][step]], name, histories[1].facts[name])
+        for step, name in named[1].items()
+        if step in named[0]
+    ]
+    only_a, only_b = (tuple(sorted(one.keys() - other.keys())) for one, other in (named, named[::-1]))
+    return RunDifference(*histories, tuple(steps), only_a, only_b)
 
 
 def verdict_of(step: RunStep) -> str:

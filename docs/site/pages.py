@@ -37,7 +37,7 @@ ROOMS = {"muonckpt": "muonckpt", "muonckpt.optimizer": "optimizer", "muonckpt.co
 TOPICS = {
     "api/saving.md": (
         "Saving and loading",
-        "save async_save AsyncSave Series SavedStep Restored ResumedRun load BoxedTensor",
+        "save async_save AsyncSave Series SavedStep Restored ResumeProof ResumeDifference load BoxedTensor",
     ),
     "api/looking.md": (
         "Looking at checkpoints",
@@ -45,7 +45,7 @@ TOPICS = {
     ),
     "api/runs.md": (
         "Runs",
-        "look_at_run Run RunStep RunHistory verify_run StepVerdict report_run RunPage trail_of TrailStep",
+        "look_at_run Run RunStep RunHistory verify_run StepVerdict report_run RunPage RunDifference diff_runs",
     ),
     "api/rewriting.md": (
         "Rewriting checkpoints",

@@ -19,15 +19,17 @@ import torch.distributed as dist
 
 from ..columns import UNKNOWN
 from ..errors import ADVICE, ArgumentError, DamageError, SourceError, called_like
+from ..keys import key_of
 from ..resumption import IN_A_TRAINER, LOAD_LINES, Extra, Globs, LoadReport
 from ..store.io.location import Location, location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.opening import open_to_load
 from .all_ranks import broadcast_from_first, decide_on_first, group_ranks, refuse_crossed, refuse_differing, unusable
-from .attestation import attest_loaded
+from .attestation import TensorPrint, attest_loaded
 from .chunk_reader import ChunkReader, PartlyRead, WhenChecked, Where
 from .live_state import LiveState, RankState, prove_asked_whole, refuse_no_state_dict
 from .matching import LoadTemplate, Matching, RankRequest, Stored, dropped_by_torch, judge, match, selection
+from .resume_check import LoadedState
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class _JointLoad:
         self._reader: ChunkReader
         self._stored: Stored
         self._report: LoadReport
-        self._sources: Mapping[str, str]
+        self._sources: Mapping[str, str] = {}
         """Keys of the checkpoint by those of the state dict, as all ranks load them; on the coordinator alone."""
 
     @cached_property
@@ -102,6 +104,19 @@ class _JointLoad:
                 attest_loaded(self.state_dict, self._reader.checkpoint, lambda: self._sources, self.group)
         self._reader.checkpoint.close()
         return loaded
+
+    @property
+    def loaded_state(self) -> LoadedState:
+        """What was loaded, after `run`: the recorded fingerprints of tensors are on the coordinator."""
+        tensors = self._reader.checkpoint.tensors
+        stored = {key: tensors[source] for key, source in self._sources.items() if source in tensors}
+        prints = {
+            key: TensorPrint(tensor.shape, tensor.dtype, tensor.fingerprint)
+            for key, tensor in stored.items()
+            if tensor.fingerprint is not None
+        }
+        loaded_keys = [*self.matching.sources, *map(key_of, self.matching.added)]
+        return LoadedState.of(self._live, loaded_keys, prints, self._reader.checkpoint.outline.provenance)
 
     def advice(self) -> str:
         """Return on all ranks what to do about damage, after it was found."""
@@ -221,8 +236,27 @@ def load(
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
         ArgumentError: an argument is none of these, or not the same on all ranks.
     """
-    refuse_crossed(process_group, "load")
-    joint = _JointLoad(state_dict, path, allow_extra, fresh, attest, check, process_group)
+    return _run(_JointLoad(state_dict, path, allow_extra, fresh, attest, check, process_group))
+
+
+def load_to_prove(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    allow_extra: bool | Iterable[str],
+    fresh: Iterable[str],
+    attest: bool,
+    process_group: dist.ProcessGroup | None,
+) -> tuple[LoadReport, LoadedState]:
+    """Load as `load` does, and return besides what a proof of the resume is compared with."""
+    joint = _JointLoad(state_dict, path, allow_extra, fresh, attest, None, process_group)
+    return _run(joint), joint.loaded_state
+
+
+def _run(joint: _JointLoad) -> LoadReport:
+    """Run a load, and tell of its doubts."""
+    refuse_crossed(joint.group, "load")
+    path = joint.path
     try:
         report, matching = joint.run(), joint.matching
     except DamageError as error:  # on all ranks
@@ -231,15 +265,15 @@ def load(
         raise DamageError(str(error), joint.advice()) from error
     if matching.own_options:
         own = "; ".join(matching.own_options)
-        warnings.warn(f"{path} does not say options, which stay as the running optimizer's: {own}", stacklevel=3)
+        warnings.warn(f"{path} does not say options, which stay as the running optimizer's: {own}", stacklevel=4)
     for doubt in matching.doubts:
-        warnings.warn(f"{path}: {doubt}", stacklevel=3)
+        warnings.warn(f"{path}: {doubt}", stacklevel=4)
     if dropped := dropped_by_torch(matching.added):
         warnings.warn(
             f"{path} has {', '.join(dropped)}, which torch's set_state_dict drops from a flattened state dict, because "
             "the running optimizer's groups have no such option; a scheduler would then begin at the loaded lr: give "
             "the groups that option, of any value, before get_state_dict (a scheduler that is made then does), or load "
             "a nested state dict",
-            stacklevel=3,
+            stacklevel=4,
         )
     return report

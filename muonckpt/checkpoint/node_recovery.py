@@ -36,6 +36,7 @@ from .all_ranks import broadcast_from_first, decide_on_first, gather_on_all, gro
 from .attestation import TensorPrint
 from .node_copies import Nodes, folders_in, remove_copies
 from .redistribution import redistribute_attested
+from .resume_check import LoadedState
 from .storable import refuse_code
 
 
@@ -103,7 +104,7 @@ def load_copy(
     *,
     allow_extra: bool | Iterable[str],
     fresh: Iterable[str],
-) -> LoadReport:
+) -> tuple[LoadReport, LoadedState]:
     """Load a copy as `load` loads a checkpoint, whatever ranks have made it.  Collective.
 
     Raises:
@@ -144,11 +145,13 @@ def load_copy(
         missing = list(faults)
     nested = source.nested(objects)
     try:
-        return redistribute_attested(
+        report, target, sources = redistribute_attested(
             nested, state_dict, source.prints, group=process_group, allow_extra=allow_extra, fresh=fresh
         )
     except AttestError as error:
         raise DamageError(str(error)) from error
+    prints = {key: source.prints[origin] for key, origin in sources.items() if origin in source.prints}
+    return report, LoadedState.of(target, sources, prints, manifest.provenance)
 
 
 def _readers(names: Iterable[str], copy: FoundCopy, nodes: Nodes, refused: set[tuple[int, str]]) -> dict[str, int]:

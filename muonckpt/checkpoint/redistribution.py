@@ -143,9 +143,9 @@ def redistribute(
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
     """
     refuse_crossed(group, "redistribute")
-    return _redistribute(
-        source_state_dict, target_state_dict, group, memory, allow_extra, fresh, {} if attest else None
-    )
+    expected: Mapping[str, TensorPrint] | None = {} if attest else None
+    done, _, _ = _redistribute(source_state_dict, target_state_dict, group, memory, allow_extra, fresh, expected)
+    return done
 
 
 def redistribute_attested(
@@ -156,8 +156,11 @@ def redistribute_attested(
     group: dist.ProcessGroup | None,
     allow_extra: bool | Iterable[str],
     fresh: Iterable[str],
-) -> LoadReport:
+) -> tuple[LoadReport, LiveState, Mapping[str, str]]:
     """Redistribute as with ``attest=True``, after proving that the source has these fingerprints.  Collective.
+
+    Returns:
+        The report, the target, and the keys of the source by those of the target, of all ranks.
 
     Args:
         expected: by the keys of the source; tensors that nobody asks for are not looked at.
@@ -165,8 +168,10 @@ def redistribute_attested(
     Raises:
         AttestError: also if the source is not what the fingerprints say; before the target is touched.
     """
-    done = _redistribute(source_state_dict, target_state_dict, group, DEFAULT_MEMORY, allow_extra, fresh, expected)
-    return done.report
+    done, target, sources = _redistribute(
+        source_state_dict, target_state_dict, group, DEFAULT_MEMORY, allow_extra, fresh, expected
+    )
+    return done.report, target, sources
 
 
 def _redistribute(
@@ -177,7 +182,7 @@ def _redistribute(
     allow_extra: bool | Iterable[str],
     fresh: Iterable[str],
     expected: Mapping[str, TensorPrint] | None,
-) -> Redistribution:
+) -> tuple[Redistribution, LiveState, Mapping[str, str]]:
     """Redistribute; attest, if fingerprints are given, those tensors that have one, and all that moves."""
     attest = expected is not None
     ranks = group_ranks(group)
@@ -255,7 +260,8 @@ def _redistribute(
         own = "; ".join(mine.own_options)
         warnings.warn(f"the source does not say options, which stay as the running optimizer's: {own}", stacklevel=3)
     filled = len({move.target for move in moves})
-    return Redistribution(report, filled, carrier.sent, carrier.received, len(stages), carrier.largest)
+    done = Redistribution(report, filled, carrier.sent, carrier.received, len(stages), carrier.largest)
+    return done, target, matching.sources
 
 
 def _stored(ranks: Sequence[int], offers: Sequence[_Offer]) -> tuple[dict[str, bytes], Stored]:

@@ -1,4 +1,4 @@
-"""A page about a run: all its steps, which are whole, how norms, drift and sizes went from step to step, its trail."""
+"""A page about a run: all its steps, which are whole, how norms, drift and sizes went, and its resumes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ..errors import LayoutError, SourceError
 from ..store.io.location import Remote
 from ..store.reading.payloads import Progress
 from ..store.run import RunStep
-from ..store.trail import SUMS, Attempt, TrailStep, attempts_of
 from ..version import VERSION
 from ..wording import Finding, counted, unnumbered
 from .checkpoint_page import Reading, StatsChoice, told_by
@@ -27,10 +26,6 @@ from .document import html_of, plain, rounded, write_page
 from .whole_parts import Looked, in_turns, on_whole_parts
 
 _SCRIPTS = ("words", "frame", "findings", "table", "charts", "run")
-
-
-MOST_DRAWN = 500
-"""Steps of a trail on a page, about: 30 kB of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +65,11 @@ class RunPage:
         history: its steps, and what changed between them by their metadata.
         stats: what was measured.
         numbers: by the name of the step; those whose metadata cannot be read have none.
-        trail: what `Series.note` has noted; empty if it has not.
     """
 
     history: RunHistory
     stats: StatsChoice
     numbers: Mapping[str, StepNumbers]
-    trail: Sequence[Attempt] = ()
 
     @property
     def verdict(self) -> str:
@@ -90,10 +83,9 @@ class RunPage:
 
     @property
     def lines(self) -> Iterator[str]:
-        """The lines for a terminal that say which steps are not whole, and what of the trail cannot be read."""
+        """The lines for a terminal that say which steps are not whole."""
         if self.verdict:
             yield f"{self.history.run.path}: {self.verdict}."
-        yield from (f"{self.history.run.path}: {fault}." for attempt in self.trail for fault in attempt.faults)
 
     @property
     def findings(self) -> int:
@@ -114,7 +106,6 @@ class RunPage:
             "left_out": [len(step.left_out) if step else 0 for step in steps],
             "since": [step.since if step else None for step in steps],
             "series": plain(list(_series(self.history.steps, self.numbers))),
-            "trail": plain(rounded(_trail(self.trail))) if self.trail else None,
         }
 
     def html(self) -> str:
@@ -173,7 +164,7 @@ def page_of_run(history: RunHistory, reading: Reading, progress: Progress) -> Ru
             if before:
                 before[1].opened.close()
             before = step.name, looked
-    return RunPage(history, reading.stats, numbers, attempts_of(history.run.path))
+    return RunPage(history, reading.stats, numbers)
 
 
 def _numbers_of(looked: Looked, before: tuple[str, Looked] | None, reading: Reading, progress: Progress) -> StepNumbers:
@@ -243,53 +234,3 @@ def _values(step: StepNumbers, numbers: Mapping[str, StepNumbers], keys: Sequenc
         "stable_rank": ranks[len(ranks) // 2] if ranks else None,
         "drift": math.hypot(*(step.changes[key] for key in keys)) / then if known else None,
     }
-
-
-def _trail(attempts: Sequence[Attempt]) -> dict[str, Any]:
-    """Return a trail as JSON data: what is known of each attempt, and columns of the steps that are drawn."""
-    noted = [[*attempt.steps.values()] for attempt in attempts]
-    total = sum(map(len, noted))
-    length = 1 if total <= MOST_DRAWN else -(-2 * total // MOST_DRAWN)
-    drawn = [thinned(steps, length) for steps in noted]
-    rows = [(attempt.number, step) for attempt, steps in zip(attempts, drawn, strict=True) for step in steps]
-    return {
-        "noted": total,
-        "thinned": length,
-        "attempts": [
-            {
-                "number": attempt.number,
-                "ranks": attempt.ranks,
-                "noted": len(steps),
-                "first": steps[0].step if steps else None,
-                "last": steps[-1].step if steps else None,
-                "faults": list(attempt.faults),
-            }
-            for attempt, steps in zip(attempts, noted, strict=True)
-        ],
-        "steps": {
-            "attempt": [number for number, _ in rows],
-            "step": [step.step for _, step in rows],
-            "loss": [step.loss for _, step in rows],
-            "lr": [step.lr for _, step in rows],
-            **{what: [step.norms[what] for _, step in rows] for what in SUMS},
-        },
-    }
-
-
-def thinned(steps: Sequence[TrailStep], length: int) -> list[TrailStep]:
-    """Return of each run of so many steps those of the largest loss and gradient norm, and the first and last of all.
-
-    So peaks stay.  A number that is not finite is the largest.
-    """
-    if length == 1:
-        return [*steps]
-
-    def height(value: float | None) -> float:
-        return -math.inf if value is None else value if math.isfinite(value) else math.inf
-
-    kept = {0, len(steps) - 1} if steps else set()
-    for start in range(0, len(steps), length):
-        some = range(start, min(start + length, len(steps)))
-        kept.add(max(some, key=lambda n: height(steps[n].loss)))
-        kept.add(max(some, key=lambda n: height(steps[n].norms["gradient"])))
-    return [steps[n] for n in sorted(kept)]

@@ -15,6 +15,7 @@ from ..checkpoint.all_ranks import is_coordinator
 from ..checkpoint.async_saving import AsyncSave, Lane, OnError
 from ..checkpoint.node_copies import NodeCopy, Nodes, folders_in, remove_copies
 from ..checkpoint.node_recovery import FoundCopy, found_copies, load_copy
+from ..checkpoint.resume_check import LoadedState
 from ..resumption import LoadReport
 from ..store.run import StepName
 
@@ -70,7 +71,7 @@ class NodeMemory:
 
     def load(
         self, copy: FoundCopy, state_dict: dict[str, Any], allow_extra: bool | Iterable[str], fresh: Iterable[str]
-    ) -> LoadReport:
+    ) -> tuple[LoadReport, LoadedState]:
         """Load a copy.  Collective; raises as `load_copy`."""
         return load_copy(state_dict, copy, self._nodes, self._group, allow_extra=allow_extra, fresh=fresh)
 

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.optim import Optimizer
 
 from ..checkpoint.all_ranks import (
     broadcast_from_first,
@@ -33,20 +31,19 @@ from ..checkpoint.async_saving import (
     settle_last,
     wait_for_last,
 )
-from ..checkpoint.loading import load
+from ..checkpoint.loading import load_to_prove
 from ..checkpoint.node_recovery import FoundCopy
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals, Then
 from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError, SourceError, about, called_like
-from ..resumption import SET_LINE, STATE_DICT, STATE_LINE, Extra, Globs, LoadReport
+from ..resumption import SET_LINE, STATE_DICT, STATE_LINE, Extra, Globs
 from ..store.formats.signs import METADATA_FILE
 from ..store.io.location import location
 from ..store.run import StepName
 from ..store.step_folder import Newest, StepFolder
-from ..store.trail import ResumedRun
 from .export import SHARD_SIZE, check_form, export_model
 from .node_memory import NodeMemory
-from .notes import TrailWriter
+from .restored import Restored
 
 _Answer = TypeVar("_Answer")
 
@@ -60,35 +57,6 @@ class SavedStep:
 
     def __fspath__(self) -> str:
         return self.path
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """The result of `Series.restore`.
-
-    Attributes:
-        step, path: those of the checkpoint that was loaded, or of this node's part of a copy in memory; training goes
-            on behind it.
-        report: what was done with which parameters; ``print`` shows all of this in one line.
-        memory: True if it was a copy in the memory of nodes.
-    """
-
-    step: int
-    path: str
-    report: LoadReport
-    memory: bool = False
-
-    def __str__(self) -> str:
-        place = f"memory, {self.path} on each node" if self.memory else self.path
-        return f"step {self.step} restored from {place}: {'; '.join(str(self.report).splitlines())}"
-
-    def __getitem__(self, key: object) -> NoReturn:
-        raise TypeError(
-            f"Series.restore returns the step, {self.step}, the path and a report; what was loaded is in the state "
-            "dict that it was given. Write first = restored.step + 1"
-        )
-
-    __add__ = __getitem__
 
 
 class Series:
@@ -135,7 +103,6 @@ class Series:
         """Steps that `restore` has found damaged, though their files have the right sizes; the same on all ranks."""
         self._signals = Signals(on, process_group)
         self._memory = None if memory is None else NodeMemory(Path(memory).absolute(), process_group)
-        self._trail = TrailWriter(self._folder.place, process_group)
 
     def __enter__(self) -> Series:
         return self
@@ -145,7 +112,6 @@ class Series:
 
     def _end(self, kind: type[BaseException] | None, saved: int) -> None:
         self._signals.close()
-        self._trail.close()
         if kind is None:
             settle_last(self._group)
         else:  # the other ranks may be elsewhere, so nothing is asked of them
@@ -178,39 +144,6 @@ class Series:
         """
         return self._signals.due(f"Series.due({step})")
 
-    def note(self, step: int, *optimizers: Optimizer, loss: float | Tensor | None = None) -> None:
-        """Note a step in the run's trail, after it was taken and before gradients are zeroed.
-
-        Noted are the loss, the largest rate, the norms of gradients, momentum and weights, and sums of sampled elements
-        of each, in a line of about 600 bytes for each rank in the folder ``trail``.  The first call is collective;
-        others do not communicate, nor wait for a device.  So parameters that are added later, and state that begins
-        later, are noted from the first call after the next save on, which is collective again.  In an object store,
-        lines are written 64 at a time, with each save, and at the end: a program that is killed loses the last.
-
-        The first steps after `restore` are compared with those of the run that went on from there.  If they are not the
-        same, a `RuntimeWarning` on the first rank says what differs and by how much; see `continuation`.
-
-        Args:
-            optimizers: all that have parameters of the model.
-            loss: of this rank's data; the mean over ranks counts, if all of them give it.
-
-        Raises:
-            ArgumentError: no optimizer is given, or parameters of one name have different shapes.
-            LayoutError: nobody holds some elements of a tensor, or boxes overlap in part.
-        """
-        if not optimizers:
-            raise ArgumentError(f"a note needs the optimizer: write series.note({step}, optimizer)")
-        self._trail.note(step, optimizers, loss)
-
-    @property
-    def continuation(self) -> ResumedRun | None:
-        """Whether this run goes on as the one that it has restored, on the first rank.
-
-        It is None until three steps are noted or one differs, and where there is nothing to compare with.  Print it: it
-        is a sentence.
-        """
-        return self._trail.continuation
-
     @called_like(f"{STATE_LINE}, then series.save(step, {STATE_DICT})")
     def save(
         self,
@@ -241,7 +174,6 @@ class Series:
             LayoutError, ArgumentError, LostRankError: as in `muonckpt.save`.
         """
         self._signals.ask("Series.save")
-        self._trail.settle()
         settle_last(self._group)
         name = self._new_name(step, replace, also)
         saved = self._saved(name)
@@ -277,7 +209,6 @@ class Series:
             name = self._new_name(step, replace, also)
             return self._saved(name).path, lambda: self._published(name, also)
 
-        self._trail.settle()
         wanted, details = f"step {step}", {**(provenance or {}), "step": step}
         ask = partial(self._signals.ask, "Series.async_save")
         saving = save_in_thread(state_dict, wanted, details, self._group, on_error, when_busy, ask, begin)
@@ -312,7 +243,6 @@ class Series:
             DestinationError: a node's folder cannot be made; or as in `async_save`.
             LostRankError: as in `muonckpt.async_save`.
         """
-        self._trail.flush()
         lane = lane_of(self._group, partial(refuse_crossed, self._group, "Series.async_copy"))
 
         def arguments() -> Mapping[str, object]:
@@ -472,7 +402,7 @@ class Series:
             saved = self._saved(newest.name)
             self._warn_of(faults, f"restoring {saved.path} instead")
             try:
-                report = load(
+                loaded = load_to_prove(
                     state_dict,
                     saved.path,
                     allow_extra=extra,
@@ -488,8 +418,7 @@ class Series:
                 self._damaged.add(newest.name)
                 faults[newest.name] = error.fault
             else:
-                self._trail.restored(saved.step)
-                return Restored(saved.step, saved.path, report)
+                return Restored.recorded(saved.step, saved.path, loaded, self._folder.place, self._group)
 
     def restore_copy(
         self,
@@ -532,12 +461,11 @@ class Series:
         while self._memory is not None and copies and copies[0].step >= since:
             copy = copies.pop(0)
             try:
-                report = self._memory.load(copy, state_dict, extra, fresh)
+                loaded = self._memory.load(copy, state_dict, extra, fresh)
             except DamageError as error:
                 warnings.warn(f"{copy} is not taken: {error.fault}", RuntimeWarning, stacklevel=3)
                 continue
-            self._trail.restored(copy.step)
-            return Restored(copy.step, str(copy), report, memory=True)
+            return Restored.recorded(copy.step, str(copy), loaded, self._folder.place, self._group, memory=True)
         return None
 
     def _newest(self) -> Newest:

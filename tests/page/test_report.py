@@ -19,8 +19,6 @@ from support.hostile_names import HOSTILE, two_steps
 
 import muonckpt
 from muonckpt.optimizer import Muon
-from muonckpt.page.run_page import MOST_DRAWN
-from muonckpt.store.trail import attempts_of, trail_of
 
 FORMATS = {
     "stock DCP": "torch_fsdp4/ckpt",
@@ -289,55 +287,25 @@ def test_the_page_of_a_run_has_norms_and_drift_of_every_step(run, tmp_path):
     assert called("report", tmp_path / "run", run / "10", "-o", tmp_path / "page.html").returncode == 2
 
 
-@pytest.fixture(scope="module")
-def noted(tmp_path_factory):
-    """A run of six steps that was restored at step 4, and has noted steps 5 and 6 twice."""
-    folder = tmp_path_factory.mktemp("noted") / "run"
+def test_the_page_of_a_run_lists_its_resumes(run, tmp_path):
+    """One that was not checked, one proved and one with another rate; a run that was never resumed has none."""
     layer = torch.nn.Linear(8, 4, bias=False)
     optimizer = Muon(layer.named_parameters(), lr=0.02)
-    with muonckpt.Series(folder) as series:
-        for attempt in range(2):
-            first = series.restore({"layer": layer, "optimizer": optimizer}).step + 1 if attempt else 1
-            for step in range(first, 7):
-                layer.weight.grad = torch.full((4, 8), 1.0 + step)
-                optimizer.step()
-                series.note(step, optimizer, loss=1 / step)
-                if step == 4:
-                    series.save(step, {"layer": layer, "optimizer": optimizer})
-    return folder
-
-
-def test_the_page_of_a_run_draws_its_trail(noted, run, tmp_path):
-    data = data_of(muonckpt.report_run(noted, stats="none").html())["trail"]
-    columns, attempts = data["steps"], attempts_of(noted)
-    assert [(one["number"], one["first"], one["last"], one["noted"]) for one in data["attempts"]] == [
-        (1, 1, 6, 6),
-        (2, 5, 6, 2),
+    state = {"layer": layer, "optimizer": optimizer}
+    series = muonckpt.Series(tmp_path / "resumed")
+    series.save(4, state)
+    series.restore(state)
+    assert series.restore(state).check(layer, optimizer).equal
+    restored = series.restore(state)
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert not restored.check(layer, optimizer).equal
+    data = data_of(muonckpt.report_run(tmp_path / "resumed", stats="none").html())
+    assert [(each["attempt"], each["step"], each["ranks_saved"], each["ranks"]) for each in data["resumes"]] == [
+        (1, 4, 1, 1),
+        (2, 4, 1, 1),
+        (3, 4, 1, 1),
     ]
-    assert columns["attempt"] == [1] * 6 + [2] * 2 and columns["step"] == [1, 2, 3, 4, 5, 6, 5, 6]
-    steps = [step for attempt in attempts for step in attempt.steps.values()]
-    assert columns["gradient"] == pytest.approx([step.norms["gradient"] for step in steps], rel=1e-4)
-    assert columns["loss"] == pytest.approx([1 / step for step in columns["step"]], rel=1e-4)
-    assert columns["lr"] == [0.02] * 8 and (data["noted"], data["thinned"]) == (8, 1)
+    assert [each["proof"] and each["proof"]["equal"] for each in data["resumes"]] == [None, True, False]
+    assert data["resumes"][2]["proof"]["differences"] == ["lr 0.02 -> 0.5 in group 0 (weight)"]
     shutil.copytree(run / "10", tmp_path / "run" / "step-00000010")
-    assert data_of(muonckpt.report_run(tmp_path / "run", stats="none").html())["trail"] is None
-
-
-def test_of_a_long_trail_peaks_are_drawn_and_what_cannot_be_read_is_told(noted, tmp_path):
-    shutil.copytree(noted, tmp_path / "run")
-    file = tmp_path / "run" / "trail" / "0001-rank-00000.jsonl"
-    line = json.loads(file.read_bytes().splitlines()[0])
-    lines = [json.dumps({**line, "step": step, "loss": 1.0 + (step == 1321)}) for step in range(2000)]
-    lines[1234] = json.dumps({**line, "step": 1234, "squares": [1e12, 1, 1], "loss": 1.0})
-    lines[77] = lines[77].replace("step", "stop")
-    file.write_text("\n".join(lines) + "\n" + lines[-1][:80])
-    said = called("report", tmp_path / "run", "-o", tmp_path / "page.html")
-    told = f"attempt 1: line 78 of 2001 in {file.name} is damaged …, 2 in all"
-    assert f"{tmp_path / 'run'}: {told}." in said.stdout
-    page = (tmp_path / "page.html").read_text()
-    trail = data_of(page)["trail"]
-    drawn = dict(zip(trail["steps"]["step"], trail["steps"]["loss"], strict=True))
-    assert len(drawn) <= MOST_DRAWN and {0, 1234, 1321, 1999} <= {*drawn} and drawn[1321] == 2
-    assert trail["noted"] == 1999 + 2 and trail["attempts"][0]["faults"] == [told]
-    assert len(page) < len(muonckpt.report_run(noted).html()) + 40_000
-    assert len(trail_of(tmp_path / "run")) == 1999
+    assert data_of(muonckpt.report_run(tmp_path / "run", stats="none").html())["resumes"] == []

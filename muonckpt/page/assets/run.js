@@ -110,39 +110,16 @@ function chartsSection() {
     DATA.measured === "none" ? el("p", { class: "muted" }, "Norms and drift were not measured (--stats none).") : el("p", { class: "muted below" }, "Red squares: steps that are not whole. A value is left out where parts of its tensors are lost."));
 }
 
-// What was noted at each step, by attempt: a start, or a restore, begins one.
-function trailSection() {
-  const trail = DATA.trail;
-  if (!trail) return null;
-  const drawn = trail.steps;
-  const before = (i) => trail.attempts.slice(0, i).reduce((last, attempt) => Math.max(last, attempt.last ?? -1), -1);
-  const begun = trail.attempts.map((attempt, i) => attempt.first === null ? "nothing can be read" : !i ? "the run's start" : before(i) < attempt.first ? "goes on" : "goes back from step " + before(i));
-  const begins = drawn.attempt.map((_, i) => i).filter((i) => i && drawn.attempt[i] !== drawn.attempt[i - 1]);
-  const names = (i) => "step " + drawn.step[i] + ", attempt " + drawn.attempt[i];
-  const kinds = [["loss", "Loss", "mean over ranks", "weights"], ["gradient", "Norm of gradients", "2-norm of all together", "moments"], ["lr", "Learning rate", "the largest of any group", "steps"]];
-  const known = (name) => drawn[name].some((value) => typeof value === "number");
-  const figures = kinds.filter(([name]) => known(name)).map(([name, title, note, colourOf]) => el("div", { class: "panel" },
-    dotChart({ title, note, values: drawn[name], names, odd: (i) => typeof drawn[name][i] === "string", colourOf, by: "step", at: drawn.step, begins })));
-  const absent = kinds.filter(([name]) => !known(name)).map(([, title]) => title.toLowerCase());
-  const faults = trail.attempts.flatMap((attempt) => attempt.faults);
-  const column = (name, label) => ({ label, width: 120, number: true, value: (i) => drawn[name][i], text: (i) => short(drawn[name][i]) });
-  const table = new LongTable({
-    caption: "Noted steps", height: 320,
-    columns: [
-      { label: "step", value: (i) => drawn.step[i], text: (i) => String(drawn.step[i]) },
-      { label: "attempt", width: 84, number: true, value: (i) => drawn.attempt[i], text: (i) => String(drawn.attempt[i]) },
-      column("loss", "loss"), column("gradient", "norm of gradients"), column("lr", "learning rate"), column("momentum", "norm of momentum"), column("weights", "norm of weights"),
-    ],
-  });
-  table.setRows(drawn.step.map((_, i) => i));
-  return section("trail", "Trail",
-    faults.length ? el("div", { class: "verdict bad-news" }, el("p", {}, el("b", {}, "\u2715 "), "Of the trail, something cannot be read."), el("ul", {}, faults.map((fault) => el("li", {}, fault)))) : null,
-    el("div", { class: "grid three" }, figures),
-    el("p", { class: "muted below" }, (begins.length ? "Dashed: where a start, or a restore, began another attempt. " : "") + "Red squares: numbers that are not finite. "
-      + (absent.length ? "Not noted: " + absent.join(", ") + ". " : "")
-      + (trail.thinned > 1 ? `Drawn are ${count(drawn.step.length)} of ${count(trail.noted, "step")}: of each ${trail.thinned} those with the largest loss and the largest norm of gradients.` : "")),
-    plainTable("Attempts", ["attempt", "begins with", "#ranks", "#steps", "#first", "#last"], trail.attempts.map((attempt, i) => [String(attempt.number), begun[i], count(attempt.ranks), count(attempt.noted), String(attempt.first ?? "-"), String(attempt.last ?? "-")])),
-    el("details", {}, el("summary", {}, "Noted steps: " + count(drawn.step.length)), table.node));
+// What is recorded of each resume: exactly this, and nothing that is told from the steps.
+function resumesSection() {
+  const resumes = DATA.resumes;
+  if (!resumes.length && !DATA.unread_resumes) return null;
+  const state = (resume) => !resume.proof ? "not checked" : resume.proof.equal ? "\u2713 proved" : "\u2715 differs";
+  const odd = resumes.filter((resume) => resume.proof && !resume.proof.equal);
+  return section("resumes", "Resumes",
+    odd.length ? el("div", { class: "verdict bad-news" }, el("p", {}, el("b", {}, "\u2715 "), count(odd.length, "resume") + " did not go on from what was saved."), el("ul", {}, odd.map((resume) => el("li", {}, "attempt " + resume.attempt + ", from step " + resume.step + ": " + resume.proof.differences.join("; "))))) : null,
+    plainTable("Resumes of the run", ["attempt", "when (UTC)", "#from step", "#ranks before", "#ranks", "proof", "what it says"], resumes.map((resume) => [String(resume.attempt), when(resume.when), String(resume.step), resume.ranks_saved === null ? "-" : count(resume.ranks_saved), count(resume.ranks), state(resume), resume.verdict])),
+    DATA.unread_resumes ? el("p", { class: "muted below" }, count(DATA.unread_resumes, "line") + " of resumes.jsonl cannot be read.") : null);
 }
 
 function seriesSection() {
@@ -167,5 +144,5 @@ function seriesSection() {
 }
 
 const TOTAL = STEPS.reduce((sum, step) => sum + step.bytes, 0);
-show(DATA.run, [count(STEPS.length, "step"), bytes(TOTAL)].join(" \u00b7 "), [runVerdict(), stepsSection(), findingsOfRun(), chartsSection(), trailSection(), seriesSection()]);
+show(DATA.run, [count(STEPS.length, "step"), bytes(TOTAL)].join(" \u00b7 "), [runVerdict(), stepsSection(), findingsOfRun(), chartsSection(), resumesSection(), seriesSection()]);
 performance.mark("ready");

@@ -1,0 +1,353 @@
+"""A resume is proved: what will run is compared with what was saved, exactly, on any topology, and the run keeps it."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.commands import called
+from support.workers import run
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import LambdaLR
+
+import muonckpt
+from muonckpt.optimizer import LayerWise, Muon
+from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SAVED = 3
+
+
+def module(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(10, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 7))
+
+
+def muon(model: nn.Module) -> Muon:
+    return Muon.for_model(model, rules=[[NO_HEAD], MODULE_TYPES], lr=0.02, adamw_lr=3e-4)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    kinds = [
+        [param for param in model.parameters() if (param.ndim > 1) == of_matrices] for of_matrices in (True, False)
+    ]
+    return torch.optim.AdamW([{"params": kinds[0], "name": "hidden"}, {"params": kinds[1], "lr": 1e-4}], lr=0.01)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"muon": muon, "adamw": adamw}
+
+
+class Training:
+    """A model with its optimizer and scheduler; `state` gives all of it, `set` takes it."""
+
+    def __init__(self, kind: str, form: str = "nested", seed: int = 0, shard: bool = False) -> None:
+        self.model = module(seed)
+        if shard:
+            fully_shard(self.model)
+        self.optimizer = OPTIMIZERS[kind](self.model)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: 0.9**step)
+        self.options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+        self.numbered = form == "numbered"
+
+    def train(self, steps: int) -> None:
+        for step in range(steps):
+            torch.manual_seed(step)
+            self.optimizer.zero_grad()
+            self.model(torch.randn(8, 10)).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+
+    def state(self) -> dict[str, Any]:
+        if self.numbered:
+            return {"net": self.model.state_dict(), "opt": self.optimizer, "rates": self.scheduler.state_dict()}
+        weights, state = get_state_dict(self.model, self.optimizer, options=self.options)
+        return {"net": weights, "opt": state, "rates": self.scheduler.state_dict()}
+
+    def set(self, state: dict[str, Any]) -> None:
+        if self.numbered:
+            self.model.load_state_dict(state["net"])
+        else:
+            set_state_dict(
+                self.model, self.optimizer, model_state_dict=state["net"], optim_state_dict=state["opt"],
+                options=self.options,
+            )  # fmt: skip
+        self.scheduler.load_state_dict(state["rates"])
+
+    def resume(self, folder: Path | str, forget: bool = False) -> muonckpt.Restored:
+        state = self.state()
+        restored = muonckpt.Series(folder).restore(state, required=True)
+        if not forget:
+            self.set(state)
+        return restored
+
+    def check(self, restored: muonckpt.Restored) -> muonckpt.ResumeProof:
+        return restored.check(self.model, self.optimizer, scheduler=self.scheduler)
+
+
+def saved(folder: Path, kind: str, form: str = "nested") -> Path:
+    training = Training(kind, form)
+    training.train(SAVED)
+    muonckpt.Series(folder).save(SAVED, training.state())
+    return folder
+
+
+def slots(training: Training, *names: str) -> list[torch.Tensor]:
+    return [state[name] for state in training.optimizer.state.values() for name in names if name in state]
+
+
+def swapped(one: torch.Tensor, other: torch.Tensor) -> None:
+    first = one.clone()
+    one.copy_(other)
+    other.copy_(first)
+
+
+WRONG: dict[str, tuple[Callable[[Training], object], str]] = {
+    "rate of one group": (lambda t: t.optimizer.param_groups[1].update(lr=0.5), "lr .* -> 0.5 in group 1"),
+    "decay": (lambda t: t.optimizer.param_groups[0].update(weight_decay=0.3), "weight_decay .* -> 0.3 in group 0"),
+    "an option that is gone": (
+        lambda t: t.optimizer.param_groups[0].pop("weight_decay"),
+        "weight_decay: saved, and not",
+    ),
+    "first moment": (
+        lambda t: [each.mul_(20) for each in slots(t, "momentum_buffer", "exp_avg")],
+        r"opt.state\..*: other elements",
+    ),
+    "second moment": (lambda t: [each.zero_() for each in slots(t, "exp_avg_sq")], "exp_avg_sq.*: other elements"),
+    "one element of one momentum": (
+        lambda t: slots(t, "momentum_buffer", "exp_avg")[0].view(-1)[7].add_(1e-7),
+        "momentum_buffer|exp_avg: other elements",
+    ),
+    "step counts": (lambda t: [each.zero_() for each in slots(t, "step")], r"\.step.*: other elements"),
+    "layers swapped": (lambda t: swapped(t.model[2].weight[:7], t.model[4].weight), r"net\.\*\.weight \(2\): other"),
+    "another model": (lambda t: t.model.load_state_dict(module(1).state_dict()), r"net\..*: other elements"),
+    "scheduler begun anew": (lambda t: setattr(t.scheduler, "last_epoch", 0), "rates.last_epoch: 3 -> 0"),
+    "base rates": (lambda t: setattr(t.scheduler, "base_lrs", [1.0, 1.0]), r"rates.base_lrs: \[.*\] -> \[1.0, 1.0\]"),
+    "dtype": (lambda t: t.model.to(torch.bfloat16), "bfloat16, saved as float32"),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@torch.no_grad()
+def test_wrong_resumes_are_told_by_name_with_both_values(kind, tmp_path):
+    with torch.enable_grad():
+        saved(tmp_path, kind)
+    for fault, (spoil, told) in WRONG.items():
+        training = Training(kind, seed=5)
+        restored = training.resume(tmp_path)
+        spoil(training)
+        proof = training.check(restored)
+        assert not proof.equal, fault
+        assert any(re.search(told, line) for line in proof.lines), (fault, proof.lines)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_that_was_restored_and_never_set_is_told(kind, tmp_path):
+    """The commonest of all: load returns, and nobody calls set_state_dict."""
+    for form in ("flat", "nested"):
+        saved(tmp_path / form, kind, form)
+        training = Training(kind, form, seed=5)
+        proof = training.check(training.resume(tmp_path / form, forget=True))
+        assert not proof.equal and any(line.startswith("lr ") for line in proof.lines), str(proof)
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "numbered"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_true_resume_is_proved_in_each_form_of_state(kind, form, tmp_path):
+    saved(tmp_path, kind, form)
+    training = Training(kind, form, seed=5)
+    if form == "numbered":
+        training.train(1)  # torch's own optimizers have no state before, into which it could be loaded
+    proof = training.check(training.resume(tmp_path))
+    assert proof.equal and not proof.unchecked, str(proof)
+    assert proof.tensors == len(training.model.state_dict()) + sum(map(len, training.optimizer.state.values()))
+
+
+def on_ranks(rank: int, world: int, folder: str, kind: str, fault: str) -> tuple[bool, tuple[str, ...]]:
+    """Save on these ranks if nothing is there; else resume, perhaps with a fault on the last rank alone."""
+    training = Training(kind, seed=5, shard=True)
+    with muonckpt.Series(folder) as series:
+        if series.latest() is None:
+            training.train(SAVED)
+            series.save(SAVED, training.state())
+            return True, ()
+    restored = training.resume(folder)
+    with torch.no_grad():
+        if fault == "momentum" and rank == world - 1:
+            slots(training, "momentum_buffer", "exp_avg")[0].to_local().add_(1)
+        if fault == "rate" and rank == world - 1:
+            training.optimizer.param_groups[0]["lr"] = 1.0
+    proof = training.check(restored)
+    return proof.equal, proof.lines
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_it_is_the_same_on_other_ranks(kind, tmp_path):
+    """Saved by FSDP2 on 2 ranks, resumed on 3; a fault that one rank alone has is told on all."""
+    assert all(equal for equal, _ in run(2, on_ranks, str(tmp_path), kind, ""))
+    assert run(3, on_ranks, str(tmp_path), kind, "") == [(True, ())] * 3
+    for fault, told in (("momentum", ": other elements than were saved"), ("rate", "-> 1.0 in group 0")):
+        first, *others = run(3, on_ranks, str(tmp_path), kind, fault)
+        assert not first[0] and told in first[1][0] and others == [first] * 2
+    resumes = muonckpt.look_at_run(tmp_path).resumes
+    assert [(one.step, one.ranks_saved, one.ranks, one.proof["equal"]) for one in resumes] == [
+        (SAVED, 2, 3, True),
+        (SAVED, 2, 3, False),
+        (SAVED, 2, 3, False),
+    ]
+
+
+def layer_wise(rank: int, world: int, folder: str) -> tuple[bool, bool]:
+    """Save by owners, resume with other weights, and check twice: as restored, and with one momentum changed."""
+    model = module(rank if world == 2 else 7)
+    kinds = [
+        [param for param in model.parameters() if (param.ndim > 1) == of_matrices] for of_matrices in (True, False)
+    ]
+    optimizer = LayerWise(model, [{"params": kinds[0]}, {"params": kinds[1], "algorithm": "adamw", "lr": 1e-3}])
+    if muonckpt.Series(folder).latest() is None:
+        model(torch.ones(2, 10)).square().mean().backward()
+        optimizer.step()
+        muonckpt.Series(folder).save(1, {"net": model, "opt": optimizer})
+        return True, False
+    restored = muonckpt.Series(folder).restore({"net": model, "opt": optimizer}, required=True)
+    first = restored.check(model, optimizer)
+    with torch.no_grad():
+        for state in optimizer.state.values():
+            for slot in state.keys() & {"momentum_buffer"}:
+                state[slot].add_(1)
+    return first.equal, restored.check(model, optimizer).equal
+
+
+def test_state_at_owners_is_proved_too(tmp_path):
+    run(2, layer_wise, str(tmp_path))
+    assert run(2, layer_wise, str(tmp_path)) == [(True, False)] * 2
+    assert run(1, layer_wise, str(tmp_path)) == [(True, False)]
+
+
+def test_a_rate_that_is_changed_on_purpose_is_told_with_the_name_of_its_group(tmp_path):
+    saved(tmp_path, "adamw")
+    training = Training("adamw")
+    restored = training.resume(tmp_path)
+    training.optimizer.param_groups[0]["lr"] = 0.01
+    assert training.check(restored).lines == (f"lr {0.01 * 0.9**3!r} -> 0.01 in group 0 (hidden)",)
+
+
+def test_several_optimizers_are_found_where_they_were_saved(tmp_path):
+    """Each at its key, or all in one state dict; a weight that is in no optimizer stays out of it."""
+    model = module()
+    matrices = [param for param in model.parameters() if param.ndim > 1]
+    optimizers = [Muon(matrices), torch.optim.AdamW([param for param in model.parameters() if param.ndim < 2])]
+    model(torch.ones(2, 10)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    apart = {"net": model, "first": optimizers[0].state_dict(), "second": optimizers[1].state_dict()}
+    together = dict(zip(("net", "both"), get_state_dict(model, optimizers), strict=True))
+    for name, state in {"apart": apart, "together": together}.items():
+        series = muonckpt.Series(tmp_path / name)
+        series.save(1, state)
+        restored = series.restore(state)
+        assert restored.check(model, *optimizers).equal
+        optimizers[1].param_groups[0]["lr"] *= 2
+        assert len(restored.check(model, *optimizers).differences) == 1
+        optimizers[1].param_groups[0]["lr"] /= 2
+
+
+def test_what_may_be_either_of_two_parts_is_compared_as_a_state_dict(tmp_path):
+    """Averaged weights beside the weights: nothing guesses which is the model, and the printed cure decides."""
+    model, averaged = module(0), module(1)
+    state = {"net": model.state_dict(), "average": averaged.state_dict()}
+    series = muonckpt.Series(tmp_path)
+    series.save(1, state)
+    restored = series.restore(state)
+    with pytest.raises(
+        muonckpt.ArgumentError, match=r"may be any of 'average' and 'net'.*restored.compare\(state_dict\)"
+    ):
+        restored.check(model)
+    assert restored.compare({"net": model, "average": averaged}).equal
+    mixed = restored.compare({"net": averaged, "average": averaged})
+    assert {difference.key.partition(".")[0] for difference in mixed.differences} == {"net"}
+    with pytest.raises(muonckpt.ArgumentError, match="nothing that was restored has the keys of the model"):
+        restored.check(nn.ModuleDict({"other": nn.Linear(2, 2)}))
+
+
+def test_what_is_not_compared_is_said(tmp_path):
+    """A scheduler that was restored and not given; weights that were not saved; state that begins anew."""
+    training = Training("muon")
+    training.train(1)
+    state = training.state()
+    trained = {name: value for name, value in state["net"].items() if not name.startswith("0.")}
+    muonckpt.Series(tmp_path).save(1, {**state, "net": trained, "seed": 3})
+    again = Training("muon", seed=5)
+    state = {**again.state(), "seed": 0}
+    state["net"] = {name: value for name, value in state["net"].items() if not name.startswith("0.")}
+    restored = muonckpt.Series(tmp_path).restore(state, fresh=["4.*"])
+    set_state_dict(
+        again.model, again.optimizer, model_state_dict=again.model.state_dict(), optim_state_dict=state["opt"]
+    )
+    again.model.load_state_dict(state["net"], strict=False)
+    proof = restored.check(again.model, again.optimizer)
+    assert proof.equal, str(proof)
+    told = " ".join(proof.unchecked)
+    assert "rates" in told and "seed" in told
+    assert "opt.state.4.weight" in told and "began anew" in told
+    assert "0.weight" in told and "which the checkpoint does not have" in told
+
+
+def test_the_run_keeps_each_resume_and_commands_show_it(tmp_path):
+    for wrong in (False, True):
+        saved(tmp_path / str(wrong), "muon")
+        training = Training("muon")
+        restored = training.resume(tmp_path / str(wrong))
+        assert [one.verdict for one in muonckpt.look_at_run(tmp_path / str(wrong)).resumes] == ["not checked"]
+        if wrong:
+            training.optimizer.param_groups[0]["lr"] = 1.0
+        training.check(restored)
+    shown = called("inspect", str(tmp_path / "True")).stdout
+    assert "1 ranks -> 1" in " ".join(shown.split()) and "-> 1.0 in group 0" in " ".join(shown.split())
+    assert "proved:" in called("inspect", str(tmp_path / "False")).stdout
+    both = called("diff", str(tmp_path / "True"), str(tmp_path / "False"))
+    assert both.returncode == 0 and "-> 1.0 in group 0" in " ".join(both.stdout.split()) and "proved:" in both.stdout
+    with (tmp_path / "True" / "resumes.jsonl").open("a") as file:
+        file.write('{"attempt": 2, "step"')
+    assert "1 line of resumes.jsonl cannot be read" in called("inspect", str(tmp_path / "True")).stdout
+
+
+def test_two_runs_side_by_side(tmp_path):
+    """The steps of both, by what their metadata record: the same training, and one that parted."""
+    for name, last in (("one", 0), ("same", 0), ("other", 1)):
+        training = Training("muon")
+        for step in (1, 2):
+            training.train(1 + last * (step == 2))
+            muonckpt.Series(tmp_path / name).save(step, training.state())
+    assert not muonckpt.diff_runs(tmp_path / "one", tmp_path / "same").differs
+    first, second = muonckpt.diff_runs(tmp_path / "one", tmp_path / "other").steps
+    assert not first.differs and second.differs and second.counts[0] > 0
+    assert called("diff", str(tmp_path / "one"), str(tmp_path / "other")).returncode == 1
+    data = json.loads(called("diff", str(tmp_path / "one"), str(tmp_path / "other"), "--json").stdout)
+    assert data["differs"] and [step["name"] for step in data["steps"]] == ["step-00000001", "step-00000002"]
+
+
+def test_a_run_in_a_store_keeps_its_resumes_and_one_that_cannot_goes_on(tmp_path, monkeypatch):
+    url = f"memory://{uuid.uuid4().hex}"
+    saved_state = {"x": torch.arange(4.0)}
+    muonckpt.Series(url).save(1, saved_state)
+    for _ in range(2):
+        restored = muonckpt.Series(url).restore({"x": torch.zeros(4)})
+        assert restored.compare(saved_state).equal
+    assert [one.verdict.partition(":")[0] for one in muonckpt.look_at_run(url).resumes] == ["proved", "proved"]
+    muonckpt.Series(tmp_path).save(1, saved_state)
+    (tmp_path / "resumes.jsonl").mkdir()
+    with pytest.warns(RuntimeWarning, match="the resume cannot be recorded in .*; training goes on"):
+        restored = muonckpt.Series(tmp_path).restore({"x": torch.zeros(4)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert restored.compare(saved_state).equal
