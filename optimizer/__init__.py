@@ -11,7 +11,7 @@ from .clipping import clip_grad_norm_
 from .groups import sort_parameters
 from .layer_wise import LayerWise
 from .max_logits import MaxLogits
-from .methods.form import Kept, MatrixMethod, Option, Whole
+from .methods.form import Kept, MatrixMethod, Option, Whole, of_each
 from .methods.matrix import ADJUST_LR
 from .muon import Muon
 from .newton_schulz import COEFFICIENTS, CostTable, measure, orthogonalize
@@ -33,6 +33,7 @@ __all__ = [
     "Whole",
     "clip_grad_norm_",
     "measure",
+    "of_each",
     "orthogonalize",
     "qk_clip",
     "sort_parameters",

@@ -33,6 +33,49 @@ LAUNCHED = 2**26
 """The largest portion on another device, where launching an operation costs more than its cache would save."""
 
 
+ALIGNMENT = 256
+"""Bytes: what begins at a multiple of these in a memory gets the bits that it has in a memory of its own.  Libraries
+choose instructions by the address of an operand: MKL by 16 to 64 bytes, a GPU's reductions by 16, cuBLAS by up to 256.
+"""
+
+
+def begins_aligned(tensor: Tensor) -> bool:
+    """Return whether a tensor begins where a memory of its own might."""
+    return tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0
+
+
+def spacing(numel: int, dtype: torch.dtype) -> int:
+    """Return how many elements apart matrices of ``numel`` begin in one memory, if each of them is aligned."""
+    step = ALIGNMENT // dtype.itemsize
+    return -(-numel // step) * step
+
+
+def aligned_stack(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return fresh memory for matrices ``[count, rows, columns]``, each of which is aligned."""
+    count, rows, columns = shape
+    apart = spacing(rows * columns, dtype)
+    return torch.empty(count * apart, dtype=dtype, device=device).as_strided(shape, (apart, columns, 1))
+
+
+def memory_of(stack: Tensor) -> Tensor:
+    """Return all of the memory of an `aligned_stack`."""
+    return stack.as_strided((len(stack) * stack.stride(0),), (1,))
+
+
+def aligned(matrices: Tensor) -> Tensor:
+    """Return a matrix, or each of ``[count, rows, columns]``, where a memory of its own might begin; copied only if it
+    is elsewhere.
+    """
+    stack = matrices if matrices.ndim == 3 else matrices.unsqueeze(0)
+    apart, *strides = stack.stride()
+    together = len(stack) < 2 or apart * stack.element_size() % ALIGNMENT == 0
+    if together and strides == [stack.shape[2], 1] and begins_aligned(stack):
+        return matrices
+    count, rows, columns = stack.shape
+    copies = aligned_stack((count, rows, columns), stack.dtype, stack.device).copy_(stack)
+    return copies if matrices.ndim == 3 else copies[0]
+
+
 def exact_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which a tensor is computed: its own, float32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)

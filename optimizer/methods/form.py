@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...box import Index
 from ...vocabulary import FUSION, MOMENTUM, ParamGroup
+from ..ground.tensors import aligned
 from ..planning.matrices import PRECISIONS, SHAPES, Fused, Precision, Reduced, at_owners
 
 TAKEN: Mapping[str, tuple[str, ...]] = {
@@ -106,9 +107,10 @@ class Whole:
 def of_each(reduce: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
     """Return what ``reduce`` makes of each of the matrices ``[B, m, n]``, in three dims.
 
-    One after the other: the order in which a GPU sums elements may depend on how many matrices there are.
+    One after the other, each where a memory of its own might begin: the order in which a GPU sums elements may depend
+    on how many matrices there are, and on where they lie.
     """
-    reduced = torch.stack([reduce(matrix) for matrix in matrices.unbind()])
+    reduced = torch.stack([reduce(matrix) for matrix in aligned(matrices).unbind()])
     return reduced if reduced.ndim == 3 else reduced.view(-1, 1, 1)
 
 
@@ -128,7 +130,8 @@ class MatrixMethod:
         cost: FLOPs for an ``m x n`` matrix besides Newton-Schulz, given m, n and the group; owners follow from it.
         rms: the root mean square that an update of an ``m x n`` matrix is expected to have, for reports, given m, n and
             the group; None where nobody knows.
-        stacked: ``update`` takes equal matrices together, and gives each the bits that it has alone.
+        stacked: ``update`` takes equal matrices together, and gives each the bits that it has alone: element by
+            element, and by `of_each` where it sums or multiplies.
 
     Raises:
         ValueError: a name that state dicts cannot have, an unknown ``takes``, or a ``before`` without Newton-Schulz.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ground.cuda_graphs import capturable
-from ..ground.tensors import REDUCTIONS, Places
+from ..ground.tensors import REDUCTIONS, Places, begins_aligned
 from .recipe import gram_is_cheaper
 
 M = TypeVar("M")
@@ -241,10 +241,13 @@ def _has_units(dtype: torch.dtype) -> bool:
 
 
 def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``matrix`` in fp32 at least, contiguous; itself if it is."""
-    if matrix.dtype is torch.float32 and dtype.itemsize <= 4 and matrix.is_contiguous():
-        return matrix  # `promote_types` and two operators that do nothing take as long as the norm of a small matrix
-    return matrix.to(torch.promote_types(torch.float32, dtype)).contiguous()
+    """Return ``matrix`` in fp32 at least, contiguous, where a memory of its own might begin; itself if it is."""
+    if not (matrix.dtype is torch.float32 and dtype.itemsize <= 4 and matrix.is_contiguous()):
+        # `promote_types` and two operators that do nothing take as long as the norm of a small matrix.
+        matrix = matrix.to(torch.promote_types(torch.float32, dtype)).contiguous()
+    if torch.compiler.is_compiling() or begins_aligned(matrix):  # a compiler makes kernels for any address
+        return matrix
+    return matrix.clone()
 
 
 def frobenius(x: Tensor) -> Tensor:

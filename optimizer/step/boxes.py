@@ -24,7 +24,7 @@ LARGEST_BLOCK = 1 << 16
 """Elements of the largest block of several boxes: 256 KiB in float32, of which there are a few at a time."""
 
 Sizes = Mapping[int, int]
-"""Elements of matrices that lie end to end in one memory, by number."""
+"""Elements of matrices that lie end to end in one memory, by number; with what is empty behind each."""
 
 Tensors = Sequence[Tensor] | Mapping[int, Tensor]
 """Local tensors by the number of their parameter."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...plan import Copies
+from ..ground.tensors import aligned_stack, memory_of, spacing
 from ..planning.matrices import SHAPES, WEIGHT, Slot, Spec, rows_columns
 from ..planning.schedule import Schedule
 from .boxes import BoxKind, EqualBoxes, SlotCopies, Tensors, View, as_one, blocks, carries
@@ -20,7 +21,7 @@ from .elementwise import LocalTensors
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateOfEqual:
-    """One slot of equal matrices: together in one memory, in the order of their units.
+    """One slot of equal matrices: together in the memory of an `aligned_stack`, in the order of their units.
 
     Attributes:
         shape: ``[B, rows, columns]``.
@@ -68,19 +69,17 @@ class MatrixState:
                 block.put(wire, as_one(block.boxes(_tensors(local, block.kind.others))))
 
     def assemble(self, local: LocalTensors, stage: int, units: tuple[int, ...], wire: Tensor) -> dict[str, Tensor]:
-        """Return the state of equal matrices that this rank owns, ``[B, rows, columns]`` of each slot, in fresh memory:
-        aligned alike on every topology.
-        """
+        """Return the state of equal matrices that this rank owns, an `aligned_stack` of each slot."""
         if units not in self._equal:
             self._equal[units] = list(chain(self._travelling(local, stage, units), self._staying(local, units)))
         state = {}
         for slot in self._equal[units]:
-            memory = torch.empty(slot.shape, dtype=slot.dtype, device=self._device)
+            state[slot.name] = aligned_stack(slot.shape, slot.dtype, self._device)
+            memory = memory_of(state[slot.name])
             for block in slot.own:
-                block.put(memory.view(-1).view(torch.uint8), as_one(block.boxes(_tensors(local, slot.name))))
+                block.put(memory.view(torch.uint8), as_one(block.boxes(_tensors(local, slot.name))))
             for here, there in slot.arriving:
                 here.of(memory).copy_(there.of(wire.view(slot.dtype)))
-            state[slot.name] = memory
         return state
 
     def release(self, local: LocalTensors, units: tuple[int, ...], state: Mapping[str, Tensor], wire: Tensor) -> None:
@@ -88,11 +87,11 @@ class MatrixState:
         for slot in self._equal[units]:
             if not slot.returns:
                 continue
-            memory = state[slot.name]
+            memory = memory_of(state[slot.name])
             for here, there in slot.released:
                 there.of(wire.view(memory.dtype)).copy_(here.of(memory))
             for block in slot.own:
-                _put_back(block, _tensors(local, slot.name), memory.view(-1).view(torch.uint8))
+                _put_back(block, _tensors(local, slot.name), memory.view(torch.uint8))
 
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for number, copies in self._copies.items():
@@ -127,7 +126,7 @@ class MatrixState:
         for number, slot in enumerate(self._specs[unit.param].slots):
             if number:
                 rows, columns = rows_columns(slot.shapes[unit.index])
-                sizes, copies = dict.fromkeys(units, rows * columns), self._copies[number]
+                sizes, copies = dict.fromkeys(units, spacing(rows * columns, slot.there)), self._copies[number]
                 own = copies.own(stage, sizes, slot.there.itemsize)
                 yield StateOfEqual(
                     slot.name,
@@ -147,7 +146,7 @@ class MatrixState:
             count = len(units)
             sizes, strides = np.tile((1, rows, columns), (count, 1)), np.tile((rows * columns, columns, 1), (count, 1))
             begins = np.array([self._begins[number, name] for number in units], np.int64)
-            places = np.arange(count) * (rows * columns * dtype.itemsize)
+            places = np.arange(count) * (spacing(rows * columns, dtype) * dtype.itemsize)
             params = self._params[list(units)]
             own = Copies(sizes, params, begins, strides, params, places, strides)
             yield StateOfEqual(name, dtype, (count, rows, columns), self._own(local, name, own, dtype))

@@ -24,7 +24,7 @@ from ...layouts.tensors import local_of
 from ...vocabulary import ParamGroup
 from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
 from ..ground.host_memory import StateMemory, most_here
-from ..ground.tensors import Places, RowsColumns
+from ..ground.tensors import Places, RowsColumns, aligned
 from ..methods.form import MatrixMethod, Whole
 from ..newton_schulz.iterations import orthogonalize_all
 from ..newton_schulz.products import Form
@@ -373,8 +373,11 @@ class Step:
                 update = batch.method.updated(given)
             except Exception as error:
                 raise self._failure(units[0], batch.method, f"{type(error).__name__}: {error}") from error
-            if update is not given.matrix or results is not matrices:
-                results[begin:end].view(given.matrix.shape).copy_(update)
+            place = results[begin:end].view(given.matrix.shape)
+            if update is not given.matrix or update.data_ptr() != place.data_ptr():
+                # A view of the matrix, such as its transpose, is not written over itself.
+                alias = update.untyped_storage().data_ptr() == results.untyped_storage().data_ptr()
+                place.copy_(update.clone() if alias else update)
                 made = True
             self._state.release(local, units, state, back)
             first, begin = first + count, end
@@ -402,7 +405,7 @@ class Step:
         unit = self.schedule.units[units[0]]
         kept = {slot: tensor if method.stacked else tensor[0] for slot, tensor in state.items()}
         shape = (len(units), *unit.rows_columns) if method.stacked else unit.rows_columns
-        return Whole(memory.view(shape), kept, kept.pop(WEIGHT, None), local.groups[unit.param])
+        return Whole(aligned(memory.view(shape)), kept, kept.pop(WEIGHT, None), local.groups[unit.param])
 
     def _apply(self, exchange: StepExchange, local: LocalTensors, stage: int, returning: Wire) -> None:
         returning.arrive()
