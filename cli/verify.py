@@ -56,7 +56,7 @@ def verify_command(
         return kinds_in(manifest)
 
     pace = None if scrub is None else Pace(scrub)
-    run = run_of(checkpoint)
+    run = run_of(checkpoint, kinds=kinds)
     if run is None and every:
         raise click.UsageError(f"--all is for the folder of a run, and {checkpoint} is none")
 
@@ -114,7 +114,7 @@ def _print_verdicts(run: Run, verdicts: Iterable[StepVerdict], as_json: bool) ->
     for verdict in verdicts:
         known.append(verdict)
         if not as_json:
-            print_line(_line(verdict), fg="red" if verdict.is_damaged else None)
+            print_line(_line(verdict), fg=None if verdict.is_whole else "red")
     unread = [step for step in run.steps if step.name not in {verdict.step.name for verdict in known}]
     newest = max((verdict.step for verdict in known if verdict.is_whole), key=_age, default=None)
     if as_json:
@@ -134,9 +134,6 @@ def _print_verdicts(run: Run, verdicts: Iterable[StepVerdict], as_json: bool) ->
         others = [{"name": step.name, "state": step.state, "fault": step.fault} for step in unread]
         print_json({"steps": steps, "not_verified": others, "newest_whole": newest.name if newest else None})
     else:
-        for step in unread:
-            if step.state != "whole" and (newest is None or _age(step) > _age(newest)):
-                print_line(f"{step.name}: {step.state}, not verified: {step.fault}", fg="red")
         print_line(f"newest whole  {newest.path if newest else 'none'}")
         print_duration()
     return int(any(verdict.is_damaged for verdict in known) or newest is None)

@@ -28,6 +28,7 @@ from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.opening import open_damaged
 from ...store.reading.dtypes import itemsize
+from ...store.verified import verified
 from ...wording import Finding, counted, size, unnumbered
 from ..engine.rank_files import lay_out
 from ..target.topology import ROWS, AxisCut, ShardRule, Target
@@ -204,7 +205,7 @@ def fit_of(opened: OpenCheckpoint, target: Target) -> Fit:
         uneven=uneven,
         findings=tuple(_findings(known, target, tensors, opened.path)),
         reads=shares.reads(tensors),
-        diagnosis=diagnosis_by_files(opened),
+        diagnosis=diagnosis_by_files(opened, verified(opened.path)),
     )
 
 

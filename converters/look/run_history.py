@@ -20,7 +20,7 @@ from ...store.open_checkpoint import OpenCheckpoint
 from ...store.resumes import RESUMES_FILE, Resume, resumes_of
 from ...store.run import Run, RunStep, Visit, look_at_folder, run_of
 from ...wording import counted, listed, moment, size
-from .contents import FirstLook, Role, first_look, option_value
+from .contents import FirstLook, Role, first_look, kinds_in, option_value
 from .holders import writing_ranks
 
 Shape = tuple[int, ...]
@@ -243,7 +243,7 @@ def look_at_run(path: str | os.PathLike[str] | Remote) -> RunHistory:
     """
     place = location(path, SourceError)
     facts, visit = _collecting()
-    run = look_at_folder(place, visit)
+    run = look_at_folder(place, visit, kinds_in)
     if not run.steps:
         raise SourceError(f"expected checkpoints in folders that end with the number of a step in {place}, found none")
     return _history(run, facts)
@@ -252,7 +252,7 @@ def look_at_run(path: str | os.PathLike[str] | Remote) -> RunHistory:
 def history_of(path: Location) -> RunHistory | None:
     """Look at a run as `look_at_run` does; None if the path is not the folder of one."""
     facts, visit = _collecting()
-    run = run_of(path, visit)
+    run = run_of(path, visit, kinds_in)
     return None if run is None else _history(run, facts)
 
 

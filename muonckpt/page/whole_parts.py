@@ -20,6 +20,7 @@ from ..store.io.location import Location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.opening import open_damaged
 from ..store.reading.payloads import Progress
+from ..store.verified import verified
 
 R = TypeVar("R")
 
@@ -47,7 +48,7 @@ class Looked:
             SourceError: there is none, or its metadata cannot be read.
         """
         opened = stack.enter_context(open_damaged(place))
-        diagnosis = diagnosis_by_files(opened, kinds_in)
+        diagnosis = diagnosis_by_files(opened, verified(opened.path), kinds_in)
         return cls(opened, first_look(opened), diagnosis, _left_out(opened.outline, diagnosis.damage))
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -334,10 +334,10 @@ class Series:
         refuse_crossed(self._group, "Series.latest")
         newest = self._newest()
         if newest.name is None:
-            self._warn_of(newest.faults, "no whole one is left")
+            self._warn_of(newest, "no whole one is left")
             return None
         saved = self._saved(newest.name)
-        self._warn_of(newest.faults, f"{saved.path} is the newest whole one")
+        self._warn_of(newest, f"{saved.path} is the newest whole one")
         return saved
 
     @called_like(f"{STATE_LINE}, then series.restore({STATE_DICT}), then {SET_LINE}")
@@ -378,6 +378,7 @@ class Series:
         while True:
             newest = self._newest()
             faults |= newest.faults
+            newest = replace(newest, faults=faults)
             since = -1 if newest.name is None else newest.name.step
             if (restored := self._from_memory(copies, since, state_dict, extra, patterns)) is not None:
                 return restored
@@ -400,7 +401,7 @@ class Series:
                     )
                 return None
             saved = self._saved(newest.name)
-            self._warn_of(faults, f"restoring {saved.path} instead")
+            self._warn_of(newest, f"restoring {saved.path} instead")
             try:
                 loaded = load_to_prove(
                     state_dict,
@@ -512,10 +513,13 @@ class Series:
         except (MuonckptError, OSError) as error:
             warnings.warn(f"cannot remove {what}; training goes on: {error}", RuntimeWarning, stacklevel=3)
 
-    def _warn_of(self, faults: Mapping[StepName, str], instead: str) -> None:
-        for name, fault in faults.items():
+    def _warn_of(self, newest: Newest, instead: str) -> None:
+        for name, fault in newest.faults.items():
             path = self._folder.path(name)
             warnings.warn(f"{path} is not whole: {fault}; {instead}", RuntimeWarning, stacklevel=3)
+        if newest.name is not None and newest.doubt:
+            message = f"{self._folder.path(newest.name)} is taken, as nothing of it is lost, but: {newest.doubt}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _ask_first(self, question: Callable[[], _Answer]) -> _Answer:
         return broadcast_from_first(self._group, SourceError, lambda: self._asked(question, SourceError))

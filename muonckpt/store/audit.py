@@ -22,8 +22,8 @@ from ..errors import DamageError, LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from ..wording import Finding
-from .damage import Damage, Kinds, damage_of_files, kinds_by_slot
-from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, faults_of, remains
+from .damage import Damage, Kinds, damage_of_files, faults_of, kinds_by_slot
+from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
 from .formats.native import stock_metadata
 from .formats.registry import DCP, OWN
 from .formats.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE, items_beside

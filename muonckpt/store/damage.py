@@ -7,7 +7,7 @@ files alone.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from ..box import Box
 from ..chunks import Boxes
-from ..errors import SourceError
+from ..errors import SourceError, UnlistedError
 from ..layout import holes_in
 from ..record import MANIFEST_FILE, Manifest, StateRecord
 from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, SECOND_MOMENT, STEP
-from ..wording import counted, listed, size
+from ..wording import Finding, counted, listed, size
+from .formats.signs import METADATA_FILE, items_beside
 from .io.regular import open_regular
 from .open_checkpoint import OpenCheckpoint
 from .reading.dtypes import itemsize
@@ -164,7 +165,7 @@ class Damage:
             "read": self.read,
         }
 
-    def sentence(self, kind: Kind = kind_of) -> str:
+    def sentence(self, kind: Kind) -> str:
         """Return what is lost, as one sentence for people; ``kind`` says what a tensor is, in the plural."""
         parts = []
         if self.tensors:
@@ -280,3 +281,79 @@ def _unopened(checkpoint: OpenCheckpoint, files: Mapping[str, int | None]) -> It
 def _length(files: Mapping[str, int | None], name: str) -> int:
     """Return the bytes that a file has, where it is one of these; all there can be for any other."""
     return files[name] or 0 if name in files else np.iinfo(np.int64).max
+
+
+def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
+    """Return what the reader has found, and which descriptions are missing."""
+    findings = faults_of(checkpoint)
+    if checkpoint.lacks_manifest:
+        findings.append(Finding("manifest", f"{checkpoint.path} has lost its {MANIFEST_FILE}"))
+    if checkpoint.items_digest is not None and not items_beside(checkpoint.path).exists():
+        findings.append(Finding("items", f"{items_beside(checkpoint.path)} is missing"))
+    return findings
+
+
+def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
+    """Return the faults that its reader has found."""
+
+    def kind(fault: SourceError) -> str:
+        if not isinstance(fault, UnlistedError):
+            return "files"
+        return "description" if fault.count == 0 else "unlisted"
+
+    return [Finding(kind(fault), str(fault).removeprefix(f"{checkpoint.path}: ")) for fault in checkpoint.faults]
+
+
+def sentence_of(damage: Damage, findings: Sequence[Finding], kind: Kind) -> str:
+    """Say what is wrong with a checkpoint, in terms of a run; empty if nothing is.
+
+    Args:
+        findings: what the damage does not explain.
+        kind: says what people call a tensor, in the plural.
+    """
+    return "; ".join([*([damage.sentence(kind)] if damage else []), *_said(findings)])
+
+
+def unexplained(damage: Damage, findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings that the sentence about damage has not said already."""
+    keys, explained = {tensor.key for tensor in damage.tensors} | damage.items, _explained(damage)
+    return [one for one in findings if one.kind not in explained and not (one.kind == "metadata" and one.key in keys)]
+
+
+def _explained(damage: Damage) -> frozenset[str]:
+    """Return the kinds of findings that the sentence about damage has said already."""
+    kinds = set[str]()
+    if damage.files:  # the reader of `.metadata` stops at files that are missing, and says so
+        kinds |= {"files", "missing_file", "cut_file", "metadata", "description"}
+    if damage.chunks.any():
+        kinds |= {"unreadable", "crc32c", "digest", "crc32", "fingerprint"}
+    if damage.items:
+        kinds.add("blob")
+    if damage.holes:
+        kinds |= {"coverage", "hole", "fingerprint"}
+    return frozenset(kinds)
+
+
+_SAID: Mapping[str, str] = MappingProxyType(
+    {
+        "nonfinite": "{tensors} {have} infinite or NaN elements, and no bytes say that these were others when it was "
+        "saved",
+        "coverage": "the chunks of {tensors} overlap, or leave holes",
+        "manifest": f"its {MANIFEST_FILE} is missing, and with it digests, momentum conventions and layouts",
+        "metadata": f"{METADATA_FILE} and {MANIFEST_FILE} do not say the same",
+        "key": f"{METADATA_FILE} has the path of another key in {{tensors}}",
+    }
+)
+"""Sentences about findings by their kind; of other kinds the message is the sentence."""
+
+
+def _said(findings: Sequence[Finding]) -> Iterator[str]:
+    by_kind = defaultdict[str, list[Finding]](list)
+    for finding in findings:
+        by_kind[finding.kind].append(finding)
+    for kind, alike in by_kind.items():
+        tensors = len({finding.key for finding in alike})
+        if kind in _SAID:
+            yield _SAID[kind].format(tensors=counted(tensors, "tensor"), have="has" if tensors == 1 else "have")
+        else:
+            yield listed([finding.message for finding in alike], 1, "; ")

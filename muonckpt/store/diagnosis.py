@@ -7,24 +7,33 @@
 from __future__ import annotations
 
 import shlex
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ..errors import ADVICE, DamageError, MuonckptError, SourceError, UnlistedError
+from ..errors import ADVICE, DamageError, MuonckptError, SourceError
 from ..record import MANIFEST_FILE, Manifest
-from ..wording import Finding, counted, listed
-from .damage import BEGIN_ANEW, NOTHING_LOST, Damage, Kind, Kinds, damage_of_files, kinds_by_slot, rank_in_name
+from ..wording import Finding, counted, moment
+from .damage import (
+    BEGIN_ANEW,
+    NOTHING_LOST,
+    Damage,
+    Kind,
+    Kinds,
+    damage_of_files,
+    findings_by_files,
+    kinds_by_slot,
+    rank_in_name,
+    sentence_of,
+    unexplained,
+)
 from .formats.native import read_native
 from .formats.registry import OWN, format_of
-from .formats.signs import MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE, items_beside
+from .formats.signs import MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE
 from .io.location import Location
 from .open_checkpoint import OpenCheckpoint
-
-if TYPE_CHECKING:
-    from .run import RunStep
+from .run import RunStep, StepName, whole_before
+from .verified import Verified, verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,42 +120,35 @@ def diagnosis_of(
     """
     if not damage and not findings:
         return Diagnosis(checkpoint.path, "", damage=damage)
-    kind, keys = kinds(damage.manifest), {tensor.key for tensor in damage.tensors} | damage.items
-    explained = _explained(damage)
-    others = [one for one in findings if one.kind not in explained and not (one.kind == "metadata" and one.key in keys)]
-    parts = [damage.sentence(kind)] if damage else []
-    sentence = "; ".join([*parts, *_said(others)])
+    kind, others = kinds(damage.manifest), unexplained(damage, findings)
+    sentence = sentence_of(damage, others, kind)
     return Diagnosis(checkpoint.path, sentence, tuple(_remedies(checkpoint, damage, others, kind, besides)), damage)
 
 
 def diagnosis_by_files(
-    checkpoint: OpenCheckpoint, kinds: Kinds = kinds_by_slot, besides: Collection[str] = ()
+    checkpoint: OpenCheckpoint,
+    last: Verified | None,
+    kinds: Kinds = kinds_by_slot,
+    besides: Collection[str] = (),
 ) -> Diagnosis:
-    """Say what is wrong with an open checkpoint, as far as names and sizes of files tell; ``besides`` as for it all."""
-    findings = faults_of(checkpoint)
-    if checkpoint.lacks_manifest:
-        findings.append(Finding("manifest", f"{checkpoint.path} has lost its {MANIFEST_FILE}"))
-    if checkpoint.items_digest is not None and not items_beside(checkpoint.path).exists():
-        findings.append(Finding("items", f"{items_beside(checkpoint.path)} is missing"))
-    return diagnosis_of(checkpoint, damage_of_files(checkpoint), findings, kinds, besides)
+    """Say what is wrong with an open checkpoint, as far as files' names and sizes, and its last verification, tell.
 
-
-def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
-    """Return the faults that its reader has found."""
-
-    def kind(fault: SourceError) -> str:
-        if not isinstance(fault, UnlistedError):
-            return "files"
-        return "description" if fault.count == 0 else "unlisted"
-
-    return [Finding(kind(fault), str(fault).removeprefix(f"{checkpoint.path}: ")) for fault in checkpoint.faults]
+    Args:
+        last: what was recorded of these very files, by `verified`.
+        kinds, besides: as for `diagnosis_of`.
+    """
+    diagnosis = diagnosis_of(checkpoint, damage_of_files(checkpoint), findings_by_files(checkpoint), kinds, besides)
+    if diagnosis or last is None or not last.has_loss:
+        return diagnosis
+    sentence = f"verified {moment(last.when)} UTC: {last.sentence}"
+    return replace(_found_by_reading(checkpoint.path, besides), sentence=sentence)
 
 
 def diagnosis_of_unreadable(path: Location, error: MuonckptError, besides: Collection[str] = ()) -> Diagnosis:
     """Say what is wrong with what cannot be opened; ``error`` is the reason."""
     if (rest := remains(path)) is not None:
         with rest:
-            return diagnosis_by_files(rest, besides=besides)
+            return diagnosis_by_files(rest, None, besides=besides)
     reason = str(error).removeprefix(f"{path}: ")
     return Diagnosis(path, f"it cannot be opened: {reason}", tuple(_instead_of_unreadable(path, besides)))
 
@@ -167,7 +169,7 @@ def diagnosis_at(path: Location, besides: Collection[str] = ()) -> Diagnosis:
     """Say what is wrong with a checkpoint, as far as its descriptions and the names and sizes of its files tell."""
     try:
         with OpenCheckpoint(path) as checkpoint:
-            return diagnosis_by_files(checkpoint, besides=besides)
+            return diagnosis_by_files(checkpoint, verified(path), besides=besides)
     except MuonckptError as error:
         return diagnosis_of_unreadable(path, error, besides)
 
@@ -190,45 +192,6 @@ def _found_by_reading(path: Location, besides: Collection[str] = ()) -> Diagnosi
     if before := _step_before(path, besides):
         remedies.append(_gone_back(path, before, by_itself=True))
     return Diagnosis(path, "", tuple(remedies))
-
-
-def _explained(damage: Damage) -> frozenset[str]:
-    """Return the kinds of findings that the sentence about damage has said already."""
-    kinds = set[str]()
-    if damage.files:  # the reader of `.metadata` stops at files that are missing, and says so
-        kinds |= {"files", "missing_file", "cut_file", "metadata", "description"}
-    if damage.chunks.any():
-        kinds |= {"unreadable", "crc32c", "digest", "crc32", "fingerprint"}
-    if damage.items:
-        kinds.add("blob")
-    if damage.holes:
-        kinds |= {"coverage", "hole", "fingerprint"}
-    return frozenset(kinds)
-
-
-_SAID: Mapping[str, str] = MappingProxyType(
-    {
-        "nonfinite": "{tensors} {have} infinite or NaN elements, and no bytes say that these were others when it was "
-        "saved",
-        "coverage": "the chunks of {tensors} overlap, or leave holes",
-        "manifest": f"its {MANIFEST_FILE} is missing, and with it digests, momentum conventions and layouts",
-        "metadata": f"{METADATA_FILE} and {MANIFEST_FILE} do not say the same",
-        "key": f"{METADATA_FILE} has the path of another key in {{tensors}}",
-    }
-)
-"""Sentences about findings by their kind; of other kinds the message is the sentence."""
-
-
-def _said(findings: Sequence[Finding]) -> Iterator[str]:
-    by_kind = defaultdict[str, list[Finding]](list)
-    for finding in findings:
-        by_kind[finding.kind].append(finding)
-    for kind, alike in by_kind.items():
-        tensors = len({finding.key for finding in alike})
-        if kind in _SAID:
-            yield _SAID[kind].format(tensors=counted(tensors, "tensor"), have="has" if tensors == 1 else "have")
-        else:
-            yield listed([finding.message for finding in alike], 1, "; ")
 
 
 # --- what to do -------------------------------------------------------------------------------------------------------
@@ -322,8 +285,6 @@ def _reshard(path: Location, manifest: Manifest) -> str:
 
 
 def _gone_back(path: Location, before: RunStep, by_itself: bool) -> Remedy:
-    from .run import StepName  # not needed where nothing is wrong
-
     itself = ""
     if by_itself and StepName.parsed(path.name) and StepName.parsed(before.name):
         itself = "; Series.restore does so by itself"
@@ -374,8 +335,6 @@ def _has_stock_description(path: Location) -> bool:
 
 
 def _step_before(path: Location, besides: Collection[str] = ()) -> RunStep | None:
-    from .run import whole_before  # not needed where nothing is wrong
-
     return whole_before(path.resolve() if path.name in ("", "..") else path, besides)
 
 

@@ -9,6 +9,7 @@ from ..errors import DamageError, LostFileError, SourceError
 from ..record import MANIFEST_FILE
 from .io.location import Location, Remote, location
 from .open_checkpoint import OpenCheckpoint
+from .verified import verified
 
 
 def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
@@ -42,7 +43,7 @@ def _refused(checkpoint: OpenCheckpoint, lost_files: bool) -> OpenCheckpoint:
         return checkpoint
     from .diagnosis import diagnosis_by_files  # not needed where nothing is wrong
 
-    diagnosis = diagnosis_by_files(checkpoint)
+    diagnosis = diagnosis_by_files(checkpoint, None)
     for fault in faults:
         raise diagnosis.error if isinstance(fault, DamageError) else type(fault)(str(diagnosis)) from fault
     warnings.warn(
@@ -68,12 +69,14 @@ def open_damaged(place: Location) -> OpenCheckpoint:
 
 
 def check_files(checkpoint: OpenCheckpoint) -> None:
-    """Check that every recorded file is there, and long enough.  Reads no data.
+    """Check that every recorded file is there, and long enough, and that the last verification has found no loss.
+
+    Reads no data.
 
     Raises:
-        DamageError: one is not; says what is lost, and what to do.
+        DamageError: something is lost; says what, and what to do.
     """
     from .diagnosis import diagnosis_by_files  # not needed where nothing is wrong
 
-    if diagnosis := diagnosis_by_files(checkpoint):
+    if diagnosis := diagnosis_by_files(checkpoint, verified(checkpoint.path)):
         raise diagnosis.error

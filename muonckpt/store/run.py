@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from ..errors import DamageError, SourceError
-from .damage import damage_of_files
+from .damage import Kinds, damage_of_files, findings_by_files, kinds_by_slot, sentence_of, unexplained
 from .formats.registry import SIBLINGS, shown_by
 from .formats.signs import folders_of_dcp
 from .io import publish
@@ -64,6 +64,7 @@ class RunStep:
         attempt: which attempt at this step it is, from 1.
         state: ``"whole"`` as far as names and sizes of files and the last verification tell, ``"damaged"``,
             ``"incomplete"`` if nothing in it describes a checkpoint, or ``"unread"`` if this package does not read it.
+        is_complete: whether descriptions and sizes of files are right, whatever a verification has found in them.
         fault: one sentence about what is wrong; empty if it is whole.
         bytes: of all of its files.
         saved: when the last of its files was written, in seconds since 1970; None where a store does not say.
@@ -78,7 +79,13 @@ class RunStep:
     fault: str
     bytes: int
     saved: float | None
+    is_complete: bool = False
     verified: Verified | None = None
+
+    @property
+    def has_loss(self) -> bool:
+        """True if something of it is lost, as far as is known; else it can be loaded, whatever looks odd in it."""
+        return not self.is_complete or (self.verified is not None and self.verified.has_loss)
 
     @property
     def folder(self) -> Location:
@@ -133,13 +140,18 @@ Visit = Callable[[str, OpenCheckpoint], None]
 """Called with the name of a step and its checkpoint, while that is open."""
 
 
-def run_of(path: Location, visit: Visit = lambda name, opened: None) -> Run | None:
+def _only_look(name: str, opened: OpenCheckpoint) -> None:
+    """Do nothing else with a step."""
+
+
+def run_of(path: Location, visit: Visit = _only_look, kinds: Kinds = kinds_by_slot) -> Run | None:
     """Look at the folder of a run; None if it is a checkpoint itself, or holds none in folders that end with a number.
 
     Reads the metadata of each checkpoint, and no elements.
 
     Args:
         visit: called with each checkpoint whose metadata can be read; in a store from several threads.
+        kinds: says what people call the tensors of a checkpoint, where it does not say itself.
 
     Raises:
         SourceError: the folder cannot be read.
@@ -149,7 +161,7 @@ def run_of(path: Location, visit: Visit = lambda name, opened: None) -> Run | No
             return None
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
-    run = look_at_folder(path, visit)
+    run = look_at_folder(path, visit, kinds)
     return None if all(one.state == "incomplete" for one in run.steps) else run
 
 
@@ -169,7 +181,7 @@ def _is_checkpoint(path: Location) -> bool:
     return any(len(alike) > 1 for alike in stems.values())
 
 
-def look_at_folder(path: Location, visit: Visit = lambda name, opened: None) -> Run:
+def look_at_folder(path: Location, visit: Visit = _only_look, kinds: Kinds = kinds_by_slot) -> Run:
     """Look at a folder that is that of a run, whatever else lies in it; raises as `run_of`."""
     try:
         entries: list[Location] = list(path.iterdir())
@@ -183,7 +195,7 @@ def look_at_folder(path: Location, visit: Visit = lambda name, opened: None) -> 
         entry, stem, name = of
         with suppress(OSError, FileNotFoundError):
             if entry.is_dir() or (entry.name.endswith(".ckpt") and entry.is_file()):
-                return stem, _step(entry, name, visit, record.get(entry.name))
+                return stem, look_at_step(entry, name, record.get(entry.name), visit, kinds)
         return None
 
     seen = [one for one in at_each(path, look, named) if one is not None]
@@ -224,37 +236,65 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
         )
         for *_, name, stem, step in names:
             if found is None or stem == found[0]:
-                one = _step(run / name, step, lambda name, opened: None, record.get(name))
+                one = look_at_step(run / name, step, record.get(name))
                 if one.state == "whole":
                     return one
     return None
 
 
-def _step(place: Location, name: StepName, visit: Visit, last: Verified | None) -> RunStep:
+def look_at_step(
+    place: Location,
+    name: StepName,
+    last: Verified | None,
+    visit: Visit = _only_look,
+    kinds: Kinds = kinds_by_slot,
+) -> RunStep:
+    """Say how whole the checkpoint of a step is: here, and nowhere else, that is decided without reading data.
+
+    Args:
+        place: its folder or file in that of the run.
+        last: its last verification in the record of the run, which counts if the files are the same.
+        visit, kinds: as for `run_of`.
+
+    Raises:
+        OSError: its files cannot be listed.
+    """
+    try:
+        return _look(place, name, last, visit, kinds)
+    except FileNotFoundError:  # it is removed while we look
+        if place.exists():
+            raise
+        return RunStep(place.name, place, *name, "incomplete", _GONE, 0, None)
+
+
+def _look(place: Location, name: StepName, last: Verified | None, visit: Visit, kinds: Kinds) -> RunStep:
     files = written(place)
     last = last if last and last.files == files.digest else None
-    found = RunStep(place.name, place, *name, "whole", "", files.bytes, files.last, last)
+    step = RunStep(place.name, place, *name, "damaged", "", files.bytes, files.last, verified=last)
     try:
         path = _checkpoint_in(place)
         if path is None:
             why = "it is being removed" if (place / publish.MARK).exists() else _NOT_FINISHED
-            return replace(found, state="incomplete", fault=why)
-        found = replace(found, path=path)
+            return replace(step, state="incomplete", fault=why)
+        step = replace(step, path=path)
         with OpenCheckpoint(path) as opened:
             damage = damage_of_files(opened)
-            faults = [*map(str, opened.faults)] + [f"{place} has lost its manifest"] * opened.lacks_manifest
+            findings = unexplained(damage, findings_by_files(opened))
+            fault = sentence_of(damage, findings, kinds(opened.outline)) if damage or findings else ""
             visit(place.name, opened)
     except DamageError as error:
-        return replace(found, state="damaged", fault=str(error))
+        return replace(step, fault=str(error))
     except SourceError as error:
         gone = not place.exists()
-        return replace(found, state="incomplete" if gone else "unread", fault="it is gone" if gone else str(error))
-    fault = damage.sentence() if damage else "; ".join(faults)
-    if not fault and last and not last.is_whole:
-        fault = last.sentence
-    return replace(found, state="damaged" if fault else "whole", fault=fault)
+        return replace(step, state="incomplete" if gone else "unread", fault=_GONE if gone else str(error))
+    if fault:
+        return replace(step, fault=fault)
+    if last and not last.is_whole:
+        return replace(step, fault=last.sentence, is_complete=True)
+    return replace(step, state="whole", is_complete=True)
 
 
+_GONE = "it is gone"
 _NOT_FINISHED = "nothing in it describes a checkpoint: a save that goes on, or that was stopped"
 
 

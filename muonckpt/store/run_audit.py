@@ -42,7 +42,7 @@ class StepVerdict:
 
     @property
     def is_damaged(self) -> bool:
-        return bool(self.sentence) and self.step.state in ("whole", "damaged")
+        return bool(self.sentence) and (self.report is not None or self.step.state == "damaged")
 
 
 def verify_recorded(path: Location, audited: Auditor, folder: Location | None = None) -> tuple[AuditReport, str]:
@@ -60,7 +60,7 @@ def verify_recorded(path: Location, audited: Auditor, folder: Location | None = 
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
     report = audited(path)
-    return report, record(recorded, report.verdict, report.diagnosis.sentence, before)
+    return report, record(recorded, report.verdict, report.diagnosis.sentence, bool(report.damage), before)
 
 
 def verify_run(
@@ -73,8 +73,8 @@ def verify_run(
 ) -> Iterator[StepVerdict]:
     """Verify the checkpoints of a run, as ``muonckpt verify RUN`` does, and yield the verdict of each when it is known.
 
-    Each is recorded, in the folder of the run, when it has been read.  By default the newest that looks whole is
-    verified, and if it is not those before it, until one is.
+    Each is recorded, in the folder of the run, when it has been read.  By default the newest is verified, and if it is
+    not whole those before it, until one is; those of which a description or a file is lost are not read.
 
     Args:
         path: the folder of the run: a path, or a URL.
@@ -105,8 +105,8 @@ def verdicts_of(run: Run, audited: Auditor, every: bool = False) -> Iterator[Ste
         for step in sorted(run.steps, key=last):
             yield _verdict(step, audited)
         return
-    for step in reversed(run.whole):
-        verdict = _verdict(step, audited)
+    for step in reversed(run.steps):
+        verdict = _verdict(step, audited) if step.is_complete else StepVerdict(step, None, step.fault)
         yield verdict
         if verdict.is_whole:
             return

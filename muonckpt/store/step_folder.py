@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..errors import DamageError, DestinationError
+from ..errors import DestinationError, SourceError
 from ..record import MANIFEST_FILE
-from .formats import native
-from .formats.dcp import named_items
+from .damage import rank_in_name
 from .formats.signs import METADATA_FILE
 from .io import publish
 from .io.checksums import xxh3_128
@@ -20,8 +19,9 @@ from .io.limits import gc_paused
 from .io.location import Location, Remote, at_each
 from .io.new_file import write_synced
 from .io.publish import CLAIM
-from .io.regular import check_extents, read_whole
-from .run import StepName
+from .io.regular import read_whole
+from .run import RunStep, StepName, look_at_step
+from .verified import verifications
 
 _DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
 
@@ -30,10 +30,15 @@ _IDENTITY = ".muonckpt.run"
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The newest whole checkpoint, or None, and the newer ones that are not whole, each with its fault."""
+    """The newest checkpoint of which nothing is lost, or None, and the newer ones, each with its fault.
+
+    Attributes:
+        doubt: what its last verification has found in it nevertheless; empty if nothing.
+    """
 
     name: StepName | None
     faults: Mapping[StepName, str]
+    doubt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,9 @@ class StepFolder:
         return xxh3_128([read_whole(file), str(self.place.resolve()).encode()])[:16]
 
     def newest(self, damaged: Collection[StepName]) -> Newest:
-        """Find the newest whole checkpoint, without reading data.
+        """Find the newest checkpoint of which nothing is lost, without reading data.
+
+        Whatever else has the name of a step is among the faults, so that nobody goes back without a word.
 
         Args:
             damaged: checkpoints that look whole and are known not to be.
@@ -81,12 +88,12 @@ class StepFolder:
         listed: set[StepName] | None = None
         while (names := self._names()) != listed:  # while we look, one may be published and another removed
             listed, faults = names, {}
-            for name in sorted(self._published(names) - set(damaged), reverse=True):
-                fault = self.fault(name)
-                if fault is None:
-                    return Newest(name, faults)
+            for name in sorted(self._listed(names).keys() - set(damaged), reverse=True):
+                step = self._look(name)
+                if not step.has_loss:
+                    return Newest(name, faults, step.fault)
                 if self.exists(name):
-                    faults[name] = fault
+                    faults[name] = step.fault
         return Newest(None, faults)
 
     def whole(self, step: int) -> StepName | None:
@@ -100,25 +107,28 @@ class StepFolder:
 
     def exists(self, name: StepName) -> bool:
         """Return True if a checkpoint of this name was published, and its removal has not begun."""
-        return (self.path(name) / MANIFEST_FILE).exists()
+        return name in self._listed([name])
 
-    @gc_paused()
     def fault(self, name: StepName) -> str | None:
-        """Return why a checkpoint is not whole, by its descriptions and the sizes of its files; None if it is.
+        """Return what of a checkpoint is lost, as far as is known without reading data; None if nothing is.
 
         Raises:
             SourceError: it cannot be read, or is of a newer version of this package.
         """
-        path, fault = self.path(name), ""
-        try:
-            check_extents(path, named_items(native.read_native(path)))
-            if all((path / file).exists() for file in _DESCRIPTIONS):
-                return None
-        except DamageError as error:
-            fault = str(error)
-        from .diagnosis import diagnosis_at  # not needed where nothing is wrong
+        step = self._look(name)
+        return step.fault if step.has_loss else None
 
-        return diagnosis_at(path).sentence or fault
+    @gc_paused()
+    def _look(self, name: StepName) -> RunStep:
+        """Return what is known of a step; one that has no manifest of ours has lost it, or is another program's."""
+        path = self.path(name)
+        step = look_at_step(path, name, verifications(self.place).get(str(name)))
+        if (path / MANIFEST_FILE).exists():
+            if step.state == "unread":
+                raise SourceError(step.fault)
+            return step
+        fault = step.fault if step.state == "damaged" else f"it has no {MANIFEST_FILE}; {step.fault}".rstrip("; ")
+        return replace(step, state="incomplete", fault=fault, is_complete=False)
 
     def new_name(self, step: int, replaceable: Callable[[StepName], bool]) -> StepName:
         """Return a free name for a new checkpoint of a step.
@@ -187,12 +197,18 @@ class StepFolder:
         return {name for entry in self._entries() if (name := StepName.parsed(entry.name))}
 
     def _published(self, names: Iterable[StepName]) -> set[StepName]:
-        def published(name: StepName) -> StepName | None:
-            files = set() if self.path(name).is_symlink() else _files(self.path(name))
-            begun = CLAIM in files and METADATA_FILE not in files
-            return name if MANIFEST_FILE in files and publish.MARK not in files and not begun else None
+        return {name for name, files in self._listed(names).items() if MANIFEST_FILE in files}
 
-        return set(filter(None, at_each(self.place, published, names)))
+    def _listed(self, names: Iterable[StepName]) -> dict[StepName, set[str]]:
+        """Return the files of steps that have a description or a rank's file, and are not being saved or removed."""
+
+        def files_of(name: StepName) -> tuple[StepName, set[str]]:
+            files = set() if self.path(name).is_symlink() else _files(self.path(name))
+            unfinished = publish.MARK in files or (CLAIM in files and not files >= set(_DESCRIPTIONS))
+            is_saved = any(file in _DESCRIPTIONS or rank_in_name(file) is not None for file in files)
+            return name, files if is_saved and not unfinished else set()
+
+        return {name: files for name, files in at_each(self.place, files_of, names) if files}
 
 
 def superfluous(

@@ -43,7 +43,8 @@ class Verified:
     Attributes:
         when: its end, in seconds since 1970.
         verdict: as `AuditReport` has it.
-        sentence: what was lost; empty if nothing was.
+        sentence: what is wrong; empty if nothing is.
+        has_loss: whether elements or items are lost; else all that was saved can be loaded.
         version: of the muonckpt that read it.
         files: the `Written.digest` of what was read.
     """
@@ -51,6 +52,7 @@ class Verified:
     when: float
     verdict: str
     sentence: str
+    has_loss: bool
     version: str
     files: str
 
@@ -70,6 +72,7 @@ class Written:
         bytes: of all of them.
         last: when the last of them was written, in seconds since 1970; None where a store does not say.
         digest: over their names, sizes, times and identities: another one for a changed checkpoint, and for a copy.
+            A local file's time of change is among them, which no program can put back.
     """
 
     bytes: int
@@ -103,7 +106,7 @@ def _facts(place: Location) -> Iterable[tuple[str, int, float | None, str]]:
             if file.is_file() and file.name != RECORD:
                 found = file.stat()
                 name = str(file.relative_to(place))
-                yield name, found.st_size, found.st_mtime, f"{found.st_ino} {found.st_mtime_ns}"
+                yield name, found.st_size, found.st_mtime, f"{found.st_ino} {found.st_mtime_ns} {found.st_ctime_ns}"
 
 
 def _seconds(time: object) -> float | None:
@@ -157,10 +160,11 @@ def _valid(entries: Mapping[str, Any]) -> dict[str, Verified]:
                 "when": int() | float() as when,
                 "verdict": str(verdict),
                 "sentence": str(sentence),
+                "has_loss": bool(has_loss),
                 "version": str(version),
                 "files": str(files),
             }:
-                valid[name] = Verified(float(when), verdict, sentence, version, files)
+                valid[name] = Verified(float(when), verdict, sentence, has_loss, version, files)
     return valid
 
 
@@ -178,19 +182,20 @@ def verified(checkpoint: Location) -> Verified | None:
     return None
 
 
-def record(checkpoint: Location, verdict: str, sentence: str, before: Written) -> str:
+def record(checkpoint: Location, verdict: str, sentence: str, has_loss: bool, before: Written) -> str:
     """Record that a checkpoint has been verified; return a note if that is not possible.
 
     Several processes may record in one folder at a time: nothing that one of them writes is lost.
 
     Args:
+        verdict, sentence, has_loss: as `Verified` has them.
         before: its files when the verification began; if they have changed since, nothing is recorded.
     """
     place = checkpoint.absolute()
     try:
         if written(place) != before:
             return f"not recorded: the files of {checkpoint} changed while they were verified"
-        _add(place.parent, place.name, Verified(time.time(), verdict, sentence, VERSION, before.digest))
+        _add(place.parent, place.name, Verified(time.time(), verdict, sentence, has_loss, VERSION, before.digest))
     except OSError as error:
         reason = error.strerror or error
         return f"when it was verified cannot be recorded in {place.parent}: {reason}"

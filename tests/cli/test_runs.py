@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 from support.commands import called
 from support.damages import flip_last_bit
+from support.golden import golden
 
 
 def printed(code: int, *arguments: object) -> str:
@@ -53,7 +56,7 @@ def test_inspect_of_a_checkpoint_says_when_it_was_verified(run):
     flip_last_bit(step)
     assert "verified      never, as its files are now" in printed(0, "inspect", step)
     printed(1, "verify", step)
-    assert "faulty: " in printed(0, "inspect", step)
+    assert "faulty: " in printed(1, "inspect", step)
 
 
 def test_verify_finds_the_newest_step_that_is_whole(run):
@@ -63,6 +66,42 @@ def test_verify_finds_the_newest_step_that_is_whole(run):
     assert lines[0].startswith("step-00000003: faulty: ")
     assert lines[1].startswith("step-00000002: whole, ")
     assert lines[2] == f"newest whole  {run / 'step-00000002'}"
+
+
+def test_verify_says_the_same_of_a_run_however_often_it_is_asked(run):
+    flip_last_bit(run / "step-00000003")
+    first = printed(1, "verify", run)
+    assert "step-00000003: faulty: " in first and printed(1, "verify", run) == first
+    (run / "step-00000003" / "__0_0.distcp").unlink()
+    lines = printed(1, "verify", run).splitlines()
+    assert lines[0].startswith("step-00000003: damaged, not verified: rank 0's file __0_0.distcp is missing: ")
+    assert lines[-1] == f"newest whole  {run / 'step-00000002'}"
+
+
+def test_what_verify_has_found_is_what_inspect_diff_and_fits_say(run):
+    newer, older = run / "step-00000003", run / "step-00000002"
+    before = (newer / "__0_0.distcp").read_bytes()
+    flip_last_bit(newer)
+    assert "nothing was read" in printed(0, "diff", newer, older)  # nobody knows yet
+    found = printed(1, "verify", newer).splitlines()[0].partition(f"{newer}: ")[2].rstrip(".")
+    for command in (["inspect", newer], ["inspect", newer, "--fits", "dp=2"]):
+        said = called(*command).stdout
+        assert called(*command).returncode == 1 and found in said and f"muonckpt verify {newer}" in said
+    for pair in ((newer, older), (older, newer)):
+        done = called("diff", *pair)
+        assert (done.returncode, done.stdout) == (3, "") and found in done.stderr
+    (newer / "__0_0.distcp").write_bytes(before)  # as a copy of the file is put in its place
+    assert "nothing was read" in printed(0, "diff", newer, older)
+    printed(0, "inspect", newer)
+
+
+def test_a_line_of_a_run_names_the_roles_of_what_is_lost_as_those_of_a_checkpoint_do(tmp_path):
+    step = Path(shutil.copytree(golden("titan_fsdp4/ckpt"), tmp_path / "step-10"))
+    (step / "__1_0.distcp").unlink()
+    lost = re.search(r"rank 1's file .*? are lost", printed(1, "verify", step).splitlines()[0])[0]
+    assert "weights of " in lost and "moments of " in lost
+    for command in ("inspect", "verify"):
+        assert lost in called(command, tmp_path).stdout
 
 
 def test_verify_all_gives_a_verdict_of_each_and_fails_if_any_is_damaged(run):

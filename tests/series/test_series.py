@@ -22,7 +22,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import muonckpt
 from muonckpt import ArgumentError, DamageError, DestinationError, Series, SourceError
 from muonckpt.store.io.location import location
-from muonckpt.store.run import StepName
+from muonckpt.store.run import StepName, run_of
+from muonckpt.store.run_audit import verify_run
 from muonckpt.store.step_folder import superfluous
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -129,7 +130,7 @@ def test_torn_and_foreign_folders_are_passed_over_and_left_alone(tmp_path):
     with pytest.warns(RuntimeWarning, match="is not whole") as caught:
         assert series.latest().step == 1
     told = sorted(re.search(r"step-0000000\d is not", str(each.message))[0][12] for each in caught)
-    assert told == ["2", "3", "4", "5"] and all(f"{whole} is the newest" in str(each.message) for each in caught)
+    assert told == [*"234567"] and all(f"{whole} is the newest" in str(each.message) for each in caught)
     with pytest.warns(RuntimeWarning, match=f"restoring {whole} instead"):
         assert restored(series) == 1
     with pytest.warns(RuntimeWarning, match="of a later step"):
@@ -138,6 +139,69 @@ def test_torn_and_foreign_folders_are_passed_over_and_left_alone(tmp_path):
     assert {*before} - {"step-00000001"} - {f"step-0000000{n}" for n in range(2, 6)} | {"step-00000009.2"} == {
         *names(tmp_path)
     }
+
+
+def restored_with_what_is_told(folder: Path) -> tuple[int | None, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        latest, step = Series(folder).latest(), restored(Series(folder))
+    assert (latest and latest.step) == step
+    assert run_of(folder).newest_whole.step == step
+    return step, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("is_verified", [False, True])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        ("muonckpt.json",),
+        (".metadata",),
+        ("__0_0.distcp",),
+        ("muonckpt.json", ".metadata"),
+        ("muonckpt.json", "__0_0.distcp"),
+        (".metadata", "__0_0.distcp"),
+    ],
+)
+def test_nobody_goes_back_without_a_word_and_all_say_the_same_of_a_run(lost, is_verified, tmp_path):
+    series = Series(tmp_path)
+    for step in (1, 2, 3):
+        series.save(step, state(step))
+    if is_verified:
+        assert all(verdict.is_whole for verdict in verify_run(tmp_path, every=True))
+    for file in lost:
+        (tmp_path / "step-00000003" / file).unlink()
+    step, told = restored_with_what_is_told(tmp_path)
+    newer = tmp_path / "step-00000003"
+    assert step == 2 and len(told) == 2
+    assert all(message.startswith(f"{newer} is not whole: ") for message in told)
+    assert all(" missing" in message or "has no muonckpt.json" in message for message in told)
+    verify = list(verify_run(tmp_path))
+    assert verify[-1].step.step == 2 and [one.is_whole for one in verify] == [False, True]
+
+
+def test_what_a_verification_has_found_lost_is_passed_over_and_what_only_looks_odd_is_not(tmp_path):
+    series = Series(tmp_path, keep_last=2)
+    for step in (1, 2, 3):
+        series.save(step, state(step))
+    flip_last_bit(tmp_path / "step-00000003")
+    assert Series(tmp_path).latest().step == 3  # nobody has read it
+    assert [verdict.is_whole for verdict in verify_run(tmp_path)] == [False, True]
+    step, told = restored_with_what_is_told(tmp_path)
+    assert step == 2 and len(told) == 2 and all("damaged bytes" in message for message in told)
+    Series(tmp_path, keep_last=2).save(4, state(4))  # what is known to be damaged does not count
+    assert names(tmp_path)[1:] == ["step-00000002", "step-00000003", "step-00000004"]
+    muonckpt.save({"w": torch.full((2,), torch.nan)}, tmp_path / "step-00000005")
+    assert not next(verify_run(tmp_path)).is_whole
+    template = {"w": torch.zeros(2)}
+    with pytest.warns(RuntimeWarning, match="is taken, as nothing of it is lost, but: 1 tensor has infinite or NaN"):
+        assert Series(tmp_path).restore(template).step == 5 and template["w"].isnan().all()
+
+
+def test_a_run_of_which_the_only_step_has_lost_its_manifest_does_not_begin_anew(tmp_path):
+    Series(tmp_path).save(1, state(1))
+    (tmp_path / "step-00000001" / "muonckpt.json").unlink()
+    with pytest.raises(DamageError, match=r"its muonckpt\.json is missing"):
+        Series(tmp_path).restore(state(-1))
 
 
 def test_a_flipped_bit_sends_back_to_the_one_before_and_a_misfit_does_not(tmp_path):

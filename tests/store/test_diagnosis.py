@@ -22,7 +22,7 @@ from muonckpt import DamageError, Series
 from muonckpt.chunks import Boxes, Chunks
 from muonckpt.columns import Columns
 from muonckpt.record import Manifest, StateRecord
-from muonckpt.store.damage import Damage
+from muonckpt.store.damage import Damage, kind_of
 from muonckpt.store.diagnosis import Diagnosis, diagnosis_by_files
 from muonckpt.store.opening import open_damaged
 
@@ -301,7 +301,7 @@ def test_many_lost_chunks_are_told_without_a_loop_over_them(monkeypatch):
         monkeypatch.setattr(Boxes, name, refuse)
         monkeypatch.setattr(Chunks, name, refuse)
     damage = Damage(manifest, np.ones(count, np.bool_), files={"__0_0.distcp": None}, read=True)
-    assert "200000 of 200000 chunks (781 KiB: weights of 1 tensor) are lost" in damage.sentence()
+    assert "200000 of 200000 chunks (781 KiB: weights of 1 tensor) are lost" in damage.sentence(kind_of)
     found = damage.to_json()
     assert found["boxes"]["lo"][-1] == [count - 1] and len(found["boxes"]["tensor"]) == count
     whole = replace(damage, chunks=np.zeros(count, np.bool_), files={})
@@ -321,5 +321,5 @@ def test_json_of_the_commands_has_the_lost_boxes_as_columns(alone):
 def test_what_files_tell_agrees_with_what_reading_tells(alone):
     (alone / "__1_0.distcp").unlink()
     with open_damaged(alone) as opened:
-        by_files = diagnosis_by_files(opened).damage
+        by_files = diagnosis_by_files(opened, None).damage
     assert np.array_equal(by_files.chunks, diagnosed(alone).damage.chunks)

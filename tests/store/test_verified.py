@@ -33,6 +33,19 @@ def test_what_was_verified_is_known_until_its_files_change(run):
     assert verified(step) is None
 
 
+def test_a_change_in_place_is_noticed_though_the_time_of_writing_was_put_back(run):
+    """As `rsync --inplace --times`, ``cp -p`` into the file, and a restored backup do."""
+    step = run / "step-00000003"
+    assert [v.is_whole for v in verify_run(run)] == [True]
+    file = step / "__0_0.distcp"
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    flip_last_bit(step)
+    os.utime(file, ns=times)
+    assert file.stat().st_mtime_ns == times[1]
+    assert verified(step) is None and run_of(run).steps[-1].verified is None
+    assert [v.is_whole for v in verify_run(run)] == [False, True]
+
+
 def test_a_copy_does_not_inherit_it(run, tmp_path):
     """Not even one that keeps all times: nobody has compared the bytes that the copy has."""
     verify_recorded(run / "step-00000003", verify)
@@ -50,6 +63,7 @@ def test_a_step_that_was_found_damaged_counts_as_damaged(run):
     after = run_of(run)
     assert after.newest_whole.name == "step-00000002"
     assert "damaged bytes" in after.steps[2].fault
+    assert [(v.step.name, v.is_whole) for v in verify_run(run)] == [("step-00000003", False), ("step-00000002", True)]
 
 
 def test_all_are_verified_those_longest_ago_last_verified_first(run):
@@ -126,7 +140,7 @@ def test_a_record_that_cannot_be_replaced_is_a_note(run):
 def _record_each(run: str, names: list[str]) -> None:
     for name in names:
         place = Path(run) / name
-        assert record(place, "whole", "", written(place)) == ""
+        assert record(place, "whole", "", False, written(place)) == ""
 
 
 def test_of_what_several_processes_record_at_once_nothing_is_lost(tmp_path):
@@ -163,7 +177,7 @@ def test_a_series_leaves_the_record_alone(run):
     assert folder.newest(()).name == StepName(3)
     folder.prune(StepName(3), 1, None, lambda name: True)
     folder.clean()
-    record(run / "step-00000003", "whole", "", written(run / "step-00000003"))
+    record(run / "step-00000003", "whole", "", False, written(run / "step-00000003"))
     assert sorted(entry.name for entry in run.iterdir()) == [RECORD, "step-00000003"]
 
 
