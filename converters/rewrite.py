@@ -12,10 +12,11 @@ from typing import Any, ParamSpec, TypeVar
 from ..errors import DestinationError, TargetError
 from ..store.formats.native import is_torch_dist
 from ..store.formats.registry import BUFFERS
-from ..store.formats.signs import NOT_READ, items_beside
+from ..store.formats.signs import items_beside
 from ..store.io.location import Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.opening import open
+from ..wording import listed
 from .engine.container import Container, container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined
@@ -145,5 +146,4 @@ def notes_on_unread(source: OpenCheckpoint) -> tuple[str, ...]:
     """Return notes on what lies beside the source, or in its folder, and is not read."""
     place = items_beside(source.path)
     notes = (f"the items in {place} are not read",) if place.exists() else ()
-    others = source.provenance.get(NOT_READ, ())
-    return (*notes, f"not read: {', '.join(others)}") if others else notes
+    return (*notes, f"not read: {listed(source.not_read)}") if source.not_read else notes

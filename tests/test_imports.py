@@ -93,8 +93,8 @@ RULES = {
     "converters/programs",
     "converters/look": "errors box key_search layout overlap wording columns record vocabulary layouts/buffers "
     "store/io store store/reading converters/engine converters/target converters/translate converters/programs",
-    "converters": "errors box columns record vocabulary store store/io store/reading store/formats converters/engine "
-    "converters/look converters/merge converters/target converters/translate converters/programs",
+    "converters": "errors box columns record vocabulary wording store store/io store/reading store/formats "
+    "converters/engine converters/look converters/merge converters/target converters/translate converters/programs",
     "cli": "errors record version vocabulary wording store store/io store/reading converters converters/compare "
     "converters/engine converters/look converters/target converters/translate checkup forecasting page "
     "converters/programs",

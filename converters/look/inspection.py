@@ -25,7 +25,7 @@ from ...store.open_checkpoint import OpenCheckpoint
 from ...store.opening import open_damaged
 from ...store.reading.dtypes import itemsize
 from ...store.verified import Verified, verified
-from ...wording import Finding, counted, moment, size
+from ...wording import Finding, counted, listed, moment, size
 from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look, folded, option_value, ranges
 from .holders import (
     Branch,
@@ -256,7 +256,7 @@ def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) ->
         verified=(last := verified(checkpoint.path)),
         diagnosis=(diagnosis := diagnosis_by_files(checkpoint, last, lambda manifest: contents.kind)),
         symptoms=symptoms_of(contents, manifest, groups, known.steps, diagnosis.damage),
-        notes=groups.notes,
+        notes=(*groups.notes, *([f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else [])),
         manifest=manifest,
     )
 

@@ -21,7 +21,7 @@ from ..chunks import chunks_numbered
 from ..errors import DamageError, LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Extent, Manifest, StateRecord
-from ..wording import Finding
+from ..wording import Finding, listed
 from .damage import Damage, Kinds, damage_of_files, faults_of, kinds_by_slot
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
 from .formats.native import stock_metadata
@@ -275,6 +275,7 @@ def audit(
     findings: list[Finding] = []
     strangers = _orphans(path, manifest) if checkpoint.format in (OWN, DCP) else []
     notes = [f"{name} belongs to no item of this checkpoint" for name in strangers]
+    notes += [f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else []
     fingerprints: dict[str, str] = {}
     by_files = damage_of_files(checkpoint)
     lost, row, lost_items = by_files.chunks.copy(), 0, set(by_files.items)

@@ -23,7 +23,7 @@ from ..keys import OptimizerKey, key_of
 from ..record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from ..vocabulary import Convention
 from .formats.registry import DCP, SAFETENSORS, ZARR, format_of
-from .formats.signs import OUR_MARK
+from .formats.signs import NOT_READ, OUR_MARK
 from .formats.torch_save.inert_pickle import Anything
 from .formats.torch_save.plain_item import plain_value
 from .formats.torch_save.stored_zip import read_members
@@ -438,6 +438,12 @@ class OpenCheckpoint:
     def provenance(self) -> Mapping[str, Any]:
         """JSON data on the program, step and meshes that made it."""
         return self.outline.provenance
+
+    @property
+    def not_read(self) -> list[str]:
+        """Files in its folder that are not read, and copies of tensors in files of which others are."""
+        names = self.provenance.get(NOT_READ, ())  # a checkpoint made of another one also has what was not read there
+        return [name for name in names if (self.payloads.directory / name.rpartition(" in ")[2]).exists()]
 
     # For code that works on whole checkpoints.
 

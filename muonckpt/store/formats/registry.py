@@ -42,7 +42,7 @@ LAYER_WISE = Format(
     "Megatron's layer-wise files",
     f"{_FORMATS}.layer_wise:reader",
     signs.LAYER_WISE_FILES,
-    weaker_signs=(("layer_wise_optimizer_[0-9]*.pt",),),
+    weaker_signs=((), ("layer_wise_optimizer_[0-9]*.pt",)),
 )
 DCP = Format("stock DCP", f"{_FORMATS}.dcp:DcpReader", (signs.METADATA_FILE,))
 SIBLINGS = Format("stock DCP in sibling folders", f"{_FORMATS}.dcp:SiblingsReader")
@@ -90,12 +90,17 @@ PROCESS_FILES = Format(
     "torch.save's files of one process",
     f"{_FORMATS}.trainers.process_files:reader",
     ("optimizer.pt", "optimizer.bin", "optimizer_[0-9]*.bin"),
-    weaker_signs=(("pytorch_model*.bin", "pytorch_model.bin.index.json"),),
+    weaker_signs=(
+        ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+        ("pytorch_model*.bin", "pytorch_model*.bin.index*.json", "adapter_model.bin"),
+    ),
+    remains=f"{_FORMATS}.trainers.process_files:remains",
 )
-SAFETENSORS = Format(
+SAFETENSORS = Format(  # of several files of weights those count that transformers takes first: `weight_files`
     "safetensors",
     f"{_FORMATS}.safetensors:reader",
-    ("*.safetensors", "*.safetensors.index.json"),
+    ("model.safetensors", "model.safetensors.index.json"),
+    weaker_signs=(("*.safetensors", "*.safetensors.index*.json"),),
     written_as="safetensors",
     writer=f"{_WRITERS}.whole_files:safetensors_files",
     remains=f"{_FORMATS}.safetensors:remains",
@@ -165,8 +170,10 @@ def format_of(path: Location) -> Format:
     """
     try:
         if path.is_file():
-            if fnmatch.fnmatch(path.name, "*.safetensors"):
+            if any(fnmatch.fnmatch(path.name, sign) for sign in SAFETENSORS.weaker_signs[0]):
                 return SAFETENSORS
+            if fnmatch.fnmatch(path.name, "*.bin.index*.json"):
+                return PROCESS_FILES
             match = _NANOCHAT_STEP.fullmatch(path.name)
             if match and (path.parent / f"optim_{match[1]}_rank0.pt").is_file():
                 return NANOCHAT

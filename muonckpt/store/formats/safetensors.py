@@ -22,19 +22,29 @@ from typing import Any
 
 from ...box import MOST_DIMS, MOST_ELEMENTS, Box, Index
 from ...chunks import in_columns
-from ...errors import DamageError, DestinationError, SourceError, UnlistedError, about
+from ...errors import DamageError, DestinationError, SourceError, about
 from ...fingerprint import as_hex
-from ...json_fields import check_digest, compact, digest_of
+from ...json_fields import compact, digest_of
 from ...record import Chunk, Extent, Manifest, StateRecord
 from ...wording import listed
 from ..io import limits
 from ..io.checksums import Sums, xxh3_128
 from ..io.location import Location
 from ..io.new_file import write_synced
-from ..io.regular import File, open_regular, read_whole
+from ..io.regular import File, open_regular
 from ..reading.dtypes import itemsize
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader
+from .signs import NOT_READ
+from .weight_files import (
+    INDEX_NAME,
+    Shards,
+    WeightIndex,
+    read_shards,
+    read_shards_without_index,
+    unread_beside,
+    weights_in,
+)
 
 _ZIP = b"PK\x03\x04"
 
@@ -140,14 +150,14 @@ def read_header(file: File) -> tuple[Header, int, str]:
     Raises:
         SourceError: it is not a safetensors file, or contradicts itself or its length.
     """
-    header, start, digest = _front(file)
+    header, start, digest = front_of(file)
     if start + header.data_length != file.size:
-        raise DamageError(f"expected {start + header.data_length} bytes, found {file.size}: it was cut or grew")
+        raise DamageError(f"expected {start + header.data_length} bytes, found {file.size}: it was cut")
     return header, start, digest
 
 
-def _front(file: File) -> tuple[Header, int, str]:
-    """Do the same for a file that may be cut behind its header."""
+def front_of(file: File) -> tuple[Header, int, str]:
+    """Do the same as `read_header` for a file that may be cut behind its header."""
     size = file.size
     head = file.read(0, 8)
     length = int.from_bytes(head, "little")
@@ -169,7 +179,10 @@ def _front(file: File) -> tuple[Header, int, str]:
             length, limits.SMALL_DESCRIPTION + rest, f"bytes of a header before {rest} bytes on the disk"
         )
     text = file.read(8, length)
-    return parse_header(text), 8 + length, xxh3_128([text])
+    header, start = parse_header(text), 8 + length
+    if start + header.data_length < size:
+        raise DamageError(f"expected {start + header.data_length} bytes, found {size}: it grew")
+    return header, start, xxh3_128([text])
 
 
 def parse_header(text: bytes) -> Header:
@@ -216,7 +229,7 @@ HeaderOf = Callable[[File], tuple[Header, int, str]]
 """Reads the header of an open file, as `read_header` does."""
 
 INDEX_FILE = "model.safetensors.index.json"
-"""The index of a sharded checkpoint, as we write it; any other single index is read, too."""
+"""The index of a sharded checkpoint, as we write it."""
 
 _DATA = "data"
 """The file in our manifest's extents, which count from the data section: the header's length must not matter."""
@@ -225,18 +238,17 @@ _PARTS = "DCP_SHARDING_INFO"
 """A key that DCP's ``HuggingFaceStorageWriter`` writes to ``__metadata__``: tensors may be parts, of tensors whose size
 is not recorded.  Where it has written whole tensors there is an index."""
 
-_SHARD = re.compile(r"model-[0-9]+-of-([0-9]{1,9})\.safetensors$")
-"""Files of a sharded checkpoint; without an index one is a part, or unfinished."""
+ENDING = ".safetensors"
 
 
 def reader(path: Location) -> LocatedReader:
-    """Read a file, or a folder of files.
+    """Read a file, the files of an index, or those of a folder.
 
     Raises:
-        SourceError: as `read_safetensors`; or a single file lies beside checkpoints of a run.
+        SourceError: there is none, it is damaged, or headers, index and manifest disagree; or a single file lies beside
+            checkpoints of a run.
     """
-    refuse_stray(path)
-    return LocatedReader(read_safetensors(path), Payloads(folder(path)))
+    return located(path, read_weights(path))
 
 
 def remains(path: Location, without: Collection[str]) -> LocatedReader:
@@ -245,80 +257,77 @@ def remains(path: Location, without: Collection[str]) -> LocatedReader:
     Raises:
         SourceError: as `reader`, but for what is cut, missing or damaged; or files are of several saves.
     """
-    refuse_stray(path)
-    if not path.is_dir():
-        return LocatedReader(read_safetensors(path, _front), Payloads(folder(path)))
-    lost: list[str] = []
-    index, missing = None, 0
-    try:
-        files, index = _files(path)
-    except DamageError as error:
-        lost, files = [str(error).removeprefix(f"{path}: ")], sorted(path.glob("model-*.safetensors"), key=str)
-        if len(totals := {name[1] for file in files if (name := _SHARD.match(file.name))}) != 1:
-            raise
-        missing = int(*totals) - len(files)
-        lost += [f"{missing} of {int(*totals)} files are missing"] * bool(missing)
-    read = []
-    for file in files:
-        try:
-            read.append((file, *_read_file(file, index, _front)))
-        except DamageError as error:
-            lost.append(f"{file.name} is missing" if not file.exists() else f"{file.name}: {error}")
-    if index is None and len({compact(dict(provenance)) for _, provenance, _ in read}) > 1:
-        raise DamageError(f"{path}: the files are of several saves, and no index says which are those of one")
-    manifest, unread = _together(path, read, index)
-    if not lost:
-        return LocatedReader(manifest, Payloads(path))
-    if index is None:
-        fault = UnlistedError("; ".join(lost), count=0 if missing == len(files) - len(read) == 0 else None)
-    else:
-        lost += [f"{len(unread)} of {len(index.files)} tensors are lost with it ({listed(sorted(unread), 2)})"]
-        fault = UnlistedError("; ".join(lost), unread)
-    return LocatedReader(manifest, Payloads(path), (fault,))
+    return located(path, read_weights(path, front_of))
 
 
-def read_safetensors(path: Location, header_of: HeaderOf = read_header) -> Manifest:
-    """Read the headers of a file, or of a folder with an index or a single file.
+def located(path: Location, weights: Weights) -> LocatedReader:
+    place = folder(path)
+    beside = unread_beside([str(entry.name) for entry in place.iterdir()], weights.files) if place == path else []
+    unread = [*beside, *weights.copies]
+    provenance = {**weights.provenance, NOT_READ: unread} if unread else weights.provenance
+    return LocatedReader(Manifest(tuple(weights.tensors), (), provenance), Payloads(folder(path)), weights.faults)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The tensors of a file or of a folder.
+
+    Attributes:
+        files: the names of the files, and of the index, that are read.
+        copies: copies of tensors that are not read, each with its file.
+        faults: what is lost or wrongly described; none where it was to be raised.
+    """
+
+    tensors: Sequence[StateRecord]
+    provenance: Mapping[str, Any]
+    files: Sequence[str]
+    copies: Sequence[str] = ()
+    faults: tuple[SourceError, ...] = ()
+
+
+def read_weights(path: Location, header_of: HeaderOf = read_header) -> Weights:
+    """Read the headers of a file, of the files of an index, or of those that count in a folder.
 
     Extents name files in ``folder(path)``.  Other programs' tensors have only a key.
+
+    Args:
+        header_of: `read_header`, or what reads a cut file as well; then faults are returned, too.
 
     Raises:
         SourceError: there is none, it is damaged, or headers, index and manifest disagree.
     """
-    files, index = ([path], None) if not path.is_dir() else _files(path)
-    read = []
-    for file in files:
-        with about(file):
-            read.append((file, *_read_file(file, index, header_of)))
-    manifest, unread = _together(path, read, index)
-    if unread:
-        raise _disagreement(path, min(unread))
-    return manifest
+    refuse_stray(path)
+    place = folder(path)
+    names = sorted(str(entry.name) for entry in place.iterdir()) if not path.name.endswith(ENDING) else [path.name]
+    chosen = weights_in(place, names, ENDING) if path.is_dir() else path.name
+    provenances: dict[str, Mapping[str, Any]] = {}
 
+    def read(name: str, expected: str | None) -> dict[str, StateRecord]:
+        alone = chosen in (None, name)
+        with about(place / name if alone else name):
+            provenances[name], tensors = _read_file(place / name, expected, header_of, alone)
+        return {tensor.key: tensor for tensor in tensors}
 
-def _together(
-    path: Location, read: Sequence[tuple[Location, Mapping[str, Any], Sequence[StateRecord]]], index: _Index | None
-) -> tuple[Manifest, Collection[str]]:
-    """Return the manifest of files with their provenance and tensors, and the keys that only the index has.
-
-    Raises:
-        DamageError: the index says otherwise where a tensor is, or several files have it.
-    """
-    tensors: dict[str, StateRecord] = {}
-    for file, _, tensors_of_file in read:
-        for tensor in tensors_of_file:
-            if tensors.setdefault(tensor.key, tensor) is not tensor:
-                raise DamageError(f"{file}: tensor {tensor.key!r} is in another file of the checkpoint as well")
-    provenance = next((recorded for _, recorded, _ in read if recorded), {"format": "safetensors"})
-    files = {key: tensor.chunks[0].item.file for key, tensor in tensors.items()}
-    expected = files if index is None else index.files
-    if strange := files.items() - expected.items():
-        raise _disagreement(path, min(strange)[0])
-    return Manifest(tuple(tensors.values()), (), provenance), expected.keys() - files.keys()
-
-
-def _disagreement(path: Location, key: str) -> DamageError:
-    return DamageError(f"{path}: the index and the files disagree about tensor {key!r}")
+    if chosen is None:
+        shards = read_shards_without_index(place, names, ENDING, read)
+        if len({compact(dict(provenances[name])) for name in shards.files}) > 1:
+            raise DamageError(f"{place}: the files are of several saves, and no index says which are those of one")
+    elif INDEX_NAME.fullmatch(chosen):
+        index = WeightIndex.at(place / chosen)
+        with about(place):
+            shards = read_shards(index, names, ENDING, read)
+    else:
+        shards = Shards({chosen: read(chosen, None)})
+    if shards.faults and header_of is read_header:
+        raise DamageError(f"{place}: {shards.faults[0]}")
+    files = [*shards.files, *([chosen] if chosen and chosen not in shards.files else [])]
+    return Weights(
+        [tensor for tensors in shards.files.values() for tensor in tensors.values()],
+        next((recorded for name in shards.files if (recorded := provenances[name])), {"format": "safetensors"}),
+        files,
+        shards.copies,
+        shards.faults,
+    )
 
 
 def folder(path: Location) -> Location:
@@ -406,14 +415,6 @@ def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Locat
     write_synced(directory / INDEX_FILE, json.dumps(index, indent=1, ensure_ascii=False).encode())
 
 
-@dataclass(frozen=True, slots=True)
-class _Index:
-    """The file of each tensor, and the digest of each file's header (none in other programs' indices)."""
-
-    files: Mapping[str, str]
-    headers: Mapping[str, str]
-
-
 def by_element_size(tensors: Sequence[StateRecord]) -> list[StateRecord]:
     """Sort tensors by element size, the largest first, which aligns all of them."""
     return sorted(tensors, key=lambda tensor: -itemsize(tensor.dtype))
@@ -423,50 +424,17 @@ def length_of(tensor: StateRecord) -> int:
     return Box.of(tensor.shape).numel * itemsize(tensor.dtype)
 
 
-def _files(path: Location) -> tuple[list[Location], _Index | None]:
-    indices: list[Location] = sorted(path.glob("*.safetensors.index.json"), key=str)
-    singles: list[Location] = sorted(path.glob("*.safetensors"), key=str)
-    if not indices and len(singles) == 1 and not _SHARD.match(singles[0].name):
-        return singles, None
-    if len(indices) != 1:
-        lost = not indices and any(_SHARD.match(single.name) for single in singles)
-        kind = DamageError if lost else SourceError
-        raise kind(f"{path}: expected one index (*.safetensors.index.json), found {len(indices)}")
-    with about(indices[0]):
-        try:
-            index = _index_in(json.loads(read_whole(indices[0])))
-        except (ValueError, RecursionError) as error:
-            raise DamageError(f"damaged index: {error}") from error
-        names = sorted({Extent(name, 0, 0).file for name in (*index.files.values(), *index.headers)})
-        return [path / name for name in names], index
-
-
-def _index_in(data: Any) -> _Index:
-    match data:
-        case {"weight_map": dict(files)} if all(isinstance(name, str) for name in files.values()):
-            pass
-        case _:
-            raise DamageError("damaged index: expected a weight_map of file names")
-    match data.get("metadata"):
-        case {"muonckpt": {"digest": recorded, "headers": dict(headers), **version}, **sizes}:
-            check_digest(recorded, [sizes, {**version, "headers": headers}, files])
-            return _Index(files, headers)
-        case {"muonckpt": _}:
-            raise DamageError("damaged index: expected digests of headers under muonckpt")
-    return _Index(files, {})
-
-
 def _read_file(
-    file: Location, index: _Index | None, header_of: HeaderOf
+    file: Location, expected: str | None, header_of: HeaderOf, alone: bool
 ) -> tuple[Mapping[str, Any], list[StateRecord]]:
+    """Return the provenance and the tensors of a file, whose header has to have the expected digest, if any."""
     with open_regular(file) as opened:
         file_header, start, actual = header_of(opened)
-    expected = actual if index is None else index.headers.get(file.name, actual)
-    if actual != expected:
+    if actual != (expected or actual):
         raise DamageError(
             f"its header has digest {actual}, the index expects {expected}: it is damaged, or of another save"
         )
-    if _PARTS in file_header.metadata and index is None:
+    if _PARTS in file_header.metadata and alone:
         raise SourceError(
             "expected whole tensors, found what one rank had of them (by DCP's HuggingFaceStorageWriter with "
             "save_distributed): consolidate the files of all ranks with torch first"

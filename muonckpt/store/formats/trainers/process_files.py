@@ -18,11 +18,10 @@ transformers' Trainer, ``ds_to_universal.py`` of DeepSpeed (0.19).
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ....box import Box, Index
 from ....errors import DamageError, SourceError, about
@@ -30,7 +29,6 @@ from ....keys import is_optimizer, key_of
 from ....record import Extent, StateRecord
 from ....vocabulary import KeyPath
 from ...io.location import Location
-from ...io.regular import read_whole
 from ...reading.reader import LocatedReader
 from .. import safetensors, signs
 from ..torch_save.inert_pickle import expect, sizes_of
@@ -41,6 +39,14 @@ from ..torch_save.torch_file import (
     is_tensor,
     read_torch_file,
     whole_record,
+)
+from ..weight_files import (
+    INDEX_NAME,
+    SHARD_NAME,
+    WeightIndex,
+    models_in,
+    read_shards,
+    read_shards_without_index,
 )
 from .state_tree import (
     NamesFile,
@@ -55,19 +61,74 @@ from .state_tree import (
 )
 
 _OPTIMIZER = re.compile(r"(optimizer(?:_[0-9]{1,4})?)\.(?:pt|bin)")
-_MODEL = re.compile(r"(?:pytorch_model|pytorch_model_fsdp)(_[0-9]{1,4})?\.bin")
-_WEIGHTS = re.compile(r"model(_[0-9]{1,4})?\.safetensors")
-_INDEX = "pytorch_model.bin.index.json"
+_ENDING = ".bin"
+_ADAPTER = "adapter_model.bin"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class _Parts:
-    """The files of ``torch.save`` and of safetensors that are read of a folder, by root, and the names of others."""
+    """The tensors and items of the files that are read, as they are added.
+
+    Attributes:
+        folder: of the files.
+        names: the parameters' names that a person wrote beside them.
+        header_of: reads the headers of safetensors files; see `safetensors.read_weights`.
+    """
 
     folder: Location
-    pickles: Mapping[str, KeyPath]
-    weights: Mapping[Location, KeyPath]
-    others: tuple[str, ...]
+    names: NamesFile
+    header_of: safetensors.HeaderOf
+    tensors: list[StateRecord] = field(default_factory=list)
+    items: HeldItems = field(default_factory=HeldItems)
+    checksums: dict[Extent, int] = field(default_factory=dict)
+    numbered: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    copies: list[str] = field(default_factory=list)
+    faults: list[SourceError] = field(default_factory=list)
+
+    def add_file(self, name: str, root: KeyPath, keys: Collection[str] | None = None) -> None:
+        """Add what a file of ``torch.save`` has, or of its tensors only those with these keys."""
+        file = read_torch_file(self.folder, name)
+        with about(self.folder / name):
+            tensors, states = _read(file, root, self.names, self.items)
+            tensors = [tensor for tensor in tensors if keys is None or _bare_key(tensor, root) in keys]
+            self.tensors += tensors
+            self.numbered += states
+            check_shared(file, (chunk for tensor in tensors for chunk in tensor.chunks))
+            self.checksums |= checksums_inside([file], tensors)
+        self.files.append(name)
+
+    def add_shards(self, index: str | None, root: KeyPath, names: Collection[str]) -> None:
+        """Add the weights in several files of ``torch.save``."""
+
+        def read(name: str, digest: str | None) -> dict[str, StateRecord]:
+            with about(name):
+                tensors, _ = _read(read_torch_file(self.folder, name), root, self.names, HeldItems())
+            return {_bare_key(tensor, root): tensor for tensor in tensors}
+
+        if index is None:
+            shards = read_shards_without_index(self.folder, names, _ENDING, read)
+        else:
+            described = WeightIndex.at(self.folder / index)
+            with about(self.folder):
+                shards = read_shards(described, names, _ENDING, read)
+            self.files.append(index)
+        for name, tensors in shards.files.items():
+            self.add_file(name, root, tensors.keys())
+        self.copies += shards.copies
+        self.faults += shards.faults
+
+    def add_safetensors(self, place: Location, root: KeyPath) -> None:
+        """Add the weights in a file of safetensors, in the files of an index, or in a folder of them."""
+        weights = safetensors.read_weights(place, self.header_of)
+        self.tensors += (replace(t, key=f"{root[0]}.{t.key}", path=(*root, t.key)) for t in weights.tensors)
+        self.files += weights.files
+        self.copies += weights.copies
+        self.faults += weights.faults
+
+
+def _bare_key(tensor: StateRecord, root: KeyPath) -> str:
+    return key_of(tensor.path[len(root) :])
 
 
 def reader(path: Location) -> LocatedReader:
@@ -76,67 +137,69 @@ def reader(path: Location) -> LocatedReader:
     Raises:
         SourceError: a file is missing, damaged, or holds more than tensors and plain data; nothing in it is run.
     """
+    opened = _opened(path, safetensors.read_header)
+    for fault in opened.faults:
+        raise DamageError(f"{path}: {fault}") from fault
+    return opened
+
+
+def remains(path: Location, without: Collection[str]) -> LocatedReader:
+    """Read what is left where files of weights, or their index, are lost.
+
+    Raises:
+        SourceError: as `reader`, but for what is missing or wrongly described.
+    """
+    return _opened(path, safetensors.front_of)
+
+
+def _opened(path: Location, header_of: safetensors.HeaderOf) -> LocatedReader:
     safetensors.refuse_stray(path)
-    parts = _parts_of_folder(path) if path.is_dir() else _Parts(path.parent, {path.name: ()}, {}, ())
-    names = NamesFile.beside(parts.folder)
-    tensors: list[StateRecord] = []
-    for place, root in parts.weights.items():
-        read = safetensors.read_safetensors(place).tensors
-        tensors += (replace(t, key=f"{root[0]}.{t.key}", path=(*root, t.key)) for t in read)
-    items, checksums, numbered = HeldItems(), dict[Extent, int](), list[str]()
-    for name, root in parts.pickles.items():
-        file = read_torch_file(parts.folder, name)
-        with about(parts.folder / name):
-            found, states = _read(file, root, names, items)
-            tensors += found
-            numbered += states
-            check_shared(file, (chunk for tensor in found for chunk in tensor.chunks))
-            checksums |= checksums_inside([file], found)
-    with about(parts.folder):
-        names.check_used({key_of(t.path[:-3]) for t in tensors if "state" in t.path[-3:-2]})
+    folder = path if path.is_dir() else path.parent
+    listed = sorted(str(entry.name) for entry in folder.iterdir())
+    parts = _Parts(folder, NamesFile.beside(folder), header_of)
+    if path.is_dir():
+        _add_folder(parts, listed)
+    elif INDEX_NAME.fullmatch(path.name):
+        parts.add_shards(path.name, ("model",), listed)
+    else:
+        parts.add_file(path.name, ())
+    tensors = parts.tensors
+    with about(folder):
+        parts.names.check_used({key_of(t.path[:-3]) for t in tensors if "state" in t.path[-3:-2]})
         weights = {str(t.path[-1]): t.shape for t in tensors if len(t.path) == 2 and str(t.path[0]).startswith("model")}
-        named = (t for t in tensors if "state" in t.path[-3:-2] and key_of(t.path[:-3]) not in numbered)
+        named = (t for t in tensors if "state" in t.path[-3:-2] and key_of(t.path[:-3]) not in parts.numbered)
         check_shapes(((str(t.path[-2]), str(t.path[-1]), t.shape) for t in named), weights)
+    others = [name for name in listed if name not in parts.files and name != signs.NAMES_FILE] if path.is_dir() else []
     provenance = {
-        "files": [*parts.pickles, *(str(place.name) for place in parts.weights)],
-        signs.NOT_READ: list(parts.others) or None,
-        signs.NUMBERED: numbered or None,
+        "files": parts.files,
+        signs.NOT_READ: [*others, *parts.copies] or None,
+        signs.NUMBERED: parts.numbered or None,
     }
-    return trainer_reader(parts.folder, tensors, items, checksums, provenance)
+    return trainer_reader(folder, tensors, parts.items, parts.checksums, provenance, parts.faults)
 
 
-def _parts_of_folder(path: Location) -> _Parts:
-    names = sorted(str(entry.name) for entry in path.iterdir())
-    pickles: dict[str, KeyPath] = {n: (match[1],) for n in names if (match := _OPTIMIZER.fullmatch(n))}
-    if len(set(pickles.values())) < len(pickles):
-        raise SourceError(f"{path}: expected optimizer.pt or optimizer.bin, found both; give the path of one")
-    weights: dict[Location, KeyPath] = {
-        path / n: (f"model{match[1] or ''}",) for n in names if (match := _WEIGHTS.fullmatch(n))
-    }
-    used = {str(place.name) for place in weights}
-    if not weights and any(n.endswith((".safetensors", ".safetensors.index.json")) for n in names):
-        weights = {path: ("model",)}
-        used = {n for n in names if n.endswith((".safetensors", ".safetensors.index.json"))}
-    elif not weights and _INDEX in names:
-        pickles |= dict.fromkeys(_indexed(path / _INDEX), ("model",))
-        used = {_INDEX}
-    for n in names:
-        match = _MODEL.fullmatch(n)
-        if match and not weights and (root := (f"model{match[1] or ''}",)) not in pickles.values():
-            pickles[n] = root
-    others = tuple(n for n in names if n not in pickles and n not in used and n != signs.NAMES_FILE)
-    return _Parts(path, pickles, weights, others)
-
-
-def _indexed(index: Location) -> Sequence[str]:
-    with about(index):
-        try:
-            match json.loads(read_whole(index)):
-                case {"weight_map": dict(files)} if all(isinstance(name, str) for name in files.values()):
-                    return sorted({Extent(name, 0, 0).file for name in files.values()})
-        except (ValueError, RecursionError) as error:
-            raise SourceError(f"expected JSON, {error}") from error
-        raise SourceError("expected a weight_map of file names, found something else")
+def _add_folder(parts: _Parts, listed: Sequence[str]) -> None:
+    """Add the optimizers of a folder, and the weights that its programs would load."""
+    folder = parts.folder
+    optimizers: dict[str, KeyPath] = {n: (match[1],) for n in listed if (match := _OPTIMIZER.fullmatch(n))}
+    if len(set(optimizers.values())) < len(optimizers):
+        raise SourceError(f"{folder}: expected optimizer.pt or optimizer.bin, found both; give the path of one")
+    for name, root in optimizers.items():
+        parts.add_file(name, root)
+    models = models_in(listed)
+    if "model" not in models and any(n.endswith(safetensors.ENDING) or safetensors.ENDING in n for n in listed):
+        parts.add_safetensors(folder, ("model",))
+    elif "model" not in models and any(SHARD_NAME.fullmatch(n) and n.endswith(_ENDING) for n in listed):
+        parts.add_shards(None, ("model",), listed)
+    elif "model" not in models and _ADAPTER in listed:
+        parts.add_file(_ADAPTER, ("model",))
+    for model, name in models.items():
+        if safetensors.ENDING in name:
+            parts.add_safetensors(folder / name, (model,))
+        elif INDEX_NAME.fullmatch(name):
+            parts.add_shards(name, (model,), listed)
+        else:
+            parts.add_file(name, (model,))
 
 
 def _read(file: TorchFile, root: KeyPath, names: NamesFile, items: HeldItems) -> tuple[list[StateRecord], list[str]]:
