@@ -67,7 +67,7 @@ class KeyType(click.ParamType):  # type: ignore[type-arg]
             simplefilter("ignore")
             places = (Path(word) for word in given if isinstance(word, Path | str))
             keys = _keys_like(incomplete, _keys_in(next(place for place in places if place.exists())))
-        return list(map(CompletionItem, keys))
+        return [CompletionItem(key) for key in keys if key.isprintable()]  # others would control the terminal
 
 
 def _each(values: object) -> Sequence[object]:

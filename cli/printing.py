@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ..wording import size
+from ..wording import printable, size
 from .tables import TextTable, folded
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], colour
         colours: of the rows, on a terminal; those that are not given have none.
     """
     cells = [[printable(str(cell)) for cell in row] for row in rows]
-    table = TextTable(headers, cells, terminal_width(sys.stdout))
+    table = TextTable([*map(printable, headers)], cells, terminal_width(sys.stdout))
     for line in table.header():
         click.secho(line, bold=True)
     for number, row in enumerate(cells):
@@ -78,11 +78,6 @@ def terminal_width(stream: TextIO) -> int | None:
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
-def printable(text: str) -> str:
-    """Escape characters that could control a terminal or break a line."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def print_json(result: Any) -> None:
     """Print a result as JSON; an object also says how many `seconds` the command has taken."""
     timed = {**result, "seconds": round(_seconds(), 3)} if isinstance(result, Mapping) else result
@@ -113,13 +108,17 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
     A terminal gets a bar on standard error; other outputs get a line for every tenth, at most one a second.
     """
-    lock = threading.Lock()
+    lock, label = threading.Lock(), printable(label)
     bytes_done, tenths, last = 0, 0, time.monotonic()
     if sys.stderr.isatty():
         from rich import progress as bars
         from rich.console import Console
 
-        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn(binary_units=True))
+        columns = (
+            bars.TextColumn("{task.description}", markup=False),
+            bars.BarColumn(),
+            bars.DownloadColumn(binary_units=True),
+        )
         console = Console(stderr=True, no_color=_without_colour())
         with bars.Progress(*columns, bars.TimeRemainingColumn(), console=console, transient=True) as shown:
             task = shown.add_task(label, total=None, visible=False)

@@ -47,6 +47,11 @@ def size(count: int) -> str:
     raise AssertionError("the last unit takes everything")
 
 
+def printable(text: str) -> str:
+    """Escape characters of a name that could control a terminal, break a line, or turn its direction."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def moment(seconds: float) -> str:
     """Return a time, given in seconds since 1970, to the minute in UTC: ``2026-11-23 03:12``."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")

@@ -23,6 +23,7 @@ from typing import Any
 
 from ..errors import DestinationError
 from ..store.io.new_file import write_synced
+from ..wording import printable
 
 _ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
@@ -32,7 +33,7 @@ def html_of(title: str, data: Mapping[str, Any], scripts: Sequence[str]) -> str:
     style = _asset("page.css")
     script = "\n".join(_asset(f"{name}.js") for name in scripts)
     return Template(_asset("page.html")).substitute(
-        title=escape(title).encode("ascii", "xmlcharrefreplace").decode(),
+        title=escape(printable(title)).encode("ascii", "xmlcharrefreplace").decode(),
         policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
         "form-action 'none'",
         style=style,

@@ -8,6 +8,7 @@ import shutil
 
 import click
 import pytest
+import torch
 from click.shell_completion import BashComplete, FishComplete, ZshComplete
 from support.commands import called
 
@@ -41,6 +42,11 @@ def test_commands_paths_tables_and_words_are_completed():
     assert completed("reshard", "a", "b", "--rules", "hf-q") == [("plain", "hf-qkv")]
     assert completed("reshard", "a", "b", "--rules", "./my") == [("file", "./my")]
     assert completed("convert", "a", "b", "--to", "tit") == [("plain", "titan")]
+
+
+def test_a_key_that_could_control_a_terminal_is_not_completed(tmp_path):
+    muonckpt.save({"up\x1b[31m": torch.ones(1), "up\nplain,rm": torch.ones(1), "up": torch.ones(1)}, tmp_path / "one")
+    assert completed("inspect", str(tmp_path / "one"), "u") == [("plain", "up")]
 
 
 def test_keys_of_the_checkpoint_on_the_line_are_completed(tiny_checkpoint, tmp_path):

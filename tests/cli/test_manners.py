@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import called, without_colour
+from support.commands import called, on_terminal, without_colour
 from support.golden import golden
 
 import muonckpt
@@ -87,6 +87,46 @@ def test_every_view_takes_keys_that_nobody_would_choose(view, tmp_path):
     command, *options = view.split()
     shown = called(command, tmp_path / "odd", *options)
     assert shown.returncode == 0 and "\x1b[31mred" not in shown.stdout
+
+
+HOSTILE = "\x1b]0;hax\x07\x1b[31mred\u202e"
+VIEWS = ("inspect", "inspect --tensors", "inspect --tree", "inspect --items", "inspect --groups", "inspect --ranks",
+         "inspect --fits dp=2", "stats", "stats --all", "verify", "verify -v", "diff", "report")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory) -> tuple[Path, Path]:
+    """Two files with such a name wherever a file can have one, and one in its own."""
+    folder = tmp_path_factory.mktemp("hostile") / HOSTILE
+    folder.mkdir()
+    for step in (1, 2):
+        state = {0: {name: torch.full((4, 3), float(step)) for name in ("exp_avg", "exp_avg_sq", HOSTILE)}}
+        groups = [{"params": [0], "lr": 0.1, HOSTILE: HOSTILE, "param_names": [f"w{HOSTILE}"]}]
+        content = {"model": {f"w{HOSTILE}": torch.ones(4, 3)}, "optimizer": {"state": state, "param_groups": groups}}
+        torch.save({**content, HOSTILE: HOSTILE}, folder / f"{step}.pt")
+    return folder / "1.pt", folder / "2.pt"
+
+
+@pytest.mark.parametrize("columns", [None, 40])
+@pytest.mark.parametrize("view", VIEWS)
+def test_no_name_in_a_file_reaches_the_terminal_as_it_is(view, columns, hostile, tmp_path):
+    command, *options = view.split()
+    places = {"diff": hostile, "stats": [hostile[1], "--since", hostile[0]]}.get(command, hostile[:1])
+    more = ["-o", tmp_path / "page.html", "--stats", "norms"] if command == "report" else []
+    words = [command, *places, *options, *more]
+    done = called(*words) if columns is None else on_terminal(columns, *words)
+    assert done.returncode in (0, 1) and "hax" in done.stdout + done.stderr
+    assert all(character.isprintable() or character == "\n" for character in without_colour(done.stdout))
+    assert not re.search("\x1b]|\x07|\u202e", done.stderr)  # a bar moves the cursor
+
+
+def test_the_title_of_a_page_is_a_name_that_nothing_can_control(tmp_path):
+    muonckpt.save({"w": torch.ones(2)}, tmp_path / f"{HOSTILE}<b>")
+    assert called("report", tmp_path / f"{HOSTILE}<b>", "-o", tmp_path / "page.html", "--stats", "none").returncode == 0
+    page = (tmp_path / "page.html").read_text()
+    title = r"\x1b]0;hax\x07\x1b[31mred\u202e&lt;b&gt; - muonckpt report"
+    assert re.search("<title>(.*?)</title>", page)[1] == title
+    assert all(character.isprintable() or character == "\n" for character in page)
 
 
 def test_a_manifest_that_lacks_a_field_is_named_with_it(tmp_path):
