@@ -66,7 +66,7 @@ def diff_command(
     with progress("diff") as advance:
         found = diff(a, b, select=globs, progress=advance, **options)
     if as_json:
-        print_json(found.to_json())
+        print_json(found)
         return int(found.differs)
     if not summary:
         _print_details(found, every)
@@ -79,7 +79,7 @@ def diff_command(
 def _print_runs(found: RunDifference, as_json: bool) -> int:
     """Print two runs: the steps of both with what differs, and what is recorded of their resumes."""
     if as_json:
-        print_json(found.to_json())
+        print_json(found)
         return int(found.differs)
     rows = []
     for step in found.steps:

@@ -44,7 +44,7 @@ def doctor_command(
 
     found = doctor(source, meshes=meshes, shard=shard, proof=not no_proof)
     if as_json:
-        print_json(found.to_json())
+        print_json(found)
     else:
         _print(found)
         print_duration()

@@ -37,7 +37,7 @@ def print_fit(
 
     fit = fits(checkpoint, mesh, shard=shard, **({} if layout is None else {"layout": layout}))
     if as_json:
-        print_json(fit.to_json())
+        print_json(fit)
     else:
         _print(fit)
         print_duration()

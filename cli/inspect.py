@@ -77,7 +77,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
     if (history := history_of(checkpoint)) is not None:
         if not any(options.values()):
             if as_json:
-                print_json(history.to_json())
+                print_json(history)
             else:
                 print_run(history)
                 print_duration()
@@ -100,7 +100,7 @@ def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as
     parts = opened.tensors[record.key].parts(index) if index else ()
     if as_json:
         more = {"parts": [part_as_json(part) for part in parts]} if index else {}
-        return {**_described(record), "shards": [shard.to_json() for shard in shards], **more}
+        return {**_described(record), "shards": shards, **more}
     print_line(f"{record.key}: {_shape(record.shape)}, {record.dtype}, {cut_in_words(record)}")
     if index:
         _print_parts(tensor, parts)
@@ -147,8 +147,7 @@ def _print_parts(asked: str, parts: Sequence[StoredPart]) -> None:
 def _show_rank(opened: OpenCheckpoint, inspection: Inspection, rank: int, as_json: bool, **rest: Any) -> object:
     held = inspection.on_rank(rank)
     if as_json:
-        tensors = {key: [shard.to_json() for shard in shards] for key, shards in held.items()}
-        return {"rank": rank, "tensors": tensors}
+        return {"rank": rank, "tensors": held}
     every = [(key, shard) for key, shards in held.items() for shard in shards]
     files = ", ".join(sorted({shard.file for _, shard in every}))
     total = size(sum(shard.bytes for _, shard in every))
@@ -164,7 +163,7 @@ def _show_tree(
     branches = inspection.tree(*globs)
     if not as_json:
         print_table(("module", "tensors", "bytes", "shape", "dtype"), list(_branch_rows(branches, 0)))
-    return [branch.to_json() for branch in branches]
+    return branches
 
 
 def _branch_rows(branches: Sequence[Branch], depth: int) -> Iterator[tuple[object, ...]]:

@@ -109,7 +109,7 @@ def plan_command(
         **given,
     )
     if as_json:
-        print_json(found.to_json())
+        print_json(found)
         return 0
     print_prospect(found)
     print_duration()

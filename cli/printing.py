@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ..wording import printable, size
+from ..wording import as_json, printable, size
 from .tables import TextTable, folded
 
 if TYPE_CHECKING:
@@ -80,8 +80,9 @@ def terminal_width(stream: TextIO) -> int | None:
 
 def print_json(result: Any) -> None:
     """Print a result as JSON; an object also says how many `seconds` the command has taken."""
-    timed = {**result, "seconds": round(_seconds(), 3)} if isinstance(result, Mapping) else result
-    click.echo(json.dumps(timed, indent=1, default=str))
+    data = result if isinstance(result, Mapping | Sequence) else as_json(result)
+    timed = {**data, "seconds": round(_seconds(), 3)} if isinstance(data, Mapping) else data
+    click.echo(json.dumps(timed, indent=1, default=as_json))
 
 
 def print_duration() -> None:

@@ -304,7 +304,7 @@ def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: boo
         chunks = counted(report.unchecked, "source chunk")
         print_line(f"note: {chunks} without a checksum, where damage cannot be noticed", err=True)
     if as_json:
-        print_json(report.to_json())
+        print_json(report)
         return
     for note in report.notes:
         print_line(note)

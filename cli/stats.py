@@ -53,7 +53,7 @@ def stats_command(
             checkpoint, since, select=globs, spectra=not no_spectra, memory=memory, jobs=jobs, progress=advance
         )
     if as_json:
-        print_json(found.to_json())
+        print_json(found)
         return
     _print_tensors(found, every)
     updates = [(u.key, *map(_short, (u.rms, u.per_step, u.lr, u.factor))) for u in found.updates]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +14,7 @@ from ..store.io.location import Location
 from ..store.io.pace import Pace
 from ..store.run import Run, RunStep, run_of
 from ..store.run_audit import StepVerdict, verdicts_of, verify_recorded
-from ..wording import Finding, counted, size
+from ..wording import Finding, counted, fields_of, size
 from .argument_types import CHECKPOINT, RateType, jobs_option
 from .printing import print_duration, print_json, print_line, progress
 
@@ -69,8 +68,8 @@ def verify_command(
     report, unrecorded = verify_recorded(checkpoint, audited)
     if as_json:
         findings = [{"kind": f.kind, "key": f.key, "message": f.message} for f in report.findings]
-        own = {f.name: getattr(report, f.name) for f in dataclasses.fields(report) if f.name != "diagnosis"}
-        print_json({**own, "findings": findings, "verdict": report.verdict, "diagnosis": report.diagnosis.to_json()})
+        own = {name: value for name, value in fields_of(report).items() if name != "diagnosis"}
+        print_json({**own, "findings": findings, "verdict": report.verdict, "diagnosis": report.diagnosis})
         return 1 if report.findings else 0
     for number, line in enumerate(report.diagnosis.lines):
         print_line(line, fg="red" if number == 0 else None)

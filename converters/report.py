@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -86,9 +86,6 @@ class Report:
     def finished(self, manifest: Manifest) -> Report:
         """Return the report when everything has been written."""
         return replace(self, fingerprints={tensor.key: tensor.fingerprint for tensor in manifest.tensors})
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def substituted(self) -> Iterator[tuple[str, Box, str, int | float | None]]:
         """Yield the boxes that `salvage` took: the tensor's key, the box, its source, and the step of that."""

@@ -1,11 +1,15 @@
-"""How results are told to people: findings about what is wrong, and numbers with their units."""
+"""How results are told: findings about what is wrong, lists, numbers with their units, and JSON."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 LAYER_NUMBER = re.compile(r"(?<![^. ])[0-9]+(?![^. ])")
 """A part of a name, or of several with spaces between them, that is a number, as a layer's or an expert's."""
@@ -82,3 +86,21 @@ class Finding:
     def listing(cls, kind: str, message: str, names: Sequence[str], means: str = "") -> Finding:
         """Return a finding whose message ends with the first names."""
         return cls(kind, f"{message}: {listed(names, 3)}", tuple(names), means)
+
+
+def fields_of(result: DataclassInstance) -> dict[str, Any]:
+    """Return the fields of a dataclass by name, and their values as they are."""
+    return {field.name: getattr(result, field.name) for field in fields(result)}
+
+
+def as_json(result: Any) -> Any:
+    """Return an object as `json.dumps` takes it, as its ``default``: by its ``to_json``, or its fields, or as text."""
+    match result:
+        case object(to_json=to_json):
+            return to_json()
+        case Mapping():
+            return dict(result)
+        case _ if is_dataclass(result) and not isinstance(result, type):
+            return fields_of(result)
+        case _:
+            return str(result)

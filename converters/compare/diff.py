@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from ...store.open_checkpoint import OpenCheckpoint, checked_blob
 from ...store.opening import check_files, open
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
-from ...wording import listed
+from ...wording import fields_of, listed
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import FirstLook, Role, first_look, recorded_step
 from ..programs.registry import program
@@ -92,10 +92,7 @@ class Difference:
         return bool(self.counts[CHANGED] or self.only_a or self.only_b or self.items)
 
     def to_json(self) -> dict[str, Any]:
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        items = [{"key": item.key, "a": item.a, "b": item.b} for item in self.items]
-        tensors = [tensor.to_json() for tensor in self.tensors]
-        return {**own, "differs": self.differs, "counts": self.counts, "tensors": tensors, "items": items}
+        return {**fields_of(self), "differs": self.differs, "counts": self.counts}
 
 
 def diff(

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -23,7 +23,7 @@ from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
 from ...store.small_tensors import stacked
 from ...vocabulary import CODE_SLOTS
-from ...wording import Finding, unnumbered
+from ...wording import Finding, fields_of, unnumbered
 from ..engine.outputs import OutputTensor
 from ..look.contents import FirstLook, Role, first_look
 from .elements import StoredSide, Tolerance, compare_elements
@@ -69,15 +69,7 @@ class CheckpointStats:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "checkpoint": self.checkpoint,
-            "since": self.since,
-            "steps": self.steps,
-            "tensors": [tensor.to_json() for tensor in self.tensors],
-            "folded": self.folded(),
-            "updates": list(map(asdict, self.updates)),
-            "health": list(map(health_json, self.health)),
-        }
+        return {**fields_of(self), "folded": self.folded(), "health": list(map(health_json, self.health))}
 
 
 def health_json(finding: Finding) -> dict[str, Any]:
@@ -311,9 +303,6 @@ class WeightUpdate:
     per_step: float | None
     lr: float | None
     factor: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def siblings_of(tensors: Sequence[TensorFigures]) -> Mapping[tuple[str, str], list[TensorFigures]]:

@@ -6,7 +6,6 @@ of one shape that are cut alike share a layout.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections import Counter, defaultdict
@@ -29,7 +28,7 @@ from ...store.open_checkpoint import OpenCheckpoint
 from ...store.opening import open_damaged
 from ...store.reading.dtypes import itemsize
 from ...store.verified import verified
-from ...wording import Finding, counted, size, unnumbered
+from ...wording import Finding, counted, fields_of, size, unnumbered
 from ..engine.rank_files import lay_out
 from ..target.topology import ROWS, AxisCut, ShardRule, Target
 from .contents import FirstLook, Role, first_look
@@ -144,11 +143,8 @@ class Fit:
         return f"`load` suffices, but {reads}; from a slow store it may pay to reshard once ({fewer}): {resharded}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        mine = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        mine |= {"uneven": [dataclasses.asdict(entry) for entry in self.uneven], "diagnosis": self.diagnosis.to_json()}
-        mine["findings"] = [{"kind": f.kind, "message": f.message, "names": f.names} for f in self.findings]
-        return {"fits": bool(self), "sentence": self.sentence, "advice": self.advice, "ranks": self.ranks, **mine}
+        own = {"fits": bool(self), "sentence": self.sentence, "advice": self.advice, "ranks": self.ranks}
+        return own | fields_of(self)
 
 
 _MANY_READS = 100_000

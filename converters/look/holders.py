@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -191,9 +191,6 @@ class Branch:
     shape: tuple[int, ...] | None
     dtype: str | None
     branches: tuple[Branch, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def module_tree(tensors: Iterable[StateRecord]) -> tuple[Branch, ...]:

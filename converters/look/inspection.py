@@ -25,7 +25,7 @@ from ...store.open_checkpoint import OpenCheckpoint
 from ...store.opening import open_damaged
 from ...store.reading.dtypes import itemsize
 from ...store.verified import Verified, verified
-from ...wording import Finding, counted, listed, moment, size
+from ...wording import Finding, counted, fields_of, listed, moment, size
 from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look, folded, option_value, ranges
 from .holders import (
     Branch,
@@ -104,11 +104,7 @@ class Inspection:
     manifest: Manifest
 
     def to_json(self) -> dict[str, Any]:
-        fields = (field.name for field in dataclasses.fields(self) if field.name != "manifest")
-        symptoms = [{"kind": s.kind, "message": s.message, "names": s.names} for s in self.symptoms]
-        last = self.verified.to_json() if self.verified else None
-        plain = {"verified": last, "diagnosis": self.diagnosis.to_json(), "symptoms": symptoms}
-        return {name: getattr(self, name) for name in fields} | plain
+        return {name: value for name, value in fields_of(self).items() if name != "manifest"}
 
     def matching(self, *globs: str) -> tuple[StateRecord, ...]:
         """Return the tensors with these keys, or that match these shell patterns; all of them if there are none.

@@ -19,7 +19,7 @@ from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.resumes import RESUMES_FILE, Resume, resumes_of
 from ...store.run import Run, RunStep, Visit, look_at_folder, run_of
-from ...wording import counted, listed, moment, size
+from ...wording import counted, fields_of, listed, moment, size
 from .contents import FirstLook, Role, first_look, kinds_in, option_value
 from .holders import writing_ranks
 
@@ -129,20 +129,8 @@ class StepChange:
 
     def to_json(self) -> dict[str, Any]:
         options = [{"option": n, "before": a, "after": b, "parameters": count} for n, a, b, count in self.options]
-        return {
-            "since": self.since,
-            "name": self.name,
-            "added": self.added,
-            "removed": self.removed,
-            "reshaped": dict(self.reshaped),
-            "options": options,
-            "ranks": self.ranks,
-            "programs": self.programs,
-            "moved": {
-                role: dict(zip(("changed", "same", "unknown"), n, strict=True)) for role, n in self.moved.items()
-            },
-            "lines": self.lines,
-        }
+        moved = {role: dict(zip(("changed", "same", "unknown"), n, strict=True)) for role, n in self.moved.items()}
+        return {**fields_of(self), "options": options, "moved": moved, "lines": self.lines}
 
 
 _MOVING = frozenset({Role.WEIGHTS, Role.MOMENTUM, Role.MOMENTS, Role.MASTERS})
@@ -221,11 +209,11 @@ class RunHistory:
         pointer = self.run.pointer
         return {
             "run": str(self.run.path),
-            "steps": [step.to_json() for step in self.steps],
+            "steps": self.steps,
             "newest_whole": self.newest_whole.name if self.newest_whole else None,
             "pointer": {"file": pointer.file, "text": pointer.text, "names": pointer.name} if pointer else None,
-            "changes": [change.to_json() for change in self.changes],
-            "resumes": [{**resume.to_json(), "verdict": resume.verdict} for resume in self.resumes],
+            "changes": self.changes,
+            "resumes": [{**fields_of(resume), "verdict": resume.verdict} for resume in self.resumes],
             "unread_resumes": self.unread_resumes,
         }
 
@@ -317,14 +305,7 @@ class RunDifference:
         return bool(self.only_a or self.only_b) or any(step.differs for step in self.steps)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "a": self.a.to_json(),
-            "b": self.b.to_json(),
-            "steps": [step.to_json() for step in self.steps],
-            "only_a": list(self.only_a),
-            "only_b": list(self.only_b),
-            "differs": self.differs,
-        }
+        return {**fields_of(self), "differs": self.differs}
 
 
 def diff_runs(a: str | os.PathLike[str] | Remote, b: str | os.PathLike[str] | Remote) -> RunDifference:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from ..converters.target.topology import AxisCut
 from ..errors import SourceError
@@ -50,19 +49,6 @@ class Checkup:
     prospect: Prospect | None = None
     replacement: Replacement | None = None
     proof: Proof | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "source": self.source,
-            "device": self.device,
-            "why_cpu": self.why_cpu,
-            "optimizers": self.optimizers,
-            "parameters": [one.to_json() for one in self.parameters],
-            "findings": [asdict(finding) for finding in self.findings],
-            "prospect": self.prospect and self.prospect.to_json(),
-            "replacement": self.replacement and self.replacement.to_json(),
-            "proof": self.proof and {**asdict(self.proof), "equal": self.proof.equal},
-        }
 
 
 def doctor(

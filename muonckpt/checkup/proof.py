@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..optimizer import Muon
 from ..optimizer.newton_schulz.recipe import flops
 from ..vocabulary import EXP_AVG, MOMENTUM, Convention
+from ..wording import fields_of
 from .programs import known_optimizer
 from .replaced import OurGroup, Replacement
 from .treatments import Treatment
@@ -91,6 +92,9 @@ class Proof:
     def equal(self) -> bool:
         """Return whether the optimizers do the same, up to rounding."""
         return self.exact is not None and self.exact.update <= NEAR and self.exact.momentum <= NEAR
+
+    def to_json(self) -> dict[str, Any]:
+        return {**fields_of(self), "equal": self.equal}
 
 
 def prove(optimizers: Sequence[Optimizer], replaced: Replacement) -> Proof:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 from ..converters.target.topology import AxisCut, ShardRule
 from ..errors import SourceError, TargetError, did_you_mean
@@ -42,9 +41,6 @@ class Prospect:
     topologies: tuple[Topology, ...]
     cheapest: int
     why: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def forecast(

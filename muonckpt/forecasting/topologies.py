@@ -87,9 +87,6 @@ class Topology:
         """The mesh in the form of the command line."""
         return ",".join(f"{axis}={count}" for axis, count in self.mesh.items())
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def topology_of(
     model: ModelTensors,

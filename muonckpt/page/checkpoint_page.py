@@ -124,7 +124,7 @@ class Page:
         return {
             "muonckpt": VERSION,
             "overview": list(description(self.inspection)),
-            "inspection": plain(self.inspection.to_json()),
+            "inspection": plain(self.inspection),
             "verdict": verdict_of(self.diagnosis),
             "lost": lost_columns(self.diagnosis.damage, places),
             **shard_columns(manifest, self.known.contents),
@@ -297,7 +297,7 @@ def _stats_columns(stats: CheckpointStats, places: Mapping[str, int]) -> dict[st
             {name: rounded(value) for name, value in row.items()} | {"members": own}
             for row, own in zip(stats.folded(), members, strict=True)
         ],
-        "updates": [update.to_json() for update in stats.updates],
+        "updates": stats.updates,
         "health": [health_json(finding) for finding in stats.health],
     }
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 
 from ..errors import DestinationError
 from ..store.io.new_file import write_synced
-from ..wording import printable
+from ..wording import as_json, printable
 
 _ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
@@ -61,19 +60,12 @@ def write_page(file: str | os.PathLike[str], html: str) -> int:
     return len(text)
 
 
-def plain(value: Any) -> Any:
-    """Convert data to JSON's types; infinite and NaN numbers, and whatever else JSON lacks, become text."""
-    match value:
-        case None | bool() | int() | str():
-            return value
-        case float():
-            return value if math.isfinite(value) else str(value)
-        case Mapping():
-            return {str(name): plain(each) for name, each in value.items()}
-        case list() | tuple():
-            return [plain(each) for each in value]
-        case _:
-            return str(value)
+_NONFINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+
+
+def plain(result: Any) -> Any:
+    """Convert a result to JSON data; infinite and NaN numbers become text, because browsers read none."""
+    return json.loads(json.dumps(result, default=as_json), parse_constant=_NONFINITE.get)
 
 
 def rounded(value: Any) -> Any:

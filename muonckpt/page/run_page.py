@@ -7,7 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,11 @@ class RunPage:
         steps = [self.numbers.get(step.name) for step in self.history.steps]
         return {
             "muonckpt": VERSION,
-            **plain(self.history.to_json()),
+            **plain(self.history),
             "verdict": self.verdict,
             "overview": list(overview_of_run(self.history)),
             "measured": self.stats,
-            "findings": [[plain(asdict(finding)) for finding in step.findings] if step else [] for step in steps],
+            "findings": [plain(step.findings) if step else [] for step in steps],
             "left_out": [len(step.left_out) if step else 0 for step in steps],
             "since": [step.since if step else None for step in steps],
             "series": plain(list(_series(self.history.steps, self.numbers))),

@@ -99,9 +99,7 @@ class Diagnosis:
         """Return it as plain data; None if nothing is wrong."""
         if not self.sentence:
             return None
-        remedies = [{"command": one.command, "gives": one.gives} for one in self.remedies]
-        lost = self.damage.to_json() if self.damage else None
-        return {"sentence": self.sentence, "remedies": remedies, "lost": lost}
+        return {"sentence": self.sentence, "remedies": self.remedies, "lost": self.damage or None}
 
 
 def diagnosis_of(

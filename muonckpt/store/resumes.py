@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SourceError
-from ..wording import counted, moment
+from ..wording import counted, fields_of, moment
 from .io.location import Location, Remote
 from .io.regular import open_regular
 
@@ -58,9 +58,6 @@ class Resume:
         moved = f"{before} ranks -> {self.ranks}"
         return f"from step {self.step}, {moment(self.when)} UTC, {moved}: {self.verdict}"
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def add_resume(folder: Location, step: int, path: str, ranks_saved: int | None, ranks: int) -> Resume:
     """Record that a run was resumed, and return the record.
@@ -76,7 +73,7 @@ def add_resume(folder: Location, step: int, path: str, ranks_saved: int | None, 
 
 def add_line(folder: Location, resume: Resume) -> None:
     """Write a line behind the others; the last of an attempt counts."""
-    line = json.dumps(resume.to_json()).encode() + b"\n"
+    line = json.dumps(fields_of(resume)).encode() + b"\n"
     file = folder / RESUMES_FILE
     if isinstance(file, Remote):  # nothing grows in an object store
         file.write((_content(file) or b"") + line)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ..errors import DamageError, SourceError
 from .damage import Kinds, damage_of_files, findings_by_files, kinds_by_slot, sentence_of, unexplained
@@ -91,19 +91,6 @@ class RunStep:
     def folder(self) -> Location:
         """The folder in that of the run."""
         return self.path if self.path.name == self.name else self.path.parent
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "path": str(self.path),
-            "step": self.step,
-            "attempt": self.attempt,
-            "state": self.state,
-            "fault": self.fault,
-            "bytes": self.bytes,
-            "saved": self.saved,
-            "verified": self.verified.to_json() if self.verified else None,
-        }
 
 
 @dataclass(frozen=True, slots=True)

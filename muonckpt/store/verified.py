@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import xxhash
 
 from ..errors import SourceError
 from ..version import VERSION
+from ..wording import fields_of
 from .io.location import Location, Remote, at_each
 from .io.lock import waiting
 from .io.new_file import content, write_synced
@@ -59,9 +60,6 @@ class Verified:
     @property
     def is_whole(self) -> bool:
         return self.verdict != "faulty"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +202,11 @@ def record(checkpoint: Location, verdict: str, sentence: str, has_loss: bool, be
 
 def _add(folder: Location, name: str, entry: Verified) -> None:
     if isinstance(folder, Remote):
-        (folder / RECORD / name).write(json.dumps(entry.to_json()).encode())
+        (folder / RECORD / name).write(json.dumps(fields_of(entry)).encode())
         return
     with waiting(folder):
         kept = {other: one for other, one in verifications(folder).items() if (folder / other).exists()}
-        entries = {other: one.to_json() for other, one in sorted({**kept, name: entry}.items())}
+        entries = {other: fields_of(one) for other, one in sorted({**kept, name: entry}.items())}
         text = json.dumps({"muonckpt": VERSION, "checkpoints": entries}, indent=1)
         _replace(folder / RECORD, text.encode())
 

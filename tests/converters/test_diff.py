@@ -16,6 +16,7 @@ from support.sharded import DTYPES, edit
 
 import muonckpt
 from muonckpt.converters.compare.elements import as_float64
+from muonckpt.wording import as_json
 
 NAMES = [f"layers.{layer}.weight" for layer in range(2)]
 
@@ -76,7 +77,7 @@ def test_keys_items_and_what_did_not_move_are_told(run, later):
     assert done.returncode == 1 and "identical although the steps differ (5 and 6)" in " ".join(done.stdout.split("\n"))
     assert called("diff", run, later, f"model.{NAMES[1]}").returncode == 0
     printed = json.loads(called("diff", run, later, "--json").stdout)
-    assert printed.pop("seconds") >= 0 and printed == json.loads(json.dumps(found.to_json()))
+    assert printed.pop("seconds") >= 0 and printed == json.loads(json.dumps(found, default=as_json))
 
 
 def test_a_run_on_another_mesh_has_only_moved_and_nothing_is_read(run, tmp_path):

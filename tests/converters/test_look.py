@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
 from muonckpt.converters.look.contents import ranges
+from muonckpt.wording import as_json
 
 LAYERS = range(3)
 MATRICES = [f"layers.{layer}.{name}.weight" for layer in LAYERS for name in ("up", "down")]
@@ -69,7 +70,7 @@ def test_a_healthy_run_is_described_and_has_no_symptoms(tmp_path):
     muon, adamw = (group["options"] for group in inspection.groups)
     assert (muon["lr"], muon["momentum"], muon["weight_decay"], adamw["betas"]) == (0.02, 0.95, 0.1, (0.9, 0.95))
     assert [(said["convention"], said["tensors"]) for said in inspection.conventions] == [("ema", 6)]
-    json.dumps(inspection.to_json())
+    json.dumps(inspection, default=as_json)
 
 
 def muon_off(state):

@@ -12,6 +12,7 @@ from support.commands import called
 
 import muonckpt
 from muonckpt.converters.compare.figures import SKETCH, ElementFigures, spectra_of
+from muonckpt.wording import as_json
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -122,5 +123,5 @@ def test_the_command_prints_what_the_function_returns(runs):
     assert shown.returncode == 0 and "look at: 1 momentum is all zeros" in shown.stdout and "frozen" in shown.stdout
     assert "\nmodel.layers.2.up.weight " in called("stats", runs / "late", "--all", "--no-spectra").stdout
     found = json.loads(called("stats", runs / "late", "--json").stdout)
-    assert found.pop("seconds") > 0 and found == json.loads(json.dumps(muonckpt.stats(runs / "late").to_json()))
+    assert found.pop("seconds") > 0 and found == json.loads(json.dumps(muonckpt.stats(runs / "late"), default=as_json))
     assert called("stats", runs / "late", "*momentun*").returncode == 2
