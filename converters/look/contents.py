@@ -21,7 +21,7 @@ from ...vocabulary import CODE_SLOTS, PARAMS
 from ...wording import LAYER_NUMBER, unnumbered
 from ..programs.dialect import FOREIGN, Dialect, StoredMethod
 from ..programs.registry import DIALECTS
-from ..translate.detection import Detected, detect, with_slots_of
+from ..translate.detection import Detected, confirmed, detect, with_slots_of
 from ..translate.groups import SourceGroup, TargetGroup, merge_equal, source_groups
 
 NO_STATE = "(not optimizer state)"
@@ -425,12 +425,15 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
     program: Detected | str
     try:
         program = detect(manifest)
-        dialect = program.dialect
-        manifest = with_slots_of(manifest, dialect)
     except SourceError as error:
-        program, dialect = str(error), None
+        program = str(error)
+    dialect = program.dialect if isinstance(program, Detected) else None
     most = _MOST_REMOTE_GROUPS if isinstance(checkpoint.path, Remote) else _MOST_GROUPS
     groups = _hyper_parameters(manifest, dialect, values, most)
+    if isinstance(program, Detected):
+        program = confirmed(manifest, program, (group.options for group in groups.groups))
+        dialect = program.dialect
+        manifest = with_slots_of(manifest, dialect)
     methods = groups.values_of(dialect.method_option if dialect else None)
     for group in groups.groups:
         for option in FOREIGN.keys() & group.options.keys():

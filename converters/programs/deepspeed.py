@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...box import Index
-from ...vocabulary import PARAMS, SCHEDULED, Convention
+from ...vocabulary import Convention
 from .codings import Coding, OptionValues
-from .dialect import LISTED, MODEL, NESTED, RATES, Dialect, Mark, MomentumOptions, StoredMethod
-from .torch import ADAMW, PLAIN
+from .dialect import FLAG, LISTED, MODEL, NESTED, NUMBER, RATES, TEXT, Dialect, Mark, OptionTable, StoredMethod
+from .torch import ADAMW, ADAMW_KINDS, PLAIN, RATE_KINDS
 
 _FORMS: dict[str, OptionValues] = {
     "standard": {"gram": None, "ns_dtype": "bfloat16"},
@@ -55,9 +55,8 @@ PROGRAM = Dialect(
         ),
         replace(ADAMW, idle={**ADAMW.idle, "use_muon": False, "name": "adam-params"}, family="deepspeed"),
     ),
-    MomentumOptions(
-        frozenset({"use_muon", "lr", "momentum", "weight_decay", "ns_method"}),
-        frozenset({PARAMS, "name", *SCHEDULED}),
+    OptionTable(
+        {**RATE_KINDS, "momentum": NUMBER, "use_muon": FLAG, "ns_method": TEXT}, elementwise=ADAMW_KINDS, closed=True
     ),
     marks=(Mark(options={"use_muon", "ns_method"}),),
     facts={

@@ -13,7 +13,7 @@ from ...box import Index
 from ...errors import SourceError
 from ...keys import PARAM_GROUPS, STATE, OptimizerPlace, key_of
 from ...store.formats.signs import COMMON_FILE
-from ...vocabulary import CODE_SLOTS, Convention, KeyPath
+from ...vocabulary import CODE_SLOTS, PARAMS, SCHEDULED, Convention, KeyPath
 from .codings import Coding
 
 _FIELDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -196,24 +196,80 @@ _OF_ANY = frozenset({"momentum", "master"})
 
 
 @dataclass(frozen=True, slots=True)
-class MomentumOptions:
-    """The options by which a program's groups with momentum are known.
+class OptionKind:
+    """A kind of values of an option: ``words`` say it, and ``includes`` tells whether a value is one."""
+
+    words: str
+    includes: Callable[[Any], bool]
+
+    def or_none(self) -> OptionKind:
+        return OptionKind(f"{self.words} or None", lambda value: value is None or self.includes(value))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_numbers(value: object, count: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == count and all(map(_is_number, value))
+
+
+def _are_rows(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(_are_numbers(row, 3) for row in value)
+
+
+ANYTHING = OptionKind("anything", lambda value: True)
+NUMBER = OptionKind("a number", _is_number)
+COUNT = OptionKind("a whole number", lambda value: _is_number(value) and value % 1 == 0)
+FLAG = OptionKind("True or False", lambda value: isinstance(value, int) and value in (0, 1))
+TEXT = OptionKind("a word", lambda value: isinstance(value, str))
+PAIR = OptionKind("two numbers", lambda value: _are_numbers(value, 2))
+TRIPLE = OptionKind("three numbers", lambda value: _are_numbers(value, 3))
+TRIPLES = OptionKind("three numbers, or three for each step", lambda value: _are_numbers(value, 3) or _are_rows(value))
+COUNTS = OptionKind("whole numbers", lambda value: isinstance(value, list | tuple) and all(map(COUNT.includes, value)))
+
+_ADDED: Mapping[str, OptionKind] = MappingProxyType(
+    {PARAMS: ANYTHING, "param_names": ANYTHING, "name": ANYTHING, **dict.fromkeys(SCHEDULED, ANYTHING)}
+)
+"""Options that state dicts, schedulers and users add to the groups of any program."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionTable:
+    """The options of a program's groups, each with the kind of its values.
 
     Attributes:
-        always: options of every such group, in all versions of the program.
-        beside: others that it may have; None: any.
+        always: options of every group with momentum, in all versions of the program.
+        beside: others that a group with momentum may have.
+        elementwise: those that only groups without momentum have.
+        closed: whether the program writes no others into a group with momentum.
     """
 
-    always: frozenset[str]
-    beside: frozenset[str] | None = None
+    always: Mapping[str, OptionKind] = field(default_factory=dict)
+    beside: Mapping[str, OptionKind] = field(default_factory=dict)
+    elementwise: Mapping[str, OptionKind] = field(default_factory=dict)
+    closed: bool = False
+
+    def unknown_options(self, options: Iterable[str]) -> list[str]:
+        """Return those options of a group with momentum that the program never writes."""
+        return sorted({*options} - {*self.always, *self.beside, *_ADDED}) if self.closed else []
 
     def contradicted_by(self, options: Collection[str]) -> str:
-        """Say why a group with these options is not the program's; empty if it may be."""
-        if lacking := sorted(self.always - {*options}):
+        """Say why a group with momentum and these options is not the program's; empty if it may be."""
+        if lacking := sorted(self.always.keys() - {*options}):
             return f"the group lacks {', '.join(map(repr, lacking))}, which the program always writes"
-        if self.beside is not None and (others := sorted({*options} - self.always - self.beside)):
-            return f"the group has {', '.join(map(repr, others))}, which the program never writes"
+        if unknown := self.unknown_options(options):
+            return f"the group has {', '.join(map(repr, unknown))}, which the program never writes"
         return ""
+
+    def misfits(self, options: Mapping[str, Any]) -> dict[str, str]:
+        """Return the options whose values are of another kind than the program's, each with what was expected."""
+        kinds = {**self.elementwise, **self.beside, **self.always}
+        return {
+            option: kinds[option].words
+            for option, value in options.items()
+            if option in kinds and not kinds[option].includes(value)
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +278,7 @@ class Mark:
 
     Attributes:
         slots, options: these slots, and these options of one group, together.
-        closed: groups with momentum that `Dialect.momentum_options` does not contradict.
+        closed: groups with momentum that `Dialect.options` does not contradict.
         at_home: the keys have to lie where the program puts them; then this mark goes before others that are closed.
     """
 
@@ -248,7 +304,7 @@ class Dialect:
         model, state, option: templates of keys; ``option`` is None if groups are not stored as items.
         convention: the convention of the momentum; None if the user must say it.
         methods: the update methods, in the order in which they are tried.
-        momentum_options: tell the groups with momentum for which the convention holds.
+        options: what its groups have; they tell the groups with momentum for which the convention holds.
         marks: each of them alone tells the program.
         own_keys: whether the form of its keys tells the program.
         derived: slots that the program can compute again; they are left out when another dialect is written.
@@ -277,7 +333,7 @@ class Dialect:
     option: AnyTemplate | None
     convention: Convention | None
     methods: tuple[StoredMethod, ...]
-    momentum_options: MomentumOptions = MomentumOptions(frozenset())
+    options: OptionTable = OptionTable()
     marks: tuple[Mark, ...] = ()
     own_keys: bool = False
     derived: frozenset[str] = frozenset()
@@ -303,6 +359,10 @@ class Dialect:
     def slots_called(self, name: str) -> frozenset[str]:
         """Return what its methods call the slot of this common name."""
         return frozenset(method.slots[name] for method in self.methods if name in method.slots)
+
+    def options_called(self, name: str) -> frozenset[str]:
+        """Return what its methods call the option of this common name."""
+        return frozenset(method.options[name] for method in self.methods if name in method.options)
 
     def holds_groups(self, path: KeyPath) -> bool:
         """Return whether this is the item that holds all groups."""

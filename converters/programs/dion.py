@@ -6,14 +6,45 @@ from collections.abc import Mapping
 
 from ...vocabulary import Convention
 from .codings import FLATTEN, SPLITS, scale
-from .dialect import LISTED, MODEL, NESTED, RATES, UNFUSED, Dialect, Mark, MomentumOptions, StoredMethod
+from .dialect import (
+    COUNT,
+    COUNTS,
+    FLAG,
+    LISTED,
+    MODEL,
+    NESTED,
+    NUMBER,
+    RATES,
+    TEXT,
+    UNFUSED,
+    Dialect,
+    Mark,
+    OptionKind,
+    OptionTable,
+    StoredMethod,
+)
+from .torch import RATE_KINDS
 
 SHARED = {**RATES, "step": "step"}
 MATRIX = {"momentum": "mu", "nesterov": "nesterov", "eps": "epsilon"}
 BETAS = {"beta1": "beta1", "beta2": "beta2"}
 OF_MATRICES: Mapping[str, object] = {"mu": 0.95, "nesterov": False, "flatten": False}
 OF_SCALARS: Mapping[str, object] = {"beta1": 0.9, "beta2": 0.95}
-GROUP = MomentumOptions(frozenset({"algorithm", "mu"}))
+_ALWAYS: Mapping[str, OptionKind] = {"algorithm": TEXT, "mu": NUMBER}
+_KINDS: Mapping[str, OptionKind] = {
+    **RATE_KINDS,
+    "step": COUNT,
+    **dict.fromkeys(("beta1", "beta2", "epsilon"), NUMBER),
+    "nesterov": FLAG,
+    "flatten": FLAG,
+    "adjust_lr": TEXT.or_none(),
+}
+
+
+def option_table(kinds: Mapping[str, OptionKind]) -> OptionTable:
+    """Return the table of a program of dion's family, with these options beside those that all have."""
+    return OptionTable(_ALWAYS, {**_KINDS, **kinds}, closed=True)
+
 
 SCALES = {"spectral": ("spectral_norm",), "rms": ("rms_norm",), "none": (None,)}
 """The words of ``adjust_lr`` for each common scale."""
@@ -55,7 +86,9 @@ PROGRAM = Dialect(
             assumed={"cautious_wd": False},
         ),
     ),
-    GROUP,
+    option_table(
+        {"cautious_wd": FLAG, "muon_beta2": NUMBER, "split_sizes": COUNTS.or_none(), "num_heads": COUNT.or_none()}
+    ),
     marks=(
         Mark(slots={"step_dev"}),
         Mark(slots={"variance_neuron"}),

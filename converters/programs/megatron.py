@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from ...store.formats.signs import COMMON_FILE, COMMON_STATE, item_key
 from ...vocabulary import MASTER
 from .codings import betas
-from .dialect import MODEL, RATES, Dialect, StoredMethod, Template
+from .dialect import COUNT, MODEL, NUMBER, PAIR, RATES, Dialect, OptionTable, StoredMethod, Template
+from .torch import RATE_KINDS
 
 _IDLE: Mapping[str, object] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 """Options by which groups are told apart (`param_group_identifier_keys` of core 0.19.2)."""
@@ -33,6 +34,8 @@ def _methods(*more: Mapping[str, str]) -> tuple[StoredMethod, ...]:
         for name, slots, options, codings in (muon, adamw)
     )
 
+
+_OPTIONS = OptionTable(beside={**RATE_KINDS, "momentum": NUMBER, "betas": PAIR, "eps": NUMBER, "step": COUNT})
 
 _ITEMS = frozenset(
     {COMMON_STATE, COMMON_FILE, "args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
@@ -86,6 +89,7 @@ def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
         None,
         None,
         _methods(_MASTER, {}),
+        _OPTIONS,
         own_keys=not chains,
         hints=_HINTS,
         common=(COMMON_STATE,),
@@ -106,6 +110,7 @@ FSDP_DTENSOR = Dialect(
     Template(("optimizer", "param_to_group_meta", "module.module.module.{name}", "{option}")),
     None,
     _methods({}, _STEP),
+    _OPTIONS,
     own_keys=True,
     private=_ITEMS,
     arguments=_of_arguments,
@@ -124,6 +129,7 @@ LAYER_WISE = Dialect(
     Template(("layer_wise", "param_groups", "{group}", "{option}")),
     None,
     _methods(_MASTER, {}, {**_MASTER, **_STEP}, _STEP),
+    _OPTIONS,
     own_keys=True,
     writable=False,
     private=_ITEMS,

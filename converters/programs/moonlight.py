@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...vocabulary import Convention
 from .codings import betas
-from .dialect import LISTED, MODEL, NESTED, Dialect, Mark, MomentumOptions, StoredMethod
+from .dialect import COUNT, FLAG, LISTED, MODEL, NESTED, NUMBER, PAIR, Dialect, Mark, OptionTable, StoredMethod
 from .torch import PLAIN
 
 _RATES = {"lr": "lr", "weight_decay": "wd"}
@@ -31,7 +31,11 @@ PROGRAM = Dialect(
             idle={"momentum": None, "nesterov": None, "ns_steps": None},
         ),
     ),
-    MomentumOptions(frozenset({"wd", "momentum", "adamw_betas", "adamw_eps"})),
+    OptionTable(
+        {"wd": NUMBER, "momentum": NUMBER, "adamw_betas": PAIR, "adamw_eps": NUMBER},
+        {"lr": NUMBER, "nesterov": FLAG, "ns_steps": COUNT},
+        closed=True,
+    ),
     marks=(Mark(slots={"use_muon"}, options={"wd", "adamw_betas", "adamw_eps"}), Mark(slots={"use_muon", "moment1"})),
     derived=frozenset({"use_muon"}),
     facts={"muon": {**PLAIN, "pieces": None, "gram": None, "ns": "keller", "scale": "rms"}, "adamw": PLAIN},

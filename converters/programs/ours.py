@@ -21,7 +21,20 @@ from ...vocabulary import (
     STEP,
 )
 from .codings import betas, scale
-from .dialect import LISTED, MODEL, NESTED, Dialect, Mark, MomentumOptions, StoredMethod
+from .dialect import (
+    COUNT,
+    FLAG,
+    LISTED,
+    MODEL,
+    NESTED,
+    NUMBER,
+    PAIR,
+    TEXT,
+    Dialect,
+    Mark,
+    OptionTable,
+    StoredMethod,
+)
 
 SLOTS = {
     "muon": {"momentum": MOMENTUM},
@@ -60,7 +73,12 @@ PROGRAM = Dialect(
     LISTED,
     MUON_CONVENTION,
     tuple(_method(name, extra) for extra in ({}, {"master": MASTER}) for name in SLOTS),
-    MomentumOptions(frozenset({"convention"})),
+    OptionTable(
+        {"convention": TEXT},
+        dict.fromkeys(("lr", "weight_decay", "momentum", "eps"), NUMBER)
+        | dict.fromkeys(("nesterov", "cautious"), FLAG)
+        | {"algorithm": TEXT, "ns_steps": COUNT, "betas": PAIR},
+    ),
     marks=(Mark(options={"convention"}), Mark(options=OURS)),
     method_option="algorithm",
     takes_methods=True,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from ...vocabulary import Convention
 from .codings import betas
-from .dialect import LISTED, MODEL, NESTED, RATES, Dialect, MomentumOptions, StoredMethod
-from .torch import PLAIN
+from .dialect import FLAG, LISTED, MODEL, NESTED, NUMBER, PAIR, RATES, Dialect, OptionTable, StoredMethod
+from .torch import PLAIN, RATE_KINDS
 
 _MOMENTUM = {"momentum": "momentum_buffer"}
 _FACTS = {**PLAIN, "gram": None, "ns_dtype": "bfloat16"}
@@ -31,7 +31,7 @@ KELLER = Dialect(
             idle={"use_muon": False},
         ),
     ),
-    MomentumOptions(frozenset({"lr", "momentum", "weight_decay"}), frozenset({"use_muon"})),
+    OptionTable({**RATE_KINDS, "momentum": NUMBER}, {"use_muon": FLAG}, {"betas": PAIR, "eps": NUMBER}, closed=True),
     facts={
         "muon": {**_FACTS, "pieces": None, "nesterov": True, "scale": "original"}
         | {"ns": "keller", "ns_steps": 5, "eps": 1e-7},
@@ -49,7 +49,7 @@ EMERGING = Dialect(
     LISTED,
     Convention.EMA,
     (StoredMethod("muon", _MOMENTUM, {**RATES, "momentum": "momentum"}),),
-    MomentumOptions(frozenset({"lr", "momentum", "weight_decay"})),
+    OptionTable({**RATE_KINDS, "momentum": NUMBER}),
     facts={"muon": {**_FACTS, "eps": 1e-15}},
     writable=False,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...vocabulary import Convention
 from .dialect import FLAT, FLAT_OPTIONS, Dialect, Mark, Template
-from .torch import ADAMW, GROUP, PLAIN, SCALES, muon
+from .torch import ADAMW, OPTIONS, PLAIN, SCALES, muon
 
 PROGRAM = Dialect(
     "titan",
@@ -14,7 +14,7 @@ PROGRAM = Dialect(
     FLAT_OPTIONS,
     Convention.EMA,
     (muon({**SCALES, "spectral": ("spectral_unclamped",)}), ADAMW),
-    GROUP,
+    OPTIONS,
     marks=(Mark(closed=True, at_home=True),),
     facts={"muon": {**PLAIN, "gram": None}, "adamw": PLAIN},
 )

@@ -4,9 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...vocabulary import PARAMS, SCHEDULED, Convention
+from ...vocabulary import Convention
 from .codings import COUPLED, betas, coefficients, scale
-from .dialect import LISTED, MODEL, NESTED, NUMBERED, RATES, UNFUSED, Dialect, Mark, MomentumOptions, StoredMethod
+from .dialect import (
+    COUNT,
+    FLAG,
+    LISTED,
+    MODEL,
+    NESTED,
+    NUMBER,
+    NUMBERED,
+    PAIR,
+    RATES,
+    TEXT,
+    TRIPLE,
+    TRIPLES,
+    UNFUSED,
+    Dialect,
+    Mark,
+    OptionKind,
+    OptionTable,
+    StoredMethod,
+)
 
 KELLER = (3.4445, -4.775, 2.0315)
 SCALES = {"original": ("original", None), "rms": ("match_rms_adamw",)}
@@ -46,13 +65,24 @@ ADAMW = StoredMethod(
 )
 METHODS = (muon(SCALES), ADAMW)
 
-GROUP = MomentumOptions(
-    always=frozenset({*MUON_OPTIONS.values(), "ns_coefficients", "ns_steps", "adjust_lr_fn"}),
-    beside=frozenset({PARAMS, *SCHEDULED, "param_names", "name"})
-    | {"betas", "amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"},
-)  # fmt: skip
-"""Options of torch.optim.Muon; beside them those that schedulers, state dicts and users add, and those of AdamW.  Other
-programs write some of them, and other options beside them."""
+RATE_KINDS: Mapping[str, OptionKind] = {"lr": NUMBER, "weight_decay": NUMBER}
+MUON_KINDS: Mapping[str, OptionKind] = {
+    **RATE_KINDS,
+    "momentum": NUMBER,
+    "nesterov": FLAG,
+    "eps": NUMBER,
+    "ns_steps": COUNT,
+    "adjust_lr_fn": TEXT.or_none(),
+}
+ADAMW_KINDS: Mapping[str, OptionKind] = {
+    "betas": PAIR,
+    "eps": NUMBER,
+    "foreach": FLAG.or_none(),
+    "fused": FLAG.or_none(),
+    **dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay"), FLAG),
+}
+OPTIONS = OptionTable({**MUON_KINDS, "ns_coefficients": TRIPLE}, ADAMW_KINDS, closed=True)
+"""Options of torch.optim.Muon; beside them those of AdamW, some of which torchtitan gives to both."""
 
 PROGRAM = Dialect(
     "torch",
@@ -62,7 +92,7 @@ PROGRAM = Dialect(
     LISTED,
     Convention.EMA,
     METHODS,
-    GROUP,
+    OPTIONS,
     marks=(Mark(closed=True),),
     facts={"muon": {**PLAIN, "pieces": None, "gram": None}, "adamw": PLAIN},
 )
@@ -70,6 +100,7 @@ PROGRAM = Dialect(
 # torch's keys and slots, from nobody knows which program.
 
 _NEVER_ADDED = frozenset({"ns_coefficients"})
+_KINDS = OptionTable(beside={**MUON_KINDS, **ADAMW_KINDS, "ns_coefficients": TRIPLES})
 BY_NUMBER = Dialect(
     "fully_shard",
     "fsdp_dtensor, dialect B: megatron_fsdp.fully_shard, state by number",
@@ -78,6 +109,7 @@ BY_NUMBER = Dialect(
     LISTED,
     None,
     METHODS,
+    _KINDS,
     unsaid=_NEVER_ADDED,
 )
 UNKNOWN = Dialect(
@@ -88,5 +120,6 @@ UNKNOWN = Dialect(
     LISTED,
     None,
     METHODS,
+    _KINDS,
     unsaid=_NEVER_ADDED,
 )

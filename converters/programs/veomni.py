@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from ...vocabulary import Convention
 from .codings import GRAM, coefficients, equal_parts, scale
-from .dialect import FLAT, FLAT_OPTIONS, MODEL, Dialect, Mark, MomentumOptions, StoredMethod
-from .torch import ADAMW, MUON_ASSUMED, MUON_OPTIONS, PLAIN, SCALES
+from .dialect import (
+    COUNT,
+    COUNTS,
+    FLAT,
+    FLAT_OPTIONS,
+    MODEL,
+    NUMBER,
+    TEXT,
+    TRIPLES,
+    Dialect,
+    Mark,
+    OptionTable,
+    StoredMethod,
+)
+from .torch import ADAMW, ADAMW_KINDS, MUON_ASSUMED, MUON_KINDS, MUON_OPTIONS, PLAIN, SCALES
 
 _MUON = StoredMethod(
     "muon",
@@ -24,7 +37,17 @@ PROGRAM = Dialect(
     FLAT_OPTIONS,
     Convention.EMA,
     (_MUON, ADAMW),
-    MomentumOptions(frozenset({"momentum", "ns_implementation"})),
+    OptionTable(
+        {"momentum": NUMBER, "ns_implementation": TEXT},
+        {
+            **MUON_KINDS,
+            **ADAMW_KINDS,
+            "ns_coefficients": TRIPLES,
+            "gram_ns_reset_iterations": COUNTS,
+            "head_blocks": COUNT,
+        },
+        closed=True,
+    ),
     marks=(Mark(options={"ns_implementation", "gram_ns_reset_iterations"}),),
     facts={"muon": PLAIN, "adamw": PLAIN},
 )

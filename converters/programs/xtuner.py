@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...vocabulary import Convention
 from .codings import FLATTEN, equal_parts, lr_ratio, scale
-from .dialect import LISTED, MODEL, NESTED, Dialect, Mark, StoredMethod
-from .dion import BETAS, GROUP, MATRIX, OF_MATRICES, OF_SCALARS, SCALES, SHARED
+from .dialect import COUNT, FLAG, LISTED, MODEL, NESTED, Dialect, Mark, StoredMethod
+from .dion import BETAS, MATRIX, OF_MATRICES, OF_SCALARS, SCALES, SHARED, option_table
 from .torch import PLAIN
 
 PROGRAM = Dialect(
@@ -33,7 +33,7 @@ PROGRAM = Dialect(
             assumed={"epsilon": 1e-8},
         ),
     ),
-    GROUP,
+    option_table({"num_experts": COUNT, "clip_grad": FLAG}),
     marks=(
         Mark(slots={"lr_ratio"}),
         Mark(options={"num_experts", "algorithm", "epsilon", "mu"}),

@@ -12,6 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...errors import SourceError, TargetError
 from ...keys import NUMBER, PARAM_GROUPS, STATE, OptimizerKey, OptimizerPlace, key_of
@@ -66,6 +67,12 @@ class Keys:
     groups: tuple[frozenset[str], ...] = ()
     slots: frozenset[str] = frozenset()
     example: str = ""
+
+    @property
+    def form(self) -> str:
+        if any(place.flat for place in self.optimizers):
+            return "flat"
+        return "numbered" if self.numbered else "nested"
 
 
 _FORMS = (NESTED, NUMBERED, FLAT)
@@ -293,41 +300,82 @@ def _first(dialect: Dialect, entries: list[tuple[str, KeyPath]]) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Claims:
+    """The programs of which a checkpoint bears a mark, each with a sentence that says which.
+
+    ``void`` are those that its groups contradict, each with a sentence that says by what.
+    """
+
+    marks: Mapping[str, str]
+    void: tuple[str, ...]
+
+
 def _by_marks(keys: Keys) -> Detected:
     """Return the program that the slots and options tell, or none."""
     where = ", ".join(map(str, keys.optimizers))
-    flat = any(place.flat for place in keys.optimizers)
-    form = "flat" if flat else "numbered" if keys.numbered else "nested"
-    reason = f"{where} has torch's {form} keys, such as {keys.example!r}"
+    reason = f"{where} has torch's {keys.form} keys, such as {keys.example!r}"
     programs = DIALECTS
-    if not (marks := _marks(keys, programs)):
+    claims = _claims(keys, programs)
+    if not claims.marks:
         programs = with_plugins()
-        marks = _marks(keys, programs)
-    if len(marks) > 1:
-        named = ", ".join(f"{name} ({why})" for name, why in marks.items())
+        claims = _claims(keys, programs)
+    if len(claims.marks) > 1:
+        named = ", ".join(f"{name} ({why})" for name, why in claims.marks.items())
         raise SourceError(f"{reason}, and marks of more than one program: {named}; name one with --from")
-    for name, why in marks.items():
+    for name, why in claims.marks.items():
         return Detected(under(programs[name], keys), (reason, why))
-    unknown = DIALECTS["fully_shard" if keys.numbered else "dcp"]
-    return Detected(under(unknown, keys), (reason, "no slot or option is written by one program only"))
+    return _of_no_program(keys, reason, *claims.void or ("no slot or option is written by one program only",))
 
 
-def _marks(keys: Keys, dialects: Mapping[str, Dialect]) -> dict[str, str]:
-    """Return the programs of which the checkpoint bears a mark, each with a sentence that says which."""
-    marks: dict[str, str] = {}
-    closed: dict[bool, str] = {}
-    with_momentum = [group for group in keys.groups if "momentum" in group]
+def _of_no_program(keys: Keys, *reasons: str) -> Detected:
+    """Return the dialect of torch's keys that nobody knows the program of."""
+    return Detected(under(DIALECTS["fully_shard" if keys.numbered else "dcp"], keys), reasons)
+
+
+def _claims(keys: Keys, dialects: Mapping[str, Dialect]) -> _Claims:
+    """Return which programs' marks the checkpoint bears; an option that a program never writes voids its claim."""
+    marks, void, closed = dict[str, str](), list[str](), dict[bool, str]()
     for dialect in dialects.values():
+        words = dialect.options_called("momentum")
+        groups = [group for group in keys.groups if words & group] or keys.groups
+        unknown = dict.fromkeys(option for group in groups for option in dialect.options.unknown_options(group))
         for mark in dialect.marks:
             if mark.closed:
-                foreign = any(map(dialect.momentum_options.contradicted_by, with_momentum))
                 at_home = keys.model is not None and under(dialect, keys) is dialect
-                if with_momentum and not foreign and (at_home or not mark.at_home):
+                with_momentum = any(words & group for group in groups)
+                complete = with_momentum and all(dialect.options.always.keys() <= group for group in groups)
+                if complete and not unknown and (at_home or not mark.at_home):
                     closed[mark.at_home] = dialect.name
+                elif complete and unknown and not mark.at_home:
+                    void.append(_voided(f"it has the options of {dialect.who}", unknown))
             elif mark.slots <= keys.slots and (not mark.options or any(mark.options <= own for own in keys.groups)):
-                marks.setdefault(dialect.name, f"only it writes the {mark}")
+                if unknown:
+                    void.append(_voided(f"it has the {mark} of {dialect.who}", unknown))
+                else:
+                    marks.setdefault(dialect.name, f"only it writes the {mark}")
     if closed:
         why = "its groups have the options of torch.optim.Muon, such as 'ns_coefficients', and no others"
         at_home = max(closed)
         marks[closed[at_home]] = why + "; its parameters are at the top" * at_home
-    return marks
+    return _Claims(marks, tuple(dict.fromkeys(void)))
+
+
+def _voided(sign: str, unknown: Iterable[str]) -> str:
+    options = ", ".join(map(repr, unknown))
+    return f"{sign}, but also {options}, which that never writes, so another program wrote it; --from names one"
+
+
+def confirmed(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str, Any]]) -> Detected:
+    """Return the program that keys tell if the values of its groups' options are of its kinds; otherwise none."""
+    dialect = detected.dialect
+    if not dialect.options.closed:
+        return detected
+    for options in groups:
+        for option, expected in dialect.options.misfits(options).items():
+            doubt = (
+                f"its groups have {option}={options[option]!r}, where {dialect.who} has {expected}, so another program "
+                "wrote it; --from names one"
+            )
+            return _of_no_program(keys_of(manifest), detected.reasons[0], doubt)
+    return detected

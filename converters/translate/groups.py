@@ -142,11 +142,13 @@ def merge_equal(groups: Iterable[TargetGroup]) -> list[TargetGroup]:
 class GroupOptions:
     """The options of a group for parameters of one shape.
 
-    ``known`` are those with common names; ``unknown`` are the others, as the source calls them.
+    ``known`` are those with common names; ``unknown`` are the others, as the source calls them, and ``misfits`` says
+    what was expected of those among them whose values are of another kind than the source's program has.
     """
 
     known: Mapping[str, object]
     unknown: Mapping[str, object]
+    misfits: Mapping[str, str] = field(default_factory=dict)
 
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable", "clip_grad", "param_names", "name"})
@@ -167,12 +169,19 @@ def read_options(
     group: SourceGroup, dialect: Dialect, method: StoredMethod, values: Values, shape: Index
 ) -> GroupOptions:
     """Return the options of a dialect's group as its program would read them for a parameter of this shape."""
-    own = {option: values.read(item) for option, item in group.items.items() if option != PARAMS}
-    return common_options(own, dialect, method, shape)
+    return common_options(option_values(group, values), dialect, method, shape)
+
+
+def option_values(group: SourceGroup, values: Values) -> dict[str, Any]:
+    """Return the options of a group as its program calls them."""
+    return {option: values.read(item) for option, item in group.items.items() if option != PARAMS}
 
 
 def common_options(own: Mapping[str, Any], dialect: Dialect, method: StoredMethod, shape: Index) -> GroupOptions:
     """Return a program's options of a group in common words, as it would read them for a parameter of this shape."""
+    misfits = dialect.options.misfits(own)
+    unread = {option: own[option] for option in misfits}
+    own = {option: value for option, value in own.items() if option not in misfits}
     named = {*method.options.values(), *method.idle, *HOW, *SCHEDULED, dialect.method_option}
     known: dict[str, Any] = dict(dialect.facts.get(method.name, {}))
     for coding in method.codings:
@@ -184,7 +193,8 @@ def common_options(own: Mapping[str, Any], dialect: Dialect, method: StoredMetho
             known["ns"] = plain_coefficients(known["ns"])
     return GroupOptions(
         known | {option: own[option] for option in SCHEDULED if option in own},
-        {option: value for option, value in own.items() if option not in named},
+        {option: value for option, value in own.items() if option not in named} | unread,
+        misfits,
     )
 
 
@@ -227,6 +237,16 @@ def write_options(
         hint = source.hints.get(names.get(option, ""), "")
         return f"{source.name} does not say it{f' ({hint})' if hint else ''}"
 
+    words = {own for m in target.methods for own in (*m.options.values(), *(o for c in m.codings for o in c.own))}
+
+    def unread(option: str) -> str:
+        """Say why an option of the source is not among those that were read."""
+        if option in options.misfits:
+            return f"expected {options.misfits[option]}, so what it means is unknown"
+        if option in words:
+            return f"nothing says that it means what {target.name}'s option of this name does"
+        return f"no counterpart in {target.name}"
+
     for name, value in sorted(lost.items()):
         if name in _REFUSED:
             raise SourceError(
@@ -243,7 +263,7 @@ def write_options(
         hint = source.hints.get(name, "unknown")
         report(Action.SET, name, f"always so in {target.name}; {source.name} does not say it: {hint}", facts[name])
     for option, value in sorted(options.unknown.items()):
-        report(Action.LEFT, option, f"no counterpart in {target.name}", value)
+        report(Action.LEFT, option, unread(option), value)
     said = {option: value for option, value in said.items() if option not in target.unsaid}
     taken = {option: value for option, value in given.items() if option not in {*said, target.method_option}}
     for option in sorted(taken.keys() - method.idle.keys() - HOW):

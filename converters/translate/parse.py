@@ -22,7 +22,7 @@ from ...wording import listed
 from ..programs.dialect import FOREIGN, Dialect, StoredMethod
 from .conventions import Overrides, WeightsFrom, agreed_convention
 from .detection import Detected, is_of_optimizer
-from .groups import Entry, SourceGroup, entries_of, source_groups
+from .groups import Entry, SourceGroup, entries_of, option_values, source_groups
 from .names import NameRule, NameRules
 from .structure import TranslatedTensor, apply_rules
 
@@ -127,8 +127,8 @@ class NeutralOptimizer:
         doubt = ""  # a checkpoint without any groups, as a copy of its tensors only is, raises none
         if dialect.convention is not None and self.groups:
             in_no_group = "the parameter is in none of the groups"
-            doubt = dialect.momentum_options.contradicted_by(param.group.items) if param.group else in_no_group
-        written = "convention" in dialect.momentum_options.always
+            doubt = self._doubt(param.group) if param.group else in_no_group
+        written = "convention" in dialect.options.always
         own = _option(param.group, "convention", self.values) if written else None
         declared = {
             dialect.name: None if doubt else dialect.convention,
@@ -149,6 +149,15 @@ class NeutralOptimizer:
         if asked:
             return convention, f"--convention {asked} says so"
         return convention, "nothing in the source tells, nor does --convention"
+
+    def _doubt(self, group: SourceGroup) -> str:
+        """Say why a group with momentum is not the program's; empty if it may be."""
+        table = self.dialect.options
+        if doubt := table.contradicted_by(group.items):
+            return doubt
+        options = option_values(group, self.values) if table.closed else {}
+        misfits = (f"{name}={options[name]!r}, not {kind}" for name, kind in table.misfits(options).items())
+        return next((f"the group has {misfit} as the program does" for misfit in misfits), "")
 
     def mu(self, param: NeutralParameter) -> float | None:
         """Return the momentum coefficient of the parameter's group, or the user's."""

@@ -27,14 +27,16 @@ from ...wording import counted, listed
 from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, sorted_checks
 from ..programs.dialect import Dialect, StoredMethod
 from .conventions import Overrides, agreed_convention, momentum_factor
-from .detection import detect, named
+from .detection import Detected, confirmed, detect, named
 from .groups import (
     GroupTemplate,
     SourceGroup,
     TargetGroup,
     entries_of,
     merge_equal,
+    option_values,
     read_options,
+    source_groups,
     write_options,
 )
 from .names import NameRules
@@ -87,7 +89,7 @@ def translate(
         TargetError: ``drop`` names a slot that does not exist, or no rule matches a parameter.
         LayoutError: rules do not fit the tensors, or a tensor has a hole or an overlap.
     """
-    detected = detect(manifest) if source is None else named(manifest, source)
+    detected = _program(manifest, values) if source is None else named(manifest, source)
     target = target or detected.dialect
     if not target.writable:
         raise SourceError(f"checkpoints of {target.name} can be read but not written; choose another program with --to")
@@ -110,6 +112,13 @@ def translate(
     notes = (*summary, *(f"note: {note}" for note in sorted(findings.notes)))
     left_out = (*neutral.left_out, *neutral.private)
     return Outputs(tensors, items, left_out, notes, sorted_checks(findings.checks))
+
+
+def _program(manifest: Manifest, values: Values) -> Detected:
+    """Return the program that the keys tell, and whose options the groups' values are."""
+    detected = detect(manifest)
+    groups = source_groups(manifest, detected.dialect, values)
+    return confirmed(manifest, detected, (option_values(group, values) for group in groups))
 
 
 @dataclass(slots=True)

@@ -51,13 +51,10 @@ class KnownOptimizer:
         return False
 
     def _contradiction(self, group: ParamGroup) -> str:
-        options = group.keys() - {PARAMS} - SCHEDULED
-        momentum = self.dialect.momentum_options
-        if momentum.always <= options or "betas" not in options:
-            return momentum.contradicted_by(options)
-        [method] = [method for method in self.dialect.methods if method.name == "adamw"]
-        own = {*method.options.values(), *method.idle, *(own for coding in method.codings for own in coding.own)}
-        return ", ".join(options - own)
+        table = self.dialect.options
+        if table.always.keys() <= group.keys() or "betas" not in group:
+            return table.contradicted_by(group)
+        return ", ".join(group.keys() - {PARAMS, *SCHEDULED, *table.elementwise, *table.beside, *table.always})
 
 
 def _by_option(option: str) -> Callable[[ParamGroup, Said], str]:

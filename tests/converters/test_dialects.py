@@ -173,6 +173,99 @@ def test_a_convention_is_taken_of_no_program_that_the_groups_contradict(program,
         assert torch.equal(torch.from_numpy(found.numpy().copy()), (W.double() * scale).float())
 
 
+# Groups with momentum as other public programs write them, in plain data: each bears marks of a program that we know.
+RATES = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}
+OLD_SCRIPT = {"nesterov": True, "ns_steps": 6, "adamw_betas": (0.95, 0.95), "adamw_eps": 1e-8}
+STRANGERS = {
+    "timm": ({"use_muon": True}, RATES | {"nesterov": False, "ns_steps": 5, "ns_coefficients": "quintic", "eps": 1e-7,
+             "safety_factor": 1.0, "adjust_lr_fn": "rms_to_rms", "conv_mode": "flatten", "betas": (0.9, 0.95),
+             "normalize_spatial": True, "fallback_lr_scale": 1.0, "algo": "muon", "scale_eps": False}, "conv_mode"),
+    "pytorch_optimizer 4": ({}, RATES | {"use_muon": True, "nesterov": False, "ns_steps": 3, "use_adjusted_lr": True,
+             "ns_coeffs": [(3.4, -4.7, 2.0)], "ns_method": "newton_schulz", "foreach": None}, "use_adjusted_lr"),
+    "pytorch_optimizer 3": ({"use_muon": True, "moment1": W.clone()}, {"lr": 0.02, "momentum": 0.95, "step": 3,
+             "adamw_lr": 3e-4, "adamw_lr_ratio": 0.015, "adamw_wd": 0.0, **OLD_SCRIPT}, "adamw_lr_ratio"),
+    "dion2": ({"step_dev": torch.tensor(3.0)}, {"lr": 0.02, "ef_decay": 0.95, "fraction": 0.25, "beta1": 0.9,
+             "beta2": 0.95, "weight_decay": 0.0, "epsilon": 1e-8, "algorithm": "dion2", "step": 3}, "ef_decay"),
+    "nordion2": ({"variance_neuron": W[:, :1].clone()}, {"lr": 0.02, "mu": 0.95, "muon_beta2": 0.95, "algorithm":
+             "nordion2", "fraction": 0.5, "step": 3, "epsilon": 1e-8, "selection_scope": "rank"}, "selection_scope"),
+    "a fork of VeOmni": ({}, TORCH | {"ns_coefficients": [3.4, -4.7, 2.0], "ns_implementation": "std",
+             "gram_ns_reset_iterations": (2,), "head_group": 4}, "head_group"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", STRANGERS)
+@pytest.mark.parametrize("flat", [False, True])
+def test_an_option_that_a_program_never_writes_voids_its_claim(program, flat, tmp_path):
+    """In `inspect` too; and the options are not read as those of the program that was ruled out."""
+    slots, group, stranger = STRANGERS[program]
+    state = nested({"momentum_buffer": W.clone(), **slots}, **group)
+    if flat:
+        state["optimizer"] = {f"state.w.{slot}": value for slot, value in state["optimizer"]["state"]["w"].items()}
+        state["optimizer"] |= {f"param_groups.w.{option}": value for option, value in group.items()}
+    manifest, path = saved(tmp_path, state)
+    found = detect(manifest)
+    assert (found.dialect.name, found.dialect.convention) == ("dcp", None)
+    assert repr(stranger) in found.reasons[-1] and "--from" in found.reasons[-1]
+    seen = muonckpt.inspect(path)
+    assert seen.dialect["name"] == "dcp" and repr(stranger) in seen.dialect["reasons"][-1]
+
+
+def test_options_of_no_known_program_are_read_by_name_and_kind_and_the_others_told(tmp_path):
+    _, group, _ = STRANGERS["pytorch_optimizer 4"]
+    manifest, path = saved(tmp_path, nested({"momentum_buffer": W.clone()}, **group, cautious=True))
+    values, asked = muonckpt.open(path).values, Overrides(convention=Convention.EMA)
+    made = translate(manifest, values, DIALECTS["muonckpt"], overrides=asked)
+    said = options(made)
+    assert said["optimizer.param_groups.0.nesterov"] is False and said["optimizer.param_groups.0.ns_steps"] == 3
+    told = {check.subject.removesuffix(" of muon groups"): check for check in made.checklist if check.action == "left"}
+    assert "no counterpart" in told["use_adjusted_lr"].reason and "this name" in told["cautious"].reason
+    named = translate(manifest, values, DIALECTS["muonckpt"], source=DIALECTS["deepspeed"], overrides=asked)
+    told = {check.subject.removesuffix(" of muon groups"): check for check in named.checklist if check.action == "left"}
+    assert all("this name" in told[option].reason for option in ("nesterov", "ns_steps"))
+
+
+@pytest.mark.parametrize(
+    "program, group, expected",
+    [
+        ("torch", TORCH | {"ns_coefficients": "quintic"}, "three numbers"),
+        ("torch", TORCH | {"nesterov": "False"}, "True or False"),
+        ("veomni", TORCH | {"ns_implementation": "std", "gram_ns_reset_iterations": "2"}, "whole numbers"),
+        ("dion", {"lr": 0.02, "algorithm": "muon", "mu": "0.95", "cautious_wd": False, "epsilon": 1e-8}, "a number"),
+        ("deepspeed", RATES | {"use_muon": True, "ns_method": 5}, "a word"),
+        ("moonlight", {"wd": 0.1, "momentum": 0.95, "adamw_betas": 0.9, "adamw_eps": 1e-8}, "two numbers"),
+    ],
+)
+def test_a_value_of_another_kind_than_the_programs_voids_its_claim(program, group, expected, tmp_path):
+    slots = {"momentum_buffer": W.clone(), **({"use_muon": True} if program == "moonlight" else {})}
+    manifest, path = saved(tmp_path, nested(slots, **group))
+    assert detect(manifest).dialect.name == program  # by the names alone
+    seen = muonckpt.inspect(path)
+    assert seen.dialect["name"] == "dcp" and expected in seen.dialect["reasons"][-1]
+    values = muonckpt.open(path).values
+    with pytest.raises(SourceError, match=r"unknown; give --convention|fits; --drop leaves"):
+        translate(manifest, values, DIALECTS["muonckpt"], drop=frozenset({"use_muon"} & slots.keys()))
+    if program == "torch":
+        with pytest.raises(SourceError, match=rf"not {expected} as the program does.*give --convention"):
+            translate(manifest, values, DIALECTS["muonckpt"], source=DIALECTS["torch"])
+        for source in ("torch", "dcp"):
+            asked = {"source": DIALECTS[source], "overrides": Overrides(convention=Convention.EMA)}
+            made = translate(manifest, values, DIALECTS["muonckpt"], **asked)
+            assert any(f"expected {expected}" in check.reason for check in made.checklist)
+            assert options(made)["optimizer.param_groups.0.ns_coefficients"] in ("quintic", "keller", (1.5, -0.5, 0.0))
+            assert options(made)["optimizer.param_groups.0.nesterov"] is True
+
+
+@pytest.mark.parametrize("name", [name for name, dialect in DIALECTS.items() if dialect.options.closed])
+def test_a_closed_table_has_every_option_that_the_program_reads_or_writes(name):
+    dialect = DIALECTS[name]
+    kinds = {**dialect.options.elementwise, **dialect.options.beside, **dialect.options.always}
+    for method in dialect.methods:
+        own = {*method.options.values(), *method.idle, *(option for c in method.codings for option in c.own)}
+        assert own - kinds.keys() <= {"name"}
+        written = {**method.idle, **method.assumed}
+        assert not dialect.options.misfits({o: v for o, v in written.items() if v is not None})
+
+
 def test_a_group_of_another_program_beside_that_of_a_known_one_is_not_taken_for_its(tmp_path):
     """Also without --from: one group has all marks of ours, the other has none."""
     groups = [{"params": ["w"], "convention": "ema", "algorithm": "muon"}, {"params": ["v"], **KELLER}]
@@ -204,7 +297,8 @@ def test_a_coefficient_that_is_no_number_is_not_one(momentum, message, tmp_path)
     state = nested({"momentum_buffer": W.clone()}, **(TORCH | {"momentum": momentum}))
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match=message):
-        translate(manifest, muonckpt.open(path).values, DIALECTS["dion"])
+        values, asked = muonckpt.open(path).values, Overrides(convention=Convention.EMA)
+        translate(manifest, values, DIALECTS["dion"], source=DIALECTS["torch"], overrides=asked)
 
 
 # Numbers for names.

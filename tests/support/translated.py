@@ -142,7 +142,7 @@ def saved(tmp_path, state):
 TORCH = {
     "weight_decay": 0.0,
     "nesterov": True,
-    "ns_coefficients": [1.0],
+    "ns_coefficients": [1.5, -0.5, 0.0],
     "eps": 1e-7,
     "ns_steps": 5,
     "adjust_lr_fn": None,
