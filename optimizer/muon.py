@@ -7,6 +7,7 @@ sends the result back along the same boxes, to be applied in full precision.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -44,7 +45,16 @@ from .options import (
     refuse_unknown,
 )
 from .planning.schedule import Ranks, Schedule
-from .report import MuonReport, muon_report, warn_if_unshared, warn_of_no_gradient
+from .report import (
+    MuonReport,
+    bytes_at_owners,
+    bytes_sent,
+    doubts_of,
+    group_report,
+    matrices_of_ranks,
+    warn_if_unshared,
+    warn_of_no_gradient,
+)
 from .restoration import load_fitting
 from .state import (
     Seen,
@@ -311,29 +321,33 @@ class Muon(ForModel, CollectiveOptimizer):
         Warns:
             RuntimeWarning: for each of `MuonReport.doubts`.
         """
-        schedules = self.schedules.values()
-        memory, visiting = STATE_MEMORIES[self._offload], None
-        unplanned = not self.schedules and any(is_matrix_method(group["algorithm"]) for group in self.param_groups)
-        if self._offload is not None and not unplanned:
-            rest = (group for group in self.param_groups if group["algorithm"] in SCALARS and group["params"])
-            parts = [step.most_visiting(self.state) for step in self._steps.planned.values()]
-            for group in rest:
-                states = [self.state[param] for param in group["params"]]
-                parts.append(most_visiting(states, memory))
-            visiting = max(parts, default=0)
-        return muon_report(
-            self.param_groups,
-            self._scales,
-            self._methods,
-            self.state,
-            self._owners,
-            self._replicas,
-            schedules,
-            self._offload,
-            visiting,
-            self.skipped_steps,
-            most_elementwise,
+        schedules, numbered = list(self.schedules.values()), enumerate(self.param_groups)
+        report = MuonReport(
+            groups=tuple(group_report(number, group, self._scales, self._methods) for number, group in numbered),
+            owned=matrices_of_ranks(schedules),
+            sent=bytes_sent(schedules),
+            state=sum(local_of(tensor).nbytes for slots in self.state.values() for tensor in slots.values()),
+            at_owners=bytes_at_owners(self.param_groups, self._methods, self._owners, self._replicas),
+            offload=self._offload,
+            visiting=self._most_visiting(),
+            skipped=self.skipped_steps,
+            doubts=tuple(doubts_of(self.param_groups, most_elementwise)),
         )
+        for doubt in report.doubts:
+            warnings.warn(doubt, RuntimeWarning, stacklevel=2)
+        return report
+
+    def _most_visiting(self) -> int | None:
+        """Return `MuonReport.visiting`."""
+        unplanned = not self.schedules and any(is_matrix_method(group["algorithm"]) for group in self.param_groups)
+        if self._offload is None or unplanned:
+            return None
+        parts = [step.most_visiting(self.state) for step in self._steps.planned.values()]
+        for group in self.param_groups:
+            if group["algorithm"] in SCALARS and group["params"]:
+                states = [self.state[param] for param in group["params"]]
+                parts.append(most_visiting(states, STATE_MEMORIES[self._offload]))
+        return max(parts, default=0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies, without plans, which refer to this optimizer's parameters."""

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..layouts.tensors import local_of
 from ..vocabulary import ParamGroup
 from .groups import table
 from .methods.matrix import Methods, Scales, fused_of, is_matrix_method
 from .planning.matrices import SHAPES, rows_columns, shapes_of
 from .planning.schedule import Schedule
-from .step.rank_sets import RankSet, State, ranks_of
+from .step.rank_sets import RankSet, ranks_of
 
 LARGEST_VECTOR = 1 << 22
 """Elements of the largest vector that a model is expected to have; wrappers flatten matrices to larger ones."""
@@ -109,45 +108,29 @@ class MuonReport:
         return "\n".join([*lines, *(f"warning: {doubt}" for doubt in self.doubts)])
 
 
-def muon_report(
-    groups: Sequence[ParamGroup],
-    scales: Scales,
-    methods: Methods,
-    state: State,
-    owners: Mapping[Tensor, Sequence[int]],
-    replicas: dist.ProcessGroup | None,
-    schedules: Iterable[Schedule],
-    offload: str | None,
-    visiting: int | None,
-    skipped: int,
-    most_elementwise: float,
-) -> MuonReport:
-    """Return the report of `Muon.report`, given this rank's schedules, and warn of each doubt."""
-    schedules, rank = list(schedules), dist.get_rank() if dist.is_initialized() else 0
+def matrices_of_ranks(schedules: Sequence[Schedule]) -> tuple[int, int, int] | None:
+    """Return the fewest and the most matrices that a rank owns, and this rank's number; None without schedules."""
     owned = Counter({rank: 0 for schedule in schedules for rank in schedule.ranks})
     owned.update(unit.owner for schedule in schedules for unit in schedule.units)
+    return (min(owned.values()), max(owned.values()), owned[_this_rank()]) if owned else None
+
+
+def bytes_sent(schedules: Sequence[Schedule]) -> int | None:
+    """Return the bytes that this rank sends to others in a step; None without schedules."""
     sent = 0
     for schedule in schedules:
-        here = schedule.ranks.index(rank) if rank in schedule.ranks else 0
+        here = schedule.ranks.index(_this_rank()) if _this_rank() in schedule.ranks else 0
         for stage in schedule.stages:
             sent += sum(sum(route.send_counts) - route.send_counts[here] for route in (stage.gather, stage.scatter))
-    report = MuonReport(
-        tuple(_group(number, group, scales, methods) for number, group in enumerate(groups)),
-        (min(owned.values()), max(owned.values()), owned[rank]) if owned else None,
-        sent if schedules else None,
-        sum(local_of(held).nbytes for slots in state.values() for held in slots.values()),
-        _at_owners(groups, methods, owners, replicas),
-        offload,
-        visiting,
-        skipped,
-        tuple(_doubts(groups, most_elementwise)),
-    )
-    for doubt in report.doubts:
-        warnings.warn(doubt, RuntimeWarning, stacklevel=3)
-    return report
+    return sent if schedules else None
 
 
-def _group(number: int, group: ParamGroup, scales: Scales, methods: Methods) -> GroupReport:
+def _this_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def group_report(number: int, group: ParamGroup, scales: Scales, methods: Methods) -> GroupReport:
+    """Return the report of a group of this number."""
     params, algorithm, rate = group["params"], group["algorithm"], float(group["lr"])
     matrices: list[tuple[int, int]] = []
     expected: Sequence[float | None] = (1.0,) if algorithm == "lion" else ADAMW_RMS
@@ -162,7 +145,7 @@ def _group(number: int, group: ParamGroup, scales: Scales, methods: Methods) -> 
     return GroupReport(number, str(group.get("name", "")), algorithm, len(params), len(matrices), elements, bounds)
 
 
-def _at_owners(
+def bytes_at_owners(
     groups: Sequence[ParamGroup],
     methods: Methods,
     owners: Mapping[Tensor, Sequence[int]],
@@ -183,7 +166,8 @@ def _at_owners(
     return (min(held.values()), max(held.values())) if held else None
 
 
-def _doubts(groups: Sequence[ParamGroup], most_elementwise: float) -> Iterator[str]:
+def doubts_of(groups: Sequence[ParamGroup], most_elementwise: float) -> Iterator[str]:
+    """Yield what is probably not meant, as warnings."""
     counted: Counter[bool] = Counter()
     for number, group in enumerate(groups):
         for param in group["params"]:
