@@ -10,19 +10,21 @@ from functools import partial
 
 import numpy as np
 
-from ..errors import ADVICE, DestinationError, LostFileError, SourceError, TargetError, UnlistedError
+from ..errors import ADVICE, DamageError, DestinationError, LostFileError, SourceError, TargetError, UnlistedError
 from ..record import MANIFEST_FILE
 from ..store.audit import audit, payload_bytes
 from ..store.damage import Damage
-from ..store.formats.registry import DCP, OWN, format_of
+from ..store.diagnosis import diagnosis_of
+from ..store.formats.registry import DCP, OWN, OWN_LINES, format_of
 from ..store.formats.signs import METADATA_FILE
 from ..store.io.location import Location, Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
 from .engine.container import container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined
-from .look.contents import kinds_in
-from .merge.filling import Filling, FillingSource
+from .look.contents import first_look, kinds_in
+from .merge.filling import Filling
+from .merge.same_save import FillingSource, WholePart, compare, one_save
 from .options import IN_ONE_GO, Execution
 from .report import Report
 from .rewrite import check_use, default_format, notes_on_unread, target_of
@@ -89,17 +91,23 @@ def salvage(
         audited = partial(
             audit, passed=lambda count: execution.progress(count, 3 * size), jobs=execution.jobs, kinds=kinds_in
         )
+        # What of it is whole, by its own records.
         found = audited(broken)
         if found.damage.mixed_up and (stock := next(descriptions, None)) is not None:
             unread.append(found.diagnosis.error)
             broken = stack.enter_context(stock)
             found = audited(broken)
-        if not unread and not found.damage and all(finding.kind == "nonfinite" for finding in found.findings):
+        # What of that is of one save, by what the sources have.
+        part = WholePart.of(broken, first_look(broken), found.damage, found)
+        sources = [FillingSource.of(str(one.path), one) for one in opened]
+        part, comparisons = one_save(part, [compare(part, source, execution.jobs) for source in sources], mix_steps)
+        damage = part.damage
+        diagnosis = diagnosis_of(broken, damage, found.findings, kinds_in) if damage.strays else found.diagnosis
+        if not unread and not damage and all(finding.kind == "nonfinite" for finding in found.findings):
             raise TargetError(f"{broken.path} is whole: nothing of it is lost, so there is nothing to salvage")
-        own = [*descriptions, *_replicas(broken, found.damage)] if found.damage else []
-        sources = [FillingSource.of("itself", stack.enter_context(one), True) for one in own]
-        sources += [FillingSource.of(str(one.path), one) for one in opened]
-        work = Filling.of(broken, found.diagnosis, sources)
+        # What fills the rest.
+        itself = [stack.enter_context(one) for one in (*descriptions, *_replicas(broken, damage))] if damage else []
+        work = Filling.of(part, diagnosis, itself, comparisons)
         work.fill(mix_steps, fresh, execution.jobs)
         salvaged, outputs = work.outputs()
         job = make_job(salvaged, target, (), lambda _: outputs, container)
@@ -121,6 +129,9 @@ def _descriptions(path: Location, errors: list[SourceError]) -> Iterator[OpenChe
             opened = OpenCheckpoint(path, format)
         except SourceError as error:
             errors.append(error)
+            if format is OWN and isinstance(error, DamageError):
+                with suppress(SourceError):
+                    yield OpenCheckpoint(path, OWN_LINES)
             if left := format.without(()):  # there may be replicas of what is missing
                 with suppress(SourceError):
                     yield OpenCheckpoint(path, left)

@@ -45,6 +45,8 @@ from .layout import TensorLayout
 from .vocabulary import Convention, KeyPath
 
 __all__ = [
+    "DIGEST",
+    "FINGERPRINT",
     "MANIFEST_FILE",
     "MANIFEST_VERSION",
     "Blob",
@@ -65,8 +67,10 @@ MANIFEST_FILE = "muonckpt.json"
 MANIFEST_VERSION = 2
 """Version of the manifest format that this package reads and writes."""
 
-_DIGEST = re.compile(r"[0-9a-f]{32}")
-_FINGERPRINT = re.compile(r"[0-9a-f]{16}")
+DIGEST = re.compile(r"[0-9a-f]{32}")
+"""An xxh3-128 in hex."""
+
+FINGERPRINT = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +265,7 @@ class Manifest:
             ),
             blobs=tuple(map(_blob, data["blobs"])),
             provenance=provenance(data["provenance"]),
-            files={string(name): matching(_DIGEST)(digest) for name, digest in data.get("files", {}).items()},
+            files={string(name): matching(DIGEST)(digest) for name, digest in data.get("files", {}).items()},
         )
 
 
@@ -372,7 +376,7 @@ def _tensors(
         "convention": partial(all_optional, Convention),
         "pieces": lambda pieces: once(all_optional(integers, pieces)),
         "layout": lambda layouts: map(layout_of, layouts),
-        "fingerprint": partial(all_optional, matching(_FINGERPRINT)),
+        "fingerprint": partial(all_optional, matching(FINGERPRINT)),
     }
     fields_of = itemgetter("chunks", *readers)
     read: list[tuple[Any, ...]] = []
@@ -394,5 +398,5 @@ def _blob(data: dict[str, Any]) -> Blob:
         key=string(data["key"]),
         path=key_path(data["path"]),
         item=Extent(string(data["file"]), *integers(data["item"])),
-        digest=optional(matching(_DIGEST), data["digest"]),
+        digest=optional(matching(DIGEST), data["digest"]),
     )

@@ -367,7 +367,7 @@ def _numbers(counters: Sequence[Any], values: Values) -> Iterator[int | float]:
     for counter in counters:
         try:
             value = values.read(counter)
-        except SourceError:  # `verify` says what is damaged
+        except MuonckptError:  # it is damaged or lost, as `verify` says
             continue
         if isinstance(value, int | float):
             yield int(value) if value == value // 1 else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -16,79 +16,24 @@ from typing import Any
 import numpy as np
 
 from ...box import Box, Index
-from ...chunks import Boxes, Chunks, Strides, chunks_numbered
-from ...errors import MuonckptError, SourceError, about
+from ...chunks import Boxes, Chunks, Strides
+from ...errors import ADVICE, DamageError, MuonckptError, SourceError, about
 from ...key_search import keys_matching, names_of
 from ...layout import Fragment, Place, TensorLayout, dense, holes_in
 from ...overlap import IntArray, overlaps
 from ...record import Blob, Manifest, StateRecord
 from ...store.damage import BEGIN_ANEW, Damage, Kind
 from ...store.diagnosis import Diagnosis
+from ...store.io.checksums import xxh3_128
 from ...store.open_checkpoint import OpenCheckpoint, check_blob
-from ...store.reading.payloads import check_chunk, payload_of
+from ...store.reading.payloads import payload_of
 from ...version import PROGRAM
 from ...vocabulary import MOMENTUM, begins_as_zeros
 from ...wording import counted, listed
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
-from ..look.contents import FirstLook, first_look, kinds_in
+from ..look.contents import FirstLook, kinds_in
 from .joined import JoinedCheckpoints, JoinedPayloads
-
-Name = tuple[str, str | None]
-"""A parameter, or a tensor of no parameter, and the slot of its state: the same in checkpoints with other keys."""
-
-
-@dataclass(frozen=True)
-class FillingSource:
-    """A checkpoint that may fill what another one lacks; ``own`` if it is that one, by its other description."""
-
-    name: str
-    opened: OpenCheckpoint
-    look: FirstLook
-    own: bool
-    tensors: Mapping[str | Name, StateRecord]
-    items: Mapping[str, Blob]
-
-    @classmethod
-    def of(cls, name: str, opened: OpenCheckpoint, own: bool = False) -> FillingSource:
-        look = first_look(opened)
-        tensors: dict[str | Name, StateRecord] = {_name(tensor, look): tensor for tensor in look.manifest.tensors}
-        tensors |= {tensor.key: tensor for tensor in look.manifest.tensors}
-        return cls(name, opened, look, own, tensors, {blob.key: blob for blob in opened.outline.blobs})
-
-    def whole(self, tensors: Sequence[StateRecord], jobs: int) -> list[StateRecord]:
-        """Return these tensors with those of their chunks, located, whose bytes are those that were written."""
-
-        def checked(place: tuple[StateRecord, int]) -> bool:
-            tensor, number = place
-            try:
-                if not all_located:
-                    (tensor,) = self.opened.locate([replace(tensor, chunks=tensor.chunks.only([number]))])
-                chunk = tensor.chunks[number if all_located else 0]
-                payload = payload_of(tensor, chunk)
-                self.opened.payloads.reaching(payload.file, payload.end)  # there may be no checksum
-                check_chunk(self.opened.payloads, tensor, chunk)
-            except MuonckptError:
-                return False
-            return True
-
-        all_located = True
-        try:
-            tensors = self.opened.locate(tensors)
-        except MuonckptError:  # an item of one of them: find out which
-            all_located = False
-        stored = [(tensor, number) for tensor in tensors for number in range(len(tensor.chunks))]
-
-        with ThreadPoolExecutor(jobs) as pool:
-            passed = iter(list(pool.map(checked, stored)))
-        numbers = [tuple(number for number in range(len(one.chunks)) if next(passed)) for one in tensors]
-        return list(_reduced(self.opened, tensors, numbers))
-
-
-def _name(tensor: StateRecord, look: FirstLook) -> Name:
-    if tensor.slot is not None and tensor.name is not None:
-        return tensor.name, tensor.slot
-    fields = None if isinstance(look.program, str) else look.program.dialect.model.read(tensor.path)
-    return (fields["name"] if fields else tensor.key), None
+from .same_save import Comparison, FillingSource, WholePart, compare_box, corners, reduced, same_items
 
 
 def _convention(tensor: StateRecord, look: FirstLook) -> str | None:
@@ -97,14 +42,6 @@ def _convention(tensor: StateRecord, look: FirstLook) -> str | None:
     if tensor.convention or dialect is None or tensor.slot not in dialect.slots_called("momentum"):
         return tensor.convention
     return look.groups.conventions.get(tensor.name or "") or dialect.convention
-
-
-def _reduced(
-    opened: OpenCheckpoint, tensors: Sequence[StateRecord], numbers: Sequence[tuple[int, ...]]
-) -> tuple[StateRecord, ...]:
-    """Return tensors with the chunks of these numbers alone, on columns that they share, and located."""
-    chunks = chunks_numbered([(tensor.chunks, own) for tensor, own in zip(tensors, numbers, strict=True)])
-    return opened.locate([replace(tensor, chunks=own) for tensor, own in zip(tensors, chunks, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,73 +62,103 @@ class Filling:
     """A damaged checkpoint, what it lacks, and the parts that fill that, by key.
 
     Attributes:
-        kept: its tensors with the chunks that are whole, located.
+        part: of the damaged checkpoint, what is whole.
+        comparisons: with each of ``sources``; None for those that are the checkpoint itself.
         left: the boxes that nothing has filled so far.
-        items: for each lost item that was found the number of its source, and itself there.
+        items: for each lost item that was found the number of its source, itself there, and whether it is of the same
+            save.
         refused: why a source was not used for a key.
     """
 
-    broken: OpenCheckpoint
-    look: FirstLook
+    part: WholePart
     diagnosis: Diagnosis
     kind: Kind
     sources: Sequence[FillingSource]
-    kept: Sequence[StateRecord]
+    comparisons: Sequence[Comparison | None]
     left: dict[str, tuple[Box, ...]]
     parts: defaultdict[str, list[_Part]]
-    items: dict[str, tuple[int, Blob]] = field(default_factory=dict)
+    digests: Mapping[tuple[str, Box], str]
+    items: dict[str, tuple[int, Blob, bool]] = field(default_factory=dict)
     refused: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     @property
+    def broken(self) -> OpenCheckpoint:
+        return self.part.opened
+
+    @property
+    def look(self) -> FirstLook:
+        return self.part.look
+
+    @property
+    def kept(self) -> Sequence[StateRecord]:
+        return self.part.tensors
+
+    @property
     def damage(self) -> Damage:
-        return self.diagnosis.damage
+        return self.part.damage
 
     @classmethod
-    def of(cls, broken: OpenCheckpoint, diagnosis: Diagnosis, sources: Sequence[FillingSource]) -> Filling:
-        look, damage = first_look(broken), diagnosis.damage
-        tensors = look.manifest.tensors
-        whole = ~damage.chunks & (look.manifest.elements > 0)
-        numbers = [
-            tuple(np.flatnonzero(whole[start : start + len(tensor.chunks)]).tolist())
-            for tensor, start in zip(tensors, damage.starts, strict=False)
-        ]
-        kept = _reduced(broken, tensors, numbers)
+    def of(
+        cls,
+        part: WholePart,
+        diagnosis: Diagnosis,
+        itself: Sequence[OpenCheckpoint],
+        comparisons: Sequence[Comparison],
+    ) -> Filling:
+        """Begin to fill what a part lacks: from what the checkpoint itself has elsewhere, then from other sources."""
         left: dict[str, tuple[Box, ...]] = {}
         parts: defaultdict[str, list[_Part]] = defaultdict(list)
-        of_key = {tensor.key: tensor for tensor in kept}
-        for tensor, boxes in damage.lost_boxes():
+        of_key = {tensor.key: tensor for tensor in part.tensors}
+        for tensor, boxes in part.damage.lost_boxes():
             own = {box: number for number, box in enumerate(of_key[tensor.key].boxes)}
             if replicas := tuple((box, own[box]) for box in dict.fromkeys(boxes) if box in own):
                 parts[tensor.key].append(_Part(0, replicas, True))
             if missing := tuple(box for box in dict.fromkeys(boxes) if box not in own):
                 left[tensor.key] = missing
-        return cls(broken, look, diagnosis, kinds_in(look.manifest), sources, kept, left, parts)
+        sources = [FillingSource.of("itself", opened, True) for opened in itself]
+        compared: list[Comparison | None] = [None] * len(sources)
+        return cls(
+            part,
+            diagnosis,
+            kinds_in(part.look.manifest),
+            [*sources, *(comparison.source for comparison in comparisons)],
+            [*compared, *comparisons],
+            left,
+            parts,
+            dict(part.lost_digests()),
+        )
 
     def fill(self, mix_steps: bool, fresh: Sequence[str], jobs: int) -> None:
         """Take what is lost from each source in turn, and then from zeros.
 
         Raises:
-            SourceError: a source is of another model, or something stays lost.
+            SourceError: a source is of another model, sources contradict each other, or something stays lost.
             TargetError: a pattern of ``fresh`` matches no tensor.
         """
         of_key = {tensor.key: tensor for tensor in self.kept}
         for number, source in enumerate(self.sources, 1):
+            # What it has of the boxes that nothing has filled so far.
             asked = {}
             for key, boxes in self.left.items():
-                theirs = source.tensors.get(key) or source.tensors.get(_name(of_key[key], self.look))
-                if theirs is not None and self._may_give(source, of_key[key], theirs, mix_steps):
+                theirs = source.counterpart(of_key[key], self.look)
+                if theirs is not None:
+                    self._refuse_misfit(number, of_key[key], theirs)
                     needed = np.unique(_overlapping(boxes, theirs.boxes)[1]).tolist()
                     asked[key] = replace(theirs, chunks=theirs.chunks.only(needed))
+            # What of that is whole, and of the same save, or allowed to be of another.
             for key, record in zip(asked, source.whole(list(asked.values()), jobs), strict=True):
                 if len(record.chunks) < len(asked[key].chunks) and not source.own:
                     self.refused[key].append(f"{source.name} is damaged there")
+                record, same = self._allowed(number, of_key[key], record, mix_steps)
                 taken, rest = _taken(self.left.pop(key), record.boxes)
                 if taken:
-                    self.parts[key].append(_Part(number, taken, self._is_same(source, of_key[key], record), record))
+                    self.parts[key].append(_Part(number, taken, same, record))
                 if rest:
                     self.left[key] = rest
             for key in self.damage.items - self.items.keys():
-                self._take_item(number, source, key, mix_steps)
+                self._take_item(number, key, mix_steps)
+        if not mix_steps:
+            self._refuse_contradictions(jobs)
         begun = keys_matching(fresh, list(of_key), names_of(self.kept)) if fresh else set()
         for key in [key for key in self.left if key in begun]:
             if self._begins_as_zeros(of_key[key]):
@@ -207,17 +174,26 @@ class Filling:
         named = (group.options for group in self.look.groups.groups if tensor.name in group.parameters)
         return begins_as_zeros(tensor.slot or "", next(named, {})) or self.kind(tensor) in BEGIN_ANEW
 
-    def _is_same(self, source: FillingSource, mine: StateRecord | None, theirs: StateRecord | None) -> bool:
-        """Return whether a source has the state of the same moment, as far as both say so."""
-        prints = (mine and mine.fingerprint), (theirs and theirs.fingerprint)
-        if None not in prints:
-            return prints[0] == prints[1]
-        return source.own or (source.look.step is not None and source.look.step == self.look.step)
+    def _has_fingerprint(self, number: int, mine: StateRecord) -> bool | None:
+        """Return whether a source has the tensor of which this is recorded; None if no fingerprints tell."""
+        comparison = self.comparisons[number - 1]
+        theirs = comparison and comparison.fingerprints.get(mine.key)
+        return None if mine.fingerprint is None or theirs is None else theirs == mine.fingerprint
 
-    def _may_give(self, source: FillingSource, mine: StateRecord, theirs: StateRecord, mix_steps: bool) -> bool:
+    def _is_same(self, number: int, mine: StateRecord | None) -> bool:
+        """Return whether a source has the state of the same save, as far as both say so."""
+        comparison = self.comparisons[number - 1]
+        if comparison is None:
+            return True
+        if mine is None:
+            return comparison.is_same_save()
+        by_fingerprint = self._has_fingerprint(number, mine)
+        return comparison.is_same_save(mine.key) if by_fingerprint is None else by_fingerprint
+
+    def _refuse_misfit(self, number: int, mine: StateRecord, theirs: StateRecord) -> None:
+        source = self.sources[number - 1]
         conventions = [_convention(mine, self.look), _convention(theirs, source.look)]
-        is_same = source.own or (mine.fingerprint is not None and mine.fingerprint == theirs.fingerprint)
-        if is_same and None in conventions:
+        if None in conventions and self._is_same(number, mine):
             conventions = [None, None]
         for what, expected, found in (
             ("shape", mine.shape, theirs.shape),
@@ -229,29 +205,94 @@ class Filling:
                     f"tensor {mine.key!r}: expected the {what} {expected} of {self.broken.path}, found {found} in "
                     f"{source.name}; convert that first, or leave it out"
                 )
-        if mix_steps or self._is_same(source, mine, theirs):
-            return True
-        self.refused[mine.key].append(f"{source.name} has it of {self._moment(source)}, which --mix-steps allows")
-        return False
 
-    def _moment(self, source: FillingSource) -> str:
+    def _allowed(
+        self, number: int, mine: StateRecord, theirs: StateRecord, mix_steps: bool
+    ) -> tuple[StateRecord, bool]:
+        """Return what of a source's tensor may fill this one, and whether all of that is of the same save.
+
+        The recorded digest of a lost chunk decides about a chunk of the same box, as fingerprints do about a tensor.
+        """
+        source, same = self.sources[number - 1], self._is_same(number, mine)
+        if self._has_fingerprint(number, mine):
+            return theirs, True
+        proven: list[int] = []
+        others: list[int] = []
+        for index, chunk in enumerate(theirs.chunks):
+            expected = self.digests.get((mine.key, chunk.box))
+            if expected is not None and chunk.strides is None:
+                actual = chunk.digest or xxh3_128(source.opened.payloads.bands(payload_of(theirs, chunk)))
+                (proven if actual == expected else others).append(index)
+            elif not (source.own and chunk.item.file in self.damage.strays):
+                (proven if same else others).append(index)
+        if others and not source.own and not mix_steps:
+            self.refused[mine.key].append(f"{source.name} has it of {self._moment(number)}, which --mix-steps allows")
+        taken = sorted(proven + others) if mix_steps and not source.own else proven
+        return reduced(source.opened, [theirs], [tuple(taken)])[0], len(taken) == len(proven)
+
+    def _moment(self, number: int) -> str:
         """Say of which moment a source is, if it is not that of the damaged checkpoint."""
-        if source.look.step is None:
-            return "an unknown step"
-        return f"step {source.look.step}" if source.look.step != self.look.step else "the same step of another run"
+        source, comparison = self.sources[number - 1], self.comparisons[number - 1]
+        steps = self.part.step, source.look.step
+        if None not in steps and steps[0] != steps[1]:
+            return f"step {source.look.step}"
+        other = "another save" if None in steps else "the same step of another run"
+        if comparison is not None and comparison.differs:
+            return f"{other} ({comparison.difference})"
+        return "an unknown step" if None in steps else other
 
-    def _take_item(self, number: int, source: FillingSource, key: str, mix_steps: bool) -> None:
+    def _take_item(self, number: int, key: str, mix_steps: bool) -> None:
+        source = self.sources[number - 1]
         if (blob := source.items.get(key)) is None:
-            return
-        if not mix_steps and not self._is_same(source, None, None):
-            self.refused[key].append(f"{source.name} has it of {self._moment(source)}, which --mix-steps allows")
             return
         try:
             check_blob(source.opened.payloads, blob)
         except MuonckptError:
             self.refused[key] += [f"{source.name} is damaged there"] * (not source.own)
-        else:
-            self.items[key] = number, blob
+            return
+        expected = self.part.lost_items.get(key)
+        same = self._is_same(number, None) and not (source.own and blob.item.file in self.damage.strays)
+        if expected is not None:
+            same = expected == xxh3_128(source.opened.payloads.bands(blob.item))
+        if same or (mix_steps and not source.own):
+            self.items[key] = number, blob, same
+        elif not source.own:
+            moment = self._moment(number) if not self._is_same(number, None) else "another save (its bytes are others)"
+            self.refused[key].append(f"{source.name} has it of {moment}, which --mix-steps allows")
+
+    def _refuse_contradictions(self, jobs: int) -> None:
+        """Refuse what one source gives and another one of the same save has otherwise, where nothing recorded decides.
+
+        Raises:
+            SourceError: there is such a tensor or item.
+        """
+        of_key = {tensor.key: tensor for tensor in self.kept}
+        for key, parts in self.parts.items():
+            mine = of_key[key]
+            for part in (part for part in parts if part.record is not None and mine.fingerprint is None):
+                for number, source in enumerate(self.sources, 1):
+                    other = source.counterpart(mine, self.look)
+                    if number == part.source or source.own or other is None or not self._is_same(number, mine):
+                        continue
+                    if box := _first_difference(self.sources[part.source - 1], part, source, other, jobs):
+                        self._refuse_contradiction(f"tensor {key!r} {box}", part.source, number)
+        unrecorded = {key: found for key, found in self.items.items() if key not in self.part.lost_items}
+        for key, (number, blob, _) in unrecorded.items():
+            for other_number, source in enumerate(self.sources, 1):
+                other_blob = source.items.get(key)
+                if other_number == number or source.own or other_blob is None or not self._is_same(other_number, None):
+                    continue
+                with suppress(DamageError):
+                    if not same_items(self.sources[number - 1].opened, blob, source.opened, other_blob):
+                        self._refuse_contradiction(f"item {key!r}", number, other_number)
+
+    def _refuse_contradiction(self, subject: str, number: int, other: int) -> None:
+        names = self.sources[number - 1].name, self.sources[other - 1].name
+        raise SourceError(
+            f"{self.broken.path}: {self.diagnosis.sentence}. {subject} is lost, {names[0]} and {names[1]} have others, "
+            "and what is whole here is the same in both: nothing tells which is of this save. Nothing was written. "
+            f"{ADVICE}give the right one alone, with --from"
+        )
 
     def _refuse_losses(self) -> None:
         lost = [f"tensor {key!r} {listed(boxes, 3)}" for key, boxes in self.left.items()]
@@ -279,8 +320,8 @@ class Filling:
         for part in (part for parts in self.parts.values() for part in parts):
             if part.record is not None:
                 given[part.source].append(part.record)
-        blobs = [[blob for blob in self.broken.outline.blobs if blob.key not in self.damage.items]]
-        blobs += [[blob for own, blob in self.items.values() if own == n] for n in range(1, len(self.sources) + 1)]
+        blobs = [list(self.part.items.values())]
+        blobs += [[blob for own, blob, _ in self.items.values() if own == n] for n in range(1, len(self.sources) + 1)]
         opened = [self.broken, *(source.opened for source in self.sources)]
         manifests = [
             Manifest(tuple(tensors), tuple(own)).moved(f"{number}/{{}}".format)
@@ -308,8 +349,13 @@ class Filling:
                 pieces.append((part.record.boxes, part.record.chunks.strides, part.taken))
         with about(f"tensor {record.key!r}"):
             layout = _layout(record.shape, record.boxes, record.chunks.strides, tuple(pieces))
-        same = all(part.same for part in parts)
-        return OutputTensor(record if same else replace(record, fingerprint=None), layout, tuple(sources))
+        fingerprint = (record.fingerprint or self._fingerprint(record)) if all(part.same for part in parts) else None
+        return OutputTensor(replace(record, fingerprint=fingerprint), layout, tuple(sources))
+
+    def _fingerprint(self, tensor: StateRecord) -> str | None:
+        """Return the fingerprint that a source of the same save records of a tensor, for what is written to have it."""
+        same = (one for one in self.comparisons if one is not None and one.is_same_save(tensor.key))
+        return next((one.fingerprints[tensor.key] for one in same if tensor.key in one.fingerprints), None)
 
     def _entry(self) -> dict[str, Any]:
         """Return the record of the boxes and items that are not the checkpoint's own, in columns, as they are many."""
@@ -321,7 +367,7 @@ class Filling:
                 columns["box"] += [boxes.setdefault(box, len(boxes)) for box, _ in part.taken]
                 columns["source"] += [part.source] * len(part.taken)
         rows: list[tuple[str, str | None, int | float | None]] = [
-            ("its own replicas", self.broken.format.name, self.look.step)
+            ("its own replicas", self.broken.format.name, self.part.step)
         ]
         rows += [(s.opened.path.resolve().name, s.opened.format.name, s.look.step) for s in self.sources]
         rows += [("zeros", None, None)]
@@ -333,8 +379,8 @@ class Filling:
             "tensors": list(self.parts),
             "boxes": [[list(box.lo), list(box.hi)] for box in boxes],
             "taken": columns,
-            "items": {key: number for key, (number, _) in sorted(self.items.items())},
-            "notes": list(self._mixtures()),
+            "items": {key: number for key, (number, *_) in sorted(self.items.items())},
+            "notes": [*self._mixtures(), *self._other_saves(), *self._unjudged()],
         }
 
     def _mixtures(self) -> Iterator[str]:
@@ -350,12 +396,40 @@ class Filling:
             if number > len(self.sources):
                 yield f"{tensors} begin anew, as zeros, where nothing has them"
             else:
-                of = f"are those of {self._moment(self.sources[number - 1])} where they were lost"
+                of = f"are those of {self._moment(number)} where they were lost"
                 yield f"{tensors} {of}: {self._fades() if is_momentum else _MIXED}"
-        items = Counter(number for number, _ in self.items.values())
+        items = Counter(number for number, _, same in self.items.values() if not same)
         for number, count in sorted(items.items()):
-            if not self._is_same(source := self.sources[number - 1], None, None):
-                yield f"{counted(count, 'item')} (options, counters): of {self._moment(source)}"
+            yield f"{counted(count, 'item')} (options, counters): of {self._moment(number)}"
+
+    def _other_saves(self) -> Iterator[str]:
+        """Name the sources that are of another save although their step does not say so."""
+        used = {part.source for parts in self.parts.values() for part in parts}
+        used |= {number for number, *_ in self.items.values()}
+        for number, comparison in enumerate(self.comparisons, 1):
+            if comparison is not None and comparison.differs and number not in used:
+                yield f"nothing was taken from {comparison.source.name}, which is of {self._moment(number)}"
+
+    def _unjudged(self) -> Iterator[str]:
+        """Say that nothing tells whether all that was kept is of one save, if so."""
+        columns = self.look.manifest.columns
+        kept, judged = np.zeros(len(columns), np.bool_), self.part.recorded.copy()
+        for rows in self.part.rows:
+            kept[rows] = True
+        same = [one for one in self.comparisons if one is not None and one.is_same_save()]
+        for comparison in same:
+            judged |= comparison.equal
+        unjudged = int((kept & ~judged).sum())
+        if unjudged and not judged.any():
+            yield (
+                "whether all of it is of one save cannot be judged: there are no digests that were recorded when it "
+                "was saved, and no source of the same save to compare it with (--from)"
+            )
+        elif unjudged:
+            yield (
+                f"whether {unjudged} of {int(kept.sum())} chunks are of the same save as the others cannot be judged: "
+                "no digests of them were recorded, and no source of the same save has them"
+            )
 
     def _is_momentum(self, tensor: StateRecord) -> bool:
         dialect = None if isinstance(self.look.program, str) else self.look.program.dialect
@@ -379,16 +453,8 @@ _LARGEST_ELEMENT = 16
 _MIXED = "together they are the state of no moment of the run, and to go back to one whole step is usually better"
 
 
-def _corners(boxes: Boxes | Sequence[Box]) -> tuple[IntArray, IntArray]:
-    """Return the corners of boxes as `overlaps` takes them: without dims a tensor is one element of one dim."""
-    corners = boxes if isinstance(boxes, Boxes) else Boxes.of_all(boxes, boxes[0].ndim)
-    if corners.ndim:
-        return corners.lo, corners.hi
-    return np.zeros((len(boxes), 1), np.int64), np.ones((len(boxes), 1), np.int64)
-
-
 def _overlapping(left: tuple[Box, ...], boxes: Boxes) -> tuple[IntArray, IntArray]:
-    return overlaps(*_corners(left), *_corners(boxes))
+    return overlaps(*corners(left), *corners(boxes))
 
 
 @lru_cache(maxsize=1024)
@@ -404,6 +470,25 @@ def _taken(left: tuple[Box, ...], boxes: Boxes) -> tuple[tuple[tuple[Box, int], 
         taken += [(common, number) for box in before if (common := box & has) is not None]
         rest[lacking] = [part for box in before for part in holes_in(box, (has,))]
     return tuple(taken), tuple(box for parts in rest.values() for box in parts)
+
+
+def _first_difference(
+    source: FillingSource, part: _Part, other_source: FillingSource, other: StateRecord, jobs: int
+) -> Box | None:
+    """Return the first box that a part has taken, and of which another source has other bits; None if there is none."""
+    assert part.record is not None, "it was taken from a source"
+    record, chunks = part.record, list(part.record.chunks)
+    (stored,) = other_source.whole([other], jobs)
+    counterparts = list(stored.chunks)
+    taken = [box for box, _ in part.taken]
+    for number, index in zip(*(side.tolist() for side in _overlapping(tuple(taken), stored.boxes)), strict=True):
+        box, chunk = taken[number], chunks[part.taken[number][1]]
+        common: Box | None = box & counterparts[index].box
+        if common is not None:
+            payloads = source.opened.payloads, other_source.opened.payloads
+            if not compare_box(payloads[0], record, chunk, payloads[1], stored, counterparts[index], common)[0]:
+                return common
+    return None
 
 
 _Piece = tuple[Boxes | None, Strides | None, tuple[tuple[Box, int], ...]]

@@ -100,7 +100,17 @@ class JoinedCheckpoints:
         return Manifest(tensors, tuple(blob for manifest in self.manifests for blob in manifest.blobs), self.provenance)
 
 
-_ELEMENTS_AT_A_TIME = 1 << 18
+ELEMENTS_AT_A_TIME = 1 << 18
+
+
+def chunk_share(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> int:
+    """Return the share of a chunk in the fingerprint of its tensor, in bounded memory."""
+    total, payload, fragment = 0, payload_of(tensor, chunk), chunk.stored("")
+    for band in bands(chunk.box, ELEMENTS_AT_A_TIME):
+        for box in band.boxes:
+            words = payloads.gather(payload, tensor.dtype, fragment.place_at(box.lo), box.shape)
+            total = combine(total, fingerprint(words, box.lo + (0,) * (words.ndim - len(box.lo))))
+    return total
 
 
 def input_prints(source: OpenCheckpoint, keys: Collection[str], threads: int) -> dict[str, str]:
@@ -115,14 +125,7 @@ def input_prints(source: OpenCheckpoint, keys: Collection[str], threads: int) ->
     stored = [(tensor, chunk) for tensor in unknown for chunk in tensor.chunks if chunk.box.numel]
 
     def share(place: tuple[StateRecord, Chunk]) -> int:
-        """Return the share of a chunk, in bounded memory."""
-        tensor, chunk = place
-        total, payload, fragment = 0, payload_of(tensor, chunk), chunk.stored("")
-        for band in bands(chunk.box, _ELEMENTS_AT_A_TIME):
-            for box in band.boxes:
-                words = source.payloads.gather(payload, tensor.dtype, fragment.place_at(box.lo), box.shape)
-                total = combine(total, fingerprint(words, box.lo + (0,) * (words.ndim - len(box.lo))))
-        return total
+        return chunk_share(source.payloads, *place)
 
     found = {tensor.key: 0 for tensor in unknown}
     with ThreadPoolExecutor(threads) as pool:

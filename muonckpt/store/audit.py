@@ -325,9 +325,13 @@ def audit(
                     own = list(_audit_tensor(tensor, results, fingerprint))
                     bad = [result.share is None or bool(result.findings) for result in results]
                     of_tensor = lost[row : row + len(tensor.chunks)]
-                    of_tensor[tensor.boxes.numel > 0] |= np.array(bad, np.bool_)
-                    if not any(bad) and any(finding.kind == "fingerprint" for finding in own):
-                        of_tensor[:] = True  # one of its chunks, and nothing tells which
+                    # Elements that agree with their fingerprint, or with all digests, are those that were written,
+                    # whatever the other says: one of the two records is damaged.
+                    if fingerprint is None or fingerprint != tensor.fingerprint:
+                        of_tensor[tensor.boxes.numel > 0] |= np.array(bad, np.bool_)
+                        digested = all(chunk.digest is not None for _, chunk, _ in chunks)
+                        if not (any(bad) or digested) and any(finding.kind == "fingerprint" for finding in own):
+                            of_tensor[:] = True  # one of its chunks, and nothing tells which
                     findings += own
                 else:
                     passed(tensor.boxes.elements * itemsize(tensor.dtype))

@@ -90,6 +90,7 @@ class Damage:
         holes: boxes of tensors, by key, that no chunk covers, although the tensor has them.
         read: whether all bytes were compared with what was recorded; else only the files' sizes.
         mixed_up: whether the manifest is that of another save than the files.
+        strays: files of another save than the others, by what another checkpoint of that save has.
     """
 
     manifest: Manifest
@@ -100,6 +101,7 @@ class Damage:
     holes: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
     read: bool = False
     mixed_up: bool = False
+    strays: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.chunks.any() or self.items or self.files or self.holes)
@@ -206,9 +208,10 @@ class Damage:
         damaged, every = self.by_file
         of_items = {blob.item.file for blob in self.manifest.blobs if blob.key in self.items}
         others = {columns.names[number] for number in np.flatnonzero(damaged)} | of_items
-        others -= self.files.keys()
+        others -= self.files.keys() | self.strays
         swapped = {columns.names[number] for number in np.flatnonzero((damaged == every) & (every > 1))}
         for group, fate in (
+            (self.strays, "the bytes of another save than all other files"),
             (others & swapped, "none of the bytes that were written (another save's, perhaps)"),
             (others - swapped, "damaged bytes"),
         ):

@@ -271,14 +271,17 @@ def test_weights_never_begin_as_zeros_and_patterns_match_something(broken, tmp_p
 
 
 def test_a_file_of_bare_weights_is_known_by_the_names_of_parameters(steps, broken, tmp_path):
-    """Its step is unknown, so it counts as another."""
+    """Its step is unknown, so its fingerprints decide; where nothing is recorded of a tensor, it counts as another."""
     from safetensors.torch import save_file
 
     flip_chunk(broken)
-    save_file({name: state(3, 3)["model"][name] for name in NAMES}, tmp_path / "hf.safetensors")
-    with pytest.raises(SourceError, match="of an unknown step, which --mix-steps allows"):
-        muonckpt.salvage(broken, tmp_path / "new", others=[tmp_path / "hf.safetensors"])
-    muonckpt.salvage(broken, tmp_path / "new", others=[tmp_path / "hf.safetensors"], mix_steps=True)
+    for step in (2, 3):
+        save_file({name: state(step, step)["model"][name] for name in NAMES}, tmp_path / f"hf{step}.safetensors")
+    with pytest.raises(
+        SourceError, match=r"of another save \(tensor 'model.layers.0.weight'.*which --mix-steps allows"
+    ):
+        muonckpt.salvage(broken, tmp_path / "new", others=[tmp_path / "hf2.safetensors"])
+    muonckpt.salvage(broken, tmp_path / "new", others=[tmp_path / "hf2.safetensors", tmp_path / "hf3.safetensors"])
     same(steps[3], tmp_path / "new")
 
 
@@ -319,7 +322,7 @@ def test_a_momentum_of_unrecorded_convention_fills_none_of_a_recorded_one_nor_is
     from safetensors.torch import save_file
 
     key, bare = f"optimizer.state.{NAMES[0]}.momentum_buffer", tmp_path / "bare.safetensors"
-    save_file({key: state(3, 3)["optimizer"]["state"][NAMES[0]]["momentum_buffer"]}, bare)
+    save_file({key: state(2, 2)["optimizer"]["state"][NAMES[0]]["momentum_buffer"]}, bare)
     flip_chunk(broken, key)
     with pytest.raises(SourceError, match=rf"'{key}': expected the momentum convention ema .* found \(not recorded\)"):
         muonckpt.salvage(broken, tmp_path / "new", others=[bare], mix_steps=True)

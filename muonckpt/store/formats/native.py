@@ -9,20 +9,24 @@ Source: ``megatron/core/dist_checkpointing/{core,serialization}.py`` of core 0.1
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
-from ...errors import DestinationError, SourceError, about
-from ...record import MANIFEST_FILE, MANIFEST_VERSION, Manifest, StateRecord, record_fields
+from ...chunks import Chunk, in_columns
+from ...errors import DamageError, DestinationError, SourceError, about
+from ...json_fields import matching, optional
+from ...record import DIGEST, FINGERPRINT, MANIFEST_FILE, MANIFEST_VERSION, Manifest, StateRecord, record_fields
+from ...vocabulary import Convention
 from ..io.checksums import xxh3_128
 from ..io.location import Location
 from ..io.new_file import write_parts, write_synced
 from ..io.regular import open_regular, read_whole
 from ..reading.payloads import Payloads
-from ..reading.reader import LocatedReader
+from ..reading.reader import LocatedReader, Reader
 from .signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE
 
 
@@ -85,6 +89,91 @@ def _write_described(
             write_parts(directory / name, parts)
         except OSError as error:
             raise DestinationError(f"cannot write {directory / name}: {error.strerror or error}") from error
+
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class DigestedReader:
+    """The reader of a checkpoint whose manifest is damaged: DCP's, with the digests that the manifest still has."""
+
+    stock: Reader
+    outline: Manifest
+
+    @property
+    def payloads(self) -> Payloads:
+        return self.stock.payloads
+
+    @property
+    def faults(self) -> Sequence[SourceError]:
+        return self.stock.faults
+
+    def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
+        return self.stock.locate(tensors)
+
+
+def reader_of_lines(path: Location) -> DigestedReader:
+    """Read a checkpoint whose manifest is damaged: by DCP's description, and by what proves itself in the manifest.
+
+    A manifest has a line for each tensor and each item.  Of those that can still be read the digests, the fingerprints
+    and the momentum conventions are taken: where one of these is damaged, bytes and the other show it.
+
+    Raises:
+        SourceError: DCP's description cannot be read either, or no line of the manifest can be.
+    """
+    from .dcp import DcpReader  # not needed where nothing is wrong
+
+    stock = DcpReader(path)
+    lines = _readable_lines(read_whole(path / MANIFEST_FILE))
+    if not lines:
+        raise DamageError(f"{path / MANIFEST_FILE}: no line of it can be read")
+    outline = stock.outline
+    of_tensors = [_digested_chunks(tensor, lines.get(tensor.key, {})) for tensor in outline.tensors]
+    columns = in_columns(
+        (chunks, len(tensor.shape)) for tensor, chunks in zip(outline.tensors, of_tensors, strict=True)
+    )
+    tensors = (
+        replace(
+            tensor,
+            chunks=chunks,
+            fingerprint=_field(lines, tensor.key, "fingerprint", partial(optional, matching(FINGERPRINT))),
+            convention=_field(lines, tensor.key, "convention", partial(optional, Convention)),
+        )
+        for tensor, chunks in zip(outline.tensors, columns, strict=True)
+    )
+    blobs = (replace(blob, digest=_field(lines, blob.key, "digest", matching(DIGEST))) for blob in outline.blobs)
+    return DigestedReader(stock, replace(outline, tensors=tuple(tensors), blobs=tuple(blobs)))
+
+
+def _readable_lines(text: bytes) -> Mapping[str, Mapping[str, Any]]:
+    """Return the fields of tensors and items, by key, in the lines of a damaged manifest that are JSON."""
+    lines: dict[str, Mapping[str, Any]] = {}
+    for line in text.split(b"\n"):
+        with suppress(ValueError, RecursionError):
+            fields = json.loads(line.strip().removesuffix(b","))
+            if isinstance(fields, dict) and isinstance(fields.get("key"), str):
+                lines[fields["key"]] = fields
+    return lines
+
+
+def _field(lines: Mapping[str, Mapping[str, Any]], key: str, name: str, read: Callable[[Any], _Value]) -> _Value | None:
+    try:
+        return read(lines[key][name])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _digested_chunks(tensor: StateRecord, line: Mapping[str, Any]) -> list[Chunk]:
+    """Return the chunks of a tensor with the digests in a line that has the same items of files in the same order."""
+    chunks = list(tensor.chunks)
+    match line:
+        case {"chunks": {"item": list(offsets), "item_length": list(lengths), "digest": list(digests)}}:
+            _, stock_offsets, stock_lengths = tensor.chunks.items
+            if (offsets, lengths, len(digests)) == (stock_offsets, stock_lengths, len(chunks)):
+                hexes = (digest if isinstance(digest, str) and DIGEST.fullmatch(digest) else None for digest in digests)
+                return [replace(chunk, digest=digest) for chunk, digest in zip(chunks, hexes, strict=True)]
+    return chunks
 
 
 _VERSION = 1

@@ -38,6 +38,8 @@ OWN = Format(
     written_as="dcp",
     writer=f"{_WRITERS}.rank_files:DcpFiles",
 )
+OWN_LINES = Format("muonckpt", f"{_FORMATS}.native:reader_of_lines")
+"""Our own format where the manifest is damaged."""
 LAYER_WISE = Format(
     "Megatron's layer-wise files",
     f"{_FORMATS}.layer_wise:reader",

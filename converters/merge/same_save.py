@@ -1,0 +1,546 @@
+"""Whether checkpoints are of one save, by the elements and the items that they have in common.
+
+Steps and names do not tell: another run has the same steps, and a copy that stopped half-way leaves files of two saves
+under one description.  So what is whole of a damaged checkpoint is compared with each checkpoint that may fill it,
+chunk by chunk and item by item.  Tensors whose fingerprints both record are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...box import Box
+from ...chunks import Boxes, chunks_numbered
+from ...errors import ADVICE, LayoutError, MuonckptError, SourceError, UnlistedError
+from ...fingerprint import as_hex, combine
+from ...overlap import IntArray, overlaps
+from ...record import Blob, Chunk, StateRecord
+from ...store.audit import AuditReport
+from ...store.damage import Damage
+from ...store.open_checkpoint import OpenCheckpoint, check_blob, checked_blob
+from ...store.reading.blocks import bands
+from ...store.reading.payloads import Payloads, check_chunk, payload_of
+from ...wording import counted, listed
+from ..compare.diff import same_value
+from ..engine.arithmetic import Words
+from ..look.contents import FirstLook, Role, first_look
+from .joined import ELEMENTS_AT_A_TIME, chunk_share
+
+Name = tuple[str, str | None]
+"""A parameter, or a tensor of no parameter, and the slot of its state: the same in checkpoints with other keys."""
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class FillingSource:
+    """A checkpoint that may fill what another one lacks; ``own`` if it is that one, by its other description."""
+
+    name: str
+    opened: OpenCheckpoint
+    look: FirstLook
+    own: bool
+    tensors: Mapping[str | Name, StateRecord]
+    items: Mapping[str, Blob]
+
+    @classmethod
+    def of(cls, name: str, opened: OpenCheckpoint, own: bool = False) -> FillingSource:
+        look = first_look(opened)
+        tensors: dict[str | Name, StateRecord] = {_name(tensor, look): tensor for tensor in look.manifest.tensors}
+        tensors |= {tensor.key: tensor for tensor in look.manifest.tensors}
+        return cls(name, opened, look, own, tensors, {blob.key: blob for blob in opened.outline.blobs})
+
+    def counterpart(self, tensor: StateRecord, look: FirstLook) -> StateRecord | None:
+        """Return the tensor of the same key, or of the same parameter and slot; None if there is none."""
+        return self.tensors.get(tensor.key) or self.tensors.get(_name(tensor, look))
+
+    @property
+    def records_digests(self) -> bool:
+        """Return whether its own records tell that all of it is of one save."""
+        tensors = self.look.manifest.tensors
+        of_chunks = self.look.manifest.columns.has_digest
+        recorded = all(tensor.fingerprint is not None for tensor in tensors) or bool(of_chunks.all())
+        return recorded and is_listed_whole(self.opened)
+
+    def whole(self, tensors: Sequence[StateRecord], jobs: int) -> list[StateRecord]:
+        """Return these tensors with those of their chunks, located, whose bytes are those that were written."""
+
+        def checked(place: tuple[StateRecord, int]) -> bool:
+            tensor, number = place
+            try:
+                if not all_located:
+                    (tensor,) = self.opened.locate([replace(tensor, chunks=tensor.chunks.only([number]))])
+                chunk = tensor.chunks[number if all_located else 0]
+                payload = payload_of(tensor, chunk)
+                self.opened.payloads.reaching(payload.file, payload.end)  # there may be no checksum
+                check_chunk(self.opened.payloads, tensor, chunk)
+            except MuonckptError:
+                return False
+            return True
+
+        all_located = True
+        try:
+            tensors = self.opened.locate(tensors)
+        except MuonckptError:  # an item of one of them: find out which
+            all_located = False
+        stored = [(tensor, number) for tensor in tensors for number in range(len(tensor.chunks))]
+
+        with ThreadPoolExecutor(jobs) as pool:
+            passed = iter(list(pool.map(checked, stored)))
+        numbers = [tuple(number for number in range(len(one.chunks)) if next(passed)) for one in tensors]
+        return list(reduced(self.opened, tensors, numbers))
+
+
+def _name(tensor: StateRecord, look: FirstLook) -> Name:
+    if tensor.slot is not None and tensor.name is not None:
+        return tensor.name, tensor.slot
+    fields = None if isinstance(look.program, str) else look.program.dialect.model.read(tensor.path)
+    return (fields["name"] if fields else tensor.key), None
+
+
+def is_listed_whole(opened: OpenCheckpoint) -> bool:
+    """Return whether the description that binds the files of a checkpoint together, if it has one, is there."""
+    return not any(isinstance(fault, UnlistedError) for fault in opened.faults)
+
+
+def reduced(
+    opened: OpenCheckpoint, tensors: Sequence[StateRecord], numbers: Sequence[tuple[int, ...]]
+) -> tuple[StateRecord, ...]:
+    """Return tensors with the chunks of these numbers alone, on columns that they share, and located."""
+    chunks = chunks_numbered([(tensor.chunks, own) for tensor, own in zip(tensors, numbers, strict=True)])
+    return opened.locate([replace(tensor, chunks=own) for tensor, own in zip(tensors, chunks, strict=True)])
+
+
+@dataclass(frozen=True, eq=False)
+class WholePart:
+    """What is whole of a damaged checkpoint.
+
+    Attributes:
+        tensors: all of its tensors, with the chunks that are whole, located.
+        rows: the numbers of these chunks in ``damage.chunks``, for each tensor.
+        fingerprints: computed from the bytes of tensors that could be read whole, by key.
+    """
+
+    opened: OpenCheckpoint
+    look: FirstLook
+    damage: Damage
+    tensors: tuple[StateRecord, ...]
+    rows: tuple[IntArray, ...]
+    fingerprints: Mapping[str, str]
+
+    @classmethod
+    def of(cls, opened: OpenCheckpoint, look: FirstLook, damage: Damage, report: AuditReport) -> WholePart:
+        tensors = look.manifest.tensors
+        whole = ~damage.chunks & (look.manifest.elements > 0)
+        starts = damage.starts.tolist()
+        numbers = [
+            np.flatnonzero(whole[start : start + len(tensor.chunks)])
+            for tensor, start in zip(tensors, starts, strict=False)
+        ]
+        kept = reduced(opened, tensors, [tuple(own.tolist()) for own in numbers])
+        rows = tuple(start + own for start, own in zip(starts, numbers, strict=False))
+        # One of the records of a tensor may be damaged, where the others show that its elements are whole.
+        lost = {tensor.key for tensor in damage.tensors}
+        wrong = {key for one in report.findings if one.kind in ("digest", "fingerprint") for key in one.names} - lost
+        prints = report.fingerprints
+        kept = tuple(_undigested(one, prints[one.key]) if one.key in wrong & prints.keys() else one for one in kept)
+        part = cls(opened, look, damage, kept, rows, report.fingerprints)
+        # A file of which all records say that it is of another save is so in what nothing is recorded of, too.
+        recorded = part.recorded
+        false, true = part.files(recorded & damage.chunks), part.files(recorded & whole)
+        strays = (false - true - damage.files.keys()) & part.files(~recorded & whole)
+        return part.without(strays) if strays else part
+
+    @property
+    def step(self) -> int | float | None:
+        """Return its step, unless files of another save may have the counters that say it."""
+        return None if self.damage.strays else self.look.step
+
+    @cached_property
+    def items(self) -> dict[str, Blob]:
+        """The items that are whole."""
+        return {blob.key: blob for blob in self.opened.outline.blobs if blob.key not in self.damage.items}
+
+    @cached_property
+    def recorded(self) -> Flags:
+        """For each chunk, whether a record of its own save has the digest of its elements, or of all of the tensor."""
+        digested = self.look.manifest.columns.has_digest.copy()
+        if not is_listed_whole(self.opened):
+            return np.zeros_like(digested)
+        for tensor, start in zip(self.look.manifest.tensors, self.damage.starts.tolist(), strict=False):
+            digested[start : start + len(tensor.chunks)] |= tensor.fingerprint is not None
+        return digested
+
+    def lost_digests(self) -> Iterator[tuple[tuple[str, Box], str]]:
+        """Yield the recorded digests of lost chunks by key and box, where the record is of this save."""
+        if not is_listed_whole(self.opened):
+            return
+        for tensor, start in zip(self.look.manifest.tensors, self.damage.starts.tolist(), strict=False):
+            for number in np.flatnonzero(self.damage.chunks[start : start + len(tensor.chunks)]).tolist():
+                chunk = tensor.chunks[number]
+                if chunk.digest is not None:
+                    yield (tensor.key, chunk.box), chunk.digest
+
+    @cached_property
+    def lost_items(self) -> Mapping[str, str]:
+        """The recorded digests of lost items, by key."""
+        blobs = self.opened.outline.blobs
+        return {blob.key: blob.digest for blob in blobs if blob.key in self.damage.items and blob.digest is not None}
+
+    @property
+    def recorded_items(self) -> frozenset[str]:
+        """The items of which a record of their own save has the digest."""
+        return frozenset(key for key, blob in self.items.items() if blob.digest is not None)
+
+    @cached_property
+    def is_state(self) -> Flags:
+        """For each chunk, whether it is of a momentum or a moment, which two moments of training do not share."""
+        tensors = self.look.contents.tensors
+        keys = {tensor.key for role in (Role.MOMENTUM, Role.MOMENTS) for tensor in tensors.get(role, ())}
+        flags = np.zeros(len(self.damage.chunks), np.bool_)
+        for tensor, rows in zip(self.tensors, self.rows, strict=True):
+            flags[rows] = tensor.key in keys
+        return flags
+
+    def files(self, chunks: Flags) -> frozenset[str]:
+        """Return the files of these chunks."""
+        columns = self.look.manifest.columns
+        return frozenset(columns.names[number] for number in np.unique(columns.file[chunks]).tolist())
+
+    def chunks_in(self, files: frozenset[str]) -> Flags:
+        """Return which chunks lie in these files."""
+        columns = self.look.manifest.columns
+        numbers = [number for number, name in enumerate(columns.names) if name in files]
+        return np.isin(columns.file, numbers)
+
+    def without(self, files: frozenset[str]) -> WholePart:
+        """Return the part without these files, which are of another save."""
+        inside = self.chunks_in(files) & (self.look.manifest.elements > 0)
+        items = {key for key, blob in self.items.items() if blob.item.file in files}
+        damage = replace(
+            self.damage,
+            chunks=self.damage.chunks | inside,
+            items=self.damage.items | items,
+            strays=self.damage.strays | files,
+        )
+        numbers = [tuple(np.flatnonzero(~inside[rows]).tolist()) for rows in self.rows]
+        chosen = chunks_numbered([(one.chunks, own) for one, own in zip(self.tensors, numbers, strict=True)])
+        # What the files of another save record of their tensors is not true of these.
+        lost = {tensor.key for tensor in damage.tensors}
+        tensors = tuple(
+            replace(
+                one, chunks=chunks, fingerprint=None if one.key in lost and not self.recorded.any() else one.fingerprint
+            )
+            for one, chunks in zip(self.tensors, chosen, strict=True)
+        )
+        rows = tuple(rows[list(own)] for rows, own in zip(self.rows, numbers, strict=True))
+        prints = {key: value for key, value in self.fingerprints.items() if key not in lost}
+        return WholePart(self.opened, self.look, damage, tensors, rows, prints)
+
+
+def _undigested(tensor: StateRecord, fingerprint: str) -> StateRecord:
+    """Return a tensor without the digests of its chunks, and with the fingerprint that its elements have."""
+    chunks = [replace(chunk, digest=None) for chunk in tensor.chunks]
+    return replace(tensor, chunks=type(tensor.chunks).of(chunks, len(tensor.shape)), fingerprint=fingerprint)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What a source and the whole part of a damaged checkpoint have in common.
+
+    Attributes:
+        equal, different: for each chunk of the damaged checkpoint, whether what the source has of it is the same, or
+            something of it other.
+        telling: chunks that are equal, and not one value throughout, as what was never trained is.
+        equal_items, different_items: keys of items that both have.
+        fingerprints: of the source's tensors, recorded or computed, by the key in the damaged checkpoint.
+    """
+
+    part: WholePart
+    source: FillingSource
+    equal: Flags
+    different: Flags
+    telling: Flags
+    equal_items: frozenset[str]
+    different_items: frozenset[str]
+    fingerprints: Mapping[str, str]
+
+    def within(self, part: WholePart) -> Comparison:
+        """Return the comparison with a smaller part."""
+        lost = part.damage.chunks
+        return replace(
+            self,
+            part=part,
+            equal=self.equal & ~lost,
+            different=self.different & ~lost,
+            telling=self.telling & ~lost,
+            equal_items=self.equal_items & part.items.keys(),
+            different_items=self.different_items & part.items.keys(),
+        )
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.different.any() or self.different_items)
+
+    @cached_property
+    def _different_files(self) -> frozenset[str]:
+        items = (self.part.items[key].item.file for key in self.different_items)
+        return self.part.files(self.different) | frozenset(items)
+
+    @cached_property
+    def _proof(self) -> Flags:
+        """The equal chunks that only the same moment of a run has: of state, or of a tensor that differs elsewhere.
+
+        Where steps differ they are both: the state of a parameter that is trained no more is the same throughout.
+        """
+        torn = np.zeros_like(self.equal)
+        for rows in self.part.rows:
+            torn[rows] = self.different[rows].any()
+        if self._has_another_step:
+            return self.telling & self.part.is_state & torn
+        return self.telling & (self.part.is_state | torn)
+
+    @property
+    def _has_another_step(self) -> bool:
+        steps = self.part.step, self.source.look.step
+        return None not in steps and steps[0] != steps[1]
+
+    @property
+    def shows_mixture(self) -> bool:
+        """Return whether some files have what the source's save has, and others do not."""
+        proven = self.part.files(self._proof)
+        return self.differs and bool(proven) and not proven & self._different_files
+
+    @property
+    def agreement(self) -> int:
+        """The elements that are equal, in files that do not differ in anything."""
+        return int(self.part.look.manifest.elements[self._agreeing].sum())
+
+    @property
+    def _agreeing(self) -> Flags:
+        return self.equal & ~self.part.chunks_in(self._different_files)
+
+    @property
+    def strays(self) -> frozenset[str]:
+        """The files of the damaged checkpoint that are of another save than most of it, if the source can tell.
+
+        It can if its own records say that it is of one save, and nothing in these files is recorded to be of theirs.
+        """
+        different = self._different_files
+        recorded = (self.different & self.part.recorded).any() or self.different_items & self.part.recorded_items
+        if recorded or not self.shows_mixture or not self.source.records_digests:
+            return frozenset()
+        compared = (self.equal | self.different) & self.part.chunks_in(different)
+        if self.agreement >= int(self.part.look.manifest.elements[compared].sum()):
+            return different
+        return self.part.files(self._agreeing)
+
+    @property
+    def mixture(self) -> str:
+        """Say what contradicts that both are of one save each, and what to do."""
+        files, name = sorted(self._different_files), self.source.name
+        equal = counted(len(self.part.files(self._agreeing)), "other file")
+        return (
+            f"{self.difference}, in {name}, and {equal} here is as there: one of the two has files of two saves, "
+            f"and no digests were recorded that say which. Nothing was written. {ADVICE}if {listed(files, 3)} here is "
+            f"of another save, move it out of {self.part.opened.path} and salvage again; if {name} has files of "
+            "another save, leave it out; or --mix-steps keeps all that is here"
+        )
+
+    def is_same_save(self, key: str | None = None) -> bool:
+        """Return whether the source is of the save of the damaged checkpoint, as far as both say so.
+
+        Args:
+            key: of a tensor that is asked for; the whole part of it tells where steps are unknown.
+        """
+        if self.differs or self._has_another_step:
+            return False
+        if None not in (self.part.step, self.source.look.step):
+            return True
+        of_key = {tensor.key: rows for tensor, rows in zip(self.part.tensors, self.part.rows, strict=True)}
+        own = self.telling[of_key[key]] if key in of_key else self.telling[:0]
+        return bool((self.telling & self.part.is_state).any() or own.any())
+
+    @property
+    def difference(self) -> str:
+        """Name the first of what differs, and how many more there are."""
+        names = [
+            f"tensor {tensor.key!r} {box}"
+            for tensor, rows in zip(self.part.tensors, self.part.rows, strict=True)
+            if self.different[rows].any()
+            for box in tensor.boxes.taken(np.flatnonzero(self.different[rows]))
+        ]
+        names += [f"item {key!r}" for key in sorted(self.different_items)]
+        both = int((self.equal | self.different).sum()) + len(self.equal_items | self.different_items)
+        return f"{names[0]} is another there ({len(names)} of {counted(both, 'chunk')} and items that both have)"
+
+
+def compare(part: WholePart, source: FillingSource, jobs: int) -> Comparison:
+    """Compare what is whole of a damaged checkpoint with a source.
+
+    Raises:
+        SourceError: a file of the damaged checkpoint cannot be read any more.
+    """
+    equal, different, telling = (np.zeros(len(part.damage.chunks), np.bool_) for _ in range(3))
+    fingerprints: dict[str, str] = {}
+    pairs: list[tuple[StateRecord, IntArray, StateRecord]] = []
+    # Fingerprints that are recorded or known tell without reading.
+    for tensor, rows in zip(part.tensors, part.rows, strict=True):
+        other = source.counterpart(tensor, part.look)
+        if other is None or (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
+            continue
+        mine = tensor.fingerprint or part.fingerprints.get(tensor.key)
+        if other.fingerprint is not None:
+            fingerprints[tensor.key] = other.fingerprint
+        if mine is not None and mine == other.fingerprint:
+            equal[rows], telling[rows] = True, int(mine, 16) != 0 and tensor.shape != ()
+        elif tensor.fingerprint is not None and other.fingerprint is not None:
+            different[rows] = True
+        else:
+            pairs.append((tensor, rows, other))
+    # The elements of all others are read, where both are whole.
+    stored = source.whole([other for *_, other in pairs], jobs)
+
+    def compared(pair: tuple[StateRecord, StateRecord]) -> tuple[Flags, Flags, Flags, str | None]:
+        return _compare_chunks(part.opened.payloads, pair[0], source.opened.payloads, pair[1])
+
+    with ThreadPoolExecutor(jobs) as pool:
+        results = pool.map(compared, zip((tensor for tensor, *_ in pairs), stored, strict=True))
+        for (tensor, rows, _), (same, unlike, tells, computed) in zip(pairs, results, strict=True):
+            equal[rows], different[rows], telling[rows] = same, unlike, tells
+            if computed is not None:
+                fingerprints.setdefault(tensor.key, computed)
+            mine, theirs = part.fingerprints.get(tensor.key), fingerprints.get(tensor.key)
+            if mine is not None and theirs not in (None, mine) and not unlike.any():
+                different[rows] = ~same  # where the source is damaged, and records what was there
+    items = dict(_compare_items(part, source))
+    return Comparison(
+        part,
+        source,
+        equal,
+        different,
+        telling,
+        frozenset(key for key, same in items.items() if same),
+        frozenset(key for key, same in items.items() if not same),
+        fingerprints,
+    )
+
+
+def one_save(part: WholePart, comparisons: Sequence[Comparison], mix_steps: bool) -> tuple[WholePart, list[Comparison]]:
+    """Return the part of a damaged checkpoint that is of one save, as far as sources tell, and what they have of it.
+
+    Raises:
+        SourceError: it is of several, or a source is, and nothing tells which; unless ``mix_steps``.
+    """
+    compared = list(comparisons)
+    while strays := next((one.strays for one in sorted(compared, key=lambda one: -one.agreement) if one.strays), None):
+        part = part.without(strays)
+        compared = [one.within(part) for one in compared]
+    is_told = any(one.is_same_save() and one.source.records_digests for one in compared)
+    for one in compared if not (mix_steps or is_told or part.recorded.any()) else ():
+        if one.shows_mixture:
+            raise SourceError(f"{part.opened.path}: {one.mixture}")
+    return part, compared
+
+
+def _compare_items(part: WholePart, source: FillingSource) -> Iterator[tuple[str, bool]]:
+    for key in part.items.keys() & source.items.keys():
+        try:
+            yield key, same_items(part.opened, part.items[key], source.opened, source.items[key])
+        except MuonckptError:
+            continue  # it is damaged in the source
+
+
+def same_items(mine: OpenCheckpoint, blob: Blob, theirs: OpenCheckpoint, other: Blob) -> bool:
+    """Return whether items of two checkpoints are the same bytes, or the same plain data.
+
+    Raises:
+        SourceError: one is damaged.
+    """
+    if blob.digest is not None and blob.digest == other.digest:
+        check_blob(theirs.payloads, other)
+        return True
+    return same_value(checked_blob(mine.payloads, blob), checked_blob(theirs.payloads, other))
+
+
+def _compare_chunks(
+    mine: Payloads, tensor: StateRecord, theirs: Payloads, other: StateRecord
+) -> tuple[Flags, Flags, Flags, str | None]:
+    """Compare the chunks of a tensor with those of another one, all of them whole.
+
+    Returns:
+        Which are equal as far as the other has them, which differ, which are equal and not one value throughout; and
+        the fingerprint of the other, if that was compared.
+    """
+    if tensor.fingerprint is not None and (computed := _fingerprint(theirs, other)) is not None:
+        same = np.full(len(tensor.chunks), computed == tensor.fingerprint)
+        return same, ~same, same & (int(computed, 16) != 0), computed
+    equal, different, telling = (np.zeros(len(tensor.chunks), np.bool_) for _ in range(3))
+    for number, chunk, counterpart, common in _common(tensor, other):
+        same_bits, tells = compare_box(mine, tensor, chunk, theirs, other, counterpart, common)
+        different[number] |= not same_bits
+        equal[number] = True
+        telling[number] |= tells
+    equal &= ~different
+    return equal, different, telling & equal, None
+
+
+def _fingerprint(payloads: Payloads, tensor: StateRecord) -> str | None:
+    """Compute the fingerprint of a tensor; None if some of its elements are not there."""
+    try:
+        tensor.chunk_layout()
+    except LayoutError:
+        return None
+    return as_hex(combine(*(chunk_share(payloads, tensor, chunk) for chunk in tensor.chunks)))
+
+
+def _common(tensor: StateRecord, other: StateRecord) -> Iterator[tuple[int, Chunk, Chunk, Box]]:
+    """Yield pairs of chunks that have elements in common, with the number of the first, and the box of these."""
+    if not len(tensor.chunks) or not len(other.chunks):
+        return
+    chunks, counterparts = list(tensor.chunks), list(other.chunks)
+    numbers, others = overlaps(*corners(tensor.boxes), *corners(other.boxes))
+    for number, counterpart in zip(numbers.tolist(), others.tolist(), strict=True):
+        if (common := chunks[number].box & counterparts[counterpart].box) is not None:
+            yield number, chunks[number], counterparts[counterpart], common
+
+
+def compare_box(
+    mine: Payloads,
+    tensor: StateRecord,
+    chunk: Chunk,
+    theirs: Payloads,
+    other: StateRecord,
+    counterpart: Chunk,
+    box: Box,
+) -> tuple[bool, bool]:
+    """Return whether two chunks have the same bits in a box, and whether these are not one value throughout."""
+
+    def words(payloads: Payloads, record: StateRecord, stored: Chunk, part: Box) -> Words:
+        place = stored.stored("").place_at(part.lo)
+        return payloads.gather(payload_of(record, stored), record.dtype, place, part.shape)
+
+    first: Words | None = None
+    telling = False
+    for band in bands(box, ELEMENTS_AT_A_TIME):
+        for part in band.boxes:
+            own = words(mine, tensor, chunk, part)
+            if not np.array_equal(own, words(theirs, other, counterpart, part)):
+                return False, False
+            first = own.reshape(-1)[:1].copy() if first is None else first
+            telling = telling or bool((own != first).any())
+    return True, telling
+
+
+def corners(boxes: Boxes | Sequence[Box]) -> tuple[IntArray, IntArray]:
+    """Return the corners of boxes as `overlaps` takes them: without dims a tensor is one element of one dim."""
+    arrays = boxes if isinstance(boxes, Boxes) else Boxes.of_all(boxes, boxes[0].ndim)
+    if arrays.ndim:
+        return arrays.lo, arrays.hi
+    return np.zeros((len(boxes), 1), np.int64), np.ones((len(boxes), 1), np.int64)

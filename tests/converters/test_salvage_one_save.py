@@ -1,0 +1,201 @@
+"""What a salvage writes is of one save: files, arrays, items and sources of another one are found by what they hold."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import muonckpt
+from muonckpt import SourceError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*was saved with a muonckpt.json")
+
+NAMES = ("up.weight", "down.weight")
+
+
+def state(seed: int, step: int, lr: float = 0.02) -> dict:
+    rng = torch.Generator().manual_seed(seed)
+    model = {name: torch.randn(8, 4, generator=rng) for name in NAMES}
+    momenta = {
+        name: {"momentum_buffer": torch.randn(8, 4, generator=rng), "step": torch.tensor(float(step))} for name in NAMES
+    }
+    muon = {"params": list(NAMES), "algorithm": "muon", "lr": lr, "momentum": 0.95}
+    return {"model": model, "optimizer": {"state": momenta, "param_groups": [muon]}, "step": step}
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory) -> Path:
+    """The same step of two runs, ``a`` and ``b``, and another step, ``c``; on one rank and on four.  Do not change."""
+    folder = tmp_path_factory.mktemp("saves")
+    for name, saved in (("a", state(0, 1000)), ("b", state(1, 1000, lr=0.5)), ("c", state(2, 2000, lr=0.01))):
+        muonckpt.save(saved, folder / f"{name}1", provenance={"step": saved["step"]})
+        muonckpt.reshard(folder / f"{name}1", folder / name, mesh={"dp": 4})
+    return folder
+
+
+def contents(path: Path) -> dict:
+    with muonckpt.open(path) as opened:
+        return {key: tensor.bits().tolist() for key, tensor in opened.tensors.items()} | dict(opened.items)
+
+
+def is_one_of(path: Path, saves: Path) -> str | None:
+    """Return the save whose elements and items these are, all of them."""
+    mine = contents(path)
+    return next((name for name in "abc" if contents(saves / name) == mine), None)
+
+
+def flip(file: Path, at: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[at] ^= 1
+    file.write_bytes(raw)
+
+
+MANIFESTS = {
+    "lost": lambda file: file.unlink(),
+    "flipped": lambda file: flip(file, file.stat().st_size // 2),
+}
+
+
+@pytest.mark.parametrize("other", ["b", "c"])
+@pytest.mark.parametrize("stray", [0, 2])
+@pytest.mark.parametrize("manifest", MANIFESTS)
+def test_a_file_of_another_save_is_replaced_from_a_source_of_the_save_of_the_others(
+    manifest, stray, other, saves, tmp_path
+):
+    broken = Path(shutil.copytree(saves / "a", tmp_path / "broken"))
+    shutil.copy(saves / other / f"__{stray}_0.distcp", broken)
+    MANIFESTS[manifest](broken / "muonckpt.json")
+    for number, names in enumerate((["a1"], [f"{other}1", "a1"], ["a1", f"{other}1"], ["a"])):
+        report = muonckpt.salvage(broken, tmp_path / f"new{number}", others=[saves / name for name in names])
+        assert is_one_of(tmp_path / f"new{number}", saves) == "a"
+        assert f"__{stray}_0.distcp has " in report.notes[0]
+        assert {box.lo[0] // 2 for _, box, *_ in report.substituted() if box.ndim} == {stray}
+        assert muonckpt.verify(tmp_path / f"new{number}").verdict == "whole"
+    with pytest.raises(SourceError, match=r"(?s)another (save|run).*Nothing was written"):
+        muonckpt.salvage(broken, tmp_path / "new", others=[saves / f"{other}1"])
+
+
+def test_without_a_source_it_says_that_a_whole_cannot_be_judged_unless_digests_are_left(saves, tmp_path):
+    broken = Path(shutil.copytree(saves / "a", tmp_path / "broken"))
+    flip(broken / "muonckpt.json", 30)
+    report = muonckpt.salvage(broken, tmp_path / "flipped")
+    assert is_one_of(tmp_path / "flipped", saves) == "a" and report.salvaged["notes"] == []
+    (broken / "muonckpt.json").unlink()
+    report = muonckpt.salvage(broken, tmp_path / "lost")
+    assert "whether all of it is of one save cannot be judged" in report.salvaged["notes"][0]
+    report = muonckpt.salvage(broken, tmp_path / "compared", others=[saves / "a1"])
+    assert report.salvaged["notes"] == [] and report.compared == report.tensors
+    report = muonckpt.salvage(broken, tmp_path / "foreign", others=[saves / "b1"])
+    first, second = report.salvaged["notes"]
+    assert "b1, which is of the same step of another run (tensor 'model.up.weight' [0:2, 0:4] is another there" in first
+    assert "cannot be judged" in second
+
+
+@pytest.mark.parametrize(
+    "part",
+    range(4),
+    ids=["a quarter", *(pytest.param(f"quarter {n}", marks=pytest.mark.exhaustive).values[0] for n in "234")],
+)
+def test_a_manifest_with_any_byte_flipped_still_has_its_other_digests(part, saves, tmp_path):
+    """A file of another save is found by them, and what one damaged record says is not what the others say."""
+    length = (saves / "a" / "muonckpt.json").stat().st_size
+    for at in range(part * length // 4, (part + 1) * length // 4, max(1, length // 48)):
+        broken = Path(shutil.copytree(saves / "a", tmp_path / "broken"))
+        flip(broken / "muonckpt.json", at)
+        muonckpt.salvage(broken, tmp_path / "new")
+        assert is_one_of(tmp_path / "new", saves) == "a", at
+        shutil.copy(saves / "b" / "__1_0.distcp", broken)
+        with pytest.raises(SourceError, match="Nothing was written"):
+            muonckpt.salvage(broken, tmp_path / "again")
+        for folder in (broken, tmp_path / "new"):
+            shutil.rmtree(folder)
+
+
+def test_the_same_step_of_another_run_fills_nothing_of_a_stock_checkpoint(saves, tmp_path):
+    broken = Path(shutil.copytree(saves / "a", tmp_path / "broken"))
+    (broken / "muonckpt.json").unlink()
+    (broken / "__2_0.distcp").unlink()
+    with pytest.raises(SourceError, match=r"b has it of the same step of another run \(tensor 'model.up.weight' \[0:2"):
+        muonckpt.salvage(broken, tmp_path / "new", others=[saves / "b"])
+    report = muonckpt.salvage(broken, tmp_path / "mixed", others=[saves / "b"], mix_steps=True)
+    assert any("weights of 2 tensors are those of the same step of another run" in note for note in report.notes)
+    muonckpt.salvage(broken, tmp_path / "new", others=[saves / "b", saves / "a1"])
+    assert is_one_of(tmp_path / "new", saves) == "a"
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_lost_item_is_taken_from_a_source_of_the_same_save_only(manifest, saves, tmp_path):
+    broken = Path(shutil.copytree(saves / "a", tmp_path / "broken"))
+    with muonckpt.open(saves / "a") as opened:
+        item = next(blob.item for blob in opened.outline.blobs if blob.key.endswith(".lr"))
+    flip(broken / item.file, item.offset + item.length // 2)
+    if not manifest:
+        (broken / "muonckpt.json").unlink()
+    edited = state(0, 1000, lr=0.7)
+    muonckpt.save(edited, tmp_path / "edited", provenance={"step": 1000})
+    with pytest.raises(SourceError, match=r"param_groups.0.lr.*--mix-steps"):
+        muonckpt.salvage(broken, tmp_path / "new", others=[saves / "b"])
+    if manifest:  # which has the digest of the item
+        with pytest.raises(SourceError, match="of another save"):
+            muonckpt.salvage(broken, tmp_path / "new", others=[tmp_path / "edited"])
+    else:
+        with pytest.raises(SourceError, match=r"param_groups.0.lr' is lost, .*edited and .*a1 have others"):
+            muonckpt.salvage(broken, tmp_path / "new", others=[tmp_path / "edited", saves / "a1"])
+    muonckpt.salvage(broken, tmp_path / "new", others=[saves / "b", saves / "a1"])
+    assert is_one_of(tmp_path / "new", saves) == "a"
+
+
+def test_a_source_with_the_same_weights_and_another_momentum_is_another_save(saves, tmp_path):
+    forked = state(0, 1000)
+    forked["optimizer"]["state"][NAMES[0]]["momentum_buffer"] += 1
+    muonckpt.save(forked, tmp_path / "fork", provenance={"step": 1000})
+    broken = Path(shutil.copytree(saves / "a", tmp_path / "broken"))
+    (broken / "muonckpt.json").unlink()
+    (broken / "__3_0.distcp").unlink()
+    with pytest.raises(SourceError, match=r"fork has it of .* \(tensor 'optimizer.state.up.weight.momentum_buffer'"):
+        muonckpt.salvage(broken, tmp_path / "new", others=[tmp_path / "fork"])
+
+
+def test_sources_that_disagree_about_what_is_lost_are_named(saves, tmp_path):
+    """What is whole is the same in both."""
+    fork = state(0, 1000)
+    fork["model"][NAMES[0]][7] += 1
+    muonckpt.save(fork, tmp_path / "fork", provenance={"step": 1000})
+    broken = Path(shutil.copytree(saves / "a", tmp_path / "broken"))
+    (broken / "muonckpt.json").unlink()
+    (broken / "__3_0.distcp").unlink()
+    for others in ([tmp_path / "fork", saves / "a1"], [saves / "a1", tmp_path / "fork"]):
+        with pytest.raises(SourceError, match=r"'model.up.weight' \[6:8, 0:4\] is lost, .*nothing tells which"):
+            muonckpt.salvage(broken, tmp_path / "new", others=others)
+
+
+def test_a_source_that_has_files_of_two_saves_itself_mixes_nothing(saves, tmp_path):
+    """Nobody recorded digests, so that either of the two may be wrong."""
+    broken, copy = (Path(shutil.copytree(saves / "a", tmp_path / name)) for name in ("broken", "copy"))
+    for folder in (broken, copy):
+        (folder / "muonckpt.json").unlink()
+    (broken / "__1_0.distcp").unlink()
+    shutil.copy(saves / "b" / "__2_0.distcp", copy)
+    with pytest.raises(
+        SourceError, match=r"files of two saves, .* move it out of .*broken and salvage again"
+    ) as raised:
+        muonckpt.salvage(broken, tmp_path / "new", others=[copy])
+    assert "__2_0.distcp" in str(raised.value)
+    muonckpt.salvage(broken, tmp_path / "new", others=[copy, saves / "a1"])
+    assert is_one_of(tmp_path / "new", saves) == "a"
+
+
+def test_the_cure_for_files_of_two_saves_is_followed(saves, tmp_path):
+    broken = Path(shutil.copytree(saves / "a", tmp_path / "broken"))
+    copy = Path(shutil.copytree(saves / "a", tmp_path / "copy"))
+    shutil.copy(saves / "b" / "__2_0.distcp", broken)
+    for folder in (broken, copy):
+        (folder / "muonckpt.json").unlink()
+    with pytest.raises(SourceError, match=r"if __2_0.distcp here is of another save, move it out of"):
+        muonckpt.salvage(broken, tmp_path / "new", others=[copy])
+    (broken / "__2_0.distcp").rename(tmp_path / "__2_0.distcp")
+    muonckpt.salvage(broken, tmp_path / "new", others=[copy])
+    assert is_one_of(tmp_path / "new", saves) == "a"
