@@ -7,6 +7,8 @@ families to exit codes; nothing else depends on the hierarchy.
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -101,6 +103,20 @@ def lost_ranks() -> Iterator[None]:
             "that were being loaded or moved are not to be trained on: go on from a checkpoint. A save that was cut "
             "off has published nothing, unless all of it"
         ) from error
+
+
+def warn_on_rank(message: str, category: type[Warning] = UserWarning, stacklevel: int = 2) -> None:
+    """Warn on a rank of several, but never raise: the other ranks would wait for this one in the next collective.
+
+    Where warnings are errors (``-W error``), the message goes to standard error instead.  One process alone raises.
+    """
+    try:
+        warnings.warn(message, category, stacklevel=stacklevel + 1)
+    except category:
+        distributed = sys.modules.get("torch.distributed")  # whoever has ranks has imported it
+        if distributed is None or not distributed.is_initialized() or distributed.get_world_size() == 1:
+            raise
+        print(f"{category.__name__}: {message}", file=sys.stderr, flush=True)
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

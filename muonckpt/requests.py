@@ -6,8 +6,9 @@ for that (`checkpoint.signals`) needs a collective of its own only if no step ha
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
+
+from .errors import warn_on_rank
 
 SAVE, STOP = 1, 2
 """The requests: to save at the end of this step, and to save and stop."""
@@ -66,7 +67,7 @@ def report(ranks: Ranks, bits: int) -> None:
     exchanges.last |= {bit: exchanges.number for bit in BITS if bits & bit}
     exchanges.unheard += bits > 0
     if bits and exchanges.unheard == PATIENCE:
-        warnings.warn(
+        warn_on_rank(
             "a signal asked for a checkpoint some steps ago, and there is none yet: write "
             "`if series.due(step): series.save(step, state_dict)` after each step",
             RuntimeWarning,

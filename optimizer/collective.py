@@ -7,7 +7,6 @@ A gradient that is not finite, or would make a momentum that is not, is one bit 
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..errors import warn_on_rank
 from ..layouts.tensors import local_of
 from ..vocabulary import EXP_AVG_SQ, ParamGroup, scales_of
 from ..wording import listed
@@ -183,7 +183,7 @@ class NonFinite:
             before = f" ({self._most} steps before this one were skipped)" if self._most else ""
             raise refusal(replace(REFUSED, failure=REFUSED.failure + before), gather_texts(named, together))
         self.skipped += 1
-        warnings.warn(
+        warn_on_rank(
             f"a step was skipped, number {self.skipped} of this run and {self.in_a_row} in a row: "
             f"{named or 'other ranks have gradients that are not finite, or too large for their state'}",
             RuntimeWarning,

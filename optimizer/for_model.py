@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import called_like
+from ..errors import called_like, warn_on_rank
 from ..resumption import in_globs
 from ..vocabulary import GROUP_OPTIONS
 from .groups import EXAMPLE, FAMILIES, KINDS, WRAPPERS, Decisions, Rules, layers_of, rules_to_write, sort_parameters
@@ -196,7 +195,7 @@ class ForModel:
         if left:
             self._warned |= {*left.values()}
             shown = in_globs([*left.values()], {*names.values()} - {*left.values()})
-            warnings.warn(
+            warn_on_rank(
                 "parameters have gradients and are in no group, so no step changes them (they were frozen when the "
                 f"optimizer was made, or came later): {', '.join(shown)}. To train them, write this on all ranks, and "
                 f"make a scheduler anew: {'; '.join(self._groups_of_model.to_add(model, left))}",

@@ -7,12 +7,12 @@ than by ``initial_lr``; so state dicts have the options `GIVEN` there.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from ..errors import warn_on_rank
 from ..resumption import as_tuples, same_value
 from ..vocabulary import GIVEN, OF_SCHEDULERS, ParamGroup
 from ..wording import listed
@@ -54,7 +54,7 @@ def settle(groups: Sequence[dict[str, Any]], before: Sequence[ParamGroup], given
             overridden.append(f"group {number} ({group['algorithm']}): {changes}")
         mine.update(saved)
     if overridden and not (dist.is_initialized() and dist.get_rank()):
-        warnings.warn(
+        warn_on_rank(
             "hyper-parameters are those of the saved run, which the loaded state brings, and not those that the code "
             f"gives now: {listed(overridden, SHOWN, '; ')}. To train with the code's, set them in "
             "optimizer.param_groups after loading; with a scheduler set initial_lr and its base_lrs as well",

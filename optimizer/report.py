@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..errors import warn_on_rank
 from ..vocabulary import ParamGroup
 from .groups import table
 from .methods.matrix import Methods, Scales, fused_of, is_matrix_method
@@ -188,7 +188,7 @@ def doubts_of(groups: Sequence[ParamGroup], most_elementwise: float) -> Iterator
 
 def warn_of_no_gradient(stacklevel: int) -> None:
     """Warn that no parameter has a gradient; ``stacklevel`` is counted from here."""
-    warnings.warn(
+    warn_on_rank(
         "no parameter of this optimizer has a gradient, so a step changes nothing. If the model was sharded "
         "(fully_shard) or materialised (to_empty) after the optimizer was built, it has other parameters now: "
         "build the optimizer of those",
@@ -202,7 +202,7 @@ def warn_if_unshared(held: RankSet) -> None:
     plain = [member for member in held.matrices if not isinstance(member.param, DTensor)]
     world = dist.get_world_size() if dist.is_initialized() else 1
     if plain and world > 1:
-        warnings.warn(
+        warn_on_rank(
             f"{len(plain)} parameters of matrix groups are plain tensors, so each of {world} ranks orthogonalises all "
             "of them. If ranks hold the same parameters (DDP, without ZeroRedundancyOptimizer), give "
             "replicas=torch.distributed.group.WORLD, or the group of DDP, and they share the work",

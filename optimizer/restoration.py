@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..errors import warn_on_rank
 from ..resumption import (
     GONE,
     IN_A_TRAINER,
@@ -275,7 +275,7 @@ def _restored(
         code = mine.keys() & theirs.keys() - {*RESTORED, "algorithm", "params", "param_names"}
         if differing := sorted(key for key in code if _plain(key, theirs[key]) != _plain(key, mine[key])):
             shown = ", ".join(f"{key}={mine[key]!r} (saved {theirs[key]!r})" for key in differing)
-            warnings.warn(f"group {number} keeps the code's {shown}", stacklevel=4)
+            warn_on_rank(f"group {number} keeps the code's {shown}", stacklevel=4)
         brought = {key: _like(mine.get(key), theirs[key]) for key in RESTORED if key in theirs}
         if theirs:
             brought |= {GIVEN[option]: value for option, value in given_in(theirs).items()}
@@ -284,7 +284,7 @@ def _restored(
     if unfit := scheduler_misfit(*rates):
         if any("initial_lr" in group for group in groups):
             raise ValueError(f"the state does not fit, training would go on wrongly: {unfit}")
-        warnings.warn(unfit, stacklevel=4)
+        warn_on_rank(unfit, stacklevel=4)
     return restored
 
 
@@ -372,7 +372,7 @@ class FreshStart:
         if _equal(optimizer.state_dict(), state_dict):
             return state_dict
         fitted = fitting(optimizer, state_dict, fault, self.globs)
-        warnings.warn(f"resuming with fresh={list(self.globs.patterns)!r}:\n{fitted.report}", stacklevel=2)
+        warn_on_rank(f"resuming with fresh={list(self.globs.patterns)!r}:\n{fitted.report}", stacklevel=2)
         return {"state": fitted.state, "param_groups": fitted.groups}
 
 

@@ -44,7 +44,7 @@ RULES = {
     "record": "errors box chunk_columns chunks columns json_fields layout vocabulary",
     "resumption": "vocabulary wording",
     "new_group": "",
-    "requests": "",
+    "requests": "errors",
     "layouts": "errors box overlap layout",
     "layouts/buffers": "errors box layout layouts",
     "store/io": "errors box columns fingerprint record",
@@ -58,7 +58,7 @@ RULES = {
     "series": "errors resumption wording store store/io store/formats checkpoint converters "
     "converters/engine converters/target",
     "optimizer/ground": "errors box layout vocabulary",
-    "optimizer/newton_schulz": "coefficients optimizer/ground optimizer/triton",
+    "optimizer/newton_schulz": "errors coefficients optimizer/ground optimizer/triton",
     "optimizer/triton": "overlap plan optimizer/ground",
     "optimizer/planning": "errors box overlap layout plan optimizer/newton_schulz",
     "optimizer/methods": "box layouts vocabulary optimizer/ground optimizer/planning",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +27,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ..errors import DestinationError, Interrupted, LostRankError, MuonckptError
+from ..errors import DestinationError, Interrupted, LostRankError, MuonckptError, warn_on_rank
 from ..layouts.boxed_tensor import BoxedTensor, parts_of, whole_shape
 from ..layouts.tensors import declares_boxes, local_of
 from ..new_group import new_group, time_out
@@ -140,7 +139,7 @@ class AsyncSave:
 
     def warn(self, error: BaseException) -> None:
         self.mark_reported()
-        warnings.warn(f"saving {self.path} failed: {error}", RuntimeWarning, stacklevel=3)
+        warn_on_rank(f"saving {self.path} failed: {error}", RuntimeWarning, stacklevel=3)
 
     def mark_reported(self) -> None:
         self._outcome.reported = True

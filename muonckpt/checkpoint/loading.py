@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..columns import UNKNOWN
-from ..errors import ADVICE, ArgumentError, DamageError, SourceError, called_like
+from ..errors import ADVICE, ArgumentError, DamageError, SourceError, called_like, warn_on_rank
 from ..keys import key_of
 from ..resumption import IN_A_TRAINER, LOAD_LINES, Extra, Globs, LoadReport
 from ..store.io.location import Location, location
@@ -265,11 +264,11 @@ def _run(joint: _JointLoad) -> LoadReport:
         raise DamageError(str(error), joint.advice()) from error
     if matching.own_options:
         own = "; ".join(matching.own_options)
-        warnings.warn(f"{path} does not say options, which stay as the running optimizer's: {own}", stacklevel=4)
+        warn_on_rank(f"{path} does not say options, which stay as the running optimizer's: {own}", stacklevel=4)
     for doubt in matching.doubts:
-        warnings.warn(f"{path}: {doubt}", stacklevel=4)
+        warn_on_rank(f"{path}: {doubt}", stacklevel=4)
     if dropped := dropped_by_torch(matching.added):
-        warnings.warn(
+        warn_on_rank(
             f"{path} has {', '.join(dropped)}, which torch's set_state_dict drops from a flattened state dict, because "
             "the running optimizer's groups have no such option; a scheduler would then begin at the loaded lr: give "
             "the groups that option, of any value, before get_state_dict (a scheduler that is made then does), or load "

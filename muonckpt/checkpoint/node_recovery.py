@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import mmap
-import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 
 from ..box import Index
-from ..errors import AttestError, DamageError, SourceError
+from ..errors import AttestError, DamageError, SourceError, warn_on_rank
 from ..layouts.boxed_tensor import BoxedTensor
 from ..record import MANIFEST_FILE, Manifest
 from ..resumption import LoadReport
@@ -87,7 +86,7 @@ def found_copies(folder: Path, nodes: Nodes, process_group: dist.ProcessGroup | 
         for copy, sizes in held.items():
             holders[copy][place] = sizes
     if others:
-        warnings.warn(
+        warn_on_rank(
             f"not of this run, and so not looked at: {', '.join(others)}; copies in memory stay until the machine "
             "starts again, so remove what no run needs",
             RuntimeWarning,
@@ -136,7 +135,7 @@ def load_copy(
         ranks = group_ranks(process_group)
         for name, fault in faults.items():
             refused.add((nodes.of[readers[name]], name))
-            warnings.warn(
+            warn_on_rank(
                 f"the copy of step {copy.step} on the node of rank {ranks[readers[name]]} is damaged: {fault}; "
                 "another node's is taken, if there is one",
                 RuntimeWarning,

@@ -7,7 +7,6 @@ in each stage sends exactly what others ask of it.
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..box import Box, Index
-from ..errors import AttestError, LayoutError, SourceError, TargetError, about
+from ..errors import AttestError, LayoutError, SourceError, TargetError, about, warn_on_rank
 from ..fingerprint import as_hex, combine
 from ..layouts.boxed_tensor import Parts
 from ..overlap import IntArray
@@ -258,7 +257,7 @@ def _redistribute(
         _compare(ranks, moves, gather_on_all(group, TargetError, finish))
     if mine.own_options:
         own = "; ".join(mine.own_options)
-        warnings.warn(f"the source does not say options, which stay as the running optimizer's: {own}", stacklevel=3)
+        warn_on_rank(f"the source does not say options, which stay as the running optimizer's: {own}", stacklevel=3)
     filled = len({move.target for move in moves})
     done = Redistribution(report, filled, carrier.sent, carrier.received, len(stages), carrier.largest)
     return done, target, matching.sources
@@ -277,7 +276,7 @@ def _stored(ranks: Sequence[int], offers: Sequence[_Offer]) -> tuple[dict[str, b
                     f"rank {rank}"
                 )
             if isinstance(entry, Blob) and isinstance(known, Blob) and entry.digest != known.digest:
-                warnings.warn(
+                warn_on_rank(
                     f"{entry.key!r}: ranks {first} and {rank} hold different data that is not a tensor; the copy of "
                     f"rank {first} is taken",
                     stacklevel=4,

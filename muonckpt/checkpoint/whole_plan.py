@@ -6,7 +6,6 @@ Tensors that ranks hold alike are proved and laid out once.  A stored box is a r
 from __future__ import annotations
 
 import struct
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from ..box import Index
 from ..chunks import Boxes, Chunks
 from ..columns import Column, Columns
-from ..errors import DestinationError, LayoutError, about
+from ..errors import DestinationError, LayoutError, about, warn_on_rank
 from ..fingerprint import as_hex
 from ..record import Blob, Extent, Manifest, StateRecord
 from ..store.formats.torch_save import tensor_item
@@ -148,7 +147,7 @@ class WholePlan:
             rank, writer = int(ranks[mine[number]]), int(ranks[theirs[number]])
             if tensor:
                 raise _drifted(where, writer, rank)
-            warnings.warn(
+            warn_on_rank(
                 f"{where}: ranks {writer} and {rank} hold different data that is not a tensor; the copy of rank "
                 f"{writer} was saved",
                 stacklevel=2,

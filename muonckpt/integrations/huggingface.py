@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint.signals import On, Signals
+from ..errors import warn_on_rank
 from ..optimizer import FreshStart, Muon
 from ..optimizer.groups import DEEPSEEK, LLAMA, MIXTRAL, QWEN, Rule
 from .saved import check_saved
@@ -111,7 +111,7 @@ class VerifySaved(TrainerCallback):  # type: ignore[misc]
             for group in optimizer.param_groups:
                 anew[group.get("algorithm", "the optimizer")] += len(group["params"])
             counts = ", ".join(f"{name}'s of {count} parameters" for name, count in anew.items() if count)
-            warnings.warn(
+            warn_on_rank(
                 f"training goes on at step {state.global_step} from a checkpoint without optimizer: all state begins "
                 f"anew ({counts}), and the schedule with its warm-up. For the same run, resume from one that was saved "
                 "with save_only_model=False",

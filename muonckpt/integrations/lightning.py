@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import signal
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from ..checkpoint.async_saving import AsyncSave, async_save
 from ..checkpoint.loading import load
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals
-from ..errors import SourceError
+from ..errors import SourceError, warn_on_rank
 from ..resumption import LoadReport
 from ..series.series import Series
 from ..store.io.location import lasting, location
@@ -176,7 +175,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             state, path, allow_extra=not self.optimizers, fresh=self._fresh if self.optimizers else ()
         )
         if self._fresh and self.is_global_zero:
-            warnings.warn(f"resuming with fresh={list(self._fresh)!r}:\n{report}", stacklevel=2)
+            warn_on_rank(f"resuming with fresh={list(self._fresh)!r}:\n{report}", stacklevel=2)
         set_model_state_dict(self.model, state["state_dict"])
         for number, optimizer in enumerate(self.optimizers):
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{number}"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from ..checkpoint.async_saving import AsyncSave, Lane, OnError
 from ..checkpoint.node_copies import NodeCopy, Nodes, folders_in, remove_copies
 from ..checkpoint.node_recovery import FoundCopy, found_copies, load_copy
 from ..checkpoint.resume_check import LoadedState
+from ..errors import warn_on_rank
 from ..resumption import LoadReport
 from ..store.run import StepName
 
@@ -54,7 +54,7 @@ class NodeMemory:
     ) -> AsyncSave:
         """Copy a state in the thread of a lane that is free; ``run`` and ``name`` are the same on all ranks."""
         if self._used is None and None in self._nodes.partners and is_coordinator(self._group):
-            warnings.warn(
+            warn_on_rank(
                 f"all ranks are on one node, or have one folder, {self._folder}: copies outlive the processes that "
                 "train, but not the node",
                 RuntimeWarning,
@@ -82,7 +82,7 @@ class NodeMemory:
         remove_copies(self._used, lambda name: name is None or name.step <= saved)
         left = sorted(folders_in(self._used))
         if left and is_coordinator(self._group):
-            warnings.warn(
+            warn_on_rank(
                 f"{left[-1]} is newer than all that was saved: started again on these nodes, the run goes on from "
                 "there; else save the last step, so that it is removed",
                 RuntimeWarning,

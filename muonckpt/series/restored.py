@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.all_ranks import group_ranks, is_coordinator
 from ..checkpoint.resume_check import LoadedState, ResumeProof, compare, live_state_dict
-from ..errors import MuonckptError, called_like
+from ..errors import MuonckptError, called_like, warn_on_rank
 from ..resumption import LoadReport
 from ..store.io.location import Location
 from ..store.resumes import Resume, add_line, add_resume
@@ -114,4 +113,4 @@ class Restored:
 
 
 def _warn(folder: Location, error: Exception) -> None:
-    warnings.warn(f"the resume cannot be recorded in {folder}; training goes on: {error}", RuntimeWarning, stacklevel=4)
+    warn_on_rank(f"the resume cannot be recorded in {folder}; training goes on: {error}", RuntimeWarning, stacklevel=4)

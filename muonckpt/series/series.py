@@ -6,7 +6,6 @@ One rank looks into the folder and tells the others, so that all act on the same
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +34,16 @@ from ..checkpoint.loading import load_to_prove
 from ..checkpoint.node_recovery import FoundCopy
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals, Then
-from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError, SourceError, about, called_like
+from ..errors import (
+    ArgumentError,
+    DamageError,
+    DestinationError,
+    MuonckptError,
+    SourceError,
+    about,
+    called_like,
+    warn_on_rank,
+)
 from ..resumption import SET_LINE, STATE_DICT, STATE_LINE, Extra, Globs
 from ..store.formats.signs import METADATA_FILE
 from ..store.io.location import location
@@ -464,7 +472,7 @@ class Series:
             try:
                 loaded = self._memory.load(copy, state_dict, extra, fresh)
             except DamageError as error:
-                warnings.warn(f"{copy} is not taken: {error.fault}", RuntimeWarning, stacklevel=3)
+                warn_on_rank(f"{copy} is not taken: {error.fault}", RuntimeWarning, stacklevel=3)
                 continue
             return Restored.recorded(copy.step, str(copy), loaded, self._folder.place, self._group, memory=True)
         return None
@@ -500,7 +508,7 @@ class Series:
 
         newer = self._folder.prune(saved, self._keep_last, self._keep_every, is_whole)
         if later := [self._saved(name) for name in newer if name not in self._damaged]:
-            warnings.warn(
+            warn_on_rank(
                 f"{self._folder.path(saved)} was saved, but {later[-1].path} is of a later step, so that is what would "
                 "be restored; if this run went back, move the later ones out of the folder",
                 RuntimeWarning,
@@ -511,15 +519,15 @@ class Series:
         try:
             remove()
         except (MuonckptError, OSError) as error:
-            warnings.warn(f"cannot remove {what}; training goes on: {error}", RuntimeWarning, stacklevel=3)
+            warn_on_rank(f"cannot remove {what}; training goes on: {error}", RuntimeWarning, stacklevel=3)
 
     def _warn_of(self, newest: Newest, instead: str) -> None:
         for name, fault in newest.faults.items():
             path = self._folder.path(name)
-            warnings.warn(f"{path} is not whole: {fault}; {instead}", RuntimeWarning, stacklevel=3)
+            warn_on_rank(f"{path} is not whole: {fault}; {instead}", RuntimeWarning, stacklevel=3)
         if newest.name is not None and newest.doubt:
             message = f"{self._folder.path(newest.name)} is taken, as nothing of it is lost, but: {newest.doubt}"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            warn_on_rank(message, RuntimeWarning, stacklevel=3)
 
     def _ask_first(self, question: Callable[[], _Answer]) -> _Answer:
         return broadcast_from_first(self._group, SourceError, lambda: self._asked(question, SourceError))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ...errors import warn_on_rank
 from ..ground.cuda_graphs import capturable
 from ..ground.tensors import REDUCTIONS, Places, begins_aligned
 from .recipe import gram_is_cheaper
@@ -350,7 +350,7 @@ def missing_triton(error: ModuleNotFoundError, consequence: str) -> None:
     """Warn of the consequence if it is Triton that could not be imported; raise the error again if it is not."""
     if error.name is None or error.name.split(".")[0] != "triton":
         raise error
-    warnings.warn(
+    warn_on_rank(
         f"Triton is not installed: {consequence}. Install triton, in the version that torch names",
         RuntimeWarning,
         stacklevel=4,

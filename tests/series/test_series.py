@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
 import uuid
 import warnings
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import muonckpt
 from muonckpt import ArgumentError, DamageError, DestinationError, Series, SourceError
+from muonckpt.optimizer import Muon
 from muonckpt.store.io.location import location
 from muonckpt.store.run import StepName, run_of
 from muonckpt.store.run_audit import verify_run
@@ -295,6 +298,45 @@ def test_all_ranks_agree_whatever_happens(tmp_path):
         assert seen == [None, 3, 2, [2.0], "DestinationError", "LayoutError", "SourceError", 2]
         assert [text for text in told if "step-00000003 is not whole" in text and "step-00000002 instead" in text]
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def strict_on_the_first(rank, world, folder):
+    """All that warns between collectives, or on one rank alone, where the first rank makes warnings errors."""
+    model = torch.nn.Linear(4, 3, bias=False)
+    optimizer = Muon(model.named_parameters(), lr=0.1, replicas=torch.distributed.group.WORLD, nonfinite="skip")
+    seen = []
+    with redirect_stderr(io.StringIO()) as told, warnings.catch_warnings():
+        warnings.simplefilter("error" if rank == 0 else "ignore")
+        optimizer.step()  # no gradient
+        model.weight.grad = torch.full((3, 4), torch.nan if rank else 1.0)
+        optimizer.step()  # skipped
+        optimizer.load_state_dict(Muon(model.named_parameters(), lr=0.2).state_dict())
+        series = Series(folder, keep_last=1)
+        series.save(9, of_ranks(world, 9))
+        seen.append(Path(series.save(3, {"model": of_ranks(world, 3)}, also="hf").path).name)  # 9 is later
+        series.async_save(4, of_ranks(world, 4)).result()
+        seen.append(Path(series.save(5, of_ranks(world, 5)).path).name)
+        if rank == 0:
+            flip_last_bit(Path(folder) / "step-00000009")
+        seen.append(series.restore(of_ranks(world, -1)).step)
+        if rank == 0:
+            (Path(folder) / "step-00000009" / "muonckpt.json").unlink()
+        seen.append(Series(folder).latest().step)
+    return seen, told.getvalue()
+
+
+def test_a_rank_that_makes_warnings_errors_leaves_no_other_waiting(tmp_path):
+    (first, told), (second, _) = run(2, strict_on_the_first, str(tmp_path))
+    assert first == second == ["step-00000003", "step-00000005", 5, 5]
+    for warning in (
+        "no parameter of this optimizer has a gradient",
+        "a step was skipped",
+        "hyper-parameters are those of the saved run",
+        "is of a later step",
+        "step-00000009 is not whole: ",
+        "its muonckpt.json is missing",
+    ):
+        assert warning in told, warning
 
 
 def along(rank, world, folder):
