@@ -58,12 +58,14 @@ from .report import (
 from .restoration import load_fitting
 from .state import (
     Seen,
+    SeenSlots,
     carry_over,
     changes,
     check_gradients,
     check_state,
     check_state_dtype,
     check_values,
+    cleared,
     declare_owned,
     fresh_state,
     owned_state,
@@ -186,6 +188,8 @@ class Muon(ForModel, CollectiveOptimizer):
         self._fixed: list[dict[str, Any]] = []
         self.given = []
         self._seen: list[Seen] = []
+        self._slots = SeenSlots()
+        self._begun_anew: dict[Tensor, Mapping[str, Tensor]] = {}  # state that took the place of cleared state
         self._used = False  # true once state may differ from fresh state
         self._inheriting: str | None = None  # the algorithm of a group that does not say its rate
         self._matrices = {
@@ -247,7 +251,8 @@ class Muon(ForModel, CollectiveOptimizer):
         self._steps.plan_anew()
         self._fixed.append(fixed(group))
         self.given.append(given_in(group))
-        self._seen.append(Seen.of(group["params"]))
+        self._seen.append(Seen.of(group["params"], self.state))
+        self._slots = SeenSlots.of(self.state)
         self._inheriting = inheriting
 
     def _fresh_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -356,7 +361,7 @@ class Muon(ForModel, CollectiveOptimizer):
             "_owners _fixed _seen _used _inheriting given"
         )
         own = {name: getattr(self, name) for name in copied.split()}
-        return {**super().__getstate__(), **own, "_steps": Steps()}
+        return {**super().__getstate__(), **own, "_steps": Steps(), "_slots": SeenSlots(), "_begun_anew": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
         """Copy the optimizer, but not its process group."""
@@ -394,7 +399,7 @@ class Muon(ForModel, CollectiveOptimizer):
             raise TypeError(f"state_dict: expected a state dict, found {type(state_dict).__name__}. Write {LOAD_LINES}")
         self._follow_parameters()
         report = load_fitting(self, super().load_state_dict, state_dict, Globs.of(fresh), self._at_rest)
-        self._used = True
+        self._used, self._slots, self._begun_anew = True, SeenSlots.of(self.state), {}
         self._steps.plan_anew()
         return report
 
@@ -444,8 +449,9 @@ class Muon(ForModel, CollectiveOptimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _follow_parameters(self) -> None:
-        """Move state to parameters that have been replaced, cast or moved."""
+        """Move state to parameters that have been replaced, cast or moved, and let those without state begin anew."""
         changed = list(changes(self._seen, self.param_groups))
+        self._follow_state()
         if not changed:
             return
         renewed = {}
@@ -454,20 +460,44 @@ class Muon(ForModel, CollectiveOptimizer):
             renewed[change.current] = self._fresh_state(change.current, group)
             self._refuse_cut_blocks(change.name, change.current, group)
             if (owners := self._owners.pop(change.former, None)) is not None:
-                # What was loaded has no hooks until state_dict() declares them.
-                method = self._methods[group["algorithm"]]
-                declare_owned(change.former, group, method, owners, self.state[change.former])
+                if change.former not in self._begun_anew:
+                    # What was loaded has no hooks until state_dict() declares them.
+                    method = self._methods[group["algorithm"]]
+                    declare_owned(change.former, group, method, owners, self.state[change.former])
                 there = {*owners} <= {*(ranks_of(change.current, self._replicas) or (0,))}
                 if there and change.current.shape == change.former.shape:
                     self._owners[change.current] = owners  # state stays where it is
         self._place_owned(renewed)
         for change in changed if self._used else ():
-            carry_over(change, self.state[change.former], renewed[change.current])
+            if change.former not in self._begun_anew:
+                carry_over(change, self.state[change.former], renewed[change.current])
         for change in changed:
             del self.state[change.former]
+            if self._begun_anew.pop(change.former, None) is not None:
+                self._begun_anew[change.current] = renewed[change.current]
         self.state.update(renewed)
-        self._seen = [Seen.of(group["params"]) for group in self.param_groups]
+        self._look_at_state()
         self._steps.plan_anew()
+
+    def _follow_state(self) -> None:
+        """Let parameters begin anew whose state was cleared, as a step of torch's optimizers does."""
+        if self._slots.still(self.state):
+            return
+        members = list(cleared(self._seen, self.param_groups, self.state))
+        fresh = {param: self._fresh_state(param, self.param_groups[number]) for param, number in members}
+        self._place_owned(fresh)
+        for param, slots in fresh.items():
+            self.state.setdefault(param, {}).update(slots)
+        self._begun_anew = {
+            param: self.state[param]
+            for param in (*self._begun_anew, *fresh)
+            if param in fresh or self.state.get(param) is self._begun_anew[param]
+        }
+        self._slots = SeenSlots.of(self.state)
+        if fresh:
+            self._steps.plan_anew()
+        else:
+            self._steps.look_anew()
 
     def _begin_anew(self) -> None:
         """Replace all state by new state for the groups' present parameters."""
@@ -476,8 +506,12 @@ class Muon(ForModel, CollectiveOptimizer):
         fresh = {param: self._fresh_state(param, group) for group in self.param_groups for param in group["params"]}
         self._place_owned(fresh)
         self.state.update(fresh)
-        self._seen = [Seen.of(group["params"]) for group in self.param_groups]
+        self._look_at_state()
         self._steps.plan_anew()
+
+    def _look_at_state(self) -> None:
+        self._seen = [Seen.of(group["params"], self.state) for group in self.param_groups]
+        self._slots = SeenSlots.of(self.state)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _follow_options(self) -> None:
@@ -514,6 +548,7 @@ class Muon(ForModel, CollectiveOptimizer):
             }
 
         taken = self._steps.take(self.param_groups, self.state, self._replicas, self._plan, failure, unfit, constants)
+        self._begun_anew = {}  # all ranks have planned with it
         if self._nonfinite is not None:
             self._nonfinite.settle(taken, guarded(self.param_groups, self.state), self._steps.widest)
         return taken
@@ -537,6 +572,7 @@ class Muon(ForModel, CollectiveOptimizer):
             self._owners,
             self._offload,
             self._nonfinite.policy if self._nonfinite is not None else None,
+            self._begun_anew.keys(),
         )
 
     def _resting(self, param: Tensor, ranks: Ranks) -> TensorLayout:

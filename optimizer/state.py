@@ -320,15 +320,18 @@ def check_gradients(params: Iterable[Tensor], gradients: Iterable[Tensor | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """The parameters of a group when their state was made: each with its shape, dtype and device."""
+    """The parameters of a group when their state was made: each with its shape, dtype and device, and the names of the
+    slots that all have.
+    """
 
     params: Sequence[Tensor]
     kinds: Sequence[tuple[torch.Size, torch.dtype, torch.device]]
+    slots: frozenset[str]
 
     @classmethod
-    def of(cls, params: Iterable[Tensor]) -> Seen:
+    def of(cls, params: Iterable[Tensor], state: Mapping[Tensor, Mapping[str, Tensor]]) -> Seen:
         params = tuple(params)
-        return cls(params, _kinds(params))
+        return cls(params, _kinds(params), frozenset(state[params[0]] if params else ()))
 
     def still(self, params: Sequence[Tensor]) -> bool:
         """Return whether these are the same parameters, unchanged."""
@@ -356,12 +359,21 @@ def changes(seen: Sequence[Seen], groups: Sequence[Mapping[str, Any]]) -> Iterat
     Replaced ones are matched by their order among those of their group that were replaced.
 
     Raises:
-        ValueError: a group has more or fewer parameters than it had.
+        ValueError: there are more or fewer groups than there were, or they are in another order; or a group has more or
+            fewer parameters than it had.
     """
+    if len(seen) != len(groups):
+        raise ValueError(
+            f"the optimizer had {len(seen)} parameter groups, and now it has {len(groups)}: {_KEEP_GROUPS}"
+        )
     for number, (before, group) in enumerate(zip(seen, groups, strict=True)):
         params = group["params"]
         if before.still(params):
             continue
+        members = set(map(id, params))
+        for other, place in enumerate(seen):
+            if other != number and not members.isdisjoint(map(id, place.params)):
+                raise ValueError(f"group {number} has parameters that were in group {other}: {_KEEP_GROUPS}")
         if len(before.params) != len(params):
             raise ValueError(
                 f"group {number} had {len(before.params)} parameters, and now it has {len(params)}: add parameters "
@@ -372,8 +384,59 @@ def changes(seen: Sequence[Seen], groups: Sequence[Mapping[str, Any]]) -> Iterat
         for index, (param, kind) in enumerate(zip(params, _kinds(params), strict=True)):
             former = param if id(param) in kinds else next(replaced)
             if former is not param or kinds[id(param)] != kind:
-                name = repr(group["param_names"][index]) if "param_names" in group else f"{index} of group {number}"
-                yield Change(number, f"parameter {name}", former, param)
+                yield Change(number, _name_of(group, number, index), former, param)
+
+
+_KEEP_GROUPS = (
+    "put param_groups back as they were. Add groups with add_param_group(), and keep those that are not to be trained, "
+    "with requires_grad_(False) for their parameters: schedulers and checkpoints know groups by their numbers"
+)
+
+
+def _name_of(group: Mapping[str, Any], number: int, index: int) -> str:
+    return (
+        f"parameter {group['param_names'][index]!r}"
+        if "param_names" in group
+        else f"parameter {index} of group {number}"
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenSlots:
+    """The slots of all parameters when they were last looked at, and how many each had."""
+
+    slots: Sequence[Mapping[str, Tensor]] = ()
+    counts: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, state: Mapping[Tensor, Mapping[str, Tensor]]) -> SeenSlots:
+        slots = tuple(state.values())
+        return cls(slots, [*map(len, slots)])
+
+    def still(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> bool:
+        """Return whether these are the same slots, with none less or more: without looking parameters up."""
+        same = len(state) == len(self.slots) and all(map(is_, state.values(), self.slots))
+        return same and [*map(len, self.slots)] == self.counts
+
+
+def cleared(
+    seen: Sequence[Seen], groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Tensor]]
+) -> Iterator[tuple[Tensor, int]]:
+    """Yield the parameters that have no state any more, with the numbers of their groups.
+
+    Raises:
+        ValueError: a parameter has a part of its state.
+    """
+    for number, (before, group) in enumerate(zip(seen, groups, strict=True)):
+        for index, param in enumerate(before.params):
+            slots = before.slots & state.get(param, {}).keys()
+            if slots and slots != before.slots:
+                raise ValueError(
+                    f"{_name_of(group, number, index)} has lost {sorted(before.slots - slots)} of its state and kept "
+                    f"{sorted(slots)}: expected all or none. To let it begin anew write optimizer.state.pop(parameter)"
+                )
+            if before.slots and not slots:
+                yield param, number
 
 
 def carry_over(change: Change, former: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:

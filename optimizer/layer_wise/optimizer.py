@@ -6,7 +6,7 @@ A `BufferLayout` says where parameters lie and who owns them, whichever placemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
@@ -34,8 +34,17 @@ from ..ground.tensors import exact_dtype, rounded_once
 from ..methods.matrix import is_matrix_method
 from ..muon import Muon
 from ..restoration import fitting
-from ..state import fault
-from ..step.agreement import AGREE_ON_LOAD, AGREE_ON_PLAN, AGREE_ON_STEP, Intent, fixed_options, step_intent
+from ..state import Seen, SeenSlots, cleared, fault
+from ..step.agreement import (
+    AGREE_ON_LOAD,
+    AGREE_ON_PLAN,
+    AGREE_ON_STEP,
+    CLEARED,
+    Facts,
+    Intent,
+    fixed_options,
+    step_intent,
+)
 from ..step.exchange import GroupAgreement, Notes, any_has, gather_numbers
 from ..step.rank_sets import crossing, one_of_each, ordinals, refuse_ended
 from ..step.rank_sets import members as sorted_ranks
@@ -144,7 +153,10 @@ class LayerWise(CollectiveOptimizer):
         self._ordinal = sum(ordinals(self.param_groups, group).values())
         self._divisor = size_of(group) if average else 1
         self._parts, buckets = filled(self.buffers, self._members, gradient_dtype, exact)
-        self._inner = self._stepper(example, lr, options)
+        self._template, self._inner = example, self._stepper(example, lr, options)
+        self._share_state(self._members.name_of)
+        self._seen = [Seen.of(group["params"], self.state) for group in self.param_groups]
+        self._slots, self._begun_anew = SeenSlots.of(self.state), list[str]()
         self._addresses = {param: param.data_ptr() for param in self._members.name_of}
         self._gradients, self._gathers = Gradients(self._members.named, buckets), Gathers(buckets)
         self._active: set[str] | None = None
@@ -170,7 +182,7 @@ class LayerWise(CollectiveOptimizer):
         return example
 
     def _stepper(self, example: Muon, lr: float | Tensor, options: dict[str, Any]) -> Muon:
-        """Return the `Muon` that steps this rank's parts, and share its state."""
+        """Return the `Muon` that steps this rank's parts."""
         members, held = self._members, {}
         for group in self.param_groups:
             for param in group["params"]:
@@ -185,18 +197,40 @@ class LayerWise(CollectiveOptimizer):
             part.stepped: (tuple(members.named[name].shape), part.fragments) for name, part in self._parts.items()
         }
         inner._warns = False  # no other rank has these tensors, and at times none has a gradient
-        device = next((param.device.type for param in members.named.values()), "cpu")
+        return inner
+
+    def _share_state(self, params: Collection[Tensor]) -> None:
+        """Give parameters the state with which this rank's parts are stepped."""
+        members = self._members
         meshes = {  # which makes no process group
-            group: DeviceMesh.from_group(group, device) if group is not None else None
+            group: DeviceMesh.from_group(group, self._device.type) if group is not None else None
             for group in dict.fromkeys(members.group_of.values())
         }
-        for mine, whole_group in zip(self.param_groups, example.param_groups, strict=True):
+        for mine, whole_group in zip(self.param_groups, self._template.param_groups, strict=True):
             for param, whole in zip(mine["params"], whole_group["params"], strict=True):
-                name = members.name_of[param]
-                part, mesh = self._parts[name], meshes[members.group_of[name]]
-                slots = inner.state.get(part.stepped, {})
-                self.state[param].update(state_of(whole, example.state[whole], part, slots, mesh))
-        return inner
+                if param in params:
+                    name = members.name_of[param]
+                    part, mesh = self._parts[name], meshes[members.group_of[name]]
+                    slots = self._inner.state.get(part.stepped, {})
+                    shared = state_of(whole, self._template.state[whole], part, slots, mesh)
+                    self.state.setdefault(param, {}).update(shared)
+
+    def _follow_state(self) -> None:
+        """Let parameters begin anew whose state was cleared, as `Muon` does; masters stay."""
+        if self._slots.still(self.state):
+            return
+        params = {param for param, _ in cleared(self._seen, self.param_groups, self.state)}
+        names = [self._members.name_of[param] for param in params]
+        for name in names:
+            self._inner.state.pop(self._parts[name].stepped, None)
+        self._inner._follow_parameters()
+        self._share_state(params)
+        self._begun_anew = sorted({*self._begun_anew, *names})
+        self._slots = SeenSlots.of(self.state)
+
+    @property
+    def _cleared(self) -> Facts:
+        return {CLEARED: ", ".join(self._begun_anew) or "none"}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups once the buffers are laid out."""
@@ -225,6 +259,10 @@ class LayerWise(CollectiveOptimizer):
         refuse_ended(*self._agreement.groups)
         self._agreement.read()
         self._gradients.finish()
+        try:
+            self._follow_state()
+        except ValueError as error:
+            failure = failure or error
         self._active = self._agreed(failure)
         for part in self._parts.values():
             with rounded_once([part.gradient]) as [[gradient]]:
@@ -257,6 +295,7 @@ class LayerWise(CollectiveOptimizer):
         constants = {
             **fixed_options(groups),
             "the optimizer, of those built of equal parameters": f"number {self._ordinal}",
+            **self._cleared,
         }
         intent = step_intent(groups, self._device, constants)
         self._agreement.agree(intent if failure is None else intent.failed(failure, this_rank()), compare)
@@ -336,6 +375,8 @@ class LayerWise(CollectiveOptimizer):
             if failure is not None:
                 raise failure
             assert self._active is not None
+            self._follow_state()
+            intent = Intent.of(AGREE_ON_STEP, self._cleared)
             for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
                 inner.update(options_of(mine))
             for name, part in self._parts.items():
@@ -353,6 +394,7 @@ class LayerWise(CollectiveOptimizer):
             self.wait()
         if intent.error is not None:
             raise intent.error
+        self._begun_anew = []
         return True
 
     def _publish(self) -> None:
@@ -404,6 +446,7 @@ class LayerWise(CollectiveOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as any torch optimizer does, with rates that are tensors written as numbers."""
         self.wait()
+        self._follow_state()
         return super().state_dict()
 
     @torch.no_grad()
@@ -418,11 +461,13 @@ class LayerWise(CollectiveOptimizer):
         """
         intent = Intent.of(AGREE_ON_LOAD, {})
         try:
+            self._follow_state()
             restore, report = restoring(self, state_dict, Globs.of(fresh))
         except Exception as error:
             intent = intent.failed(error, this_rank())
         self._agree(intent)
         restore()
+        self._begun_anew = []
         for name in report.fresh:
             self._parts[name].follow()
         self._publish()

@@ -42,6 +42,10 @@ PLAN_FACT = "the plan"
 """The subject that says whether ranks step by the plan that they have."""
 
 
+CLEARED = "the parameters whose state was cleared"
+"""The subject of what begins anew: on all ranks or on none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """A joint action of ranks: the error if they differ, and advice."""

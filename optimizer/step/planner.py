@@ -21,7 +21,7 @@ from ..newton_schulz.products import Choice, has_kernels, missing_triton
 from ..newton_schulz.recipe import flops
 from ..planning.matrices import UPDATE, WEIGHT, Slot, Spec
 from ..planning.schedule import Ranks, Schedule, choose_owners, make_schedule, paused_collector
-from .agreement import AGREE_ON_PLAN, Intent, fixed_options
+from .agreement import AGREE_ON_PLAN, CLEARED, Intent, fixed_options
 from .elementwise import Elementwise, TorchElementwise
 from .exchange import agree, connect, link
 from .rank_sets import Member, RankSet, State, group_of, groups_of_mesh
@@ -39,6 +39,7 @@ class Planner:
         owners: of the matrices of parameters that have state there.
         offload: a key of `STATE_MEMORIES`.
         nonfinite: the policy for gradients that are not finite; None: no step may be forbidden.
+        begun_anew: parameters whose state was cleared since the last step.
     """
 
     replicas: dist.ProcessGroup | None
@@ -52,6 +53,7 @@ class Planner:
     owners: Mapping[Tensor, tuple[int, ...]]
     offload: str | None
     nonfinite: str | None
+    begun_anew: Collection[Tensor]
 
     def plan(self, held: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> Step:
         """Plan the steps of a set of ranks, and connect them; or tell them of a failure.  Collective over these.
@@ -77,6 +79,8 @@ class Planner:
             backend = elementwise(schedule, specs, weights, device, apart, any(map(block_of, options)))
             facts = {"exchange": self.exchange, "nonfinite": self.nonfinite or "not looked for"}
             facts["offload"] = repr(self.offload)
+            named = zip(held.members, held.labels, strict=True)
+            facts[CLEARED] = ", ".join(label for member, label in named if member.param in self.begun_anew) or "none"
             for index, (member, label) in enumerate(zip(held.members, held.labels, strict=True)):
                 about = f"{tuple(member.param.shape)} {member.param.dtype} in group {held.numbers[member.group]}"
                 facts[f"parameter {index}"] = about if member.name is None else f"{label}, {about}"

@@ -432,6 +432,10 @@ class Steps:
         self._outdated |= self.planned
         self.planned, self._sets = {}, None
 
+    def look_anew(self) -> None:
+        """Let the next step take what parameters have as state from where it is now."""
+        self._sets = None
+
     @property
     def widest(self) -> dist.ProcessGroup | None:
         """The group of all ranks that decide together whether a step is taken."""
@@ -463,10 +467,11 @@ class Steps:
             Exception: on all ranks, if one of them fails; at once, without the other sets, if it is not `AgreedError`.
         """
         refuse_ended(replicas, *(step.group for step in self.planned.values()))
-        if self._sets is None:
-            self._sets = rank_sets(groups, replicas, state)
+        sets = self._sets or rank_sets(groups, replicas, state)
+        if failure is None:  # which may be that groups are not as they should be
+            self._sets = sets
         if unfit is not None:
-            failure = failure or crossing([held.ranks for held in self._sets if held.members and not held.alone])
+            failure = failure or crossing([held.ranks for held in sets if held.members and not held.alone])
         begun: list[tuple[Step, PendingStep]] = []
 
         def make_plan(held: RankSet) -> None:
@@ -485,10 +490,10 @@ class Steps:
                 else:
                     begun.append((step, pending))
 
-        missing = {held.ranks for held in self._sets} - self.planned.keys()
+        missing = {held.ranks for held in sets} - self.planned.keys()
         # All plans before the first exchange: then all connections are made.
         for work in (make_plan, begin) if missing else (begin,):
-            for held in self._sets:
+            for held in sets:
                 if held.alone and (failure or not held.matrices):
                     continue
                 try:

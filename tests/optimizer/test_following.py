@@ -139,6 +139,33 @@ def test_groups_that_grow_or_shrink_are_refused():
         opt.state_dict()
 
 
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda groups: groups.pop(), "the optimizer had 3 parameter groups, and now it has 2"),
+        (lambda groups: groups.pop(0), "the optimizer had 3 parameter groups, and now it has 2"),
+        (lambda groups: groups.append(dict(groups[0])), "the optimizer had 3 parameter groups, and now it has 4"),
+        (lambda groups: groups.reverse(), "group 0 has parameters that were in group 2"),
+        (lambda groups: groups.insert(0, groups.pop()), "group 0 has parameters that were in group 2"),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_groups_that_come_go_or_move_are_refused_until_they_are_put_back(edit, message, steps):
+    net = Net()
+    opt = Muon(groups(net), lr=0.1)
+    train(net, opt, range(steps))
+    before, kept = result(net, opt), list(opt.param_groups)
+    edit(opt.param_groups)
+    for refused in (opt.step, opt.state_dict):
+        with pytest.raises(ValueError, match=rf"{message}: put param_groups back .* requires_grad_\(False\)"):
+            refused()
+    assert all(map(torch.equal, result(net, opt), before))
+    opt.param_groups[:] = kept
+    net.norm.requires_grad_(False)
+    train(net, opt, range(steps, 4))
+    assert torch.equal(net.norm, before[-4]) and not torch.equal(net.up, before[0])
+
+
 def test_the_order_within_a_group_does_not_matter_to_state():
     params = [nn.Parameter(torch.randn(4, 4)) for _ in range(3)]
     opt = Muon(params, lr=0.1)
