@@ -167,7 +167,7 @@ _OPTIONS = {
     "mu": _rare(
         "--mu", type=click.FloatRange(0, 1, max_open=True), metavar="NUMBER", help="Momentum coefficient, if missing."
     ),
-    "step": _rare("--step", type=click.IntRange(0), metavar="NUMBER", help="Steps taken, if missing."),
+    "step": _rare("--step", type=click.IntRange(0), metavar="NUMBER", help="Steps taken, whatever the source says."),
     "drop": _rare("--drop", multiple=True, metavar="SLOT", help="Leave out a slot of state; repeatable."),
     "like": _rare("--like", metavar="JSON", help="Groups to fit, from Muon.describe()."),
     "fill_missing": _rare("--fill-missing", is_flag=True, help="Write zeros where state is missing."),

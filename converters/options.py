@@ -39,7 +39,7 @@ class Translation:
         convention: the convention of the source's momentum, if it is not recorded: ``"ema"`` or ``"sum"``.
         target_convention: the convention to write, if the target's program has none of its own.
         mu: the momentum coefficient, if the source's groups have none.
-        step: the number of steps taken, if the target stores it and the source does not.
+        step: the number of steps taken, whatever the source says; needed if only the target stores it.
         drop: slots of optimizer state to leave out.
         tensors_only: leave out items that are not tensors.
         model_only: leave out all but the model's weights and buffers.

@@ -400,11 +400,12 @@ class Dialect:
         return StoredMethod(named, {common.get(slot, f"own {slot}"): slot for slot in sorted(slots)}, family=self.name)
 
     def method(
-        self, slots: frozenset[str], named: str | None, about: str, dropped: Collection[str] = ()
+        self, slots: frozenset[str], named: str | None, about: str, dropped: Collection[str] = (), counted: bool = False
     ) -> StoredMethod:
         """Return the method of a parameter with these slots; ``named`` is the name in its group, if there is one.
 
-        NorMuon whose row variances are ``dropped`` is Muon.
+        NorMuon whose row variances are ``dropped`` is Muon.  Where the steps are ``counted`` elsewhere than in state,
+        the slot for them may be missing.
 
         Raises:
             SourceError: no method has these slots, or more than one.
@@ -420,7 +421,7 @@ class Dialect:
         fitting = [
             method
             for method in self.methods
-            if set(method.slots.values()) == stored
+            if set(method.slots.values()) in (stored, stored | {method.slots.get("step")} if counted else stored)
             and (named in (None, method.name) or ("momentum" in method.slots and method.slots in without_dropped))
         ]
         if len({method.name for method in fitting}) != 1:

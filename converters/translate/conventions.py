@@ -36,7 +36,7 @@ class Overrides:
         convention: the source's (``--convention``).
         target: the one to write, if the target has none of its own (``--target-convention``).
         mu: the momentum coefficient, where a group has none (``--mu``).
-        step: the number of updates, if only the target stores it (``--step``).
+        step: the number of updates, whatever the source says (``--step``).
         fill_missing: whether missing state is written as zeros (``--fill-missing``).
         weights: what weights are made of (``--weights``); None: both stay.
         state_dtype: the dtype of momentum and moments (``--state-dtype``); None: the source's.

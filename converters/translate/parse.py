@@ -17,7 +17,7 @@ from ...box import Index
 from ...errors import SourceError, TargetError
 from ...record import Blob, Manifest, StateRecord
 from ...store.open_checkpoint import Values
-from ...vocabulary import PARAMS, Convention
+from ...vocabulary import PARAMS, STEP, Convention
 from ...wording import listed
 from ..programs.dialect import FOREIGN, Dialect, StoredMethod
 from .conventions import Overrides, WeightsFrom, agreed_convention
@@ -410,7 +410,8 @@ class _Parser:
                 "cannot be translated; first make a copy without its state, with `muonckpt reshard --select`"
             )
         named = _option(group, self.dialect.method_option, self.values)
-        method = self.dialect.method(frozenset(slots), named, name, self.dropped)
+        counted = self.overrides.step is not None or (group is not None and STEP in group.items)
+        method = self.dialect.method(frozenset(slots), named, name, self.dropped, counted)
         counter = method.slots.get("step", "")
         chains = (entries.chains[alias] for alias in param.aliases if alias in entries.chains)
         return replace(
@@ -424,18 +425,22 @@ class _Parser:
         )
 
     def _step(self, param: NeutralParameter, method: StoredMethod, group: SourceGroup | None) -> int | None:
-        slot, option, counters = method.slots.get("step", ""), method.options.get("step", ""), self.entries.counters
+        if self.overrides.step is not None:
+            return self.overrides.step
+        slot, option, counters = method.slots.get("step", ""), method.options.get("step", STEP), self.entries.counters
         stored = [counters[alias][slot] for alias in param.aliases if slot in counters.get(alias, ())]
         if not stored and group is not None and option in group.items:
             stored = [group.items[option]]
         steps = set()
         for value in map(self.values.read, stored):
             if not (isinstance(value, int | float) and value == value // 1):
-                raise SourceError(f"parameter {param.name!r}: expected a whole number of steps, found {value!r}")
+                raise SourceError(
+                    f"parameter {param.name!r}: expected a whole number of steps, found {value!r}; give --step"
+                )
             steps.add(int(value))
         if len(steps) > 1:
             raise SourceError(f"parameter {param.name!r} is made of parts that have taken {sorted(steps)} steps")
-        return steps.pop() if steps else self.overrides.step
+        return steps.pop() if steps else None
 
     def stateless(
         self, groups: tuple[SourceGroup, ...], parameters: Mapping[str, NeutralParameter]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from ...layout import Fragment, Place, TensorLayout, dense
 from ...record import Blob, Manifest, StateRecord, no_chunks
 from ...store.formats.torch_save.inert_pickle import Record
 from ...store.formats.torch_save.plain_item import plain_item
-from ...store.open_checkpoint import Values, scalar_bytes
+from ...store.open_checkpoint import Values
 from ...vocabulary import MASTER, PARAMS, SCHEDULED, KeyPath
 from ...wording import counted, listed
 from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, sorted_checks
@@ -45,6 +46,9 @@ from .structure import JoinedRows, TranslatedTensor
 
 _AS_THE_PARAMETER = frozenset({"momentum", "first", "second"})
 """Slots, by common names, that have the shape of their parameter and begin as zeros; most keep its dtype."""
+
+_COUNTS_TO: Mapping[str, int] = {"bfloat16": 256, "float16": 2048}
+"""The number to which a counter of this dtype counts: adding one to it changes nothing."""
 
 _ONE_ELEMENT = TensorLayout.of((), (dense(Box((), ()), 0),))
 
@@ -238,15 +242,32 @@ class _Renderer:
         """Return the step counter: the source's if it is a tensor or the dialect stays, else a new one."""
         slot = self.method(param).slots["step"]
         path = self._path(param, slot)
-        if isinstance(param.counter, StateRecord):
-            carried = self._carried(param.counter, path)
-            return replace(carried, record=replace(carried.record, name=param.name, slot=slot))
-        if param.counter is not None and self.same_dialect:
-            return OutputItem(key_of(path), path, param.counter)
+        counter = None if self.source.overrides.step is not None else param.counter
+        if isinstance(counter, StateRecord):
+            if counter.dtype == "float32" or (self.same_dialect and counter.dtype not in _COUNTS_TO):
+                carried = self._carried(counter, path)
+                return replace(carried, record=replace(carried.record, name=param.name, slot=slot))
+            self._report_counter(counter, param.step)
+        elif counter is not None and self.same_dialect:
+            return OutputItem(key_of(path), path, counter)
         if param.step is None:
             raise self._unknown_steps(param)
         record = StateRecord(key_of(path), path, (), "float32", no_chunks(0), name=param.name, slot=slot)
-        return OutputTensor(record, _ONE_ELEMENT, (scalar_bytes("float32", param.step),))
+        return OutputTensor(record, _ONE_ELEMENT, (struct.pack("<f", param.step),))
+
+    def _report_counter(self, counter: StateRecord, step: int | None) -> None:
+        last = _COUNTS_TO.get(counter.dtype)
+        doubt = (
+            ""
+            if last is None or step is None or step < last
+            else (
+                f"; in {counter.dtype} one more than {last} is {last} again, so the run may have taken more: "
+                "if it did, give --step"
+            )
+        )
+        self.findings.check(
+            Action.SET, f"step counters in {counter.dtype}", str(step), reason=f"written in float32{doubt}"
+        )
 
     def _unknown_steps(self, param: NeutralParameter) -> SourceError:
         return SourceError(
@@ -382,7 +403,7 @@ class _Renderer:
                     said = ", ".join(f"{option}={own[option]!r}" for option in coding.own if option in own)
                     subject, reason = f"{said} of {method.name} groups", f"unknown to {target.name}"
                     self.findings.check(Action.SET, subject, reason=reason)
-            return {**given, **own}
+            return {**given, **own, **self._asked_step(method, own)}
         options = read_options(group, source.dialect, param.method, source.values, shape)
         known = dict(options.known) if step is None else {**options.known, "step": step}
         if split:
@@ -392,6 +413,11 @@ class _Renderer:
             known |= {"interleaved": joined[1]} if joined[1] > 1 else {}
         options = replace(options, known=known)
         return write_options(options, source.dialect, target, method, shape, self.findings, given)
+
+    def _asked_step(self, method: StoredMethod, options: Collection[str]) -> dict[str, int]:
+        """Return the user's number of steps as the option of a group that counts them; nothing if it has none."""
+        step, option = self.source.overrides.step, method.options.get("step")
+        return {} if step is None or option not in options else {str(option): step}
 
     def _splits_unsaid(self, group: SourceGroup, param: NeutralParameter, shape: Index) -> bool:
         """Return whether a slot that follows from the options has another value: its rows are split, unsaid.
@@ -506,8 +532,12 @@ class _Renderer:
         """Return the groups in the same dialect: all options unchanged, with the new names of their parameters."""
         items, tensors, template = list[OutputItem](), list[OutputTensor](), self.target.option
         assert template is not None
+        counts = self.target.options_called("step") if self.source.overrides.step is not None else ()
         for group in self.source.groups:
             for option, item in group.items.items():
+                if option in counts and group.number is not None:
+                    items.append(_item(item.path, self.source.overrides.step))
+                    continue
                 if group.number is None:
                     paths = [template.write(name=name, option=option, **group.chain) for name in group.members]
                 elif option == PARAMS and group.members != group.params:
@@ -568,6 +598,9 @@ def _report_losses(neutral: NeutralOptimizer, target: Dialect, findings: Finding
     if neutral.private:
         reason = f"{target.name} has no use for them"
         findings.check(Action.LEFT, "items of the program", *neutral.private, reason=reason)
+    if neutral.overrides.step is not None:
+        reason = "--step says so; what the source has is not read"
+        findings.check(Action.SET, "the number of steps", str(neutral.overrides.step), reason=reason)
     if target is neutral.dialect:
         return
     if not target.private and any("master" in param.slots for param in neutral.stateful):

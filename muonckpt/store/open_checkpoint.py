@@ -5,13 +5,11 @@ Items that are not tensors are decoded as plain data; no code in one is ever run
 
 from __future__ import annotations
 
-import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -73,9 +71,6 @@ def checked_blob(payloads: Payloads, blob: Blob) -> bytes:
     return bytes(payloads.view(blob.item))
 
 
-_SCALARS: Mapping[str, str] = MappingProxyType({"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"})
-
-
 class Values:
     """Reads small items of one checkpoint, each checked before it is used; raises `SourceError` for damaged ones."""
 
@@ -106,19 +101,13 @@ class Values:
         return part
 
     def scalar(self, tensor: StateRecord) -> float | int:
-        """Read the one element of a tensor of floats or integers."""
-        if Box.of(tensor.shape).numel != 1 or tensor.dtype not in _SCALARS:
-            raise SourceError(
-                f"tensor {tensor.key!r}: expected one element of {', '.join(_SCALARS)}, "
-                f"found shape {tensor.shape} of {tensor.dtype}"
-            )
-        (value,) = struct.unpack(_SCALARS[tensor.dtype], self._tensors.words(tensor, Box.of(tensor.shape)).tobytes())
-        assert isinstance(value, float | int), "struct reads numbers"
+        """Read the one element of a tensor of floats or integers, whatever their size."""
+        if Box.of(tensor.shape).numel != 1:
+            raise SourceError(f"tensor {tensor.key!r}: expected one element, found the shape {tensor.shape}")
+        value = _typed(self._tensors.words(tensor, Box.of(tensor.shape)), tensor).reshape(-1)[0].item()
+        if not isinstance(value, float | int):
+            raise SourceError(f"tensor {tensor.key!r}: expected a real number, found {tensor.dtype}")
         return value
-
-
-def scalar_bytes(dtype: str, value: float) -> bytes:
-    return struct.pack(_SCALARS[dtype], value)
 
 
 class Items(Mapping[str, Any]):

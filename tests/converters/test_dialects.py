@@ -346,7 +346,7 @@ def test_a_number_is_never_a_guess(tmp_path):
     listed = nested({"momentum_buffer": W}, **TORCH)
     listed["optimizer"]["param_groups"].insert(0, {"params": ["idle"], "lr": 0.1})
     manifest, path = saved(tmp_path / "idle", listed)
-    with pytest.raises(SourceError, match=r"'idle' .* all numbers after them would be wrong"):
+    with pytest.raises(SourceError, match=r"'idle'.* all numbers after them would be wrong"):
         translate(manifest, muonckpt.open(path).values, target)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from support.golden import golden
@@ -18,6 +19,7 @@ import muonckpt
 from muonckpt import SourceError
 from muonckpt.converters.options import grouped
 from muonckpt.converters.programs.registry import DIALECTS
+from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.translator import translate
 from muonckpt.optimizer import COEFFICIENTS
 from muonckpt.resumption import as_tuples
@@ -95,3 +97,65 @@ def test_what_would_turn_the_update_around_is_refused_with_its_value(option, val
         translate(manifest, muonckpt.open(path).values, DIALECTS["muonckpt"], source=DIALECTS["torch"])
     kept = translate(manifest, muonckpt.open(path).values, DIALECTS["titan"], source=DIALECTS["torch"])
     assert options(kept)[f"optimizer.param_groups.w.{option}"] is value
+
+
+# Steps.
+
+ADAMW = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.25}
+
+
+def averages(**slots) -> dict:
+    return {"exp_avg": W.clone(), "exp_avg_sq": W.clone(), **slots}
+
+
+@pytest.mark.parametrize("source", ["torch", "muonckpt"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32", "float64", "int64", "int32", "uint8"])
+def test_a_step_counter_of_any_dtype_is_read_and_the_users_number_goes_before_it(kind, source, tmp_path):
+    group = ADAMW | ({"algorithm": "adamw", "cautious": False} if source == "muonckpt" else {})
+    manifest, path = saved(tmp_path, nested(averages(step=torch.tensor(48, dtype=getattr(torch, kind))), **group))
+    values, into = muonckpt.open(path).values, DIALECTS["muonckpt"]
+    for step, expected in ((None, 48), (300, 300)):
+        made = translate(manifest, values, into, overrides=Overrides(step=step))
+        (counter,) = (tensor for tensor in made.tensors if tensor.record.slot == "step")
+        same = step is None and (kind == "float32" or (source == "muonckpt" and kind not in ("bfloat16", "float16")))
+        assert counter.record.dtype == (kind if same else "float32")
+        if not same:
+            assert np.frombuffer(counter.sources[0], "<f4").tolist() == [expected]
+    told = [check for check in made.checklist if check.subject == "the number of steps"]
+    assert [check.values for check in told] == [("300",)]
+
+
+@pytest.mark.parametrize(("kind", "last"), [("bfloat16", 256), ("float16", 2048)])
+def test_a_counter_that_has_come_to_its_end_is_doubted(kind, last, tmp_path):
+    """Adding one to it changes nothing."""
+    for step, doubted in ((last - 1, False), (last, True)):
+        counter = torch.tensor(step, dtype=getattr(torch, kind))
+        assert (counter + 1 == counter) == doubted
+        manifest, path = saved(tmp_path / str(step), nested(averages(step=counter), **ADAMW))
+        made = translate(manifest, muonckpt.open(path).values, DIALECTS["muonckpt"])
+        assert any("give --step" in check.reason for check in made.checklist) == doubted
+
+
+@pytest.mark.parametrize("count", [2.5, float("nan"), float("inf"), "lost", None])
+def test_what_is_no_number_of_steps_is_replaced_by_the_users(count, tmp_path):
+    """A fraction, nothing at all, and a counter that is left out by `drop`."""
+    slots = averages(**({} if count is None else {"step": torch.tensor(2.5 if count == "lost" else count)}))
+    manifest, path = saved(tmp_path, nested(slots, **ADAMW))
+    values, dropped = muonckpt.open(path).values, frozenset({"step"} if count == "lost" else ())
+    with pytest.raises(SourceError, match=r"give --step|no method of dcp"):
+        translate(manifest, values, DIALECTS["muonckpt"], drop=dropped)
+    made = translate(manifest, values, DIALECTS["muonckpt"], drop=dropped, overrides=Overrides(step=300))
+    (counter,) = (tensor for tensor in made.tensors if tensor.record.slot == "step")
+    assert np.frombuffer(counter.sources[0], "<f4").tolist() == [300]
+
+
+def test_steps_that_a_group_counts_are_those_of_parameters_without_a_counter(tmp_path):
+    """As fused Adams of apex and Transformer Engine keep them; also in the own program's words, by the user."""
+    manifest, path = saved(tmp_path, nested(averages(), **ADAMW, step=7))
+    made = translate(manifest, muonckpt.open(path).values, DIALECTS["muonckpt"])
+    (counter,) = (tensor for tensor in made.tensors if tensor.record.slot == "step")
+    assert np.frombuffer(counter.sources[0], "<f4").tolist() == [7]
+    group = {"lr": 0.1, "mu": 0.5, "algorithm": "muon", "epsilon": 1e-8, "cautious_wd": False, "step": 7}
+    manifest, path = saved(tmp_path / "dion", nested({"momentum": W.clone()}, **group))
+    made = translate(manifest, muonckpt.open(path).values, overrides=Overrides(step=300))
+    assert options(made)["optimizer.param_groups.0.step"] == 300
