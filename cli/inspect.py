@@ -90,7 +90,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
         print_json(shown)
     else:
         print_duration()
-    return int(bool(inspection.diagnosis.damage) or (inspection.verified is not None and inspection.verified.has_loss))
+    return int(bool(inspection.diagnosis))
 
 
 def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as_json: bool, **rest: Any) -> object:

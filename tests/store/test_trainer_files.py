@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+import shlex
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -147,6 +152,78 @@ def test_deepspeeds_universal_folders_are_read(tmp_path):
     (zero / "h.0.bias" / "fp32.pt").unlink()
     with pytest.raises(SourceError, match=r"expected zero/h.0.bias/fp32.pt, found"):
         muonckpt.open(tmp_path)
+
+
+def universal(folder: Path, slots: Mapping[str, tuple[str, ...]], step: int = 1) -> Path:
+    """A folder whose parameters have these slots; shapes and elements are of the parameter and the step."""
+    for number, (name, own) in enumerate(slots.items(), 2):
+        (folder / "zero" / name).mkdir(parents=True)
+        for slot in ("fp32", *own):
+            value = torch.tensor(float(step)) if slot == "step" else torch.full((number, 3), float(step))
+            torch.save(value if slot == "step" else {"param": value}, folder / "zero" / name / f"{slot}.pt")
+    return folder
+
+
+ADAM, MUON = ("exp_avg", "exp_avg_sq", "step"), ("momentum_buffer",)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *((slot, None) for slot in ADAM),  # lost
+        *((slot, other) for slot in ("exp_avg", "exp_avg_sq") for other in ("b/exp_avg", "c/step")),
+        ("fp32", "b/exp_avg"),
+    ],
+)
+@pytest.mark.parametrize("others", [{}, {"muon": MUON}])
+def test_what_a_universal_folder_has_lost_shows_by_the_other_files(damage, others, tmp_path):
+    slot, other = damage
+    slots = {**dict.fromkeys("abc", ADAM), **others}
+    path = universal(tmp_path / "one", slots)
+    assert muonckpt.verify(path).verdict == "whole"
+    damaged = path / "zero" / "a" / f"{slot}.pt"
+    damaged.unlink() if other is None else shutil.copy(path / "zero" / f"{other}.pt", damaged)
+    for command in ("verify", "inspect"):
+        said = called(command, path)
+        assert said.returncode == 1 and f"zero/a has lost {slot}.pt" * (other is None) in said.stdout.splitlines()[0]
+        assert "zero/a" in said.stdout.splitlines()[0]
+    done = called("reshard", path, tmp_path / "out", "--mesh", "dp=2", "--format", "dcp")
+    assert done.returncode == 3 and "zero/a" in done.stderr
+    other = universal(tmp_path / "two", slots, 2)
+    advised = re.search(r"muonckpt salvage .*? --from (?=OTHER)", said.stdout)[0] + str(other)
+    assert called(*shlex.split(advised)[1:], "--mix-steps").returncode == 0
+    with muonckpt.open(tmp_path / "one-salvaged") as salvaged, muonckpt.open(tmp_path / "two") as whole:
+        assert salvaged.tensors.keys() == whole.tensors.keys()
+        for key, tensor in salvaged.tensors.items():
+            mine = key == ("model.a" if slot == "fp32" else f"optimizer.state.a.{slot}")
+            assert (tensor.numpy() == (2 if mine else 1)).all() and tensor.shape == whole.tensors[key].shape
+
+
+def test_all_that_a_universal_folder_has_lost_is_filled_at_once(tmp_path):
+    slots = dict.fromkeys("abcde", ADAM)
+    path, other = universal(tmp_path / "one", slots), universal(tmp_path / "two", slots, 2)
+    for lost in ("a/exp_avg", "b/exp_avg_sq", "c/step"):
+        (path / "zero" / f"{lost}.pt").unlink()
+    shutil.copy(path / "zero/e/fp32.pt", path / "zero/d/exp_avg.pt")
+    muonckpt.salvage(path, tmp_path / "new", [other], mix_steps=True)
+    with muonckpt.open(tmp_path / "new") as salvaged:
+        twos = {key for key, tensor in salvaged.tensors.items() if (tensor.numpy() == 2).all()}
+    expected = ("a.exp_avg", "b.exp_avg_sq", "c.step", "d.exp_avg")
+    assert twos == {f"optimizer.state.{key}" for key in expected} and len(salvaged.tensors) == 20
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        {"a": ADAM, "b": MUON},
+        {"a": ADAM, "b": ("exp_avg",)},  # Lion's
+        {"a": MUON, "b": ("momentum_buffer", "second_moment")},  # NorMuon's
+        {"a": ADAM, "b": ()},  # it has had no gradient
+        {"a": ("exp_avg", "exp_avg_sq"), "b": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")},
+    ],
+)
+def test_methods_side_by_side_in_a_universal_folder_are_no_damage(slots, tmp_path):
+    assert muonckpt.verify(universal(tmp_path, slots)).verdict == "whole"
 
 
 class Code:

@@ -6,7 +6,8 @@ under ``optimizer``, ``optimizer_1``, …; weights beside them, in ``model.safet
 file or in several with an index, are under ``model``.  A file alone keeps its own keys, but for a bare optimizer's,
 which are under ``optimizer``.  What else lies beside them is not read; the provenance lists it.
 
-DeepSpeed's universal folders ``zero/{parameter}`` have a file for each slot: ``fp32.pt`` is the weight, under
+DeepSpeed's universal folders ``zero/{parameter}`` have a file for each slot, and nothing lists them; what is lost shows
+by the other files of a parameter, and by other parameters: ``fp32.pt`` is the weight, under
 ``model``; ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt`` are AdamW's state.  From ZeRO 1 and 2 a file holds a dict
 with the tensor under ``param``; from ZeRO 3 a flat tensor, whose shape is in ``param_shapes`` of a
 ``*_model_states.pt`` beside ``zero``.  The groups of ``zero/optimizer_state.pt`` are not read: they number flattened
@@ -20,14 +21,19 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from ....box import Box, Index
-from ....errors import DamageError, SourceError, about
+from ....errors import DamageError, SourceError, UnlistedError, about
 from ....keys import is_optimizer, key_of
 from ....record import Extent, StateRecord
-from ....vocabulary import KeyPath
+from ....vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP, KeyPath
+from ....wording import counted
+from ....wording import listed as listed_names
 from ...io.location import Location
 from ...reading.reader import LocatedReader
 from .. import safetensors, signs
@@ -49,6 +55,7 @@ from ..weight_files import (
     read_shards_without_index,
 )
 from .state_tree import (
+    AS_PARAMETER,
     NamesFile,
     check_shapes,
     check_shared,
@@ -229,8 +236,18 @@ _WEIGHT = "fp32"
 _PARAM = "param"
 
 
+_COMPLETE = (
+    {EXP_AVG},
+    *({MOMENTUM}, {MOMENTUM, STEP}),
+    *({EXP_AVG, EXP_AVG_SQ}, {EXP_AVG, EXP_AVG_SQ, STEP}),
+)
+"""Slots that some method keeps, although another method keeps further ones beside them."""
+
+
 def universal_reader(path: Location) -> LocatedReader:
     """Read DeepSpeed's universal folder, but no elements.
+
+    Files that are lost, or another file in the place of one, are its `faults`.
 
     Raises:
         SourceError: a parameter has no weight, a file is damaged or holds something else, or a shape is not known.
@@ -253,8 +270,46 @@ def universal_reader(path: Location) -> LocatedReader:
             for file in files:
                 tensor = _read_universal(path, name, file, items, shapes, listed)
                 tensors += [tensor] if tensor is not None else []
+    slots = {name: {file.removesuffix(".pt") for file in files} for name, files in parameters.items()}
+    faults = dict([*_misplaced(tensors), *_lost_slots(slots)])
+    keys = list(chain.from_iterable(faults.values()))
+    fault = [UnlistedError(listed_names([*faults], 3, "; "), keys)] if faults else []
     others = sorted(name for name in (*listed, *loose) if name != _ZERO)
-    return trainer_reader(path, tensors, items, {}, {signs.NOT_READ: others or None})
+    provenance = {signs.NOT_READ: others or None}
+    return trainer_reader(path, (t for t in tensors if t.key not in keys), items, {}, provenance, fault)
+
+
+def _misplaced(tensors: Sequence[StateRecord]) -> Iterator[tuple[str, list[str]]]:
+    """Yield, for each parameter whose files have several shapes, a fault, and the keys of the tensors to blame.
+
+    Those of the shape that most files have are right; where two shapes are as frequent, nothing tells.
+    """
+    by_name: defaultdict[str, dict[str, StateRecord]] = defaultdict(dict)
+    for tensor in tensors:
+        if tensor.path[0] == "model" or tensor.path[-1] in AS_PARAMETER:
+            name, slot = (tensor.path[-1], _WEIGHT) if tensor.path[0] == "model" else tensor.path[-2:]
+            by_name[str(name)][str(slot)] = tensor
+    for name, by_slot in by_name.items():
+        (shape, most), *others = Counter(tensor.shape for tensor in by_slot.values()).most_common()
+        if others:
+            said = ", ".join(f"{tensor.shape} in {slot}.pt" for slot, tensor in by_slot.items())
+            right = None if others[0][1] == most else shape
+            blamed = [tensor.key for tensor in by_slot.values() if tensor.shape != right]
+            yield f"expected files of one shape in {_ZERO}/{name}, found {said}: another file is in their place", blamed
+
+
+def _lost_slots(slots: Mapping[str, AbstractSet[str]]) -> Iterator[tuple[str, list[str]]]:
+    """Yield, for each parameter that lacks slots which others have beside the same, a fault, and the lacking keys."""
+    counts = Counter(frozenset(own - {_WEIGHT}) for own in slots.values())
+    for name, own in slots.items():
+        state = own - {_WEIGHT}
+        larger = [other for other in counts if other > state and (state not in _COMPLETE or other - state == {STEP})]
+        if larger and state:
+            usual = min(larger, key=len)
+            lacking = sorted(usual - state)
+            files, numbers = " and ".join(f"{slot}.pt" for slot in lacking), counted(counts[usual], "parameter")
+            keys = [f"optimizer.state.{name}.{slot}" for slot in lacking]
+            yield f"{_ZERO}/{name} has lost {files}, which {numbers} with the same other files have", keys
 
 
 def _read_universal(
