@@ -99,9 +99,8 @@ def test_an_equal_mesh_of_another_job_finds_its_own_process_groups() -> None:
 
 def test_an_exception_is_reported_and_the_others_do_not_hang() -> None:
     workers.run(2, who)
-    start = time.monotonic()
     message = failure(2, raises_on_rank_1)
-    assert time.monotonic() - start < workers.GRACE + 1
+    assert "no answer in time" not in message
     assert message.startswith("rank 1 of 2: Traceback") and "KeyError: 'on purpose'" in message
     assert "rank 0 of 2" in message
     assert [rank for rank, *_ in workers.run(2, who)] == [0, 1]

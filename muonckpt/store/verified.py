@@ -7,6 +7,7 @@ were read: a checkpoint that is changed, copied or restored has other files, and
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -99,12 +100,24 @@ def _facts(place: Location) -> Iterable[tuple[str, int, float | None, str]]:
             times = (_seconds(info[name]) for name in _TIMES if name in info)
             yield path, int(info.get("size") or 0), next(times, None), identity
         return
-    for file in place.rglob("*") if place.is_dir() else [place]:
-        with suppress(FileNotFoundError):  # it is being saved or removed
-            if file.is_file() and file.name != RECORD:
-                found = file.stat()
-                name = str(file.relative_to(place))
-                yield name, found.st_size, found.st_mtime, f"{found.st_ino} {found.st_mtime_ns} {found.st_ctime_ns}"
+    if not place.is_dir():
+        with suppress(FileNotFoundError):
+            yield _fact(".", place.stat())
+        return
+    pending = [(str(place), "")]
+    while pending:
+        folder, prefix = pending.pop()
+        with suppress(FileNotFoundError, PermissionError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append((entry.path, f"{prefix}{entry.name}/"))
+                elif entry.is_file() and entry.name != RECORD:
+                    with suppress(FileNotFoundError):  # it is being saved or removed
+                        yield _fact(f"{prefix}{entry.name}", entry.stat())
+
+
+def _fact(name: str, facts: os.stat_result) -> tuple[str, int, float | None, str]:
+    return name, facts.st_size, facts.st_mtime, f"{facts.st_ino} {facts.st_mtime_ns} {facts.st_ctime_ns}"
 
 
 def _seconds(time: object) -> float | None:

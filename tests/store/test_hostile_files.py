@@ -1,11 +1,13 @@
-"""Hostile files: whatever they hold, their reader says so in one sentence, after little time and memory."""
+"""Hostile files: whatever they hold, their reader says so in one sentence, after little work and memory."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,43 +22,47 @@ from muonckpt.store.formats.dcp_metadata import StoredItem, parse_metadata
 from muonckpt.store.io.limits import SMALL_DESCRIPTION, SWITCH, LimitError, check_description
 from muonckpt.store.reading.payloads import Payloads
 
-SECONDS, MEBIBYTES = 4.0, 256
+CALLS, LOOKS, MEBIBYTES = 10_000_000, 1_000, 256
+"""The most that three readings of a case may cost; what plug-ins are installed is a part of it."""
 
 LOOK = """
-import json, resource, sys, time
+import json, sys
 import muonckpt
 from muonckpt.cli.main import run
 from muonckpt.errors import MuonckptError
+from support.work import Work
 said = []
 for case in sys.argv[1:]:
-    begin = time.process_time()
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins anew
-    code = max(run([command, case]) for command in ("inspect", "verify"))
-    try:
-        with muonckpt.open(case) as opened:
-            print(len(str(opened.groups)), [opened.items[key] for key in opened.items], file=sys.stderr)
-            for tensor in opened.tensors.values():
-                tensor.bits()
-        code = 0
-    except MuonckptError as error:
-        print(error, file=sys.stderr)
+    with Work() as work:
+        code = max(run([command, case]) for command in ("inspect", "verify"))
+        try:
+            with muonckpt.open(case) as opened:
+                print(len(str(opened.groups)), [opened.items[key] for key in opened.items], file=sys.stderr)
+                for tensor in opened.tensors.values():
+                    tensor.bits()
+            code = 0
+        except MuonckptError as error:
+            print(error, file=sys.stderr)
     peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
-    said.append([code, time.process_time() - begin, peak // 1024])
+    said.append([code, work.calls, work.looks, peak // 1024])
 print(json.dumps(said))
 """
 
 
 @pytest.fixture(scope="module")
-def looked_at(tmp_path_factory) -> dict[str, tuple[int, float, int]]:
-    """For each case the exit code, 0 if everything in it could be decoded, and processor seconds and MiB of memory."""
+def looked_at(tmp_path_factory) -> dict[str, tuple[int, int, int, int]]:
+    """For each case the exit code, 0 if everything in it could be decoded, calls, looks at files, and MiB of memory."""
     folder = tmp_path_factory.mktemp("hostile")
     for number, make in enumerate(hostile.CASES.values()):
-        place = folder / str(number)
+        place = folder / str(number) / "case"  # without neighbours, of which some cases are taken for steps of one run
         muonckpt.save({"w": torch.zeros(4), "param_groups": [{"lr": 0.5}]}, place)
         make()(place)
-    places = [str(folder / str(number)) for number in range(len(hostile.CASES))]
-    done = subprocess.run([sys.executable, "-c", LOOK, *places], capture_output=True, text=True)
+    places = [str(folder / str(number) / "case") for number in range(len(hostile.CASES))]
+    search = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": search}
+    done = subprocess.run([sys.executable, "-c", LOOK, *places], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "this is a bug" not in done.stderr, done.stderr[-4000:]
     assert "Traceback" not in done.stderr
@@ -64,10 +70,10 @@ def looked_at(tmp_path_factory) -> dict[str, tuple[int, float, int]]:
 
 
 @pytest.mark.parametrize("case", hostile.CASES)
-def test_a_hostile_checkpoint_is_refused_in_little_time_and_memory(case, looked_at):
-    code, seconds, mebibytes = looked_at[case]
+def test_a_hostile_checkpoint_is_refused_with_little_work_and_memory(case, looked_at):
+    code, calls, looks, mebibytes = looked_at[case]
     assert code in (1, 3)
-    assert seconds < SECONDS and mebibytes < MEBIBYTES
+    assert calls < CALLS and looks < LOOKS and mebibytes < MEBIBYTES
 
 
 def test_a_description_is_in_proportion_to_the_other_files_or_the_limits_are_lifted(tmp_path, monkeypatch):

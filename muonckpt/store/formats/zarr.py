@@ -30,7 +30,7 @@ from ...json_fields import check_digest, digest_of
 from ...record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ...wording import listed
 from ..io import limits
-from ..io.location import Location
+from ..io.location import Location, listing
 from ..io.regular import FileBytes, Held, open_regular, read_whole
 from ..reading.dtypes import DTYPES, itemsize
 from ..reading.payloads import Payloads
@@ -124,6 +124,9 @@ class ZarrArray:
     @property
     def index_bytes(self) -> int:
         return 16 * self.chunks_per_file + INDEX_CHECKSUM if self.sharded else 0
+
+    def count_files(self) -> int:
+        return math.prod(-(-size // part) for size, part in zip(self.shape, self.file_shape, strict=True))
 
     def files(self) -> Iterator[tuple[str, Box]]:
         """Yield each file, by its path below the root, and its box of the array."""
@@ -360,17 +363,24 @@ def remains(path: Location, without: Collection[str]) -> LocatedReader:
 
 def lacks_root(path: Location) -> bool:
     """Return whether a folder is a hierarchy of ours but for the root's description: an array says where it lies."""
-    node, inside = "", _described(path)
-    while inside:
-        node = f"{node}/{inside[0]}".lstrip("/")
-        inside = _described(path / node)
-    if not node:
-        return False
-    try:
-        entry = parse_node(read_whole(path / node / ZARR_FILE))["attributes"].get(MANIFEST_ATTRIBUTE)
-        return isinstance(entry, dict) and nodes([tensor_of(entry)]) == [node]
-    except SourceError:
-        return False
+    _, inside = listing(path)
+    pending = sorted(inside, reverse=True)
+    while pending:
+        node = pending.pop()
+        files, folders = listing(path / node)
+        if ZARR_FILE not in files:
+            below = [name for name in sorted(folders) if (path / node / name / ZARR_FILE).exists()]
+            pending += [f"{node}/{name}" for name in below[:1]]
+            continue
+        try:
+            fields = parse_node(read_whole(path / node / ZARR_FILE))
+            entry = fields["attributes"].get(MANIFEST_ATTRIBUTE)
+            if fields["node_type"] == "array":
+                return isinstance(entry, dict) and nodes([tensor_of(entry)]) == [node]
+        except SourceError:
+            return False
+        pending += [f"{node}/{name}" for name in sorted(folders, reverse=True)]
+    return False
 
 
 Failed = Callable[[DamageError], None]
@@ -430,14 +440,21 @@ def _root(fields: Any) -> tuple[Mapping[str, Any], int, str | None]:
 
 
 def _nodes(path: Location, failed: Failed) -> tuple[Mapping[str, Any], list[ZarrArray]]:
-    """Return the root's attributes, and by name all arrays below it, or the root itself.  No link is followed."""
+    """Return the root's attributes, and by name all arrays below it, or the root itself.  No link is followed.
+
+    Each folder is listed once: a hierarchy may have very many groups.
+    """
     attributes: Mapping[str, Any] = {}
     arrays, pending = [], [""]
     while pending:
         node = pending.pop()
         place = path / node
+        files, folders = listing(place)
+        # A folder without a description is a group that has lost it, if nodes are in it; the root always is.
+        if node and ZARR_FILE not in files and not any((place / name / ZARR_FILE).exists() for name in folders):
+            continue
         with _told(failed):
-            if not (place / ZARR_FILE).exists():
+            if ZARR_FILE not in files:
                 raise DamageError(f"its {ZARR_FILE}{f' of {node}' * bool(node)} is missing")
             with about(place / ZARR_FILE):
                 fields = parse_node(read_whole(place / ZARR_FILE))
@@ -446,19 +463,8 @@ def _nodes(path: Location, failed: Failed) -> tuple[Mapping[str, Any], list[Zarr
                 if fields["node_type"] == "array":
                     arrays.append(parse_array(node, fields))
                     continue
-        pending += [f"{node}/{name}" if node else name for name in reversed(_described(place))]
+        pending += [f"{node}/{name}" if node else name for name in sorted(folders, reverse=True)]
     return attributes, arrays
-
-
-def _described(place: Location) -> list[str]:
-    """Return the nodes in a folder by name, also a group that has lost its own description."""
-    inside = [entry for entry in place.iterdir() if entry.is_dir() and not entry.is_symlink()]
-    below = (
-        entry
-        for entry in inside
-        if (entry / ZARR_FILE).exists() or any((one / ZARR_FILE).exists() for one in entry.iterdir())
-    )
-    return sorted(entry.name for entry in below)
 
 
 def _record(path: Location, array: ZarrArray, chunks_of: ChunksOf) -> StateRecord:
@@ -501,7 +507,7 @@ def _chunks(path: Location, array: ZarrArray) -> Iterator[Chunk]:
 
 
 _MOST_LOST = 1 << 13
-"""The most chunks of an array that may be lost, and half as many as are looked for: each takes time to look for."""
+"""The most chunks of an array that may be lost, and as many more as are there."""
 
 
 def _remaining_chunks(path: Location, array: ZarrArray, failed: Failed) -> Iterator[Chunk | None]:
@@ -510,16 +516,30 @@ def _remaining_chunks(path: Location, array: ZarrArray, failed: Failed) -> Itera
     Raises:
         LimitError: very many are missing, as if the array had never been so large.
     """
-    missing = 0
-    for number, (file, box) in enumerate(array.files()):
+    inside = array.chunks_per_file if _is_read_raw(array) and array.sharded else 1
+    stored = _files_below(path, array.node)
+    missing = (array.count_files() - len(stored)) * inside  # or more: there may be other files
+    limits.check_limit(missing, _MOST_LOST + len(stored) * inside, f"chunks of {array.node} that are missing")
+    for file, box in array.files():
         try:
+            if file not in stored:
+                raise _not_stored(path / file)
             yield from list(_chunks_of_file(path, array, file, box))
         except DamageError as error:
             failed(error)
-            inside = array.chunks_per_file if _is_read_raw(array) and array.sharded else 1
-            missing += inside
-            limits.check_limit(missing, _MOST_LOST + number // 2, f"chunks of {array.node} that are missing")
             yield from [None] * (sum(1 for _ in array.chunks(box)) if inside > 1 else 1)
+
+
+def _files_below(path: Location, node: str) -> set[str]:
+    """Return the files below a node, by their paths from the root of the hierarchy; its description is none of them."""
+    stored, pending = set[str](), [node]
+    while pending:
+        place = pending.pop()
+        files, folders = listing(path / place)
+        prefix = f"{place}/" if place else ""
+        stored |= {f"{prefix}{name}" for name in files}
+        pending += [f"{prefix}{name}" for name in folders]
+    return stored - {f"{node}/{ZARR_FILE}" if node else ZARR_FILE}
 
 
 def _chunks_of_file(path: Location, array: ZarrArray, file: str, box: Box) -> Iterator[Chunk]:
@@ -572,12 +592,18 @@ def _size(path: Location, file: str) -> int:
     """Return the size of the file of a chunk; a link anywhere on the way is refused."""
     place = path / file
     if not (place.exists() or place.is_symlink()):
-        raise DamageError(f"{place} is not stored: zarr reads its box as the fill value, but it may have been lost; "
-                          "write it with write_empty_chunks")  # fmt: skip
+        raise _not_stored(place)
     if place.resolve() != path.resolve() / file:
         raise SourceError(f"cannot open {place}: one of its directories is a symbolic link")
     with open_regular(place) as opened:
         return opened.size
+
+
+def _not_stored(place: Location) -> DamageError:
+    return DamageError(
+        f"{place} is not stored: zarr reads its box as the fill value, but it may have been lost; write it with "
+        "write_empty_chunks"
+    )
 
 
 _VALUE = "value"

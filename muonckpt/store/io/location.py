@@ -100,6 +100,17 @@ class Remote:
             paths = self.fs.ls(self.path, detail=False)
         yield from (Remote(self.fs, path.rstrip("/")) for path in paths if path.rstrip("/") != self.path)
 
+    def listing(self) -> tuple[list[str], list[str]]:
+        """Return the names of the objects in it, and of the directories in it, by one request."""
+        with asking(self):
+            described = self.fs.ls(self.path, detail=True)
+        names: dict[bool, list[str]] = {False: [], True: []}
+        for info in described:
+            path = info["name"].rstrip("/")
+            if path != self.path:
+                names[info["type"] == "directory"].append(path.rpartition("/")[2])
+        return names[False], names[True]
+
     def below(self) -> list[Remote]:
         """Return every object in it, at any depth."""
         with asking(self):
@@ -174,6 +185,21 @@ Location = Path | Remote
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def listing(folder: Location) -> tuple[list[str], list[str]]:
+    """Return the names of the files in a folder, and of the folders in it, after one look at it; links count as files.
+
+    Raises:
+        OSError: it cannot be listed.
+    """
+    if isinstance(folder, Remote):
+        return folder.listing()
+    files, folders = list[str](), list[str]()
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            (folders if entry.is_dir(follow_symlinks=False) else files).append(entry.name)
+    return files, folders
 
 
 def at_each(place: Location, function: Callable[[T], R], things: Iterable[T]) -> list[R]:
