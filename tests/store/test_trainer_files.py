@@ -205,7 +205,7 @@ def test_all_that_a_universal_folder_has_lost_is_filled_at_once(tmp_path):
     for lost in ("a/exp_avg", "b/exp_avg_sq", "c/step"):
         (path / "zero" / f"{lost}.pt").unlink()
     shutil.copy(path / "zero/e/fp32.pt", path / "zero/d/exp_avg.pt")
-    muonckpt.salvage(path, tmp_path / "new", [other], mix_steps=True)
+    muonckpt.salvage(path, tmp_path / "new", others=[other], mix_steps=True)
     with muonckpt.open(tmp_path / "new") as salvaged:
         twos = {key for key, tensor in salvaged.tensors.items() if (tensor.numpy() == 2).all()}
     expected = ("a.exp_avg", "b.exp_avg_sq", "c.step", "d.exp_avg")
