@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from ..errors import ADVICE, DamageError, DestinationError, LostFileError, SourceError, TargetError, UnlistedError
-from ..record import MANIFEST_FILE
+from ..record import MANIFEST_FILE, StateRecord
 from ..store.audit import audit, payload_bytes
 from ..store.damage import Damage
 from ..store.diagnosis import diagnosis_of
@@ -148,6 +148,7 @@ def _with_unlisted(broken: OpenCheckpoint, others: Sequence[OpenCheckpoint]) -> 
     Raises:
         SourceError: none of them says so.
     """
+    only_keys = all(tensor.path == (tensor.key,) for tensor in broken.outline.tensors)
     for fault in (fault for fault in broken.faults if isinstance(fault, UnlistedError) and fault.count != 0):
         known = {tensor.key for tensor in broken.outline.tensors}
         for other in others:
@@ -157,7 +158,8 @@ def _with_unlisted(broken: OpenCheckpoint, others: Sequence[OpenCheckpoint]) -> 
                 if tensor.key not in known and tensor.key in (fault.keys or (tensor.key,))
             ]
             if known & {tensor.key for tensor in other.outline.tensors} and fault.count in (None, len(lost)):
-                return broken.having_lost(lost)
+                alike = (StateRecord(t.key, (t.key,), t.shape, t.dtype, t.chunks) for t in lost)
+                return broken.having_lost(alike if only_keys else lost)
         tried = f"; those given ({', '.join(str(other.path) for other in others)}) do not" if others else ""
         raise SourceError(
             f"{broken.path}: {str(fault).removeprefix(f'{broken.path}: ')}. Nothing was written. {ADVICE}give a "

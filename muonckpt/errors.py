@@ -63,6 +63,13 @@ class UnlistedError(LostFileError):
         self.keys, self.count = keys, count if keys is None else len(keys)
 
 
+class SeveralSavesError(UnlistedError):
+    """Files of a checkpoint are of several saves, and nothing in it says which are of one: a whole copy does."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(fault, count=0)
+
+
 ADVICE = "What to do: "
 """The beginning of an advice on damage."""
 

@@ -31,7 +31,7 @@ from ...version import PROGRAM
 from ...vocabulary import MOMENTUM, begins_as_zeros
 from ...wording import counted, listed
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
-from ..look.contents import FirstLook, kinds_in
+from ..look.contents import FirstLook, kinds_in, recorded_step
 from .joined import JoinedCheckpoints, JoinedPayloads
 from .same_save import Comparison, FillingSource, WholePart, compare_box, corners, reduced, same_items
 
@@ -331,10 +331,21 @@ class Filling:
         tensors = [self._output(tensor, moved) for tensor in self.kept]
         items = {blob.key: blob for manifest in manifests for blob in manifest.blobs}
         listed = [OutputItem(blob.key, blob.path, items[blob.key]) for blob in self.broken.outline.blobs]
-        base = dict(self.broken.provenance)
+        base = self._provenance()
         provenance = {**base, "salvaged": [*base.get("salvaged", ()), self._entry()]}
         payloads = JoinedPayloads([one.payloads for one in opened])
         return JoinedCheckpoints(self.broken.path, payloads, manifests, provenance), Outputs(tensors, listed)
+
+    def _provenance(self) -> dict[str, Any]:
+        """Return what is known of the save: what the checkpoint says, or a source of the same save if it cannot."""
+        recorded = (one for one in self.comparisons if one is not None and one.source.records_digests)
+        same = next((one.source for one in recorded if one.is_same_save()), None)
+        if same is None:
+            return dict(self.broken.provenance)
+        if self.damage.strays or self.part.mixture:
+            return dict(same.opened.provenance)
+        step = recorded_step(same.look.manifest)
+        return {**({} if step is None else {"step": step}), **self.broken.provenance}
 
     def _output(self, record: StateRecord, moved: Sequence[Mapping[str, Chunks]]) -> OutputTensor:
         parts = [part for part in self.parts.get(record.key, ()) if part.source]
@@ -412,10 +423,7 @@ class Filling:
 
     def _unjudged(self) -> Iterator[str]:
         """Say that nothing tells whether all that was kept is of one save, if so."""
-        columns = self.look.manifest.columns
-        kept, judged = np.zeros(len(columns), np.bool_), self.part.recorded.copy()
-        for rows in self.part.rows:
-            kept[rows] = True
+        kept, judged = self.part.whole, self.part.recorded.copy()
         same = [one for one in self.comparisons if one is not None and one.is_same_save()]
         for comparison in same:
             judged |= comparison.equal

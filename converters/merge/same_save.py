@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...box import Box
 from ...chunks import Boxes, chunks_numbered
-from ...errors import ADVICE, LayoutError, MuonckptError, SourceError, UnlistedError
+from ...errors import ADVICE, LayoutError, MuonckptError, SeveralSavesError, SourceError, UnlistedError
 from ...fingerprint import as_hex, combine
 from ...overlap import IntArray, overlaps
 from ...record import Blob, Chunk, StateRecord
@@ -106,7 +106,7 @@ def _name(tensor: StateRecord, look: FirstLook) -> Name:
 
 def is_listed_whole(opened: OpenCheckpoint) -> bool:
     """Return whether the description that binds the files of a checkpoint together, if it has one, is there."""
-    return not any(isinstance(fault, UnlistedError) for fault in opened.faults)
+    return not any(isinstance(fault, UnlistedError) and fault.keys is None for fault in opened.faults)
 
 
 def reduced(
@@ -159,13 +159,26 @@ class WholePart:
 
     @property
     def step(self) -> int | float | None:
-        """Return its step, unless files of another save may have the counters that say it."""
-        return None if self.damage.strays else self.look.step
+        """Return its step, unless files of another save may say it."""
+        return None if self.damage.strays or self.mixture else self.look.step
+
+    @property
+    def mixture(self) -> SeveralSavesError | None:
+        """Return the fault that says that it has files of several saves."""
+        return next((fault for fault in self.opened.faults if isinstance(fault, SeveralSavesError)), None)
 
     @cached_property
     def items(self) -> dict[str, Blob]:
         """The items that are whole."""
         return {blob.key: blob for blob in self.opened.outline.blobs if blob.key not in self.damage.items}
+
+    @cached_property
+    def whole(self) -> Flags:
+        """For each chunk, whether it is whole, and has elements."""
+        flags = np.zeros(len(self.damage.chunks), np.bool_)
+        for rows in self.rows:
+            flags[rows] = True
+        return flags
 
     @cached_property
     def recorded(self) -> Flags:
@@ -347,10 +360,10 @@ class Comparison:
         files, name = sorted(self._different_files), self.source.name
         equal = counted(len(self.part.files(self._agreeing)), "other file")
         return (
-            f"{self.difference}, in {name}, and {equal} here is as there: one of the two has files of two saves, "
-            f"and no digests were recorded that say which. Nothing was written. {ADVICE}if {listed(files, 3)} here is "
-            f"of another save, move it out of {self.part.opened.path} and salvage again; if {name} has files of "
-            "another save, leave it out; or --mix-steps keeps all that is here"
+            f"{self.difference}, in {name}, and {equal} here is as there: one of the two is damaged, or has files of "
+            f"another save, and no digests were recorded that say which. Nothing was written. {ADVICE}if "
+            f"{listed(files, 3)} here is wrong, move it out of {self.part.opened.path} and salvage again; if {name} "
+            "has files of another save, leave that out; or --mix-steps keeps all that is here"
         )
 
     def is_same_save(self, key: str | None = None) -> bool:
@@ -442,8 +455,20 @@ def one_save(part: WholePart, comparisons: Sequence[Comparison], mix_steps: bool
     while strays := next((one.strays for one in sorted(compared, key=lambda one: -one.agreement) if one.strays), None):
         part = part.without(strays)
         compared = [one.within(part) for one in compared]
-    is_told = any(one.is_same_save() and one.source.records_digests for one in compared)
-    for one in compared if not (mix_steps or is_told or part.recorded.any()) else ():
+    # What contradicts itself is not written.
+    same = [one for one in compared if one.is_same_save() and one.source.records_digests]
+    unjudged = part.whole
+    for one in same:
+        unjudged = unjudged & ~one.equal
+    if part.mixture is not None and unjudged.any() and not mix_steps:
+        chunks = f"{int(unjudged.sum())} of {counted(int(part.whole.sum()), 'chunk')}"
+        fault = str(part.mixture).removeprefix(f"{part.opened.path}: ")
+        raise SourceError(
+            f"{part.opened.path}: {fault}; {chunks} are in no source of the same save, with digests. Nothing was "
+            f"written. {ADVICE}give a copy of this save, in any format, with --from: it tells which files are of it, "
+            "and has the others"
+        )
+    for one in compared if not (mix_steps or same or part.recorded.any()) else ():
         if one.shows_mixture:
             raise SourceError(f"{part.opened.path}: {one.mixture}")
     return part, compared

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..box import Box
 from ..chunks import Boxes
-from ..errors import SourceError, UnlistedError
+from ..errors import SeveralSavesError, SourceError, UnlistedError
 from ..layout import holes_in
 from ..record import MANIFEST_FILE, Manifest, StateRecord
 from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, SECOND_MOMENT, STEP
@@ -302,6 +302,8 @@ def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
     def kind(fault: SourceError) -> str:
         if not isinstance(fault, UnlistedError):
             return "files"
+        if isinstance(fault, SeveralSavesError):
+            return "several_saves"
         return "description" if fault.count == 0 else "unlisted"
 
     return [Finding(kind(fault), str(fault).removeprefix(f"{checkpoint.path}: ")) for fault in checkpoint.faults]

@@ -218,6 +218,12 @@ def _remedies(
         yield _gone_back(path, before, by_itself=lost)
     if damage.mixed_up:
         return
+    if "several_saves" in kinds:
+        yield Remedy(
+            f"{command('salvage', path, _free(path, 'salvaged'), '--from')} OTHER",
+            "keeps what is of the save of OTHER, a copy of this checkpoint in any format, and takes the others from it",
+        )
+        return
     if not lost:
         if before is None and kinds & {"nonfinite"}:
             yield Remedy(command("stats", path), "says which tensors have such elements, and how many")

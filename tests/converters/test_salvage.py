@@ -17,7 +17,7 @@ from support.saved_ranks import runs as trainers_runs
 from support.workers import run
 
 import muonckpt
-from muonckpt import DamageError, DestinationError, Execution, MuonckptError, SourceError, TargetError
+from muonckpt import DestinationError, Execution, MuonckptError, SourceError, TargetError
 from muonckpt.box import Box
 from muonckpt.record import Manifest, StateRecord
 
@@ -448,14 +448,34 @@ def test_what_no_description_lists_any_more_another_checkpoint_says(what, steps,
     assert muonckpt.verify(tmp_path / "new").verdict == "whole"
 
 
-def test_an_array_of_another_save_is_not_taken_for_one_of_this(steps, tmp_path):
+@pytest.mark.parametrize("format", ["zarr", "safetensors"])
+@pytest.mark.parametrize("description", ["whole", "lost"])
+def test_an_array_of_another_save_is_not_taken_for_one_of_this(format, description, steps, tmp_path):
     for step in (2, 3):
-        muonckpt.reshard(steps[step], tmp_path / f"{step}", format="zarr")
-    shutil.rmtree(tmp_path / "3" / "model" / NAMES[0])
-    shutil.copytree(tmp_path / "2" / "model" / NAMES[0], tmp_path / "3" / "model" / NAMES[0])
-    (tmp_path / "3" / "model" / "zarr.json").unlink()
-    with pytest.raises(DamageError, match="so nothing can be salvaged"):
-        muonckpt.salvage(tmp_path / "3", tmp_path / "new", others=[steps[3]])
+        muonckpt.reshard(steps[step], tmp_path / f"{step}", format=format, shard_size=800)
+    name = f"model/{NAMES[0]}" if format == "zarr" else "model-00002-of-00005.safetensors"
+    index = "model/zarr.json" if format == "zarr" else "model.safetensors.index.json"
+    whole, broken = tmp_path / "2" / name, tmp_path / "3" / name
+    if whole.is_dir():
+        shutil.rmtree(broken)
+    (shutil.copytree if whole.is_dir() else shutil.copy)(whole, broken)
+    if description == "lost":
+        (tmp_path / "3" / index).unlink()
+    assert called("verify", tmp_path / "3").returncode == 1
+    for others in ([], [steps[2]]):
+        with pytest.raises(
+            SourceError, match=r"another save.*Nothing was written|give a copy of this save, in any format, with --from"
+        ):
+            muonckpt.salvage(tmp_path / "3", tmp_path / "new", others=others)
+    for number, others in enumerate(([steps[3]], [steps[2], steps[3]])):
+        new = tmp_path / f"new{number}"
+        report = muonckpt.salvage(tmp_path / "3", new, others=others)
+        assert {source for *_, source, _ in report.substituted()} == {"step-3"}
+        mine, theirs = bits(steps[3]), bits(new)
+        assert mine.keys() == theirs.keys()
+        assert all(np.array_equal(mine[key], theirs[key]) for key in mine)
+        with muonckpt.open(new) as opened:
+            assert opened.provenance["step"] == 3
 
 
 @pytest.fixture(scope="module")

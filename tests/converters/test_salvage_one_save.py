@@ -179,9 +179,7 @@ def test_a_source_that_has_files_of_two_saves_itself_mixes_nothing(saves, tmp_pa
         (folder / "muonckpt.json").unlink()
     (broken / "__1_0.distcp").unlink()
     shutil.copy(saves / "b" / "__2_0.distcp", copy)
-    with pytest.raises(
-        SourceError, match=r"files of two saves, .* move it out of .*broken and salvage again"
-    ) as raised:
+    with pytest.raises(SourceError, match=r"of another save, .* move it out of .*broken and salvage again") as raised:
         muonckpt.salvage(broken, tmp_path / "new", others=[copy])
     assert "__2_0.distcp" in str(raised.value)
     muonckpt.salvage(broken, tmp_path / "new", others=[copy, saves / "a1"])
@@ -194,7 +192,7 @@ def test_the_cure_for_files_of_two_saves_is_followed(saves, tmp_path):
     shutil.copy(saves / "b" / "__2_0.distcp", broken)
     for folder in (broken, copy):
         (folder / "muonckpt.json").unlink()
-    with pytest.raises(SourceError, match=r"if __2_0.distcp here is of another save, move it out of"):
+    with pytest.raises(SourceError, match=r"if __2_0.distcp here is wrong, move it out of"):
         muonckpt.salvage(broken, tmp_path / "new", others=[copy])
     (broken / "__2_0.distcp").rename(tmp_path / "__2_0.distcp")
     muonckpt.salvage(broken, tmp_path / "new", others=[copy])

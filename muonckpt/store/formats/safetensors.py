@@ -22,7 +22,7 @@ from typing import Any
 
 from ...box import MOST_DIMS, MOST_ELEMENTS, Box, Index
 from ...chunks import in_columns
-from ...errors import DamageError, DestinationError, SourceError, about
+from ...errors import DamageError, DestinationError, SeveralSavesError, SourceError, about
 from ...fingerprint import as_hex
 from ...json_fields import compact, digest_of
 from ...record import Chunk, Extent, Manifest, StateRecord
@@ -311,7 +311,8 @@ def read_weights(path: Location, header_of: HeaderOf = read_header) -> Weights:
     if chosen is None:
         shards = read_shards_without_index(place, names, ENDING, read)
         if len({compact(dict(provenances[name])) for name in shards.files}) > 1:
-            raise DamageError(f"{place}: the files are of several saves, and no index says which are those of one")
+            mixture = SeveralSavesError("the files are of several saves, and no index says which are those of one")
+            shards = dataclasses.replace(shards, faults=(mixture, *shards.faults))
     elif INDEX_NAME.fullmatch(chosen):
         index = WeightIndex.at(place / chosen)
         with about(place):

@@ -25,7 +25,7 @@ import xxhash
 
 from ... import json_fields
 from ...box import MOST_DIMS, MOST_ELEMENTS, Box, Index
-from ...errors import DamageError, LostFileError, SourceError, UnlistedError, about
+from ...errors import DamageError, LostFileError, SeveralSavesError, SourceError, UnlistedError, about
 from ...json_fields import check_digest, digest_of
 from ...record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ...wording import listed
@@ -357,6 +357,8 @@ def remains(path: Location, without: Collection[str]) -> LocatedReader:
     if not failures:
         return dataclasses.replace(rest, faults=tuple(LostFileError(str(error)) for error in lost[:1]))
     lacking = None if count is None else count - len(rest.outline.tensors)
+    if mixtures := tuple(failure for failure in failures if isinstance(failure, SeveralSavesError)):
+        return dataclasses.replace(rest, faults=mixtures)
     left = f"all {count} arrays are there" if lacking == 0 else "nothing else says which arrays there were"
     return dataclasses.replace(rest, faults=(UnlistedError(f"{listed(failures, 1, '; ')}; {left}", count=lacking),))
 
@@ -418,8 +420,11 @@ def _read(path: Location, chunks_of: ChunksOf, failed: Failed) -> tuple[LocatedR
             if count != len(tensors):
                 raise DamageError(f"{path}: expected {count} arrays, found {len(tensors)}")
     if of_arrays is not None and count == len(tensors):
-        with about(f"{path}: the arrays are not those of {ZARR_FILE}"):
-            check_digest(of_arrays, seals)
+        with _told(failed):
+            try:
+                check_digest(of_arrays, seals)
+            except DamageError as error:
+                raise SeveralSavesError(f"{path}: the arrays are not those of {ZARR_FILE}: {error}") from error
     return LocatedReader(Manifest(tuple(tensors), (), provenance), ZarrPayloads(path, read)), count
 
 
