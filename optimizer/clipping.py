@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..layouts.tensors import is_first_copy, local_of
 from .ground.cuda_graphs import capturing
@@ -21,6 +22,10 @@ from .step.rank_sets import group_of, groups_of_mesh, in_order, ranks_of
 
 NORM_EPS = 1e-6
 """Added to the norm that clipping divides by, as `torch.nn.utils.clip_grad_norm_` does."""
+
+
+IN_BUFFERS = WeakIdKeyDictionary()
+"""Parameters whose gradients a `LayerWise` moves to its buffers."""
 
 
 @torch.no_grad()
@@ -55,12 +60,18 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: ranks that share a parameter do not have the same norm, as they have others on a mesh of only some
-            of them; or their sets of ranks overlap in part, so that this cannot be seen.
+            of them; or their sets of ranks overlap in part, so that this cannot be seen; or gradients are in the
+            buffers of a `LayerWise`.
         RuntimeError: ``max_norm`` is not the same on all ranks; or a gradient is not laid out as its parameter.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; on all ranks alike, with the gradients
             unchanged.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if moved := sum(param in IN_BUFFERS for param in params if IN_BUFFERS):
+        raise ValueError(
+            f"{moved} of {len(params)} parameters have their gradients in the buffers of a LayerWise optimizer, where "
+            "they would be neither counted nor clipped. Write optimizer.clip_grad_norm_(max_norm)"
+        )
     check_gradients(params, [param.grad for param in params])
     squares, differs, limits, widest = _sum_over_ranks(params, max_norm)
     if pipeline is not None:

@@ -361,6 +361,7 @@ class Gradients:
 
     def __init__(self, params: Mapping[str, Tensor], buckets: Sequence[Bucket]) -> None:
         self.seen: set[str] = set()
+        self._params = params
         self._buckets = tuple(buckets)
         self._number_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.gradient_of}
         self._last_pass = True
@@ -390,9 +391,28 @@ class Gradients:
             self._reduce_next()
         self._wait()
 
+    def take_written(self) -> None:
+        """Take gradients that code has written to parameters, as if they came from a backward pass.
+
+        Raises:
+            ValueError: a backward pass has given one already.
+        """
+        for name, param in self._params.items():
+            if param.grad is None:
+                continue
+            if name in self.seen:
+                raise ValueError(
+                    f"{name!r} has a gradient in param.grad, and another in its buffer, from a backward pass: only one "
+                    "can count. Change gradients while they are made, with parameter.register_hook(function), or write "
+                    "param.grad without a backward pass; zero_grad() drops both"
+                )
+            self._take(name, param)
+
     def forget(self) -> None:
-        """Drop all gradients, reduced or accumulated."""
+        """Drop all gradients, reduced, accumulated or written."""
         self._wait()
+        for param in self._params.values():
+            param.grad = None
         self.seen.clear()
         self._begin()
 

@@ -6,6 +6,8 @@ A `BufferLayout` says where parameters lie and who owns them, whichever placemen
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
@@ -24,15 +26,16 @@ from ...layouts.boxed_tensor import BoxedTensor
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.records import to_json
 from ...layouts.tensors import local_of
-from ...resumption import Globs, LoadReport
+from ...resumption import Globs, LoadReport, in_globs
 from ...vocabulary import EIGHT_BITS, MASTER, MOMENTUM_DTYPE, MUON, STATE_DTYPE, STEPS_TAKEN
-from ..clipping import clip_with, refuse_other_limits, sum_of_squares
+from ..clipping import IN_BUFFERS, clip_with, refuse_other_limits, sum_of_squares
 from ..collective import MOST_SKIPPED, CollectiveOptimizer, Guarded, NonFinite, largest
 from ..given import settle
 from ..ground.held_boxes import declare_boxes, declared_boxes
 from ..ground.tensors import exact_dtype, rounded_once
 from ..methods.matrix import is_matrix_method
 from ..muon import Muon
+from ..report import warn_of_no_gradient
 from ..restoration import fitting
 from ..state import Seen, SeenSlots, cleared, fault
 from ..step.agreement import (
@@ -160,7 +163,9 @@ class LayerWise(CollectiveOptimizer):
         self._addresses = {param: param.data_ptr() for param in self._members.name_of}
         self._gradients, self._gathers = Gradients(self._members.named, buckets), Gathers(buckets)
         self._active: set[str] | None = None
-        self._forbidden = False
+        self._forbidden, self._closed = False, False
+        self._model, self._warned = weakref.ref(model), set[str]()
+        IN_BUFFERS.update(dict.fromkeys(self._members.name_of, True))
         self._handles = self._gathers.hook(model, self._members.name_of) if overlap else []
 
     def _example(self, lr: float | Tensor, options: dict[str, Any]) -> Muon:
@@ -258,11 +263,13 @@ class LayerWise(CollectiveOptimizer):
     def _finish(self, failure: Exception | None) -> None:
         refuse_ended(*self._agreement.groups)
         self._agreement.read()
-        self._gradients.finish()
         try:
+            self._refuse_closed()
+            self._gradients.take_written()
             self._follow_state()
-        except ValueError as error:
+        except Exception as error:
             failure = failure or error
+        self._gradients.finish()
         self._active = self._agreed(failure)
         for part in self._parts.values():
             with rounded_once([part.gradient]) as [[gradient]]:
@@ -344,15 +351,45 @@ class LayerWise(CollectiveOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        held = {param for group in self.param_groups for param in group["params"]}
-        for param, name in self._members.name_of.items():
-            if param not in held or param.data_ptr() != self._addresses[param]:
-                raise ValueError(
-                    f"parameter {name!r} was replaced, cast or moved after the optimizer was built, and lies "
-                    "outside of its buffers: build the optimizer when the model has its final parameters"
-                )
+        self._refuse_strangers()
+        if self._active is not None:
+            self._gradients.take_written()
         self._take_part(None)
         return loss
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError(
+                "this optimizer was closed, and gets no gradients any more: step the one that was built after it, or "
+                "build LayerWise(model, ...) anew"
+            )
+
+    def _refuse_strangers(self) -> None:
+        """Refuse other parameters in the place of those in the buffers; warn of others with gradients.
+
+        Raises:
+            ValueError: a parameter was replaced, cast or moved.
+        """
+        held = {param for group in self.param_groups for param in group["params"]}
+        model = self._model()
+        present = dict(model.named_parameters()) if model is not None else {}
+        for param, name in self._members.name_of.items():
+            if param not in held or param.data_ptr() != self._addresses[param] or present.get(name, param) is not param:
+                raise ValueError(
+                    f"parameter {name!r} was replaced, cast or moved after the optimizer was built, and lies "
+                    "outside of its buffers. Load a model without assign=True, or close() this optimizer and build "
+                    "another when the model has its final parameters"
+                )
+        others = present.keys() - self._members.named.keys() - self._warned
+        if left := [name for name in present if name in others and present[name].grad is not None]:
+            self._warned.update(left)
+            warnings.warn(
+                "parameters have gradients and are in no group, so these are not reduced and no step changes them: "
+                f"{', '.join(in_globs(left, present.keys() - {*left}))}. To train them, close() this optimizer and "
+                "build another with groups of all parameters",
+                RuntimeWarning,
+                stacklevel=6,
+            )
 
     @property
     def skipped_steps(self) -> int:
@@ -363,6 +400,8 @@ class LayerWise(CollectiveOptimizer):
         self._awaited = False
         if self._active is None:
             self._finish(failure)
+        if failure is None and not self._active:
+            warn_of_no_gradient(stacklevel=7)
         if self._nonfinite is not None and failure is None:
             if self._forbidden:
                 self.zero_grad()  # which writes no memory
@@ -413,9 +452,13 @@ class LayerWise(CollectiveOptimizer):
         self._active = None
 
     def close(self) -> None:
-        """Remove the hooks from the model, for another optimizer to take over."""
+        """Remove the hooks from the model, for another optimizer to take over.  Steps are refused from then on."""
         self.wait()
         self._gradients.close()
+        self._closed = True
+        for param in self._members.name_of:
+            if param in IN_BUFFERS:
+                del IN_BUFFERS[param]
         for handle in self._handles:
             handle.remove()
 
@@ -461,6 +504,7 @@ class LayerWise(CollectiveOptimizer):
         """
         intent = Intent.of(AGREE_ON_LOAD, {})
         try:
+            self._refuse_closed()
             self._follow_state()
             restore, report = restoring(self, state_dict, Globs.of(fresh))
         except Exception as error:
