@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from .vocabulary import PARAMS, KeyPath
+from .vocabulary import BY_RANK, PARAMS, KeyPath
 
 STATE = "state"
 PARAM_GROUPS = "param_groups"
@@ -101,6 +101,38 @@ def slot_in(path: KeyPath, optimizers: Collection[OptimizerPlace]) -> tuple[str 
     """Return the parameter and the slot of a path, or two None if it is in none of these optimizers."""
     key = next((key for key in OptimizerKey.of_slot(path) if key.place in optimizers), None)
     return (None, None) if key is None else (key.name, key.leaf)
+
+
+def is_of_optimizer(path: KeyPath, optimizers: Collection[OptimizerPlace]) -> bool:
+    """Return whether a path is that of an option, or of state of a parameter in one of these optimizers."""
+    return slot_in(path, optimizers) != (None, None) or any(OptimizerKey.of_option(path))
+
+
+# Values of ranks.
+
+_RANK = re.compile("(0|[1-9][0-9]*)-of-([1-9][0-9]*)")
+"""The name of a rank of a save."""
+
+
+def rank_key(key: str, path: KeyPath, rank: int, ranks: int) -> tuple[str, KeyPath]:
+    """Return key and path of the value of one of so many ranks, of an item that differs from rank to rank."""
+    name = f"{rank}-of-{ranks}"
+    return f"{BY_RANK}.{name}.{key}", (BY_RANK, name, *path)
+
+
+class RankValue(NamedTuple):
+    """Whose value of an item a path is: that of one of so many ranks."""
+
+    rank: int
+    ranks: int
+    path: KeyPath
+
+
+def rank_in(path: KeyPath) -> RankValue | None:
+    """Read the path of one rank's value of an item; None for another path."""
+    if len(path) > 2 and path[0] == BY_RANK and (match := _RANK.fullmatch(str(path[1]))):
+        return RankValue(int(match[1]), int(match[2]), path[2:])
+    return None
 
 
 # State dicts in memory.

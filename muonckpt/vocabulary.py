@@ -60,6 +60,9 @@ state is rounded to the nearest."""
 STEPS_TAKEN = "steps_taken"
 """The number of steps that a group with such a seed has taken; the noise of a step depends on it."""
 
+BY_RANK = "by_rank"
+"""The key below which a checkpoint has items that differ from rank to rank, each rank's below the rank's name."""
+
 PARAMS = "params"
 """The option of a parameter group that lists its parameters, as in torch's optimizers."""
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from support.commands import called
+from support.workers import run
 from torch import nn
 
 import muonckpt
@@ -114,6 +115,15 @@ def a_destroyed_group() -> None:
     optimizer.step()
 
 
+def on_two_ranks(rank: int, world: int, path: str, option: bool) -> str:
+    state = {"state": {"up": {}}, "param_groups": [{"params": ["up"], "lr": rank * option}]}
+    try:
+        muonckpt.save({**WEIGHT, "optimizer": state, "position": rank}, path)
+    except muonckpt.LayoutError as error:
+        return str(error)
+    return path
+
+
 def under_torchrun() -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -138,10 +148,13 @@ def calls() -> Iterator[Callable[[], object]]:
     yield under_torchrun
     yield lambda: muonckpt.save(WEIGHT, "run")
     yield lambda: muonckpt.save({"arguments": Namespace(lr=0.1)}, "namespace")
+    yield lambda: run(2, on_two_ranks, str(Path("drifted").absolute()), True)[0]
     yield lambda: muonckpt.open("nowhere")
     yield lambda: muonckpt.open("empty")
     yield lambda: muonckpt.load({**WEIGHT, "b": torch.ones(2)}, "run")
     yield lambda: muonckpt.load({}, "run")
+    by_rank = run(2, on_two_ranks, str(Path("by_rank").absolute()), False)[0]
+    yield lambda: muonckpt.load({**WEIGHT, "position": 0}, by_rank, allow_extra=["optimizer.*"])
     yield lambda: muonckpt.load(live, of_torch)
     muonckpt.save({"embedding": torch.ones(4, 4), "head": torch.zeros(4, 4)}, "untied")
     yield lambda: muonckpt.load(dict.fromkeys(("embedding", "head"), torch.ones(4, 4)), "untied")

@@ -277,6 +277,11 @@ def group_ranks(process_group: dist.ProcessGroup | None) -> list[int]:
     return list(dist.get_process_group_ranks(process_group or dist.group.WORLD)) if dist.is_initialized() else [0]
 
 
+def place_in(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return this rank's place in a group, and the number of ranks there; (0, 1) without a process group."""
+    return (dist.get_rank(process_group), dist.get_world_size(process_group)) if dist.is_initialized() else (0, 1)
+
+
 def wire_device(process_group: dist.ProcessGroup | None, held: Collection[str]) -> torch.device:
     """Return the device from which bytes can be exchanged.
 

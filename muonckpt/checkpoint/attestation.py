@@ -31,7 +31,7 @@ from ..store.reading.dtypes import itemsize
 from ..wording import listed
 from .all_ranks import decide_on_first, group_ranks, refuse_crossed
 from .bits import share_of, unsigned
-from .live_state import LiveState, RankBoxes, RankState, held_layout, holders_by_key
+from .live_state import LiveState, RankBoxes, RankState, held_layout, holders_by_key, with_joint_groups
 from .storable import refuse_unwritable
 
 K = TypeVar("K")
@@ -295,7 +295,7 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
     Raises:
         LayoutError: nobody holds some elements of a tensor, or boxes overlap in part; names tensor and box.
     """
-    states = [state for state, _ in shares]
+    states = with_joint_groups([state for state, _ in shares])
     tensors, faults, replicated = {}, list[str](), 0
     for key, holders in holders_by_key(states).items():
         kinds = [holder.kind for holder in holders if holder.kind is not None]

@@ -26,15 +26,16 @@ from torch.distributed.tensor import DTensor
 from ..box import Box, Index
 from ..chunks import no_chunks
 from ..errors import ArgumentError, LayoutError, about
-from ..keys import slots_of
+from ..keys import NamedOptimizer, key_of, named_optimizers, slots_of
 from ..layout import Buffer, Fragment, TensorLayout, dense, holes_in
 from ..layouts.boxed_tensor import Parts, parts_of, whole_shape
 from ..layouts.tensors import declares_boxes, layout_of, placement_json
 from ..overlap import overlaps
 from ..record import StateRecord
-from ..resumption import STATE_DICT, STATE_LINE
+from ..resumption import NAMES_OF_GROUPS, STATE_DICT, STATE_LINE
 from ..vocabulary import MOMENTUM, Convention, KeyPath, codes_of
 from .bits import dtype_name
+from .storable import digest_of_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class RankState:
     Attributes:
         numbers: index of each key's kind in ``kinds``, where None stands for such an object.
         paths, names: each key's path in the nested state dict, and the parameter's name if known.
+        optimizers: those that have parameter groups, which `with_joint_groups` knows by the names in them.
     """
 
     keys: tuple[str, ...]
@@ -79,6 +81,7 @@ class RankState:
     kinds: tuple[HeldTensor | None, ...]
     paths: tuple[KeyPath, ...] = ()
     names: tuple[str | None, ...] = ()
+    optimizers: tuple[NamedOptimizer, ...] = ()
 
     def boxes(self, keys: Collection[str]) -> RankState:
         """Return where the tensors of some keys are, without paths and names."""
@@ -87,7 +90,22 @@ class RankState:
             for key, number in zip(self.keys, self.numbers, strict=True)
             if key in keys and self.kinds[number] is not None
         }
-        return RankState(tuple(chosen), tuple(chosen.values()), self.kinds)
+        options = tuple(optimizer.options for optimizer in self.optimizers)
+        optimizers = self.optimizers if any(key.startswith(options) for key, _ in self.tensors()) else ()
+        return RankState(tuple(chosen), tuple(chosen.values()), self.kinds, optimizers=optimizers)
+
+    def renumbered(self, numbers: Mapping[str, Sequence[int]]) -> RankState:
+        """Return the state with other numbers for parameter groups, by the beginning of the keys of their options."""
+        keys, paths = list(self.keys), list(self.paths)
+        for place, key in enumerate(self.keys):
+            for options in filter(key.startswith, numbers):
+                former, _, option = key.removeprefix(options).partition(".")
+                number = numbers[options][int(former)]
+                keys[place] = f"{options}{number}.{option}"
+                if path := self.paths and self.paths[place]:
+                    depth = next(depth for depth in range(len(path)) if f"{key_of(path[:depth])}." == options)
+                    paths[place] = (*path[:depth], number, *path[depth + 1 :])
+        return replace(self, keys=tuple(keys), paths=tuple(paths), optimizers=())
 
     def tensors(self) -> Iterator[tuple[str, HeldTensor]]:
         for key, number in zip(self.keys, self.numbers, strict=True):
@@ -137,6 +155,9 @@ class LocalParts:
 Item = tuple[str, Index | None]
 """A key, and the first index of the tensor's box; None for an object that is not a tensor."""
 
+Digests = Mapping[int, bytes]
+"""What tells a rank's objects that are not tensors apart, by the numbers of items."""
+
 
 @dataclass(frozen=True, eq=False)
 class LiveState:
@@ -145,19 +166,21 @@ class LiveState:
     Attributes:
         given: the user's; ``nested`` has the state of its objects in their place.
         flat, paths: by key.
+        optimizers: those whose parameters have names.
     """
 
     given: Mapping[str, Any]
     nested: dict[str, Any]
     flat: Mapping[str, Any]
     paths: Mapping[str, KeyPath] = field(repr=False)
+    optimizers: tuple[NamedOptimizer, ...] = ()
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any], purpose: str) -> LiveState:
         """Make a state dict flat; raises as `nested_state`, and if two parts of it would have one key."""
         nested = nested_state(state_dict, purpose)
         try:
-            return cls(state_dict, nested, *flatten_state_dict(nested))
+            return cls(state_dict, nested, *flatten_state_dict(nested), tuple(named_optimizers(nested)))
         except ValueError as error:  # torch's, which ends with the key
             key = str(error).removeprefix("duplicated flatten key ")
             raise ArgumentError(
@@ -215,12 +238,25 @@ class LiveState:
             numbers.append(number)
             names.append(note.name)
         paths = tuple(tuple(self.paths[key]) for key in self.flat)
-        return RankState(tuple(self.flat), tuple(numbers), tuple(distinct), paths, tuple(names))
+        grouped = tuple(optimizer for optimizer in self.optimizers if optimizer.groups is not None)
+        return RankState(tuple(self.flat), tuple(numbers), tuple(distinct), paths, tuple(names), grouped)
+
+    def known_as(self, state: RankState) -> LiveState:
+        """Return the same with the keys and paths of a state, which is ``described`` with other numbers of groups."""
+        flat = dict(zip(state.keys, self.flat.values(), strict=True))
+        paths = dict(zip(state.keys, state.paths, strict=True))
+        return LiveState(self.given, self.nested, flat, paths)
 
     @cached_property
     def items(self) -> list[Item]:
         """The items, by their numbers in ``described``."""
         return [(key, lo) for key in self.flat for lo in self.parts.get(key, (None,))]
+
+    @cached_property
+    def digests(self) -> Digests:
+        """What tells objects that are not tensors apart, by the numbers of items."""
+        objects = ((number, key) for number, (key, lo) in enumerate(self.items) if lo is None)
+        return {number: digest_of_object(self.flat[key]) for number, key in objects}
 
     def local(self, key: str) -> LocalParts:
         return LocalParts.of(self.parts.get(key, {}))
@@ -297,6 +333,52 @@ class Holder(NamedTuple):
     item: int
     number: int
     kind: HeldTensor | None
+
+
+def with_joint_groups(ranks: Sequence[RankState]) -> list[RankState]:
+    """Return the states of ranks with one number for each parameter group: groups are the same by the names in them.
+
+    Where all ranks have the same groups, these are their own numbers; stages of a pipeline have groups of their own.
+    """
+    if all(state.optimizers == ranks[0].optimizers for state in ranks):
+        return list(ranks)
+    numbers: defaultdict[str, dict[object, int]] = defaultdict(dict)
+    joint = []
+    for state in ranks:
+        of_rank: defaultdict[str, list[int]] = defaultdict(list)
+        for optimizer in state.optimizers:
+            groups, joint_numbers = optimizer.groups or (), numbers[optimizer.key]
+            for place, names in enumerate(groups):
+                identity = names or (groups, place)  # one without parameters is that of ranks with the same groups
+                of_rank[optimizer.options].append(joint_numbers.setdefault(identity, len(joint_numbers)))
+        joint.append(state.renumbered(of_rank))
+    return joint
+
+
+def refuse_other_groups(ranks: Sequence[RankState], digests: Sequence[Digests]) -> None:
+    """Refuse a parameter that ranks have in groups with other options, of which it could be resumed with either's."""
+    homes: dict[tuple[str, str], tuple[int, Mapping[str, bytes | None]]] = {}
+    for rank, state in enumerate(ranks if any(state.optimizers != ranks[0].optimizers for state in ranks) else ()):
+        items = dict(zip(state.keys, state.first_items(), strict=False))
+        for optimizer in state.optimizers:
+            keys = optimizer.options_of_groups(state.keys)
+            for number, names in enumerate(optimizer.groups or ()):
+                options = {option: digests[rank].get(items[key]) for option, key in keys.get(number, {}).items()}
+                values = {option: digest for option, digest in options.items() if option not in NAMES_OF_GROUPS}
+                for name in names:
+                    first, others = homes.setdefault((optimizer.key, name), (rank, values))
+                    for option in sorted(values.keys() | others.keys()):
+                        if values.get(option) != others.get(option):
+                            raise other_options(f"{option} of {name}", first, rank)
+
+
+def other_options(option: str, first: int, other: int) -> LayoutError:
+    return LayoutError(
+        f"{option}: ranks {first} and {other} have different values for the same parameters, of which only one can be "
+        "kept: set options alike on all ranks that hold a parameter; and where ranks train other parameters, as stages "
+        "of a pipeline do, save get_optimizer_state_dict(model, optimizer), which names them, in place of optimizer or "
+        "optimizer.state_dict()"
+    )
 
 
 def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[Holder]]:

@@ -23,12 +23,21 @@ from ..resumption import IN_A_TRAINER, LOAD_LINES, Extra, Globs, LoadReport
 from ..store.io.location import Location, location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.opening import open_to_load
-from .all_ranks import broadcast_from_first, decide_on_first, group_ranks, refuse_crossed, refuse_differing, unusable
+from .all_ranks import (
+    broadcast_from_first,
+    decide_on_first,
+    group_ranks,
+    place_in,
+    refuse_crossed,
+    refuse_differing,
+    unusable,
+)
 from .attestation import TensorPrint, attest_loaded
 from .chunk_reader import ChunkReader, PartlyRead, WhenChecked, Where
 from .live_state import LiveState, RankState, prove_asked_whole, refuse_no_state_dict
-from .matching import LoadTemplate, Matching, RankRequest, Stored, dropped_by_torch, judge, match, selection
+from .matching import RankRequest, dropped_by_torch, judge, match, selection
 from .resume_check import LoadedState
+from .template import LoadTemplate, Matching, Stored, joint_sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,7 @@ class _JointLoad:
         self._stored: Stored
         self._report: LoadReport
         self._sources: Mapping[str, str] = {}
-        """Keys of the checkpoint by those of the state dict, as all ranks load them; on the coordinator alone."""
+        """Keys of tensors of the checkpoint by those that all ranks know them under; on the coordinator alone."""
 
     @cached_property
     def _checked(self) -> tuple[Location, Extra, Globs]:
@@ -129,7 +138,7 @@ class _JointLoad:
         self._reader = ChunkReader(place, self.check, opened())
         for tensor in self._reader.checkpoint.outline.tensors:
             tensor.chunk_layout()  # proves that the chunks tile it; no item is opened
-        self._stored = Stored.of(self._reader.checkpoint)
+        self._stored = Stored.of(self._reader.checkpoint, place_in(self.group))
         template = LoadTemplate.of(live, extra.everything)
         matching = self.matching = match(template, self._stored, globs)
         asked = RankState((), (), ())
@@ -145,9 +154,9 @@ class _JointLoad:
         """Decide for all ranks, on the coordinator."""
         refuse_differing(self.group, "load", [question.arguments for question in ranks])
         matching, self._report = judge([question.request for question in ranks], self._stored, self._checked[1])
-        self._sources = matching.sources
         if not matching.fits:
             raise SourceError(self.refusal(matching))
+        self._sources = joint_sources([(question.asked, question.request.matching) for question in ranks])
         asked = ((question.asked, question.placed) for question in ranks)
         prove_asked_whole(dict(zip(group_ranks(self.group), asked, strict=True)))
 

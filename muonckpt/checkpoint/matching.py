@@ -6,28 +6,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from glob import escape
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ..errors import ArgumentError
-from ..keys import PARAM_GROUPS, NamedOptimizer, StateForm, named_optimizers, numbered_optimizers, option_prefix
-from ..record import Blob, StateRecord, says_convention
+from ..keys import (
+    PARAM_GROUPS,
+    NamedOptimizer,
+    StateForm,
+    key_of,
+)
+from ..record import StateRecord
 from ..resumption import (
     GONE,
-    KEPT,
     NAMES_OF_GROUPS,
     NEW,
     Extra,
     Globs,
     LoadReport,
     as_tuples,
-    differences_listed,
     inserted_parts,
     meaning,
     moved_parts,
@@ -35,182 +37,20 @@ from ..resumption import (
     said_otherwise,
     scheduler_misfit,
 )
-from ..store.open_checkpoint import OpenCheckpoint
 from ..vocabulary import (
     BEGIN_AS_ZEROS,
+    BY_RANK,
     FUSION,
     GIVEN,
     OF_THE_RUN,
-    PARAMS,
     SCHEDULED,
-    Convention,
     KeyPath,
     begins_as_zeros,
 )
 from ..wording import listed
-from .bits import dtype_name
-from .live_state import LiveState
+from .template import LoadTemplate, Matching, OwnParameter, Stored
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
-
-OwnParameter = tuple[str, str]
-"""The key of an optimizer's state dict, and the name of one of its parameters."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTemplate:
-    """The values that a state dict asks for.
-
-    Attributes:
-        values, paths: by flat key.
-        numbered: keys of optimizers whose parameters have numbers; these go by key.
-        conventions: of momentum, by key, where the state dict declares them.
-        partial: the checkpoint may hold more than it asks for.
-    """
-
-    values: Mapping[str, Any]
-    paths: Mapping[str, KeyPath]
-    optimizers: tuple[NamedOptimizer, ...]
-    numbered: tuple[str, ...]
-    conventions: Mapping[str, Convention]
-    partial: bool
-
-    @classmethod
-    def of(cls, live: LiveState, partial: bool) -> LoadTemplate:
-        notes = {key: live.annotations.get(path) for key, path in live.paths.items()}
-        conventions = {key: note.convention for key, note in notes.items() if note and note.convention}
-        optimizers, numbered = tuple(named_optimizers(live.nested)), tuple(numbered_optimizers(live.nested))
-        return cls(live.flat, live.paths, optimizers, numbered, conventions, partial)
-
-    def misfits(self, key: str, entry: StateRecord | Blob) -> Iterator[str]:
-        """Yield why an entry cannot be loaded at a key, in words that follow the key."""
-        value = self.values[key]
-        if isinstance(value, torch.Tensor) != isinstance(entry, StateRecord):
-            stored_as, expected = ("a", "no") if isinstance(entry, StateRecord) else ("no", "a")
-            yield f"is {stored_as} tensor in the checkpoint, and {expected} tensor in the state dict"
-        elif isinstance(entry, StateRecord):
-            if entry.shape != tuple(value.shape):
-                yield f"has shape {entry.shape}, expected {tuple(value.shape)}"
-            if entry.dtype != dtype_name(value.dtype):
-                yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} (nothing is cast silently)"
-            convention = self.conventions.get(key)
-            if entry.convention and convention and entry.convention != convention:
-                yield f"follows momentum convention {entry.convention}, expected {convention}"
-
-
-class Stored:
-    """The entries of a checkpoint, or of other ranks' state, by key; ``read`` gives the value of an option."""
-
-    def __init__(self, entries: Iterable[StateRecord | Blob], read: Callable[[StateRecord | Blob], Any]) -> None:
-        self.entries = {entry.key: entry for entry in entries}
-        self._read = read
-
-    @classmethod
-    def of(cls, checkpoint: OpenCheckpoint) -> Stored:
-        return cls((*checkpoint.outline.tensors, *checkpoint.outline.blobs), checkpoint.values.read)
-
-    @property
-    def translated(self) -> bool:
-        """True for a checkpoint of our optimizer, or converted for it: no other says a momentum convention."""
-        return says_convention(self.entries.values())
-
-    def form(self, key: str) -> StateForm | None:
-        """Return the form in which an optimizer was saved, None if the checkpoint does not say it."""
-        begin = option_prefix(key)
-        options = [option.removeprefix(begin) for option in self.entries if option.startswith(begin)]
-        groups = [option for option in options if option.removesuffix(f".{PARAMS}").isdecimal()]
-        members = [name for group in groups for name in self.option(begin + group) or ()]
-        if groups:
-            return None if not members else StateForm.NUMBERED if isinstance(members[0], int) else StateForm.NESTED
-        return StateForm.FLAT if any(not option.rpartition(".")[0].isdecimal() for option in options) else None
-
-    def option(self, key: str) -> Any:
-        """Read an option, with lists as tuples."""
-        return as_tuples(self._read(self.entries[key]))
-
-    def mark(self, key: str) -> str:
-        """Return text that is the same for equal options, where possible without reading them."""
-        entry = self.entries[key]
-        known = entry.digest if isinstance(entry, Blob) else entry.fingerprint
-        return known or str(self.option(key))
-
-    def groups(self, optimizer: NamedOptimizer) -> list[tuple[str, ...]]:
-        """Return the names of each group's parameters in the nested form, none in the other."""
-        groups = optimizer.options_of_groups(self.entries) if optimizer.groups is not None else {}
-        keys = [groups.get(number, _NONE).get(PARAMS) for number in range(max(groups, default=-1) + 1)]
-        return [() if key is None else tuple(map(str, self.option(key) or ())) for key in keys]
-
-    def names(self, optimizer: NamedOptimizer) -> set[str]:
-        """Return the names of an optimizer's parameters, as its options have them."""
-        if optimizer.groups is None:
-            return {*optimizer.options_of_names(self.entries)}
-        return set(chain.from_iterable(self.groups(optimizer)))
-
-
-@dataclass(frozen=True, slots=True)
-class Matching:
-    """The outcome for one rank's template, or a part of it: what it takes from a checkpoint, and what does not fit.
-
-    Attributes:
-        sources: keys of the checkpoint, by keys of the template.
-        spared: keys of the checkpoint whose values equal others that are taken in their place.
-        zeros: keys of the template, of state that starts fresh.
-        loaded, fresh, discarded, own_options: as in a `LoadReport`.
-        kept: names of weights that keep their values, by key.
-        parameters: all that optimizers have.
-        added: options that only the checkpoint has and that the state dict gets, by path.
-        differences: why the state of a parameter cannot be loaded, by name.
-        extra_state: keys that only the checkpoint has, of an optimizer that the template has.
-        faults: what else does not fit.
-        doubts: what fits and is probably not meant.
-    """
-
-    sources: Mapping[str, str] = field(default_factory=dict)
-    spared: frozenset[str] = frozenset()
-    zeros: tuple[str, ...] = ()
-    loaded: frozenset[OwnParameter] = frozenset()
-    fresh: frozenset[OwnParameter] = frozenset()
-    discarded: frozenset[str] = frozenset()
-    kept: Mapping[str, str] = field(default_factory=dict)
-    parameters: frozenset[OwnParameter] = frozenset()
-    own_options: tuple[str, ...] = ()
-    added: Mapping[KeyPath, Any] = field(default_factory=dict)
-    differences: Mapping[str, str] = field(default_factory=dict)
-    extra_state: tuple[str, ...] = ()
-    faults: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        return not self.differences and not self.faults
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all parameters, with those that only the checkpoint has as far as known."""
-        return {*self.differences, *(name for _, name in self.parameters)}
-
-    @classmethod
-    def joined(cls, parts: Sequence[Matching]) -> Matching:
-        """Join what several parts of a template, or several ranks, take."""
-
-        def join(values: Sequence[Any]) -> Any:
-            if isinstance(values[0], frozenset):
-                return frozenset().union(*values)
-            if isinstance(values[0], Mapping):
-                return dict(chain.from_iterable(value.items() for value in values))
-            return tuple(dict.fromkeys(chain.from_iterable(values)))
-
-        return cls(*(join([getattr(part, name) for part in parts]) for name in cls.__slots__))
-
-    def misfit(self, cure: str, kept: str = KEPT) -> str:
-        """Return all that does not fit, in one sentence.
-
-        Args:
-            cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
-            kept: what keeps the state of parameters that differ.
-        """
-        differences = differences_listed(self.differences, self.names, cure, kept) if self.differences else ""
-        return "; ".join(filter(None, (listed(self.faults, 12, "; "), differences)))
 
 
 def selection(allow_extra: bool | Iterable[str], fresh: Iterable[str]) -> tuple[Extra, Globs]:
@@ -312,15 +152,18 @@ def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
     """Take by its key what is in no optimizer.  Weights that the checkpoint lacks may be kept."""
     elsewhere = tuple(prefix for optimizer in template.optimizers for prefix in (optimizer.state, optimizer.options))
     sources: dict[str, str] = {}
-    kept, missing, faults = {}, [], []
+    kept, missing, faults, of_other_ranks = {}, [], [], []
     lacking, unasked = defaultdict(set), defaultdict(set)
     for key in sorted(template.values):
         *above, name = template.paths[key]
         if key.startswith(elsewhere):
             continue
         if key in stored.entries:
-            sources[key] = key
-            faults += [f"{key!r} {fault}" for fault in template.misfits(key, stored.entries[key])]
+            if (origin := stored.origin(key)) is None:
+                of_other_ranks.append(key)
+                continue
+            sources[key] = origin
+            faults += [f"{key!r} {fault}" for fault in template.misfits(key, stored.entries[origin])]
         elif isinstance(template.values[key], torch.Tensor) and globs.match(str(name)):
             kept[key] = str(name)
         elif not (PARAM_GROUPS in above and name in _GIVEN_OPTIONS):
@@ -337,12 +180,35 @@ def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
         for key, entry in stored.entries.items()
         if entry.path[-1] in _GIVEN_OPTIONS and key not in template.values and entry.path[:-1] in groups
     }
+    spared = {key for key, origin in sources.items() if key != origin} | {*of_other_ranks, *added.values()}
+    faults += _of_other_ranks(of_other_ranks, template, stored)
     return Matching(
         sources,
-        frozenset(added.values()),
+        frozenset(spared.union(*(stored.by_rank[key].values() for key in of_other_ranks))),
         kept=kept,
         added={path: stored.option(key) for path, key in added.items()},
         faults=(*wrapped, *_missing_keys(missing, template, stored), *faults),
+    )
+
+
+def _of_other_ranks(keys: Sequence[str], template: LoadTemplate, stored: Stored) -> Iterator[str]:
+    """Yield a fault about items of which a rank has no value of its own, with what leaves them out."""
+    if not keys:
+        return
+    ranks = {rank for key in keys for rank in stored.by_rank[key]}
+    saved = f"{len(ranks)} of {max(ranks)[1]}" if len(ranks) < max(ranks)[1] else str(len(ranks))
+    left = {template.paths[key] for key in keys}
+    beginnings = set[KeyPath]()
+    for path in template.paths.values():
+        beginnings |= {path[:end] for end in range(1, len(path)) if path not in left}
+    ends = ((path, range(1, len(path) + 1)) for path in sorted(left, key=str))
+    parts = dict.fromkeys(next(path[:end] for end in of_path if path[:end] not in beginnings) for path, of_path in ends)
+    lines = "; ".join(f"del state_dict{''.join(f'[{part!r}]' for part in path)}" for path in parts)
+    globs = [escape(key_of(path)) + ".*" * (path not in left) for path in parts]
+    yield (
+        f"{listed(map(repr, keys), 1)} differ from rank to rank: {saved} ranks saved a "
+        f"value each, and {stored.place[1]} load, some without one. To go on without: {lines}, with "
+        f"allow_extra={[*globs, f'{BY_RANK}.*']!r}; muonckpt.open(...).items has all values"
     )
 
 
@@ -371,6 +237,8 @@ _OWN = NAMES_OF_GROUPS | {*FUSION, *GIVEN.values()}
 _UNASKED = OF_THE_RUN | {*GIVEN.values()}
 """Options of which nobody is told that a checkpoint lacks them: it must not, or it has them only where they differ."""
 
+UNGROUPED = "in no parameter group of the checkpoint, so that nothing says its rate and decay"
+
 _Keys = Mapping[str, str]
 """Keys by slot, or by option."""
 
@@ -394,8 +262,6 @@ class _OptimizerMatch:
         self.groups = optimizer.options_of_groups(template.values)
         self.saved = optimizer.options_of_groups(stored.entries)
         live = [(name, number) for number, names in enumerate(optimizer.groups) for name in names]
-        # Where ranks have groups of different parameters, only one rank's names are stored; the numbers are the same.
-        self.home |= {name: number for name, number in live if number in self.saved}
         self.home |= {name: number for number, names in enumerate(stored.groups(optimizer)) for name in names}
         self.mine = {name: self.groups[number] for name, number in live}
         self.theirs = {name: self.saved[number] for name, number in self.home.items()}
@@ -445,8 +311,10 @@ class _OptimizerMatch:
 
     def _reason(self, name: str, here: _Keys, there: _Keys) -> str | None:
         """Return why a parameter's state cannot be loaded; its keys by slot are ``here`` and ``there``."""
-        if not there:
-            return NEW if here else None
+        if not there and here:
+            return NEW
+        if self.optimizer.groups is not None and name not in self.home:
+            return UNGROUPED
         now, then = self.mine.get(name, _NONE), self.theirs.get(name, _NONE)
         for option in meaning(there):
             if option in now and option in then:
@@ -482,26 +350,48 @@ class _OptimizerMatch:
         return Matching.joined([Matching(spared=frozenset(spared), differences=differences), unfit, *taken])
 
     def _scheduler_misfit(self, origins: Sequence[int | None]) -> Matching:
+        """Return why state of schedulers, which know groups by their numbers, would not be that of these groups.
+
+        Args:
+            origins: the saved group of each group, None where all of it starts fresh.
+        """
         saved, template, stored = self.saved, self.template, self.stored
         rates = {n: stored.option(keys["initial_lr"]) for n, keys in saved.items() if "initial_lr" in keys}
         mine = [self.groups.get(number, _NONE).get("initial_lr") for number in range(len(origins))]
         then = [rates.get(number) for number in range(max(saved, default=-1) + 1)]
+        live = {number: names for number, names in enumerate(self.optimizer.groups or ()) if names}
         now = [
-            rates.get(origin) if origin is not None else None if key is None else template.values[key]
-            for origin, key in zip(origins, mine, strict=True)
+            rates.get(origin) if origin is not None else template.values[key] if key and number in live else None
+            for number, (origin, key) in enumerate(zip(origins, mine, strict=True))
         ]
+        # A scheduler that says for which rates it was made needs no guess; with several, it does not say whose it is.
         schedulers = [key for key, path in template.paths.items() if not _OF_SCHEDULERS.isdisjoint(path)]
-        if unfit := scheduler_misfit(then, now):
-            return Matching(faults=(unfit,)) if schedulers or any(mine) else Matching(doubts=(unfit,))
-        if len(template.optimizers) > 1:  # a scheduler does not say whose it is
+        sources = {key: stored.origin(key) for key in schedulers if template.paths[key][-1] == "base_lrs"}
+        options = {key: stored.option(source) for key, source in sources.items() if source in stored.entries}
+        bases = {key: base for key, base in options.items() if isinstance(base, tuple)}
+        if any(scheduler_misfit(base, now) is None for base in bases.values()):
+            return Matching()
+        unfit = scheduler_misfit(then, now)
+        several, merged = len(template.optimizers) > 1, False
+        if unfit:
+            # Ranks that save together have groups each, of which this rank may have some, or several as one.
+            homes = [sorted({self.home[name] for name in names if name in self.home}) for names in live.values()]
+            joint = sorted({number for numbers in homes for number in numbers})
+            apart = scheduler_misfit([rates.get(number) for number in joint], [now[number] for number in live])
+            merged = all(homes) and len(joint) > len(live) and homes == sorted(homes)
+            bases = bases if not several else {}
+            unfit = next((scheduler_misfit(base, now) for base in bases.values()), None) if apart is None else unfit
+        if unfit:
+            certain = bool(bases) or (not merged and (bool(schedulers) or any(mine)))
+            return Matching(faults=(unfit,)) if certain else Matching(doubts=(unfit,))
+        if several:
             return Matching()
         return Matching(
             doubts=tuple(
                 f"{key!r} of the checkpoint has {list(base)}, and the groups initial_lr {now}: the scheduler gives "
                 "groups other rates than they began with, as it does if their order has changed in the saved run"
-                for key in schedulers
-                if template.paths[key][-1] == "base_lrs" and key in stored.entries and None not in now
-                if (base := stored.option(key)) != tuple(now)
+                for key, base in bases.items()
+                if None not in now
             )
         )
 
@@ -606,7 +496,8 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Extra) -> tupl
         fault = f"ranks were given different fresh={list(given[0].patterns)!r} and {list(given[1].patterns)!r}"
         return Matching(faults=(fault,)), LoadReport()
     globs, ranks = given[0], Matching.joined([request.matching for request in requests])
-    unclaimed = sorted(stored.entries.keys() - set(ranks.sources.values()) - ranks.spared)
+    claimed = set[str]().union(*(request.matching.sources.values() for request in requests))
+    unclaimed = sorted(stored.entries.keys() - claimed - ranks.spared)
     optimizers = {optimizer.key: optimizer for request in requests for optimizer in request.optimizers}.values()
     dropped, settled, differences = set(), set(), {}
     for optimizer in optimizers:

@@ -30,7 +30,7 @@ from ..store.io.checksums import xxh3_128
 from ..store.io.new_file import Writing, created, write_synced
 from ..store.reading.payloads import Payloads
 from ..store.run import StepName
-from .all_ranks import decide_on_first, exchange, gather_on_all, group_ranks
+from .all_ranks import decide_on_first, exchange, gather_on_all, group_ranks, place_in
 from .live_state import LiveState
 from .saving import AgreedPlans, SaveProgress, agreed, described, write_share
 from .whole_plan import rank_file
@@ -82,7 +82,7 @@ class Nodes:
         numbers: dict[object, int] = {}
         directories = gather_on_all(process_group, DestinationError, identity)
         of = [numbers.setdefault(directory, len(numbers)) for directory in directories]
-        return cls.numbered(of, dist.get_rank(process_group) if dist.is_initialized() else 0)
+        return cls.numbered(of, place_in(process_group)[0])
 
     @classmethod
     def numbered(cls, of: Sequence[int], here: int) -> Nodes:

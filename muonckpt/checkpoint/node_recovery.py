@@ -144,13 +144,13 @@ def load_copy(
         missing = list(faults)
     nested = source.nested(objects)
     try:
-        report, target, sources = redistribute_attested(
+        report, target, filled, sources = redistribute_attested(
             nested, state_dict, source.prints, group=process_group, allow_extra=allow_extra, fresh=fresh
         )
     except AttestError as error:
         raise DamageError(str(error)) from error
     prints = {key: source.prints[origin] for key, origin in sources.items() if origin in source.prints}
-    return report, LoadedState.of(target, sources, prints, manifest.provenance)
+    return report, LoadedState.of(target, filled, prints, manifest.provenance)
 
 
 def _readers(names: Iterable[str], copy: FoundCopy, nodes: Nodes, refused: set[tuple[int, str]]) -> dict[str, int]:

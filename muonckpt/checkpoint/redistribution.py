@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -25,16 +25,34 @@ from ..fingerprint import as_hex, combine
 from ..layouts.boxed_tensor import Parts
 from ..overlap import IntArray
 from ..plan import Plan, make_plan
-from ..record import Blob, Extent, StateRecord
 from ..resumption import Extra, Globs, LoadReport
-from ..store.io.checksums import xxh3_128
 from ..store.reading.dtypes import itemsize
 from ..wording import listed
-from .all_ranks import exchange, gather_on_all, group_ranks, refuse_crossed, refuse_differing, unusable, wire_device
+from .all_ranks import (
+    exchange,
+    gather_on_all,
+    group_ranks,
+    place_in,
+    refuse_crossed,
+    refuse_differing,
+    unusable,
+    wire_device,
+)
 from .attestation import MOST_FAULTS, SharesOfRank, TensorPrint, differing, held_together, shares_of
 from .bits import share_of, unsigned
-from .live_state import NOBODY, HeldTensor, LiveState, LocalParts, RankBoxes, RankState, asked_layouts, held_layout
-from .matching import LoadTemplate, RankRequest, Stored, judge, match, selection
+from .live_state import (
+    NOBODY,
+    HeldTensor,
+    LiveState,
+    LocalParts,
+    RankBoxes,
+    RankState,
+    asked_layouts,
+    held_layout,
+)
+from .matching import RankRequest, judge, match, selection
+from .offers import Offer, known_jointly, stored_of
+from .template import LoadTemplate, Stored, joint_sources
 
 DEFAULT_MEMORY = 256 << 20
 """Bytes of a rank's exchange buffers."""
@@ -64,38 +82,6 @@ class Redistribution:
             f"{self.tensors} tensors in {self.stages} stages; this rank sent {self.sent / 1e6:.3g} MB and received "
             f"{self.received / 1e6:.3g} MB, {self.buffers / 1e6:.3g} MB at a time"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """A rank's source, as it tells the others.
-
-    Attributes:
-        arguments: those that have to be the same on all ranks.
-        pickled, options: objects that are not tensors, and options that are, by key.
-    """
-
-    arguments: Mapping[str, object]
-    state: RankState
-    pickled: Mapping[str, bytes]
-    options: Mapping[str, float]
-    devices: frozenset[str]
-
-    @classmethod
-    def of(cls, live: LiveState, arguments: Mapping[str, object]) -> _Offer:
-        options = {
-            key: float(live.flat[key])
-            for key in live.parts
-            if type(live.flat[key]) is Tensor and live.flat[key].numel() == 1 and "param_groups" in key
-        }
-        pickled = {key: pickle.dumps(value) for key, value in live.flat.items() if key not in live.parts}
-        return cls(arguments, live.described, pickled, options, live.devices)
-
-    def entries(self) -> Iterator[StateRecord | Blob]:
-        yield from self.state.records()
-        for key, path in zip(self.state.keys, self.state.paths, strict=True):
-            if (pickled := self.pickled.get(key)) is not None:
-                yield Blob(key, path, Extent("live", 0, len(pickled)), xxh3_128([pickled]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +129,7 @@ def redistribute(
     """
     refuse_crossed(group, "redistribute")
     expected: Mapping[str, TensorPrint] | None = {} if attest else None
-    done, _, _ = _redistribute(source_state_dict, target_state_dict, group, memory, allow_extra, fresh, expected)
+    done, *_ = _redistribute(source_state_dict, target_state_dict, group, memory, allow_extra, fresh, expected)
     return done
 
 
@@ -155,11 +141,12 @@ def redistribute_attested(
     group: dist.ProcessGroup | None,
     allow_extra: bool | Iterable[str],
     fresh: Iterable[str],
-) -> tuple[LoadReport, LiveState, Mapping[str, str]]:
+) -> tuple[LoadReport, LiveState, Collection[str], Mapping[str, str]]:
     """Redistribute as with ``attest=True``, after proving that the source has these fingerprints.  Collective.
 
     Returns:
-        The report, the target, and the keys of the source by those of the target, of all ranks.
+        The report, the target, which keys of it this rank has filled, and the keys of the source of all tensors, by
+        those that ranks have in common.
 
     Args:
         expected: by the keys of the source; tensors that nobody asks for are not looked at.
@@ -167,10 +154,10 @@ def redistribute_attested(
     Raises:
         AttestError: also if the source is not what the fingerprints say; before the target is touched.
     """
-    done, target, sources = _redistribute(
+    done, target, filled, sources = _redistribute(
         source_state_dict, target_state_dict, group, DEFAULT_MEMORY, allow_extra, fresh, expected
     )
-    return done.report, target, sources
+    return done.report, target, filled, sources
 
 
 def _redistribute(
@@ -181,7 +168,7 @@ def _redistribute(
     allow_extra: bool | Iterable[str],
     fresh: Iterable[str],
     expected: Mapping[str, TensorPrint] | None,
-) -> tuple[Redistribution, LiveState, Mapping[str, str]]:
+) -> tuple[Redistribution, LiveState, Collection[str], Mapping[str, str]]:
     """Redistribute; attest, if fingerprints are given, those tensors that have one, and all that moves."""
     attest = expected is not None
     ranks = group_ranks(group)
@@ -190,20 +177,22 @@ def _redistribute(
     carrier: Carrier
     chosen: tuple[Extra, Globs]
 
-    def offer() -> _Offer:
+    def offer() -> Offer:
         nonlocal source, chosen
         if memory < 1:
             raise TargetError(f"expected memory of at least 1 byte, found {memory}")
         chosen = selection(allow_extra, fresh)
         source = LiveState.of(source_state_dict, "to redistribute from")
-        return _Offer.of(source, {"allow_extra": chosen[0].patterns, "attest": attest})
+        return Offer.of(source, {"allow_extra": chosen[0].patterns, "attest": attest})
 
     offers = gather_on_all(group, SourceError, offer)
     refuse_differing(group, "redistribute", [offer.arguments for offer in offers])
-    items, stored = _stored(ranks, offers)
+    offers = known_jointly(offers)
+    items, stored = stored_of(ranks, offers, place_in(group))
 
     def ask() -> _Request:
-        nonlocal target
+        nonlocal source, target
+        source = source.known_as(offers[place_in(group)[0]].state)
         target = LiveState.of(target_state_dict, "to redistribute into")
         return _asked(source, target, stored, *chosen, memory)
 
@@ -260,38 +249,7 @@ def _redistribute(
         warn_on_rank(f"the source does not say options, which stay as the running optimizer's: {own}", stacklevel=3)
     filled = len({move.target for move in moves})
     done = Redistribution(report, filled, carrier.sent, carrier.received, len(stages), carrier.largest)
-    return done, target, matching.sources
-
-
-def _stored(ranks: Sequence[int], offers: Sequence[_Offer]) -> tuple[dict[str, bytes], Stored]:
-    entries: dict[str, tuple[StateRecord | Blob, int]] = {}
-    items: dict[str, bytes] = {}
-    options: dict[str, Any] = {}
-    for rank, offer in zip(ranks, offers, strict=True):
-        for entry in offer.entries():
-            known, first = entries.setdefault(entry.key, (entry, rank))
-            if _kind(known) != _kind(entry):
-                raise LayoutError(
-                    f"{entry.key!r} is {_kind(known)} in the source of rank {first}, and {_kind(entry)} in that of "
-                    f"rank {rank}"
-                )
-            if isinstance(entry, Blob) and isinstance(known, Blob) and entry.digest != known.digest:
-                warn_on_rank(
-                    f"{entry.key!r}: ranks {first} and {rank} hold different data that is not a tensor; the copy of "
-                    f"rank {first} is taken",
-                    stacklevel=4,
-                )
-        items = {**offer.pickled, **items}
-        options = {**offer.options, **options}
-
-    def read(entry: StateRecord | Blob) -> Any:
-        return pickle.loads(items[entry.key]) if isinstance(entry, Blob) else options.get(entry.key, str(entry))
-
-    return items, Stored((entry for entry, _ in entries.values()), read)
-
-
-def _kind(entry: StateRecord | Blob) -> str:
-    return f"{entry.dtype} of shape {entry.shape}" if isinstance(entry, StateRecord) else "no tensor"
+    return done, target, mine.sources, joint_sources([(request.state, request.rank.matching) for request in requests])
 
 
 def _asked(source: LiveState, target: LiveState, stored: Stored, extra: Extra, globs: Globs, memory: int) -> _Request:
@@ -327,7 +285,7 @@ def _refuse_overwriting(ranks: Sequence[int], pairs: Iterable[tuple[str, str]], 
             )
 
 
-def _moves(ranks: Sequence[int], offers: Sequence[_Offer], requests: Sequence[_Request]) -> list[Transfer]:
+def _moves(ranks: Sequence[int], offers: Sequence[Offer], requests: Sequence[_Request]) -> list[Transfer]:
     """Return what has to move, after proving that the source is whole."""
     kinds: dict[str, HeldTensor] = {}
     given: defaultdict[str, list[RankBoxes]] = defaultdict(list)
@@ -550,7 +508,7 @@ class Carrier:
         group: dist.ProcessGroup | None,
         wire: torch.device,
     ) -> None:
-        self.place = dist.get_rank(group) if dist.is_initialized() else 0
+        self.place, _ = place_in(group)
         self.failure: Exception | None = None
         self.sent = self.received = 0
         self._group = group

@@ -15,12 +15,14 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from xxhash import xxh3_64_intdigest
 
 from .. import json_fields
 from ..errors import ArgumentError, DestinationError
@@ -33,11 +35,11 @@ from ..store.io.checksums import Sums, xxh3_128
 from ..store.io.location import Location, location
 from ..store.io.new_file import created
 from ..version import PROGRAM
-from .all_ranks import decide_on_first, refuse_crossed, refuse_differing, scatter_from_first
+from .all_ranks import decide_on_first, place_in, refuse_crossed, refuse_differing, scatter_from_first
 from .bits import bits_of, dtype_name
-from .live_state import Item, LiveState, RankState
+from .live_state import Digests, Item, LiveState, RankState
 from .storable import refuse_unstorable
-from .whole_plan import RankItems, WholePlan, rank_file, receipt_row
+from .whole_plan import AlikeItems, RankItems, WholePlan, rank_file, receipt_row
 
 T = TypeVar("T")
 
@@ -60,13 +62,20 @@ class AgreedPlan:
     Attributes:
         held: what this rank held when the plan was made.
         share: the items that this rank writes and compares.
+        alike: those that have to be as on other ranks.
         whole: the plan of all ranks, on the coordinator.
     """
 
     name: bytes
     held: RankState
     share: RankItems
+    alike: AlikeItems
     whole: WholePlan | None
+
+    def digests(self, live: LiveState) -> dict[int, int]:
+        """Return a digest of all that has to be alike, by the number that its holders have."""
+        joined = {holders: b"".join(map(live.digests.__getitem__, items)) for holders, items in self.alike.items()}
+        return {holders: xxh3_64_intdigest(digests) for holders, digests in joined.items()}
 
 
 class AgreedPlans:
@@ -75,9 +84,10 @@ class AgreedPlans:
     def __init__(self) -> None:
         self._plans: dict[bytes, AgreedPlan] = {}
 
-    def fitting(self, held: RankState) -> list[bytes]:
-        """Return the names of the plans that were made when the rank held the same, the newest first."""
-        return [plan.name for plan in reversed(self._plans.values()) if plan.held == held]
+    def fitting(self, live: LiveState) -> dict[bytes, dict[int, int]]:
+        """Return the names of plans that were made when the rank held the same, newest first, with their `digests`."""
+        held = live.described
+        return {plan.name: plan.digests(live) for plan in reversed(self._plans.values()) if plan.held == held}
 
     def __getitem__(self, name: bytes) -> AgreedPlan:
         return self._plans[name]
@@ -120,7 +130,7 @@ class JointSave:
         self._group = process_group
         self._plans = plans
         self._progress = progress
-        self._rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+        self._rank, _ = place_in(process_group)
         self._destination: Location
         self._details: Mapping[str, Any]
         """The provenance, as it will be read."""
@@ -185,17 +195,18 @@ def agreed(
     """
     live: LiveState
 
-    def fitting() -> tuple[Mapping[str, object], list[bytes]]:
+    def fitting() -> tuple[Mapping[str, object], dict[bytes, dict[int, int]]]:
         nonlocal live
         live = state()
         given = arguments()
         refuse_unstorable(live.flat)
-        return given, plans.fitting(live.described)
+        return given, plans.fitting(live)
 
-    def choose(ranks: list[tuple[Mapping[str, object], list[bytes]]]) -> tuple[bytes, T] | None:
+    def choose(ranks: list[tuple[Mapping[str, object], dict[bytes, dict[int, int]]]]) -> tuple[bytes, T] | None:
         refuse_differing(process_group, "save", [given for given, _ in ranks])
-        known = [names for _, names in ranks]
-        name = next((name for name in known[0] if all(name in names for names in known)), None)
+        known = [digests for _, digests in ranks]
+        common = (name for name in known[0] if all(name in digests for digests in known))
+        name = next((name for name in common if _agree([digests[name] for digests in known])), None)
         return None if name is None else (name, reserve())
 
     chosen = decide_on_first(process_group, DestinationError, fitting, choose)
@@ -203,16 +214,26 @@ def agreed(
         return live, plans[chosen[0]], chosen[1]
     whole: WholePlan | None = None
 
-    def deal(ranks: list[RankState]) -> list[tuple[bytes, RankItems, T]]:
+    def deal(ranks: list[tuple[RankState, Digests]]) -> list[tuple[bytes, RankItems, AlikeItems, T]]:
         nonlocal whole
-        whole = WholePlan.of(ranks)
+        whole = WholePlan.of([state for state, _ in ranks], [digests for _, digests in ranks])
         name, place = secrets.token_bytes(16), reserve()
-        return [(name, share, place) for share in whole.shares]
+        return [(name, *of_rank, place) for of_rank in zip(whole.shares, whole.alike, strict=True)]
 
-    name, share, place = scatter_from_first(process_group, DestinationError, lambda: live.described, deal)
-    plan = AgreedPlan(name, live.described, share, whole)
+    def told() -> tuple[RankState, Digests]:
+        return live.described, live.digests
+
+    name, share, alike, place = scatter_from_first(process_group, DestinationError, told, deal)
+    plan = AgreedPlan(name, live.described, share, alike, whole)
     plans.keep(plan)
     return live, plan, place
+
+
+def _agree(ranks: Sequence[Mapping[int, int]]) -> bool:
+    """Return whether the ranks that hold the same objects have the same digest of them."""
+    first: dict[int, int] = {}
+    told = chain.from_iterable(digests.items() for digests in ranks)
+    return all(first.setdefault(holders, digest) == digest for holders, digest in told)
 
 
 def described(plan: AgreedPlan, receipts: Sequence[bytes], details: Mapping[str, Any]) -> Manifest:
@@ -328,10 +349,9 @@ def write_items(live: LiveState, items: Sequence[Item], file: Location, progress
 
 
 def _witness(live: LiveState, item: Item) -> bytes:
-    """Return the row for this rank's replica of an item that another rank writes."""
+    """Return the row for this rank's replica of a tensor's box that another rank writes."""
     key, lo = item
-    if lo is None:
-        return receipt_row(xxh3_128([_pickled(live, key)]))
+    assert lo is not None, "objects were compared before"
     sums = Sums()
     for _ in sums.passing(bits_of(_on_host(live.parts[key][lo])), lo):
         pass

@@ -6,7 +6,8 @@ Tensors that ranks hold alike are proved and laid out once.  A stored box is a r
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -17,16 +18,32 @@ from numpy.typing import NDArray
 from ..box import Index
 from ..chunks import Boxes, Chunks
 from ..columns import Column, Columns
-from ..errors import DestinationError, LayoutError, about, warn_on_rank
+from ..errors import DestinationError, LayoutError, about
 from ..fingerprint import as_hex
+from ..keys import OptimizerPlace, is_of_optimizer, key_of, optimizers_of, rank_in, rank_key
 from ..record import Blob, Extent, Manifest, StateRecord
 from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
-from ..vocabulary import KeyPath
-from .live_state import HeldTensor, Holder, RankBoxes, RankState, held_layout, holders_by_key, record_of
+from ..vocabulary import BY_RANK, KeyPath
+from .live_state import (
+    Digests,
+    HeldTensor,
+    Holder,
+    RankBoxes,
+    RankState,
+    held_layout,
+    holders_by_key,
+    other_options,
+    record_of,
+    refuse_other_groups,
+    with_joint_groups,
+)
 
 RankItems = tuple[list[int], list[int]]
 """The numbers of the items that a rank writes, in the order of its file, and of those that it holds as a witness."""
+
+AlikeItems = Mapping[int, list[int]]
+"""The items of a rank that are no tensors and that other ranks have alike, by a number for all ranks that have them."""
 
 _ROW = struct.Struct("<16sQQI")
 _ROWS = np.dtype([("digest", "<u8", (2,)), ("share", "<u8"), ("length", "<u8"), ("crc32", "<u4")])
@@ -68,15 +85,18 @@ class WholePlan:
     Rows are those of all receipts, end to end.
 
     Attributes:
+        alike: what each rank has that was alike on several ranks when the plan was made, and has to be whenever it is
+            used: one of these ranks writes it, and nobody compares what is written.
         tensors: without chunks and fingerprints, with the boxes that are stored.
         objects: key, path and row.
         rank, row, head, size: for each stored box the rank that writes it, its row, and the bytes of its item before
             its elements, and of these.
         witnesses: rows of replicas that are not stored, and of those that are: ``[2, replicas]``.
-        names: of the rows that have witnesses, and whether they are of a tensor.
+        names: of the rows that have witnesses.
     """
 
     shares: tuple[RankItems, ...]
+    alike: tuple[AlikeItems, ...]
     tensors: tuple[tuple[StateRecord, Boxes], ...]
     objects: tuple[tuple[str, KeyPath, int], ...]
     rank: NDArray[np.int32]
@@ -84,16 +104,19 @@ class WholePlan:
     head: Column
     size: Column
     witnesses: Column
-    names: Mapping[int, tuple[str, bool]]
+    names: Mapping[int, str]
 
     @classmethod
-    def of(cls, ranks: Sequence[RankState]) -> WholePlan:
+    def of(cls, ranks: Sequence[RankState], digests: Sequence[Digests]) -> WholePlan:
         """Plan who saves what: of replicas one is stored, the others are witnesses.
 
+        Objects that differ from rank to rank are stored for each rank, below `BY_RANK`, and the first one by its key.
+
         Raises:
-            LayoutError: a tensor has a hole or an overlap, or ranks hold different things under one key.
+            LayoutError: a tensor has a hole or an overlap, or ranks hold different things under one key of which there
+                can be one only, such as an option of an optimizer.
         """
-        return _Planning(ranks).plan()
+        return _Planning(ranks, digests).plan()
 
     def manifest(self, receipts: Sequence[bytes], provenance: Mapping[str, Any]) -> Manifest:
         """Describe what ranks have written, after comparing replicas.
@@ -140,18 +163,10 @@ class WholePlan:
             yield replace(record, chunks=Chunks(columns, start, boxes), fingerprint=fingerprint)
 
     def _compare(self, digests: NDArray[Any], ranks: NDArray[np.int64]) -> None:
-        """Check that replicas are equal, as only one of them is stored."""
+        """Check that replicas of tensors are equal, as only one of them is stored."""
         mine, theirs = self.witnesses
         for number in np.flatnonzero((digests[mine] != digests[theirs]).any(axis=1)):
-            where, tensor = self.names[int(theirs[number])]
-            rank, writer = int(ranks[mine[number]]), int(ranks[theirs[number]])
-            if tensor:
-                raise _drifted(where, writer, rank)
-            warn_on_rank(
-                f"{where}: ranks {writer} and {rank} hold different data that is not a tensor; the copy of rank "
-                f"{writer} was saved",
-                stacklevel=2,
-            )
+            raise _drifted(self.names[int(theirs[number])], int(ranks[theirs[number]]), int(ranks[mine[number]]))
 
 
 _Placed = tuple[int, int]
@@ -159,22 +174,34 @@ _Placed = tuple[int, int]
 
 
 class _Planning:
-    def __init__(self, ranks: Sequence[RankState]) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Sequence[RankState], digests: Sequence[Digests]) -> None:
+        refuse_other_groups(ranks, digests)
+        self._ranks, self._digests = with_joint_groups(ranks), digests
         self._load = [0] * len(ranks)
         """Bytes that each rank writes; an object, whose size is not known, counts for one."""
         self._written: list[tuple[list[int], list[int]]] = [([], []) for _ in ranks]
         """The objects and the boxes that each rank writes."""
         self._seen: list[list[int]] = [[] for _ in ranks]
-        self._pairs: list[tuple[_Placed, _Placed, tuple[str, bool]]] = []
-        """Each replica that is not stored, the one that is, its name, and whether it is of a tensor."""
+        self._pairs: list[tuple[_Placed, _Placed, str]] = []
+        """Each replica of a tensor that is not stored, the one that is, and its name."""
+        self._objects: list[tuple[str, KeyPath, _Placed, int]] = []
+        """Key, path, and where the object is written, with the number of copies that its rank writes right after it."""
+        self._alike: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in ranks]
 
     def plan(self) -> WholePlan:
         described: dict[str, tuple[KeyPath, str | None]] = {}
         for state in reversed(self._ranks):
             described |= zip(state.keys, zip(state.paths, state.names, strict=True), strict=True)
         geometries: dict[Any, _Geometry | None] = {}
-        tensors, stored, heads, sizes, objects = [], list[_Placed](), list[int](), list[int](), []
+        for key, (path, _) in described.items():
+            if (value := rank_in(path)) is not None and key_of(value.path) in described:
+                raise LayoutError(
+                    f"{key!r} stands where rank {value.rank}'s value of {key_of(value.path)!r} would be: rename "
+                    f"{BY_RANK!r} in the state dict"
+                )
+        optimizers = optimizers_of(path for path, _ in described.values())
+        tensors, stored, heads, sizes = [], list[_Placed](), list[int](), list[int]()
+        holders_of_objects: dict[tuple[int, ...], int] = {}
         for key, held in holders_by_key(self._ranks).items():
             path, name = described[key]
             alike = tuple((holder.place, holder.number) for holder in held)
@@ -182,10 +209,12 @@ class _Planning:
                 geometries[alike] = _geometry(key, held)
             geometry = geometries[alike]
             if geometry is None:
-                rank, item = self._chosen(key, None, [(holder.place, holder.item) for holder in held])
-                self._load[rank] += 1
-                self._written[rank][0].append(item)
-                objects.append((key, path, (rank, item)))
+                items = [(holder.place, holder.item) for holder in held]
+                if len({self._digests[rank][item] for rank, item in items}) > 1:
+                    self._store_by_rank(key, path, items, optimizers)
+                else:
+                    places = tuple(rank for rank, _ in items)
+                    self._store_one(key, path, items, holders_of_objects.setdefault(places, len(holders_of_objects)))
                 continue
             for number, replicas in enumerate(geometry.replicas):
                 items = [(held[holder].place, held[holder].item + box) for holder, box in replicas]
@@ -209,7 +238,7 @@ class _Planning:
             ]
         )
         row_of_item = np.full(items_of_all, -1, np.int64)
-        row_of_item[in_receipts] = np.arange(len(in_receipts))
+        row_of_item[in_receipts] = np.arange(len(in_receipts))  # of copies, the last
 
         def rows(items: Sequence[_Placed]) -> Column:
             ranks, numbers = np.array(items, np.int64).reshape(-1, 2).T
@@ -219,8 +248,9 @@ class _Planning:
         witnesses = np.stack([rows([mine for mine, _, _ in self._pairs]), rows([other for _, other, _ in self._pairs])])
         return WholePlan(
             shares,
+            tuple(map(dict, self._alike)),
             tuple(tensors),
-            tuple((key, path, int(rows([item])[0])) for key, path, item in objects),
+            tuple((key, path, int(rows([item])[0]) - copies_after) for key, path, item, copies_after in self._objects),
             np.array([rank for rank, _ in stored], np.int32),
             rows(stored),
             np.array(heads, np.int64),
@@ -229,14 +259,46 @@ class _Planning:
             dict(zip(witnesses[1].tolist(), (name for _, _, name in self._pairs), strict=True)),
         )
 
-    def _chosen(self, key: str, lo: Index | None, replicas: Sequence[_Placed]) -> _Placed:
-        """Return the replica whose rank has least to write so far; the others become its witnesses."""
-        chosen = min(replicas, key=lambda replica: self._load[replica[0]])
+    def _chosen(self, key: str, lo: Index, replicas: Sequence[_Placed]) -> _Placed:
+        """Return the replica of a tensor's box that `_lightest` has; the others become its witnesses."""
+        chosen = self._lightest(replicas)
         for other in replicas:
             if other != chosen:
                 self._seen[other[0]].append(other[1])
-                self._pairs.append((other, chosen, (f"{key!r} at {lo or ()}", lo is not None)))
+                self._pairs.append((other, chosen, f"{key!r} at {lo}"))
         return chosen
+
+    def _lightest(self, replicas: Sequence[_Placed]) -> _Placed:
+        """Return the replica whose rank has least to write so far."""
+        return min(replicas, key=lambda replica: self._load[replica[0]])
+
+    def _store_one(self, key: str, path: KeyPath, replicas: Sequence[_Placed], holders: int) -> None:
+        """Have one rank write an object that some ranks have alike; ``holders`` is a number of all these ranks."""
+        self._write(key, path, self._lightest(replicas))
+        for rank, item in replicas if len(replicas) > 1 else ():
+            self._alike[rank][holders].append(item)
+
+    def _store_by_rank(
+        self, key: str, path: KeyPath, replicas: Sequence[_Placed], optimizers: Collection[OptimizerPlace]
+    ) -> None:
+        """Have each rank write its value of an object.
+
+        Raises:
+            LayoutError: it belongs to parameters, which have one value on all ranks.
+        """
+        if is_of_optimizer(path, optimizers):
+            (first, item), *others = replicas
+            other = next(at for at in others if self._digests[at[0]][at[1]] != self._digests[first][item])
+            raise other_options(repr(key), first, other[0])
+        self._write(key, path, replicas[0], 1)  # what programs read that know no ranks
+        for rank, item in replicas:
+            self._write(*rank_key(key, path, rank, len(self._ranks)), (rank, item))
+
+    def _write(self, key: str, path: KeyPath, placed: _Placed, copies_after: int = 0) -> None:
+        rank, item = placed
+        self._load[rank] += 1
+        self._written[rank][0].append(item)
+        self._objects.append((key, path, placed, copies_after))
 
 
 def _geometry(key: str, held: Sequence[Holder]) -> _Geometry | None:

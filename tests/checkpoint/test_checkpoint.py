@@ -332,24 +332,18 @@ def test_if_one_rank_fails_all_hear_of_it_and_nothing_is_published(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def differing_job(rank, world, path, tensor):
-    value = torch.full((3,), float(rank)) if tensor else rank
+def differing_job(rank, world, path):
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            muonckpt.save({"same": torch.ones(2), "x": value}, path)
+        muonckpt.save({"same": torch.ones(2), "x": torch.full((3,), float(rank))}, path)
     except LayoutError as error:
         return str(error)
-    return " ".join(str(warning.message) for warning in caught)
+    return "no error"
 
 
 def test_replicas_that_differ_are_not_dropped_silently(tmp_path):
-    for message in run(3, differing_job, str(tmp_path / "a"), True):
+    for message in run(3, differing_job, str(tmp_path / "a")):
         assert "'x'" in message and "hold different data under one key" in message
     assert not (tmp_path / "a").exists()
-    messages = run(3, differing_job, str(tmp_path / "b"), False)
-    assert "'x'" in messages[0] and "not a tensor" in messages[0]
-    assert (tmp_path / "b").exists()
 
 
 def test_what_is_published_is_what_the_manifest_says(saved):

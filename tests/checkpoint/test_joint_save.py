@@ -62,6 +62,7 @@ class Ranks:
             f"of rank {dist.get_rank()}": torch.full((2,), float(step)),
             "optimizer": {"state": momenta, "param_groups": [group]},
             "log": "x" * 10 ** min(step, 3),
+            "position": step // 100 * dist.get_rank(),
         }
 
     def save(self, name: str, state: dict, plans: AgreedPlans) -> list[int]:
@@ -105,8 +106,10 @@ def saves(rank: int, world: int, folder: str) -> list[str]:
             ranks.plans = forgotten
         assert ranks.same_as_first("all go on", other)
 
-        drifted = ranks.state(7)
-        assert not ranks.same_as_first("whole", drifted)
+        assert not ranks.same_as_first("items differ by rank", ranks.state(100))
+        assert ranks.same_as_first("and go on so", ranks.state(205)), "they are compared no more"
+        drifted = ranks.state(107)
+        assert ranks.same_as_first("whole", drifted)
         if rank == 1:
             drifted["w"].to_local()[0, 0] += 1
         try:
@@ -117,11 +120,11 @@ def saves(rank: int, world: int, folder: str) -> list[str]:
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         try:
-            ranks.save("unwritable", ranks.state(8), ranks.plans)
+            ranks.save("unwritable", ranks.state(108), ranks.plans)
         except DestinationError as error:
             said.append(str(error))
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert ranks.same_as_first("after", ranks.state(9))
+        assert ranks.same_as_first("after", ranks.state(109))
     return said
 
 
@@ -163,13 +166,13 @@ def held(**kinds: HeldTensor | None) -> RankState:
 def test_ranks_that_do_not_hold_one_tensor_are_told_which_and_where(ranks, message):
     like = [part((4,), (0,), (2,)), part((4,), (2,), (4,))]  # is fine, and comes first
     with pytest.raises(LayoutError) as refused:
-        WholePlan.of([held(v=own, w=kind) for own, kind in zip(like, ranks, strict=True)])
+        WholePlan.of([held(v=own, w=kind) for own, kind in zip(like, ranks, strict=True)], [{}, {}])
     assert message in str(refused.value)
 
 
 def test_replicas_are_written_by_the_rank_that_has_least_to_write():
     whole = {f"w{number}": part((4,), (0,), (4,)) for number in range(4)}
     mine = {"big": part((100,), (0,), (100,))}
-    plan = WholePlan.of([held(**mine, **whole), held(**whole, log=OBJECT), held(**whole)])
+    plan = WholePlan.of([held(**mine, **whole), held(**whole, log=OBJECT), held(**whole)], [{}, {4: b""}, {}])
     assert plan.shares == (([0], [1, 2, 3, 4]), ([4, 0, 2], [1, 3]), ([1, 3], [0, 2])), "objects come first"
     assert sorted(plan.rank.tolist()) == [0, 1, 1, 2, 2] and plan.witnesses.shape == (2, 8)

@@ -1,0 +1,208 @@
+"""The two sides of a load and its outcome: what a state dict asks for, what is stored, and what goes where."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..keys import NamedOptimizer, StateForm, key_of, numbered_optimizers, option_prefix, rank_in
+from ..record import Blob, StateRecord, says_convention
+from ..resumption import KEPT, as_tuples, differences_listed
+from ..store.open_checkpoint import OpenCheckpoint
+from ..vocabulary import PARAMS, Convention, KeyPath
+from ..wording import listed
+from .bits import dtype_name
+from .live_state import LiveState, RankState, with_joint_groups
+
+_NONE: Mapping[Any, Any] = MappingProxyType({})
+
+OwnParameter = tuple[str, str]
+"""The key of an optimizer's state dict, and the name of one of its parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTemplate:
+    """The values that a state dict asks for.
+
+    Attributes:
+        values, paths: by flat key.
+        numbered: keys of optimizers whose parameters have numbers; these go by key.
+        conventions: of momentum, by key, where the state dict declares them.
+        partial: the checkpoint may hold more than it asks for.
+    """
+
+    values: Mapping[str, Any]
+    paths: Mapping[str, KeyPath]
+    optimizers: tuple[NamedOptimizer, ...]
+    numbered: tuple[str, ...]
+    conventions: Mapping[str, Convention]
+    partial: bool
+
+    @classmethod
+    def of(cls, live: LiveState, partial: bool) -> LoadTemplate:
+        notes = {key: live.annotations.get(path) for key, path in live.paths.items()}
+        conventions = {key: note.convention for key, note in notes.items() if note and note.convention}
+        numbered = tuple(numbered_optimizers(live.nested))
+        return cls(live.flat, live.paths, live.optimizers, numbered, conventions, partial)
+
+    def misfits(self, key: str, entry: StateRecord | Blob) -> Iterator[str]:
+        """Yield why an entry cannot be loaded at a key, in words that follow the key."""
+        value = self.values[key]
+        if isinstance(value, torch.Tensor) != isinstance(entry, StateRecord):
+            stored_as, expected = ("a", "no") if isinstance(entry, StateRecord) else ("no", "a")
+            yield f"is {stored_as} tensor in the checkpoint, and {expected} tensor in the state dict"
+        elif isinstance(entry, StateRecord):
+            if entry.shape != tuple(value.shape):
+                yield f"has shape {entry.shape}, expected {tuple(value.shape)}"
+            if entry.dtype != dtype_name(value.dtype):
+                yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} (nothing is cast silently)"
+            convention = self.conventions.get(key)
+            if entry.convention and convention and entry.convention != convention:
+                yield f"follows momentum convention {entry.convention}, expected {convention}"
+
+
+class Stored:
+    """The entries of a checkpoint, or of other ranks' state, by key; ``read`` gives the value of an option.
+
+    Attributes:
+        place: this rank's among those that load, and how many these are.
+        by_rank: for items that differ from rank to rank, the key of each rank's value by the rank's place at the save.
+    """
+
+    def __init__(
+        self, entries: Iterable[StateRecord | Blob], read: Callable[[StateRecord | Blob], Any], place: tuple[int, int]
+    ) -> None:
+        self.entries = {entry.key: entry for entry in entries}
+        self.place = place
+        self.by_rank: defaultdict[str, dict[tuple[int, int], str]] = defaultdict(dict)
+        self._read = read
+        for key, entry in self.entries.items():
+            if (value := rank_in(entry.path)) is not None and (item := key_of(value.path)) in self.entries:
+                self.by_rank[item][value.rank, value.ranks] = key
+
+    @classmethod
+    def of(cls, checkpoint: OpenCheckpoint, place: tuple[int, int]) -> Stored:
+        return cls((*checkpoint.outline.tensors, *checkpoint.outline.blobs), checkpoint.values.read, place)
+
+    def origin(self, key: str) -> str | None:
+        """Return the key of the value that this rank takes of an item; None if only other ranks have one."""
+        return self.by_rank[key].get(self.place) if key in self.by_rank else key
+
+    @property
+    def translated(self) -> bool:
+        """True for a checkpoint of our optimizer, or converted for it: no other says a momentum convention."""
+        return says_convention(self.entries.values())
+
+    def form(self, key: str) -> StateForm | None:
+        """Return the form in which an optimizer was saved, None if the checkpoint does not say it."""
+        begin = option_prefix(key)
+        options = [option.removeprefix(begin) for option in self.entries if option.startswith(begin)]
+        groups = [option for option in options if option.removesuffix(f".{PARAMS}").isdecimal()]
+        members = [name for group in groups for name in self.option(begin + group) or ()]
+        if groups:
+            return None if not members else StateForm.NUMBERED if isinstance(members[0], int) else StateForm.NESTED
+        return StateForm.FLAT if any(not option.rpartition(".")[0].isdecimal() for option in options) else None
+
+    def option(self, key: str) -> Any:
+        """Read an option, with lists as tuples."""
+        return as_tuples(self._read(self.entries[key]))
+
+    def mark(self, key: str) -> str:
+        """Return text that is the same for equal options, where possible without reading them."""
+        entry = self.entries[key]
+        known = entry.digest if isinstance(entry, Blob) else entry.fingerprint
+        return known or str(self.option(key))
+
+    def groups(self, optimizer: NamedOptimizer) -> list[tuple[str, ...]]:
+        """Return the names of each group's parameters in the nested form, none in the other."""
+        groups = optimizer.options_of_groups(self.entries) if optimizer.groups is not None else {}
+        keys = [groups.get(number, _NONE).get(PARAMS) for number in range(max(groups, default=-1) + 1)]
+        return [() if key is None else tuple(map(str, self.option(key) or ())) for key in keys]
+
+    def names(self, optimizer: NamedOptimizer) -> set[str]:
+        """Return the names of an optimizer's parameters, as its options have them."""
+        if optimizer.groups is None:
+            return {*optimizer.options_of_names(self.entries)}
+        return set(chain.from_iterable(self.groups(optimizer)))
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """The outcome for one rank's template, or a part of it: what it takes from a checkpoint, and what does not fit.
+
+    Attributes:
+        sources: keys of the checkpoint, by keys of the template.
+        spared: keys of the checkpoint whose values equal others that are taken in their place.
+        zeros: keys of the template, of state that starts fresh.
+        loaded, fresh, discarded, own_options: as in a `LoadReport`.
+        kept: names of weights that keep their values, by key.
+        parameters: all that optimizers have.
+        added: options that only the checkpoint has and that the state dict gets, by path.
+        differences: why the state of a parameter cannot be loaded, by name.
+        extra_state: keys that only the checkpoint has, of an optimizer that the template has.
+        faults: what else does not fit.
+        doubts: what fits and is probably not meant.
+    """
+
+    sources: Mapping[str, str] = field(default_factory=dict)
+    spared: frozenset[str] = frozenset()
+    zeros: tuple[str, ...] = ()
+    loaded: frozenset[OwnParameter] = frozenset()
+    fresh: frozenset[OwnParameter] = frozenset()
+    discarded: frozenset[str] = frozenset()
+    kept: Mapping[str, str] = field(default_factory=dict)
+    parameters: frozenset[OwnParameter] = frozenset()
+    own_options: tuple[str, ...] = ()
+    added: Mapping[KeyPath, Any] = field(default_factory=dict)
+    differences: Mapping[str, str] = field(default_factory=dict)
+    extra_state: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return not self.differences and not self.faults
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all parameters, with those that only the checkpoint has as far as known."""
+        return {*self.differences, *(name for _, name in self.parameters)}
+
+    @classmethod
+    def joined(cls, parts: Sequence[Matching]) -> Matching:
+        """Join what several parts of a template, or several ranks, take."""
+
+        def join(values: Sequence[Any]) -> Any:
+            if isinstance(values[0], frozenset):
+                return frozenset().union(*values)
+            if isinstance(values[0], Mapping):
+                return dict(chain.from_iterable(value.items() for value in values))
+            return tuple(dict.fromkeys(chain.from_iterable(values)))
+
+        return cls(*(join([getattr(part, name) for part in parts]) for name in cls.__slots__))
+
+    def misfit(self, cure: str, kept: str = KEPT) -> str:
+        """Return all that does not fit, in one sentence.
+
+        Args:
+            cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
+            kept: what keeps the state of parameters that differ.
+        """
+        differences = differences_listed(self.differences, self.names, cure, kept) if self.differences else ""
+        return "; ".join(filter(None, (listed(self.faults, 12, "; "), differences)))
+
+
+def joint_sources(ranks: Sequence[tuple[RankState, Matching]]) -> dict[str, str]:
+    """Return the keys of the checkpoint of all tensors that ranks ask for, by the keys that ranks have in common."""
+    joint = with_joint_groups([state for state, _ in ranks])
+    sources: dict[str, str] = {}
+    for (state, matching), known in zip(ranks, joint, strict=True):
+        keys = zip(state.keys, known.keys, strict=True)
+        sources |= {joint_key: matching.sources[key] for key, joint_key in keys if key in matching.sources}
+    return sources

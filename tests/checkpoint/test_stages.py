@@ -1,0 +1,300 @@
+"""Ranks that train other parameters, as stages of a pipeline: parameter groups are known by names, not by numbers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.leaves import leaves
+from support.workers import run
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim.lr_scheduler import ExponentialLR
+
+import muonckpt
+from muonckpt import LayoutError, SourceError
+from muonckpt.optimizer import Muon
+
+Group = tuple[str, tuple[str, ...], dict[str, Any]]
+"""A group's name in this test, its layers, and its options."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "matrices": {"lr": 0.02, "momentum": 0.9},
+    "embedding": {"algorithm": "adamw", "lr": 0.003, "weight_decay": 0.0},
+    "head": {"algorithm": "adamw", "lr": 0.0001, "weight_decay": 0.3},
+}
+
+
+def options(kind: str, **changes: Any) -> dict[str, Any]:
+    return {**OPTIONS[kind], **changes}
+
+
+LAYERS = ["embed", "a", "b", "head"]
+
+Stage = list[tuple[tuple[str, ...], dict[str, Any]]]
+"""The groups of a stage: names of layers, and options."""
+
+STAGES: dict[str, list[Stage]] = {
+    "one has an embedding, one a head": [
+        [(("a",), options("matrices")), (("embed",), options("embedding"))],
+        [(("b",), options("matrices")), (("head",), options("head"))],
+    ],
+    "other rates": [
+        [(("a",), options("matrices")), (("embed",), options("head"))],
+        [(("b",), options("matrices", lr=0.04, momentum=0.8)), (("head",), options("head", lr=0.0002))],
+    ],
+    "another order": [
+        [(("embed",), options("embedding")), (("a",), options("matrices"))],
+        [(("b",), options("matrices")), (("head",), options("head"))],
+    ],
+    "groups on some ranks only": [
+        [(("a",), options("matrices"))],
+        [(("b",), options("matrices", lr=0.04)), (("embed",), options("embedding")), (("head",), options("head"))],
+    ],
+    "groups without parameters": [
+        [((), options("head", lr=7.0)), (("a",), options("matrices")), (("embed",), options("embedding"))],
+        [(("b",), options("matrices", lr=0.04)), ((), options("embedding")), (("head",), options("head"))],
+    ],
+    "rates in tensors": [
+        [(("a",), {"lr": torch.tensor(0.02)}), (("embed",), {"lr": torch.tensor(0.1), "weight_decay": 0.3})],
+        [(("b",), {"lr": torch.tensor(0.04)}), (("head",), {"lr": torch.tensor(0.2)})],
+    ],
+    "a layer is frozen": [
+        [(("a", "embed"), options("matrices", lr=0.01))],
+        [(("b",), options("matrices")), (("head",), options("head"))],
+    ],
+}
+
+
+class Part:
+    """The layers of a stage and its optimizer."""
+
+    def __init__(self, stage: Stage, kind: str, rates: float | None = None) -> None:
+        names = [name for names, _ in stage for name in names]
+        self.model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names})
+        for name in names:
+            draw = torch.Generator().manual_seed(LAYERS.index(name))
+            self.model[name].weight.data = torch.randn(4, 4, generator=draw)
+            self.model[name].weight.requires_grad_(kind != "a layer is frozen" or name != "embed")
+        groups = [{"params": [self.model[name].weight for name in names], **of} for names, of in stage]
+        in_tensors = kind == "rates in tensors"
+        for group in groups if rates is not None else ():
+            group |= {"lr": torch.tensor(rates) if in_tensors else rates, "weight_decay": 0.11}
+        self.optimizer = torch.optim.AdamW(groups, foreach=False) if in_tensors else Muon(groups)
+
+    def step(self) -> None:
+        for weight in self.model.parameters():
+            weight.grad = weight.detach() + 1 if weight.requires_grad else None
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer), strict=True))
+
+    def set(self, state: dict[str, Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # code's rates are others on purpose
+            weights, of_optimizer = state["model"], state["optimizer"]
+            set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=of_optimizer)
+
+    def told(self) -> dict[str, Any]:
+        """By layer all options of its group and all state."""
+        names = {layer.weight: name for name, layer in self.model.items()}
+        hidden = ("params", "param_names")
+        return {
+            names[param]: (
+                {
+                    option: str(value)
+                    for option, value in group.items()
+                    if option not in hidden and "given" not in option
+                },
+                {slot: value.tolist() for slot, value in self.optimizer.state[param].items()},
+            )
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+        }
+
+
+def trained(kind: str, stage: Stage, steps: int) -> Part:
+    part = Part(stage, kind)
+    for _ in range(steps):
+        part.step()
+    for group in part.optimizer.param_groups:
+        group["lr"] = group["lr"] / 2  # as a schedule does
+    return part
+
+
+def whole(kind: str, reverse: bool = False) -> Stage:
+    groups = [group for stage in STAGES[kind] for group in stage if group[0]]
+    return groups[::-1] if reverse else groups
+
+
+WAYS = ("save", "async_save", "Series", "async_copy", "redistribute")
+
+
+def moved(way: str, source: dict[str, Any], target: dict[str, Any], folder: str) -> None:
+    match way:
+        case "save":
+            muonckpt.save(source, f"{folder}/c")
+            muonckpt.load(target, f"{folder}/c", attest=True)
+        case "async_save":
+            muonckpt.async_save(source, f"{folder}/a").result()
+            muonckpt.load(target, f"{folder}/a")
+        case "Series":
+            muonckpt.Series(f"{folder}/run").save(3, source)
+            muonckpt.Series(f"{folder}/run").restore(target)
+        case "async_copy":
+            with muonckpt.Series(f"{folder}/copied", memory=f"{folder}/memory") as series:
+                series.async_copy(3, source).result()
+                series.restore(target)
+        case "redistribute":
+            muonckpt.redistribute(source, target, attest=True)
+
+
+def stages(rank: int, world: int, kind: str, folder: str) -> list[str]:
+    """Resume stages on the same ranks and on the other ones, by each way; return what is wrong."""
+    part, wrong = trained(kind, STAGES[kind][rank], rank + 1), []
+    everything: list[Any] = [None] * world
+    dist.all_gather_object(everything, part.told())
+    expected = everything[0] | everything[1]
+    for way in WAYS:
+        for swapped in (False, True) if way in ("save", "redistribute") else (False,):
+            other = Part(STAGES[kind][1 - rank if swapped else rank], kind, rates=9.0)
+            state = other.state()
+            moved(way, part.state(), state, f"{folder}/{swapped}")
+            other.set(state)
+            wrong += [f"{way} {swapped}: {n}: {t} {expected[n]}" for n, t in other.told().items() if t != expected[n]]
+    return [*wrong, expected]
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_each_parameter_is_resumed_with_the_options_and_the_state_it_had(kind, tmp_path):
+    (*wrong, expected), (*also, _) = run(2, stages, kind, str(tmp_path))
+    assert not wrong and not also
+    for reverse in (False, True):
+        part = Part(whole(kind, reverse), kind, rates=9.0)
+        state = part.state()
+        muonckpt.load(state, tmp_path / "False" / "c", attest=True)
+        part.set(state)
+        assert part.told() == expected
+    with muonckpt.open(tmp_path / "False" / "c") as checkpoint:
+        groups = [group["params"] for group in checkpoint.groups.values()]
+    assert sorted(name for names in groups for name in names) == sorted(f"{name}.weight" for name in expected)
+    assert muonckpt.verify(tmp_path / "False" / "c").verdict == "whole"
+    template = {"optimizer": {"param_groups": [dict.fromkeys(("params", "weight_decay")) for _ in groups]}}
+    dcp.load(template, checkpoint_id=tmp_path / "False" / "c", no_dist=True)
+    assert [group["params"] for group in template["optimizer"]["param_groups"]] == groups
+
+
+# --- what cannot be told ----------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_is_in_no_saved_group_is_refused(tmp_path):
+    """As an earlier version saved stages, of whose groups it kept those of one."""
+    kind = "one has an embedding, one a head"
+    state = trained(kind, whole(kind), 1).state()
+    groups = state["optimizer"]["param_groups"]
+    state["optimizer"]["param_groups"] = groups[:2]
+    muonckpt.save(state, tmp_path / "c")
+    part = Part(whole(kind), kind)
+    template = part.state()
+    before = leaves(template)
+    with pytest.raises(
+        SourceError, match=r"in no parameter group of the checkpoint, .*: b\.weight, head\.weight"
+    ) as told:
+        muonckpt.load(template, tmp_path / "c")
+    assert leaves(template) == before
+    fresh = ["b.weight", "head.weight"]
+    assert f"fresh={fresh!r}" in str(told.value)
+    report = muonckpt.load(template, tmp_path / "c", fresh=fresh)
+    assert report.fresh == tuple(fresh) and len(report.loaded) == 2
+
+
+def refused(rank: int, world: int, path: str, case: str) -> str:
+    weight = torch.ones(2, 2)
+    state: dict[str, Any] = {"x": {"momentum_buffer": weight}}
+    groups: list[dict[str, Any]] = [{"params": ["x"], "lr": 0.5 + rank}]
+    match case:
+        case "a parameter in other groups":
+            name = f"of {rank}"
+            state |= {name: {"momentum_buffer": weight}}
+            groups[0]["params"] = ["x", name]
+        case "numbers":
+            groups[0]["params"] = [0]
+            state = {0: state["x"]}
+        case "flat":
+            state, groups = {"state.x.momentum_buffer": weight, "param_groups.x.lr": 0.5 + rank}, []
+        case "a step":
+            state["x"]["step"] = rank
+            groups[0]["lr"] = 0.5
+    optimizer = state if case == "flat" else {"state": state, "param_groups": groups}
+    told = []
+    for act in (
+        lambda: muonckpt.save({"optimizer": optimizer}, path),
+        lambda: muonckpt.redistribute({"optimizer": optimizer}, {}, allow_extra=True),
+    ):
+        try:
+            act()
+            told.append("no error")
+        except LayoutError as error:
+            told.append(str(error))
+    return "\n".join(told)
+
+
+CASES = {
+    "replicas": "'optimizer.param_groups.0.lr': ",
+    "a parameter in other groups": "lr of x: ",
+    "numbers": "'optimizer.param_groups.0.lr': ",
+    "flat": "'optimizer.param_groups.x.lr': ",
+    "a step": "'optimizer.state.x.step': ",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_options_of_a_parameter_that_differ_from_rank_to_rank_are_refused_by_name(case, tmp_path):
+    words = f"{CASES[case]}ranks 0 and 1 have different values for the same parameters"
+    for told in run(2, refused, str(tmp_path / "c"), case):
+        assert [line.startswith(words) and "get_optimizer_state_dict" in line for line in told.split("\n")] == [
+            True
+        ] * 2
+    assert not [*tmp_path.iterdir()]
+
+
+# --- schedulers -------------------------------------------------------------------------------------------------------
+
+
+def scheduled(rank: int, world: int, kind: str, path: str, begin: bool, before: bool) -> dict[str, Any]:
+    """A stage with a scheduler of its own: its rates after two steps, or after a resume and one more."""
+    part = Part(STAGES[kind][rank], kind, rates=None if begin else 9.0)
+    schedule = ExponentialLR(part.optimizer, 0.5) if begin or before else None
+    if begin:
+        for _ in range(2):
+            part.step()
+            schedule.step()
+        muonckpt.save({**part.state(), "schedule": schedule.state_dict()}, path)
+    else:
+        state = {**part.state(), **({"schedule": schedule.state_dict()} if schedule else {})}
+        muonckpt.load(state, path, allow_extra=[] if schedule else ["schedule.*", "by_rank.*"])
+        part.set(state)
+        if schedule:
+            schedule.load_state_dict(state["schedule"])
+        else:
+            schedule = ExponentialLR(part.optimizer, 0.5, last_epoch=1)
+    part.step()
+    schedule.step()
+    return {name: (float(of["lr"]), of.get("initial_lr")) for name, (of, _) in part.told().items()}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STAGES if kind != "rates in tensors"])
+def test_a_scheduler_for_each_stage_goes_on(kind, tmp_path):
+    went_on = run(2, scheduled, kind, str(tmp_path / "c"), True, True)
+    assert run(2, scheduled, kind, str(tmp_path / "c"), False, True) == went_on
+    if kind == "groups without parameters":  # nothing says what initial_lr these had
+        return
+    made_anew = run(2, scheduled, kind, str(tmp_path / "c"), False, False)
+    assert [{name: rate for name, (rate, _) in each.items()} for each in made_anew] == [
+        {name: rate for name, (rate, _) in each.items()} for each in went_on
+    ]
