@@ -4,13 +4,19 @@ Placements apply from the first mesh axis to the last.  Along each tensor dim a 
 ``(start, stop)`` ranges of global indices in local order; a placement cuts the runs that the axes before it
 left.  So strided shards, uneven splits and any number of axes on one dim need no special case: the local tensor is
 the row-major product of its runs.  The shares of all ranks are computed together, as arrays.
+
+A strided shard may also stand for a contiguous cut that was made after those of later axes.  Where that is the same,
+placements are read as above; where it is not, they are refused: see `order_of_cuts`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
@@ -72,6 +78,17 @@ class DimShares:
         share = fine.share // (split * parts) * parts + fine.share % parts
         order = np.argsort(share, kind="stable")
         return DimShares(self.count * parts, share[order], fine.start[order], fine.stop[order])
+
+    def renumbered(self, shares: IntArray) -> DimShares:
+        """Return these shares in another order: the first is share ``shares[0]`` of now."""
+        share = np.argsort(shares)[self.share]
+        order = np.argsort(share, kind="stable")
+        return DimShares(self.count, share[order], self.start[order], self.stop[order])
+
+    def holders(self) -> IntArray:
+        """Return where runs of the dim begin, and whose they are; equal ones are equal shares, once they are joined."""
+        order = np.argsort(self.start)
+        return np.stack([self.start[order], self.share[order]])
 
     def joined(self) -> DimShares:
         """Merge adjacent runs, so that a contiguous share is one box."""
@@ -137,6 +154,47 @@ class Replicate:
 
 
 AxisPlacement = Shard | StridedShard | Replicate
+
+Cuts = tuple[tuple[Shard | StridedShard, int], ...]
+"""The placements that shard one dim, in the order of their mesh axes, and over how many ranks each of them does."""
+
+
+def order_of_cuts(cuts: Cuts) -> list[tuple[int, int]]:
+    """Return the order in which a dim was cut: the number of each cut, and its split, which is 1 if it is contiguous.
+
+    A strided shard has two meanings.  FSDP2 cuts what earlier cuts have left into contiguous parts, and writes by its
+    split how many parts those have made; torch writes any other order of contiguous cuts in the same way.  In the
+    terms of XTuner's Expert-TP, or of ``distribute_tensor``, the split is a number of stripes, each of which is cut.
+    Both are the same behind contiguous cuts into just so many equal parts; behind stripes they are not, and
+    ``fully_shard`` over stripes writes what ``distribute_tensor`` would for other elements.
+
+    Raises:
+        LayoutError: a strided shard can have both meanings, and they differ.
+    """
+    order: list[tuple[int, int]] = []
+    for number in reversed(range(len(cuts))):
+        placement, parts = cuts[number]
+        split = placement.split if isinstance(placement, StridedShard) else 1
+        # The first place before which the cuts have made as many parts as the split says.
+        made = accumulate((cuts[earlier][1] for earlier, _ in order), mul, initial=1)
+        place = next((place for place, count in enumerate(made) if count == split), None)
+        if parts == 1 or place is None:  # nothing is cut, or no order of cuts has such a split
+            order.insert(0, (number, split))
+        elif all(stripes == 1 or cuts[earlier][1] == 1 for earlier, stripes in order[:place]):
+            order.insert(place, (number, 1))
+        else:
+            raise _unordered(cuts)
+    return order
+
+
+def _unordered(cuts: Cuts) -> LayoutError:
+    told = ", ".join(f"{placement} over {parts} ranks" for placement, parts in cuts)
+    return LayoutError(
+        f"placements do not say in which order a dim was cut, and so which elements are here: {told} is written by "
+        "fully_shard for parts of what a rank held before, and by distribute_tensor for other parts of the same sizes. "
+        "To train the parameter, have fully_shard cut another dim of it (shard_placement_fn); to save it as it is, "
+        "give the boxes that each rank holds as a muonckpt.BoxedTensor"
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -219,10 +277,28 @@ def _along(
 
 
 @lru_cache(maxsize=256)
-def _shares(size: int, cuts: tuple[tuple[Shard | StridedShard, int], ...]) -> DimShares:
-    """Cut a dim by placements over so many ranks each.  Cached: many tensors have equal dims."""
+def _shares(size: int, cuts: Cuts) -> DimShares:
+    """Cut a dim by placements over so many ranks each.  Cached: many tensors have equal dims.
+
+    Raises:
+        LayoutError: as `order_of_cuts`; or parts are unequal, and cut in another order are other parts of equal sizes.
+    """
+    order = order_of_cuts(cuts)
+    splits = [placement.split if isinstance(placement, StridedShard) else 1 for placement, _ in cuts]
+    shares = _cut_in_order(size, cuts, list(enumerate(splits)))
+    if size % math.prod(parts for _, parts in cuts) and [number for number, _ in order] != [*range(len(cuts))]:
+        others = _cut_in_order(size, cuts, order)
+        if not np.array_equal(shares.holders(), others.holders()) and np.array_equal(shares.length, others.length):
+            raise _unordered(cuts)
+    return shares
+
+
+def _cut_in_order(size: int, cuts: Cuts, order: Sequence[tuple[int, int]]) -> DimShares:
+    """Cut a dim; shares are numbered by the coordinates on the axes in the order of the mesh, whatever the order is."""
     whole = np.arange(min(size, 1))
     shares = DimShares(1, whole, whole, whole + size)
-    for placement, parts in cuts:
-        shares = shares.cut(parts) if isinstance(placement, Shard) else shares.cut_strided(placement.split, parts)
-    return shares.joined()
+    for number, split in order:
+        parts = cuts[number][1]
+        shares = shares.cut(parts) if split == 1 else shares.cut_strided(split, parts)
+    numbers = np.arange(shares.count).reshape([cuts[number][1] for number, _ in order])
+    return shares.renumbered(numbers.transpose(np.argsort([number for number, _ in order])).reshape(-1)).joined()

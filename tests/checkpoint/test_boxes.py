@@ -33,7 +33,7 @@ PLACED = {
     "interleaved columns": ((4,), (strided(1, 2),), (3, 17)),
     "a comb": ((4,), (strided(0, 4),), (16,)),
     "rows and columns interleaved": ((2, 2), (strided(0, 3), strided(1, 2)), (13, 11)),
-    "interleaved twice": ((2, 2), (strided(0, 2), strided(0, 3)), (37, 3)),
+    "interleaved twice": ((2, 2), (strided(0, 5), strided(0, 3)), (37, 3)),
     "FSDP over TP": ((2, 2), (strided(0, 2), S(0)), (11, 3)),
     "replicas inside": ((2, 2), (strided(0, 2), R), (9, 4)),
     "replicas outside": ((2, 2), (R, strided(1, 3)), (5, 14)),

@@ -164,6 +164,9 @@ def homes(world: int, seed: int) -> tuple[Home | None, ...]:
             dice.choice([Replicate(), *map(Shard, dims), *(_StridedShard(dim, split_factor=2) for dim in dims)])
             for _ in mesh
         ]
+        striped = [place.dim for place in places if isinstance(place, _StridedShard)]
+        # Stripes of stripes do not say in which order they were cut.
+        places = [Replicate() if striped.count(place.dim) > 1 else place for place in places] if striped else places
         return None if dice.random() < 0.1 else Home(mesh, tuple(places))
 
     return tuple(home(shape) for shape, _ in KINDS)

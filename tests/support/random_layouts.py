@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import pairwise, product
 
 import numpy as np
 
+from muonckpt import LayoutError
 from muonckpt.box import Box
 from muonckpt.layout import Fragment, TensorLayout, dense
 from muonckpt.layouts.flat import FlatShard, flat_layout, owned_layout
@@ -38,8 +40,11 @@ def random_mesh(rng):
 
 
 def random_mesh_layout(rng, shape):
-    mesh = random_mesh(rng)
-    return mesh_layout(shape, mesh, random_placements(rng, len(mesh.shape), len(shape)))
+    """A mesh and placements that say in which order dims were cut."""
+    while True:
+        mesh = random_mesh(rng)
+        with suppress(LayoutError):
+            return mesh_layout(shape, mesh, random_placements(rng, len(mesh.shape), len(shape)))
 
 
 def random_flat_layout(rng, shape):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ....box import Index, row_major
-from ....errors import DamageError, SourceError, about
+from ....errors import DamageError, LayoutError, SourceError, about
 from ....keys import is_optimizer, key_of
 from ....layouts.mesh import Mesh, fragments_on, local_shape
 from ....record import Chunk, Chunks, Extent, StateRecord
@@ -295,7 +295,10 @@ def _mesh(sizes: Index) -> Mesh:
 def _placed(part: RankPart) -> Iterator[Chunk]:
     mesh = _mesh(part.sizes)
     index = sum(i * step for i, step in zip(part.coordinate, row_major(part.sizes), strict=True))
-    expected = local_shape(part.shape, mesh, part.placements, index)
+    try:
+        expected = local_shape(part.shape, mesh, part.placements, index)
+    except LayoutError as error:
+        raise SourceError(str(error)) from error
     local, size = part.local, itemsize(part.dtype)
     if local.box.shape != expected or local.payload is None:
         raise SourceError(f"expected a local tensor of shape {expected} by its placements, found {local.box.shape}")
