@@ -276,11 +276,12 @@ def salvage_command(**options: Any) -> None:
     """Write a whole checkpoint NEW out of the damaged one BROKEN, and list every box that was not its own.
 
     What was whole is copied bit for bit.  What was lost is taken from BROKEN's replicas and its other description, then
-    from each OTHER in turn, then from zeros where --fresh allows it; or it is named, and nothing is written.
+    from each OTHER in turn, then from zeros where --fresh allows it; or it is named, and nothing is written.  As .2 of
+    the same step, NEW is what Series.restore takes and `inspect RUN` lists.
 
     \b
-    muonckpt salvage run/step-3000 run/step-3000.1 --from copy/step-3000
-    muonckpt salvage run/step-3000 run/step-3000.1 --from run/step-2000 --mix-steps --dry-run
+    muonckpt salvage run/step-00003000 run/step-00003000.2 --from copy/step-00003000
+    muonckpt salvage run/step-00003000 run/step-00003000.2 --from run/step-00002000 --mix-steps
     """
     from ..converters.salvage import salvage  # the other commands do not need it
 
@@ -329,6 +330,8 @@ def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: boo
         spread = f"whole in {files}" if ranks is None else f"over {counted(ranks, 'rank')}"
         written = f"{report.destination}: {counted(report.tensors, 'tensor')} {spread}, {size(report.written)}"
         print_line("; ".join((written, *_compared(report))))
+        for sentence in report.advice:
+            print_line(f"next: {sentence}")
     print_duration()
 
 

@@ -57,6 +57,7 @@ class Report:
         compared: the number of tensors whose fingerprints are compared with the source's.
         fingerprints: of the tensors that were written, by key; None if nothing was written.
         salvaged: for `salvage`, what was not the source's own, as the provenance records it (docs/guide/salvage.md).
+        advice: sentences about what to do next with the destination.
     """
 
     source: str
@@ -82,6 +83,7 @@ class Report:
     compared: int
     fingerprints: Mapping[str, str | None] | None = None
     salvaged: Mapping[str, Any] | None = None
+    advice: tuple[str, ...] = ()
 
     def finished(self, manifest: Manifest) -> Report:
         """Return the report when everything has been written."""

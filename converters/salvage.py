@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -14,11 +15,12 @@ from ..errors import ADVICE, DamageError, DestinationError, LostFileError, Sourc
 from ..record import MANIFEST_FILE, StateRecord
 from ..store.audit import audit, payload_bytes
 from ..store.damage import Damage
-from ..store.diagnosis import diagnosis_of
+from ..store.diagnosis import command, diagnosis_of
 from ..store.formats.registry import DCP, OWN, OWN_LINES, format_of
 from ..store.formats.signs import METADATA_FILE
 from ..store.io.location import Location, Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
+from ..store.run import StepName, new_attempt, newer_steps, same_step
 from .engine.container import container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined
@@ -114,7 +116,29 @@ def salvage(
         entry = salvaged.provenance["salvaged"][-1]
         later = replace(execution, progress=lambda count, total: execution.progress(count, size + total))
         report = later.run(job, place, (entry["damage"], *entry["notes"], *notes_on_unread(broken)), workers)
-        return report and replace(report, salvaged=entry)
+        return report and replace(report, salvaged=entry, advice=tuple(_advice(broken.path, place)))
+
+
+def _advice(broken: Location, place: Location) -> Iterator[str]:
+    """Say what to do with a salvaged checkpoint: how it is checked, and by which name it is found and resumed from."""
+    yield f"{command('verify', place)} reads all of it again"
+    run, attempt = broken.parent, new_attempt(broken)
+    if attempt is None:
+        yield f"muonckpt.load(state_dict, {str(place)!r}) resumes from it, where it is of this package's optimizer"
+        return
+    of_series = StepName.parsed(broken.name) is not None
+    is_found = run.resolve() == place.parent.resolve() and same_step(broken.name, place.name)
+    if not is_found or (of_series and StepName.parsed(place.name) is None):
+        yield f"{shlex.join(['mv', str(place), str(run / attempt)])} makes it the checkpoint of its step in {run}"
+        return
+    newer = newer_steps(place)
+    if newer and newer[0].state == "whole":
+        yield f"{newer[0].name} is newer and whole, so that is resumed from, and not this: move it away to go back"
+        return
+    if newer:
+        yield f"{newer[0].name}, which is newer, is {newer[0].state}, and passed over for this: {newer[0].fault}"
+    takes = "Series.restore takes it" if of_series else "resume from it"
+    yield f"{takes}, and {command('inspect', run)} lists it"
 
 
 def _descriptions(path: Location, errors: list[SourceError]) -> Iterator[OpenCheckpoint]:

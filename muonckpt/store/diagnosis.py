@@ -32,7 +32,7 @@ from .formats.registry import OWN, format_of
 from .formats.signs import MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE
 from .io.location import Location
 from .open_checkpoint import OpenCheckpoint
-from .run import RunStep, StepName, whole_before
+from .run import RunStep, StepName, new_attempt, whole_before
 from .verified import Verified, verified
 
 
@@ -343,8 +343,10 @@ def _step_before(path: Location, besides: Collection[str] = ()) -> RunStep | Non
 
 
 def _free(path: Location, word: str) -> str:
-    """Return the path of a checkpoint beside this one that does not exist yet."""
+    """Return the path of a checkpoint beside this one that does not exist yet: of the same step, if it is of a run."""
     place = path.resolve() if path.name in ("", "..") else path
+    if (name := new_attempt(place)) is not None:
+        return str(place.parent / name)
     names = (f"{place.name}-{word}{number}" for number in ("", *range(2, 1000)))
     return str(next(new for name in names if not (new := place.parent / name).exists()))
 

@@ -47,6 +47,9 @@ class StepName(NamedTuple):
 _NUMBERED = re.compile(r"(?P<stem>(?:[^.].*[^0-9])?)(?P<step>[0-9]{1,18})(?:\.ckpt)?")
 """Names of checkpoints that end with the number of a step, in whatever way a program writes it."""
 
+_ATTEMPT = re.compile(r"(?P<first>.*[0-9])\.(?P<attempt>[2-9]|[1-9][0-9])")
+"""Names of later attempts at a step: a checkpoint that was made anew lies beside the first one."""
+
 _POINTERS = ("latest_checkpointed_iteration.txt", "latest")
 """Files in which programs name the step to resume from: Megatron and verl, DeepSpeed."""
 
@@ -176,7 +179,7 @@ def look_at_folder(path: Location, visit: Visit = _only_look, kinds: Kinds = kin
         raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
     record = verifications(path)
     entries.sort(key=lambda entry: entry.name)
-    named = [(entry, *found) for entry in entries if (found := _numbered(entry.name))]
+    named = [(entry, *found) for entry in entries if (found := step_in_name(entry.name))]
 
     def look(of: tuple[Location, str, StepName]) -> tuple[str, RunStep] | None:
         entry, stem, name = of
@@ -192,13 +195,49 @@ def look_at_folder(path: Location, visit: Visit = _only_look, kinds: Kinds = kin
     return Run(path, tuple(steps), _pointer(path, {entry.name for entry in entries}, steps))
 
 
-def _numbered(name: str) -> tuple[str, StepName] | None:
+def step_in_name(name: str) -> tuple[str, StepName] | None:
     """Return the step that a name tells, and what comes before its number."""
     if own := StepName.parsed(name):
         return "step-", own
-    if match := _NUMBERED.fullmatch(name):
-        return match["stem"], StepName(int(match["step"]))
+    again = _ATTEMPT.fullmatch(name)
+    if match := _NUMBERED.fullmatch(again["first"] if again else name):
+        return match["stem"], StepName(int(match["step"]), int(again["attempt"]) if again else 1)
     return None
+
+
+def same_step(name: str, other: str) -> bool:
+    """Return whether two names of one run tell the same step."""
+    steps = step_in_name(name), step_in_name(other)
+    return None not in steps and len({(one[0], one[1].step) for one in steps if one}) == 1
+
+
+def new_attempt(checkpoint: Location) -> str | None:
+    """Return a free name by which the same step is found beside a checkpoint; None if its name tells no step.
+
+    Whoever looks for the newest step, as `Series.restore` does, takes the last attempt at it that is whole.
+    """
+    if step_in_name(checkpoint.name) is None:
+        return None
+    names = [checkpoint.name]
+    with suppress(OSError):
+        names += [entry.name for entry in checkpoint.parent.iterdir() if same_step(checkpoint.name, entry.name)]
+    attempt = max(step[1].attempt for name in names if (step := step_in_name(name))) + 1
+    if own := StepName.parsed(checkpoint.name):
+        return str(StepName(own.step, attempt))
+    again = _ATTEMPT.fullmatch(checkpoint.name)
+    return f"{(again['first'] if again else checkpoint.name).removesuffix('.ckpt')}.{attempt}"
+
+
+def newer_steps(checkpoint: Location) -> list[RunStep]:
+    """Look at the checkpoints beside one that are of later steps of the same run, or later attempts; newest first."""
+    own = step_in_name(checkpoint.name)
+    newer: list[tuple[StepName, str]] = []
+    with suppress(OSError):
+        for entry in checkpoint.parent.iterdir() if own else ():
+            other = step_in_name(entry.name)
+            if own and other and other[0] == own[0] and other[1] > own[1]:
+                newer.append((other[1], entry.name))
+    return [look_at_step(checkpoint.parent / name, step, None) for step, name in sorted(newer, reverse=True)]
 
 
 def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep | None:
@@ -214,11 +253,11 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
         if _is_checkpoint(run):
             return None
         record = verifications(run)
-        found = _numbered(checkpoint.name)
+        found = step_in_name(checkpoint.name)
         names = sorted(
             (found is not None and step > found[1], -step.step, -step.attempt, entry.name, stem, step)
             for entry in run.iterdir()
-            if entry.name not in (checkpoint.name, *besides) and (numbered := _numbered(entry.name))
+            if entry.name not in (checkpoint.name, *besides) and (numbered := step_in_name(entry.name))
             for stem, step in [numbered]
         )
         for *_, name, stem, step in names:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from support.commands import called
 
 import muonckpt
 from muonckpt import SourceError
@@ -197,3 +201,63 @@ def test_the_cure_for_files_of_two_saves_is_followed(saves, tmp_path):
     (broken / "__2_0.distcp").rename(tmp_path / "__2_0.distcp")
     muonckpt.salvage(broken, tmp_path / "new", others=[copy])
     assert is_one_of(tmp_path / "new", saves) == "a"
+
+
+@pytest.fixture
+def run(saves, tmp_path) -> Path:
+    """The folder of a run, whose last step has lost a file, and the whole one beside it."""
+    for name, step in (("a", 1000), ("c", 2000)):
+        shutil.copytree(saves / name, tmp_path / "run" / f"step-{step:08}")
+    (tmp_path / "run" / "step-00002000" / "__1_0.distcp").unlink()
+    return tmp_path / "run"
+
+
+def test_what_is_printed_after_a_salvage_is_found_by_inspect_and_restored_by_a_series(run, saves):
+    broken, advised = run / "step-00002000", re.compile(r"muonckpt salvage (\S+) (\S+) --from")
+    [(source, new)] = {
+        match.groups() for match in map(advised.search, called("inspect", broken).stdout.splitlines()) if match
+    }
+    assert (source, new) == (str(broken), f"{broken}.2")
+    done = called("salvage", source, new, "--from", saves / "c1")
+    assert f"next: Series.restore takes it, and muonckpt inspect {run} lists it" in done.stdout
+    assert called("verify", new).returncode == 0
+    assert "step-00002000.2" in called("inspect", run).stdout
+    loaded = state(7, 7)
+    with muonckpt.Series(run) as series:
+        assert series.restore(loaded).path == new
+    assert torch.equal(loaded["model"][NAMES[0]], state(2, 2000)["model"][NAMES[0]])
+
+
+def test_a_name_that_nobody_finds_is_said_with_the_command_that_changes_it(run, saves):
+    for number, name in enumerate(("salvaged", "step-2000.2", "step-00001000.2")):
+        report = muonckpt.salvage(run / "step-00002000", run / name, others=[saves / "c1"])
+        command = next(line for line in report.advice if line.startswith("mv ")).split()
+        assert command[:3] == ["mv", str(run / name), str(run / f"step-00002000.{number + 2}")]
+        Path(command[1]).rename(command[2])
+        with muonckpt.Series(run) as series:
+            assert series.restore(state(7, 7)).path == command[2]
+
+
+@pytest.mark.parametrize("state_of_newest", ["whole", "damaged"])
+def test_a_newer_step_is_named_with_what_becomes_of_it(state_of_newest, run, saves):
+    newest = Path(shutil.copytree(saves / "b", run / "step-00003000"))
+    if state_of_newest == "damaged":
+        (newest / "__0_0.distcp").unlink()
+    report = muonckpt.salvage(run / "step-00002000", run / "step-00002000.2", others=[saves / "c1"])
+    said = "is newer and whole" if state_of_newest == "whole" else "which is newer, is damaged, and passed over"
+    assert any("step-00003000" in line and said in line for line in report.advice)
+    with muonckpt.Series(run) as series, nullcontext() if state_of_newest == "whole" else pytest.warns(RuntimeWarning):
+        restored = series.restore(state(7, 7))
+    assert restored.step == (3000 if state_of_newest == "whole" else 2000)
+
+
+def test_attempts_at_steps_of_other_programs_are_found_beside_them(saves, tmp_path):
+    run = tmp_path / "run"
+    for step in (500, 1000):
+        muonckpt.convert(saves / "a1", run / f"checkpoint-{step}", format="safetensors", shard_size=200)
+    (run / "checkpoint-1000" / "model-00002-of-00004.safetensors").unlink()
+    report = muonckpt.salvage(run / "checkpoint-1000", run / "checkpoint-1000.2", others=[saves / "a1"])
+    assert any("resume from it" in line for line in report.advice)
+    shown = json.loads(called("inspect", run, "--json").stdout)
+    steps = [(one["name"], one["step"], one["attempt"], one["state"]) for one in shown["steps"]]
+    assert steps[1:] == [("checkpoint-1000", 1000, 1, "damaged"), ("checkpoint-1000.2", 1000, 2, "whole")]
