@@ -81,7 +81,7 @@ def written(path: Path, name: str, data: bytes) -> Path:
 FUTURE = b'{"format": "muonckpt", "version": 99}'
 SOURCES = {
     "nothing": (lambda path: path / "nothing", COMMANDS, "nothing"),
-    "a file": (lambda path: path / ".metadata", COMMANDS, "expected a safetensors file"),
+    "a file": (lambda path: path / ".metadata", COMMANDS, "give its folder"),
     "an empty folder": (lambda path: (path / "empty").mkdir() or path / "empty", COMMANDS, "expected .metadata"),
     "rank-local metadata": (
         lambda path: (without(path, "muonckpt.json") / ".metadata").rename(path / "__0.metadata").parent,

@@ -35,7 +35,7 @@ from ..io.ranges import joined
 from ..io.regular import File, extent_faults, open_regular
 from ..reading.payloads import Payloads
 from .dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
-from .signs import COMMON_FILE, METADATA_FILE, folders_of_dcp
+from .signs import COMMON_FILE, METADATA_FILE, folders_of_dcp, unread_format
 from .torch_save import tensor_item
 from .torch_save.tensor_item import ItemTemplate
 
@@ -248,6 +248,8 @@ def _read_metadata(path: Location) -> bytes:
         instead = f"; there is one in {listed(below)}: give the path of one" if below else ""
         if (data := fnmatch.filter(sorted(names), "__*_*.distcp")) and not below:
             raise DamageError(f"expected {METADATA_FILE} beside {data[0]}, found none{unfinished}")
+        if not (unfinished or below) and (found := unread_format(path)):
+            raise SourceError(f"expected a checkpoint in {path}: {found}")
         raise SourceError(f"expected {METADATA_FILE} in {path}, found none{unfinished}{instead}")
     with open_regular(path / METADATA_FILE) as file:
         size = file.size

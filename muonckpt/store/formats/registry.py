@@ -156,6 +156,13 @@ Safetensors files may lie beside our manifest and DCP's metadata, some programs 
 beside other checkpoints, and DeepSpeed copies model states into universal folders."""
 
 
+_NEEDS_FOLDER = (
+    *(sign for format in (OWN, LAYER_WISE, DCP, BUFFERS, ZARR) for sign in format.signs),
+    *("*.distcp", signs.BUFFER_FILES, signs.TORCH_CHECKPOINTING_FILE),
+    *(sign for sign in signs.UNREAD if not sign.startswith("*")),
+)
+"""Files that say nothing without those beside them."""
+
 _NANOCHAT_STEP = re.compile(r"model_([0-9]{6,12})\.pt")
 
 Given = TypeVar("Given")
@@ -179,6 +186,8 @@ def format_of(path: Location) -> Format:
             match = _NANOCHAT_STEP.fullmatch(path.name)
             if match and (path.parent / f"optim_{match[1]}_rank0.pt").is_file():
                 return NANOCHAT
+            if any(fnmatch.fnmatchcase(path.name, sign) for sign in _NEEDS_FOLDER):
+                raise SourceError(f"{path} is one file of a checkpoint: give its folder, {path.parent}")
             with open_regular(path) as file:
                 if file.read(0, min(file.size, 4)) in signs.TORCH_SAVE:
                     return PROCESS_FILES

@@ -403,7 +403,7 @@ def _told(failed: Failed) -> Iterator[None]:
 
 def _read(path: Location, chunks_of: ChunksOf, failed: Failed) -> tuple[LocatedReader, int | None]:
     """Return the reader of a hierarchy, and the number of arrays that its root says it has."""
-    attributes, arrays = _nodes(path, failed)
+    attributes, arrays, consolidated = _nodes(path, failed)
     tensors, seals, read = list[StateRecord](), dict[str, object](), list[ZarrArray]()
     for array in arrays:
         with _told(failed):
@@ -412,7 +412,7 @@ def _read(path: Location, chunks_of: ChunksOf, failed: Failed) -> tuple[LocatedR
             if isinstance(entry := array.attributes.get(MANIFEST_ATTRIBUTE), dict):
                 seals[array.node] = entry.get(SEAL)
     provenance: Mapping[str, Any] = {"format": "zarr"}
-    count, of_arrays = None, None
+    count, of_arrays = len({*consolidated, *(array.node for array in arrays)}) if consolidated else None, None
     with _told(failed):
         if (ours := attributes.get(MANIFEST_ATTRIBUTE)) is not None:
             with about(path / ZARR_FILE):
@@ -444,13 +444,16 @@ def _root(fields: Any) -> tuple[Mapping[str, Any], int, str | None]:
     raise DamageError(f"damaged attribute {MANIFEST_ATTRIBUTE!r}")
 
 
-def _nodes(path: Location, failed: Failed) -> tuple[Mapping[str, Any], list[ZarrArray]]:
-    """Return the root's attributes, and by name all arrays below it, or the root itself.  No link is followed.
+def _nodes(
+    path: Location, failed: Failed
+) -> tuple[Mapping[str, Any], list[ZarrArray], Mapping[str, Mapping[str, Any]]]:
+    """Return the root's attributes, by name all arrays below it or the root itself, and those that it describes too.
 
-    Each folder is listed once: a hierarchy may have very many groups.
+    No link is followed.  Each folder is listed once: a hierarchy may have very many groups.
     """
     attributes: Mapping[str, Any] = {}
-    arrays, pending = [], [""]
+    consolidated: Mapping[str, Mapping[str, Any]] = {}
+    arrays, pending = list[ZarrArray](), [""]
     while pending:
         node = pending.pop()
         place = path / node
@@ -464,12 +467,35 @@ def _nodes(path: Location, failed: Failed) -> tuple[Mapping[str, Any], list[Zarr
             with about(place / ZARR_FILE):
                 fields = parse_node(read_whole(place / ZARR_FILE))
                 if not node:
-                    attributes = fields["attributes"]
+                    attributes, consolidated = fields["attributes"], _consolidated(fields)
                 if fields["node_type"] == "array":
                     arrays.append(parse_array(node, fields))
                     continue
         pending += [f"{node}/{name}" if node else name for name in sorted(folders, reverse=True)]
-    return attributes, arrays
+    # What the root says of an array stands in for a description that is lost, and must not contradict one.
+    described = {array.node: array for array in arrays}
+    for node, repeated in sorted(consolidated.items()):
+        with _told(failed):
+            with about(path / ZARR_FILE):
+                array = parse_array(node, repeated)
+            if node not in described:
+                arrays.append(array)
+                raise DamageError(f"{path}: its {ZARR_FILE} of {node} is missing")
+            if dataclasses.replace(described[node], attributes=array.attributes) != array:
+                raise DamageError(f"{path}: its {ZARR_FILE} and that of {node} do not say the same of that array")
+    return attributes, arrays, consolidated
+
+
+def _consolidated(fields: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the fields of the arrays that the root of a hierarchy repeats, by the paths of the arrays."""
+    match fields.get("consolidated_metadata"):
+        case {"metadata": dict(nodes_below)}:
+            return {
+                str(node): {"attributes": {}, **below}
+                for node, below in nodes_below.items()
+                if isinstance(below, dict) and below.get("node_type") == "array"
+            }
+    return {}
 
 
 def _record(path: Location, array: ZarrArray, chunks_of: ChunksOf) -> StateRecord:
@@ -540,7 +566,10 @@ def _files_below(path: Location, node: str) -> set[str]:
     stored, pending = set[str](), [node]
     while pending:
         place = pending.pop()
-        files, folders = listing(path / place)
+        try:
+            files, folders = listing(path / place)
+        except FileNotFoundError:
+            continue
         prefix = f"{place}/" if place else ""
         stored |= {f"{prefix}{name}" for name in files}
         pending += [f"{prefix}{name}" for name in folders]
