@@ -141,7 +141,7 @@ class NonFinite:
     def __init__(self, action: str, most_in_a_row: int) -> None:
         if action not in ACTIONS:
             raise ValueError(f"nonfinite={action!r}: expected None, 'skip' or 'raise'")
-        if most_in_a_row < 0:
+        if not isinstance(most_in_a_row, int) or most_in_a_row < 0:
             raise ValueError(f"most_skipped={most_in_a_row!r}: expected a number of steps, at least 0")
         self._most = most_in_a_row if action == "skip" else 0
         self.policy = f"{action!r}, with most_skipped={most_in_a_row}"

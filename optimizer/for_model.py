@@ -16,6 +16,7 @@ from ..errors import called_like, warn_on_rank
 from ..resumption import in_globs
 from ..vocabulary import GROUP_OPTIONS
 from .groups import EXAMPLE, FAMILIES, KINDS, WRAPPERS, Decisions, Rules, layers_of, rules_to_write, sort_parameters
+from .options import FLAG, check_value
 from .state import as_numbers
 
 
@@ -156,6 +157,7 @@ class ForModel:
                 refused.
         """
         _refuse_group_options(options, inspect.signature(cls).parameters)
+        check_value("named", named, FLAG)
         rate = {} if adamw_lr is None else {"lr": adamw_lr}
         replicas = {"replicas": model.process_group} if isinstance(model, DistributedDataParallel) else {}
         sorter = GroupsOfModel(weakref.ref(model), layers_of(rules), rate, kinds or {}, named)

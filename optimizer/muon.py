@@ -29,15 +29,19 @@ from .ground.cuda_graphs import capturing
 from .ground.eight_bits import block_of
 from .ground.host_memory import STATE_MEMORIES
 from .ground.rounding import Placed
+from .methods.form import MatrixMethod
 from .methods.matrix import Methods, Scale, Scales, is_matrix_method
 from .methods.scalar import SCALARS, most_visiting
 from .newton_schulz.costs import Cost
 from .newton_schulz.products import Choice, prefer_kernels
 from .newton_schulz.recipe import flops
 from .options import (
+    COUNT_OR_NONE,
     CYCLED,
     as_plain,
     check,
+    check_rates,
+    check_value,
     cycled,
     options_of_state,
     refuse_repeated,
@@ -175,8 +179,7 @@ class Muon(ForModel, CollectiveOptimizer):
             )
         if exchange not in LINKS:
             raise ValueError(f"exchange={exchange!r}: expected one of {sorted(LINKS)}")
-        if stages is not None and stages < 1:
-            raise ValueError(f"stages={stages!r}: expected at least one")
+        check_value("stages", stages, COUNT_OR_NONE)
         if offload not in STATE_MEMORIES:
             raise ValueError(f"offload={offload!r}: expected one of {list(STATE_MEMORIES)}")
         self._replicas, self._exchange, self._stages, self._layout = replicas, exchange, stages, layout
@@ -247,17 +250,19 @@ class Muon(ForModel, CollectiveOptimizer):
         finally:
             self.defaults.update(cycled(self.param_groups))
         for param, slots in fresh.items():
-            self.state[param].update(slots)
+            self.state.setdefault(param, {}).update(slots)
         self._steps.plan_anew()
         self._fixed.append(fixed(group))
         self.given.append(given_in(group))
         self._seen.append(Seen.of(group["params"], self.state))
-        self._slots = SeenSlots.of(self.state)
         self._inheriting = inheriting
 
     def _fresh_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        method = self._methods[group["algorithm"]] if is_matrix_method(group["algorithm"]) else None
-        return self._at_rest(param, fresh_state(param, self._resting(param, (0,)), group, method))
+        return self._at_rest(param, fresh_state(param, self._resting(param, (0,)), group, self._method_of(group)))
+
+    def _method_of(self, group: Mapping[str, Any]) -> MatrixMethod | None:
+        """Return the method of a group of matrices, None for one of element-wise algorithms."""
+        return self._methods[group["algorithm"]] if is_matrix_method(group["algorithm"]) else None
 
     def _at_rest(self, param: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a parameter's state in the memory where it rests; a count of steps stays where it is."""
@@ -517,6 +522,7 @@ class Muon(ForModel, CollectiveOptimizer):
     def _follow_options(self) -> None:
         """Check groups and plan again if options other than rates have changed."""
         if self._fixed == [fixed(group) for group in self.param_groups]:
+            check_rates(self.param_groups, self._method_of)
             return
         for before, group in zip(self._fixed, self.param_groups, strict=True):
             if group["algorithm"] != before["algorithm"]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -26,9 +27,8 @@ from ..vocabulary import (
     ParamGroup,
 )
 from .ground.eight_bits import block_of
-from .methods.form import MatrixMethod
+from .methods.form import MatrixMethod, Option
 from .methods.matrix import is_matrix_method
-from .methods.scalar import SCALARS
 from .newton_schulz.recipe import spans
 from .planning.matrices import PRECISIONS
 from .step.agreement import NAMES
@@ -110,51 +110,144 @@ def refuse_shared_rate(groups: Iterable[ParamGroup], algorithm: str, lr: float |
             )
 
 
+Declaration = tuple[Callable[[Any], bool], str]
+"""What an option may be: whether a value is that, and in words."""
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(_is_whole(count) and count >= 1 for count in value)
+
+
+def _in_list(what: str) -> Declaration:
+    expected = f"None, or whole numbers of at least 1 in a list: the {what} of each matrix that is fused in a parameter"
+    return lambda counts: counts is None or (_are_counts(counts) and len(counts) > 0), expected
+
+
+def _none_or(values: Collection[Any]) -> Declaration:
+    return (None, *values).__contains__, f"None, or one of {list(values)}"
+
+
+FLAG: Declaration = (lambda value: isinstance(value, bool), "True or False")
+COUNT: Declaration = (lambda value: _is_whole(value) and value >= 1, "a whole number of at least 1")
+COUNT_OR_NONE: Declaration = (lambda value: value is None or COUNT[0](value), f"None, or {COUNT[1]}")
+_TYPES: Mapping[tuple[type, ...], Declaration] = {(bool,): FLAG, (int, float): (_is_number, "a number")}
+_FRACTION: Declaration = (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)")
+
+_RATES: Mapping[str, Declaration] = {
+    "lr": (lambda lr: _is_number(lr) and 0 <= float(lr) < math.inf, "a finite rate >= 0"),
+    "weight_decay": (lambda decay: _is_number(decay) and 0 <= decay < math.inf, "a finite decay >= 0"),
+    "momentum": _FRACTION,
+    "beta2": _FRACTION,
+    "betas": (
+        lambda betas: isinstance(betas, Sequence) and len(betas) == 2 and all(map(_FRACTION[0], betas)),
+        "two numbers in [0, 1)",
+    ),
+    STEPS_TAKEN: (lambda steps: _is_whole(steps) and steps >= 0, "a number of steps"),
+}
+"""What schedules change between steps."""
+
+_DECLARATIONS: Mapping[str, Declaration] = {
+    **_RATES,
+    "cautious": FLAG,
+    "nesterov": FLAG,
+    "convention": (
+        lambda convention: convention == MUON_CONVENTION,
+        f"{str(MUON_CONVENTION)!r}: converters translate state of another convention",
+    ),
+    "ns_steps": (COUNT[0], "at least one step, as a whole number"),
+    "ns_dtype": (PRECISIONS.__contains__, f"one of {sorted(PRECISIONS)}"),
+    "gram": (lambda gram: gram is None or _are_counts(gram), "None, or the steps of restarts in a list"),
+    "pieces": _in_list("rows"),
+    "columns": _in_list("columns"),
+    "interleaved": COUNT,
+    MOMENTUM_DTYPE: _none_or(STATE_DTYPES),
+    STATE_DTYPE: _none_or(STATE_DTYPES),
+    BLOCK_SIZE: (BLOCK_SIZES.__contains__, f"a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}"),
+    ROUNDING_SEED: (lambda seed: seed is None or _is_whole(seed), "an integer, or None"),
+}
+"""What options of groups may be, where that does not depend on the algorithm."""
+
+_EPS: Mapping[bool, Declaration] = {
+    True: (lambda eps: _is_number(eps) and 0 < eps < math.inf, "a positive number"),
+    False: (lambda eps: _is_number(eps) and 0 <= eps < math.inf, "a finite number >= 0"),
+}
+"""The same of ``eps``: of matrices, which are divided by their norm, and of elements."""
+
+
+def check_value(name: str, value: Any, declaration: Declaration) -> None:
+    """Raise ValueError for a value that is not as declared."""
+    is_expected, expected = declaration
+    try:
+        holds = is_expected(value)
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # of another type than the condition is for
+        holds = False
+    if not holds:
+        raise ValueError(f"{name}={value!r}: expected {expected}")
+
+
+def check_rates(groups: Iterable[ParamGroup], method_of: Callable[[ParamGroup], MatrixMethod | None]) -> None:
+    """Raise ValueError for a rate that was set between steps and is not as declared.
+
+    Tensors on a device are not looked at, as that would wait for it.
+    """
+    for number, group in enumerate(groups):
+        method = method_of(group)
+        for name, declaration in _RATES.items():
+            values = group.get(name, ())
+            if name not in group or any(map(_is_far, values if isinstance(values, tuple | list) else (values,))):
+                continue
+            option = method.options.get(name) if method is not None else None
+            try:
+                _check(name, group[name], [declaration] if option is None else _declared(option))
+            except ValueError as error:
+                raise ValueError(f"group {number}: {error}") from None
+
+
+def _is_far(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def _declared(option: Option) -> list[Declaration]:
+    """Return the declarations of a method's option: the type of its default, and its condition."""
+    kinds = [kind for types, kind in _TYPES.items() if type(option.default) in types]
+    return [*kinds, (option.holds, option.expected)]
+
+
+def _check(name: str, value: Any, declarations: Iterable[Declaration]) -> None:
+    for declaration in declarations:
+        check_value(name, value, declaration)
+
+
 def check(group: ParamGroup, scales: Collection[str], method: MatrixMethod | None) -> None:
-    """Raise ValueError for an option out of range.
+    """Raise ValueError for an option that is not as declared.
 
     Args:
         scales: the names that ``adjust_lr_fn`` may have.
         method: None for element-wise algorithms.
     """
-
-    def need(name: str, fine: Callable[[Any], bool], expected: str) -> None:
-        try:
-            holds = fine(group[name])
-        except (TypeError, RuntimeError):  # of another type, such as a string, or a tensor of several elements
-            holds = False
-        if not holds:
-            raise ValueError(f"{name}={group[name]!r}: expected {expected}")
-
-    for name in (MOMENTUM_DTYPE, STATE_DTYPE):
-        if name in group:
-            need(name, (None, *STATE_DTYPES).__contains__, f"None, or one of {list(STATE_DTYPES)}")
-    if BLOCK_SIZE in group:
-        ends = f"a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}"
-        need(BLOCK_SIZE, lambda size: block_of(group) > 0, f"it with {MOMENTUM_DTYPE}= or {STATE_DTYPE}={EIGHT_BITS!r}")
-        need(BLOCK_SIZE, BLOCK_SIZES.__contains__, ends)
-    if group.get(ROUNDING_SEED) is not None:
-        need(ROUNDING_SEED, lambda seed: isinstance(seed, int), "an integer, or None")
-    if STEPS_TAKEN in group:
-        need(STEPS_TAKEN, lambda steps: steps >= 0, "a number of steps")
-    need("lr", lambda lr: torch.as_tensor(lr).numel() == 1 and 0 <= float(lr) < math.inf, "a finite rate >= 0")
-    need("weight_decay", lambda decay: 0 <= decay < math.inf, "a finite decay >= 0")
+    options = {} if method is None else method.options
+    for name, declaration in _DECLARATIONS.items():
+        if name in group and name not in options:
+            check_value(name, group[name], declaration)
+    for name, option in options.items():
+        _check(name, group[name], _declared(option))
+    if BLOCK_SIZE in group and not block_of(group):
+        given = f"it with {MOMENTUM_DTYPE}= or {STATE_DTYPE}={EIGHT_BITS!r}"
+        raise ValueError(f"{BLOCK_SIZE}={group[BLOCK_SIZE]!r}: expected {given}")
+    if "eps" in group and "eps" not in options:
+        check_value("eps", group["eps"], _EPS[method is not None])
     if method is None:
-        SCALARS[group["algorithm"]].check(group)
         return
-    need("adjust_lr_fn", scales.__contains__, f"a function, or one of {sorted(scales)}")
-    if method.averages:
-        need("momentum", lambda momentum: 0 <= momentum < 1, "a number in [0, 1)")
-        need(
-            "convention",
-            MUON_CONVENTION.__eq__,
-            f"{str(MUON_CONVENTION)!r}: converters translate state of another convention",
-        )
-    if method.orthogonalizes:
-        need("ns_steps", lambda steps: steps >= 1, "at least one step")
-        need("ns_dtype", PRECISIONS.__contains__, f"one of {sorted(PRECISIONS)}")
-        need("eps", lambda eps: 0 < eps < math.inf, "a positive number")
-        if group["gram"] is not None:
-            spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)
-    for name, option in method.options.items():
-        need(name, option.holds, option.expected)
+    check_value("adjust_lr_fn", group["adjust_lr_fn"], (scales.__contains__, f"a function, or one of {sorted(scales)}"))
+    if group.get("gram") is not None:
+        spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)

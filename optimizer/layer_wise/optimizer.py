@@ -35,6 +35,7 @@ from ..ground.held_boxes import declare_boxes, declared_boxes
 from ..ground.tensors import exact_dtype, rounded_once
 from ..methods.matrix import is_matrix_method
 from ..muon import Muon
+from ..options import COUNT_OR_NONE, FLAG, check_rates, check_value
 from ..report import warn_of_no_gradient
 from ..restoration import fitting
 from ..state import Seen, SeenSlots, cleared, fault
@@ -135,6 +136,9 @@ class LayerWise(CollectiveOptimizer):
         self._layout = layout if isinstance(layout, str) else "recorded"
         intent = Intent.of(AGREE_ON_PLAN, {})
         try:
+            for name, value in {"average": average, "exact": exact, "overlap": overlap}.items():
+                check_value(name, value, FLAG)
+            check_value("bucket_size", bucket_size, COUNT_OR_NONE)
             if nonfinite is not None:
                 self._nonfinite = NonFinite(nonfinite, most_skipped)
                 if refusal := crossing([sorted_ranks(shared) for shared in self._agreement.groups]):
@@ -267,6 +271,7 @@ class LayerWise(CollectiveOptimizer):
             self._refuse_closed()
             self._gradients.take_written()
             self._follow_state()
+            check_rates(self.param_groups, self._inner._method_of)
         except Exception as error:
             failure = failure or error
         self._gradients.finish()

@@ -11,7 +11,6 @@ are tensors back, and rounds rates to the parameter's dtype.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,13 +69,6 @@ class Scalar:
         for slot, make in self.slots.items():
             state |= fresh_average(param, slot, dtype or param.dtype, block) if make is None else {slot: make(param)}
         return state
-
-    def check(self, group: ParamGroup) -> None:
-        """Raise ValueError for an option out of range."""
-        if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-            raise ValueError(f"betas={group['betas']!r}: expected two numbers in [0, 1)")
-        if not 0 <= group.get("eps", 0) < math.inf:
-            raise ValueError(f"eps={group['eps']!r}: expected a finite number >= 0")
 
     def step(
         self,

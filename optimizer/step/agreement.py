@@ -7,6 +7,7 @@ learn of it there.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -201,7 +202,7 @@ def step_intent(
     options = [value for _, value in _live_options(groups)]
     far = [value for value in options if isinstance(value, Tensor) and value.device == device and device.type != "cpu"]
     distant = set(map(id, far))
-    near = np.array([np.nan if id(value) in distant else float(value) for value in options])
+    near = np.array([np.nan if id(value) in distant else _as_number(value) for value in options])
 
     def facts() -> Facts:
         dtypes = {}
@@ -210,12 +211,20 @@ def step_intent(
             dtypes[f"the momentum of {label}"] = str(kept)
         rates: defaultdict[str, list[str]] = defaultdict(list)
         for subject, value in _live_options(groups):
-            rates[subject].append(str(float(value)))
+            rates[subject].append(str(_as_number(value)))
         shown = {subject: ", ".join(values) for subject, values in rates.items()}
         return {PLAN_FACT: "kept", **constants, **dtypes, **shown}
 
     numbers = _numbered(gradients, momenta) + near.tobytes() + repr(sorted(constants.items())).encode()
     return Intent(AGREE_ON_STEP, _digest(numbers), far, facts)
+
+
+def _as_number(value: Any) -> float:
+    """Return a rate as a number; NaN for what is none, of which its rank tells the others as of any error."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -214,7 +214,7 @@ def test_ranks_that_disagree_about_gradients_stop_and_can_go_on():
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [({"exchange": "pigeons"}, "all_gather"), ({"stages": 0}, "at least one")]
+    ("option", "message"), [({"exchange": "pigeons"}, "all_gather"), ({"stages": 0}, "whole number of at least 1")]
 )
 def test_unknown_exchanges_are_refused(option, message):
     with pytest.raises(ValueError, match=message):

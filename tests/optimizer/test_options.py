@@ -6,14 +6,16 @@ import copy
 import math
 import re
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
 from muonckpt import LayoutError
-from muonckpt.optimizer import COEFFICIENTS, LayerWise, Muon, orthogonalize
+from muonckpt.optimizer import COEFFICIENTS, LayerWise, MatrixMethod, Muon, Option, orthogonalize
 from muonckpt.optimizer.newton_schulz import CoefficientSet
+from muonckpt.vocabulary import GROUP_OPTIONS
 
 ALGORITHMS = ("muon", "normuon", "adamw", "lion")
 
@@ -98,6 +100,93 @@ def test_numbers_are_finite(algorithm, option, value):
 def test_a_rate_that_is_a_tensor_is_finite_too():
     with pytest.raises(ValueError, match="lr="):
         matrix(lr=torch.tensor(math.inf))
+
+
+def wrong_values() -> Iterator[tuple[str, str, object]]:
+    """Values of another type than an option has by default, as YAML and command lines give them."""
+    for algorithm, options in GROUP_OPTIONS.items():
+        for option, default in options.items():
+            if isinstance(default, str):
+                wrong = [3, True, None] if option != "adjust_lr_fn" else [3, True]
+            elif option in ("pieces", "columns", "gram"):
+                wrong = [2, "12", "(4, 8)", (2.5, 9.5), ("4", "8"), (True,), {4: 8}]
+            elif isinstance(default, tuple):
+                wrong = [str(default), 0.9, (0.9,), ("0.9", "0.95"), (True, False), None]
+            else:
+                wrong = [str(default), None, (default,)]
+                wrong += ["False", "true", 1, 0, "no"] if isinstance(default, bool) else [True, False]
+            yield from ((algorithm, option, value) for value in wrong)
+
+
+@pytest.mark.parametrize(("algorithm", "option", "value"), [*wrong_values()], ids=label)
+def test_every_option_has_the_type_of_its_default(algorithm, option, value):
+    with pytest.raises(ValueError, match=f"^{option}=.*: expected|^ns_coefficients="):
+        matrix(algorithm=algorithm, **{option: value})
+    opt = matrix(algorithm=algorithm)
+    start = train(opt)
+    if value == opt.param_groups[0][option]:  # 0 for False
+        return
+    opt.param_groups[0][option] = value
+    with pytest.raises(ValueError, match=f"{option}=.*: expected|^ns_coefficients="):
+        train(opt)
+    assert torch.equal(opt.param_groups[0]["params"][0], start)
+
+
+def test_an_option_of_a_method_from_outside_that_is_on_or_off_is_that():
+    method = MatrixMethod("signed", lambda whole: whole.matrix, options={"signed": Option(True)})
+    assert matrix(algorithm=method, signed=False).param_groups[0]["signed"] is False
+    for value in ("False", 0, None):
+        with pytest.raises(ValueError, match=r"signed=.*: expected True or False"):
+            matrix(algorithm=method, signed=value)
+
+
+BETWEEN = [
+    *(("lr", value) for value in (-0.1, math.nan, math.inf, torch.tensor(math.nan), torch.tensor(-1.0), None)),
+    *(("weight_decay", value) for value in (-0.1, math.nan)),
+    *(("momentum", value) for value in (1.0, -0.5, math.nan)),
+]
+
+
+@pytest.mark.parametrize(("option", "value"), BETWEEN, ids=label)
+@pytest.mark.parametrize("layer_wise", [False, True])
+def test_a_rate_that_a_schedule_makes_wrong_is_refused_before_anything_moves(option, value, layer_wise):
+    net = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False))
+    groups = [{"params": [layer.weight]} for layer in net]
+    opt = LayerWise(net, groups) if layer_wise else Muon(groups)
+
+    def step() -> None:
+        net(normal(3, 8)).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    step()
+    before = [layer.weight.detach().clone() for layer in net]
+    was, opt.param_groups[1][option] = opt.param_groups[1][option], value
+    with pytest.raises(ValueError, match=f"group 1: {option}=.*: expected a"):
+        step()
+    assert all(map(torch.equal, before, net.parameters()))
+    opt.param_groups[1][option] = was
+    opt.zero_grad()
+    step()
+    assert not any(map(torch.equal, before, net.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(
+            ({name: value}, f"{name}=.*True or False")
+            for name in ("average", "exact", "overlap")
+            for value in ("False", 0)
+        ),
+        ({"bucket_size": "100"}, "bucket_size='100': expected None, or a whole number"),
+        ({"nonfinite": "skip", "most_skipped": "3"}, "most_skipped='3': expected a number of steps"),
+    ],
+)
+def test_arguments_of_layer_wise_have_their_types(arguments, message):
+    net = nn.Linear(8, 12, bias=False)
+    with pytest.raises(ValueError, match=message):
+        LayerWise(net, net.parameters(), **arguments)
 
 
 RATES = [
