@@ -13,8 +13,7 @@ import numpy as np
 from ..box import Box
 from ..columns import UNKNOWN
 from ..record import Manifest
-from ..store.formats.signs import items_beside
-from ..store.io.location import Location
+from ..store.io.location import Location, items_beside
 from ..store.reading.dtypes import itemsize
 from .engine.job import Job
 from .engine.outputs import Check

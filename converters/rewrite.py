@@ -12,8 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from ..errors import DestinationError, TargetError
 from ..store.formats.native import is_torch_dist
 from ..store.formats.registry import BUFFERS
-from ..store.formats.signs import items_beside
-from ..store.io.location import Remote, location
+from ..store.io.location import Remote, items_beside, location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.opening import open
 from ..wording import listed

@@ -27,6 +27,7 @@ FOLDERS = {
 RULES = {
     "errors": "",
     "version": "",
+    "plugins": "errors",
     "box": "errors",
     "coefficients": "",
     "overlap": "",
@@ -49,7 +50,7 @@ RULES = {
     "layouts/buffers": "errors box layout layouts",
     "store/io": "errors box columns fingerprint record",
     "store/reading": "errors box layout record store/io",
-    "store/formats": "errors box chunks columns fingerprint json_fields record vocabulary layouts layouts/buffers "
+    "store/formats": "errors plugins box chunks columns fingerprint json_fields record vocabulary layouts layouts/buffers "
     "keys store/io store/reading wording",
     "store": "errors box chunks columns fingerprint keys layout record vocabulary store/io store/reading store/formats "
     "version wording",
@@ -83,7 +84,7 @@ RULES = {
     "converters/engine": "errors box key_search keys checkpoint chunks columns json_fields layout layouts "
     "layouts/buffers new_group overlap plan fingerprint record store store/io store/reading store/formats version "
     "vocabulary converters/target",
-    "converters/programs": "box coefficients errors keys store/formats vocabulary",
+    "converters/programs": "box coefficients errors keys plugins store/formats vocabulary",
     "converters/translate": "errors box chunks coefficients keys layout record vocabulary wording store store/formats "
     "converters/engine converters/programs",
     "converters/compare": "errors box key_search record store store/io store/reading store/formats converters/engine "

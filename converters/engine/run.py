@@ -18,10 +18,9 @@ from typing import TypeVar
 from ...errors import DestinationError, Interrupted, SourceError
 from ...fingerprint import as_hex
 from ...record import Manifest
-from ...store.formats.signs import items_beside
 from ...store.io import publish
 from ...store.io.limits import gc_paused
-from ...store.io.location import Location, check_memory
+from ...store.io.location import Location, check_memory, items_beside
 from ...store.io.regular import open_regular
 from .in_step import FilesInStep, in_step
 from .job import Job, assignment, check_destination, file_states

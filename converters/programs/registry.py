@@ -16,7 +16,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from ...errors import SourceError, TargetError
-from ...store.formats.registry import of_plugins
+from ...plugins import of_plugins
 from . import deepspeed, dion, megatron, moonlight, ours, titan, torch, veomni, xtuner
 from .dialect import Dialect
 

@@ -26,9 +26,9 @@ from .damage import Damage, Kinds, damage_of_files, faults_of, kinds_by_slot
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
 from .formats.native import stock_metadata
 from .formats.registry import DCP, OWN
-from .formats.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE, items_beside
+from .formats.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE
 from .io.checksums import Sums, crc32, xxh3_128
-from .io.location import Location, Remote, location
+from .io.location import Location, Remote, items_beside, location
 from .io.pace import Pace
 from .io.regular import open_regular, read_whole
 from .open_checkpoint import OpenCheckpoint, check_blob

@@ -24,7 +24,8 @@ from ..layout import holes_in
 from ..record import MANIFEST_FILE, Manifest, StateRecord
 from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, SECOND_MOMENT, STEP
 from ..wording import Finding, counted, listed, size
-from .formats.signs import METADATA_FILE, items_beside
+from .formats.signs import METADATA_FILE
+from .io.location import items_beside
 from .io.regular import open_regular
 from .open_checkpoint import OpenCheckpoint
 from .reading.dtypes import itemsize

@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 from ..errors import DamageError, SourceError
 from .damage import Kinds, damage_of_files, findings_by_files, kinds_by_slot, sentence_of, unexplained
 from .formats.registry import SIBLINGS, shown_by
-from .formats.signs import folders_of_dcp
+from .formats.signs import METADATA_FILE
 from .io import publish
-from .io.location import Location, at_each
+from .io.location import Location, at_each, folders_with
 from .io.regular import open_regular
 from .open_checkpoint import OpenCheckpoint
 from .verified import Verified, verifications, written
@@ -165,7 +165,7 @@ def _is_checkpoint(path: Location) -> bool:
     if format is not SIBLINGS:
         return format is not None
     stems = defaultdict(set)
-    for name in folders_of_dcp(path):
+    for name in folders_with(path, METADATA_FILE):
         if match := _NUMBERED.fullmatch(name):
             stems[match["step"]].add(match["stem"])
     return any(len(alike) > 1 for alike in stems.values())

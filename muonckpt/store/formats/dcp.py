@@ -30,14 +30,15 @@ from ...record import Blob, Extent, Manifest, StateRecord
 from ...wording import listed
 from ..io import limits
 from ..io.checksums import xxh3_128
-from ..io.location import Location
+from ..io.location import Location, folders_with
 from ..io.ranges import joined
 from ..io.regular import File, extent_faults, open_regular
 from ..reading.payloads import Payloads
 from .dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
-from .signs import COMMON_FILE, METADATA_FILE, folders_of_dcp, unread_format
+from .signs import COMMON_FILE, METADATA_FILE
 from .torch_save import tensor_item
 from .torch_save.tensor_item import ItemTemplate
+from .unread import unread_format
 
 
 def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
@@ -272,7 +273,7 @@ class SiblingsReader:
 
     def __init__(self, path: Location) -> None:
         self.payloads = Payloads(path)
-        readers = {name: DcpReader(path / name) for name in folders_of_dcp(path)}
+        readers = {name: DcpReader(path / name) for name in folders_with(path, METADATA_FILE)}
         outlines = {name: reader.outline for name, reader in readers.items()}
         if set(map(_holds_optimizers, outlines.values())) != {True, False}:
             raise SourceError(

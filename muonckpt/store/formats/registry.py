@@ -16,14 +16,15 @@ import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
-from typing import TypeVar
 
 from ... import record
 from ...errors import SourceError
-from ..io.location import Location
+from ...plugins import of_plugins
+from ..io.location import Location, folders_with
 from ..io.regular import open_regular
 from ..reading.reader import Format
 from . import signs
+from .unread import UNREAD
 
 ENTRY_POINTS = "muonckpt.formats"
 
@@ -159,13 +160,11 @@ beside other checkpoints, and DeepSpeed copies model states into universal folde
 _NEEDS_FOLDER = (
     *(sign for format in (OWN, LAYER_WISE, DCP, BUFFERS, ZARR) for sign in format.signs),
     *("*.distcp", signs.BUFFER_FILES, signs.TORCH_CHECKPOINTING_FILE),
-    *(sign for sign in signs.UNREAD if not sign.startswith("*")),
+    *(sign for sign in UNREAD if not sign.startswith("*")),
 )
 """Files that say nothing without those beside them."""
 
 _NANOCHAT_STEP = re.compile(r"model_([0-9]{6,12})\.pt")
-
-Given = TypeVar("Given")
 
 
 def format_of(path: Location) -> Format:
@@ -217,7 +216,7 @@ def shown_by(path: Location) -> Format | None:
     try:
         names = [entry.name for entry in path.iterdir()]
         shown = next(_showing(names, BUILT_IN), None) or (_plugin_showing(names) if names else None)
-        return SIBLINGS if shown is None and len(signs.folders_of_dcp(path)) > 1 else shown
+        return SIBLINGS if shown is None and len(folders_with(path, signs.METADATA_FILE)) > 1 else shown
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
 
@@ -250,30 +249,3 @@ def _plugin_showing(names: Sequence[str]) -> Format | None:
     if len(claiming) > 1:
         raise SourceError(f"several plug-ins read such files: {'; '.join(claiming)}: uninstall all but one")
     return next(iter(claiming.values()), None)
-
-
-def of_plugins(group: str, kind: type[Given], of: str) -> dict[str, Given]:
-    """Import the values that plug-ins give in a group of entry points, by the names that messages use.
-
-    Args:
-        of: what they are, such as "formats", for messages.
-
-    Raises:
-        SourceError: a plug-in cannot be imported, or gives a value of another kind.
-    """
-    from importlib.metadata import entry_points  # slow to import
-
-    plugins = {}
-    for point in entry_points(group=group):
-        package = "an unknown package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
-        plugin = f"plug-in {point.name!r} ({point.value}) of {package}"
-        try:
-            given = point.load()
-        except Exception as error:  # whatever other people's code raises
-            raise SourceError(
-                f"the {plugin} for {of} cannot be imported: {type(error).__name__}: {error}; repair or uninstall it"
-            ) from error
-        if not isinstance(given, kind):
-            raise SourceError(f"the {plugin} for {of}: expected a {kind.__name__}, found {type(given).__name__}")
-        plugins[plugin] = given
-    return plugins

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Mapping
-from types import MappingProxyType
-
-from ..io.location import Location, listing
-
 METADATA_FILE = ".metadata"
 
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -55,52 +49,6 @@ LAYER_WISE_FILES = ("layer_wise.toml", "layer_wise.json")
 """Descriptions of Megatron's per-rank optimizer files."""
 
 
-_ZARR_2 = "zarr v2, which is not read: open it with the zarr library and write it again with zarr_format=3"
-_ORBAX = "an OCDBT database of tensorstore, as Orbax writes it"
-_ELSEWHERE = ", which is not read: load it with its own program and save the tensors with safetensors or torch.save"
-
-UNREAD: Mapping[str, str] = MappingProxyType(
-    {
-        ".zgroup": _ZARR_2,
-        ".zarray": _ZARR_2,
-        ".zmetadata": _ZARR_2,
-        "manifest.ocdbt": f"{_ORBAX}{_ELSEWHERE}",
-        ZARR_FILE: "zarr v3 whose groups lack that file: give the folder of one array, or write "
-        '{"zarr_format": 3, "node_type": "group"} into the file in each folder above the arrays',
-        "*.gguf": f"GGUF of llama.cpp{_ELSEWHERE}",
-        "*.h5": f"HDF5{_ELSEWHERE}",
-        "*.msgpack": f"msgpack of Flax{_ELSEWHERE}",
-        "*.data-?????-of-?????": f"a checkpoint of TensorFlow{_ELSEWHERE}",
-    }
-)
-"""What files are whose formats are not read, and what to do, by shell patterns of their names."""
-
-_MOST_FOLDERS = 64
-"""Folders in which files of such formats are looked for."""
-
-
-def unread_format(path: Location) -> str:
-    """Return what a folder has of a format that is not read, and what to do; empty if nothing known is in it."""
-    pending = [""]
-    for place in pending:  # which grows
-        files, folders = listing(path / place)
-        for pattern, meaning in UNREAD.items():
-            if found := fnmatch.filter(sorted(files), pattern):
-                return f"{f'{place}/' * bool(place)}{found[0]} is of {meaning}"
-        prefix = f"{place}/" if place else ""
-        pending += [f"{prefix}{name}" for name in sorted(folders)][: max(_MOST_FOLDERS - len(pending), 0)]
-    return ""
-
-
 def item_key(key: str) -> str:
     """Return Megatron's key of an item, which ends with its shard's number and the number of shards."""
     return key if "/shard_" in key or key == COMMON_FILE else f"{key}/shard_0_1"
-
-
-def folders_of_dcp(path: Location) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir() if (entry / METADATA_FILE).exists())
-
-
-def items_beside(checkpoint: Location) -> Location:
-    """Return the place of the file of items of a checkpoint that holds tensors only: docs/formats/items.md."""
-    return checkpoint.parent / f"{checkpoint.name}.items.json"

@@ -245,6 +245,16 @@ def lasting(name: str | os.PathLike[str]) -> str:
     return text
 
 
+def folders_with(path: Location, name: str) -> list[str]:
+    """Return the names of the folders in a folder that have an entry of this name, in order."""
+    return sorted(entry.name for entry in path.iterdir() if (entry / name).exists())
+
+
+def items_beside(checkpoint: Location) -> Location:
+    """Return the place of the file of items of a checkpoint that holds tensors only: docs/formats/items.md."""
+    return checkpoint.parent / f"{checkpoint.name}.items.json"
+
+
 class RemoteFile:
     """An object that is read by ranges."""
 
