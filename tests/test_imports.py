@@ -50,8 +50,8 @@ RULES = {
     "layouts/buffers": "errors box layout layouts",
     "store/io": "errors box columns fingerprint record",
     "store/reading": "errors box layout record store/io",
-    "store/formats": "errors plugins box chunks columns fingerprint json_fields record vocabulary layouts layouts/buffers "
-    "keys store/io store/reading wording",
+    "store/formats": "errors plugins box chunks columns fingerprint json_fields record vocabulary layouts "
+    "layouts/buffers keys store/io store/reading wording",
     "store": "errors box chunks columns fingerprint keys layout record vocabulary store/io store/reading store/formats "
     "version wording",
     "checkpoint": "errors box chunks columns json_fields overlap layout plan fingerprint record resumption new_group "
