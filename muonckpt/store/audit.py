@@ -22,7 +22,7 @@ from ..errors import DamageError, LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from ..wording import Finding, listed
-from .damage import Damage, Kinds, damage_of_files, faults_of, kinds_by_slot
+from .damage import Damage, Kinds, damage_of_files, faults_of, kinds_by_slot, misplaced_files
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
 from .formats.native import stock_metadata
 from .formats.registry import DCP, OWN
@@ -348,7 +348,8 @@ def audit(
         findings += _against_integrity(path)
     every = (*description_faults(checkpoint, framed), *findings)
     damage = replace(by_files, chunks=lost, items=frozenset(lost_items), read=True)
-    damage = replace(damage, mixed_up=_is_of_another_save(checkpoint, damage))
+    damage = replace(damage, misplaced=misplaced_files(checkpoint, damage) if damage else {})
+    damage = replace(damage, mixed_up=not damage.misplaced and _is_of_another_save(checkpoint, damage))
     return AuditReport(
         tensors=len(manifest.tensors),
         chunks=int((manifest.elements > 0).sum()),

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..box import Box
-from ..chunks import Boxes
+from ..chunks import Boxes, Chunks
 from ..errors import SeveralSavesError, SourceError, UnlistedError
 from ..layout import holes_in
 from ..record import MANIFEST_FILE, Manifest, StateRecord
@@ -29,6 +30,7 @@ from .io.location import items_beside
 from .io.regular import open_regular
 from .open_checkpoint import OpenCheckpoint
 from .reading.dtypes import itemsize
+from .reading.payloads import check_chunk
 
 _RANK_IN_NAME = re.compile(
     r"(?:.*/)?(?:__([0-9]{1,7})_[0-9]+\.distcp|(?:rank|layer_wise_optimizer)_([0-9]{1,7})\.[a-z]+"
@@ -91,6 +93,7 @@ class Damage:
         holes: boxes of tensors, by key, that no chunk covers, although the tensor has them.
         read: whether all bytes were compared with what was recorded; else only the files' sizes.
         mixed_up: whether the manifest is that of another save than the files.
+        misplaced: by the name of a file that is not there, or has other bytes, the name under which its bytes are.
         strays: files of another save than the others, by what another checkpoint of that save has.
     """
 
@@ -103,6 +106,7 @@ class Damage:
     read: bool = False
     mixed_up: bool = False
     strays: frozenset[str] = frozenset()
+    misplaced: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.chunks.any() or self.items or self.files or self.holes)
@@ -168,8 +172,23 @@ class Damage:
             "read": self.read,
         }
 
+    @cached_property
+    def without_misplaced(self) -> Damage:
+        """What is lost beside the bytes that are under other names."""
+        columns, names = self.manifest.columns, self.misplaced.keys()
+        numbers = [number for number, name in enumerate(columns.names) if name in names]
+        items = frozenset(blob.key for blob in self.manifest.blobs if blob.item.file not in names) & self.items
+        files = {name: length for name, length in self.files.items() if name not in names}
+        chunks = self.chunks & ~np.isin(columns.file, numbers)
+        return replace(self, chunks=chunks, items=items, files=files, misplaced={})
+
     def sentence(self, kind: Kind) -> str:
         """Return what is lost, as one sentence for people; ``kind`` says what a tensor is, in the plural."""
+        if self.misplaced:
+            moved = [f"that of {name} is called {other}" for name, other in sorted(self.misplaced.items())]
+            said = f"{counted(len(moved), 'file')} with other names than when it was saved: {listed(moved, 4)}"
+            besides = self.without_misplaced
+            return f"{said}; {besides.sentence(kind) if besides else 'nothing else is wrong, and nothing is lost'}"
         parts = []
         if self.tensors:
             parts.append(self._lost_elements(kind))
@@ -181,10 +200,10 @@ class Damage:
             files = _files(sorted(self.manifest.columns.names))
             return f"{MANIFEST_FILE} is of another save than {files}: {found} of {stored} chunks have other bytes"
         if not parts:
-            rest = "tensors and items are whole" if self.read else "all other files have their size"
+            rest = "tensors and items are whole" if self.read else "all other files are long enough"
             return f"{'; '.join(self._causes())}; {rest}"
         lost = f"{' and '.join(parts)} {'is' if int(self.chunks.sum()) + len(self.items) == 1 else 'are'} lost"
-        rest = "all else is whole" if self.read else "all other files have their size"
+        rest = "all else is whole" if self.read else "all other files are long enough"
         return f"{'; '.join(self._causes()) or 'bytes are not those that were written'}: {lost}; {rest}"
 
     def _lost_elements(self, kind: Kind) -> str:
@@ -268,7 +287,73 @@ def damage_of_files(checkpoint: OpenCheckpoint) -> Damage:
         if tensor.boxes.elements < Box.of(tensor.shape).numel:
             left = holes_in(Box.of(tensor.shape), tensor.boxes, _MOST_HOLES)
             holes[tensor.key] = tuple(left) if len(left) <= _MOST_HOLES else ()
-    return Damage(manifest, lost, items, files, dict(_unopened(checkpoint, files)), holes)
+    damage = Damage(manifest, lost, items, files, dict(_unopened(checkpoint, files)), holes)
+    return replace(damage, misplaced=misplaced_files(checkpoint, damage)) if files else damage
+
+
+_MOST_PAIRS = 1 << 16
+"""The most pairs of a name and a file that are looked at: some seconds."""
+
+_SAMPLES = 8
+"""Chunks of a file, spread over it, by which it is told under another name."""
+
+
+def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str]:
+    """Return, by the names of files that are not there, or have other bytes, the names under which their bytes are.
+
+    Reads some chunks of files, and compares them with what was recorded; two files that are in each other's place, and
+    one that has got another name, are found so.
+    """
+    if not isinstance(checkpoint.path, Path) or not checkpoint.path.is_dir():
+        return {}
+    # The chunks of each file, the smallest first: few are read of a file that is another one.
+    manifest, names = damage.manifest, damage.manifest.columns.names
+    order = np.lexsort((manifest.elements, manifest.columns.file))
+    order = order[manifest.elements[order] > 0]
+    lost, stored = damage.by_file
+    rows_by_name = dict(zip(names, np.split(order, np.cumsum(stored)[:-1]), strict=True)) if names else {}
+
+    @cache
+    def has(file: str, name: str) -> bool:
+        """Return whether a file has the chunks that were written under a name."""
+        rows = rows_by_name[name]
+        sample = rows[np.unique(np.linspace(0, len(rows) - 1, _SAMPLES).astype(np.int64))]
+        return all(_is_in(checkpoint, damage, row, file) for row in sample.tolist())
+
+    # Which names have lost everything, and which files may have it.
+    is_short = np.array([name in damage.files for name in names], np.bool_)
+    numbers = np.flatnonzero((stored > 0) & ((lost == stored) | is_short))
+    suspects = [names[number] for number in numbers if names[number] not in damage.unopened]
+    descriptions = {MANIFEST_FILE, METADATA_FILE, *manifest.files}
+    candidates = [e.name for e in checkpoint.path.iterdir() if e.is_file() and e.name not in descriptions]
+    if len(suspects) * len(candidates) > _MOST_PAIRS:
+        return {}
+    # Where a file is under another name, that name's own bytes are looked for, too.
+    places: dict[str, str] = {}
+    while suspects:
+        name = suspects.pop()
+        for file in candidates:
+            is_named = len(rows_by_name.get(file, ())) > 0
+            if file != name and file not in places.values() and has(file, name) and not (is_named and has(file, file)):
+                places[name] = file
+                suspects += [file] if is_named and file not in places and file not in suspects else []
+                break
+    return places
+
+
+def _is_in(checkpoint: OpenCheckpoint, damage: Damage, row: int, file: str) -> bool:
+    """Return whether a file has one chunk of the manifest where the chunk's own file has to have it."""
+    number = int(np.searchsorted(damage.starts, row, side="right")) - 1
+    tensor = damage.manifest.tensors[number]
+    chunk = tensor.chunks[row - int(damage.starts[number])]
+    payload = chunk.payload and replace(chunk.payload, file=file)
+    moved = replace(chunk, item=replace(chunk.item, file=file), payload=payload)
+    try:
+        (placed,) = checkpoint.locate([replace(tensor, chunks=Chunks.of([moved], len(tensor.shape)))])
+        check_chunk(checkpoint.payloads, placed, placed.chunks[0])
+    except SourceError:
+        return False
+    return checkpoint.payloads.is_checked(placed.chunks[0])
 
 
 def _unopened(checkpoint: OpenCheckpoint, files: Mapping[str, int | None]) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -207,6 +207,10 @@ def _remedies(
     What gives up state is not among them where something else keeps it.
     """
     path, kinds = checkpoint.path, {finding.kind for finding in findings}
+    if damage.misplaced:
+        yield Remedy(" && ".join(_moves(path, damage.misplaced)), "gives every file its name back; then verify it")
+        if not (damage := damage.without_misplaced):
+            return
     lost = bool(damage.tensors or damage.items or "unlisted" in kinds)
     if not lost and (damage or kinds) and kinds <= _DESCRIPTIVE:
         yield _rebuilt(checkpoint)
@@ -247,6 +251,23 @@ def _remedies(
     )
     if damage.tensors and not damage.items and "unlisted" not in kinds and {*map(kind, damage.tensors)} <= BEGIN_ANEW:
         yield from _fresh(path, new, damage, checkpoint.format is OWN)
+
+
+def _moves(path: Location, misplaced: Mapping[str, str]) -> Iterator[str]:
+    """Yield the commands that give files their names; one that would be replaced is kept under a name of its own."""
+    places, vacant = dict(misplaced), set[str]()
+
+    def move(source: str, destination: str) -> str:
+        vacant.add(source)
+        return shlex.join(["mv", str(path / source), str(path / destination)])
+
+    while places:
+        name = next((name for name in places if name not in places.values()), next(iter(places)))
+        if name not in vacant and (path / name).exists():
+            yield move(name, f"{name}.aside")
+            places = {other: f"{name}.aside" if file == name else file for other, file in places.items()}
+        else:
+            yield move(places.pop(name), name)
 
 
 def _fresh(path: Location, new: str, damage: Damage, is_ours: bool) -> Iterator[Remedy]:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,9 +184,62 @@ def test_roles_of_other_programs_tensors_are_named(name, tmp_path):
     said = called("verify", broken).stdout.splitlines()[0]
     assert f"{broken}: rank 1's file __1_0.distcp is missing: " in said
     assert "weights of " in said and "momenta of " in said and said.endswith("; all else is whole.")
-    assert called("inspect", broken).stdout.splitlines()[0].replace("all other files have their size", "") == (
+    assert called("inspect", broken).stdout.splitlines()[0].replace("all other files are long enough", "") == (
         said.replace("all else is whole", "")
     )
+
+
+def renamed(path: Path, names: dict[str, str]) -> None:
+    """Give files other names at once."""
+    aside = {new: (path / old).rename(path / f"{new}.tmp") for old, new in names.items()}
+    for new, place in aside.items():
+        place.rename(path / new)
+
+
+A, B, C = (f"__{rank}_0.distcp" for rank in range(3))
+RENAMED = [{A: B, B: A}, {A: B, B: C, C: A}, {B: "__1_0.distcp.bak"}, {A: "old", B: A}, {A: B, B: "old"}]
+
+
+@pytest.fixture(scope="module")
+def uneven(saves, tmp_path_factory) -> Path:
+    """A checkpoint whose three ranks have 10, 10 and 4 rows of each tensor.  Do not change."""
+    path = tmp_path_factory.mktemp("uneven") / "one"
+    muonckpt.reshard(saves / "step-00000003", path, mesh={"dp": 3}, shard={"*": [("dp", 0)]})
+    return path
+
+
+@pytest.mark.parametrize("names", RENAMED)
+@pytest.mark.parametrize("program", [None, "dion_fsdp4/ckpt"])
+def test_files_with_each_others_names_are_told_and_get_theirs_back(program, names, uneven, tmp_path):
+    source = golden(program) if program else uneven
+    path = Path(shutil.copytree(source, tmp_path / "a run" / "one"))
+    renamed(path, names)
+    for command in ("inspect", "verify"):
+        done = called(command, path)
+        said = done.stdout.splitlines()[0]
+        assert done.returncode == 1 and f"{len(names)} file" in said and "with other names" in said
+        assert said.endswith("; nothing else is wrong, and nothing is lost.")
+    [remedy] = diagnosed(path).remedies
+    subprocess.run(["bash", "-ec", remedy.command], check=True)
+    assert called("verify", path).returncode == 0 and bits(path) == bits(source)
+
+
+def test_a_file_that_was_copied_over_another_is_lost(uneven, tmp_path):
+    path = Path(shutil.copytree(uneven, tmp_path / "one"))
+    shutil.copy(path / A, path / B)
+    found = diagnosed(path)
+    assert not found.damage.misplaced and "4 of 12 chunks" in found.sentence
+
+
+def test_what_is_lost_besides_is_said(uneven, tmp_path):
+    path = Path(shutil.copytree(uneven, tmp_path / "one"))
+    renamed(path, {A: B, B: A})
+    (path / C).unlink()
+    found = diagnosed(path)
+    assert found.sentence.startswith(f"2 files with other names than when it was saved: that of {A} is called {B}")
+    assert f"; rank 2's file {C} is missing: 4 of 12 chunks" in found.sentence
+    subprocess.run(["bash", "-ec", found.remedies[0].command], check=True)
+    assert diagnosed(path).sentence.startswith(f"rank 2's file {C} is missing")
 
 
 # --- what to do -------------------------------------------------------------------------------------------------------
