@@ -59,6 +59,10 @@ STAGES: dict[str, list[Stage]] = {
         [((), options("head", lr=7.0)), (("a",), options("matrices")), (("embed",), options("embedding"))],
         [(("b",), options("matrices", lr=0.04)), ((), options("embedding")), (("head",), options("head"))],
     ],
+    "the same options": [
+        [(("a",), options("matrices")), (("embed",), options("head"))],
+        [(("b",), options("matrices")), (("head",), options("head"))],
+    ],
     "rates in tensors": [
         [(("a",), {"lr": torch.tensor(0.02)}), (("embed",), {"lr": torch.tensor(0.1), "weight_decay": 0.3})],
         [(("b",), {"lr": torch.tensor(0.04)}), (("head",), {"lr": torch.tensor(0.2)})],
@@ -266,9 +270,13 @@ def test_options_of_a_parameter_that_differ_from_rank_to_rank_are_refused_by_nam
 # --- schedulers -------------------------------------------------------------------------------------------------------
 
 
+MERGED: Stage = [(("a", "b"), options("matrices")), (("embed", "head"), options("head"))]
+"""Stages with the same options, as one."""
+
+
 def scheduled(rank: int, world: int, kind: str, path: str, begin: bool, before: bool) -> dict[str, Any]:
     """A stage with a scheduler of its own: its rates after two steps, or after a resume and one more."""
-    part = Part(STAGES[kind][rank], kind, rates=None if begin else 9.0)
+    part = Part(STAGES[kind][rank] if world == 2 else MERGED, kind, rates=None if begin else 9.0)
     schedule = ExponentialLR(part.optimizer, 0.5) if begin or before else None
     if begin:
         for _ in range(2):
@@ -298,3 +306,49 @@ def test_a_scheduler_for_each_stage_goes_on(kind, tmp_path):
     assert [{name: rate for name, (rate, _) in each.items()} for each in made_anew] == [
         {name: rate for name, (rate, _) in each.items()} for each in went_on
     ]
+
+
+@pytest.mark.parametrize("worlds", [(2, 1), (1, 2)])
+def test_a_scheduler_goes_on_with_another_number_of_stages(worlds, tmp_path):
+    kind, (before, now) = "the same options", worlds
+    went_on = run(before, scheduled, kind, str(tmp_path / "c"), True, True)
+    resumed = run(now, scheduled, kind, str(tmp_path / "c"), False, True)
+    joined = [{name: rates for each in ranks for name, rates in each.items()} for ranks in (went_on, resumed)]
+    assert joined[0] == joined[1] and len(joined[0]) == 4
+
+
+def test_a_scheduler_of_other_groups_is_refused(tmp_path):
+    """One process had four groups, of which each stage has two."""
+    kind = "one has an embedding, one a head"
+    part = Part(whole(kind), kind)
+    schedule = ExponentialLR(part.optimizer, 0.5)
+    part.step()
+    schedule.step()
+    muonckpt.save({**part.state(), "schedule": schedule.state_dict()}, tmp_path / "c")
+    stage = Part(STAGES[kind][1], kind)
+    state = {**stage.state(), "schedule": ExponentialLR(stage.optimizer, 0.5).state_dict()}
+    words = r"has groups with initial_lr \[0.02, 0.003, 0.02, 0.0001\], this optimizer \[0.02, 0.0001\]"
+    with pytest.raises(SourceError, match=words):
+        muonckpt.load(state, tmp_path / "c", allow_extra=True)
+    del state["schedule"]
+    muonckpt.load(state, tmp_path / "c", allow_extra=True)
+
+
+def proved(rank: int, world: int, folder: str) -> list[str]:
+    """A resume is proved; with another rate on one stage it is not."""
+    kind = "one has an embedding, one a head"
+    series = muonckpt.Series(folder)
+    series.save(1, {**trained(kind, STAGES[kind][rank], 1).state(), "position": rank})
+    part = Part(STAGES[kind][rank], kind, rates=9.0)
+    state = {**part.state(), "position": None}
+    restored = series.restore(state)
+    part.set(state)
+    told = [str(restored.compare({**part.state(), "position": rank}))]
+    part.optimizer.param_groups[1]["lr"] *= 1 + 2 * rank
+    return [*told, str(restored.compare({**part.state(), "position": 5}))]
+
+
+def test_the_proof_of_a_resume_knows_stages_and_what_ranks_have_of_their_own(tmp_path):
+    (fine, wrong), other = run(2, proved, str(tmp_path))
+    assert [fine, wrong] == other and ", proved: " in fine
+    assert "lr 5e-05 -> " in wrong and "group 1 (head.weight)" in wrong and "position: " in wrong
