@@ -249,12 +249,16 @@ class _OptimizerMatch:
     Attributes:
         groups, saved: keys of options by group and option, in the template and in the checkpoint (nested form).
         mine, theirs: keys of options by parameter and option, in the template and in the checkpoint.
-        home: the number of each parameter's group in the checkpoint (nested form).
+        homes: the numbers of each parameter's groups in the checkpoint (nested form); of several, if ranks that had it
+            had it together with other parameters.
+        home: the first of them.
     """
 
     def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored) -> None:
         self.optimizer, self.template, self.stored = optimizer, template, stored
+        self.homes: defaultdict[str, list[int]] = defaultdict(list)
         self.home: dict[str, int] = {}
+        self._options_of: dict[int, dict[str, Any]] = {}
         if optimizer.groups is None:
             self.mine = optimizer.options_of_names(template.values)
             self.theirs = optimizer.options_of_names(stored.entries)
@@ -262,7 +266,10 @@ class _OptimizerMatch:
         self.groups = optimizer.options_of_groups(template.values)
         self.saved = optimizer.options_of_groups(stored.entries)
         live = [(name, number) for number, names in enumerate(optimizer.groups) for name in names]
-        self.home |= {name: number for number, names in enumerate(stored.groups(optimizer)) for name in names}
+        for number, names in enumerate(stored.groups(optimizer)):
+            for name in names:
+                self.homes[name].append(number)
+        self.home = {name: numbers[0] for name, numbers in self.homes.items()}
         self.mine = {name: self.groups[number] for name, number in live}
         self.theirs = {name: self.saved[number] for name, number in self.home.items()}
 
@@ -315,6 +322,9 @@ class _OptimizerMatch:
             return NEW
         if self.optimizer.groups is not None and name not in self.home:
             return UNGROUPED
+        first, *others = self.homes.get(name) or [0]
+        if any(self._own_options(number) != self._own_options(first) for number in others):
+            return "in several parameter groups of the checkpoint, with different options"
         now, then = self.mine.get(name, _NONE), self.theirs.get(name, _NONE)
         for option in meaning(there):
             if option in now and option in then:
@@ -332,12 +342,9 @@ class _OptimizerMatch:
         """Give each group the options of the saved group in which its parameters were."""
         home = {name: self.home[name] for name in loaded if name in self.home}
 
-        def options(number: int) -> dict[str, Any]:
-            return {option: self.stored.option(key) for option, key in self.saved[number].items() if option not in _OWN}
-
         live = self.optimizer.groups or ()
-        numbers, differences = origin_groups(live, home, options)
-        joined = [{home[name] for name in names if name in home} for names in live]
+        numbers, differences = origin_groups(live, home, self._own_options)
+        joined = [set().union(*(self.homes[name] for name in names if name in home)) for names in live]
         spared = [key for number in set().union(*joined) - {*numbers} for key in self.saved[number].values()]
         taken = []
         for number, keys in self.groups.items():
@@ -348,6 +355,13 @@ class _OptimizerMatch:
             taken.append(self._options(mine, self.saved[source], str(source), f"group {number}"))
         unfit = self._scheduler_misfit(numbers)
         return Matching.joined([Matching(spared=frozenset(spared), differences=differences), unfit, *taken])
+
+    def _own_options(self, number: int) -> dict[str, Any]:
+        """Return the options of a saved group in which others may not differ that become one group with it."""
+        if number not in self._options_of:
+            keys = ((option, key) for option, key in self.saved[number].items() if option not in _OWN)
+            self._options_of[number] = {option: self.stored.option(key) for option, key in keys}
+        return self._options_of[number]
 
     def _scheduler_misfit(self, origins: Sequence[int | None]) -> Matching:
         """Return why state of schedulers, which know groups by their numbers, would not be that of these groups.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support import sweep
 from support.leaves import leaves
 from support.workers import run
 from torch import nn
@@ -191,6 +193,76 @@ def test_each_parameter_is_resumed_with_the_options_and_the_state_it_had(kind, t
     template = {"optimizer": {"param_groups": [dict.fromkeys(("params", "weight_decay")) for _ in groups]}}
     dcp.load(template, checkpoint_id=tmp_path / "False" / "c", no_dist=True)
     assert [group["params"] for group in template["optimizer"]["param_groups"]] == groups
+
+
+# --- any groups, on any ranks -----------------------------------------------------------------------------------------
+
+NAMES = [f"p{number}" for number in range(9)]
+
+
+def options_of(name: str) -> dict[str, Any]:
+    number = int(name[1:])
+    return {"lr": 0.5 / (1 + number % 3), "weight_decay": number % 2 / 10, "betas": (0.9, 0.99 - number % 3 / 100)}
+
+
+def drawn(seed: str, rank: int, world: int) -> list[list[str]]:
+    """The names of a rank in groups whose options are the same: on one rank, on some or all of them."""
+    dice = random.Random(seed)
+    holders = {name: dice.sample(range(world), dice.choice([1, 1, 1, min(2, world), world])) for name in NAMES}
+    dice = random.Random(f"{seed} {rank}")
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name in dice.sample(NAMES, len(NAMES)):
+        if rank in holders[name]:
+            groups.setdefault((str(options_of(name)), dice.randrange(2)), []).append(name)
+    listed = dice.sample([*groups.values()], len(groups))
+    return [*listed, []][:: dice.choice((1, -1))]
+
+
+def as_state(groups: list[list[str]], is_template: bool) -> dict[str, Any]:
+    """State of some of them; a template has none of the values."""
+    slots = {
+        name: {"momentum_buffer": torch.full((2, 2), 0.0 if is_template else float(name[1:]) + 1)}
+        for group in groups
+        for name in group
+        if int(name[1:]) % 4
+    }
+    listed = [{"params": names, **options_of(names[0] if names else "p0")} for names in groups]
+    for group in listed if is_template else ():
+        group |= {"lr": None, "weight_decay": None, "betas": (None, None)}
+    return {"state": slots, "param_groups": listed}
+
+
+def saves(rank: int, world: int, seeds: list[int], folder: str) -> None:
+    for seed in seeds:
+        source = drawn(f"{seed} from", rank, world)
+        muonckpt.save({"optimizer": as_state(source, False), "position": rank}, f"{folder}/{seed}")
+
+
+def regrouped(rank: int, world: int, seeds: list[int], folder: str) -> list[str]:
+    """Load into other groups on these ranks, or, without a folder, move live state to them; return what is wrong."""
+    wrong = []
+    for seed in seeds:
+        groups = drawn(f"{seed} to", rank, world)
+        state: dict[str, Any] = {"optimizer": as_state(groups, True)}
+        if folder:
+            muonckpt.load(state, f"{folder}/{seed}", allow_extra=["position", "by_rank.*"])
+        else:
+            source = drawn(f"{seed} from", rank, world)
+            muonckpt.redistribute({"optimizer": as_state(source, False)}, state)
+        expected = as_state(groups, False)
+        for group, of_names in zip(state["optimizer"]["param_groups"], expected["param_groups"], strict=True):
+            wrong += [f"{seed}: {group}"] if group["params"] and group != of_names else []
+        wrong += [f"{seed}: state"] if leaves(state["optimizer"]["state"]) != leaves(expected["state"]) else []
+    return wrong
+
+
+@pytest.mark.parametrize("seeds", sweep((range(3), range(3, 60)), range(3)))
+def test_any_groups_of_any_ranks_go_into_any_other(seeds, tmp_path):
+    for world in (2, 3):
+        folder = tmp_path / str(world)
+        run(world, saves, [*seeds], str(folder))
+        assert [run(other, regrouped, [*seeds], str(folder)) for other in (1, 2, 4)] == [[[]], [[]] * 2, [[]] * 4]
+        assert run(world, regrouped, [*seeds], "") == [[]] * world
 
 
 # --- what cannot be told ----------------------------------------------------------------------------------------------
