@@ -35,6 +35,8 @@ def newest_whole(run: Run, count: int = 1) -> list[Location]:
         raise SourceError(f"expected {counted(count, 'whole step')} in {run.path}, found {len(chosen)}{faults}")
     names = " and ".join(step.name for step in chosen)
     print_line(f"of {counted(len(run.steps), 'step')} in {run.path}, the newest whole: {names}", err=True)
+    for step in run.steps[run.steps.index(chosen[-1]) + 1 :]:
+        print_line(f"note: {step.name} is newer and passed over, as it is {step.state}: {step.fault}", err=True)
     return [step.path for step in chosen]
 
 

@@ -87,7 +87,7 @@ def verify_run(
     Raises:
         SourceError: the folder cannot be read.
     """
-    run = look_at_folder(location(path, SourceError))
+    run = look_at_folder(location(path, SourceError).absolute())
 
     def audited(place: Location) -> AuditReport:
         return verify(place, jobs=jobs, progress=progress, pace=pace)

@@ -46,6 +46,7 @@ def test_a_view_of_a_run_is_that_of_its_newest_whole_step(run):
     done = called("inspect", run, "--groups")
     assert done.stdout == printed(0, "inspect", run / "step-00000002", "--groups")
     assert "the newest whole: step-00000002" in done.stderr
+    assert "note: step-00000003 is newer and passed over, as it is damaged: rank 0's file " in done.stderr
 
 
 def test_inspect_of_a_checkpoint_says_when_it_was_verified(run):

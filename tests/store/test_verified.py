@@ -46,6 +46,15 @@ def test_a_change_in_place_is_noticed_though_the_time_of_writing_was_put_back(ru
     assert [v.is_whole for v in verify_run(run)] == [False, True]
 
 
+def test_a_run_is_verified_where_it_was_when_the_program_goes_to_another_folder(run, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    verdicts = verify_run(run.name, every=True)
+    first = next(verdicts)
+    monkeypatch.chdir("/")
+    assert [verdict.is_whole for verdict in (first, *verdicts)] == [True] * 3
+    assert [step.verified is not None for step in run_of(run).steps] == [True] * 3
+
+
 def test_a_copy_does_not_inherit_it(run, tmp_path):
     """Not even one that keeps all times: nobody has compared the bytes that the copy has."""
     verify_recorded(run / "step-00000003", verify)
