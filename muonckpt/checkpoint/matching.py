@@ -237,7 +237,10 @@ _OWN = NAMES_OF_GROUPS | {*FUSION, *GIVEN.values()}
 _UNASKED = OF_THE_RUN | {*GIVEN.values()}
 """Options of which nobody is told that a checkpoint lacks them: it must not, or it has them only where they differ."""
 
-UNGROUPED = "in no parameter group of the checkpoint, so that nothing says its rate and decay"
+_UNGROUPED = (
+    "in no parameter group of the checkpoint, so that nothing says their rates and decay (write {0} = {{'state': "
+    "{0}['state']}}, with allow_extra=[{1!r}], to load all state and keep the options of the code)"
+)
 
 _Keys = Mapping[str, str]
 """Keys by slot, or by option."""
@@ -321,7 +324,9 @@ class _OptimizerMatch:
         if not there and here:
             return NEW
         if self.optimizer.groups is not None and name not in self.home:
-            return UNGROUPED
+            parts = ((part, part.isdecimal()) for part in self.optimizer.key.split("."))
+            place = "".join(f"[{part if is_number else repr(part)}]" for part, is_number in parts)
+            return _UNGROUPED.format(f"state_dict{place}", f"{self.optimizer.options}*")
         first, *others = self.homes.get(name) or [0]
         if any(self._own_options(number) != self._own_options(first) for number in others):
             return "in several parameter groups of the checkpoint, with different options"

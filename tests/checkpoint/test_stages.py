@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from typing import Any
 
@@ -287,6 +288,17 @@ def test_a_parameter_that_is_in_no_saved_group_is_refused(tmp_path):
     assert f"fresh={fresh!r}" in str(told.value)
     report = muonckpt.load(template, tmp_path / "c", fresh=fresh)
     assert report.fresh == tuple(fresh) and len(report.loaded) == 2
+    code, arguments = re.search(r"\(write (.*), with (allow_extra=.*), to load all state", str(told.value)).groups()
+    part = Part(whole(kind), kind, rates=9.0)
+    state_dict = part.state()
+    given = state_dict["optimizer"]
+    exec(code, {"state_dict": state_dict})
+    muonckpt.load(state_dict, tmp_path / "c", **eval(f"dict({arguments})"))
+    part.set({**state_dict, "optimizer": given})
+    saved = {name: slots for name, (_, slots) in trained(kind, whole(kind), 1).told().items()}
+    assert {name: (slots, of["lr"]) for name, (of, slots) in part.told().items()} == {
+        name: (slots, "9.0") for name, slots in saved.items()
+    }
 
 
 def refused(rank: int, world: int, path: str, case: str) -> str:
