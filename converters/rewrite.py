@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from ..errors import DestinationError, TargetError
-from ..store.formats.native import is_torch_dist
+from ..store.formats.dcp import is_torch_dist
 from ..store.formats.registry import BUFFERS
 from ..store.io.location import Remote, items_beside, location
 from ..store.open_checkpoint import OpenCheckpoint

@@ -33,15 +33,7 @@ from ...wording import counted, listed
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import FirstLook, kinds_in, recorded_step
 from .joined import JoinedCheckpoints, JoinedPayloads
-from .same_save import Comparison, FillingSource, WholePart, compare_box, corners, reduced, same_items
-
-
-def _convention(tensor: StateRecord, look: FirstLook) -> str | None:
-    """Return the momentum convention of a tensor as it is recorded, or as its group or its program has it."""
-    dialect = None if isinstance(look.program, str) else look.program.dialect
-    if tensor.convention or dialect is None or tensor.slot not in dialect.slots_called("momentum"):
-        return tensor.convention
-    return look.groups.conventions.get(tensor.name or "") or dialect.convention
+from .same_save import Comparison, FillingSource, WholePart, compare_box, convention_of, corners, reduced, same_items
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +184,7 @@ class Filling:
 
     def _refuse_misfit(self, number: int, mine: StateRecord, theirs: StateRecord) -> None:
         source = self.sources[number - 1]
-        conventions = [_convention(mine, self.look), _convention(theirs, source.look)]
+        conventions = [convention_of(mine, self.look), convention_of(theirs, source.look)]
         if None in conventions and self._is_same(number, mine):
             conventions = [None, None]
         for what, expected, found in (

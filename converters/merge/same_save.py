@@ -104,6 +104,14 @@ def _name(tensor: StateRecord, look: FirstLook) -> Name:
     return (fields["name"] if fields else tensor.key), None
 
 
+def convention_of(tensor: StateRecord, look: FirstLook) -> str | None:
+    """Return the momentum convention of a tensor as it is recorded, or as its group or its program has it."""
+    dialect = None if isinstance(look.program, str) else look.program.dialect
+    if tensor.convention or dialect is None or tensor.slot not in dialect.slots_called("momentum"):
+        return tensor.convention
+    return look.groups.conventions.get(tensor.name or "") or dialect.convention
+
+
 def is_listed_whole(opened: OpenCheckpoint) -> bool:
     """Return whether the description that binds the files of a checkpoint together, if it has one, is there."""
     return not any(isinstance(fault, UnlistedError) and fault.keys is None for fault in opened.faults)
@@ -297,7 +305,7 @@ class Comparison:
             different_items=self.different_items & part.items.keys(),
         )
 
-    @property
+    @cached_property
     def differs(self) -> bool:
         return bool(self.different.any() or self.different_items)
 
@@ -376,9 +384,16 @@ class Comparison:
             return False
         if None not in (self.part.step, self.source.look.step):
             return True
-        of_key = {tensor.key: rows for tensor, rows in zip(self.part.tensors, self.part.rows, strict=True)}
-        own = self.telling[of_key[key]] if key in of_key else self.telling[:0]
-        return bool((self.telling & self.part.is_state).any() or own.any())
+        return self._tells_moment or key in self._telling_keys
+
+    @cached_property
+    def _tells_moment(self) -> bool:
+        return bool((self.telling & self.part.is_state).any())
+
+    @cached_property
+    def _telling_keys(self) -> frozenset[str]:
+        pairs = zip(self.part.tensors, self.part.rows, strict=True)
+        return frozenset(tensor.key for tensor, rows in pairs if self.telling[rows].any())
 
     @property
     def difference(self) -> str:
@@ -407,6 +422,9 @@ def compare(part: WholePart, source: FillingSource, jobs: int) -> Comparison:
     for tensor, rows in zip(part.tensors, part.rows, strict=True):
         other = source.counterpart(tensor, part.look)
         if other is None or (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
+            continue
+        conventions = {convention_of(tensor, part.look), convention_of(other, source.look)} - {None}
+        if len(conventions) > 1:  # the same momentum has other elements
             continue
         mine = tensor.fingerprint or part.fingerprints.get(tensor.key)
         if other.fingerprint is not None:

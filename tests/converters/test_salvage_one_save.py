@@ -261,3 +261,49 @@ def test_attempts_at_steps_of_other_programs_are_found_beside_them(saves, tmp_pa
     shown = json.loads(called("inspect", run, "--json").stdout)
     steps = [(one["name"], one["step"], one["attempt"], one["state"]) for one in shown["steps"]]
     assert steps[1:] == [("checkpoint-1000", 1000, 1, "damaged"), ("checkpoint-1000.2", 1000, 2, "whole")]
+
+
+def test_a_mixture_that_was_allowed_is_named(saves, tmp_path):
+    broken = Path(shutil.copytree(saves / "a", tmp_path / "broken"))
+    shutil.copy(saves / "b" / "__2_0.distcp", broken)
+    (broken / "muonckpt.json").unlink()
+    report = muonckpt.salvage(broken, tmp_path / "new", others=[saves / "b1"], mix_steps=True)
+    assert "__2_0.distcp has the bytes of another save than all other files" in report.notes[0]
+    assert {(box.lo[0], source) for _, box, source, _ in report.substituted()} == {(4, "b1")}
+    for kind in ("weights", "momenta"):
+        assert any(f"{kind} of 2 tensors are those of another save" in note for note in report.notes)
+
+
+def test_the_common_file_of_megatron_is_missed_without_a_manifest(saves, tmp_path):
+    broken = tmp_path / "broken"
+    muonckpt.reshard(saves / "a1", broken, mesh={"dp": 2}, format="torch_dist")
+    copy = shutil.copytree(broken, tmp_path / "copy")
+    (broken / "muonckpt.json").unlink()
+    (broken / "common.pt").unlink()
+    assert muonckpt.verify(broken).verdict == "faulty"
+    with pytest.raises(SourceError, match=r"1: item 'common.pt'\. Nothing was written"):
+        muonckpt.salvage(broken, tmp_path / "new")
+    muonckpt.salvage(broken, tmp_path / "new", others=[copy])
+    assert (tmp_path / "new" / "common.pt").read_bytes() == (copy / "common.pt").read_bytes()
+
+
+def test_momenta_of_another_convention_are_not_compared(tmp_path):
+    """They differ in every element, and the weights beside them still fill what is lost."""
+    for name, factor in (("ema", 1), ("sum", 20)):
+        saved = state(0, 1000)
+        saved["optimizer"]["param_groups"][0]["convention"] = name
+        for slots in saved["optimizer"]["state"].values():
+            slots["momentum_buffer"] *= factor
+        muonckpt.save(saved, tmp_path / name, provenance={"step": 1000})
+    muonckpt.convert(tmp_path / "sum", tmp_path / "sum.safetensors", format="safetensors")
+    muonckpt.convert(tmp_path / "ema", tmp_path / "broken", format="zarr")
+    for file in [
+        tmp_path / "broken" / "zarr.json",
+        tmp_path / "broken" / "model" / NAMES[0] / "value" / "c" / "0" / "0",
+    ]:
+        file.unlink()
+    with muonckpt.open(tmp_path / "sum.safetensors") as opened:
+        weight = opened.tensors[f"model.{NAMES[0]}"].bits()
+    muonckpt.salvage(tmp_path / "broken", tmp_path / "new", others=[tmp_path / "sum.safetensors"])
+    with muonckpt.open(tmp_path / "new") as opened:
+        assert opened.tensors[f"model.{NAMES[0]}"].bits().tolist() == weight.tolist()

@@ -10,6 +10,7 @@ all the same, are checkpoints of a run, of which the user names one.
 from __future__ import annotations
 
 import fnmatch
+import json
 import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +36,7 @@ from ..io.ranges import joined
 from ..io.regular import File, extent_faults, open_regular
 from ..reading.payloads import Payloads
 from .dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
-from .signs import COMMON_FILE, METADATA_FILE
+from .signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE
 from .torch_save import tensor_item
 from .torch_save.tensor_item import ItemTemplate
 from .unread import unread_format
@@ -160,7 +161,9 @@ class DcpReader:
             self.digest = xxh3_128([data])
             with about(path / METADATA_FILE):
                 manifest = _outline(parse_metadata(data))
-            self.outline = replace(manifest, blobs=(*manifest.blobs, *common_file(path)))
+            self.outline = replace(
+                manifest, blobs=(*manifest.blobs, *(common_file(path) or lost_common_file(path, manifest)))
+            )
             self.faults = tuple(extent_faults(path, named_items(self.outline)))
         except OSError as error:
             raise SourceError(f"cannot read {path}: {error}") from error
@@ -175,6 +178,26 @@ def common_file(path: Location) -> tuple[Blob, ...]:
         return ()
     with open_regular(path / COMMON_FILE) as file:
         return (Blob(COMMON_FILE, (COMMON_FILE,), Extent(COMMON_FILE, 0, file.size)),)
+
+
+def is_torch_dist(path: Location) -> bool:
+    """Return whether Megatron takes a directory for a ``torch_dist`` checkpoint."""
+    if not (path / MEGATRON_FILE).is_file():
+        return False
+    with open_regular(path / MEGATRON_FILE) as file:
+        data = file.read(0, min(file.size, 1 << 16))
+    try:
+        fields = json.loads(data)
+    except ValueError:
+        return False
+    return isinstance(fields, dict) and fields.get("sharded_backend") == "torch_dist"
+
+
+def lost_common_file(path: Location, manifest: Manifest) -> tuple[Blob, ...]:
+    """Return Megatron's item of everything but tensors, of one byte as its length is lost, if nothing has it."""
+    if any(blob.key == COMMON_STATE for blob in manifest.blobs) or not is_torch_dist(path):
+        return ()
+    return (Blob(COMMON_FILE, (COMMON_FILE,), Extent(COMMON_FILE, 0, 1)),)
 
 
 def _outline(metadata: Metadata) -> Manifest:

@@ -24,7 +24,7 @@ from ...vocabulary import Convention
 from ..io.checksums import xxh3_128
 from ..io.location import Location
 from ..io.new_file import write_parts, write_synced
-from ..io.regular import open_regular, read_whole
+from ..io.regular import read_whole
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader, Reader
 from .signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE
@@ -230,16 +230,3 @@ def write_torch_dist(manifest: Manifest, directory: Location) -> None:
         common = (replace(blob, digest=xxh3_128([data])) for blob in common_file(directory))
         manifest = replace(manifest, blobs=(*manifest.blobs, *common))
     write_native(manifest, directory, {MEGATRON_FILE: _BACKEND})
-
-
-def is_torch_dist(path: Location) -> bool:
-    """Return whether Megatron takes a directory for a ``torch_dist`` checkpoint."""
-    if not (path / MEGATRON_FILE).is_file():
-        return False
-    with open_regular(path / MEGATRON_FILE) as file:
-        data = file.read(0, min(file.size, 1 << 16))
-    try:
-        fields = json.loads(data)
-    except ValueError:
-        return False
-    return isinstance(fields, dict) and fields.get("sharded_backend") == "torch_dist"
