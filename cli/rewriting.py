@@ -189,7 +189,7 @@ _OPTIONS = {
         default=TIMEOUT,
         show_default=True,
         metavar="SECONDS",
-        help="Wait for other processes.",
+        help="Wait for other processes to start.",
     ),
 }
 _OF_ONE_SOURCE = frozenset(

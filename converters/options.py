@@ -113,8 +113,8 @@ class Execution:
         resume: continue an interrupted run with the same arguments.
         verify: read everything back and compare before it is published.
         dry_run: plan only; nothing is written.
-        timeout: where several processes share the work (under torchrun), seconds without an answer after which another
-            one counts as lost, which ends all of them.
+        timeout: where several processes share the work (under torchrun), seconds to wait at the beginning until all of
+            them are there.
         progress: receives the bytes done since its last call and the total.
     """
 

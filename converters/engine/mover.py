@@ -136,7 +136,6 @@ class Mover:
         staging: Staging,
         unchecked: Unchecked,
         band_bytes: int,
-        stop: threading.Event,
         progress: Advance,
     ) -> None:
         self._staged, self._drafts = staging.place, staging.drafts
@@ -147,8 +146,12 @@ class Mover:
         payloads.window_bytes = min(band_bytes, payloads.window_bytes)
         self._band_bytes = min(band_bytes, LARGEST_BAND)
         self._read_bytes = min(band_bytes // 4, READ_BYTES)  # a thread keeps hardly more
-        self._stop = stop
+        self._stop = threading.Event()
         self._progress = progress
+
+    def stop(self) -> None:
+        """Have all threads that move bytes raise `Interrupted` soon."""
+        self._stop.set()
 
     def check(self, rows: Iterable[int]) -> None:
         """Check chunks of the source against their checksums, without those that another thread has begun to check.

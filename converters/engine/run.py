@@ -8,7 +8,6 @@ share a job (:mod:`.workers`): each writes some of the files, and the coordinato
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -27,7 +26,7 @@ from .job import Job, assignment, check_destination, file_states
 from .mover import Advance, Mover
 from .output_files import OutputFile, written_tensors
 from .staging import Coordinator, FinishedFile, Journal, Staging
-from .workers import LONGEST_WAIT, LaunchError, Worker, Workers, together
+from .workers import LONGEST_WAIT, LaunchError, Worker, Workers
 
 MEMORY = 256 << 20
 """The default size of all buffers together, in bytes."""
@@ -86,7 +85,7 @@ def run_job(
     with (
         _writing(destination),
         Coordinator(destination, place, digest, resume) if workers.me.coordinates else nullcontext() as coordinator,
-        together(workers),
+        workers.together(),
         _writing(destination),  # here, too: what the others hear says what could not be written
         _resumable(place, len(job.files), files_done),
     ):
@@ -99,8 +98,8 @@ def run_job(
             closing(Journal(staging.journals / str(workers.me.rank), digest)) as journal,
             job.source.payloads as payloads,
         ):
-            mover = Mover(payloads, staging, share.chunks, band_bytes, workers.stop, progress)
-            for file, finished in _finished_files(mover, share.files, history, journal, threads, verify, workers.stop):
+            mover = Mover(payloads, staging, share.chunks, band_bytes, progress)
+            for file, finished in _finished_files(mover, share.files, history, journal, threads, verify, workers):
                 files_done[file.name] = finished
         gathered = workers.gather(files_done)
         if coordinator is None:
@@ -138,7 +137,7 @@ def _finished_files(
     journal: Journal,
     threads: int,
     verify: bool,
-    stop: threading.Event,
+    workers: Workers,
 ) -> Iterator[tuple[OutputFile, FinishedFile]]:
     """Yield files as they are finished; then check all other chunks, and read the files back if ``verify`` is set."""
 
@@ -156,23 +155,27 @@ def _finished_files(
 
     with ThreadPoolExecutor(threads) as pool:
         try:
-            files_done = {file.name: history[file.name] for file, whole in _results(pool, is_reusable, files) if whole}
+            files_done = {
+                file.name: history[file.name] for file, whole in _results(pool, workers, is_reusable, files) if whole
+            }
             yield from ((file, files_done[file.name]) for file in files if file.name in files_done)
             left = [file for file in files if file.name not in files_done]
             in_order = iter(
                 in_step(left, mover.unchecked, threads, mover.writes_in_any_order)
             )  # each is let go when done
-            for _, done in _results(pool, written, (group for group in in_order for _ in range(group.threads))):
+            for _, done in _results(
+                pool, workers, written, (group for group in in_order for _ in range(group.threads))
+            ):
                 files_done.update((file.name, finished) for file, finished in done)
                 yield from done
             unchecked = mover.unchecked.shared_out(_MOST_TASKS)  # of the files that were finished before
-            for _ in _results(pool, mover.check, unchecked):
+            for _ in _results(pool, workers, mover.check, unchecked):
                 pass
             if verify:
-                for _ in _results(pool, lambda file: mover.verify(file, files_done[file.name]), files):
+                for _ in _results(pool, workers, lambda file: mover.verify(file, files_done[file.name]), files):
                     pass
         except BaseException:
-            stop.set()
+            mover.stop()
             raise
 
 
@@ -180,13 +183,19 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def _results(pool: ThreadPoolExecutor, function: Callable[[T], R], arguments: Iterable[T]) -> Iterator[tuple[T, R]]:
-    """Yield arguments with the results of a function, as the calls finish; signals are noticed in between."""
+def _results(
+    pool: ThreadPoolExecutor, workers: Workers, function: Callable[[T], R], arguments: Iterable[T]
+) -> Iterator[tuple[T, R]]:
+    """Yield arguments with the results of a function, as the calls finish.
+
+    Signals, and failures of other workers, are noticed in between.
+    """
     finished: SimpleQueue[Future[R]] = SimpleQueue()
     futures = {pool.submit(function, argument): argument for argument in arguments}
     for future in futures:
         future.add_done_callback(finished.put)
     while futures:
+        workers.check_others()
         with suppress(Empty):
             future = finished.get(timeout=LONGEST_WAIT)
             yield futures.pop(future), future.result()

@@ -7,7 +7,9 @@ import re
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -81,7 +83,7 @@ def test_damage_that_one_worker_meets_ends_all_and_leaves_nothing(source, tmp_pa
     edit(tmp_path / "source" / damaged.payload.file, damaged.payload.offset)
     told = together(3, plan, tmp_path / "source", destination=tmp_path / "out")
     assert all("DamageError" in error and "is damaged" in error for error in told)
-    assert told[0] == told[1] == told[2].replace("DamageError: ", "DamageError: worker 2 of 3: ")
+    assert told[0] == told[1] == told[2] and told[0].endswith("(rank 2)")
     assert nothing_but(tmp_path, "source")
 
 
@@ -113,7 +115,7 @@ def test_an_error_of_one_worker_is_that_of_all_and_the_first_counts(how, error, 
     assert nothing_but(tmp_path)
 
 
-# --- busy, and lost ---------------------------------------------------------------------------------------------------
+# --- busy, failed, and lost -------------------------------------------------------------------------------------------
 
 
 def slow(rank: int, world: int, timeout: float, seconds: float) -> list[int]:
@@ -140,6 +142,64 @@ def test_workers_that_do_not_run_the_same_are_told_so():
     assert workers.run(2, uneven) == ["no error", "the workers do not run the same command"]
 
 
+def failing(rank: int, world: int, how: str, failed: int) -> str:
+    try:
+        with joined(environment(rank, world), 60) as group:
+            if rank != failed:
+                while True:
+                    group.check_others()
+                    time.sleep(0.01)
+            if how == "fails":
+                raise FileExistsError("broken")
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            group.gather(rank)  # in vain: the others never come, but for its signal
+    except MuonckptError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return "no error"
+
+
+@pytest.mark.parametrize("failed", [0, 2])
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("fails", r"DestinationError: FileExistsError: broken \(rank \d\)"),
+        ("is interrupted", "Interrupted: .*--resume"),
+    ],
+)
+def test_a_worker_that_fails_or_is_interrupted_while_it_waits_ends_all(how, error, failed):
+    told = workers.run(3, failing, how, failed)
+    assert all(re.match(error, text) for text in told) and len(set(told)) == 1, told
+
+
+def counted_calls(rank: int, world: int, source: Path, destination: Path, fails: bool) -> int:
+    """How often a worker has moved bytes; the last one fails at once, and then the others move theirs slowly."""
+    calls = 0
+
+    def moved(count: int) -> None:
+        nonlocal calls
+        calls += 1
+        if fails and rank == world - 1:
+            raise MuonckptError("broken")
+        with suppress(Interrupted):
+            while fails and calls == 1:
+                group.check_others()
+        time.sleep(0.5 * fails)
+
+    with suppress(MuonckptError), joined(environment(rank, world), 60) as group:
+        run_job(plan_job(source, RANKS), destination, threads=1, workers=group, progress=moved)
+    return calls
+
+
+def test_no_worker_writes_in_vain_when_another_has_failed(source, tmp_path):
+    most = workers.run(2, counted_calls, source, tmp_path / "whole", False)
+    calls = workers.run(2, counted_calls, source, tmp_path / "out", True)
+    assert 0 < calls[0] < most[0] / 2
+    assert nothing_but(tmp_path, "whole")
+
+
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -148,13 +208,12 @@ def finished_files(staged: Path) -> dict[str, int]:
     return {file.name: file.stat().st_ino for file in staged.iterdir() if file.is_file()}
 
 
-ENDED = {"killed": (signal.SIGKILL, -9), "stopped": (signal.SIGSTOP, None), "told to end": (signal.SIGTERM, 5)}
+ENDED = {"killed": (signal.SIGKILL, -9), "told to end": (signal.SIGTERM, 5)}
 
 
-@pytest.mark.parametrize(("how", "victim", "again"), [("killed", 0, 2), ("stopped", 1, 1), ("told to end", 2, 1)])
+@pytest.mark.parametrize(("how", "victim", "again"), [("killed", 0, 2), ("killed", 1, 1), ("told to end", 2, 1)])
 def test_a_lost_worker_ends_all_and_resume_writes_only_what_is_missing(how, victim, again, source, whole, tmp_path):
     number, code = ENDED[how]
-    timeout = 12 if how == "stopped" else 120
     (tmp_path / "told").mkdir()
     port = free_port()
     variables = [environment(rank, 3, port) | {"GLOO_SOCKET_IFNAME": "lo"} for rank in range(3)]
@@ -169,29 +228,23 @@ def test_a_lost_worker_ends_all_and_resume_writes_only_what_is_missing(how, vict
         f"dp={RANKS}",
         "--jobs",
         "1",
-        "--timeout",
-        timeout,
     )
     with Scripts(tmp_path / "told", variables, *arguments) as started:
         others = [rank for rank in range(3) if rank != victim]
         for left, out, told in started.ended(others):
             assert (left, out) == (5, "") and told.count("muonckpt:") == 1 and "--resume" in told, told
-            assert "Traceback" not in told and "frame #" not in told
+            [line] = [line for line in told.splitlines() if line.startswith("muonckpt:")]  # torch may log more
+            assert "Traceback" not in line and "frame #" not in line
         assert nothing_but(tmp_path, "told", STAGED)
         before = finished_files(tmp_path / STAGED)
         assert 0 < len(before) < RANKS
-        if code is not None:
-            assert started.ended([victim])[0][0] == code
+        assert started.ended([victim])[0][0] == code
         told = together(again, plan, source, destination=tmp_path / "out", resume=True) if again > 1 else None
         if told is None:
             run_job(plan_job(source, RANKS), tmp_path / "out", resume=True)
         assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "told", "out")
         written = finished_files(tmp_path / "out")
         assert {name: written[name] for name in before} == before
-        if code is None:  # it comes back to find that all has been done without it
-            os.kill(started.processes[victim].pid or 0, signal.SIGCONT)
-            assert started.ended([victim])[0][0] in (4, 5)
-            assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "told", "out")
 
 
 def test_all_workers_exit_with_the_code_of_the_one_that_failed(source, tmp_path):

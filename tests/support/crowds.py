@@ -32,7 +32,7 @@ from support.trials import HUNG
 warnings.filterwarnings("ignore")
 
 LIMIT = "8"
-"""Seconds after which a worker gives up on another."""
+"""Seconds that a worker waits until the others are there."""
 
 CODES = (0, 1, 3, 4, 5, 130)
 
