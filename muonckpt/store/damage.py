@@ -323,7 +323,8 @@ def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str
     # Which names have lost everything, and which files may have it.
     is_short = np.array([name in damage.files for name in names], np.bool_)
     numbers = np.flatnonzero((stored > 0) & ((lost == stored) | is_short))
-    suspects = [names[number] for number in numbers if names[number] not in damage.unopened]
+    lost_names = (names[number] for number in numbers if "/" not in names[number])
+    suspects = [name for name in lost_names if name not in damage.unopened]
     descriptions = {MANIFEST_FILE, METADATA_FILE, *manifest.files}
     candidates = [e.name for e in checkpoint.path.iterdir() if e.is_file() and e.name not in descriptions]
     if len(suspects) * len(candidates) > _MOST_PAIRS:
