@@ -97,7 +97,7 @@ HOMES = {
     "EP 2 x 2": on([[0, 1], [2, 3]], S(0), S(1)),
     "EP 1 x 4": on([[3, 2, 1, 0]], S(1), S(0)),
     "HSDP": on([[0, 1], [2, 3]], R, S(0)),
-    "interleaved": on([[0, 2], [1, 3]], strided(0, 2), strided(1, 2)),
+    "interleaved": on([[0, 2], [1, 3]], strided(0, 3), strided(1, 2)),
     "trainers": on([0, 1], S(0)),
     "others": on([2, 3], S(1)),
     "DDP": plain(0, 1, 2, 3),
