@@ -35,6 +35,7 @@ from ..store.io.location import lasting
 from .all_ranks import decide_on_first, refuse_crossed
 from .live_state import LiveState, nested_state, refuse_no_state_dict
 from .saving import AgreedPlans, JointSave, SaveProgress, as_json
+from .shared_memory import Elements
 from .signals import end_in_order
 from .storable import is_writable
 
@@ -436,14 +437,14 @@ class HostCopy:
         Tensors that no checkpoint holds are returned as they are, for the save to refuse them by name.
         """
         staged = [_Staged.of(tensor) for tensor in _tensors(state_dict) if is_writable(tensor)]
-        distinct = {_identity(part): part for leaf in staged for part in leaf.parts}
+        distinct = {Elements.of(part): part for leaf in staged for part in leaf.parts}
         forms = [(part.shape, part.dtype) for part in distinct.values()]
         places = dict(zip(distinct, self._placed(forms), strict=True))
         for name, part in distinct.items():
             places[name].copy_(part, non_blocking=part.is_cuda)
         for device in {part.device for part in distinct.values() if part.is_cuda}:
             torch.cuda.synchronize(device)
-        memo = {id(leaf.tensor): leaf.made(*(places[_identity(part)] for part in leaf.parts)) for leaf in staged}
+        memo = {id(leaf.tensor): leaf.made(*(places[Elements.of(part)] for part in leaf.parts)) for leaf in staged}
         return deepcopy(dict(state_dict), memo)
 
     def _placed(self, forms: list[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
@@ -498,11 +499,6 @@ def _placed_as(spec: Any, local: Tensor) -> Tensor:
 
 def _itself(copy: Tensor) -> Tensor:
     return copy
-
-
-def _identity(part: Tensor) -> tuple[object, ...]:
-    """Tell elements by where they lie, so that tied weights are copied once."""
-    return part.data_ptr(), part.device, part.shape, part.stride(), part.dtype, part.is_conj(), part.is_neg()
 
 
 def _tensors(node: Any) -> Iterator[Tensor]:

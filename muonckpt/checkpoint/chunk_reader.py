@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of
 from .bits import bits_of
 from .live_state import LiveState, RankBoxes, asked_layouts
+from .shared_memory import differing_ties, tied_origins
 from .storable import refuse_code
 
 WhenChecked = Literal["before", "while"]
@@ -152,11 +153,16 @@ class ChunkReader:
     def _tensors(self) -> Mapping[str, StateRecord]:
         return {tensor.key: tensor for tensor in self.checkpoint.outline.tensors}
 
-    def plan(self, live: LiveState, sources: Mapping[str, str]) -> None:
+    def plan(self, live: LiveState, sources: Mapping[str, str], zeros: Collection[str]) -> None:
         """Plan to read values of a state dict, and open the items that have them, and no others.
 
         Args:
             sources: keys of the checkpoint, by those of the state dict.
+            zeros: keys of the state dict that become zeros.
+
+        Raises:
+            LayoutError: elements of the state dict share memory, and are not those of whole tied tensors.
+            SourceError: tensors of the checkpoint differ, and those of the state dict are tied.
         """
         blobs = {blob.key: blob for blob in self.checkpoint.outline.blobs}
         self._blobs = {key: blobs[source] for key, source in sources.items() if source not in self._tensors}
@@ -179,20 +185,19 @@ class ChunkReader:
             chunks = dict(zip(own, tensor.chunks, strict=True))
             reads += [_Read(tensor, chunks[number], box, view) for number, box, view in wanted[tensor.key]]
         self._reads = sorted(reads, key=lambda read: (read.chunk.item.file, read.chunk.item.offset))
-        self._refuse_overwriting()
+        self._refuse_overwriting(tied_origins(live, sources, zeros))
 
-    def _refuse_overwriting(self) -> None:
+    def _refuse_overwriting(self, tied: Collection[tuple[str, str]]) -> None:
         """Refuse to read tensors that differ into the same memory: what is read last would be left of them."""
-        first: dict[tuple[Any, ...], _Read] = {}
+        if not tied:
+            return
+        reads: defaultdict[str, dict[Index, _Read]] = defaultdict(dict)
         for read in self._reads:
-            target, shape = read.target, read.tensor.shape
-            other = first.setdefault((target.device, target.data_ptr(), target.stride(), read.box.lo, shape), read)
-            if other.tensor.key != read.tensor.key and read.is_known_to_differ(other):
-                raise SourceError(
-                    f"tensors {other.tensor.key!r} and {read.tensor.key!r} differ in {self.place}, and lie in the same "
-                    "memory here, as tied weights do, so that only one of them would be left: load them into a model "
-                    "whose weights are not tied, or leave one out of the state dict and name it in allow_extra"
-                )
+            reads[read.tensor.key].setdefault(read.box.lo, read)
+        for one, other in sorted(tied):
+            for lo in reads[one].keys() & reads[other].keys():
+                if reads[one][lo].is_known_to_differ(reads[other][lo]):
+                    raise SourceError(differing_ties(one, other, self.place))
 
     def check(self) -> Mapping[Where, PartlyRead]:
         """Read objects, and check elements if that is done before they are read; return partial reads."""

@@ -143,7 +143,7 @@ class _JointLoad:
         matching = self.matching = match(template, self._stored, globs)
         asked = RankState((), (), ())
         if matching.fits:
-            self._reader.plan(live, matching.sources)
+            self._reader.plan(live, matching.sources, matching.zeros)
             asked = live.described.boxes({*matching.sources, *matching.zeros})
         arguments = {
             "path": str(place), "allow_extra": extra.patterns, "attest": self.attest, "check": self.check
@@ -239,7 +239,7 @@ def load(
 
     Raises:
         SourceError: it is missing, damaged or does not fit, or a glob matches nothing; lists what differs.
-        LayoutError: it has a hole or an overlap.
+        LayoutError: it has a hole or an overlap, or elements of the state dict share memory: one value would be left.
         AttestError: what is in memory is not what the checkpoint has.
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
         ArgumentError: an argument is none of these, or not the same on all ranks.

@@ -22,7 +22,6 @@ from torch import Tensor
 from ..box import Box, Index
 from ..errors import AttestError, LayoutError, SourceError, TargetError, about, warn_on_rank
 from ..fingerprint import as_hex, combine
-from ..layouts.boxed_tensor import Parts
 from ..overlap import IntArray
 from ..plan import Plan, make_plan
 from ..resumption import Extra, Globs, LoadReport
@@ -52,6 +51,7 @@ from .live_state import (
 )
 from .matching import RankRequest, judge, match, selection
 from .offers import Offer, known_jointly, stored_of
+from .shared_memory import check_apart, differing_ties, tied_origins
 from .template import LoadTemplate, Stored, joint_sources
 
 DEFAULT_MEMORY = 256 << 20
@@ -120,8 +120,8 @@ def redistribute(
 
     Raises:
         SourceError: source and target do not fit each other; lists what differs.
-        LayoutError: nobody holds some elements of the source, boxes overlap in part, source and target share memory, or
-            tensors that differ would come into one memory.
+        LayoutError: nobody holds some elements of the source, boxes overlap in part, source and target share memory,
+            tensors that differ would come into one memory, or elements of the target share memory otherwise.
         TargetError: one element does not fit into the memory.
         AttestError: replicas of the source differ, or what has arrived is not what was sent.
         ArgumentError: an argument is none of these, or not the same on all ranks.
@@ -257,20 +257,10 @@ def _asked(source: LiveState, target: LiveState, stored: Stored, extra: Extra, g
     template = LoadTemplate.of(target, extra.everything)
     matching = match(template, stored, globs)
     keys = {key: origin for key, origin in matching.sources.items() if key in target.parts}
+    tied = tied_origins(target, keys, matching.zeros)
     check_apart(source.parts, {key: target.parts[key] for key in (*keys, *matching.zeros)}, keys)
     request = RankRequest(matching, template.optimizers, globs)
-    return _Request(request, target.described.boxes(keys), target.devices, memory, _in_one_memory(target, keys))
-
-
-def _in_one_memory(target: LiveState, origins: Mapping[str, str]) -> frozenset[tuple[str, str]]:
-    """Return pairs of tensors of the source for which the target has one memory, as for tied weights.
-
-    Args:
-        origins: keys of the source, by keys of the target.
-    """
-    parts = [(part, origin) for key, origin in origins.items() for part in target.parts[key].values() if part.numel()]
-    first = {_elements(part): origin for part, origin in reversed(parts)}
-    return frozenset((first[_elements(part)], origin) for part, origin in parts if first[_elements(part)] != origin)
+    return _Request(request, target.described.boxes(keys), target.devices, memory, tied)
 
 
 def _refuse_overwriting(ranks: Sequence[int], pairs: Iterable[tuple[str, str]], held: Sequence[SharesOfRank]) -> None:
@@ -278,11 +268,7 @@ def _refuse_overwriting(ranks: Sequence[int], pairs: Iterable[tuple[str, str]], 
     prints = held_together(ranks, held).tensors
     for one, other in sorted(pairs):
         if prints.get(one) != prints.get(other):
-            raise LayoutError(
-                f"tensors {one!r} and {other!r} of the source differ, and the target has one memory for both, as for "
-                "tied weights, so that only one of them would be left: give it memory for each, or leave one out of it "
-                "and name it in allow_extra"
-            )
+            raise LayoutError(differing_ties(one, other, "the source"))
 
 
 def _moves(ranks: Sequence[int], offers: Sequence[Offer], requests: Sequence[_Request]) -> list[Transfer]:
@@ -586,56 +572,3 @@ def _parcels(stage: Portions, sides: Sequence[_Side], place: int, world: int) ->
 
 def _share(elements: Tensor, box: Box) -> int:
     return unsigned(int(share_of(elements, box.lo)))
-
-
-# --- Tensors that share memory ----------------------------------------------------------------------------------------
-
-
-class _Range(NamedTuple):
-    device: str
-    start: int
-    stop: int
-    written: bool
-    key: str
-
-    @classmethod
-    def of(cls, key: str, part: Tensor, written: bool) -> _Range:
-        last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-        start = part.data_ptr()
-        return cls(str(part.device), start, start + (last + 1) * part.itemsize, written, key)
-
-
-def check_apart(source: Mapping[str, Parts], target: Mapping[str, Parts], origins: Mapping[str, str]) -> None:
-    """Check that no part of the target lies in memory of the source, unless it is its own source.
-
-    Args:
-        origins: keys of the source, by keys of the target.
-
-    Raises:
-        LayoutError: names the tensors.
-    """
-    ranges = [_Range.of(key, part, False) for key, parts in source.items() for part in parts.values()]
-    for key, parts in target.items():
-        same = source.get(origins.get(key, ""), {})
-        ranges += [
-            _Range.of(key, part, True)
-            for lo, part in parts.items()
-            if lo not in same or _elements(part) != _elements(same[lo])
-        ]
-    read = written = _Range("", 0, 0, False, "")
-    for span in sorted(ranges):
-        other = read if span.written else written
-        if other.device == span.device and span.start < other.stop:
-            mine, theirs = (span.key, other.key) if span.written else (other.key, span.key)
-            raise LayoutError(
-                f"tensor {mine!r} of the target shares memory with {theirs!r} of the source, which would be "
-                "overwritten before all of it is read: give the target memory of its own"
-            )
-        if span.written and (written.device, written.stop) < (span.device, span.stop):
-            written = span
-        elif not span.written and (read.device, read.stop) < (span.device, span.stop):
-            read = span
-
-
-def _elements(part: Tensor) -> tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype]:
-    return part.device, part.data_ptr(), part.shape, part.stride(), part.dtype

@@ -264,13 +264,13 @@ def test_tensors_that_differ_are_not_loaded_into_one(tmp_path, save):
     same = torch.arange(12.0).reshape(4, 3)
     save({"embedding": same, "head": torch.zeros(4, 3), "copy": same.clone(), "rows": same[:2]}, tmp_path / "x")
     tied = torch.full((4, 3), 5.0)
-    template = {"embedding": tied, "copy": tied, "rows": tied[:2]}
+    template = {"embedding": tied, "copy": tied}
     with pytest.raises(
         SourceError, match=r"(?s)'(embedding|copy)' and 'head' differ in .* the same memory here, as tied"
     ):
         muonckpt.load({**template, "head": tied}, tmp_path / "x")
     assert torch.equal(tied, torch.full((4, 3), 5.0))
-    muonckpt.load(template, tmp_path / "x", allow_extra=["head"])
+    muonckpt.load(template, tmp_path / "x", allow_extra=["head", "rows"])
     assert torch.equal(tied, same)
 
 

@@ -1,0 +1,218 @@
+"""Tensors that share memory, element by element: what would be lost of several values that come into one place.
+
+Tied weights are whole tensors in one memory, which is legal as long as their values are the same.  Elements that share
+memory in any other way keep what is written last, so they are refused before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..box import Index
+from ..errors import LayoutError
+from ..layouts.boxed_tensor import Parts, whole_shape
+from ..overlap import IntArray
+from .live_state import LiveState
+
+
+class Elements(NamedTuple):
+    """Where the elements of a part lie, in their order: equal ones are the same elements, read in the same way."""
+
+    device: torch.device
+    start: int
+    shape: Index
+    strides: Index
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, part: Tensor) -> Elements:
+        strides = tuple(stride if size > 1 else 0 for size, stride in zip(part.shape, part.stride(), strict=True))
+        shape = tuple(part.shape)
+        return cls(part.device, part.data_ptr(), shape, strides, part.dtype, part.is_conj(), part.is_neg())
+
+    @property
+    def geometry(self) -> Geometry:
+        return _geometry(self.shape, self.strides, self.dtype.itemsize)
+
+
+class Geometry(NamedTuple):
+    """Places of elements relative to the first one, in bytes, without an order.
+
+    Attributes:
+        extent: from the first byte to the end of the last element.
+        run: the length of runs.
+        steps: from run to run, in bytes, and how many runs there are in each direction.
+        overlaps: whether two elements share memory, as those of an expanded tensor do.
+    """
+
+    extent: int
+    run: int
+    steps: tuple[tuple[int, int], ...]
+    overlaps: bool
+
+    def runs(self) -> IntArray:
+        """Return where runs begin."""
+        starts = np.zeros(1, np.int64)
+        for step, count in self.steps:
+            starts = np.add.outer(np.arange(count, dtype=np.int64) * step, starts).reshape(-1)
+        return starts
+
+
+@lru_cache(maxsize=4096)
+def _geometry(shape: Index, strides: Index, itemsize: int) -> Geometry:
+    """Merge dims into runs.  Cached: a model has many tensors of equal geometry."""
+    run, steps = itemsize, list[tuple[int, int]]()
+    for step, count in sorted((stride * itemsize, size) for size, stride in zip(shape, strides, strict=True)):
+        if step == run:
+            run *= count
+        elif count > 1:
+            steps.append((step, count))
+    extent, numel, nested = run, run, True
+    for step, count in steps:
+        nested &= step >= extent
+        extent, numel = extent + step * (count - 1), numel * count
+    geometry = Geometry(extent, run, tuple(steps), not nested)
+    if nested or numel > extent:
+        return geometry
+    return geometry._replace(overlaps=bool((np.diff(np.sort(geometry.runs())) < run).any()))
+
+
+def tied_origins(target: LiveState, origins: Mapping[str, str], zeros: Collection[str]) -> frozenset[tuple[str, str]]:
+    """Return pairs of tensors of a source for which a target has one memory, as for tied weights: they must be equal.
+
+    Args:
+        origins: keys of the source, by keys of the target; those of objects that are not tensors do not count.
+        zeros: keys of the target that become zeros.
+
+    Raises:
+        LayoutError: elements of the target share memory otherwise, or are conjugate or negative views; names them.
+    """
+    places: dict[Elements, tuple[str, Index]] = {}
+    tied = set()
+    for key in (*origins, *zeros):
+        for lo, part in target.parts.get(key, {}).items():
+            elements = Elements.of(part)
+            if not part.numel() or not elements.start:  # of a class that has no memory of its own
+                continue
+            _refuse_losing(key, elements)
+            other, other_lo = places.setdefault(elements, (key, lo))
+            origin, other_origin = origins.get(key), origins.get(other)
+            if (other, other_lo) == (key, lo):
+                continue
+            whole = whole_shape(target.flat[key]) == whole_shape(target.flat[other])
+            if other == key or lo != other_lo or not whole or (origin is None) != (other_origin is None):
+                raise _losing_both(other, key)
+            if origin != other_origin and origin is not None and other_origin is not None:
+                tied.add((other_origin, origin))
+    if pair := _first_clash([*places], [True] * len(places)):
+        keys = [key for key, _ in places.values()]
+        raise _losing_both(*(keys[number] for number in sorted(pair)))
+    return frozenset(tied)
+
+
+def _refuse_losing(key: str, elements: Elements) -> None:
+    if elements.is_conj or elements.is_neg:
+        raise LayoutError(
+            f"tensor {key!r} is a conjugate or negative view, whose memory has other values than it shows: give a "
+            "tensor with memory of its own (tensor.resolve_conj().resolve_neg()), and copy from it afterwards"
+        )
+    if elements.geometry.overlaps:
+        raise LayoutError(
+            f"elements of tensor {key!r} share memory with each other, as those of an expanded tensor do, so that one "
+            "value would be left of several: give a tensor with memory for each (tensor.contiguous())"
+        )
+
+
+def _losing_both(one: str, other: str) -> LayoutError:
+    return LayoutError(
+        f"tensors {one!r} and {other!r} share memory, and are not one whole tensor, as tied weights are, so that only "
+        "the values of one of them would be left there: give memory of its own to each (tensor.clone()), or leave one "
+        "out of the state dict and name it in allow_extra"
+    )
+
+
+def differing_ties(one: str, other: str, source: object) -> str:
+    """Return the words for two tensors of a source that differ, and come into one memory."""
+    return (
+        f"tensors {one!r} and {other!r} differ in {source}, and lie in the same memory here, as tied weights do, so "
+        "that only one of them would be left: load them into a model whose weights are not tied, or leave one out of "
+        "the state dict and name it in allow_extra"
+    )
+
+
+def check_apart(source: Mapping[str, Parts], target: Mapping[str, Parts], origins: Mapping[str, str]) -> None:
+    """Check that no element of the target lies in memory of the source, unless it is in the place of its source.
+
+    Args:
+        origins: keys of the source, by keys of the target.
+
+    Raises:
+        LayoutError: names the tensors.
+    """
+    places = [(key, Elements.of(part)) for key, parts in source.items() for part in parts.values()]
+    num_read, written = len(places), dict[Elements, str]()
+    for key, parts in target.items():
+        same = source.get(origins.get(key, ""), {})
+        for lo, part in parts.items():
+            place = Elements.of(part)
+            if lo not in same or place != Elements.of(same[lo]):
+                written.setdefault(place, key)
+    places += ((key, place) for place, key in written.items())
+    if pair := _first_clash([place for _, place in places], [number >= num_read for number in range(len(places))]):
+        overwritten, read = (places[number][0] for number in pair)
+        raise LayoutError(
+            f"tensor {overwritten!r} of the target shares memory with {read!r} of the source, which would "
+            "be overwritten before all of it is read: give the target memory of its own"
+        )
+
+
+def _first_clash(places: Sequence[Elements], written: Sequence[bool]) -> tuple[int, int] | None:
+    """Return the numbers of two places, of which the first is written, that have a byte in common.
+
+    What is written shares none with itself, and two places that are written are not the same.
+    """
+    for cluster in _clusters(places):
+        geometries = [places[number].geometry for number in cluster]
+        runs = [places[number].start + of.runs() for number, of in zip(cluster, geometries, strict=True)]
+        counts, start = [len(starts) for starts in runs], np.concatenate(runs)
+        order = np.argsort(start, kind="stable")
+        owner = np.repeat(cluster, counts)[order]
+        start, stop = start[order], start[order] + np.repeat([of.run for of in geometries], counts)[order]
+        is_written = np.array(written)[owner]
+        # Sorted by their beginnings, a run clashes if one before it has not ended.
+        reach, written_reach = (np.maximum.accumulate(ends)[:-1] for ends in (stop, np.where(is_written, stop, 0)))
+        clashes = (start[1:] < written_reach) | (is_written[1:] & (start[1:] < reach))
+        if clashes.any():
+            later = int(clashes.argmax()) + 1
+            earlier = (stop[:later] > start[later]) & (is_written[:later] | is_written[later])
+            pair = int(owner[later]), int(owner[int(earlier.argmax())])
+            return pair if written[pair[0]] else pair[::-1]
+    return None
+
+
+def _clusters(places: Sequence[Elements]) -> Iterator[list[int]]:
+    """Yield the numbers of places whose spans overlap, several at a time: almost all places are alone."""
+    spans: defaultdict[torch.device, list[tuple[int, int, int]]] = defaultdict(list)
+    for number, place in enumerate(places):
+        if place.start and 0 not in place.shape:
+            spans[place.device].append((place.start, place.start + place.geometry.extent, number))
+    for of_device in spans.values():
+        cluster, reach = list[int](), 0
+        for start, stop, number in sorted(of_device):
+            if start >= reach:
+                if len(cluster) > 1:
+                    yield cluster
+                cluster = []
+            cluster.append(number)
+            reach = max(reach, stop)
+        if len(cluster) > 1:
+            yield cluster
