@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ...columns import Columns
-from ...errors import DestinationError, SourceError
+from ...errors import DestinationError, about
 from ...record import Blob, Manifest, StateRecord, record_fields
-from ...store.formats.signs import NAMES_FILE, NUMBERED
+from ...store.formats.signs import NUMBERED
 from ...store.io import publish
 from ...store.io.checksums import xxh3_128
 from ...store.io.limits import gc_paused
@@ -29,7 +29,7 @@ from ..target.topology import Target
 from .container import Container, WriteRequest
 from .item_file import ItemFile
 from .output_files import ChunkPlan, OutputFile
-from .outputs import Check, Outputs, OutputTensor, layout_digest
+from .outputs import Check, Outputs, OutputTensor, layout_digest, unnamed_state
 from .source_rows import Mask, SourceRows, Unchecked
 from .workers import Worker
 
@@ -165,12 +165,9 @@ def make_job(
     """
     outputs = make_outputs(source).selected(select)
     for record in [output.record for output in outputs.tensors if source.manifest.provenance.get(NUMBERED)]:
-        if record.slot is not None and record.name is not None and record.name.isdecimal():
-            raise SourceError(
-                f"{source.path}: {record.key!r} is state of number {record.name}, and nothing in its files says which "
-                f"that is: write the names in the order of the optimizer's parameters to {NAMES_FILE} beside them, or "
-                "give a table with --rules (docs/formats/trainers.md); or take the model alone, by --select 'model.*'"
-            )
+        if record.slot is not None and record.name is not None and record.name.rpartition("#")[2].isdecimal():
+            with about(source.path):
+                raise unnamed_state(source.manifest.provenance, record.name)
     manifest = outputs.used(source.manifest)
     request = WriteRequest(
         source.path.resolve().name, manifest.provenance, source.payloads, outputs, target, tuple(select)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -18,10 +18,29 @@ from ...errors import SourceError
 from ...key_search import keys_matching, names_of
 from ...layout import Buffer, Fragment, Place, TensorLayout
 from ...record import Blob, Extent, Manifest, StateRecord
+from ...store.formats.signs import NAMES_FILE, NUMBERED
 from ...store.reading.blocks import bands, span, strided, within
 from ...store.reading.dtypes import dtype, itemsize
 from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of
 from .arithmetic import Words, scaled
+
+
+def unnamed_state(provenance: Mapping[str, object], number: str) -> SourceError:
+    """Return the error that state is of a parameter that is known by its number only, where names are needed."""
+    if isinstance(optimizers := provenance.get(NUMBERED), list):
+        lists = ", ".join(f'"{optimizer}": ["…"]' for optimizer in optimizers)
+        several = f", for each optimizer a list: {{{lists}}}" if len(optimizers) > 1 else ""
+        cure = f"write the names in the order of the optimizer's parameters to {NAMES_FILE} beside them{several}"
+    else:
+        cure = (
+            "load it into the optimizer that it was saved from, and save get_optimizer_state_dict(model, optimizer) "
+            "instead of optimizer.state_dict()"
+        )
+    return SourceError(
+        f"found state of number {number}, and nothing in the files says which parameter that is: {cure}, or give a "
+        f"table with --rules (from = '{number}', to = 'layers.0.weight'; docs/formats/names.md); or take the model "
+        "alone, with --model-only"
+    )
 
 
 class Action(StrEnum):

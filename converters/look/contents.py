@@ -22,7 +22,7 @@ from ...wording import LAYER_NUMBER, unnumbered
 from ..programs.dialect import FOREIGN, Dialect, StoredMethod
 from ..programs.registry import DIALECTS
 from ..translate.detection import Detected, confirmed, detect, with_slots_of
-from ..translate.groups import SourceGroup, TargetGroup, merge_equal, source_groups
+from ..translate.groups import SourceGroup, TargetGroup, merge_equal, source_groups, with_recorded_names
 
 NO_STATE = "(not optimizer state)"
 """The label of tensors that are in no slot of optimizer state."""
@@ -74,12 +74,10 @@ _SHAPED = frozenset({"momentum", "first", "second", "master"})
 class StatefulParameter:
     """A parameter: its ``weight`` if that is stored, its ``state`` by slot, and its update ``method``.
 
-    The method is None without state, and where no method of the dialect keeps such slots.  Where a program's keys have
-    numbers instead of names, ``called`` is the name that its group records, if it records one.
+    The method is None without state, and where no method of the dialect keeps such slots.
     """
 
     name: str
-    called: str
     weight: StateRecord | None
     state: Mapping[str, StateRecord]
     method: StoredMethod | None
@@ -91,7 +89,7 @@ class StatefulParameter:
     @property
     def alike(self) -> tuple[str, Index]:
         """Return what it has in common with its siblings in other layers; the number of a parameter is no layer's."""
-        return self.called if self.called.isdecimal() else unnumbered(self.called), self.shape
+        return self.name if self.name.isdecimal() else unnumbered(self.name), self.shape
 
     @property
     def is_matrix(self) -> bool:
@@ -130,15 +128,12 @@ class Contents:
         return {tensor.key: _KINDS[role] for role, members in self.tensors.items() for tensor in members}
 
 
-def contents_of(
-    manifest: Manifest, dialect: Dialect | None, method_names: Mapping[str, str], names: Mapping[str, str]
-) -> Contents:
+def contents_of(manifest: Manifest, dialect: Dialect | None, method_names: Mapping[str, str]) -> Contents:
     """Sort the tensors of a checkpoint.
 
     Args:
         manifest: with parameters and slots, as `with_slots` gives it.
         method_names: update methods by parameter, where groups name them.
-        names: of parameters that keys call by numbers, where groups record them.
     """
     weights: dict[str, StateRecord] = {}
     state: defaultdict[str, dict[str, StateRecord]] = defaultdict(dict)
@@ -163,7 +158,7 @@ def contents_of(
         own = known | {slot: _ROLES.get(common, Role.STATE) for common, slot in stored}
         for slot, tensor in slots.items():
             roles[own.get(slot, Role.STATE)].append(tensor)
-        parameters[name] = StatefulParameter(name, names.get(name, name), weights.get(name), slots, method)
+        parameters[name] = StatefulParameter(name, weights.get(name), slots, method)
     return Contents(dialect, {role: tuple(roles[role]) for role in Role if role in roles}, parameters)
 
 
@@ -171,7 +166,7 @@ def kinds_in(manifest: Manifest) -> Kind:
     """Return what people call the tensors of a checkpoint of any program, by its keys."""
     try:
         dialect = detect(manifest).dialect
-        contents = contents_of(with_slots_of(manifest, dialect), dialect, {}, {})
+        contents = contents_of(with_slots_of(manifest, dialect), dialect, {})
     except SourceError:
         return kinds_by_slot(manifest)
     return contents.kind
@@ -206,8 +201,13 @@ def option_value(value: object) -> str:
 
 def folded(names: Sequence[str]) -> tuple[str, ...]:
     """Write many names as few: numbers as ``*`` or as ranges, and what differs between two of them in braces."""
-    if names and all(map(str.isdecimal, names)):
-        return (ranges(sorted(map(int, names))),)
+    numbers: defaultdict[str, list[int]] = defaultdict(list)
+    for name in names:
+        optimizer, sign, number = name.rpartition("#")
+        if number.isdecimal():
+            numbers[optimizer + sign].append(int(number))
+    if sum(map(len, numbers.values())) == len(names):
+        return tuple(f"{optimizer}{ranges(sorted(members))}" for optimizer, members in numbers.items())
     between: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for pattern in dict.fromkeys(map(unnumbered, names)):
         head, star, rest = pattern.rpartition("*.")
@@ -294,22 +294,14 @@ def _hyper_parameters(manifest: Manifest, dialect: Dialect | None, values: Value
     if dialect is None:
         return HyperParameters((), notes=("the program is unknown, and so are its parameter groups",))
     try:
-        groups = source_groups(manifest, dialect, values)
+        groups, names = source_groups(manifest, dialect, values), dict[str, str]()
+        if dialect.numbered:
+            groups, names = with_recorded_names(groups, values)
         named = [group for group in groups if group.number is None]
         read = [*(group for group in groups if group.number is not None), *_spread(named, most)]
-        return HyperParameters(_merged(read, dialect, values), len(groups) - len(read), _recorded_names(read, values))
+        return HyperParameters(_merged(read, dialect, values), len(groups) - len(read), names)
     except MuonckptError as error:
         return HyperParameters((), notes=(f"the parameter groups cannot be read: {error}",))
-
-
-def _recorded_names(groups: Sequence[SourceGroup], values: Values) -> dict[str, str]:
-    """Return the names of numbered parameters, where groups list them once more, as torch's do if they are given."""
-    names: dict[str, str] = {}
-    for group in groups:
-        own = values.read(group.items[_NAMES]) if _NAMES in group.items else ()
-        if isinstance(own, list | tuple) and len(own) == len(group.params):
-            names |= zip(group.params, map(str, own), strict=True)
-    return names
 
 
 def _merged(groups: Sequence[SourceGroup], dialect: Dialect, values: Values) -> tuple[OptionsOfGroups, ...]:
@@ -438,11 +430,11 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
     for group in groups.groups:
         for option in FOREIGN.keys() & group.options.keys():
             methods |= dict.fromkeys(group.parameters, FOREIGN[option].name)
-    contents = contents_of(manifest, dialect, methods, groups.names)
-    steps = steps_of(contents, manifest, values, groups)
     if groups.names:
         named = (replace(t, name=groups.names.get(t.name, t.name)) if t.name else t for t in manifest.tensors)
         manifest = replace(manifest, tensors=tuple(named))
+    contents = contents_of(manifest, dialect, methods)
+    steps = steps_of(contents, manifest, values, groups)
     return FirstLook(program, manifest, groups, contents, steps)
 
 

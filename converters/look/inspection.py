@@ -275,7 +275,7 @@ def _groups(contents: Contents, known: HyperParameters) -> Iterator[dict[str, An
             "name": said if isinstance(said, str) else methods.pop() if len(methods) == 1 else "",
             "groups": group.groups,
             "parameters": len(group.parameters),
-            "holds": folded([known.names.get(name, name) for name in group.parameters]),
+            "holds": folded(group.parameters),
             "options": group.options,
         }
 

@@ -74,7 +74,7 @@ def _muon_off(contents: Contents) -> Iterator[Finding]:
     if not by_muon:
         return
     on, without = (Counter(p.alike for p in ps) for ps in (by_muon, others))
-    off = [p.called for p in others if on[p.alike] >= without[p.alike]]
+    off = [p.name for p in others if on[p.alike] >= without[p.alike]]
     if off:
         yield Finding.listing(
             "muon_off",
@@ -116,31 +116,46 @@ def _unfit_state(contents: Contents) -> Iterator[Finding]:
 
 
 def _without_partner(contents: Contents, groups: HyperParameters) -> Iterator[Finding]:
-    """Report parameters without state where others have some, and state without parameters.
+    """Report parameters without state where others have some, state without parameters, and state in no group.
 
     Buffers, tied and frozen parameters have none, and neither have frozen layers: what is in no group is reported only
     if most of its siblings in other layers have state, and something else in its own layer has.
     """
-    parameters = contents.parameters.values()
-    if not any(p.state for p in parameters) or not any(p.weight for p in parameters):
+    parameters, dialect = contents.parameters.values(), contents.dialect
+    stateful = dict.fromkeys(p.name for p in parameters if p.state)
+    if dialect is None or not stateful:
         return
-    if contents.dialect and contents.dialect.numbered:  # numbers have no names to compare with
-        return
+    weights = {p.name for p in parameters if p.weight}
     grouped = {name for group in groups.groups for name in group.parameters}
     bare = [p for p in parameters if not p.state and p.weight]
     trained, without = Counter(p.alike for p in parameters if p.state), Counter(p.alike for p in bare)
-    layers = {layer_of(p.name) for p in parameters if p.state}
-    listed = [p.name for p in bare if p.name in grouped]
+    layers = {layer_of(name) for name in stateful}
+    listed, halved = list[str](), list[str]()
+    for group in groups.groups:
+        # Megatron's groups may name the whole of what is stored in parts, torch's name what has state.
+        members = [name for name in group.parameters if name in weights or not dialect.own_keys]
+        lacking = [name for name in members if name not in stateful]
+        (halved if len(members) <= 2 * len(lacking) < 2 * len(members) else listed).extend(lacking)
     loose = [
         p.name
         for p in bare
         if p.name not in grouped and trained[p.alike] >= without[p.alike] and layer_of(p.name) in layers
     ]
-    orphans = [p.name for p in parameters if p.weight is None and p.state]
+    named = stateful.keys() & {*groups.names.values()} if dialect.numbered else stateful
+    orphans = [p.name for p in parameters if p.weight is None and p.name in named] if weights else []
+    complete = groups.groups and not groups.unread and not dialect.own_keys
+    ungrouped = [name for name in stateful if name not in grouped] if complete else []
     for kind, names, message in (
         ("no_state", listed, "no state, though in a parameter group (frozen, or no gradient has come)"),
+        (
+            "no_state",
+            halved,
+            "no state, though others of their group have: every rank keeps the state of those that it owns, and one "
+            "rank's was saved; or they are frozen, or no gradient has come",
+        ),
         ("no_state", loose, "no state, where siblings in other layers have some"),
         ("no_parameter", orphans, "state, but no weight has this name"),
+        ("no_group", ungrouped, "state, but no parameter group has them, so no options"),
     ):
         if names:
             yield Finding.listing(kind, f"{_are(names, 'parameter has', 'parameters have')} {message}", names)

@@ -66,6 +66,10 @@ class Template:
             raise SourceError(f"{self} cannot hold {fields}")
         return path
 
+    def full_name(self, name: str, chain: str) -> str:
+        """Return the name of a parameter that is this name or number in an optimizer."""
+        return name
+
     @property
     def numbered(self) -> bool:
         """Return whether it names parameters by their number in the optimizer."""
@@ -87,18 +91,26 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """A template for each of several optimizers, by ``{chain}``, where it lies."""
+    """A template for each of several optimizers, by ``{chain}``, where it lies.
+
+    Each numbers its parameters from 0, so a number is read as a name with its optimizer: ``"muon#0"``.
+    """
 
     by_chain: Mapping[str, Template]
 
     def read(self, path: KeyPath) -> dict[str, str] | None:
         for chain, template in self.by_chain.items():
             if fields := template.read(path):
-                return {**fields, "chain": chain}
+                named = {"name": self.full_name(fields["name"], chain)} if "name" in fields else {}
+                return {**fields, **named, "chain": chain}
         return None
 
     def write(self, *, chain: str, **fields: str) -> KeyPath:
-        return self.by_chain[chain].write(**fields)
+        return self.by_chain[chain].write(**{field: value.removeprefix(f"{chain}#") for field, value in fields.items()})
+
+    def full_name(self, name: str, chain: str) -> str:
+        """Return the name of a parameter that is this name or number in an optimizer."""
+        return f"{chain}#{name}" if self.by_chain[chain].numbered else name
 
     @property
     def numbered(self) -> bool:

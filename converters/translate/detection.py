@@ -55,7 +55,7 @@ class Keys:
     """The places of a checkpoint's optimizers, and of its model: None if it has none, or if nothing tells.
 
     Attributes:
-        numbered: whether parameters are known by their number in the optimizer.
+        numbered: those of them in which parameters are known by their number.
         groups: the names of the options of each group.
         slots: the names of the slots of state.
         example: a key of state.
@@ -63,7 +63,7 @@ class Keys:
 
     optimizers: tuple[OptimizerPlace, ...] = ()
     model: ModelPlace | None = None
-    numbered: bool = False
+    numbered: frozenset[OptimizerPlace] = frozenset()
     groups: tuple[frozenset[str], ...] = ()
     slots: frozenset[str] = frozenset()
     example: str = ""
@@ -93,7 +93,7 @@ def under(dialect: Dialect, keys: Keys) -> Dialect:
     state: AnyTemplate = dialect.state
     option, model = dialect.option, dialect.model
     if keys.optimizers:
-        state = one_or_more(state_template(place, keys.numbered) for place in keys.optimizers)
+        state = one_or_more(state_template(place, place in keys.numbered) for place in keys.optimizers)
         option = one_or_more(map(option_template, keys.optimizers))
     if keys.model is not None:
         model = Template((f"{keys.model.prefix}{{name}}",), keys.model.root)
@@ -129,7 +129,7 @@ def placed(dialect: Dialect, form: str | None, roots: Mapping[str, str]) -> Dial
         raise TargetError(f"--keys: {dialect.name} knows parameters by number, and flat keys have names")
     model = ModelPlace(_path(roots["model"])) if "model" in roots else None
     optimizer = OptimizerPlace(_path(roots.get("optimizer", "optimizer")), flat=flat)
-    return under(dialect, Keys((optimizer,), model, dialect.numbered))
+    return under(dialect, Keys((optimizer,), model, frozenset({optimizer} if dialect.numbered else ())))
 
 
 def _path(root: str) -> KeyPath:
@@ -173,13 +173,16 @@ def keys_of(manifest: Manifest) -> Keys:
         if accepted:
             chosen[path] = accepted[0]
     places = tuple(dict.fromkeys(reading.place for reading in chosen.values()))
-    names = {reading.name for reading in chosen.values()}
-    numbered = bool(names) and not any(p.flat for p in places) and all(map(NUMBER.fullmatch, names))
+    names_by_place: defaultdict[OptimizerPlace, set[str]] = defaultdict(set)
+    for reading in chosen.values():
+        names_by_place[reading.place].add(reading.name)
+    numbered = {p for p, names in names_by_place.items() if not p.flat and all(map(NUMBER.fullmatch, names))}
+    names = {name for place, names in names_by_place.items() if place not in numbered for name in names}
     weights = [tensor.path for tensor in manifest.tensors if tensor.path not in chosen]
     return Keys(
         tuple(sorted(places, key=order)),
-        _model(weights, frozenset() if numbered else names),
-        numbered,
+        _model(weights, names),
+        frozenset(numbered),
         tuple(frozenset(options) for place in places for options in groups[place].values()),
         frozenset(reading.leaf for reading in chosen.values()),
         next((paths[path] for path in chosen), ""),
@@ -266,8 +269,12 @@ def with_slots(manifest: Manifest) -> Manifest:
 def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
     """Return the manifest with parameters and slots as this dialect's keys name them, where it does not record them."""
 
+    numbered = dialect.chained and dialect.numbered
+
     def with_slot(tensor: StateRecord) -> StateRecord:
-        fields = dialect.state.read(tensor.path) if tensor.slot is None else None
+        fields = dialect.state.read(tensor.path) if tensor.slot is None or numbered else None
+        if fields and tensor.slot is not None and tensor.name != fields["name"].rpartition("#")[2]:
+            return tensor
         return replace(tensor, name=fields["name"], slot=fields["slot"]) if fields else tensor
 
     return replace(manifest, tensors=tuple(map(with_slot, manifest.tensors)))
@@ -330,7 +337,8 @@ def _by_marks(keys: Keys) -> Detected:
 
 def _of_no_program(keys: Keys, *reasons: str) -> Detected:
     """Return the dialect of torch's keys that nobody knows the program of."""
-    return Detected(under(DIALECTS["fully_shard" if keys.numbered else "dcp"], keys), reasons)
+    numbered = keys.numbered and keys.numbered == {*keys.optimizers}
+    return Detected(under(DIALECTS["fully_shard" if numbered else "dcp"], keys), reasons)
 
 
 def _claims(keys: Keys, dialects: Mapping[str, Dialect]) -> _Claims:

@@ -83,11 +83,30 @@ def source_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple
     for (chain, position), items in sorted(listed.items()):
         if PARAMS not in items:
             raise SourceError(f"group {position} does not list its parameters under {PARAMS!r}")
-        names = tuple(map(str, values.read(items[PARAMS])))
+        names = tuple(dialect.state.full_name(str(name), chain) for name in values.read(items[PARAMS]))
         groups.append(SourceGroup(position, names, items, {"chain": chain} if template.chained else {}))
     for (chain, name), items in named.items():
         groups.append(SourceGroup(None, (name,), items, {"chain": chain} if template.chained else {}))
     return tuple(groups)
+
+
+_NAMES = "param_names"
+
+
+def with_recorded_names(
+    groups: Iterable[SourceGroup], values: Values
+) -> tuple[tuple[SourceGroup, ...], dict[str, str]]:
+    """Return groups whose parameters have names in place of numbers, and the names by number, where they record them.
+
+    torch's groups list names once more as ``param_names`` if the optimizer was given them.
+    """
+    known: dict[str, str] = {}
+    for group in groups:
+        listed = next((group.items[option] for option in (_NAMES, PARAMS) if option in group.items), None)
+        names = () if listed is None else values.read(listed)
+        if isinstance(names, list | tuple) and len(names) == len(group.params):
+            known |= {number: name for number, name in zip(group.params, names, strict=True) if isinstance(name, str)}
+    return tuple(replace(group, params=tuple(known.get(n, n) for n in group.params)) for group in groups), known
 
 
 def _in_common(manifest: Manifest, dialect: Dialect, values: Values) -> Iterator[SourceGroup]:

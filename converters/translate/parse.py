@@ -19,11 +19,12 @@ from ...record import Blob, Manifest, StateRecord
 from ...store.open_checkpoint import Values
 from ...vocabulary import PARAMS, STEP, Convention
 from ...wording import listed
+from ..engine.outputs import unnamed_state
 from ..programs.dialect import FOREIGN, Dialect, StoredMethod
 from .conventions import Overrides, WeightsFrom, agreed_convention
 from .detection import Detected, is_of_optimizer
-from .groups import Entry, SourceGroup, entries_of, option_values, source_groups
-from .names import NameRule, NameRules
+from .groups import Entry, SourceGroup, entries_of, option_values, source_groups, with_recorded_names
+from .names import NameRules
 from .structure import TranslatedTensor, apply_rules
 
 _NO_METHOD = StoredMethod("none", {})
@@ -105,6 +106,12 @@ class NeutralOptimizer:
     def stateless(self) -> list[NeutralParameter]:
         """The parameters that groups list and that have no state, where the method is known."""
         return [param for param in self.parameters.values() if param.stateless]
+
+    @property
+    def ungrouped(self) -> list[str]:
+        """The names of parameters with state that are in no group, where the source does not say whose groups are."""
+        grouped = {name for group in self.groups for name in group.members}
+        return [param.name for param in self.stateful if param.listed not in grouped]
 
     def shapes(self) -> dict[str, Index]:
         """Return the shapes of parameters, by the names that groups list: of the weights, or of state."""
@@ -205,7 +212,12 @@ def parse(
     if overrides.weights is WeightsFrom.MODEL:
         drop |= dialect.slots_called("master")
     left = drop if dialect is target and not rules.rules else drop | dialect.derived
-    entries = _Entries(dialect, left)
+    groups, names = source_groups(manifest, dialect, values), dict[str, str]()
+    if dialect.numbered and not target.numbered:
+        groups, names = with_recorded_names(groups, values)
+        names |= _recorded_names(manifest, dialect)
+        groups = tuple(replace(group, params=tuple(names.get(n, n) for n in group.params)) for group in groups)
+    entries = _Entries(dialect, left, names)
     entries.sort(entries_of(manifest))
     if overrides.weights is WeightsFrom.MASTERS:
         entries.make_masters_weights()
@@ -218,10 +230,10 @@ def parse(
                 f"where, so {target.name} cannot take it: save with --dist-ckpt-optim-fully-reshardable in Megatron, "
                 "which writes it under names, or first make a copy without the buckets, by `muonckpt reshard --select`"
             )
-    recorded = NameRules() if target.numbered else _recorded_names(manifest, dialect)
-    groups = source_groups(manifest, dialect, values)
     parser = _Parser(dialect, values, overrides, entries, {name: g for g in groups for name in g.params}, drop)
-    parameters = parser.parameters(recorded + rules, must_match=not recorded.rules)
+    parameters = parser.parameters(rules, must_match=not names)
+    if dialect.numbered and not target.numbered:
+        _refuse_numbers(manifest, parameters, {*names.values()})
     groups = _with_members(groups, parameters, values)
     private = dialect.private - target.private
     kept = [entry for entry in entries.others if not _matches(entry, private)]
@@ -248,10 +260,12 @@ class _Entries:
     """Collects the entries of a checkpoint by role; ``dropped`` slots are only listed, in ``left_out``.
 
     ``counters`` are step counters, by parameter and slot; ``others`` are neither weights nor state nor options.
+    ``names`` are those of parameters by number, where the keys have numbers.
     """
 
     dialect: Dialect
     dropped: Collection[str]
+    names: Mapping[str, str]
     tensors: dict[tuple[str | None, str], StateRecord] = field(default_factory=dict)
     counters: defaultdict[str, dict[str, Entry]] = field(default_factory=lambda: defaultdict(dict))
     chains: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -265,8 +279,9 @@ class _Entries:
         steps = dialect.slots_called("step") - dialect.derived
         for entry in entries:
             if state := dialect.state.read(entry.path):
-                self.chains[state["name"]].add(state.get("chain", ""))
-                self._add_state(entry, state["name"], state["slot"], steps)
+                name = self.names.get(state["name"], state["name"])
+                self.chains[name].add(state.get("chain", ""))
+                self._add_state(entry, name, state["slot"], steps)
             elif dialect.option is not None and dialect.option.read(entry.path):
                 continue
             elif isinstance(entry, StateRecord) and (weight := dialect.model.read(entry.path)):
@@ -326,14 +341,26 @@ def _refuse_unread(manifest: Manifest, dialect: Dialect, entries: _Entries) -> N
             )
 
 
-def _recorded_names(manifest: Manifest, dialect: Dialect) -> NameRules:
-    """Return rules from numbers to the names that the manifest records; none if the dialect has names."""
+def _recorded_names(manifest: Manifest, dialect: Dialect) -> dict[str, str]:
+    """Return the names that the manifest records of numbers."""
     names: dict[str, str] = {}
-    for tensor in manifest.tensors if dialect.numbered else ():
+    for tensor in manifest.tensors:
         fields = dialect.state.read(tensor.path)
-        if fields is not None and tensor.name not in (None, fields["name"]):
+        if fields is not None and tensor.name not in (None, *_numbers(fields)):
             names[fields["name"]] = str(tensor.name)
-    return NameRules(tuple(NameRule((number,), (name,)) for number, name in names.items()))
+    return names
+
+
+def _numbers(fields: Mapping[str, str]) -> tuple[str, str]:
+    """Return a number with its optimizer, and alone, as manifests have it."""
+    return fields["name"], fields["name"].rpartition("#")[2]
+
+
+def _refuse_numbers(manifest: Manifest, parameters: Mapping[str, NeutralParameter], names: Collection[str]) -> None:
+    """Refuse state of numbered parameters whose names nothing tells, neither the checkpoint nor rules."""
+    for name, param in parameters.items():
+        if name not in names and any(tensor.aliases == (name,) for tensor in param.slots.values()):
+            raise unnamed_state(manifest.provenance, name)
 
 
 def _with_members(
@@ -388,9 +415,13 @@ class _Parser:
                 f"no rule matches a parameter; parameters are {listed(sorted(tensors), 3)}, and the first rule is "
                 f"{rules.rules[0]}"
             )
+        aliases_of: dict[str, tuple[str, ...]] = {}
+        for name, own in tensors.items():
+            aliases_of[name] = tuple(dict.fromkeys(alias for tensor in own.values() for alias in tensor.aliases))
+        self._refuse_ungrouped([aliases for name, aliases in aliases_of.items() if tensors[name].keys() - {None}])
         parameters = {}
         for name, own in tensors.items():
-            aliases = tuple(dict.fromkeys(alias for tensor in own.values() for alias in tensor.aliases))
+            aliases = aliases_of[name]
             weight = own.pop(None, None)
             listed_name = next(tensor.group for tensor in (*own.values(), weight) if tensor is not None)
             slots = own.keys() | {slot for alias in aliases for slot in self.entries.counters.get(alias, ())}
@@ -398,6 +429,20 @@ class _Parser:
             state = {str(slot): tensor for slot, tensor in own.items()}
             parameters[name] = self._with_state(param, state, slots) if slots else param
         return parameters
+
+    def _refuse_ungrouped(self, stateful: Iterable[tuple[str, ...]]) -> None:
+        """Refuse state of parameters, by their aliases, that are in no group: nobody would know their rates."""
+        if not self.group_of or self.dialect.option is None:  # Megatron's torch_dist does not say whose its groups are
+            return
+        of_state = list(stateful)
+        if lost := sorted(aliases[0] for aliases in of_state if self.group_of.keys().isdisjoint(aliases)):
+            other = sorted(self.group_of.keys() - {alias for aliases in of_state for alias in aliases})
+            raise SourceError(
+                f"found state of {listed(lost)}, which no parameter group of {self.dialect.name} lists"
+                + (f" (groups list {listed(other)}, which has none)" if other else "")
+                + ", so their options would be lost: give --rules that make the names of both the same, or "
+                "first make a copy without that state, with `muonckpt reshard --select`"
+            )
 
     def _with_state(
         self, param: NeutralParameter, state: Mapping[str, TranslatedTensor], slots: Collection[Any]

@@ -56,8 +56,8 @@ _FILLED = Action.SET, "state that was missing", "written as zeros; masters, wher
 _WITHOUT_STATE = (
     Action.LEFT,
     "no state in the source",
-    "frozen, or never had a gradient; where the target makes all state at once, --fill-missing writes zeros, and "
-    "fresh=[…] of muonckpt.load lets them start anew",
+    "frozen, or never had a gradient, or kept by another rank that owns it and was not saved; where the target makes "
+    "all state at once, --fill-missing writes zeros, and fresh=[…] of muonckpt.load lets them start anew",
 )
 
 _MASTERS = (
@@ -603,6 +603,9 @@ def _report_losses(neutral: NeutralOptimizer, target: Dialect, findings: Finding
         findings.check(Action.SET, "the number of steps", str(neutral.overrides.step), reason=reason)
     if target is neutral.dialect:
         return
+    if neutral.groups and (ungrouped := neutral.ungrouped):
+        reason = f"{neutral.dialect.name} does not say in which of its groups they are; the running optimizer's stay"
+        findings.check(Action.SET, f"options of {counted(len(ungrouped), 'parameter')}", reason=reason)
     if not target.private and any("master" in param.slots for param in neutral.stateful):
         findings.check(Action.SET, "float32 masters", reason=_MASTERS)
     if neutral.tensors:

@@ -18,6 +18,7 @@ from ..errors import ArgumentError
 from ..keys import (
     PARAM_GROUPS,
     NamedOptimizer,
+    OptimizerKey,
     StateForm,
     key_of,
 )
@@ -185,6 +186,7 @@ def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
     return Matching(
         sources,
         frozenset(spared.union(*(stored.by_rank[key].values() for key in of_other_ranks))),
+        loaded=frozenset(_of_numbers(template, sources)),
         kept=kept,
         added={path: stored.option(key) for path, key in added.items()},
         faults=(*wrapped, *_missing_keys(missing, template, stored), *faults),
@@ -210,6 +212,14 @@ def _of_other_ranks(keys: Sequence[str], template: LoadTemplate, stored: Stored)
         f"value each, and {stored.place[1]} load, some without one. To go on without: {lines}, with "
         f"allow_extra={[*globs, f'{BY_RANK}.*']!r}; muonckpt.open(...).items has all values"
     )
+
+
+def _of_numbers(template: LoadTemplate, keys: Iterable[str]) -> Iterator[OwnParameter]:
+    """Yield the parameters of optimizers with numbers that have state at these keys, as ``"optimizer#0"``."""
+    for key in keys if template.numbered else ():
+        for reading in OptimizerKey.of_slot(template.paths[key]):
+            if (optimizer := key_of(reading.place.root)) in template.numbered:
+                yield optimizer, f"{optimizer}#{reading.name}"
 
 
 def _missing_keys(keys: Sequence[str], template: LoadTemplate, stored: Stored) -> Iterator[str]:
