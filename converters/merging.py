@@ -116,7 +116,7 @@ def merge(
         for one in inputs:
             check_destination(one.path, place, container)
         with inputs[0].payloads:  # the bytes of all
-            outputs = request.outputs(inputs, [of_input.outputs(one) for one in inputs]).selected(select)
+            outputs = request.outputs(inputs, [of_input.outputs(one) for one in inputs], select)
             source = JoinedCheckpoints(inputs[0].path, inputs[0].payloads, [one.manifest for one in inputs])
             used = outputs.used(source.manifest)
             keys_used = {tensor.key for tensor in used.tensors}

@@ -82,6 +82,10 @@ class DestinationError(MuonckptError):
     """A checkpoint cannot be written: the destination exists, is full or is not writable."""
 
 
+class UnsyncedError(DestinationError):
+    """A checkpoint is published, and whole for its readers, but a crash of the machine may still undo that."""
+
+
 class AttestError(MuonckptError):
     """Memory does not hold what it has to: a checkpoint's state, another process's, or that of the other replicas."""
 

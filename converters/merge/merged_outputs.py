@@ -96,15 +96,18 @@ class MergeRequest:
     weights: tuple[Fraction, ...]
     others_from: int | None = None
 
-    def outputs(self, checkpoints: Sequence[OpenCheckpoint], of_inputs: Sequence[Outputs]) -> Outputs:
+    def outputs(
+        self, checkpoints: Sequence[OpenCheckpoint], of_inputs: Sequence[Outputs], select: Sequence[str] = ()
+    ) -> Outputs:
         """Return the merged tensors and items.
 
         Args:
             checkpoints: the inputs, joined.
             of_inputs: what each input alone would be written as.
+            select: shell patterns; what has a key that matches none of them is left out, whatever it is.
         """
         names = [str(one.path) for one in checkpoints]
-        inputs = [_Input.of(name, outputs) for name, outputs in zip(names, of_inputs, strict=True)]
+        inputs = [_Input.of(name, outputs, select) for name, outputs in zip(names, of_inputs, strict=True)]
         base = inputs[self.others_from or 0]
         keys = _agreed_keys(inputs)
         tensors: list[OutputTensor] = [
@@ -159,7 +162,7 @@ class _Input:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, name: str, outputs: Outputs) -> _Input:
+    def of(cls, name: str, outputs: Outputs, select: Sequence[str]) -> _Input:
         nowhere = Extent("none", 0, 0)
         blobs = tuple(Blob(item.key, item.path, nowhere) for item in outputs.items)
         dialect: Dialect | None = None
@@ -168,7 +171,8 @@ class _Input:
         momenta = dialect.slots_called("momentum") if dialect else frozenset()
         averages: dict[str, OutputTensor] = {}
         others: dict[str, OutputTensor] = {}
-        for own in outputs.tensors:
+        chosen = outputs.selected(select)
+        for own in chosen.tensors:
             record = own.record
             if record.slot in CODE_SLOTS | SCALE_SLOTS:
                 raise SourceError(
@@ -189,8 +193,8 @@ class _Input:
                 )
             else:
                 others[record.key] = tensor
-        items = {item.key: item for item in outputs.items}
-        return cls(name, averages, others, items, outputs.left_out, outputs.notes)
+        items = {item.key: item for item in chosen.items}
+        return cls(name, averages, others, items, chosen.left_out, chosen.notes)
 
 
 def _agreed_keys(inputs: Sequence[_Input]) -> set[str]:

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from support.commands import called
 
 import muonckpt
-from muonckpt import SourceError, TargetError
+from muonckpt import DestinationError, SourceError, TargetError
 from muonckpt.converters.merge.merged_outputs import shares
 from muonckpt.converters.options import grouped
 
@@ -221,3 +221,28 @@ def test_damage_in_any_input_stops_it(runs, tmp_path):
     (damaged / payload.file).write_bytes(bytes(data))
     done = called("merge", runs[0], damaged, tmp_path / "no", "--others-from", "first")
     assert done.returncode == 3 and f"damaged/{payload.file}" in done.stderr and not (tmp_path / "no").exists()
+
+
+def test_what_select_leaves_out_is_not_judged(tmp_path):
+    for number in range(2):
+        state = {"w": torch.full((4,), float(number)), "rope": torch.ones(3, dtype=torch.complex64)}
+        muonckpt.save(state, tmp_path / f"{number}")
+    sources = [tmp_path / "0", tmp_path / "1"]
+    with pytest.raises(SourceError, match="'rope' is complex64, which is not averaged"):
+        muonckpt.merge(sources, tmp_path / "out")
+    muonckpt.merge(sources, tmp_path / "out", select=["w"])
+    with muonckpt.open(tmp_path / "out") as opened:
+        assert {key: tensor.numpy().tolist() for key, tensor in opened.tensors.items()} == {"w": [0.5] * 4}
+
+
+def test_a_name_that_is_too_long_is_an_error_of_the_destination(tmp_path):
+    for number in range(2):
+        muonckpt.save({"w": torch.ones(4)}, tmp_path / f"{number}")
+    long = tmp_path / ("x" * 300)
+    for write in (
+        lambda: muonckpt.merge([tmp_path / "0", tmp_path / "1"], long),
+        lambda: muonckpt.convert(tmp_path / "0", long, format="zarr"),
+        lambda: muonckpt.reshard(tmp_path / "0", long, mesh={"dp": 2}),
+    ):
+        with pytest.raises(DestinationError, match=r"cannot write .*File name too long"):
+            write()

@@ -365,3 +365,17 @@ def record_of(path) -> list[dict]:
     """What a checkpoint of flat buffers records of them, without where they are."""
     stored = read(path).provenance["buffers"]
     return [{key: value for key, value in buffer.items() if key != "files"} for buffer in stored]
+
+
+@pytest.mark.parametrize("name", ["x\0", "x\ud800", "../x", "x" * 300])
+@pytest.mark.parametrize("option", ["files", "model", "tensor_parallel"])
+def test_a_description_that_names_what_cannot_be_a_file_is_refused(option, name, tmp_path):
+    listed = {"parameter": [{"name": "w", "shape": [4, 4]}]}
+    options = {
+        "files": {**listed, "files": [name]},
+        "model": {"model": name, "group": [{"names": ["*"]}]},
+        "tensor_parallel": {**listed, "tensor_parallel": [name], "cut": [{"names": ["*"], "dim": 0}]},
+    }
+    (tmp_path / "layer_wise.json").write_text(json.dumps({"algorithm": "padded-nscost", **options[option]}))
+    with pytest.raises(SourceError, match=r"layer_wise\.json: refused file name" if option != "model" else None):
+        muonckpt.open(tmp_path)

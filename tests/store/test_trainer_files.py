@@ -271,3 +271,36 @@ def test_files_that_are_more_than_a_state_dict_are_refused_and_damage_is_found(t
     (tmp_path / "parts").write_bytes(bytes(data))
     assert muonckpt.verify(tmp_path / "parts").verdict == "faulty"
     assert called("reshard", tmp_path / "parts", tmp_path / "out", "--mesh", "dp=2").returncode == 3
+
+
+def one_group(group: dict, number: int = 0) -> dict:
+    slots = {"exp_avg": torch.ones(4, 3), "exp_avg_sq": torch.ones(4, 3), "step": torch.tensor(1.0)}
+    return {"state": {number: slots}, "param_groups": [group]}
+
+
+SPOILT_GROUPS = {
+    "no parameters": ({"lr": 0.1, "paramz": [0]}, r"parameters of group 0 under 'params', found lr, paramz"),
+    "a number as a list": ({"params": 0}, "expected list, found int"),
+    "names and numbers": ({"params": [0, "x"]}, "expected numbers, or names, of the parameters of group 0, found 'x'"),
+    "a list": ({"params": [[0]]}, r"found \[0\]"),
+    "twice": ({"params": [0, 0]}, "each parameter in one group, once; found 0 2 times"),
+    "state in no group": ({"params": [-1]}, "parameters that have state, found none with 0"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT_GROUPS)
+def test_groups_that_do_not_list_the_parameters_are_refused(kind, tmp_path):
+    group, why = SPOILT_GROUPS[kind]
+    torch.save({"a.weight": torch.ones(4, 3)}, tmp_path / "pytorch_model.bin")
+    torch.save(one_group(group), tmp_path / "optimizer.bin")
+    with pytest.raises(SourceError, match=why):
+        muonckpt.open(tmp_path)
+    assert called("verify", tmp_path).returncode in (1, 3)
+
+
+def test_a_name_in_nanochats_list_that_the_model_lacks_is_refused(tmp_path):
+    of_nanochat(tmp_path)
+    names = (tmp_path / "parameter_names.json").read_text()
+    (tmp_path / "parameter_names.json").write_text(names.replace("h.1.up", "h.1.vp"))
+    with pytest.raises(SourceError, match=r"'h\.1\.vp\.weight', which the model lacks; did you mean 'h.1.up.weight'"):
+        muonckpt.open(tmp_path)

@@ -22,11 +22,11 @@ from types import MappingProxyType
 from typing import Any
 
 from ...box import Box, Index
-from ...errors import SourceError, about
+from ...errors import DamageError, SourceError, about
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import PLACEMENTS, ToPlace
-from ...record import Chunks, StateRecord
+from ...record import Chunks, Extent, StateRecord
 from ...vocabulary import MASTER, PARAMS
 from ..io import limits
 from ..io.location import Location
@@ -84,6 +84,9 @@ def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
     masters = expect(list, whole.get("fp32_from_fp16_params", [[] for _ in groups]))
     listed = []
     for group, own_masters in zip(map(_mapping, groups), masters, strict=True):
+        if PARAMS not in group:
+            keys = sorted(map(str, group))
+            raise DamageError(f"expected the parameters of a group under {PARAMS!r}, found {keys!s:.200}")
         ids = expect(list, group[PARAMS])
         held = expect(list, own_masters)
         if held and len(held) != len(ids):
@@ -392,6 +395,8 @@ def _description(data: Any) -> Description:
         place = {key: fields.pop(key) for key in ("group", "part") if key in fields}
         members.append(ListedParameter(Parameter(**fields), **place))
     folders = tuple(map(str, data.get("tensor_parallel", ())))
+    for name in (*folders, *map(str, data.get("files", ()))):
+        Extent(name, 0, 0)  # which refuses what is no name of a file inside the checkpoint
     cuts = tuple(TensorCut(**_with_names(table, _CUT)) for table in data.get("cut", ()))
     if bool(folders) != bool(cuts):
         raise SourceError("expected both: tensor_parallel with the folders of its ranks, and [[cut]] tables")

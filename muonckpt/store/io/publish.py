@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from ...errors import DestinationError, SourceError
+from ...errors import DestinationError, SourceError, UnsyncedError
 from .location import Location, Remote, asking, at_each
 from .lock import InUse, holding
 from .new_file import write_synced
@@ -85,8 +85,12 @@ def discard(staged: Location) -> None:
 
 def refuse_existing(destination: Location, staged: Location | None = None) -> None:
     """Raise `DestinationError` if the destination exists; where files are ``staged`` there, unfinished work may."""
-    unfinished = staged == destination and journal(destination).exists()
-    if (destination.exists() or destination.is_symlink()) and not unfinished:
+    try:
+        unfinished = staged == destination and journal(destination).exists()
+        is_there = destination.exists() or destination.is_symlink()
+    except OSError as error:  # such as a name that is too long
+        raise DestinationError(f"cannot write {destination}: {error}") from error
+    if is_there and not unfinished:
         raise DestinationError(f"{destination} exists already, and nothing is overwritten; choose another destination")
 
 
@@ -97,6 +101,7 @@ def publish(staged: Location, destination: Location) -> None:
 
     Raises:
         DestinationError: the destination has appeared in the meantime, or it cannot be written.
+        UnsyncedError: it is published, but the folder in which it lies could not be synced.
     """
     if staged == destination:
         (destination / CLAIM).unlink(missing_ok=True)
@@ -111,9 +116,17 @@ def publish(staged: Location, destination: Location) -> None:
                 staged.rename(destination)
             else:
                 os.link(staged, destination)  # a rename would replace a file that has appeared there meanwhile
-            sync_directory(destination.parent)
     except OSError as error:
-        raise DestinationError(f"cannot publish {destination}: {error}") from error
+        raise DestinationError(f"cannot publish {destination}, so it is not there: {error}") from error
+    if isinstance(destination, Path):
+        try:
+            sync_directory(destination.parent)
+        except OSError as error:
+            raise UnsyncedError(
+                f"{destination} is published and whole, but its folder could not be synced ({error}): a crash of the "
+                "machine before the disk has caught up may undo that. Save it once more where the disk works, or run "
+                "sync and verify it"
+            ) from error
 
 
 def make_parents(place: Location) -> None:
@@ -169,12 +182,18 @@ def published_first(place: Location, data: bytes, draft: Location) -> Iterator[N
             draft.unlink(missing_ok=True)
             write_synced(draft, data)
             os.link(draft, place)  # a rename would replace a file that has appeared there meanwhile
-            draft.unlink()
-            sync_directory(place.parent)
+            try:
+                draft.unlink()
+                sync_directory(place.parent)
+            except OSError:
+                place.unlink(missing_ok=True)
+                raise
     except FileExistsError:
         raise DestinationError(f"{place} has appeared in the meantime; choose another destination") from None
     try:
         yield
+    except UnsyncedError:  # the checkpoint beside it is there
+        raise
     except BaseException:
         place.unlink(missing_ok=True)
         raise

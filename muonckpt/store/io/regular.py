@@ -71,7 +71,10 @@ class LocalFile:
 
     def contents(self) -> LocalBytes:
         """Return its bytes, which stay accessible after it has been closed."""
-        return LocalBytes(self._path, os.dup(self._handle))
+        try:
+            return LocalBytes(self._path, os.dup(self._handle))
+        except OSError as error:
+            raise _unreadable(self._path, error) from error
 
     def in_order(self) -> Iterator[memoryview]:
         """Yield all bytes from the first to the last, in memory that the next ones overwrite.
@@ -232,6 +235,8 @@ def open_regular(file: Location) -> Iterator[File]:
         why = "it is a symbolic link, expected a regular file" if error.errno == errno.ELOOP else error.strerror
         kind = DamageError if error.errno in (errno.ENOENT, errno.ENOTDIR) else SourceError
         raise kind(f"cannot open {file}: {why}") from error
+    except ValueError as error:  # a zero byte, or what is no text
+        raise SourceError(f"cannot open {str(file)!r}: {error}") from error
     try:
         if not stat.S_ISREG(_status(Path(file), handle).st_mode):
             raise DamageError(f"{file}: expected a regular file, found another kind (a pipe, device or directory)")

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ....box import Box, Index
-from ....errors import DamageError, SourceError, about
+from ....errors import DamageError, SourceError, about, did_you_mean
 from ....keys import is_optimizer, key_of
 from ....record import Chunk, Chunks, Extent, StateRecord
 from ....vocabulary import MOMENTUM, PARAMS, Convention
@@ -123,6 +123,9 @@ def _state(
             if not is_optimizer(content):
                 raise SourceError("expected the state of an optimizer, found something else")
             content, by_number = optimizer_with_names(content, names.of_optimizers.get(_OPTIMIZER))
+            if unknown := sorted({*names.of_optimizers.get(_OPTIMIZER, ())} - shapes.keys()):
+                near = did_you_mean(unknown[0], [*shapes])
+                raise SourceError(f"{signs.NAMES_FILE} names {unknown[0]!r}, which the model lacks{near}")
             values = dict(decoded(file, content, (_OPTIMIZER,), dtensors=False))
             for path, value in values.items():
                 if isinstance(value, PlainTensor) and value.chunk.strides is not None:

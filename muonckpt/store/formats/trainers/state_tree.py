@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ....box import Index
-from ....errors import SourceError, about
+from ....errors import DamageError, SourceError, about
 from ....keys import PARAM_GROUPS, STATE, is_optimizer, key_of
 from ....layouts.mesh import AxisPlacement, Replicate, Shard, StridedShard
 from ....record import Chunk, Extent, Manifest, StateRecord
 from ....vocabulary import BEGIN_AS_ZEROS, MASTER, PARAMS, SECOND_MOMENT, STEP, KeyPath
+from ....wording import listed
 from ...io import limits
 from ...io.location import Location
 from ...io.regular import read_whole
@@ -203,38 +205,58 @@ class NamesFile:
 
 
 def optimizer_with_names(
-    optimizer: Mapping[object, object], listed: Sequence[str] | None
+    optimizer: Mapping[object, object], names_listed: Sequence[str] | None
 ) -> tuple[Mapping[object, object], Mapping[object, str]]:
     """Return a state dict with its parameters under names, and the names by number.
 
     Where nothing tells the names, the state dict is returned unchanged, with no names.
 
     Args:
-        listed: the names in the order of numbers, as a person wrote them.
+        names_listed: the names in the order of numbers, as a person wrote them.
 
     Raises:
         SourceError: names and numbers do not fit each other.
     """
     groups = [mapping(group) for group in expect(list, optimizer[PARAM_GROUPS])]
-    numbers = [number for group in groups for number in expect(list, group[PARAMS])]
+    numbers = parameters_in(groups)
     state = mapping(optimizer[STATE])
+    if strange := sorted(map(str, state.keys() - {*numbers})):
+        raise DamageError(f"expected a group with the parameters that have state, found none with {listed(strange, 3)}")
     if not all(type(number) is int for number in (*numbers, *state)):
         return optimizer, {}
-    names = _recorded(groups) if listed is None else list(listed)
+    names = _recorded(groups) if names_listed is None else list(names_listed)
     if names is None:
         return optimizer, {}
     if len(names) != len(numbers):
         raise SourceError(f"expected a name for each of the {len(numbers)} parameters in groups, found {len(names)}")
-    by_number = dict(zip(numbers, names, strict=True))
+    by_number: dict[object, str] = dict(zip(numbers, names, strict=True))
     if len(by_number) < len(numbers) or len(set(names)) < len(names):
         raise SourceError("expected every number and every name once, found one twice")
-    if not state.keys() <= by_number.keys():
-        raise SourceError(
-            f"expected a group with parameter {min(state.keys() - by_number.keys(), key=str)}, found none"
-        )
     regrouped = [{**group, PARAMS: [by_number[number] for number in expect(list, group[PARAMS])]} for group in groups]
     named_state = {by_number[number]: slots for number, slots in state.items()}
     return {**optimizer, STATE: named_state, PARAM_GROUPS: regrouped}, by_number
+
+
+def parameters_in(groups: Sequence[Mapping[object, object]]) -> list[int | str]:
+    """Return the parameters of all groups in order, all by number or all by name.
+
+    Raises:
+        DamageError: a group lists none, or something else, or a parameter is listed twice.
+    """
+    parameters: list[int | str] = []
+    for index, group in enumerate(groups):
+        if PARAMS not in group:
+            raise DamageError(f"expected the parameters of group {index} under {PARAMS!r}, found {listed(group)}")
+        for parameter in expect(list, group[PARAMS]):
+            if not isinstance(parameter, int | str) or (parameters and type(parameter) is not type(parameters[0])):
+                raise DamageError(
+                    f"expected numbers, or names, of the parameters of group {index}, found {parameter!r:.80}"
+                )
+            parameters.append(parameter)
+    for parameter, count in Counter(parameters).items():
+        if count > 1:
+            raise DamageError(f"expected each parameter in one group, once; found {parameter!r:.80} {count} times")
+    return parameters
 
 
 def optimizers_with_names(

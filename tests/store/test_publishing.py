@@ -1,0 +1,72 @@
+"""Publishing: a checkpoint is there or not, and an error says which."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import muonckpt
+from muonckpt import DestinationError
+from muonckpt.store.io import publish
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def unsynced(monkeypatch):
+    """Makes the sync of folders of this name fail, as a disk that is full or broken does."""
+
+    def fail(name: str) -> None:
+        honest = publish.sync_directory
+
+        def sync_directory(path):
+            if path.name == name:
+                raise OSError(errno.EIO, "Input/output error")
+            honest(path)
+
+        monkeypatch.setattr(publish, "sync_directory", sync_directory)
+
+    return fail
+
+
+WRITE = {
+    "save": lambda here: muonckpt.save({"w": torch.arange(4.0), "n": 3}, here / "run" / "new"),
+    "reshard": lambda here: muonckpt.reshard(here / "old", here / "run" / "new", mesh={"dp": 2}),
+    "convert": lambda here: muonckpt.convert(here / "plain", here / "run" / "new", format="safetensors"),
+}
+
+
+@pytest.mark.parametrize("how", WRITE)
+def test_a_checkpoint_whose_folder_cannot_be_synced_is_there_and_the_error_says_so(how, unsynced, tmp_path):
+    muonckpt.save({"w": torch.arange(4.0), "n": 3}, tmp_path / "old")
+    muonckpt.save({"w": torch.arange(4.0)}, tmp_path / "plain")
+    (tmp_path / "run").mkdir()
+    unsynced("run")
+    with pytest.raises(DestinationError, match=r"run/new is published and whole, but its folder could not be synced"):
+        WRITE[how](tmp_path)
+    assert not muonckpt.verify(tmp_path / "run" / "new").findings
+    with muonckpt.open(tmp_path / "run" / "new") as opened:
+        np.testing.assert_array_equal(opened.tensors["w"].numpy(), np.arange(4.0))
+
+
+def test_a_checkpoint_that_cannot_be_renamed_is_not_there_and_the_error_says_so(tmp_path, monkeypatch):
+    def rename(self, target):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(type(tmp_path), "rename", rename)
+    with pytest.raises(DestinationError, match=r"cannot publish .*, so it is not there"):
+        muonckpt.save({"w": torch.arange(4.0)}, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_where_the_items_beside_a_file_cannot_be_synced_nothing_is_left(unsynced, tmp_path):
+    muonckpt.save({"w": torch.arange(4.0), "n": 3}, tmp_path / "old")
+    (tmp_path / "run").mkdir()
+    unsynced("run")
+    with pytest.raises(DestinationError, match="cannot write"):
+        muonckpt.convert(tmp_path / "old", tmp_path / "run" / "new", format="safetensors")
+    assert not [entry.name for entry in (tmp_path / "run").iterdir() if entry.name.startswith("new")]
