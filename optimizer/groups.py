@@ -16,6 +16,7 @@ from typing import Any, TypeVar, Union
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -46,12 +47,12 @@ KINDS: Mapping[str, ParamKind] = {
     "experts": ParamKind("muon", (3,), f"one expert's own matrix is kind 'matrix', and {_OTHERWISE}"),
     "embedding": ParamKind("adamw"),
     "head": ParamKind("adamw"),
-    "router": ParamKind("adamw"),
+    "router": ParamKind("muon", (2,), _OTHERWISE),
     "vector": ParamKind("adamw", (0, 1), _OTHERWISE),
     "other": ParamKind("adamw"),
 }
-"""Embeddings and output heads go to AdamW by custom (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982).  So do
-routers, by our own cautious choice, which a rule of kind "matrix" in an earlier layer changes."""
+"""Embeddings and output heads go to AdamW by custom (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982).  Routers
+are matrices as any other: so have it the code of Liu et al., torchtitan's recipe for Kimi K2.5, and Megatron."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class Rule:
         if all(given is None for given in (self.names, self.module, self.attribute, self.dims, self.where)):
             raise ValueError(f"{self!r} would select every parameter; give it names, a module, an attribute or dims")
         if self.split != WHOLE and KINDS[self.kind].algorithm != "muon":
-            raise ValueError(f"{self!r}: only matrices and experts are split")
+            raise ValueError(f"{self!r}: only matrices, experts and routers are split")
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -501,7 +502,7 @@ WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Parts that torch.compile, activation checkpointing and FSDP1 insert into names; DCP drops them too."""
 
 
-_WHERE = "where RULES are those given now; a 'matrix' is stepped by Muon, all 'other' by AdamW"
+_WHERE = "where RULES are those given now; a 'matrix' and all 'experts' are stepped by Muon, all 'other' by AdamW"
 
 
 @called_like(f"sort_parameters(model, {EXAMPLE})")
@@ -632,10 +633,19 @@ def _by_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[
             try:
                 whole = Decision(parameter, names, shape, rule.kind, rule, why)
             except ValueError as error:
-                raise _Unclear(str(error), Rule("other", names)) from error
+                kind = "matrix" if len(shape) == 2 and rule.kind == "experts" else "other"
+                raise _Unclear(str(error), Rule("experts" if _is_stack(uses) else kind, names)) from error
             # Its kind has been checked to have rows and columns.
             return whole if rule.split == WHOLE else replace(whole, fused=rule.split.of(shape))
+    if _is_stack(uses):
+        advice = "add one of kind 'experts' if it is a stack of matrices, of kind 'other' if not"
+        raise _Unclear(f"no rule selects it; {advice}", Rule("experts", names))
     raise _Unclear("no rule selects it; add one", Rule("vector" if parameter.dim() < 2 else "other", names))
+
+
+def _is_stack(uses: Sequence[Use]) -> bool:
+    """Return whether a parameter is likely a stack of matrices: it has three dims, and no convolution has it."""
+    return uses[0].parameter.dim() == 3 and not any(isinstance(use.owner, _ConvNd) for use in uses)
 
 
 def _agreed(selecting: Sequence[tuple[Rule, str]], shared: bool) -> tuple[Rule, str]:
@@ -674,13 +684,11 @@ def _possible_heads(
     embeddings = [decision.parameter for decision in decisions if decision.kind == "embedding"]
     embeddings += [use.parameter for use in uses if isinstance(use.owner, nn.Embedding)]
     heights = {tensor.shape[0] for tensor in embeddings if tensor.dim() == 2}
-    tall = [decision for decision in by_type if decision.shape[0] in heights]
+    # What is tied is the head, so nothing else need be asked for.
+    tall = [decision for decision in by_type if decision.shape[0] in heights and not tied]
     for decision in tall:
-        shape = list(decision.shape)
-        unclear = _Unclear(
-            f"{shape} has as many rows as an embedding: is it an output head?", Rule("head", decision.names)
-        )
-        yield " = ".join(decision.names), unclear
+        question = f"{list(decision.shape)} has as many rows as an embedding: is it an output head?"
+        yield " = ".join(decision.names), _Unclear(question, Rule("head", decision.names))
     if not known and not tall and (matrices := [d.names[0] for d in decisions if d.kind == "matrix"]):
         alike = ", ".join(name for name, _, _ in folded((name, "") for name in matrices))
         yield (

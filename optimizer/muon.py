@@ -332,8 +332,9 @@ class Muon(ForModel, CollectiveOptimizer):
             RuntimeWarning: for each of `MuonReport.doubts`.
         """
         schedules, numbered = list(self.schedules.values()), enumerate(self.param_groups)
+        names = {decision.parameter: decision.names[0] for decision in self.decisions() or ()}
         report = MuonReport(
-            groups=tuple(group_report(number, group, self._scales, self._methods) for number, group in numbered),
+            groups=tuple(group_report(number, group, self._scales, self._methods, names) for number, group in numbered),
             owned=matrices_of_ranks(schedules),
             sent=bytes_sent(schedules),
             state=sum(local_of(tensor).nbytes for slots in self.state.values() for tensor in slots.values()),

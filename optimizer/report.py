@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import warn_on_rank
 from ..vocabulary import ParamGroup
-from .groups import table
+from ..wording import listed
+from .groups import folded, table
 from .methods.matrix import Methods, Scales, fused_of, is_matrix_method
 from .planning.matrices import SHAPES, rows_columns, shapes_of
 from .planning.schedule import Schedule
@@ -21,6 +22,9 @@ from .step.rank_sets import RankSet, ranks_of
 
 LARGEST_VECTOR = 1 << 22
 """Elements of the largest vector that a model is expected to have; wrappers flatten matrices to larger ones."""
+
+SHOWN = 20
+"""Names that a group shows, each for all layers; the others are counted."""
 
 ADAMW_RMS = (0.2, 0.4)
 """The root mean square of AdamW's updates, divided by the rate, measured by Liu et al. 2025 (arXiv 2502.16982)."""
@@ -34,6 +38,7 @@ class GroupReport:
         name: the user's.
         matrices: how many are orthogonalised.
         elements: of all its parameters, on all ranks.
+        names: of its parameters, where the optimizer knows them: by `for_model`, or made of named parameters.
         update_rms: the smallest and largest expected root mean square of an update at the present rate, without decay
             (``1 / √max(m, n)`` for an orthogonal ``m x n`` matrix); None where the method does not say.
     """
@@ -45,6 +50,13 @@ class GroupReport:
     matrices: int
     elements: int
     update_rms: tuple[float, float] | None
+    names: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> str:
+        """The names, one for all layers in which they differ by numbers, with how many these are."""
+        alike = folded((name, "") for name in self.names)
+        return listed([name if count == 1 else f"{name} ({count})" for name, count, _ in alike], SHOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +100,7 @@ class MuonReport:
             for group in self.groups
         ]
         lines = table([header, *rows])
+        lines += [f"group {group.number}: {group.layers}" for group in self.groups if group.names]
         if self.owned is None:
             lines.append("owners are known after the first step")
         else:
@@ -129,8 +142,10 @@ def _this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def group_report(number: int, group: ParamGroup, scales: Scales, methods: Methods) -> GroupReport:
-    """Return the report of a group of this number."""
+def group_report(
+    number: int, group: ParamGroup, scales: Scales, methods: Methods, names: Mapping[Tensor, str]
+) -> GroupReport:
+    """Return the report of a group of this number, given the names of parameters in a model."""
     params, algorithm, rate = group["params"], group["algorithm"], float(group["lr"])
     matrices: list[tuple[int, int]] = []
     expected: Sequence[float | None] = (1.0,) if algorithm == "lion" else ADAMW_RMS
@@ -142,7 +157,8 @@ def group_report(number: int, group: ParamGroup, scales: Scales, methods: Method
     known = [rate * rms for rms in expected if rms is not None]
     elements = sum(param.numel() for param in params)
     bounds = (min(known), max(known)) if known else None
-    return GroupReport(number, str(group.get("name", "")), algorithm, len(params), len(matrices), elements, bounds)
+    own = tuple(group.get("param_names") or (names[param] for param in params if param in names))
+    return GroupReport(number, str(group.get("name", "")), algorithm, len(params), len(matrices), elements, bounds, own)
 
 
 def bytes_at_owners(

@@ -79,7 +79,9 @@ def _by_structure(model: nn.Module) -> dict[Tensor, Expected]:
         for parameter in module.parameters(recurse=False):
             owners[parameter].append(module)
     embeddings = {p for p, own in owners.items() if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in own)}
-    heights = {parameter.shape[0] for parameter in embeddings if parameter.dim() == 2}
+    tied = any(any(isinstance(module, nn.Linear) for module in owners[parameter]) for parameter in embeddings)
+    # Where an embedding is the head, no other matrix is one.
+    heights = {parameter.shape[0] for parameter in embeddings if parameter.dim() == 2 and not tied}
     routers = _routers(model)
     for parameter, modules in owners.items():
         if parameter in embeddings:
@@ -213,12 +215,11 @@ def _vectors(case: _Case) -> Iterator[Finding]:
 _WRONG = {
     "embedding": "a row of an embedding has a gradient only where its token occurs, and orthogonalising mixes all rows",
     "head": "an output head takes large steps in few directions; all published recipes give it to AdamW",
-    "router": "a router is small and its rows compete; orthogonalised updates move all experts' rows alike",
 }
 
 
 def _kinds(case: _Case) -> Iterator[Finding]:
-    """Yield embeddings, heads and routers that Muon steps, unless a rule names them."""
+    """Yield embeddings and heads that Muon steps, unless a rule names them."""
     for kind, why in _WRONG.items():
         members = [
             one
@@ -233,7 +234,7 @@ def _kinds(case: _Case) -> Iterator[Finding]:
         for one in members:
             by_how[case.expected[one.parameter].how].append(one)
         for how, own in by_how.items():
-            either = f" (if it is not: {case.writer.rule('matrix', own)})" if kind in ("head", "router") else ""
+            either = f" (if it is not: {case.writer.rule('matrix', own)})" if kind == "head" else ""
             yield case.finding(
                 f"{kind}_in_muon",
                 f"{counted(len(own), kind)} in Muon ({how})",

@@ -2,7 +2,7 @@
 
 They are read from a checkpoint, or from a Hugging Face configuration of a known family, with the names, shapes and
 stacked experts of transformers 5: the experts of a layer are two parameters of three dims, gate over up and down.
-Embeddings, heads, routers, norms and biases are AdamW's, as in the ready-made rules of `optimizer.groups`.  Layers for
+Embeddings, heads, norms and biases are AdamW's, as in the ready-made rules of `optimizer.groups`.  Layers for
 the prediction of several tokens, which transformers does not build, are left out.
 """
 
@@ -298,7 +298,7 @@ _CHOSEN = "num_experts_per_tok"
 def _experts(s: Settings, count: int, width: int) -> Iterator[Named]:
     hidden = s.number("hidden_size")
     used = s.number(_CHOSEN, most=count) / count if _CHOSEN in s.fields else None
-    yield Named("mlp.gate.weight", (count, hidden))
+    yield Named("mlp.gate.weight", (count, hidden), matrix=True)
     yield Named("mlp.experts.gate_up_proj", (count, 2 * width, hidden), True, (width, width), used)
     yield Named("mlp.experts.down_proj", (count, hidden, width), True, None, used)
 
@@ -329,7 +329,7 @@ def _qwen2_moe(s: Settings, layer: int) -> Iterator[Named]:
     yield from _qwen_mlp(s, layer)
     if _is_sparse(s, layer):
         yield from _feed_forward(s, s.number("shared_expert_intermediate_size"), "mlp.shared_expert")
-        yield Named("mlp.shared_expert_gate.weight", (1, s.number("hidden_size")))
+        yield Named("mlp.shared_expert_gate.weight", (1, s.number("hidden_size")), matrix=True)
 
 
 def _qwen3(s: Settings, layer: int) -> Iterator[Named]:

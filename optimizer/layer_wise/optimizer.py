@@ -6,7 +6,6 @@ A `BufferLayout` says where parameters lie and who owns them, whichever placemen
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 
 from ... import requests
 from ...box import Box, row_major
+from ...errors import warn_on_rank
 from ...layouts.boxed_tensor import BoxedTensor
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.records import to_json
@@ -388,7 +388,7 @@ class LayerWise(CollectiveOptimizer):
         others = present.keys() - self._members.named.keys() - self._warned
         if left := [name for name in present if name in others and present[name].grad is not None]:
             self._warned.update(left)
-            warnings.warn(
+            warn_on_rank(
                 "parameters have gradients and are in no group, so these are not reduced and no step changes them: "
                 f"{', '.join(in_globs(left, present.keys() - {*left}))}. To train them, close() this optimizer and "
                 "build another with groups of all parameters",

@@ -300,5 +300,5 @@ def test_transformers_own_models_are_sorted(name, tie, tmp_path):
     assert {p.name: p.shape for p in forecast.values()} == {n: tuple(p.shape) for n, p in model.named_parameters()}
     for decision in decisions:
         said = forecast[decision.names[0]]
-        assert (said.method is not None) == (decision.kind in ("matrix", "experts"))
+        assert (said.method is not None) == (decision.kind in ("matrix", "experts", "router"))
         assert said.method is None or said.fused == decision.fused

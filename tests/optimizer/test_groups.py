@@ -123,6 +123,41 @@ def test_what_a_rule_names_is_not_taken_for_a_tied_head():
     assert kinds(earlier)["tokens.weight"] == "matrix"
 
 
+def test_a_tied_model_is_not_asked_for_another_head():
+    """A matrix as tall as the embedding is a matrix where the head is known to be the embedding."""
+    model = tied()
+    model.tall = nn.Linear(8, model.tokens.weight.shape[0], bias=False)
+    assert kinds(sort_parameters(model, MODULE_TYPES))["tall.weight"] == "matrix"
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 8), (1, 3, 5)])
+def test_a_stack_that_no_rule_selects_is_experts_first_and_a_convolution_is_not(shape):
+    model = tree({"up": linear(12, 8)})
+    model.experts = nn.Parameter(torch.zeros(shape))
+    [line] = refusal(model, (NO_HEAD,), MODULE_TYPES)
+    assert line.startswith(f"experts {list(shape)}") and "of kind 'experts' if it is a stack of matrices" in line
+    with pytest.raises(ValueError, match=r"Write rules=\[\[Rule\('experts', 'experts'\)\], RULES\]"):
+        sort_parameters(model, (NO_HEAD,), MODULE_TYPES)
+    said = sort_parameters(model, (Rule("experts", "experts"),), (NO_HEAD,), MODULE_TYPES)
+    assert kinds(said)["experts"] == "experts"
+    conv = tree({"up": linear(12, 8), "conv": nn.Conv1d(4, 6, 3, bias=False)})
+    with pytest.raises(ValueError, match=r"Write rules=\[\[Rule\('other', 'conv.weight'\)\], RULES\]"):
+        sort_parameters(conv, (NO_HEAD,), MODULE_TYPES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"), [("matrix", "experts", "experts"), ("experts", "up.weight", "matrix")]
+)
+def test_the_rule_to_write_gives_no_matrix_to_adamw(kind, name, meant):
+    model = tree({"up": linear(12, 8)})
+    model.experts = nn.Parameter(torch.zeros(4, 6, 8))
+    own = [Rule(kind, name), Rule("experts", "experts")] if name == "up.weight" else [Rule(kind, name)]
+    with pytest.raises(ValueError, match=rf"Write rules=\[\[Rule\('{meant}', '{name}'\)\], RULES\]"):
+        sort_parameters(model, own, (NO_HEAD,), MODULE_TYPES)
+    said = kinds(sort_parameters(model, (Rule(meant, name),), own, (NO_HEAD,), MODULE_TYPES))
+    assert said["experts"] == "experts" and said["up.weight"] == "matrix"
+
+
 def test_what_is_not_shared_is_not_tied():
     [line] = refusal(simple(), (*HEAD, Rule("embedding", "head.weight")), MODULE_TYPES)
     assert line.startswith("head.weight [20, 8] in Linear: ") and "disagree" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from muonckpt.optimizer import Muon
+from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD
 from muonckpt.optimizer.report import LARGEST_VECTOR, MuonReport
 
 
@@ -72,6 +74,22 @@ def test_a_report_is_a_table():
     state = 4 * (768 + 640 + 40 + 16 + 2 * 160 + 1)
     assert lines[-1] == f"{state:,} bytes of state on this rank"
     assert len(lines) == 7 and lines[1].split() == ["0", "attention", "muon", "1", "3", "768", "0.12"]
+
+
+def test_a_report_names_the_parameters_of_each_group():
+    """Routers among them, which Muon steps as any other nn.Linear, and at most so many names a group."""
+    layer = {"up": nn.Linear(4, 8, bias=False), "norm": nn.RMSNorm(4), "router": nn.Linear(4, 3, bias=False)}
+    net = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict(copy.deepcopy(layer)) for _ in range(3)])})
+    for named in (False, True):
+        opt = Muon.for_model(net, rules=[[NO_HEAD], MODULE_TYPES], lr=0.02, adamw_lr=3e-4, named=named)
+        report = opt.report()
+        assert report.groups[0].names[:2] == ("layers.0.up.weight", "layers.0.router.weight")
+        lines = str(report).splitlines()
+        assert "group 0: layers.*.up.weight (3), layers.*.router.weight (3)" in lines
+        assert "group 1: layers.*.norm.weight (3)" in lines
+    many = nn.ModuleDict({chr(97 + n): nn.Linear(4, 4, bias=False) for n in range(25)})
+    lines = str(Muon(many.named_parameters()).report()).splitlines()
+    assert lines[2].startswith("group 0: a.weight, b.weight, ") and lines[2].endswith("t.weight and 5 more")
 
 
 def sharded(rank: int, world: int) -> tuple[tuple[int, int, int] | None, int | None]:

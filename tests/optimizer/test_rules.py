@@ -94,7 +94,7 @@ def test_all_selectors_of_a_rule_must_hold(rule):
     [
         (lambda: Rule("matrices", "*"), "unknown kind; expected one of matrix, experts"),
         (lambda: Rule("matrix"), "would select every parameter"),
-        (lambda: Rule("head", "*", split=Split(2)), "only matrices and experts are split"),
+        (lambda: Rule("head", "*", split=Split(2)), "only matrices, experts and routers are split"),
         (lambda: Split(0), "at least 1"),
         (lambda: Split(columns=(3, 0)), "at least 1"),
         (lambda: Split(2, interleaved=0), "at least 1"),
@@ -255,7 +255,7 @@ def test_options_are_those_of_the_algorithm_then_of_the_kind():
         ({"muon": {"pieces": (4, 4)}}, "pieces.*the rules say that"),
         ({"adamw": {"params": []}}, "params.*the rules say that"),
         ({"muon": {"algorithm": "adamw"}}, "'adamw' for 'matrix', which takes one of .*'muon'"),
-        ({"kinds": {"router": {"algorithm": "muon"}}}, "'muon' for 'router'.*by a rule"),
+        ({"kinds": {"router": {"algorithm": "adamw"}}}, "'adamw' for 'router'.*by a rule"),
     ],
 )
 def test_options_that_would_make_the_table_wrong_are_refused(options, message):
