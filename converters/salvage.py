@@ -106,7 +106,10 @@ def salvage(
         damage = part.damage
         diagnosis = diagnosis_of(broken, damage, found.findings, kinds_in) if damage.strays else found.diagnosis
         if not unread and not damage and all(finding.kind == "nonfinite" for finding in found.findings):
-            raise TargetError(f"{broken.path} is whole: nothing of it is lost, so there is nothing to salvage")
+            others_differ = "".join(f"; {one.contradiction}" for one in comparisons if one.differs)
+            raise TargetError(
+                f"{broken.path} is whole: nothing of it is lost, so there is nothing to salvage{others_differ}"
+            )
         # What fills the rest.
         itself = [stack.enter_context(one) for one in (*descriptions, *_replicas(broken, damage))] if damage else []
         work = Filling.of(part, diagnosis, itself, comparisons)

@@ -363,6 +363,15 @@ class Comparison:
         return self.part.files(self._agreeing)
 
     @property
+    def contradiction(self) -> str:
+        """Say what both have and is another in each, and which files have it."""
+        files = listed(sorted(self._different_files), 3)
+        return (
+            f"but {self.difference}, in {self.source.name}: if that is a copy of this very save, what differs here, in "
+            f"{files}, is of another one: move it out of {self.part.opened.path} and salvage again"
+        )
+
+    @property
     def mixture(self) -> str:
         """Say what contradicts that both are of one save each, and what to do."""
         files, name = sorted(self._different_files), self.source.name

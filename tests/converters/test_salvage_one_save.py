@@ -13,7 +13,7 @@ import torch
 from support.commands import called
 
 import muonckpt
-from muonckpt import SourceError
+from muonckpt import SourceError, TargetError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was saved with a muonckpt.json")
 
@@ -307,3 +307,26 @@ def test_momenta_of_another_convention_are_not_compared(tmp_path):
     muonckpt.salvage(tmp_path / "broken", tmp_path / "new", others=[tmp_path / "sum.safetensors"])
     with muonckpt.open(tmp_path / "new") as opened:
         assert opened.tensors[f"model.{NAMES[0]}"].bits().tolist() == weight.tolist()
+
+
+def test_shards_of_bare_weights_that_differ_from_a_copy_are_named_with_their_file(saves, tmp_path):
+    """Weights alone do not tell which is of the save, and the cure is followed."""
+    from safetensors.torch import save_file
+
+    for folder, seed in (("one", 0), ("copy", 0), ("other", 1)):
+        (tmp_path / folder).mkdir()
+        for number, (name, weight) in enumerate(state(seed, 1000)["model"].items(), 1):
+            save_file({name: weight}, tmp_path / folder / f"model-0000{number}-of-00002.safetensors")
+        names = {name: f"model-0000{number}-of-00002.safetensors" for number, name in enumerate(NAMES, 1)}
+        index = {"metadata": {"total_size": 256}, "weight_map": names}
+        (tmp_path / folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    shard = tmp_path / "one" / "model-00002-of-00002.safetensors"
+    shutil.copy(tmp_path / "other" / shard.name, shard)
+    with pytest.raises(TargetError, match=rf"'down.weight' .* is another there .* in {shard.name}, is of another one"):
+        muonckpt.salvage(tmp_path / "one", tmp_path / "new", others=[tmp_path / "copy"])
+    shard.rename(tmp_path / shard.name)
+    with pytest.raises(SourceError, match="of an unknown step, which --mix-steps allows"):
+        muonckpt.salvage(tmp_path / "one", tmp_path / "new", others=[tmp_path / "copy"])
+    muonckpt.salvage(tmp_path / "one", tmp_path / "new", others=[tmp_path / "copy"], mix_steps=True)
+    for name, weight in state(0, 1000)["model"].items():
+        assert contents(tmp_path / "new")[name] == weight.view(torch.uint32).tolist()
