@@ -49,7 +49,7 @@ RULES = {
     "layouts": "errors box overlap layout",
     "layouts/buffers": "errors box layout layouts",
     "store/io": "errors box columns fingerprint record",
-    "store/reading": "errors box layout record store/io",
+    "store/reading": "errors box fingerprint layout record store/io",
     "store/formats": "errors plugins box chunks columns fingerprint json_fields record vocabulary layouts "
     "layouts/buffers keys store/io store/reading wording",
     "store": "errors box chunks columns fingerprint keys layout record vocabulary store/io store/reading store/formats "

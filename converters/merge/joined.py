@@ -9,13 +9,12 @@ from functools import cached_property
 from typing import Any
 
 from ...columns import Columns, ColumnsBuilder
-from ...fingerprint import as_hex, combine, fingerprint
+from ...fingerprint import as_hex, combine
 from ...record import Chunk, Extent, Manifest, StateRecord
 from ...store.io.location import Location
 from ...store.io.regular import FileBytes
 from ...store.open_checkpoint import OpenCheckpoint
-from ...store.reading.blocks import bands
-from ...store.reading.payloads import Payloads, payload_of
+from ...store.reading.payloads import Payloads, chunk_share
 from ...store.reading.reader import LocatedReader
 
 
@@ -98,19 +97,6 @@ class JoinedCheckpoints:
         """The tensors and items of all, under their own keys."""
         tensors = tuple(tensor for manifest in self.manifests for tensor in manifest.tensors)
         return Manifest(tensors, tuple(blob for manifest in self.manifests for blob in manifest.blobs), self.provenance)
-
-
-ELEMENTS_AT_A_TIME = 1 << 18
-
-
-def chunk_share(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> int:
-    """Return the share of a chunk in the fingerprint of its tensor, in bounded memory."""
-    total, payload, fragment = 0, payload_of(tensor, chunk), chunk.stored("")
-    for band in bands(chunk.box, ELEMENTS_AT_A_TIME):
-        for box in band.boxes:
-            words = payloads.gather(payload, tensor.dtype, fragment.place_at(box.lo), box.shape)
-            total = combine(total, fingerprint(words, box.lo + (0,) * (words.ndim - len(box.lo))))
-    return total
 
 
 def input_prints(source: OpenCheckpoint, keys: Collection[str], threads: int) -> dict[str, str]:

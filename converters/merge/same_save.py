@@ -25,12 +25,11 @@ from ...store.audit import AuditReport
 from ...store.damage import Damage
 from ...store.open_checkpoint import OpenCheckpoint, check_blob, checked_blob
 from ...store.reading.blocks import bands
-from ...store.reading.payloads import Payloads, check_chunk, payload_of
+from ...store.reading.payloads import Payloads, check_chunk, chunk_share, payload_of
 from ...wording import counted, listed
 from ..compare.diff import same_value
 from ..engine.arithmetic import Words
 from ..look.contents import FirstLook, Role, first_look
-from .joined import ELEMENTS_AT_A_TIME, chunk_share
 
 Name = tuple[str, str | None]
 """A parameter, or a tensor of no parameter, and the slot of its state: the same in checkpoints with other keys."""
@@ -563,6 +562,9 @@ def _common(tensor: StateRecord, other: StateRecord) -> Iterator[tuple[int, Chun
             yield number, chunks[number], counterparts[counterpart], common
 
 
+_ELEMENTS_AT_A_TIME = 1 << 18
+
+
 def compare_box(
     mine: Payloads,
     tensor: StateRecord,
@@ -580,7 +582,7 @@ def compare_box(
 
     first: Words | None = None
     telling = False
-    for band in bands(box, ELEMENTS_AT_A_TIME):
+    for band in bands(box, _ELEMENTS_AT_A_TIME):
         for part in band.boxes:
             own = words(mine, tensor, chunk, part)
             if not np.array_equal(own, words(theirs, other, counterpart, part)):

@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..box import Box, Index
+from ..box import Index
 from ..errors import AttestError, SourceError, about
-from ..fingerprint import as_hex, combine, fingerprint
+from ..fingerprint import as_hex, combine
 from ..store.io.location import location
-from ..store.open_checkpoint import OpenCheckpoint, StoredTensor
+from ..store.open_checkpoint import OpenCheckpoint
 from ..store.opening import open
-from ..store.reading.blocks import bands
 from ..store.reading.dtypes import itemsize
+from ..store.reading.payloads import check_chunk, chunk_share
 from ..wording import listed
 from .all_ranks import decide_on_first, group_ranks, refuse_crossed
 from .bits import share_of, unsigned
@@ -97,9 +97,6 @@ class Fingerprints:
 
 MOST_FAULTS = 12
 """Differences that an error lists; it counts the others."""
-
-_BAND_BYTES = 64 << 20
-"""Bytes read at a time, of a stored tensor that has no fingerprint."""
 
 Prints = Mapping[str, TensorPrint]
 
@@ -177,7 +174,7 @@ def attest(
 
     def recorded(live: Prints) -> tuple[Prints, Prints]:
         with open(place) as checkpoint:
-            return live, {key: _recorded(tensor) for key, tensor in checkpoint.tensors.items()}
+            return live, {key: _recorded(checkpoint, key) for key in checkpoint.tensors}
 
     return _attested(state_dict, recorded, f" is not that of {place}", process_group)
 
@@ -199,9 +196,7 @@ def attest_loaded(
 
     def recorded(live: Prints) -> tuple[Prints, Prints]:
         expected = {
-            key: _recorded(checkpoint.tensors[source])
-            for key, source in sources().items()
-            if source in checkpoint.tensors
+            key: _recorded(checkpoint, source) for key, source in sources().items() if source in checkpoint.tensors
         }
         return {key: live[key] for key in live.keys() & expected.keys()}, expected
 
@@ -235,15 +230,16 @@ def _attested(
     return decide_on_first(process_group, AttestError, shares, judge)
 
 
-def _recorded(tensor: StoredTensor) -> TensorPrint:
+def _recorded(checkpoint: OpenCheckpoint, key: str) -> TensorPrint:
+    tensor = checkpoint.tensors[key].record
     recorded = tensor.fingerprint
     if recorded is None:
-        shares = []
-        for band in bands(Box.of(tensor.shape), _BAND_BYTES // itemsize(tensor.dtype)):
-            for box in band.boxes:
-                words = tensor.reader.words(tensor.record, box)
-                shares.append(fingerprint(words, box.lo + (0,) * (words.ndim - box.ndim)))
-        recorded = as_hex(combine(*shares))
+        tensor.chunk_layout()
+        [located] = checkpoint.locate([tensor])
+        chunks = [chunk for chunk in located.chunks if chunk.box.numel]
+        for chunk in chunks:
+            check_chunk(checkpoint.payloads, located, chunk)
+        recorded = as_hex(combine(*(chunk_share(checkpoint.payloads, located, chunk) for chunk in chunks)))
     return TensorPrint(tensor.shape, tensor.dtype, recorded)
 
 

@@ -20,7 +20,7 @@ from ..box import Index
 from ..chunks import chunks_numbered
 from ..errors import DamageError, LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
-from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Extent, Manifest, StateRecord
+from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Manifest, StateRecord
 from ..wording import Finding, listed
 from .damage import Damage, Kinds, damage_of_files, faults_of, kinds_by_slot, misplaced_files
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
@@ -32,9 +32,8 @@ from .io.location import Location, Remote, items_beside, location
 from .io.pace import Pace
 from .io.regular import open_regular, read_whole
 from .open_checkpoint import OpenCheckpoint, check_blob
-from .reading.blocks import bands
 from .reading.dtypes import itemsize
-from .reading.payloads import BAND_BYTES, Payloads, Progress, as_words, check_chunk, nonfinite, payload_of
+from .reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, nonfinite, payload_of
 from .small_tensors import examined
 
 
@@ -440,20 +439,11 @@ def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: 
     where = _where(tensor, chunk)
     sums, bad = Sums(), 0
     try:
-        payload = payload_of(tensor, chunk)
-        offset = payload.offset
-        for band in bands(chunk.box, BAND_BYTES // itemsize(tensor.dtype)):
-            for box in band.boxes:
-                part = Extent(payload.file, offset, box.numel * itemsize(tensor.dtype))
-                if chunk.strides is None:
-                    words = as_words(payloads.glance(part), tensor.dtype, box.shape)
-                else:
-                    words = payloads.gather(payload, tensor.dtype, chunk.stored("").place_at(box.lo), box.shape)
-                sums.add(words, box.lo)
-                bad += nonfinite(words, tensor.dtype)
-                passed(part.length)
-                offset = part.end
-        checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload))
+        for words, origin in chunk_bands(payloads, tensor, chunk):
+            sums.add(words, origin)
+            bad += nonfinite(words, tensor.dtype)
+            passed(words.nbytes)
+        checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload_of(tensor, chunk)))
     except MuonckptError as error:
         return _unread(tensor, chunk, error)
     findings = []

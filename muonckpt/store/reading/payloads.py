@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ...box import Index, row_major
 from ...errors import DamageError, SourceError, about
+from ...fingerprint import combine, fingerprint
 from ...layout import Place
 from ...record import Chunk, Extent, StateRecord
 from ..io.checksums import crc32, xxh3_128
@@ -23,7 +24,7 @@ from ..io.limits import check_holes
 from ..io.location import Location
 from ..io.pace import Pace
 from ..io.regular import READ_BYTES, FileBytes, Held, PacedBytes, open_regular
-from .blocks import batches, blocks, span, strided
+from .blocks import bands, batches, blocks, span, strided
 from .dtypes import PARTS, dtype, itemsize
 
 Reads = Callable[[int, memoryview], None]
@@ -323,6 +324,31 @@ def as_words(raw: memoryview, name: str, shape: Index) -> NDArray[Any]:
     """View raw elements of this dtype as unsigned words in this shape (one more dim of 2 for 16-byte elements)."""
     kind = dtype(name)
     return np.frombuffer(raw, kind.bits).reshape(shape if kind.itemsize <= 8 else (*shape, 2))
+
+
+def chunk_bands(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> Iterator[tuple[NDArray[Any], Index]]:
+    """Yield a chunk's elements in the order of its box, in bands, each with the global index of its first element.
+
+    They are as `as_words` gives them, in memory that the next ones may overwrite.
+    """
+    payload, size = payload_of(tensor, chunk), itemsize(tensor.dtype)
+    offset = payload.offset
+    for band in bands(chunk.box, BAND_BYTES // size):
+        for box in band.boxes:
+            if chunk.strides is None:
+                part = Extent(payload.file, offset, box.numel * size)
+                yield as_words(payloads.glance(part), tensor.dtype, box.shape), box.lo
+                offset = part.end
+            else:
+                yield payloads.gather(payload, tensor.dtype, chunk.stored("").place_at(box.lo), box.shape), box.lo
+
+
+def chunk_share(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> int:
+    """Return the share of a chunk in the fingerprint of its tensor, in bounded memory."""
+    share = 0
+    for words, origin in chunk_bands(payloads, tensor, chunk):
+        share = combine(share, fingerprint(words, origin + (0,) * (words.ndim - len(origin))))
+    return share
 
 
 def check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> None:
