@@ -233,13 +233,13 @@ _HEADER = b'{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[3,4],"da
 _LAYER_WISE = json.dumps(
     {
         "algorithm": "padded-nscost",
-        "files": ["layer_wise_optimizer_*.pt"],
+        "files": ["layer_wise_optimizer_0.pt"],
         "parameter": [{"name": "w", "shape": [3, 4], "dtype": "float32"}],
     }
 )
 
 _LAYER_WISE_TOML = b"""algorithm = "padded-nscost"
-files = ["layer_wise_optimizer_*.pt"]
+files = ["layer_wise_optimizer_0.pt"]
 [[parameter]]
 name = "w"
 shape = [3, 4]
