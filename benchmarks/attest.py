@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from machine import describe
 
+from muonckpt.algebra.fingerprint import fingerprint
 from muonckpt.checkpoint.bits import bits_of, share_by_torch, share_of, unsigned
-from muonckpt.fingerprint import fingerprint
 
 ROUNDS = 7
 

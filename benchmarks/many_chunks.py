@@ -21,14 +21,14 @@ import numpy as np
 import xxhash
 from machine import describe
 
-from muonckpt.box import Box
-from muonckpt.fingerprint import as_hex, fingerprint
-from muonckpt.record import Chunk, Chunks, Extent, Manifest, StateRecord
+from muonckpt.algebra.box import Box
+from muonckpt.algebra.fingerprint import as_hex, fingerprint
+from muonckpt.names.vocabulary import Convention
+from muonckpt.record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.store.formats.native import write_native
 from muonckpt.store.formats.torch_save.stored_zip import aligned
 from muonckpt.store.formats.torch_save.tensor_item import frame
 from muonckpt.store.io.checksums import crc32
-from muonckpt.vocabulary import Convention
 
 ROWS, COLUMNS = 2, 4
 """The shape of a chunk."""

@@ -25,7 +25,7 @@ from peer_kernels import KELLER, PEERS, Peer, Polynomials, found
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from muonckpt.coefficients import COEFFICIENTS
+from muonckpt.names.coefficients import COEFFICIENTS
 from muonckpt.optimizer.ground.cuda_graphs import replayed
 from muonckpt.optimizer.ground.tensors import Places
 from muonckpt.optimizer.newton_schulz.costs import CostTable, measure

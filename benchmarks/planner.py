@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from machine import describe, peak_memory
 
+from muonckpt.algebra.plan import make_plan
 from muonckpt.layouts.mesh import AxisPlacement, Mesh, Shard, mesh_layout
-from muonckpt.plan import make_plan
 
 Tensors = Iterator[tuple[str, tuple[int, ...]]]
 

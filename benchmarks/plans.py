@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from muonckpt.forecasting.topologies import most_wires
+from muonckpt.lab.forecasting.topologies import most_wires
 from muonckpt.layouts.tensors import layout_of
 from muonckpt.optimizer.newton_schulz.recipe import flops
 from muonckpt.optimizer.planning.matrices import PRECISIONS, Fused, Slot, Spec

@@ -12,7 +12,7 @@ from warnings import catch_warnings, simplefilter
 import click
 from click.shell_completion import CompletionItem
 
-from ..errors import did_you_mean
+from ..names.errors import did_you_mean
 from ..store.io.location import Location, location
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -76,7 +76,7 @@ def _each(values: object) -> Sequence[object]:
 
 def _keys_in(place: Path) -> list[str]:
     """Return the keys of a checkpoint, or of the last one in the folder of a run."""
-    from ..errors import SourceError
+    from ..names.errors import SourceError
     from ..store.open_checkpoint import OpenCheckpoint  # not needed to parse
 
     try:
@@ -211,7 +211,7 @@ class ProgramType(WordType):
     """A program, built in (those among the choices) or of a plug-in."""
 
     def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
-        from ..converters.programs.registry import DIALECTS, with_plugins  # not needed to parse others
+        from ..programs.registry import DIALECTS, with_plugins  # not needed to parse others
 
         plugins = with_plugins().keys() - DIALECTS.keys() if str(value) not in DIALECTS else ()
         return str(value) if str(value) in plugins else super().convert(value, param, context)

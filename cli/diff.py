@@ -11,10 +11,10 @@ import click
 from ..converters.compare.diff import DIFF_MEMORY, Difference, diff
 from ..converters.compare.elements import TensorDifference
 from ..converters.look.run_history import RunDifference, diff_runs, resume_lines
-from ..converters.programs.registry import DIALECTS
+from ..names.wording import counted, listed, size
+from ..programs.registry import DIALECTS
 from ..store.io.location import Location
-from ..store.run import run_of
-from ..wording import counted, listed, size
+from ..store.verify.run import run_of
 from .argument_types import CHECKPOINT, KEY, ProgramType, jobs_option, memory_option
 from .printing import print_duration, print_json, print_labelled, print_line, print_section, print_table, progress
 from .runs import newest_whole

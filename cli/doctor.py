@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..wording import counted, listed
+from ..names.wording import counted, listed
 from .argument_types import Cuts, MeshType, shard_option
 from .plan import print_prospect
 from .printing import print_duration, print_json, print_line, print_section, print_table
 
 if TYPE_CHECKING:
-    from ..checkup.doctor import Checkup
-    from ..checkup.proof import Proof
-    from ..checkup.replaced import Replacement
+    from ..lab.doctor.doctor import Checkup
+    from ..lab.doctor.proof import Proof
+    from ..lab.doctor.replaced import Replacement
 
 
 @click.command("doctor")
@@ -40,7 +40,7 @@ def doctor_command(
     muonckpt doctor build.py:make
     muonckpt doctor build.py:make --mesh dp=8,tp=2
     """
-    from ..checkup.doctor import doctor  # imports torch
+    from ..lab.doctor.doctor import doctor  # imports torch
 
     found = doctor(source, meshes=meshes, shard=shard, proof=not no_proof)
     if as_json:
@@ -52,8 +52,8 @@ def doctor_command(
 
 
 def _print(found: Checkup) -> None:
-    from ..checkup.suspects import WRITE
-    from ..checkup.treatments import HEADERS, table
+    from ..lab.doctor.suspects import WRITE
+    from ..lab.doctor.treatments import HEADERS, table
 
     total = sum(one.parameter.numel() for one in found.parameters)
     where = (

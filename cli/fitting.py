@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..names.wording import size
 from ..store.io.location import Location
-from ..wording import size
 from .argument_types import Cuts
 from .printing import print_duration, print_json, print_line, print_section
 
@@ -29,7 +29,7 @@ def print_fit(
         SourceError: it cannot be opened, for which the exit code is 3.
     """
     from ..converters.look.fits import fits  # imports all layouts
-    from ..store.run import run_of
+    from ..store.verify.run import run_of
     from .runs import newest_whole
 
     if (run := run_of(checkpoint)) is not None:

@@ -14,13 +14,13 @@ from ..converters.look.contents import groups_as_code, groups_as_data, plain_ite
 from ..converters.look.holders import Branch, cut_in_words, part_as_json
 from ..converters.look.inspection import LOOK_AT, Inspection, inspection_of, overview
 from ..converters.look.run_history import history_of
-from ..record import StateRecord
-from ..store.damage import rank_in_name
+from ..names.wording import counted, size
+from ..record.record import StateRecord
 from ..store.io.location import Location
 from ..store.open_checkpoint import OpenCheckpoint, StoredPart
-from ..store.opening import open_damaged
 from ..store.reading.dtypes import itemsize
-from ..wording import counted, size
+from ..store.verify.damage import rank_in_name
+from ..store.verify.opening import open_damaged
 from .argument_types import CHECKPOINT, KEY, MeshType, WordType, shard_option
 from .fitting import print_fit
 from .printing import (

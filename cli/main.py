@@ -23,8 +23,16 @@ from types import FrameType
 
 import click
 
-from ..errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError, TargetError, did_you_mean
-from ..version import VERSION
+from ..names.errors import (
+    DestinationError,
+    Interrupted,
+    LayoutError,
+    MuonckptError,
+    SourceError,
+    TargetError,
+    did_you_mean,
+)
+from ..names.version import VERSION
 from .printing import BEGAN, print_line
 
 COMMANDS = {

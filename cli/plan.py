@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..names.wording import counted, size
 from ..store.io.location import Location
-from ..wording import counted, size
 from .argument_types import CHECKPOINT, ByteCountType, Cuts, MeshType, shard_option
 from .fitting import print_fit
 from .printing import print_duration, print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from ..forecasting.prospects import Prospect
-    from ..forecasting.topologies import Topology
+    from ..lab.forecasting.prospects import Prospect
+    from ..lab.forecasting.topologies import Topology
 
 
 @click.command("plan")
@@ -80,9 +80,9 @@ def plan_command(
         return print_fit(checkpoint, fits, shard, None, as_json)
     if not meshes:
         raise click.UsageError("expected --mesh or --fits, such as --mesh dp=8")
-    from ..forecasting.hardware import TYPICAL_MFU, UNKNOWN_RATES, rates_of
-    from ..forecasting.iteration import Training  # this imports torch
-    from ..forecasting.prospects import forecast
+    from ..lab.forecasting.hardware import TYPICAL_MFU, UNKNOWN_RATES, rates_of
+    from ..lab.forecasting.iteration import Training  # this imports torch
+    from ..lab.forecasting.prospects import forecast
 
     begin = time.monotonic()
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ..wording import as_json, printable, size
+from ..names.wording import as_json, printable, size
 from .tables import TextTable, folded
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import click
 
 from ..converters.compare.stats import STATS_MEMORY
 from ..converters.look.run_history import history_of
-from ..page.checkpoint_page import Page, Reading, StatsChoice, UnreadablePage, report
-from ..page.run_page import RunPage, page_of_run
+from ..lab.page.checkpoint_page import Page, Reading, StatsChoice, UnreadablePage, report
+from ..lab.page.run_page import RunPage, page_of_run
+from ..names.wording import counted
 from ..store.io.location import Location
-from ..wording import counted
 from .argument_types import CHECKPOINT, KEY, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, progress
 

@@ -17,17 +17,16 @@ from ..converters.engine.container import FORMATS, container_of
 from ..converters.engine.run import MEMORY, THREADS
 from ..converters.engine.workers import TIMEOUT, LaunchError, worker_of
 from ..converters.options import grouped
-from ..converters.programs.registry import DIALECTS
 from ..converters.report import Report
 from ..converters.rewrite import convert, reshard
 from ..converters.target.topology import LAYOUTS, ROWS
 from ..converters.translate.conventions import STATE_DTYPES, WeightsFrom
-from ..converters.translate.detection import FORMS as KEY_FORMS
-from ..converters.translate.detection import ROOTS
-from ..errors import TargetError
+from ..names.errors import TargetError
+from ..names.vocabulary import Convention
+from ..names.wording import counted, listed, size
+from ..programs.detection import FORMS as KEY_FORMS, ROOTS
+from ..programs.registry import DIALECTS
 from ..store.io.location import Location
-from ..vocabulary import Convention
-from ..wording import counted, listed, size
 from .argument_types import (
     CHECKPOINT,
     KEY,

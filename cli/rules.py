@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 from ..converters.engine.container import FORMATS
-from ..converters.programs.registry import DIALECTS
 from ..converters.target.topology import LAYOUTS
 from ..converters.translate.names import READY_MADE, ready_made
+from ..programs.registry import DIALECTS
 from .argument_types import RulesType
 from .printing import print_table
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..converters.look.run_history import RunHistory, overview_of_run
-from ..errors import SourceError
+from ..names.errors import SourceError
+from ..names.wording import counted, moment, size
 from ..store.io.location import Location
-from ..store.run import Run, RunStep
-from ..wording import counted, moment, size
+from ..store.verify.run import Run, RunStep
 from .printing import print_labelled, print_line, print_table
 
 HEADERS = ("step", "state", "bytes", "saved (UTC)", "verified (UTC)")

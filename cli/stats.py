@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from ..converters.compare.stats import STATS_MEMORY, CheckpointStats, stats
+from ..names.wording import counted
 from ..store.io.location import Location
-from ..store.run import run_of
-from ..wording import counted
+from ..store.verify.run import run_of
 from .argument_types import CHECKPOINT, KEY, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, print_section, print_table, progress
 from .runs import newest_whole

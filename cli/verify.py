@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 
 import click
 
-from ..record import Manifest
-from ..store.audit import AuditReport, verify
-from ..store.damage import Kind
+from ..names.wording import Finding, counted, fields_of, size
+from ..record.record import Manifest
+from ..runs.run_audit import StepVerdict, verdicts_of, verify_recorded
 from ..store.io.location import Location
 from ..store.io.pace import Pace
-from ..store.run import Run, RunStep, run_of
-from ..store.run_audit import StepVerdict, verdicts_of, verify_recorded
-from ..wording import Finding, counted, fields_of, size
+from ..store.verify.audit import AuditReport, verify
+from ..store.verify.damage import Kind
+from ..store.verify.run import Run, RunStep, run_of
 from .argument_types import CHECKPOINT, RateType, jobs_option
 from .printing import print_duration, print_json, print_line, progress
 

@@ -9,10 +9,10 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import DestinationError, TargetError
+from ..names.errors import DestinationError, TargetError
 from ..store.io.location import Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.opening import open
+from ..store.verify.opening import open
 from .engine.container import container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined

@@ -7,17 +7,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from ..errors import TargetError
+from ..names.errors import TargetError
+from ..names.vocabulary import Convention
+from ..programs.detection import placed
+from ..programs.registry import program
 from ..store.io.location import Location
 from ..store.reading.payloads import Progress
-from ..vocabulary import Convention
 from .engine.job import Job
 from .engine.run import MEMORY, THREADS, run_job
 from .engine.workers import TIMEOUT, Workers
-from .programs.registry import program
 from .report import Report, report_of
 from .translate.conventions import STATE_DTYPES, Overrides, WeightsFrom
-from .translate.detection import placed
 from .translate.groups import GroupTemplate
 from .translate.names import NameRules, load_rules
 from .translate.request import Request

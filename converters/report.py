@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..box import Box
-from ..columns import UNKNOWN
-from ..record import Manifest
+from ..algebra.box import Box
+from ..record.columns import UNKNOWN
+from ..record.record import Manifest
 from ..store.io.location import Location, items_beside
 from ..store.reading.dtypes import itemsize
 from .engine.job import Job

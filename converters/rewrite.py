@@ -9,21 +9,21 @@ from functools import update_wrapper
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
-from ..errors import DestinationError, TargetError
+from ..names.errors import DestinationError, TargetError
+from ..names.wording import listed
+from ..programs.detection import momentum_note, with_slots
+from ..programs.dialect import Dialect
 from ..store.formats.dcp import is_torch_dist
 from ..store.formats.registry import BUFFERS
 from ..store.io.location import Remote, items_beside, location
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.opening import open
-from ..wording import listed
+from ..store.verify.opening import open
 from .engine.container import Container, container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined
 from .options import AS_THE_SOURCE_SAYS, IN_ONE_GO, Execution, Translation
-from .programs.dialect import Dialect
 from .report import Report
 from .target.topology import ROWS, AxisCut, ShardRule, Target
-from .translate.detection import momentum_note, with_slots
 
 _ONE_RANK = MappingProxyType({"dp": 1})
 

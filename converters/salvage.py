@@ -11,16 +11,16 @@ from functools import partial
 
 import numpy as np
 
-from ..errors import ADVICE, DamageError, DestinationError, LostFileError, SourceError, TargetError, UnlistedError
-from ..record import MANIFEST_FILE, StateRecord
-from ..store.audit import audit, payload_bytes
-from ..store.damage import Damage
-from ..store.diagnosis import command, diagnosis_of
+from ..names.errors import ADVICE, DamageError, DestinationError, LostFileError, SourceError, TargetError, UnlistedError
+from ..programs.signs import METADATA_FILE
+from ..record.record import MANIFEST_FILE, StateRecord
 from ..store.formats.registry import DCP, OWN, OWN_LINES, format_of
-from ..store.formats.signs import METADATA_FILE
 from ..store.io.location import Location, Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.run import StepName, new_attempt, newer_steps, same_step
+from ..store.verify.audit import audit, payload_bytes
+from ..store.verify.damage import Damage
+from ..store.verify.diagnosis import command, diagnosis_of
+from ..store.verify.run import StepName, new_attempt, newer_steps, same_step
 from .engine.container import container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined

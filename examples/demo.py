@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from training import train_step
 
 import muonckpt
-from muonckpt.fingerprint import as_hex, fingerprint
+from muonckpt.algebra.fingerprint import as_hex, fingerprint
 from muonckpt.optimizer import Muon
 
 OUT = Path(__file__).parents[1] / "out" / "demo"

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import warn_on_rank
 from ..layouts.tensors import local_of
-from ..vocabulary import EXP_AVG_SQ, ParamGroup, scales_of
-from ..wording import listed
+from ..names.errors import warn_on_rank
+from ..names.vocabulary import EXP_AVG_SQ, ParamGroup, scales_of
+from ..names.wording import listed
 from .given import unsaid
 from .ground.cuda_graphs import capturing
 from .state import as_numbers

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import called_like, warn_on_rank
-from ..resumption import in_globs
-from ..vocabulary import GROUP_OPTIONS
+from ..names.errors import called_like, warn_on_rank
+from ..names.resumption import in_globs
+from ..names.vocabulary import GROUP_OPTIONS
 from .groups import EXAMPLE, FAMILIES, KINDS, WRAPPERS, Decisions, Rules, layers_of, rules_to_write, sort_parameters
 from .options import FLAG, check_value
 from .state import as_numbers

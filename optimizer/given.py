@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import warn_on_rank
-from ..resumption import as_tuples, same_value
-from ..vocabulary import GIVEN, OF_SCHEDULERS, ParamGroup
-from ..wording import listed
+from ..names.errors import warn_on_rank
+from ..names.resumption import as_tuples, same_value
+from ..names.vocabulary import GIVEN, OF_SCHEDULERS, ParamGroup
+from ..names.wording import listed
 from .state import as_numbers
 
 SHOWN = 4

@@ -20,9 +20,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..errors import called_like, did_you_mean
-from ..resumption import in_globs
-from ..wording import common_name, unnumbered
+from ..names.errors import called_like, did_you_mean
+from ..names.resumption import in_globs
+from ..names.wording import common_name, unnumbered
 from .methods.form import MatrixMethod
 from .methods.matrix import MATRICES
 from .methods.scalar import SCALARS

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import LayoutError
-from ..layout import TensorLayout
+from ..algebra.layout import TensorLayout
 from ..layouts.flat import Cuts, uneven_layout
 from ..layouts.mesh import Mesh
 from ..layouts.tensors import local_of
+from ..names.errors import LayoutError
 from .ground.held_boxes import declare_boxes
 from .methods.matrix import is_matrix_method
 from .muon import Muon

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..coefficients import Coefficients
-from ..errors import LayoutError, called_like
-from ..layout import TensorLayout
+from ..algebra.layout import TensorLayout
 from ..layouts.tensors import layout_of, local_of, with_local
-from ..resumption import LOAD_LINES, Globs, LoadReport
-from ..vocabulary import MUON, MUON_CONVENTION, ROUNDING_SEED, STEP, STEPS_TAKEN
+from ..names.coefficients import Coefficients
+from ..names.errors import LayoutError, called_like
+from ..names.resumption import LOAD_LINES, Globs, LoadReport
+from ..names.vocabulary import MUON, MUON_CONVENTION, ROUNDING_SEED, STEP, STEPS_TAKEN
 from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
 from .for_model import EXAMPLE_LINE, WITH_ALGORITHM, ForModel, refuse_no_parameters
 from .given import given_in

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..coefficients import Coefficients, Plain, plain_coefficients
-from ..vocabulary import (
+from ..names.coefficients import Coefficients, Plain, plain_coefficients
+from ..names.vocabulary import (
     BLOCK_SIZE,
     BLOCK_SIZES,
     EIGHT_BITS,

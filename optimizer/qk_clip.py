@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..errors import LayoutError
 from ..layouts.tensors import local_of, rows_of
+from ..names.errors import LayoutError
 from .ground.tensors import rounded_once
 from .groups import WHOLE, Split
 from .step.exchange import gathered, largest_of_all

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..errors import warn_on_rank
-from ..vocabulary import ParamGroup
-from ..wording import listed
+from ..names.errors import warn_on_rank
+from ..names.vocabulary import ParamGroup
+from ..names.wording import listed
 from .groups import folded, table
 from .methods.matrix import Methods, Scales, fused_of, is_matrix_method
 from .planning.matrices import SHAPES, rows_columns, shapes_of

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import warn_on_rank
-from ..resumption import (
+from ..names.errors import warn_on_rank
+from ..names.resumption import (
     GONE,
     IN_A_TRAINER,
     NEW,
@@ -26,7 +26,7 @@ from ..resumption import (
     said_otherwise,
     scheduler_misfit,
 )
-from ..vocabulary import GIVEN, MUON_CONVENTION, OF_SCHEDULERS, STEP, STEPS_TAKEN, begins_as_zeros
+from ..names.vocabulary import GIVEN, MUON_CONVENTION, OF_SCHEDULERS, STEP, STEPS_TAKEN, begins_as_zeros
 from .collective import CollectiveOptimizer
 from .given import given_in, settle
 from .methods.matrix import UNNAMED

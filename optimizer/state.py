@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..box import Box, row_major
-from ..errors import LayoutError
-from ..layout import TensorLayout
+from ..algebra.box import Box, row_major
+from ..algebra.layout import TensorLayout
+from ..algebra.plan import make_share
 from ..layouts.boxed_tensor import Parts, parts_of
 from ..layouts.tensors import declares_boxes, layout_of, local_of, zeros_placed_as
-from ..plan import make_share
-from ..vocabulary import (
+from ..names.errors import LayoutError
+from ..names.vocabulary import (
     AVERAGES,
     BLOCK_SIZE,
     BLOCK_SIZES,

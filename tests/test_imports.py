@@ -22,95 +22,72 @@ FOLDERS = {
     "cli": "muonckpt.cli",
 }
 
-# Which rooms a room imports from, besides itself.  A room is a package with what is in it, or a module of the algebra;
-# `store`, `layouts`, `optimizer`, `converters` have rooms in them.
+# Which rooms a room imports from, besides itself, the lowest room first.  A room is a package with what is in it;
+# `store`, `layouts`, `runs`, `lab`, `optimizer` and `converters` have rooms in them.  "" is the public door.
 RULES = {
-    "errors": "",
-    "version": "",
-    "plugins": "errors",
-    "box": "errors",
-    "coefficients": "",
-    "overlap": "",
-    "layout": "errors box overlap",
-    "plan": "errors box overlap layout",
-    "fingerprint": "box",
-    "vocabulary": "",
-    "keys": "vocabulary",
-    "wording": "",
-    "key_search": "errors keys record wording",
-    "columns": "errors box",
-    "chunks": "errors box columns layout",
-    "chunk_columns": "errors box chunks columns",
-    "json_fields": "errors box vocabulary",
-    "record": "errors box chunk_columns chunks columns json_fields layout vocabulary",
-    "resumption": "vocabulary wording",
-    "new_group": "",
-    "requests": "errors",
-    "layouts": "errors box overlap layout",
-    "layouts/buffers": "errors box layout layouts",
-    "store/io": "errors box columns fingerprint record",
-    "store/reading": "errors box fingerprint layout record store/io",
-    "store/formats": "errors plugins box chunks columns fingerprint json_fields record vocabulary layouts "
-    "layouts/buffers keys store/io store/reading wording",
-    "store": "errors box chunks columns fingerprint keys layout record vocabulary store/io store/reading store/formats "
-    "version wording",
-    "checkpoint": "errors box chunks columns json_fields overlap layout plan fingerprint record resumption new_group "
-    "keys requests version vocabulary wording layouts store store/io store/reading store/formats",
-    "series": "errors resumption wording store store/io store/formats checkpoint converters "
-    "converters/engine converters/target",
-    "optimizer/ground": "errors box layout vocabulary",
-    "optimizer/newton_schulz": "errors coefficients optimizer/ground optimizer/triton",
-    "optimizer/triton": "overlap plan optimizer/ground",
-    "optimizer/planning": "errors box overlap layout plan optimizer/newton_schulz",
-    "optimizer/methods": "box layouts vocabulary optimizer/ground optimizer/planning",
-    "optimizer/step": "errors box overlap coefficients layout plan new_group layouts requests vocabulary wording "
-    "optimizer/ground optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/triton",
-    "optimizer": "box errors coefficients layout layouts plan resumption vocabulary wording optimizer/ground "
-    "optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/step",
-    "optimizer/layer_wise": "errors box layout requests resumption vocabulary wording layouts layouts/buffers "
-    "optimizer/ground optimizer/methods optimizer/step optimizer",
-    "optimizer/__init__": "optimizer optimizer/layer_wise optimizer/methods optimizer/newton_schulz",
-    "compat": "coefficients vocabulary layouts resumption optimizer/__init__ converters/programs",
-    "forecasting": "box errors key_search layout layouts layouts/buffers record vocabulary store store/io "
-    "store/reading converters/look converters/target optimizer/ground optimizer/methods optimizer/newton_schulz "
-    "optimizer/planning",
-    "checkup": "errors coefficients resumption vocabulary wording converters/engine converters/programs "
-    "converters/target converters/translate forecasting optimizer optimizer/__init__ optimizer/methods "
-    "optimizer/newton_schulz optimizer/planning",
-    "page": "chunks columns errors record version wording converters/compare converters/look store store/io "
-    "store/reading",
-    "integrations": "errors resumption store store/io checkpoint optimizer optimizer/__init__ series",
-    "converters/target": "errors box layout record vocabulary layouts layouts/buffers",
-    "converters/engine": "errors box key_search keys checkpoint chunks columns json_fields layout layouts "
-    "layouts/buffers new_group overlap plan fingerprint record store store/io store/reading store/formats version "
-    "vocabulary converters/target",
-    "converters/programs": "box coefficients errors keys plugins store/formats vocabulary",
-    "converters/translate": "errors box chunks coefficients keys layout record vocabulary wording store store/formats "
-    "converters/engine converters/programs",
-    "converters/compare": "errors box key_search record store store/io store/reading store/formats converters/engine "
-    "converters/look converters/translate vocabulary wording converters/programs",
-    "converters/merge": "errors box chunks columns fingerprint key_search layout overlap record version vocabulary "
-    "wording store store/io store/reading converters/compare converters/engine converters/look converters/translate "
-    "converters/programs",
-    "converters/look": "errors box key_search layout overlap wording columns record vocabulary layouts/buffers "
-    "store/io store store/reading converters/engine converters/target converters/translate converters/programs",
-    "converters": "errors box columns record vocabulary wording store store/io store/reading store/formats "
-    "converters/engine converters/look converters/merge converters/target converters/translate converters/programs",
-    "cli": "errors record version vocabulary wording store store/io store/reading converters converters/compare "
-    "converters/engine converters/look converters/target converters/translate checkup forecasting page "
-    "converters/programs",
-    "": "errors version layouts store checkpoint series converters/look converters converters/compare checkup "
-    "forecasting page",
+    "names": "",
+    "algebra": "names",
+    "record": "names algebra",
+    "ranks": "names",
+    "programs": "names algebra record",
+    "layouts": "names algebra",
+    "layouts/buffers": "names algebra layouts",
+    "store/io": "names algebra record",
+    "store/reading": "names algebra record store/io",
+    "store/formats": "names algebra record programs layouts layouts/buffers store/io store/reading",
+    "store": "names algebra record programs store/io store/reading store/formats",
+    "store/verify": "names algebra record programs store/io store/reading store/formats store",
+    "checkpoint": "names algebra record ranks programs layouts store/io store/reading store/formats store store/verify",
+    "runs": "names record programs store/io store/reading store/verify",
+    "runs/series": "names programs store/io store/verify checkpoint runs converters/target converters/engine "
+    "converters",
+    "lab": "",
+    "optimizer/ground": "names algebra",
+    "optimizer/triton": "algebra optimizer/ground",
+    "converters/target": "names algebra record layouts layouts/buffers",
+    "optimizer/newton_schulz": "names optimizer/ground optimizer/triton",
+    "optimizer/planning": "names algebra optimizer/newton_schulz",
+    "optimizer/methods": "names algebra layouts optimizer/ground optimizer/planning",
+    "optimizer/step": "names algebra ranks layouts optimizer/ground optimizer/triton optimizer/newton_schulz "
+    "optimizer/planning optimizer/methods",
+    "optimizer": "names algebra layouts optimizer/ground optimizer/newton_schulz optimizer/planning "
+    "optimizer/methods optimizer/step",
+    "converters/engine": "names algebra record ranks programs layouts layouts/buffers store/io store/reading "
+    "store/formats store checkpoint converters/target",
+    "optimizer/layer_wise": "names algebra ranks layouts layouts/buffers optimizer/ground optimizer/methods "
+    "optimizer/step optimizer",
+    "converters/translate": "names algebra record programs store/formats store converters/engine",
+    "optimizer/__init__": "optimizer/newton_schulz optimizer/methods optimizer optimizer/layer_wise",
+    "converters/look": "names algebra record programs layouts/buffers store/io store/reading store store/verify "
+    "runs converters/target converters/engine converters/translate",
+    "compat": "names programs layouts optimizer/__init__",
+    "lab/forecasting": "names algebra record layouts layouts/buffers store/io store/reading store/verify "
+    "optimizer/ground converters/target optimizer/newton_schulz optimizer/planning optimizer/methods converters/look",
+    "converters/compare": "names algebra record programs store/io store/reading store/formats store store/verify "
+    "converters/engine converters/translate converters/look",
+    "lab/doctor": "names programs converters/target optimizer/newton_schulz optimizer/planning optimizer/methods "
+    "optimizer converters/engine converters/translate optimizer/__init__ lab/forecasting",
+    "lab/page": "names record store/io store/reading store store/verify converters/look converters/compare",
+    "converters/merge": "names algebra record programs store/io store/reading store store/verify "
+    "converters/engine converters/look converters/compare",
+    "converters": "names algebra record programs store/io store/reading store/formats store store/verify "
+    "converters/target converters/engine converters/translate converters/look converters/merge",
+    "cli": "names record programs store/io store/reading store store/verify runs converters/target "
+    "converters/engine converters/translate converters/look lab/forecasting converters/compare lab/doctor lab/page "
+    "converters",
+    "": "names layouts store store/verify checkpoint runs runs/series converters/look lab/forecasting "
+    "converters/compare lab/doctor lab/page converters",
+    "integrations": "names store/io store store/verify checkpoint runs/series optimizer optimizer/__init__",
     "__main__": "cli",
 }
 TORCH = (
     "layouts/tensors",
     "layouts/boxed_tensor",
-    "new_group",
+    "ranks/new_group",
     "checkpoint/",
-    "series/",
+    "runs/series/",
     "compat/",
-    "checkup/",
+    "lab/doctor/",
     "integrations/",
     "optimizer/",
     "converters/engine/workers",
@@ -119,7 +96,7 @@ DOORS = {"optimizer"}
 """Packages whose ``__init__`` is a room of its own, above all of theirs: it re-exports what lies in several floors."""
 
 TRITON = ("optimizer/triton/",)
-NUMPY_FREE = ("box", "errors")
+NUMPY_FREE = ("algebra/box", "names/errors")
 COLLECTIVES = {
     "all_gather",
     "all_gather_into_tensor",
@@ -179,8 +156,9 @@ def modules() -> dict[str, Module]:
             files[tuple(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     modules = {}
     for name, file in files.items():
-        tree = ast.parse(file.read_text())
-        imported = list(imports(tree, name, file.stem == "__init__"))
+        stub = file.with_suffix(".pyi")
+        texts = [file.read_text(), *([stub.read_text()] if stub.exists() else [])]
+        imported = [found for text in texts for found in imports(ast.parse(text), name, file.stem == "__init__")]
         # `from . import x` and `from .x import y` both mean the module x.
         house = {found if found in files else found[:-1] for found in imported if found[0] == "muonckpt"}
         modules["/".join(name[1:])] = Module(
@@ -240,6 +218,12 @@ def test_no_room_imports_itself_through_others():
     assert not [room for room in RULES if room in needs[room]]
 
 
+def test_nobody_needs_the_lab():
+    """What observes and advises: commands and the public door import it, and nothing else of the house."""
+    visitors = {room for room in RULES if any(needed.startswith("lab") for needed in permitted(room))}
+    assert visitors <= {"", "cli", "lab/doctor", "lab/forecasting", "lab/page"}
+
+
 @pytest.mark.parametrize(("package", "where"), [("torch", TORCH), ("triton", TRITON)])
 def test_a_heavy_package_is_imported_in_its_rooms_only(package, where, modules):
     assert not [m.path for m in modules.values() if package in m.outside and not m.path.startswith(where)]
@@ -297,8 +281,8 @@ NEVER = {
 """What no command needs for one of our checkpoints in rows: other formats, layouts and programs, stores, plug-ins."""
 
 OF_DCP = {f"{FORMATS}.dcp", f"{FORMATS}.dcp_metadata"}
-OF_VERIFY = {"muonckpt.store.audit"}
-OF_READING_ALL = {"muonckpt.store.small_tensors"}
+OF_VERIFY = {"muonckpt.store.verify.audit"}
+OF_READING_ALL = {"muonckpt.store.verify.small_tensors"}
 OF_WRITING = {
     "muonckpt.converters.rewrite",
     "muonckpt.converters.engine.container",

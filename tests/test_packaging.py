@@ -23,7 +23,7 @@ DIST = os.environ.get("MUONCKPT_DIST", "")
 """Where `make dist` has put what would be published."""
 released = pytest.mark.skipif(not DIST, reason="of what `make dist` has built")
 CHECK = (
-    "import importlib.util as u, muonckpt, muonckpt.cli.main, muonckpt.converters, muonckpt.store.audit\n"
+    "import importlib.util as u, muonckpt, muonckpt.cli.main, muonckpt.converters, muonckpt.store.verify.audit\n"
     "from muonckpt.optimizer import Muon\n"
     "assert all(u.find_spec(n) is None for n in ('optimizer', 'converters', 'cli', 'layouts', 'store'))\n"
 )
@@ -121,7 +121,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
         for file in (ROOT / room).rglob("*.*")
         if file.is_file() and file.suffix != ".pyc"
     }
-    assert {"muonckpt/py.typed", "muonckpt/page/assets/map.js"} <= expected.keys()
+    assert {"muonckpt/py.typed", "muonckpt/lab/page/assets/map.js"} <= expected.keys()
     assert {name: data for name, data in held.items() if not name.startswith("muonckpt-0.1.0.dist-info/")} == expected
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert metadata["Requires-Python"] == project["requires-python"]

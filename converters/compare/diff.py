@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from ...errors import DamageError, MuonckptError
-from ...key_search import keys_matching, names_of
+from ...names.errors import DamageError, MuonckptError
+from ...names.wording import fields_of, listed
+from ...programs.registry import program
+from ...record.key_search import keys_matching, names_of
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io.limits import gc_paused
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, checked_blob
-from ...store.opening import check_files, open
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
-from ...wording import fields_of, listed
+from ...store.verify.opening import check_files, open
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import FirstLook, Role, first_look, recorded_step
-from ..programs.registry import program
 from ..translate.request import Request
 from .elements import (
     CHANGED,
@@ -157,7 +157,7 @@ def diff(
 
 def _verified(opened: OpenCheckpoint, jobs: int, progress: Progress) -> int:
     """Read a checkpoint whole; return the bytes of its elements."""
-    from ...store.audit import audit, payload_bytes  # imports what nothing else of `diff` needs
+    from ...store.verify.audit import audit, payload_bytes  # imports what nothing else of `diff` needs
 
     total = payload_bytes(opened.outline)
     report = audit(opened, lambda count: progress(count, total), jobs)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...box import Box
+from ...algebra.box import Box
 from ...store.reading.blocks import bands
 from ...store.reading.dtypes import DTYPES, PARTS, itemsize
 from ...store.reading.payloads import Payloads

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ...box import Box
-from ...record import StateRecord
+from ...algebra.box import Box
+from ...record.record import StateRecord
 from ...store.reading.blocks import bands
 from ...store.reading.dtypes import DTYPES, PARTS, itemsize
 from ..engine.arithmetic import Words

@@ -13,17 +13,17 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from ...errors import SourceError
-from ...key_search import keys_matching, names_of
-from ...record import StateRecord
+from ...names.errors import SourceError
+from ...names.vocabulary import CODE_SLOTS
+from ...names.wording import Finding, fields_of, unnumbered
+from ...record.key_search import keys_matching, names_of
+from ...record.record import StateRecord
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint
-from ...store.opening import open
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
-from ...store.small_tensors import stacked
-from ...vocabulary import CODE_SLOTS
-from ...wording import Finding, fields_of, unnumbered
+from ...store.verify.opening import open
+from ...store.verify.small_tensors import stacked
 from ..engine.outputs import OutputTensor
 from ..look.contents import FirstLook, Role, first_look
 from .elements import StoredSide, Tolerance, compare_elements

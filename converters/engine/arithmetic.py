@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import SourceError
+from ...names.errors import SourceError
 
 Words = NDArray[Any]
 """Raw elements as unsigned words of their size; elements of 16 bytes as two words each, in a last dim of 2."""

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...box import Box
+from ...algebra.box import Box
 from ...layouts.buffers.buffer_layout import BufferLayout, divided, end_to_end
 from ...layouts.buffers.parameters import Parameter
 from ...layouts.buffers.records import GroupBuffer
-from ...record import Manifest
+from ...record.record import Manifest
 from ...store.formats import flat_buffers
 from ...store.formats.flat_buffers import ITEMS, RANK_FILE
 from ...store.io.location import Location

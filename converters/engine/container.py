@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...errors import TargetError
-from ...record import Manifest
+from ...names.errors import TargetError
+from ...names.version import PROGRAM
+from ...record.record import Manifest
 from ...store.formats.registry import BUILT_IN, format_written_as
 from ...store.io import publish
 from ...store.io.location import Location
 from ...store.reading.payloads import Payloads
 from ...store.reading.reader import imported
-from ...version import PROGRAM
 from ..target.topology import Target
 from .item_file import ItemFile
 from .output_files import OutputFile

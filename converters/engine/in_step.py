@@ -16,7 +16,7 @@ from threading import Lock
 
 import numpy as np
 
-from ...columns import Column
+from ...record.columns import Column
 from ...store.io.new_file import Writing
 from .output_files import OutputFile, is_direct
 from .source_rows import Unchecked

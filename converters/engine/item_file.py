@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
-from ...errors import SourceError
-from ...json_fields import sealed_text
+from ...names.errors import SourceError
+from ...record.json_fields import sealed_text
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.open_checkpoint import checked_blob
 from ...store.reading.payloads import Payloads

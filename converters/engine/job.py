@@ -15,10 +15,10 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ...columns import Columns
-from ...errors import DestinationError, about
-from ...record import Blob, Manifest, StateRecord, record_fields
-from ...store.formats.signs import NUMBERED
+from ...names.errors import DestinationError, about
+from ...programs.signs import NUMBERED
+from ...record.columns import Columns
+from ...record.record import Blob, Manifest, StateRecord, record_fields
 from ...store.io import publish
 from ...store.io.checksums import xxh3_128
 from ...store.io.limits import gc_paused

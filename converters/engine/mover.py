@@ -20,13 +20,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ...box import Box, Index
-from ...chunks import Chunks
-from ...columns import UNKNOWN, Column, Columns
-from ...errors import DestinationError, Interrupted, SourceError
-from ...fingerprint import box_shares
-from ...layout import Buffer
-from ...record import Extent
+from ...algebra.box import Box, Index
+from ...algebra.fingerprint import box_shares
+from ...algebra.layout import Buffer
+from ...names.errors import DestinationError, Interrupted, SourceError
+from ...record.chunks import Chunks
+from ...record.columns import UNKNOWN, Column, Columns
+from ...record.record import Extent
 from ...store.io.checksums import Sums, crc32_of, xxh3_128
 from ...store.io.location import Remote
 from ...store.io.new_file import Writing, drafted

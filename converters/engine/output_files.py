@@ -17,14 +17,14 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...box import Box, Index
-from ...chunks import Boxes, Chunks
-from ...columns import UNKNOWN, Column, Columns, check_name
-from ...errors import about
-from ...layout import Fragment, Place, TensorLayout, dense
-from ...overlap import IntArray
-from ...plan import Copies, dense_strides, make_plan
-from ...record import Blob, Extent
+from ...algebra.box import Box, Index
+from ...algebra.layout import Fragment, Place, TensorLayout, dense
+from ...algebra.overlap import IntArray
+from ...algebra.plan import Copies, dense_strides, make_plan
+from ...names.errors import about
+from ...record.chunks import Boxes, Chunks
+from ...record.columns import UNKNOWN, Column, Columns, check_name
+from ...record.record import Blob, Extent
 from ...store.formats.torch_save.stored_zip import aligned
 from ...store.io.checksums import Checksum, crc32_of
 from ...store.reading.dtypes import itemsize

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ...box import Box, Index
-from ...chunks import Chunks
-from ...errors import SourceError
-from ...key_search import keys_matching, names_of
-from ...layout import Buffer, Fragment, Place, TensorLayout
-from ...record import Blob, Extent, Manifest, StateRecord
-from ...store.formats.signs import NAMES_FILE, NUMBERED
+from ...algebra.box import Box, Index
+from ...algebra.layout import Buffer, Fragment, Place, TensorLayout
+from ...names.errors import SourceError
+from ...programs.signs import NAMES_FILE, NUMBERED
+from ...record.chunks import Chunks
+from ...record.key_search import keys_matching, names_of
+from ...record.record import Blob, Extent, Manifest, StateRecord
 from ...store.reading.blocks import bands, span, strided, within
 from ...store.reading.dtypes import dtype, itemsize
 from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of

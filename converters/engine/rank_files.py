@@ -10,14 +10,14 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...box import Index
-from ...errors import TargetError, did_you_mean
-from ...layout import Buffer, TensorLayout
+from ...algebra.box import Index
+from ...algebra.layout import Buffer, TensorLayout
 from ...layouts.flat import owned_layout
 from ...layouts.mesh import AxisPlacement, Mesh, Replicate, Shard, mesh_layout
-from ...record import Manifest, StateRecord
+from ...names.errors import TargetError, did_you_mean
+from ...programs.signs import COMMON_FILE
+from ...record.record import Manifest, StateRecord
 from ...store.formats import native
-from ...store.formats.signs import COMMON_FILE
 from ...store.formats.torch_save import tensor_item
 from ...store.formats.torch_save.stored_zip import MEMBER_ALIGNMENT, aligned
 from ...store.io.location import Location

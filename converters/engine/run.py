@@ -14,9 +14,9 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from ...errors import DestinationError, Interrupted, SourceError
-from ...fingerprint import as_hex
-from ...record import Manifest
+from ...algebra.fingerprint import as_hex
+from ...names.errors import DestinationError, Interrupted, SourceError
+from ...record.record import Manifest
 from ...store.io import publish
 from ...store.io.limits import gc_paused
 from ...store.io.location import Location, check_memory, items_beside

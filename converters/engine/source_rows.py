@@ -14,11 +14,11 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from ...chunks import Chunks
-from ...columns import UNKNOWN, Column
-from ...errors import DamageError
-from ...layout import Buffer
-from ...record import Chunk, Manifest, StateRecord
+from ...algebra.layout import Buffer
+from ...names.errors import DamageError
+from ...record.chunks import Chunks
+from ...record.columns import UNKNOWN, Column
+from ...record.record import Chunk, Manifest, StateRecord
 from ...store.io.checksums import crc32_of
 from ...store.io.ranges import JoinedCrc
 from ...store.reading.payloads import Payloads, check_chunk

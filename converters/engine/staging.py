@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import DestinationError, Interrupted, MuonckptError
+from ...names.errors import DestinationError, Interrupted, MuonckptError
 from ...store.io import lock, publish
 from ...store.io.checksums import xxh3_128
 from ...store.io.location import Location, Remote

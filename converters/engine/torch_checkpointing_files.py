@@ -21,13 +21,13 @@ from functools import cached_property
 from io import BytesIO
 from typing import Any, ClassVar
 
-from ...box import row_major
-from ...errors import SourceError, TargetError, about
+from ...algebra.box import row_major
 from ...layouts.buffers.records import GroupBuffer
-from ...record import Manifest, StateRecord
+from ...names.errors import SourceError, TargetError, about
+from ...programs.signs import TORCH_CHECKPOINTING_FILE
+from ...record.record import Manifest, StateRecord
 from ...store.formats import native
 from ...store.formats.flat_buffers import ITEMS
-from ...store.formats.signs import TORCH_CHECKPOINTING_FILE
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.formats.torch_save.stored_zip import (
     MEMBER_ALIGNMENT,

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...box import Box
-from ...record import Manifest, StateRecord
+from ...algebra.box import Box
+from ...record.record import Manifest, StateRecord
 from ...store.formats import safetensors, zarr_writer
 from ...store.formats.zarr import ZarrArray
 from ...store.io import publish

@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ...errors import DestinationError, Interrupted, LostRankError, MuonckptError
+from ...names.errors import DestinationError, Interrupted, LostRankError, MuonckptError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -281,7 +281,7 @@ def _new_group(me: Worker, limit: timedelta, ranks: Collection[int]) -> dist.Pro
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    from ...new_group import new_group
+    from ...ranks.new_group import new_group
 
     if dist.is_initialized():
         group = new_group(ranks, "gloo", limit)

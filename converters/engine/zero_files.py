@@ -22,13 +22,14 @@ from typing import Any, BinaryIO, ClassVar, TypeVar
 
 import numpy as np
 
-from ...box import Box, Index
-from ...errors import DestinationError, SourceError, TargetError
-from ...keys import PARAM_GROUPS, STATE, key_of
+from ...algebra.box import Box, Index
 from ...layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, rank_of
 from ...layouts.buffers.parameters import Parameter
 from ...layouts.buffers.zero import held_whole, part_numel, partitioned_group, partitioned_parameters
-from ...record import Manifest
+from ...names.errors import DestinationError, SourceError, TargetError
+from ...names.keys import PARAM_GROUPS, STATE, key_of
+from ...names.vocabulary import MOMENTUM, PARAMS, STEP
+from ...record.record import Manifest
 from ...store.formats.torch_save.archive import Archive, ordered, sizes
 from ...store.formats.torch_save.inert_pickle import Global, Record
 from ...store.formats.torch_save.plain_item import plain_value
@@ -36,7 +37,6 @@ from ...store.io.location import Location, Remote
 from ...store.open_checkpoint import checked_blob
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Payloads
-from ...vocabulary import MOMENTUM, PARAMS, STEP
 from ..target.topology import ROWS
 from .container import Arranged, Container, WriteRequest, extended_provenance
 from .output_files import ChunkPlan, OutputChunks, OutputFile, bare, chunk_plans

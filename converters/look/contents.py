@@ -11,17 +11,17 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ...box import Index
-from ...errors import MuonckptError, SourceError
-from ...record import Blob, Manifest, StateRecord
-from ...store.damage import OTHER_STATE, Kind, kinds_by_slot
+from ...algebra.box import Index
+from ...names.errors import MuonckptError, SourceError
+from ...names.vocabulary import CODE_SLOTS, PARAMS
+from ...names.wording import LAYER_NUMBER, unnumbered
+from ...programs.detection import Detected, confirmed, detect, with_slots_of
+from ...programs.dialect import FOREIGN, Dialect, StoredMethod
+from ...programs.registry import DIALECTS
+from ...record.record import Blob, Manifest, StateRecord
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, Values
-from ...vocabulary import CODE_SLOTS, PARAMS
-from ...wording import LAYER_NUMBER, unnumbered
-from ..programs.dialect import FOREIGN, Dialect, StoredMethod
-from ..programs.registry import DIALECTS
-from ..translate.detection import Detected, confirmed, detect, with_slots_of
+from ...store.verify.damage import OTHER_STATE, Kind, kinds_by_slot
 from ..translate.groups import SourceGroup, TargetGroup, merge_equal, source_groups, with_recorded_names
 
 NO_STATE = "(not optimizer state)"

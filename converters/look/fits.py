@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import SourceError
-from ...layout import TensorLayout
-from ...overlap import overlaps
-from ...record import Boxes, Manifest, StateRecord, says_convention
-from ...store.diagnosis import Diagnosis, command, diagnosis_by_files
+from ...algebra.layout import TensorLayout
+from ...algebra.overlap import overlaps
+from ...names.errors import SourceError
+from ...names.wording import Finding, counted, fields_of, size, unnumbered
+from ...record.record import Boxes, Manifest, StateRecord, says_convention
 from ...store.io.limits import gc_paused
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
-from ...store.opening import open_damaged
 from ...store.reading.dtypes import itemsize
-from ...store.verified import verified
-from ...wording import Finding, counted, fields_of, size, unnumbered
+from ...store.verify.diagnosis import Diagnosis, command, diagnosis_by_files
+from ...store.verify.opening import open_damaged
+from ...store.verify.verified import verified
 from ..engine.rank_files import lay_out
 from ..target.topology import ROWS, AxisCut, ShardRule, Target
 from .contents import FirstLook, Role, first_look

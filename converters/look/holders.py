@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...box import Box, Index
+from ...algebra.box import Box, Index
 from ...layouts.buffers.parameters import Parameter, newton_schulz
-from ...record import Boxes, Manifest, StateRecord
-from ...store.damage import rank_in_name
+from ...record.record import Boxes, Manifest, StateRecord
 from ...store.open_checkpoint import StoredPart
 from ...store.reading.dtypes import itemsize
+from ...store.verify.damage import rank_in_name
 from .contents import Contents, Role, ranges
 
 

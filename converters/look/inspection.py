@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
-from ...box import box_at
-from ...columns import UNKNOWN
-from ...errors import SourceError, TargetError
-from ...key_search import key_meant, keys_matching, names_of
-from ...record import Manifest, StateRecord
-from ...store.diagnosis import Diagnosis, diagnosis_by_files
+from ...algebra.box import box_at
+from ...names.errors import SourceError, TargetError
+from ...names.wording import Finding, counted, fields_of, listed, moment, size
+from ...record.columns import UNKNOWN
+from ...record.key_search import key_meant, keys_matching, names_of
+from ...record.record import Manifest, StateRecord
 from ...store.io.limits import gc_paused
 from ...store.io.location import Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
-from ...store.opening import open_damaged
 from ...store.reading.dtypes import itemsize
-from ...store.verified import Verified, verified
-from ...wording import Finding, counted, fields_of, listed, moment, size
+from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files
+from ...store.verify.opening import open_damaged
+from ...store.verify.verified import Verified, verified
 from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look, folded, option_value, ranges
 from .holders import (
     Branch,

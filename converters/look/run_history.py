@@ -13,13 +13,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from ...errors import SourceError
-from ...record import Manifest
+from ...names.errors import SourceError
+from ...names.wording import counted, fields_of, listed, moment, size
+from ...record.record import Manifest
+from ...runs.resumes import RESUMES_FILE, Resume, resumes_of
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
-from ...store.resumes import RESUMES_FILE, Resume, resumes_of
-from ...store.run import Run, RunStep, Visit, look_at_folder, run_of
-from ...wording import counted, fields_of, listed, moment, size
+from ...store.verify.run import Run, RunStep, Visit, look_at_folder, run_of
 from .contents import FirstLook, Role, first_look, kinds_in, option_value
 from .holders import writing_ranks
 

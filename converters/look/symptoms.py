@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 
-from ...box import Index
-from ...errors import LayoutError
-from ...record import Manifest
-from ...store.damage import Damage, rank_in_name
-from ...wording import Finding, listed
+from ...algebra.box import Index
+from ...names.errors import LayoutError
+from ...names.wording import Finding, listed
+from ...record.record import Manifest
+from ...store.verify.damage import Damage, rank_in_name
 from .contents import Contents, HyperParameters, Role, StatefulParameter, StepCounts, layer_of
 
 

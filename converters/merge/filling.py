@@ -15,21 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from ...box import Box, Index
-from ...chunks import Boxes, Chunks, Strides
-from ...errors import ADVICE, DamageError, MuonckptError, SourceError, about
-from ...key_search import keys_matching, names_of
-from ...layout import Fragment, Place, TensorLayout, dense, holes_in
-from ...overlap import IntArray, overlaps
-from ...record import Blob, Manifest, StateRecord
-from ...store.damage import BEGIN_ANEW, Damage, Kind
-from ...store.diagnosis import Diagnosis
+from ...algebra.box import Box, Index
+from ...algebra.layout import Fragment, Place, TensorLayout, dense, holes_in
+from ...algebra.overlap import IntArray, overlaps
+from ...names.errors import ADVICE, DamageError, MuonckptError, SourceError, about
+from ...names.version import PROGRAM
+from ...names.vocabulary import MOMENTUM, begins_as_zeros
+from ...names.wording import counted, listed
+from ...record.chunks import Boxes, Chunks, Strides
+from ...record.key_search import keys_matching, names_of
+from ...record.record import Blob, Manifest, StateRecord
 from ...store.io.checksums import xxh3_128
 from ...store.open_checkpoint import OpenCheckpoint, check_blob
 from ...store.reading.payloads import payload_of
-from ...version import PROGRAM
-from ...vocabulary import MOMENTUM, begins_as_zeros
-from ...wording import counted, listed
+from ...store.verify.damage import BEGIN_ANEW, Damage, Kind
+from ...store.verify.diagnosis import Diagnosis
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import FirstLook, kinds_in, recorded_step
 from .joined import JoinedCheckpoints, JoinedPayloads

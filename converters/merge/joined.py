@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ...columns import Columns, ColumnsBuilder
-from ...fingerprint import as_hex, combine
-from ...record import Chunk, Extent, Manifest, StateRecord
+from ...algebra.fingerprint import as_hex, combine
+from ...record.columns import Columns, ColumnsBuilder
+from ...record.record import Chunk, Extent, Manifest, StateRecord
 from ...store.io.location import Location
 from ...store.io.regular import FileBytes
 from ...store.open_checkpoint import OpenCheckpoint

@@ -17,22 +17,22 @@ from itertools import accumulate
 
 import numpy as np
 
-from ...box import Box
-from ...errors import SourceError, TargetError
-from ...layout import TensorLayout
-from ...record import Blob, Extent, Manifest
+from ...algebra.box import Box
+from ...algebra.layout import TensorLayout
+from ...names.errors import SourceError, TargetError
+from ...names.vocabulary import CODE_SLOTS, SCALE_SLOTS
+from ...names.wording import listed
+from ...programs.detection import detect
+from ...programs.dialect import Dialect
+from ...record.record import Blob, Extent, Manifest
 from ...store.open_checkpoint import OpenCheckpoint, checked_blob
 from ...store.reading.blocks import bands
 from ...store.reading.dtypes import dtype
 from ...store.reading.payloads import Payloads
-from ...vocabulary import CODE_SLOTS, SCALE_SLOTS
-from ...wording import listed
 from ..compare.diff import same_value
 from ..compare.elements import F64, StoredSide, as_float64
 from ..engine.arithmetic import FLOATS, Words, rounded
 from ..engine.outputs import ELEMENTS_AT_A_TIME, OutputItem, Outputs, OutputTensor, renumbered
-from ..programs.dialect import Dialect
-from ..translate.detection import detect
 
 _INDIVISIBLE = ("float", "complex", "bits")
 """Types of numbers, beside those of `FLOATS`, that have an average which we cannot compute."""

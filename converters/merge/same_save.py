@@ -15,18 +15,18 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ...box import Box
-from ...chunks import Boxes, chunks_numbered
-from ...errors import ADVICE, LayoutError, MuonckptError, SeveralSavesError, SourceError, UnlistedError
-from ...fingerprint import as_hex, combine
-from ...overlap import IntArray, overlaps
-from ...record import Blob, Chunk, StateRecord
-from ...store.audit import AuditReport
-from ...store.damage import Damage
+from ...algebra.box import Box
+from ...algebra.fingerprint import as_hex, combine
+from ...algebra.overlap import IntArray, overlaps
+from ...names.errors import ADVICE, LayoutError, MuonckptError, SeveralSavesError, SourceError, UnlistedError
+from ...names.wording import counted, listed
+from ...record.chunks import Boxes, chunks_numbered
+from ...record.record import Blob, Chunk, StateRecord
 from ...store.open_checkpoint import OpenCheckpoint, check_blob, checked_blob
 from ...store.reading.blocks import bands
 from ...store.reading.payloads import Payloads, check_chunk, chunk_share, payload_of
-from ...wording import counted, listed
+from ...store.verify.audit import AuditReport
+from ...store.verify.damage import Damage
 from ..compare.diff import same_value
 from ..engine.arithmetic import Words
 from ..look.contents import FirstLook, Role, first_look

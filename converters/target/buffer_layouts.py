@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...box import Box, Index
-from ...layout import Fragment, TensorLayout
+from ...algebra.box import Box, Index
+from ...algebra.layout import Fragment, TensorLayout
 from ...layouts.buffers.buffer_layout import BufferLayout, divided, end_to_end
 from ...layouts.buffers.parameters import GroupSizes, Parameter, split
 from ...layouts.buffers.placements import PLACEMENTS, ToPlace
 from ...layouts.buffers.records import GroupBuffer, recorded, recorded_run
 from ...layouts.mesh import Mesh, Shard, mesh_layout
-from ...record import StateRecord
-from ...vocabulary import ELEMENTWISE
+from ...names.vocabulary import ELEMENTWISE
+from ...record.record import StateRecord
 from .topology import FLAT, AxisCut, LaidOut, Target
 
 

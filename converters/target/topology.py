@@ -14,12 +14,12 @@ from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ...box import row_major
-from ...errors import TargetError, did_you_mean
-from ...layout import TensorLayout
+from ...algebra.box import row_major
+from ...algebra.layout import TensorLayout
 from ...layouts.buffers.placements import PLACEMENTS
 from ...layouts.mesh import Mesh
-from ...record import StateRecord
+from ...names.errors import TargetError, did_you_mean
+from ...record.record import StateRecord
 
 if TYPE_CHECKING:
     from ...layouts.buffers.records import GroupBuffer

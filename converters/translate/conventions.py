@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ...errors import SourceError
-from ...vocabulary import Convention
+from ...names.errors import SourceError
+from ...names.vocabulary import Convention
 
 STATE_DTYPES = ("float32", "bfloat16")
 """The dtypes to which state can be rounded."""

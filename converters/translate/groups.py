@@ -16,14 +16,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ...box import Index
-from ...coefficients import plain_coefficients
-from ...errors import SourceError, TargetError
-from ...record import Blob, Manifest, StateRecord
+from ...algebra.box import Index
+from ...names.coefficients import plain_coefficients
+from ...names.errors import SourceError, TargetError
+from ...names.vocabulary import PARAMS, SCHEDULED
+from ...programs.dialect import Dialect, StoredMethod
+from ...record.record import Blob, Manifest, StateRecord
 from ...store.open_checkpoint import Values
-from ...vocabulary import PARAMS, SCHEDULED
 from ..engine.outputs import Action, Findings
-from ..programs.dialect import Dialect, StoredMethod
 
 Entry = StateRecord | Blob
 

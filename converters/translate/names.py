@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from ...errors import SourceError, TargetError, did_you_mean
+from ...names.errors import SourceError, TargetError, did_you_mean
 
 _PLACEHOLDER = re.compile(r"\{([a-z]+)(\*?)\}")
 

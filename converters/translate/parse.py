@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...box import Index
-from ...errors import SourceError, TargetError
-from ...record import Blob, Manifest, StateRecord
+from ...algebra.box import Index
+from ...names.errors import SourceError, TargetError
+from ...names.vocabulary import PARAMS, STEP, Convention
+from ...names.wording import listed
+from ...programs.detection import Detected, is_of_optimizer
+from ...programs.dialect import FOREIGN, Dialect, StoredMethod
+from ...record.record import Blob, Manifest, StateRecord
 from ...store.open_checkpoint import Values
-from ...vocabulary import PARAMS, STEP, Convention
-from ...wording import listed
 from ..engine.outputs import unnamed_state
-from ..programs.dialect import FOREIGN, Dialect, StoredMethod
 from .conventions import Overrides, WeightsFrom, agreed_convention
-from .detection import Detected, is_of_optimizer
 from .groups import Entry, SourceGroup, entries_of, option_values, source_groups, with_recorded_names
 from .names import NameRules
 from .structure import TranslatedTensor, apply_rules

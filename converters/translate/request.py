@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ...errors import SourceError
-from ...keys import key_of
+from ...names.errors import SourceError
+from ...names.keys import key_of
+from ...names.vocabulary import KeyPath
+from ...programs.detection import detect, named, with_slots
+from ...programs.dialect import Dialect, Template
 from ...store.open_checkpoint import OpenCheckpoint
-from ...vocabulary import KeyPath
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
-from ..programs.dialect import Dialect, Template
 from .conventions import Overrides
-from .detection import detect, named, with_slots
 from .groups import GroupTemplate
 from .names import NameRules
 

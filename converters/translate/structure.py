@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain
 
-from ...box import Box, Index
-from ...chunks import Chunks
-from ...errors import LayoutError, about
-from ...layout import Fragment, Piece, TensorLayout, stacked, through
-from ...wording import listed
+from ...algebra.box import Box, Index
+from ...algebra.layout import Fragment, Piece, TensorLayout, stacked, through
+from ...names.errors import LayoutError, about
+from ...names.wording import listed
+from ...record.chunks import Chunks
 from ..engine.outputs import renumbered
 from .names import NameRule, NameRules
 

@@ -15,20 +15,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ...box import Box, Index
-from ...errors import SourceError
-from ...keys import PARAM_GROUPS, key_of
-from ...layout import Fragment, Place, TensorLayout, dense
-from ...record import Blob, Manifest, StateRecord, no_chunks
+from ...algebra.box import Box, Index
+from ...algebra.layout import Fragment, Place, TensorLayout, dense
+from ...names.errors import SourceError
+from ...names.keys import PARAM_GROUPS, key_of
+from ...names.vocabulary import MASTER, PARAMS, SCHEDULED, KeyPath
+from ...names.wording import counted, listed
+from ...programs.detection import Detected, confirmed, detect, named
+from ...programs.dialect import Dialect, StoredMethod
+from ...record.record import Blob, Manifest, StateRecord, no_chunks
 from ...store.formats.torch_save.inert_pickle import Record
 from ...store.formats.torch_save.plain_item import plain_item
 from ...store.open_checkpoint import Values
-from ...vocabulary import MASTER, PARAMS, SCHEDULED, KeyPath
-from ...wording import counted, listed
 from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, sorted_checks
-from ..programs.dialect import Dialect, StoredMethod
 from .conventions import Overrides, agreed_convention, momentum_factor
-from .detection import Detected, confirmed, detect, named
 from .groups import (
     GroupTemplate,
     SourceGroup,

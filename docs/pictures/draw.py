@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from muonckpt.box import Box
-from muonckpt.layout import TensorLayout
+from muonckpt.algebra.box import Box
+from muonckpt.algebra.layout import TensorLayout
+from muonckpt.algebra.plan import make_plan
 from muonckpt.layouts.buffers.buffer_layout import BufferLayout, rank_of
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
 from muonckpt.layouts.buffers.placements import PLACEMENTS, ToPlace
 from muonckpt.layouts.flat import even_shards, flat_layout, owned_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout
-from muonckpt.plan import make_plan
 
 COLOURS = ("#9ecae9", "#ffbf79", "#a3d39c", "#f2a6a0", "#cfb5e0", "#d8c3a5")
 """By rank, or by parameter.  Every part also has its number, so nothing depends on telling colours apart."""

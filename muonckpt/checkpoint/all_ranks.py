@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ArgumentError, LostRankError, MuonckptError, lost_ranks
-from ..new_group import time_out
+from ..names.errors import ArgumentError, LostRankError, MuonckptError, lost_ranks
+from ..ranks.new_group import time_out
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -27,10 +27,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ..errors import DestinationError, Interrupted, LostRankError, MuonckptError, warn_on_rank
 from ..layouts.boxed_tensor import BoxedTensor, parts_of, whole_shape
 from ..layouts.tensors import declares_boxes, local_of
-from ..new_group import new_group, time_out
+from ..names.errors import DestinationError, Interrupted, LostRankError, MuonckptError, warn_on_rank
+from ..ranks.new_group import new_group, time_out
 from ..store.io.location import lasting
 from .all_ranks import decide_on_first, refuse_crossed
 from .live_state import LiveState, nested_state, refuse_no_state_dict

@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..box import Index
-from ..errors import AttestError, SourceError, about
-from ..fingerprint import as_hex, combine
+from ..algebra.box import Index
+from ..algebra.fingerprint import as_hex, combine
+from ..names.errors import AttestError, SourceError, about
+from ..names.wording import listed
 from ..store.io.location import location
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.opening import open
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import check_chunk, chunk_share
-from ..wording import listed
+from ..store.verify.opening import open
 from .all_ranks import decide_on_first, group_ranks, refuse_crossed
 from .bits import share_of, unsigned
 from .live_state import LiveState, RankBoxes, RankState, held_layout, holders_by_key, with_joint_groups

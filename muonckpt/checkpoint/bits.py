@@ -1,6 +1,6 @@
 """Torch tensors as the bits of their elements, and the fingerprint of these bits where the tensor is.
 
-The fingerprint is that of `muonckpt.fingerprint`, bit for bit, in two complete implementations that go through a tensor
+The fingerprint is that of `algebra.fingerprint`, bit for bit, in two complete implementations that go through a tensor
 in blocks.  ``share_by_torch`` uses torch's ``int64``, which wraps modulo 2**64 as numpy's ``uint64`` does;
 ``share_by_numpy`` is faster in host memory.
 """
@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..box import Index
-from ..fingerprint import DIM_STRIDE, GOLDEN, MIX, combine, fingerprint
+from ..algebra.box import Index
+from ..algebra.fingerprint import DIM_STRIDE, GOLDEN, MIX, combine, fingerprint
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -19,18 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..box import Box, Index
-from ..chunks import Boxes, chunks_numbered, layout_in_boxes
-from ..errors import DamageError, SourceError
-from ..plan import Copy, make_share
-from ..record import Blob, Chunk, Extent, StateRecord
+from ..algebra.box import Box, Index
+from ..algebra.plan import Copy, make_share
+from ..names.errors import DamageError, SourceError
+from ..record.chunks import Boxes, chunks_numbered, layout_in_boxes
+from ..record.record import Blob, Chunk, Extent, StateRecord
 from ..store.io.checksums import crc32
 from ..store.io.location import Location, Remote
 from ..store.io.ranges import JoinedCrc
 from ..store.open_checkpoint import OpenCheckpoint, checked_blob
-from ..store.opening import open_to_load
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of
+from ..store.verify.opening import open_to_load
 from .bits import bits_of
 from .live_state import LiveState, RankBoxes, asked_layouts
 from .shared_memory import differing_ties, tied_origins

@@ -23,17 +23,17 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from ..box import Box, Index
-from ..chunks import no_chunks
-from ..errors import ArgumentError, LayoutError, about
-from ..keys import NamedOptimizer, key_of, named_optimizers, slots_of
-from ..layout import Buffer, Fragment, TensorLayout, dense, holes_in
+from ..algebra.box import Box, Index
+from ..algebra.layout import Buffer, Fragment, TensorLayout, dense, holes_in
+from ..algebra.overlap import overlaps
 from ..layouts.boxed_tensor import Parts, parts_of, whole_shape
 from ..layouts.tensors import declares_boxes, layout_of, placement_json
-from ..overlap import overlaps
-from ..record import StateRecord
-from ..resumption import NAMES_OF_GROUPS, STATE_DICT, STATE_LINE
-from ..vocabulary import MOMENTUM, Convention, KeyPath, codes_of
+from ..names.errors import ArgumentError, LayoutError, about
+from ..names.keys import NamedOptimizer, key_of, named_optimizers, slots_of
+from ..names.resumption import NAMES_OF_GROUPS, STATE_DICT, STATE_LINE
+from ..names.vocabulary import MOMENTUM, Convention, KeyPath, codes_of
+from ..record.chunks import no_chunks
+from ..record.record import StateRecord
 from .bits import dtype_name
 from .storable import digest_of_object
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..columns import UNKNOWN
-from ..errors import ADVICE, ArgumentError, DamageError, SourceError, called_like, warn_on_rank
-from ..keys import key_of
-from ..resumption import IN_A_TRAINER, LOAD_LINES, Extra, Globs, LoadReport
+from ..names.errors import ADVICE, ArgumentError, DamageError, SourceError, called_like, warn_on_rank
+from ..names.keys import key_of
+from ..names.resumption import IN_A_TRAINER, LOAD_LINES, Extra, Globs, LoadReport
+from ..record.columns import UNKNOWN
 from ..store.io.location import Location, location
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.opening import open_to_load
+from ..store.verify.opening import open_to_load
 from .all_ranks import (
     broadcast_from_first,
     decide_on_first,
@@ -128,7 +128,7 @@ class _JointLoad:
 
     def advice(self) -> str:
         """Return on all ranks what to do about damage, after it was found."""
-        from ..store.diagnosis import advice_on  # not needed where nothing is wrong
+        from ..store.verify.diagnosis import advice_on  # not needed where nothing is wrong
 
         return broadcast_from_first(self.group, SourceError, lambda: advice_on(self._checked[0]))
 

@@ -14,16 +14,9 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
-from ..keys import (
-    PARAM_GROUPS,
-    NamedOptimizer,
-    OptimizerKey,
-    StateForm,
-    key_of,
-)
-from ..record import StateRecord
-from ..resumption import (
+from ..names.errors import ArgumentError
+from ..names.keys import PARAM_GROUPS, NamedOptimizer, OptimizerKey, StateForm, key_of
+from ..names.resumption import (
     GONE,
     NAMES_OF_GROUPS,
     NEW,
@@ -38,17 +31,9 @@ from ..resumption import (
     said_otherwise,
     scheduler_misfit,
 )
-from ..vocabulary import (
-    BEGIN_AS_ZEROS,
-    BY_RANK,
-    FUSION,
-    GIVEN,
-    OF_THE_RUN,
-    SCHEDULED,
-    KeyPath,
-    begins_as_zeros,
-)
-from ..wording import listed
+from ..names.vocabulary import BEGIN_AS_ZEROS, BY_RANK, FUSION, GIVEN, OF_THE_RUN, SCHEDULED, KeyPath, begins_as_zeros
+from ..names.wording import listed
+from ..record.record import StateRecord
 from .template import LoadTemplate, Matching, OwnParameter, Stored
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})

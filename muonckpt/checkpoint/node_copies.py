@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from ..errors import DestinationError
-from ..record import MANIFEST_FILE, Extent
+from ..names.errors import DestinationError
+from ..programs.signs import METADATA_FILE
+from ..record.record import MANIFEST_FILE, Extent
 from ..store.formats import native
-from ..store.formats.signs import METADATA_FILE
 from ..store.io import publish
 from ..store.io.checksums import xxh3_128
 from ..store.io.new_file import Writing, created, write_synced
 from ..store.reading.payloads import Payloads
-from ..store.run import StepName
+from ..store.verify.run import StepName
 from .all_ranks import decide_on_first, exchange, gather_on_all, group_ranks, place_in
 from .live_state import LiveState
 from .saving import AgreedPlans, SaveProgress, agreed, described, write_share

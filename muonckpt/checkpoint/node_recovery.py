@@ -22,15 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 
-from ..box import Index
-from ..errors import AttestError, DamageError, SourceError, warn_on_rank
+from ..algebra.box import Index
 from ..layouts.boxed_tensor import BoxedTensor
-from ..record import MANIFEST_FILE, Manifest
-from ..resumption import LoadReport
+from ..names.errors import AttestError, DamageError, SourceError, warn_on_rank
+from ..names.resumption import LoadReport
+from ..record.record import MANIFEST_FILE, Manifest
 from ..store.io.checksums import xxh3_128
 from ..store.open_checkpoint import checked_blob
 from ..store.reading.payloads import Payloads, check_chunk, payload_of
-from ..store.run import StepName
+from ..store.verify.run import StepName
 from .all_ranks import broadcast_from_first, decide_on_first, gather_on_all, group_ranks
 from .attestation import TensorPrint
 from .node_copies import Nodes, folders_in, remove_copies

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import LayoutError
-from ..keys import is_of_optimizer, optimizers_of, rank_key
-from ..record import Blob, Extent, StateRecord
+from ..names.errors import LayoutError
+from ..names.keys import is_of_optimizer, optimizers_of, rank_key
+from ..names.vocabulary import KeyPath
+from ..record.record import Blob, Extent, StateRecord
 from ..store.io.checksums import xxh3_128
-from ..vocabulary import KeyPath
 from .live_state import Digests, LiveState, RankState, other_options, refuse_other_groups, with_joint_groups
 from .template import Stored
 

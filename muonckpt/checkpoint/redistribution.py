@@ -19,14 +19,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..box import Box, Index
-from ..errors import AttestError, LayoutError, SourceError, TargetError, about, warn_on_rank
-from ..fingerprint import as_hex, combine
-from ..overlap import IntArray
-from ..plan import Plan, make_plan
-from ..resumption import Extra, Globs, LoadReport
+from ..algebra.box import Box, Index
+from ..algebra.fingerprint import as_hex, combine
+from ..algebra.overlap import IntArray
+from ..algebra.plan import Plan, make_plan
+from ..names.errors import AttestError, LayoutError, SourceError, TargetError, about, warn_on_rank
+from ..names.resumption import Extra, Globs, LoadReport
+from ..names.wording import listed
 from ..store.reading.dtypes import itemsize
-from ..wording import listed
 from .all_ranks import (
     exchange,
     gather_on_all,

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, AttestError
-from ..keys import PARAM_GROUPS, OptimizerKey
-from ..resumption import NAMES_OF_GROUPS, in_globs
-from ..vocabulary import PARAMS, SCHEDULED, KeyPath
-from ..wording import counted, listed
+from ..names.errors import ArgumentError, AttestError
+from ..names.keys import PARAM_GROUPS, OptimizerKey
+from ..names.resumption import NAMES_OF_GROUPS, in_globs
+from ..names.vocabulary import PARAMS, SCHEDULED, KeyPath
+from ..names.wording import counted, listed
 from .all_ranks import decide_on_first, group_ranks, refuse_crossed
 from .attestation import SharesOfRank, TensorPrint, held_together, shares_of
 from .live_state import LiveState

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from xxhash import xxh3_64_intdigest
 
-from .. import json_fields
-from ..errors import ArgumentError, DestinationError
-from ..record import Manifest
+from ..names.errors import ArgumentError, DestinationError
+from ..names.version import PROGRAM
+from ..record import json_fields
+from ..record.record import Manifest
 from ..store.formats import native
 from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
@@ -34,7 +35,6 @@ from ..store.io import lock, publish
 from ..store.io.checksums import Sums, xxh3_128
 from ..store.io.location import Location, location
 from ..store.io.new_file import created
-from ..version import PROGRAM
 from .all_ranks import decide_on_first, place_in, refuse_crossed, refuse_differing, scatter_from_first
 from .bits import bits_of, dtype_name
 from .live_state import Digests, Item, LiveState, RankState

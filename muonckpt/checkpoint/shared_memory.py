@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..box import Index
-from ..errors import LayoutError
+from ..algebra.box import Index
+from ..algebra.overlap import IntArray
 from ..layouts.boxed_tensor import Parts, whole_shape
-from ..overlap import IntArray
+from ..names.errors import LayoutError
 from .live_state import LiveState
 
 

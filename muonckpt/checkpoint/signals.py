@@ -1,6 +1,6 @@
 """Signals that become a checkpoint: a handler sets a flag, ranks tell each other, and all of them save at one step.
 
-What the handler sets is a request (`muonckpt.requests`), which travels with the next step of the optimizer.
+What the handler sets is a request (`muonckpt.ranks.requests`), which travels with the next step of the optimizer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from .. import requests
+from ..ranks import requests
 from .all_ranks import bits_of_all, group_ranks, is_coordinator
 
 Then = Literal["go on", "stop"]

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64_digest
 
-from ..errors import DestinationError, SourceError
 from ..layouts.tensors import local_of
+from ..names.errors import DestinationError, SourceError
 from ..store.formats.torch_save.inert_pickle import Anything
 from ..store.formats.torch_save.plain_item import plain_value
 from ..store.io.limits import LimitError

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ..keys import NamedOptimizer, StateForm, key_of, numbered_optimizers, option_prefix, rank_in
-from ..record import Blob, StateRecord, says_convention
-from ..resumption import KEPT, as_tuples, differences_listed
+from ..names.keys import NamedOptimizer, StateForm, key_of, numbered_optimizers, option_prefix, rank_in
+from ..names.resumption import KEPT, as_tuples, differences_listed
+from ..names.vocabulary import PARAMS, Convention, KeyPath
+from ..names.wording import listed
+from ..record.record import Blob, StateRecord, says_convention
 from ..store.open_checkpoint import OpenCheckpoint
-from ..vocabulary import PARAMS, Convention, KeyPath
-from ..wording import listed
 from .bits import dtype_name
 from .live_state import LiveState, RankState, with_joint_groups
 

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..box import Index
-from ..chunks import Boxes, Chunks
-from ..columns import Column, Columns
-from ..errors import DestinationError, LayoutError, about
-from ..fingerprint import as_hex
-from ..keys import OptimizerPlace, is_of_optimizer, key_of, optimizers_of, rank_in, rank_key
-from ..record import Blob, Extent, Manifest, StateRecord
+from ..algebra.box import Index
+from ..algebra.fingerprint import as_hex
+from ..names.errors import DestinationError, LayoutError, about
+from ..names.keys import OptimizerPlace, is_of_optimizer, key_of, optimizers_of, rank_in, rank_key
+from ..names.vocabulary import BY_RANK, KeyPath
+from ..record.chunks import Boxes, Chunks
+from ..record.columns import Column, Columns
+from ..record.record import Blob, Extent, Manifest, StateRecord
 from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
-from ..vocabulary import BY_RANK, KeyPath
 from .live_state import (
     Digests,
     HeldTensor,

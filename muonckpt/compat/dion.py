@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import optimizer
-from ..converters.programs import dion, ours
 from ..layouts.tensors import local_of
-from ..resumption import LoadReport
-from ..vocabulary import GROUP_OPTIONS, MOMENTUM, MUON_CONVENTION, ParamGroup
+from ..names.resumption import LoadReport
+from ..names.vocabulary import GROUP_OPTIONS, MOMENTUM, MUON_CONVENTION, ParamGroup
+from ..programs import dion, ours
 
 METHODS = {method.name: method for method in dion.PROGRAM.methods if method.name != "normuon"}
 """The algorithms of dion that this package has, too."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import optimizer
-from ..coefficients import coefficient_set
+from ..names.coefficients import coefficient_set
 
 TORCH_SCALES = (None, "original", "match_rms_adamw")
 """Values of torch's ``adjust_lr_fn``."""

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint.signals import On, Signals
-from ..errors import warn_on_rank
+from ..names.errors import warn_on_rank
 from ..optimizer import FreshStart, Muon
 from ..optimizer.groups import DEEPSEEK, LLAMA, MIXTRAL, QWEN, Rule
 from .saved import check_saved

@@ -25,9 +25,9 @@ from ..checkpoint.async_saving import AsyncSave, async_save
 from ..checkpoint.loading import load
 from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals
-from ..errors import SourceError, warn_on_rank
-from ..resumption import LoadReport
-from ..series.series import Series
+from ..names.errors import SourceError, warn_on_rank
+from ..names.resumption import LoadReport
+from ..runs.series.series import Series
 from ..store.io.location import lasting, location
 from ..store.open_checkpoint import OpenCheckpoint
 

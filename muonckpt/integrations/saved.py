@@ -6,8 +6,8 @@ import os
 import zipfile
 from pathlib import Path
 
-from ..errors import SourceError
-from ..store.audit import verify
+from ..names.errors import SourceError
+from ..store.verify.audit import verify
 
 ZIPPED = ("*.pt", "*.pth", "*.bin")
 """Files that torch.save writes: zip archives, with a CRC-32 for each of their records."""

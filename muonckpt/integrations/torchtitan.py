@@ -24,7 +24,7 @@ from ..checkpoint.saving import save
 from ..checkpoint.signals import On, Signals
 from ..optimizer import Muon
 from ..optimizer.groups import TORCHTITAN, Rule
-from ..series.series import Series
+from ..runs.series.series import Series
 
 SAME_UPDATES = ("fused", "foreach", "for-loop")
 """Implementations of torch's optimizers that differ in speed only; Muon chooses its kernels itself."""

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ..box import Box, Index, flat_boxes
-from ..errors import LayoutError
-from ..layout import Buffer, TensorLayout
-from ..overlap import overlaps
+from ..algebra.box import Box, Index, flat_boxes
+from ..algebra.layout import Buffer, TensorLayout
+from ..algebra.overlap import overlaps
+from ..names.errors import LayoutError
 from .tensors import declares_boxes, fragments_here, local_of
 
 Parts = Mapping[Index, Tensor]

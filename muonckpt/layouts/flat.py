@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from ..box import Box, Index, flat_boxes
-from ..errors import LayoutError
-from ..layout import Buffer, Fragment, TensorLayout, dense
+from ..algebra.box import Box, Index, flat_boxes
+from ..algebra.layout import Buffer, Fragment, TensorLayout, dense
+from ..names.errors import LayoutError
 from .mesh import Mesh
 
 

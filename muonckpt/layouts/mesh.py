@@ -20,10 +20,10 @@ from operator import mul
 
 import numpy as np
 
-from ..box import Box, Index, row_major
-from ..errors import LayoutError
-from ..layout import Fragment, Place, TensorLayout
-from ..overlap import IntArray, expanded
+from ..algebra.box import Box, Index, row_major
+from ..algebra.layout import Fragment, Place, TensorLayout
+from ..algebra.overlap import IntArray, expanded
+from ..names.errors import LayoutError
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard as TorchShard
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
+from torch.distributed.tensor import DTensor, Partial, Replicate as TorchReplicate, Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement, _StridedShard as TorchStridedShard
 
-from ..box import Index, row_major
-from ..errors import LayoutError
-from ..layout import Fragment, TensorLayout
+from ..algebra.box import Index, row_major
+from ..algebra.layout import Fragment, TensorLayout
+from ..names.errors import LayoutError
 from .flat import owned_layout
 from .mesh import AxisPlacement, Mesh, Replicate, Shard, StridedShard, fragments_on, local_shape, mesh_layout
 

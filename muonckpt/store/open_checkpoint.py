@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..box import Box, Index, Selection, box_at, ranges_of
-from ..errors import SourceError, about
-from ..keys import OptimizerKey, key_of
-from ..record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
-from ..vocabulary import Convention
+from ..algebra.box import Box, Index, Selection, box_at, ranges_of
+from ..names.errors import SourceError, about
+from ..names.keys import OptimizerKey, key_of
+from ..names.vocabulary import Convention
+from ..programs.signs import NOT_READ, OUR_MARK
+from ..record.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from .formats.registry import DCP, SAFETENSORS, ZARR, format_of
-from .formats.signs import NOT_READ, OUR_MARK
 from .formats.torch_save.inert_pickle import Anything
 from .formats.torch_save.plain_item import plain_value
 from .formats.torch_save.stored_zip import read_members

@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...box import Index
-from ...vocabulary import (
+from ...algebra.box import Index
+from ...names.vocabulary import (
     BLOCK,
     BLOCK_SIZE,
     BLOCK_SIZES,

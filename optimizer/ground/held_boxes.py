@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ...box import Box, Index
-from ...errors import LayoutError
+from ...algebra.box import Box, Index
+from ...names.errors import LayoutError
 
 _ADVICE = "save it on all ranks, by muonckpt.save or torch.distributed.checkpoint"
 

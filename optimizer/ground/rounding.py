@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...box import Box, Index
-from ...layout import Fragment
-from ...vocabulary import ROUNDING_SEED, STEPS_TAKEN, ParamGroup
+from ...algebra.box import Box, Index
+from ...algebra.layout import Fragment
+from ...names.vocabulary import ROUNDING_SEED, STEPS_TAKEN, ParamGroup
 from .eight_bits import Blocks, block_of
 from .tensors import ELEMENTS, LAUNCHED, Keeping, Tensors, in_portions
 

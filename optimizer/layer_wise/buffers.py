@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...box import Box, flat_boxes
-from ...errors import LayoutError, did_you_mean, lost_ranks
-from ...layout import Fragment, dense
+from ...algebra.box import Box, flat_boxes
+from ...algebra.layout import Fragment, dense
 from ...layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, rank_of
 from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import PLACEMENTS, ToPlace
 from ...layouts.buffers.records import to_json
-from ...wording import listed
+from ...names.errors import LayoutError, did_you_mean, lost_ranks
+from ...names.wording import listed
 from ..ground.tensors import exact_dtype
 from ..methods.matrix import is_matrix_method
 from ..step.agreement import Facts, fixed_options

@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from ... import requests
-from ...box import Box, row_major
-from ...errors import warn_on_rank
+from ...algebra.box import Box, row_major
 from ...layouts.boxed_tensor import BoxedTensor
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.records import to_json
 from ...layouts.tensors import local_of
-from ...resumption import Globs, LoadReport, in_globs
-from ...vocabulary import EIGHT_BITS, MASTER, MOMENTUM_DTYPE, MUON, STATE_DTYPE, STEPS_TAKEN
+from ...names.errors import warn_on_rank
+from ...names.resumption import Globs, LoadReport, in_globs
+from ...names.vocabulary import EIGHT_BITS, MASTER, MOMENTUM_DTYPE, MUON, STATE_DTYPE, STEPS_TAKEN
+from ...ranks import requests
 from ..clipping import IN_BUFFERS, clip_with, refuse_other_limits, sum_of_squares
 from ..collective import MOST_SKIPPED, CollectiveOptimizer, Guarded, NonFinite, largest
 from ..given import settle
@@ -50,8 +50,7 @@ from ..step.agreement import (
     step_intent,
 )
 from ..step.exchange import GroupAgreement, Notes, any_has, gather_numbers
-from ..step.rank_sets import crossing, one_of_each, ordinals, refuse_ended
-from ..step.rank_sets import members as sorted_ranks
+from ..step.rank_sets import crossing, members as sorted_ranks, one_of_each, ordinals, refuse_ended
 from .buffers import (
     Gathers,
     Gradients,

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...vocabulary import ADAMUON as OPTIONS
+from ...names.vocabulary import ADAMUON as OPTIONS
 from .form import FRACTION, Kept, MatrixMethod, Option, Whole, of_each
 from .muon import MOMENT_EPS, SMALLEST, UPDATE_RMS
 

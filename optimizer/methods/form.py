@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...box import Index
-from ...vocabulary import FUSION, MOMENTUM, ParamGroup
+from ...algebra.box import Index
+from ...names.vocabulary import FUSION, MOMENTUM, ParamGroup
 from ..ground.tensors import aligned
 from ..planning.matrices import PRECISIONS, SHAPES, Fused, Precision, Reduced, at_owners
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...vocabulary import HYPERBALL as OPTIONS
+from ...names.vocabulary import HYPERBALL as OPTIONS
 from .form import Kept, MatrixMethod, Option, Whole, of_each
 from .muon import SMALLEST
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...box import Index
-from ...vocabulary import ParamGroup
+from ...algebra.box import Index
+from ...names.vocabulary import ParamGroup
 from ..planning.matrices import SHAPES, Fused, Reduced
 from .adamuon import ADAMUON
 from .form import Kept, MatrixMethod, dtype_named

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...vocabulary import NORMUON as OPTIONS
-from ...vocabulary import SECOND_MOMENT, ParamGroup
+from ...names.vocabulary import NORMUON as OPTIONS, SECOND_MOMENT, ParamGroup
 from .form import FRACTION, Kept, MatrixMethod, Option, Whole, of_each
 
 

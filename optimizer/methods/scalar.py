@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...layouts.flat import owned_layout
 from ...layouts.tensors import local_of, locals_of, zeros_placed_as
-from ...vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup, codes_of, scales_of
+from ...names.vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup, codes_of, scales_of
 from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
 from ..ground.eight_bits import held_of, scales_shape
 from ..ground.host_memory import AHEAD, ON_DEVICE, Key, StateMemory, most_here

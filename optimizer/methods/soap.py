@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...vocabulary import SOAP as OPTIONS
-from ...vocabulary import ParamGroup
+from ...names.vocabulary import SOAP as OPTIONS, ParamGroup
 from .form import FRACTION, POSITIVE, Kept, MatrixMethod, Option, Whole
 from .muon import UPDATE_RMS
 

@@ -4,7 +4,7 @@
 ``costs`` measured times.  Open ``iterations`` first.
 """
 
-from ...coefficients import COEFFICIENTS, CoefficientSet
+from ...names.coefficients import COEFFICIENTS, CoefficientSet
 from .costs import CostTable, measure
 from .iterations import orthogonalize
 

@@ -15,7 +15,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from ...coefficients import Coefficients, Triple, coefficient_set
+from ...names.coefficients import Coefficients, Triple, coefficient_set
 from ..ground.tensors import Places
 from .products import Form, M, Products, choose_products, prefer_kernels
 from .recipe import EPS, Recipe

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ...errors import warn_on_rank
+from ...names.errors import warn_on_rank
 from ..ground.cuda_graphs import capturable
 from ..ground.tensors import REDUCTIONS, Places, begins_aligned
 from .recipe import gram_is_cheaper

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from ...coefficients import COEFFICIENTS, CoefficientSet, Triple
+from ...names.coefficients import COEFFICIENTS, CoefficientSet, Triple
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

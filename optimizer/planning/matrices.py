@@ -10,9 +10,9 @@ from itertools import accumulate, pairwise, product
 
 import torch
 
-from ...box import Box, Index
-from ...errors import LayoutError
-from ...layout import Piece, TensorLayout, stacked
+from ...algebra.box import Box, Index
+from ...algebra.layout import Piece, TensorLayout, stacked
+from ...names.errors import LayoutError
 from ..newton_schulz.products import Form
 from ..newton_schulz.recipe import gram_is_cheaper
 

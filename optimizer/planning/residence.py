@@ -14,10 +14,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ...box import row_major
-from ...layout import Buffer, TensorLayout
-from ...overlap import IntArray, expanded, overlaps
-from ...plan import NO_COPIES, Copies, dense_strides
+from ...algebra.box import row_major
+from ...algebra.layout import Buffer, TensorLayout
+from ...algebra.overlap import IntArray, expanded, overlaps
+from ...algebra.plan import NO_COPIES, Copies, dense_strides
 from .matrices import Fused, matrices_of, shapes_of
 
 

@@ -20,9 +20,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ...layout import TensorLayout
-from ...overlap import IntArray
-from ...plan import NO_COPIES, Copies
+from ...algebra.layout import TensorLayout
+from ...algebra.overlap import IntArray
+from ...algebra.plan import NO_COPIES, Copies
 from ..newton_schulz.products import Form
 from .matrices import SHAPES, Slot, Spec, Unit, rows_columns
 from .residence import Owned, RankCopies, matrix_parts, rank_copies, residence

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...coefficients import coefficient_set
-from ...vocabulary import SCHEDULED, STEPS_TAKEN, ParamGroup
-from ...wording import listed
+from ...names.coefficients import coefficient_set
+from ...names.vocabulary import SCHEDULED, STEPS_TAKEN, ParamGroup
+from ...names.wording import listed
 from ..ground.cuda_graphs import uploaded
 from ..planning.schedule import NOTE
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...box import Index
-from ...overlap import IntArray, expanded
-from ...plan import Copies, dense_strides
+from ...algebra.box import Index
+from ...algebra.overlap import IntArray, expanded
+from ...algebra.plan import Copies, dense_strides
 from ..planning.schedule import Schedule
 
 LARGEST_BLOCK = 1 << 16

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...layout import TensorLayout
+from ...algebra.layout import TensorLayout
+from ...algebra.plan import Copies
 from ...layouts.tensors import local_of
-from ...plan import Copies
-from ...vocabulary import MOMENTUM, ParamGroup, codes_of, scales_of
+from ...names.vocabulary import MOMENTUM, ParamGroup, codes_of, scales_of
 from ..ground.eight_bits import Blocks, block_of
 from ..ground.host_memory import AHEAD, Key, StateMemory, Visits
 from ..ground.rounding import portions

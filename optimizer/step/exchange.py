@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ... import requests
-from ...errors import lost_ranks
+from ...names.errors import lost_ranks
+from ...ranks import requests
 from ..ground.cuda_graphs import capturable
 from ..planning.schedule import NOTE, Route
 from .agreement import AgreedError, Facts, Intent, refusal

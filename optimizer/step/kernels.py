@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...plan import Copies
+from ...algebra.plan import Copies
 from ..ground.cuda_graphs import capturing, uploaded
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule

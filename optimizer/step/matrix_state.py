@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...plan import Copies
+from ...algebra.plan import Copies
 from ..ground.tensors import aligned_stack, memory_of, spacing
 from ..planning.matrices import SHAPES, WEIGHT, Slot, Spec, rows_columns
 from ..planning.schedule import Schedule

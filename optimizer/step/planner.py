@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...layout import TensorLayout
+from ...algebra.layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
-from ...vocabulary import ParamGroup
+from ...names.vocabulary import ParamGroup
 from ..ground.eight_bits import block_of
 from ..ground.host_memory import STATE_MEMORIES
 from ..ground.rounding import noise_of

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ...new_group import new_group, time_out
-from ...vocabulary import EXP_AVG, MOMENTUM, ParamGroup, codes_of
+from ...names.vocabulary import EXP_AVG, MOMENTUM, ParamGroup, codes_of
+from ...ranks.new_group import new_group, time_out
 from ..methods.matrix import is_matrix_method
 from ..planning.schedule import Ranks
 from .agreement import Facts, Intent, step_intent

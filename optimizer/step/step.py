@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...coefficients import coefficient_set
 from ...layouts.tensors import local_of
-from ...vocabulary import ParamGroup
+from ...names.coefficients import coefficient_set
+from ...names.vocabulary import ParamGroup
 from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
 from ..ground.host_memory import StateMemory, most_here
 from ..ground.tensors import Places, RowsColumns, aligned

@@ -21,8 +21,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...overlap import expanded
-from ...plan import Copies
+from ...algebra.overlap import expanded
+from ...algebra.plan import Copies
 from ..ground.cuda_graphs import settled, uploaded
 from .launches import as_fp32, fused, narrowed, on_device
 

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.oracle import arange
 
 from muonckpt import LayoutError
-from muonckpt.box import Box, flat_boxes, row_major
-from muonckpt.overlap import first_fault, overlaps, tile
+from muonckpt.algebra.box import Box, flat_boxes, row_major
+from muonckpt.algebra.overlap import first_fault, overlaps, tile
 
 shapes = st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from muonckpt import SourceError
-from muonckpt.box import MOST_ELEMENTS
-from muonckpt.columns import UNKNOWN, Columns, ColumnsBuilder, Row
+from muonckpt.algebra.box import MOST_ELEMENTS
+from muonckpt.record.columns import UNKNOWN, Columns, ColumnsBuilder, Row
 
 lengths = st.integers(0, 3)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.random_layouts import READERS, random_shape
 
-from muonckpt.fingerprint import as_hex, box_shares, combine, fingerprint
+from muonckpt.algebra.fingerprint import as_hex, box_shares, combine, fingerprint
 
 WORDS = [np.uint8, np.uint16, np.uint32, np.uint64]
 GOLDEN = 0x9E3779B97F4A7C15

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from itertools import product
 
-from muonckpt.box import Box
-from muonckpt.layout import holes_in
+from muonckpt.algebra.box import Box
+from muonckpt.algebra.layout import holes_in
 
 
 def random_box(rng: random.Random, shape: list[int]) -> Box:

@@ -10,9 +10,9 @@ import torch
 from support.commands import called
 
 import muonckpt
-from muonckpt.key_search import keys_matching, keys_meant
+from muonckpt.names.wording import listed
 from muonckpt.optimizer import Muon
-from muonckpt.wording import listed
+from muonckpt.record.key_search import keys_matching, keys_meant
 
 KEYS = ["model.layers.3.w1", "model.layers.13.w1", "ema.layers.3.w2", "model.layers.3.w2", "model.odd[0]",
         "optimizer.state.4.momentum_buffer"]  # fmt: skip

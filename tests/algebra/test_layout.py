@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from muonckpt import LayoutError
-from muonckpt.box import Box
-from muonckpt.layout import Fragment, Place, TensorLayout, dense
-from muonckpt.plan import Copies, Plan
+from muonckpt.algebra.box import Box
+from muonckpt.algebra.layout import Fragment, Place, TensorLayout, dense
+from muonckpt.algebra.plan import Copies, Plan
 
 ROWS = TensorLayout.of((4, 3), (dense(Box((0, 0), (2, 3)), 0), dense(Box((2, 0), (4, 3)), 1, 7)))
 
@@ -39,7 +39,7 @@ def test_equal_layouts_are_one_key_and_have_one_digest_in_every_process():
     again = TensorLayout.of(ROWS.shape, ROWS.fragments)
     assert again == ROWS and {ROWS: 1}[again] == 1 and again.digest() == ROWS.digest()
     code = (
-        "from muonckpt.box import Box; from muonckpt.layout import TensorLayout, dense\n"
+        "from muonckpt.algebra.box import Box; from muonckpt.algebra.layout import TensorLayout, dense\n"
         "rows = TensorLayout.of((4, 3), (dense(Box((0, 0), (2, 3)), 0), dense(Box((2, 0), (4, 3)), 1, 7)))\n"
         "print(rows.digest().hex())"
     )

@@ -9,12 +9,12 @@ import pytest
 from support.manifest_json import gathered, spread
 
 from muonckpt import LayoutError, SourceError
-from muonckpt.box import MOST_ELEMENTS, Box
-from muonckpt.chunks import no_chunks
-from muonckpt.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
-from muonckpt.vocabulary import Convention
+from muonckpt.algebra.box import MOST_ELEMENTS, Box
+from muonckpt.names.vocabulary import Convention
+from muonckpt.record.chunks import no_chunks
+from muonckpt.record.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 
-SCHEMA = json.loads(files("muonckpt").joinpath("manifest.schema.json").read_text())
+SCHEMA = json.loads(files("muonckpt.record").joinpath("manifest.schema.json").read_text())
 
 CHUNKS = Chunks.of(
     [

@@ -16,10 +16,10 @@ from layer_wise import ALL_REDUCED, LAYOUTS, UNPADDED, Case, Memory, Sent, memor
 from models import Model, Weight
 from padding import busiest, padding, ranks_of
 
-from muonckpt import requests
 from muonckpt.layouts.buffers.algorithms import padded_nscost
 from muonckpt.layouts.buffers.parameters import newton_schulz
 from muonckpt.optimizer.planning.schedule import NOTE
+from muonckpt.ranks import requests
 
 CASE = Case(4, ((128, 128), (128, 128), (64, 128)), 4, 2 * 128 * 128)
 

@@ -14,7 +14,7 @@ from peers import lower_bound, undivided_bound
 from plans import Case, leaving, plan, plan_of, sent_by
 from step_plan import Line, aims, cases
 
-from muonckpt.forecasting.topologies import most_wires
+from muonckpt.lab.forecasting.topologies import most_wires
 from muonckpt.optimizer.planning.schedule import NOTE, Route, Stage
 
 # Rows that do not divide, fused rows, experts that ranks hold whole (4 on 2 or 4 ranks) and experts that they cut.

@@ -14,10 +14,10 @@ from support.translated import MEGATRON, executed, expected, read, translated
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.programs.registry import DIALECTS
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.names import ready_made
 from muonckpt.converters.translate.translator import translate
+from muonckpt.programs.registry import DIALECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

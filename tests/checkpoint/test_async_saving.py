@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 import muonckpt
 from muonckpt import DestinationError, LayoutError
-from muonckpt.box import Box
+from muonckpt.algebra.box import Box
 from muonckpt.optimizer.ground.held_boxes import declare_boxes
 
 

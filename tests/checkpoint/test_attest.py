@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import muonckpt
 from muonckpt import AttestError, Fingerprints, LayoutError, SourceError
+from muonckpt.algebra.fingerprint import fingerprint
 from muonckpt.checkpoint.bits import bits_of, share_by_numpy, share_by_torch, share_of, unsigned
-from muonckpt.fingerprint import fingerprint
 
 LARGE = [((3_000_017,), torch.uint8), ((1_500_007, 2), torch.uint8), ((3, 800_011), torch.uint16),
          ((2, 3, 400_009), torch.uint8), ((1_100_003,), torch.int64), ((7, 1, 5, 70_001), torch.bfloat16)]  # fmt: skip

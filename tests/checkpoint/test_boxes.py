@@ -19,7 +19,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import muonckpt
 from muonckpt import BoxedTensor, LayoutError
-from muonckpt.box import Box
+from muonckpt.algebra.box import Box
 from muonckpt.layouts.boxed_tensor import parts_of
 from muonckpt.layouts.flat import FlatShard, flat_layout
 from muonckpt.layouts.tensors import declares_boxes

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import muonckpt
 from muonckpt import DestinationError, LayoutError, SourceError
-from muonckpt.record import Manifest
+from muonckpt.record.record import Manifest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,
           torch.complex64, torch.complex128, torch.float8_e4m3fn]  # fmt: skip

@@ -16,7 +16,7 @@ from support.workers import run
 from torch.distributed.tensor import DTensor
 
 import muonckpt
-from muonckpt.converters.translate.detection import detect
+from muonckpt.programs.detection import detect
 
 EXPERTS = 3
 """On each expert-parallel rank."""

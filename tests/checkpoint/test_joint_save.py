@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import muonckpt
 from muonckpt import DestinationError, LayoutError
-from muonckpt.box import Box
+from muonckpt.algebra.box import Box
 from muonckpt.checkpoint.live_state import Annotation, HeldTensor, LiveState, RankState
 from muonckpt.checkpoint.saving import AgreedPlans, JointSave, SaveProgress
 from muonckpt.checkpoint.whole_plan import WholePlan

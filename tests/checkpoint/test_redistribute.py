@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import muonckpt
 from muonckpt import AttestError, BoxedTensor, LayoutError, SourceError, TargetError
-from muonckpt.box import Box
+from muonckpt.algebra.box import Box
 from muonckpt.checkpoint.live_state import RankBoxes
 from muonckpt.checkpoint.redistribution import stages_of, transfers_of
 from muonckpt.layouts.boxed_tensor import parts_of

@@ -7,8 +7,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support.sharded import as_stock
 from support.workers import run
 from torch.distributed.device_mesh import init_device_mesh

@@ -141,7 +141,7 @@ def test_4_is_output_that_cannot_be_written(command, tiny_checkpoint, tmp_path):
 BROKEN = """
 import sys
 from muonckpt.cli import main
-from muonckpt.errors import SourceError
+from muonckpt.names.errors import SourceError
 from muonckpt.store import open_checkpoint
 def broken(*args, **kwargs):
     raise {error}

@@ -15,9 +15,9 @@ from support.translated import nested
 
 import muonckpt
 from muonckpt.cli.main import COMMANDS
-from muonckpt.converters.programs.registry import DIALECTS
 from muonckpt.converters.translate.names import READY_MADE, NameRules, ready_made
-from muonckpt.record import Manifest
+from muonckpt.programs.registry import DIALECTS
+from muonckpt.record.record import Manifest
 from muonckpt.store.formats.registry import BUFFERS, OWN, format_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -6,8 +6,7 @@ from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support.resharded import plan_job, saved
 
 from muonckpt.converters.engine.job import Assignment, assignment, part_ends

@@ -32,8 +32,8 @@ import muonckpt
 from muonckpt import SourceError
 from muonckpt.converters.options import grouped
 from muonckpt.converters.translate.names import NameRule, NameRules
+from muonckpt.names.vocabulary import GROUP_OPTIONS
 from muonckpt.optimizer import Muon
-from muonckpt.vocabulary import GROUP_OPTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

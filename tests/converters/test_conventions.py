@@ -11,7 +11,7 @@ import torch
 from muonckpt import SourceError
 from muonckpt.converters.engine.arithmetic import scaled
 from muonckpt.converters.translate.conventions import Overrides, agreed_convention, momentum_factor
-from muonckpt.vocabulary import Convention
+from muonckpt.names.vocabulary import Convention
 
 EMA, SUM = Convention.EMA, Convention.SUM
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

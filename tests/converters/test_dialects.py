@@ -14,15 +14,15 @@ import muonckpt
 from muonckpt import SourceError
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.options import grouped
-from muonckpt.converters.programs.dialect import Template
-from muonckpt.converters.programs.registry import DIALECTS
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.conventions import Overrides
-from muonckpt.converters.translate.detection import detect, with_slots
 from muonckpt.converters.translate.groups import GroupTemplate
 from muonckpt.converters.translate.request import Request
 from muonckpt.converters.translate.translator import translate
-from muonckpt.vocabulary import Convention
+from muonckpt.names.vocabulary import Convention
+from muonckpt.programs.detection import detect, with_slots
+from muonckpt.programs.dialect import Template
+from muonckpt.programs.registry import DIALECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -16,7 +16,7 @@ from support.sharded import DTYPES, edit
 
 import muonckpt
 from muonckpt.converters.compare.elements import as_float64
-from muonckpt.wording import as_json
+from muonckpt.names.wording import as_json
 
 NAMES = [f"layers.{layer}.weight" for layer in range(2)]
 

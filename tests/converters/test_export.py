@@ -25,7 +25,7 @@ from support.trees import tree
 import muonckpt
 from muonckpt import DestinationError, SourceError
 from muonckpt.converters.engine.run import run_job
-from muonckpt.record import Manifest
+from muonckpt.record.record import Manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

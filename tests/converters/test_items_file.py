@@ -22,7 +22,7 @@ from muonckpt import DestinationError, Interrupted, SourceError
 from muonckpt.converters.engine.item_file import ItemFile
 from muonckpt.converters.engine.outputs import OutputItem
 from muonckpt.converters.options import grouped
-from muonckpt.json_fields import check_seal
+from muonckpt.record.json_fields import check_seal
 from muonckpt.store.io.location import location
 from muonckpt.store.io.regular import open_regular
 

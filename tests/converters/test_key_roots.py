@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import muonckpt
 from muonckpt import SourceError, TargetError
 from muonckpt.converters.options import grouped
-from muonckpt.converters.programs.registry import DIALECTS
 from muonckpt.converters.translate.conventions import Overrides
-from muonckpt.converters.translate.detection import with_slots
 from muonckpt.converters.translate.translator import translate
 from muonckpt.optimizer import Muon
+from muonckpt.programs.detection import with_slots
+from muonckpt.programs.registry import DIALECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -66,7 +66,7 @@ def test_state_is_found_under_any_root_and_form_and_put_back_there(case, tmp_pat
     assert {(t.name, t.slot) for t in with_slots(manifest).tensors if t.slot} == {
         (name, slot) for name, slots in STATE.items() for slot in slots
     }
-    asked = Overrides(muonckpt.vocabulary.Convention.SUM)
+    asked = Overrides(muonckpt.names.vocabulary.Convention.SUM)
     moved = translate(manifest, values, DIALECTS["muonckpt"], overrides=asked)
     found = executed(path, moved)
     expected = {f"model.{name}": value for name, value in MODEL.items()}
@@ -186,7 +186,7 @@ def test_momentum_of_float16_is_not_rescaled_into_infinities_or_zeros(tmp_path):
     state = {"model": {"w": W}, "optimizer": {"state.w.momentum_buffer": W.half() * 6000}}
     manifest, path = saved(tmp_path, state)
     values = muonckpt.open(path).values
-    asked = {"source": DIALECTS["dcp"], "overrides": Overrides(muonckpt.vocabulary.Convention.EMA, mu=0.95)}
+    asked = {"source": DIALECTS["dcp"], "overrides": Overrides(muonckpt.names.vocabulary.Convention.EMA, mu=0.95)}
     with pytest.raises(SourceError, match=r"'w': its momentum is float16.*may overflow or vanish"):
         translate(manifest, values, DIALECTS["dion"], **asked)
     kept = translate(manifest, values, DIALECTS["muonckpt"], **asked)

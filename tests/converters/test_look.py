@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
 from muonckpt.converters.look.contents import ranges
-from muonckpt.wording import as_json
+from muonckpt.names.wording import as_json
 
 LAYERS = range(3)
 MATRICES = [f"layers.{layer}.{name}.weight" for layer in LAYERS for name in ("up", "down")]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from muonckpt import LayoutError, SourceError
-from muonckpt.box import Box
+from muonckpt.algebra.box import Box
+from muonckpt.algebra.layout import TensorLayout, dense
 from muonckpt.converters.translate.names import NameRule, NameRules
 from muonckpt.converters.translate.structure import TranslatedTensor, apply_rules
-from muonckpt.layout import TensorLayout, dense
 
 
 def cut(shape, rng) -> list[Box]:

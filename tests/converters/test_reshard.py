@@ -28,8 +28,8 @@ from muonckpt import DestinationError, LayoutError, SourceError
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.options import grouped
 from muonckpt.converters.target.topology import ShardRule, Target
-from muonckpt.converters.translate.detection import with_slots
-from muonckpt.record import Manifest
+from muonckpt.programs.detection import with_slots
+from muonckpt.record.record import Manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

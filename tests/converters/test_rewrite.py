@@ -19,7 +19,7 @@ import muonckpt
 from muonckpt import DestinationError, SourceError, TargetError
 from muonckpt.converters.options import grouped
 from muonckpt.converters.translate.names import NameRule, NameRules
-from muonckpt.wording import as_json
+from muonckpt.names.wording import as_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -18,8 +18,8 @@ from support.workers import run
 
 import muonckpt
 from muonckpt import DestinationError, Execution, MuonckptError, SourceError, TargetError
-from muonckpt.box import Box
-from muonckpt.record import Manifest, StateRecord
+from muonckpt.algebra.box import Box
+from muonckpt.record.record import Manifest, StateRecord
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
-from muonckpt.errors import SourceError
+from muonckpt.names.errors import SourceError
 from muonckpt.optimizer import Muon
 
 SLOTS = ["momentum_buffer", "exp_avg", "exp_avg_sq"]

@@ -12,7 +12,7 @@ from support.commands import called
 
 import muonckpt
 from muonckpt.converters.compare.figures import SKETCH, ElementFigures, spectra_of
-from muonckpt.wording import as_json
+from muonckpt.names.wording import as_json
 
 GENERATOR = torch.Generator().manual_seed(0)
 

@@ -16,7 +16,7 @@ from support.trainer_files import of_nanochat, of_one_process
 import muonckpt
 from muonckpt import MuonckptError
 from muonckpt.converters.options import grouped
-from muonckpt.converters.programs.registry import DIALECTS
+from muonckpt.programs.registry import DIALECTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "migrations" / "overview.md"
 

@@ -19,17 +19,17 @@ from support.sharded import elements_of, manifest_edited
 
 import muonckpt
 from muonckpt import DestinationError, OpenCheckpoint, TargetError
-from muonckpt.chunks import no_chunks
+from muonckpt.algebra.layout import stacked, through
 from muonckpt.converters.engine.output_files import is_direct
 from muonckpt.converters.engine.outputs import OutputItem, Outputs, OutputTensor
 from muonckpt.converters.engine.rank_files import lay_out
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import LAYOUTS, ShardRule, Target
 from muonckpt.converters.translate.request import unchanged
-from muonckpt.layout import stacked, through
 from muonckpt.layouts.buffers.records import recorded
 from muonckpt.layouts.flat import owned_layout
-from muonckpt.record import Manifest, StateRecord
+from muonckpt.record.chunks import no_chunks
+from muonckpt.record.record import Manifest, StateRecord
 from muonckpt.store.formats.torch_save.plain_item import plain_item
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

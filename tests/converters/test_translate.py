@@ -31,13 +31,13 @@ from support.translated import (
 
 import muonckpt
 from muonckpt import SourceError, TargetError
-from muonckpt.converters.programs.registry import DIALECTS
 from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.names import READY_MADE, NameRule, NameRules, ready_made
 from muonckpt.converters.translate.translator import translate
+from muonckpt.names.vocabulary import GROUP_OPTIONS, Convention
 from muonckpt.optimizer import Muon
-from muonckpt.store.formats.signs import COMMON_STATE
-from muonckpt.vocabulary import GROUP_OPTIONS, Convention
+from muonckpt.programs.registry import DIALECTS
+from muonckpt.programs.signs import COMMON_STATE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

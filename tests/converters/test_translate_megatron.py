@@ -14,9 +14,9 @@ from muonckpt import SourceError, TargetError
 from muonckpt.converters.options import grouped
 from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.names import ready_made
+from muonckpt.names.vocabulary import GROUP_OPTIONS, Convention
 from muonckpt.optimizer import LayerWise, Muon
-from muonckpt.store.formats.signs import COMMON_STATE
-from muonckpt.vocabulary import GROUP_OPTIONS, Convention
+from muonckpt.programs.signs import COMMON_STATE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

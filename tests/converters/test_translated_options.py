@@ -18,11 +18,11 @@ from support.translated import (
 import muonckpt
 from muonckpt import SourceError
 from muonckpt.converters.options import grouped
-from muonckpt.converters.programs.registry import DIALECTS
 from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.translator import translate
+from muonckpt.names.resumption import as_tuples
 from muonckpt.optimizer import COEFFICIENTS
-from muonckpt.resumption import as_tuples
+from muonckpt.programs.registry import DIALECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import muonckpt
 from muonckpt import SourceError
 from muonckpt.converters.options import grouped
-from muonckpt.converters.programs.registry import DIALECTS
 from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.translator import translate
+from muonckpt.names.vocabulary import Convention
 from muonckpt.optimizer import Muon
-from muonckpt.vocabulary import Convention
+from muonckpt.programs.registry import DIALECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:hyper-parameters are those")
 

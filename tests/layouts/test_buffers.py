@@ -12,8 +12,9 @@ from support.foreign_buffers import compact, cut_rows, fsdp_v1, fsdp_v2, replica
 from support.oracle import arange, execute, scatter
 
 from muonckpt import LayoutError, SourceError
-from muonckpt.box import Box
-from muonckpt.layout import dense
+from muonckpt.algebra.box import Box
+from muonckpt.algebra.layout import dense
+from muonckpt.algebra.plan import make_plan
 from muonckpt.layouts.buffers.algorithms import (
     balanced,
     decoupled_total_order,
@@ -27,7 +28,6 @@ from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, split
 from muonckpt.layouts.buffers.records import GroupBuffer, from_json, recorded, recorded_run, to_json
 from muonckpt.layouts.flat import Cuts, FlatShard, flat_layout
 from muonckpt.layouts.mesh import Mesh
-from muonckpt.plan import make_plan
 
 FREE = -1
 

@@ -22,8 +22,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import muonckpt
 from muonckpt import BoxedTensor, LayoutError, SourceError
-from muonckpt.layouts.mesh import Mesh, Replicate, StridedShard, fragments_on, local_shape, mesh_layout
-from muonckpt.layouts.mesh import Shard as OurShard
+from muonckpt.layouts.mesh import (
+    Mesh,
+    Replicate,
+    Shard as OurShard,
+    StridedShard,
+    fragments_on,
+    local_shape,
+    mesh_layout,
+)
 from muonckpt.optimizer import Muon
 
 

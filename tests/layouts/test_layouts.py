@@ -10,17 +10,16 @@ import torch
 from support import sweep
 from support.oracle import arange, execute, scatter
 from support.random_layouts import READERS, random_mesh, random_placements, random_shape, row_layout
-from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import Replicate as TorchReplicate, Shard as TorchShard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonckpt import LayoutError
-from muonckpt.box import Box
-from muonckpt.layout import Fragment, Place, TensorLayout, dense, stacked, through
+from muonckpt.algebra.box import Box
+from muonckpt.algebra.layout import Fragment, Place, TensorLayout, dense, stacked, through
+from muonckpt.algebra.plan import Share, make_plan, make_share
 from muonckpt.layouts.flat import even_shards, flat_layout, owned_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, local_shape, mesh_layout
-from muonckpt.plan import Share, make_plan, make_share
 
 
 @pytest.mark.parametrize("seed", sweep(range(4), 0))

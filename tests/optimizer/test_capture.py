@@ -19,8 +19,7 @@ from muonckpt.optimizer.ground import cuda_graphs as capture
 from muonckpt.optimizer.methods import scalar
 from muonckpt.optimizer.newton_schulz import products
 from muonckpt.optimizer.newton_schulz.products import Form
-from muonckpt.optimizer.step import planner
-from muonckpt.optimizer.step import step as step_module
+from muonckpt.optimizer.step import planner, step as step_module
 
 SHAPES = ((5, torch.float32), (300, torch.float32), (7, torch.bfloat16))
 """Elements and dtypes of parameters that are not matrices."""

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import muonckpt
+from muonckpt.names.vocabulary import MASTER
 from muonckpt.optimizer import LayerWise, Muon
-from muonckpt.vocabulary import MASTER
 
 ALGORITHMS = ("muon", "normuon", "adamuon", "hyperball", "soap", "adamw", "lion")
 SHAPES = ((6, 8), (4, 4))

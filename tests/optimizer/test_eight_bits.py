@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonckpt import load, save
-from muonckpt.errors import LayoutError, SourceError
+from muonckpt.names.errors import LayoutError, SourceError
 from muonckpt.optimizer import LayerWise, Muon
 from muonckpt.optimizer.ground.eight_bits import Blocks, CodeTable, magnitudes
 

@@ -18,9 +18,9 @@ from support.interpreted import DEVICE, kernels
 from support.launches import launches
 from torch import Tensor
 
-from muonckpt.box import Index, row_major
+from muonckpt.algebra.box import Index, row_major
+from muonckpt.algebra.plan import NO_COPIES, Copies
 from muonckpt.optimizer.methods.scalar import decay
-from muonckpt.plan import NO_COPIES, Copies
 
 e = kernels("triton.updates")
 

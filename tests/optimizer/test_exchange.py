@@ -16,16 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
-from muonckpt.forecasting.models import fresh_parameter
-from muonckpt.forecasting.topologies import MuonOptions, step_plan
-from muonckpt.layouts.mesh import Mesh, mesh_layout
-from muonckpt.layouts.mesh import Shard as Rows
+from muonckpt.lab.forecasting.models import fresh_parameter
+from muonckpt.lab.forecasting.topologies import MuonOptions, step_plan
+from muonckpt.layouts.mesh import Mesh, Shard as Rows, mesh_layout
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.ground import tensors as ground
 from muonckpt.optimizer.newton_schulz.products import STACK
 from muonckpt.optimizer.planning.schedule import NOTE, WIRE_ALIGNMENT
-from muonckpt.optimizer.step import boxes
-from muonckpt.optimizer.step import step as step_module
+from muonckpt.optimizer.step import boxes, step as step_module
 
 
 def on_rows(shapes: list[tuple[int, int]], world: int, **options) -> tuple[list[torch.Tensor], Muon]:

@@ -17,7 +17,7 @@ import torch
 from support.modules import linear, placed_once, stack, tree, under
 from torch import nn
 
-from muonckpt.forecasting.models import model_of_config
+from muonckpt.lab.forecasting.models import model_of_config
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.groups import (
     DEEPSEEK,

@@ -8,8 +8,7 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support.failing import raised
 from support.modules import HEAD, kinds, linear, placed_once, refusal, simple, stack, tree
 from support.workers import run

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from muonckpt.optimizer import MaxLogits, qk_clip
-from muonckpt.optimizer import max_logits as module
+from muonckpt.optimizer import MaxLogits, max_logits as module, qk_clip
 
 BATCH, HEADS, LENGTH, WIDTH = 4, 4, 10, 8
 

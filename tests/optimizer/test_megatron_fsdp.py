@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from muonckpt.layout import TensorLayout
+from muonckpt.algebra.layout import TensorLayout
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD, Rule, Split, sort_parameters
 from muonckpt.optimizer.megatron_fsdp import attach, layouts

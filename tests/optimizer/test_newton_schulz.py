@@ -13,12 +13,12 @@ from support.spectra import gauss
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from muonckpt.coefficients import SAFE_TAIL, CoefficientSet, coefficient_set
+from muonckpt.names.coefficients import SAFE_TAIL, CoefficientSet, coefficient_set
+from muonckpt.names.vocabulary import MUON
 from muonckpt.optimizer import COEFFICIENTS
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize
 from muonckpt.optimizer.newton_schulz.products import frobenius
 from muonckpt.optimizer.newton_schulz.recipe import EPS, Recipe
-from muonckpt.vocabulary import MUON
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAMES = tuple(COEFFICIENTS)

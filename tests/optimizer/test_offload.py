@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonckpt.optimizer import Muon
-from muonckpt.optimizer import muon as muon_module
+from muonckpt.optimizer import Muon, muon as muon_module
 from muonckpt.optimizer.ground import host_memory
 from muonckpt.optimizer.ground.host_memory import STATE_MEMORIES, TransfersInOrder
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from muonckpt import LayoutError
+from muonckpt.names.vocabulary import GROUP_OPTIONS
 from muonckpt.optimizer import COEFFICIENTS, LayerWise, MatrixMethod, Muon, Option, orthogonalize
 from muonckpt.optimizer.newton_schulz import CoefficientSet
-from muonckpt.vocabulary import GROUP_OPTIONS
 
 ALGORITHMS = ("muon", "normuon", "adamw", "lion")
 

@@ -27,8 +27,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import muonckpt
-from muonckpt.errors import LayoutError
 from muonckpt.layouts.tensors import declares_boxes, local_of
+from muonckpt.names.errors import LayoutError
 from muonckpt.optimizer import LayerWise, Muon
 
 SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {

@@ -13,8 +13,9 @@ from support import sweep
 from support.random_layouts import random_overlapping_layout, row_layout
 
 from muonckpt import LayoutError
-from muonckpt.box import row_major
-from muonckpt.layout import Place, through
+from muonckpt.algebra.box import row_major
+from muonckpt.algebra.layout import Place, through
+from muonckpt.algebra.plan import Copies, Share, make_share
 from muonckpt.layouts.flat import owned_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout
 from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
@@ -32,7 +33,6 @@ from muonckpt.optimizer.planning.schedule import (
     paused_collector,
     worthwhile_stages,
 )
-from muonckpt.plan import Copies, Share, make_share
 
 HALF = torch.bfloat16
 

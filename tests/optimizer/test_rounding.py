@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from muonckpt import load, save
-from muonckpt.box import Box, row_major
-from muonckpt.layout import Fragment, Place, TensorLayout
+from muonckpt.algebra.box import Box, row_major
+from muonckpt.algebra.layout import Fragment, Place, TensorLayout
 from muonckpt.optimizer import LayerWise, Muon
 from muonckpt.optimizer.ground.rounding import Noise, NoisyBox
 from muonckpt.optimizer.step import planner

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from muonckpt.box import row_major
-from muonckpt.layout import TensorLayout
+from muonckpt.algebra.box import row_major
+from muonckpt.algebra.layout import TensorLayout
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.step.exchange import LINKS
 

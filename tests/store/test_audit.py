@@ -20,9 +20,9 @@ from support.sharded import GOLDENS, as_stock, edit, manifest_edited, no_checksu
 
 import muonckpt
 from muonckpt import SourceError
-from muonckpt.record import Chunk
-from muonckpt.store.audit import AuditReport
+from muonckpt.record.record import Chunk
 from muonckpt.store.formats.dcp_metadata import Metadata, StoredItem, parse_metadata
+from muonckpt.store.verify.audit import AuditReport
 
 KINDS = ["own", "stock", "torch"]
 """With our manifest in three files; the same without it; written by torch in one."""

@@ -51,7 +51,7 @@ from muonckpt.layouts.buffers.algorithms import distributed_optimizer, legacy_pi
 from muonckpt.layouts.buffers.parameters import GroupSizes
 from muonckpt.layouts.buffers.placements import PLACEMENTS
 from muonckpt.optimizer import LayerWise
-from muonckpt.record import Manifest
+from muonckpt.record.record import Manifest
 from muonckpt.store.formats.registry import BUFFERS, format_of
 from muonckpt.store.reading.dtypes import itemsize
 
@@ -253,7 +253,8 @@ def test_the_commands_take_it(source, stored, tmp_path, capsys):
     reshard = ["reshard", str(source), str(out), "--format", "buffers", "--layout", "padded-nscost", "--mesh", "dp=3"]
     assert command([*reshard, "--verify"]) == 0 and command(["verify", str(out)]) == 0
     assert binaries(out) == binaries(stored("padded-nscost", 3)) and format_of(out) is BUFFERS
-    jsonschema.validate(index_of(out), json.loads(files("muonckpt").joinpath("manifest.schema.json").read_text()))
+    schema = json.loads(files("muonckpt.record").joinpath("manifest.schema.json").read_text())
+    jsonschema.validate(index_of(out), schema)
     capsys.readouterr()
     assert command(["inspect", str(out), "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import muonckpt
 from muonckpt import DestinationError, LayoutError, SourceError
-from muonckpt.box import Box, flat_boxes
-from muonckpt.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
+from muonckpt.algebra.box import Box, flat_boxes
+from muonckpt.record.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.store.formats import native
 from muonckpt.store.formats.dcp_metadata_writer import metadata_parts
 from muonckpt.store.formats.torch_save import tensor_item as torch_zip

@@ -20,12 +20,12 @@ from support.sharded import as_stock
 
 import muonckpt
 from muonckpt import DamageError, Series
-from muonckpt.chunks import Boxes, Chunks
-from muonckpt.columns import Columns
-from muonckpt.record import Manifest, StateRecord
-from muonckpt.store.damage import Damage, kind_of
-from muonckpt.store.diagnosis import Diagnosis, diagnosis_by_files
-from muonckpt.store.opening import open_damaged
+from muonckpt.record.chunks import Boxes, Chunks
+from muonckpt.record.columns import Columns
+from muonckpt.record.record import Manifest, StateRecord
+from muonckpt.store.verify.damage import Damage, kind_of
+from muonckpt.store.verify.diagnosis import Diagnosis, diagnosis_by_files
+from muonckpt.store.verify.opening import open_damaged
 
 NAMES = ("layers.0.weight", "layers.1.weight")
 

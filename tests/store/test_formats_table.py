@@ -18,8 +18,8 @@ from support.translated import PEERS, SUMS, expected, words_apart
 from support.whole import assemble
 
 import muonckpt
-from muonckpt.box import Box
-from muonckpt.record import Manifest
+from muonckpt.algebra.box import Box
+from muonckpt.record.record import Manifest
 
 # Of every format some topology or arrangement of files; what `--format` and the other options say of it.
 KINDS = {

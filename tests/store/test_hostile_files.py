@@ -17,7 +17,7 @@ from support.dcp_metadata import dump_metadata
 
 import muonckpt
 from muonckpt import DamageError, SourceError
-from muonckpt.record import Extent
+from muonckpt.record.record import Extent
 from muonckpt.store.formats.dcp_metadata import StoredItem, parse_metadata
 from muonckpt.store.io.limits import SMALL_DESCRIPTION, SWITCH, LimitError, check_description
 from muonckpt.store.reading.payloads import Payloads
@@ -29,7 +29,7 @@ LOOK = """
 import json, sys
 import muonckpt
 from muonckpt.cli.main import run
-from muonckpt.errors import MuonckptError
+from muonckpt.names.errors import MuonckptError
 from support.work import Work
 said = []
 for case in sys.argv[1:]:

@@ -357,7 +357,7 @@ def test_what_was_made_of_them_is_a_checkpoint_like_any_other(tmp_path, capsys):
         assert run(["reshard", str(source), str(tmp_path / out), "--layout", layout, "--mesh", "dp=2"]) == 0
         assert run(["inspect", str(tmp_path / out)]) == 0, capsys.readouterr().err
         manifest = json.loads((tmp_path / out / "muonckpt.json").read_text())
-        jsonschema.validate(manifest, json.loads(files("muonckpt").joinpath("manifest.schema.json").read_text()))
+        jsonschema.validate(manifest, json.loads(files("muonckpt.record").joinpath("manifest.schema.json").read_text()))
         assert manifest["provenance"]["dealt"] == {"algorithm": "padded-numel", "ranks": 4}
 
 

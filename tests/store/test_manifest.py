@@ -11,8 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 from support.commands import run as command
-from support.layer_wise_training import LAYOUTS as RUNS
-from support.layer_wise_training import Net, groups
+from support.layer_wise_training import LAYOUTS as RUNS, Net, groups
 from support.workers import run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -24,7 +23,7 @@ from muonckpt.converters.target.topology import LAYOUTS
 from muonckpt.layouts.buffers.records import LAYOUT, PARAMETER
 from muonckpt.optimizer import LayerWise, Muon
 
-SCHEMA = json.loads(files("muonckpt").joinpath("manifest.schema.json").read_text())
+SCHEMA = json.loads(files("muonckpt.record").joinpath("manifest.schema.json").read_text())
 PAGE = (Path(__file__).parents[2] / "docs" / "formats" / "manifest.md").read_text()
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.dcp_metadata import dump_metadata
 from support.golden import golden
 from torch.distributed.checkpoint import metadata as dcp
@@ -24,13 +23,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan
 
 from muonckpt import SourceError
-from muonckpt.box import Box
-from muonckpt.chunks import no_chunks
-from muonckpt.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
+from muonckpt.algebra.box import Box
+from muonckpt.programs.signs import OUR_MARK
+from muonckpt.record.chunks import no_chunks
+from muonckpt.record.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.store.formats import dcp_metadata
 from muonckpt.store.formats.dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
 from muonckpt.store.formats.dcp_metadata_writer import metadata_parts
-from muonckpt.store.formats.signs import OUR_MARK
 from muonckpt.store.formats.torch_save import inert_pickle
 from muonckpt.store.formats.torch_save.inert_pickle import unpickle
 from muonckpt.store.reading.dtypes import DTYPES

@@ -20,13 +20,13 @@ from support.sharded import elements_of
 
 import muonckpt
 from muonckpt import DestinationError, SourceError
-from muonckpt.box import row_major
+from muonckpt.algebra.box import row_major
+from muonckpt.algebra.layout import Place
 from muonckpt.converters.engine.container import FORMATS, container_of
 from muonckpt.converters.engine.job import Job
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import Target
-from muonckpt.layout import Place
-from muonckpt.record import Extent
+from muonckpt.record.record import Extent
 from muonckpt.store.io.location import GAP, PART, REQUEST_BYTES, Remote, location
 from muonckpt.store.reading.payloads import Payloads
 
@@ -268,7 +268,7 @@ def halfway(job: Job):
 
 
 def test_an_interrupted_run_goes_on(source, store, tmp_path):
-    with pytest.raises(muonckpt.errors.Interrupted, match="--resume"):
+    with pytest.raises(muonckpt.names.errors.Interrupted, match="--resume"):
         reshard(source, store / "out", 4, threads=1, progress=halfway(plan_job(source, 4)))
     assert not is_checkpoint(store / "out")
     reshard(source, store / "out", 4, resume=True)
@@ -284,7 +284,7 @@ def rows(rank: int, source: Path, ranks: int) -> Job:
 def test_several_processes_go_on_with_an_interrupted_run_in_a_store(source, server, tmp_path):
     place = location(f"{S3}/{uuid.uuid4().hex}") / "out"
     job = plan_job(source, 5)
-    with pytest.raises(muonckpt.errors.Interrupted, match="--resume"):
+    with pytest.raises(muonckpt.names.errors.Interrupted, match="--resume"):
         run_job(job, place, threads=1, progress=halfway(job))
     begun = objects(place)
     assert 0 < sum(name.startswith("/__") for name in begun) < 5 and not is_checkpoint(place)
@@ -305,7 +305,7 @@ def test_of_two_runs_that_work_in_a_store_at_once_one_publishes_and_nothing_else
     def second():
         reshard(source, store / "out", 3, resume=True)
 
-    with pytest.raises(muonckpt.errors.Interrupted, match="another run"):
+    with pytest.raises(muonckpt.names.errors.Interrupted, match="another run"):
         reshard(source, store / "out", 3, threads=1, progress=once(second))
     reshard(source, tmp_path / "local", 3)
     assert files(store / "out") == files(tmp_path / "local")

@@ -20,9 +20,9 @@ from support.sharded import edit
 
 import muonckpt
 from muonckpt import LayoutError, SourceError
-from muonckpt.json_fields import sealed_text
+from muonckpt.names.wording import as_json
+from muonckpt.record.json_fields import sealed_text
 from muonckpt.store.io.location import location
-from muonckpt.wording import as_json
 
 STATE = {
     "w": torch.arange(120.0).reshape(12, 10) / 7,

@@ -11,7 +11,7 @@ from support.commands import called
 
 import muonckpt
 from muonckpt.converters.engine.container import FORMATS, Container
-from muonckpt.converters.programs.registry import with_plugins
+from muonckpt.programs.registry import with_plugins
 from muonckpt.store.formats.registry import BUILT_IN
 from muonckpt.store.reading.reader import imported
 
@@ -119,7 +119,7 @@ def test_a_program_of_a_plugin_is_read_and_written_as_built_in_ones_are(tmp_path
     [
         ("no_such_module:PROGRAM", "'broken' .* for programs cannot be imported: ModuleNotFoundError"),
         ("json:loads", "expected a Dialect, found function"),
-        ("muonckpt.converters.programs.dion:PROGRAM", "there is a program 'dion' already; uninstall it"),
+        ("muonckpt.programs.dion:PROGRAM", "there is a program 'dion' already; uninstall it"),
     ],
 )
 def test_a_plugin_with_a_wrong_program_is_named(value, said, tmp_path, monkeypatch):

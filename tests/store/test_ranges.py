@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from muonckpt import DamageError
-from muonckpt.box import row_major
-from muonckpt.record import Extent
+from muonckpt.algebra.box import row_major
+from muonckpt.record.record import Extent
 from muonckpt.store.io.location import PART, part_bytes
 from muonckpt.store.io.ranges import JoinedCrc, joined
 from muonckpt.store.reading.blocks import batches, blocks

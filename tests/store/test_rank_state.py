@@ -18,10 +18,10 @@ from support.workers import run
 
 import muonckpt
 from muonckpt import DamageError, SourceError
-from muonckpt.record import MANIFEST_FILE as MANIFEST
+from muonckpt.programs.signs import NOT_READ
+from muonckpt.record.record import MANIFEST_FILE as MANIFEST
 from muonckpt.store.formats.flat_buffers import ITEMS
 from muonckpt.store.formats.registry import RANK_STATE, format_of
-from muonckpt.store.formats.signs import NOT_READ
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WORLD = 4

@@ -16,7 +16,7 @@ import muonckpt
 from muonckpt import SourceError
 from muonckpt.converters.look.run_history import history_of, look_at_run, overview_of_run
 from muonckpt.store.io.location import location
-from muonckpt.store.run import run_of
+from muonckpt.store.verify.run import run_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -14,27 +14,26 @@ import safetensors.torch as stock_torch
 import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support.resharded import make_job
 from support.sharded import SHAPES, bits, raw_bytes, small, some, wide
 from support.whole import assemble, record, write, write_values
 
 import muonckpt
 from muonckpt import SourceError
-from muonckpt.box import Box
-from muonckpt.chunks import no_chunks
+from muonckpt.algebra.box import Box
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.engine.whole_files import SafetensorsFile, SafetensorsFolder
 from muonckpt.converters.target.topology import Target
-from muonckpt.record import Manifest, StateRecord
+from muonckpt.names.vocabulary import Convention
+from muonckpt.record.chunks import no_chunks
+from muonckpt.record.record import Manifest, StateRecord
 from muonckpt.store.formats import safetensors
 from muonckpt.store.formats.registry import SAFETENSORS, format_of
 from muonckpt.store.formats.safetensors import CODE_OF_DTYPE
 from muonckpt.store.io.location import Remote, location
 from muonckpt.store.reading.dtypes import DTYPES
 from muonckpt.store.reading.payloads import Payloads, nonfinite
-from muonckpt.vocabulary import Convention
 
 LOADABLE = sorted(CODE_OF_DTYPE.keys() - {"float8_e8m0fnu"})
 """What the stock library loads into torch: F8_E8M0 it can write only."""

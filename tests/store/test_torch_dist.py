@@ -24,10 +24,10 @@ from support.translated import TORCH, W, nested, truth_of
 
 import muonckpt
 from muonckpt import SourceError
-from muonckpt.converters.translate.detection import with_slots
+from muonckpt.names.vocabulary import Convention
+from muonckpt.programs.detection import with_slots
+from muonckpt.programs.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE
 from muonckpt.store.formats.dcp_metadata import parse_metadata
-from muonckpt.store.formats.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE
-from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

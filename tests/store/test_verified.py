@@ -13,13 +13,13 @@ import pytest
 from support.damages import flip_last_bit
 
 import muonckpt
-from muonckpt.store.audit import verify
+from muonckpt.runs.run_audit import verdicts_of, verify_recorded, verify_run
+from muonckpt.runs.step_folder import StepFolder
 from muonckpt.store.io.location import location
 from muonckpt.store.io.pace import Pace
-from muonckpt.store.run import StepName, run_of
-from muonckpt.store.run_audit import verdicts_of, verify_recorded, verify_run
-from muonckpt.store.step_folder import StepFolder
-from muonckpt.store.verified import RECORD, record, verifications, verified, written
+from muonckpt.store.verify.audit import verify
+from muonckpt.store.verify.run import StepName, run_of
+from muonckpt.store.verify.verified import RECORD, record, verifications, verified, written
 
 
 def test_what_was_verified_is_known_until_its_files_change(run):

@@ -18,15 +18,15 @@ from support.work import Work
 
 import muonckpt
 from muonckpt import SourceError
-from muonckpt.box import Box
-from muonckpt.chunks import no_chunks
+from muonckpt.algebra.box import Box
 from muonckpt.converters.engine.whole_files import ZarrFiles
-from muonckpt.record import StateRecord
+from muonckpt.names.vocabulary import Convention
+from muonckpt.record.chunks import no_chunks
+from muonckpt.record.record import StateRecord
 from muonckpt.store.formats.registry import ZARR, format_of
 from muonckpt.store.formats.zarr import nodes, stored_as
 from muonckpt.store.reading.dtypes import DTYPES, itemsize
 from muonckpt.store.reading.payloads import elements
-from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 

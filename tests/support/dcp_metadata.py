@@ -5,9 +5,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 
-from muonckpt.box import Index
+from muonckpt.algebra.box import Index
+from muonckpt.programs.signs import OUR_MARK
 from muonckpt.store.formats.dcp_metadata import Metadata, StoredItem, TensorMeta
-from muonckpt.store.formats.signs import OUR_MARK
 from muonckpt.store.formats.torch_save.inert_pickle import Global, Pickler, Record
 
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from muonckpt.coefficients import COEFFICIENTS
+from muonckpt.names.coefficients import COEFFICIENTS
 
 
 def orthogonalized(matrix: Tensor, name: str, steps: int = 5, eps: float = 1e-7) -> Tensor:

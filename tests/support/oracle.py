@@ -6,8 +6,8 @@ from itertools import product
 
 import numpy as np
 
-from muonckpt.layout import Place, TensorLayout
-from muonckpt.plan import Plan
+from muonckpt.algebra.layout import Place, TensorLayout
+from muonckpt.algebra.plan import Plan
 
 HOLE = -1
 

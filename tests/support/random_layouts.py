@@ -8,8 +8,8 @@ from itertools import pairwise, product
 import numpy as np
 
 from muonckpt import LayoutError
-from muonckpt.box import Box
-from muonckpt.layout import Fragment, TensorLayout, dense
+from muonckpt.algebra.box import Box
+from muonckpt.algebra.layout import Fragment, TensorLayout, dense
 from muonckpt.layouts.flat import FlatShard, flat_layout, owned_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout
 

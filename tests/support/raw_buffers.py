@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from muonckpt.chunks import no_chunks
 from muonckpt.converters.engine.container import container_of
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import ShardRule, Target
 from muonckpt.layouts.buffers.parameters import Parameter
 from muonckpt.layouts.buffers.records import GroupBuffer
-from muonckpt.record import Manifest, StateRecord
+from muonckpt.record.chunks import no_chunks
+from muonckpt.record.record import Manifest, StateRecord
 from muonckpt.store.formats import flat_buffers
 from muonckpt.store.reading.dtypes import itemsize
 from support.manifest_json import gathered, spread

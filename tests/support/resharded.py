@@ -18,7 +18,7 @@ from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.options import grouped as grouped  # for tests of other rooms
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged
-from muonckpt.record import Manifest
+from muonckpt.record.record import Manifest
 from support import sharded
 
 DCP = container_of("dcp")

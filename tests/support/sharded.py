@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonckpt
-from muonckpt.record import Extent, Manifest
+from muonckpt.record.record import Extent, Manifest
 from muonckpt.store.formats.dcp_metadata import parse_metadata
 from muonckpt.store.reading.dtypes import itemsize
 from support.dcp_metadata import dump_metadata

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from isal import isal_zlib
 
-from muonckpt.record import Extent, StateRecord
+from muonckpt.record.record import Extent, StateRecord
 from muonckpt.store.reading.dtypes import DTYPES
 
 

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 import muonckpt
 from muonckpt.converters.engine.arithmetic import scaled
 from muonckpt.converters.engine.outputs import Outputs, OutputTensor
-from muonckpt.converters.programs.registry import DIALECTS
 from muonckpt.converters.translate.translator import translate
-from muonckpt.record import Blob
+from muonckpt.programs.registry import DIALECTS
+from muonckpt.record.record import Blob
 from muonckpt.store.formats.torch_save.plain_item import plain_value
 from muonckpt.store.reading.payloads import Payloads, elements
 from support.golden import golden

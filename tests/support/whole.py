@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from muonckpt.box import Box
-from muonckpt.chunks import no_chunks
+from muonckpt.algebra.box import Box
+from muonckpt.algebra.layout import dense
 from muonckpt.converters.engine.container import Container
 from muonckpt.converters.engine.outputs import Outputs, OutputTensor
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import Target
-from muonckpt.layout import dense
 from muonckpt.layouts.flat import owned_layout
-from muonckpt.record import MANIFEST_FILE, Manifest, StateRecord
+from muonckpt.record.chunks import no_chunks
+from muonckpt.record.record import MANIFEST_FILE, Manifest, StateRecord
 from muonckpt.store.reading.blocks import within
 from muonckpt.store.reading.dtypes import dtype
 from muonckpt.store.reading.payloads import Payloads, payload_of

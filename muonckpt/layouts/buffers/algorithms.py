@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ...errors import LayoutError
+from ...names.errors import LayoutError
 from .buffer_layout import BufferLayout, PlacedParameter, Span, divided, end_to_end, owned, round_up
 from .parameters import GroupSizes, Parameter, in_buckets, newton_schulz, numel, reaching, split
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 
-from ...box import Index
-from ...errors import LayoutError
-from ...layout import Buffer, TensorLayout
+from ...algebra.box import Index
+from ...algebra.layout import Buffer, TensorLayout
+from ...names.errors import LayoutError
 from ..flat import FlatShard, even_shards, flat_layout
 from .parameters import Parameter
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from ...box import MOST_DIMS, MOST_ELEMENTS, Index
-from ...errors import LayoutError
+from ...algebra.box import MOST_DIMS, MOST_ELEMENTS, Index
+from ...names.errors import LayoutError
 
 
 @dataclass(frozen=True, slots=True)

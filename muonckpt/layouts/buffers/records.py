@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from types import NoneType
 from typing import Any
 
-from ...box import MOST_ELEMENTS, Index
-from ...errors import LayoutError, SourceError
-from ...layout import Fragment
+from ...algebra.box import MOST_ELEMENTS, Index
+from ...algebra.layout import Fragment
+from ...names.errors import LayoutError, SourceError
 from .buffer_layout import BufferLayout, PlacedParameter, consecutive_shards, rank_of
 from .parameters import Parameter
 

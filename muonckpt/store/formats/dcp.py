@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...box import Box, Index
-from ...chunks import Boxes, Chunks, Strides, columns_of, on_columns
-from ...columns import UNKNOWN, Columns, Row
-from ...errors import DamageError, SourceError, about
-from ...keys import optimizers_of, slot_in
-from ...record import Blob, Extent, Manifest, StateRecord
-from ...wording import listed
+from ...algebra.box import Box, Index
+from ...names.errors import DamageError, SourceError, about
+from ...names.keys import optimizers_of, slot_in
+from ...names.wording import listed
+from ...programs.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE
+from ...record.chunks import Boxes, Chunks, Strides, columns_of, on_columns
+from ...record.columns import UNKNOWN, Columns, Row
+from ...record.record import Blob, Extent, Manifest, StateRecord
 from ..io import limits
 from ..io.checksums import xxh3_128
 from ..io.location import Location, folders_with
@@ -36,7 +37,6 @@ from ..io.ranges import joined
 from ..io.regular import File, extent_faults, open_regular
 from ..reading.payloads import Payloads
 from .dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
-from .signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE
 from .torch_save import tensor_item
 from .torch_save.tensor_item import ItemTemplate
 from .unread import unread_format

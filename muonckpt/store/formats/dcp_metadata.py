@@ -15,12 +15,12 @@ from functools import partial
 from itertools import repeat
 from typing import NamedTuple, cast
 
-from ...box import Index
-from ...errors import SourceError
-from ...vocabulary import KeyPath
+from ...algebra.box import Index
+from ...names.errors import SourceError
+from ...names.vocabulary import KeyPath
+from ...programs.signs import FILESYSTEM, METADATA
 from ..io.limits import gc_paused
 from ..reading.dtypes import DTYPES
-from .signs import FILESYSTEM, METADATA
 from .torch_save.inert_pickle import (
     Alike,
     Global,

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
-from ...box import Index
-from ...chunks import Boxes
-from ...errors import LayoutError, SourceError
-from ...record import Blob, Manifest, StateRecord
+from ...algebra.box import Index
+from ...names.errors import LayoutError, SourceError
+from ...programs.signs import FILESYSTEM, METADATA, OUR_MARK
+from ...record.chunks import Boxes
+from ...record.record import Blob, Manifest, StateRecord
 from ..reading.dtypes import DTYPES
-from .signs import FILESYSTEM, METADATA, OUR_MARK
 from .torch_save.inert_pickle import Global, Pickler, Record, integer
 
 

@@ -11,19 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...box import Box
-from ...chunks import in_columns
-from ...errors import DamageError, LayoutError, SourceError
+from ...algebra.box import Box
 from ...layouts.buffers.buffer_layout import rank_of
 from ...layouts.buffers.records import GroupBuffer, int_tuple
-from ...record import Chunk, Extent, Manifest, StateRecord
+from ...names.errors import DamageError, LayoutError, SourceError
+from ...programs.signs import FLAT_BUFFERS_FILE
+from ...record.chunks import in_columns
+from ...record.record import Chunk, Extent, Manifest, StateRecord
 from ..io.location import Location
 from ..io.new_file import write_synced
 from ..io.regular import extent_faults, read_whole
 from ..reading.dtypes import itemsize
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader
-from .signs import FLAT_BUFFERS_FILE
 
 RANK_FILE = "rank_{}.bin".format
 

@@ -17,12 +17,12 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from ...box import Index
-from ...errors import DamageError, SourceError
-from ...keys import key_of
+from ...algebra.box import Index
 from ...layouts.buffers.records import GroupBuffer
-from ...record import Manifest, StateRecord
-from ...vocabulary import MASTER, PARAMS
+from ...names.errors import DamageError, SourceError
+from ...names.keys import key_of
+from ...names.vocabulary import MASTER, PARAMS
+from ...record.record import Manifest, StateRecord
 from ..io.location import Location
 from ..reading.payloads import Payloads, as_words, elements
 from ..reading.reader import LocatedReader

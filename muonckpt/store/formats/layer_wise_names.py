@@ -21,17 +21,17 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
-from ...box import Box, Index
-from ...errors import DamageError, SourceError, about
+from ...algebra.box import Box, Index
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import PLACEMENTS, ToPlace
-from ...record import Chunks, Extent, StateRecord
-from ...vocabulary import MASTER, PARAMS
+from ...names.errors import DamageError, SourceError, about
+from ...names.vocabulary import MASTER, PARAMS
+from ...programs import signs
+from ...record.record import Chunks, Extent, StateRecord
 from ..io import limits
 from ..io.location import Location
 from ..io.regular import read_whole
-from . import signs
 from .torch_save import torch_file
 from .torch_save.inert_pickle import Record, expect
 from .torch_save.torch_file import SavedTensor, TorchFile

@@ -16,18 +16,18 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ...chunks import Chunk, in_columns
-from ...errors import DamageError, DestinationError, SourceError, about
-from ...json_fields import matching, optional
-from ...record import DIGEST, FINGERPRINT, MANIFEST_FILE, MANIFEST_VERSION, Manifest, StateRecord, record_fields
-from ...vocabulary import Convention
+from ...names.errors import DamageError, DestinationError, SourceError, about
+from ...names.vocabulary import Convention
+from ...programs.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE
+from ...record.chunks import Chunk, in_columns
+from ...record.json_fields import matching, optional
+from ...record.record import DIGEST, FINGERPRINT, MANIFEST_FILE, MANIFEST_VERSION, Manifest, StateRecord, record_fields
 from ..io.checksums import xxh3_128
 from ..io.location import Location
 from ..io.new_file import write_parts, write_synced
 from ..io.regular import read_whole
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader, Reader
-from .signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE
 
 
 def reader(path: Location) -> LocatedReader:

@@ -17,13 +17,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
-from ... import record
-from ...errors import SourceError
-from ...plugins import of_plugins
+from ...names.errors import SourceError
+from ...names.plugins import of_plugins
+from ...programs import signs
+from ...record import record
 from ..io.location import Location, folders_with
 from ..io.regular import open_regular
 from ..reading.reader import Format
-from . import signs
 from .unread import UNREAD
 
 ENTRY_POINTS = "muonckpt.formats"

@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ...box import MOST_DIMS, MOST_ELEMENTS, Box, Index
-from ...chunks import in_columns
-from ...errors import DamageError, DestinationError, SeveralSavesError, SourceError, about
-from ...fingerprint import as_hex
-from ...json_fields import compact, digest_of
-from ...record import Chunk, Extent, Manifest, StateRecord
-from ...wording import listed
+from ...algebra.box import MOST_DIMS, MOST_ELEMENTS, Box, Index
+from ...algebra.fingerprint import as_hex
+from ...names.errors import DamageError, DestinationError, SeveralSavesError, SourceError, about
+from ...names.wording import listed
+from ...programs.signs import NOT_READ
+from ...record.chunks import in_columns
+from ...record.json_fields import compact, digest_of
+from ...record.record import Chunk, Extent, Manifest, StateRecord
 from ..io import limits
 from ..io.checksums import Sums, xxh3_128
 from ..io.location import Location
@@ -35,7 +36,6 @@ from ..io.regular import File, open_regular
 from ..reading.dtypes import itemsize
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader
-from .signs import NOT_READ
 from .weight_files import (
     INDEX_NAME,
     Shards,

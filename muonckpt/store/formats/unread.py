@@ -6,8 +6,8 @@ import fnmatch
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from ...programs.signs import ZARR_FILE
 from ..io.location import Location, listing
-from .signs import ZARR_FILE
 
 _ZARR_2 = "zarr v2, which is not read: open it with the zarr library and write it again with zarr_format=3"
 _ORBAX = "an OCDBT database of tensorstore, as Orbax writes it"

@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ...errors import DamageError, SourceError, UnlistedError, about
-from ...json_fields import check_digest
-from ...record import Extent
-from ...wording import counted, listed
+from ...names.errors import DamageError, SourceError, UnlistedError, about
+from ...names.wording import counted, listed
+from ...record.json_fields import check_digest
+from ...record.record import Extent
 from ..io.location import Location
 from ..io.regular import read_whole
 

@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ... import json_fields
-from ...box import MOST_DIMS, MOST_ELEMENTS, Box, Index
-from ...errors import DamageError, LostFileError, SeveralSavesError, SourceError, UnlistedError, about
-from ...json_fields import check_digest, digest_of
-from ...record import Chunk, Chunks, Extent, Manifest, StateRecord
-from ...wording import listed
+from ...algebra.box import MOST_DIMS, MOST_ELEMENTS, Box, Index
+from ...names.errors import DamageError, LostFileError, SeveralSavesError, SourceError, UnlistedError, about
+from ...names.wording import listed
+from ...programs.signs import ZARR_FILE
+from ...record import json_fields
+from ...record.json_fields import check_digest, digest_of
+from ...record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ..io import limits
 from ..io.location import Location, listing
 from ..io.regular import FileBytes, Held, open_regular, read_whole
@@ -36,7 +37,6 @@ from ..reading.dtypes import DTYPES, itemsize
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader
 from .native import tensor_of
-from .signs import ZARR_FILE
 
 MANIFEST_ATTRIBUTE = "muonckpt"
 """The attribute with all that zarr's own fields cannot express."""

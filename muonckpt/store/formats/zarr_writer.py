@@ -15,15 +15,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...box import Index
-from ...json_fields import digest_of
-from ...record import Manifest, StateRecord
+from ...algebra.box import Index
+from ...programs.signs import ZARR_FILE
+from ...record.json_fields import digest_of
+from ...record.record import Manifest, StateRecord
 from ..io.checksums import Checksum, RawBytes
 from ..io.location import Location
 from ..io.new_file import write_synced
 from ..reading.dtypes import itemsize
 from .native import entry_of
-from .signs import ZARR_FILE
 from .zarr import (
     INDEX_CHECKSUM,
     MANIFEST_ATTRIBUTE,

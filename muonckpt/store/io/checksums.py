@@ -10,8 +10,8 @@ import xxhash
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from ...box import Index
-from ...fingerprint import combine, fingerprint
+from ...algebra.box import Index
+from ...algebra.fingerprint import combine, fingerprint
 
 _BAND_BYTES = 1 << 20
 """Bytes per pass: they stay in cache from one sum to the next, and to the write."""

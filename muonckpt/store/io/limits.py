@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...errors import SourceError
+from ...names.errors import SourceError
 from .location import Location, Remote, asking
 
 SWITCH = "MUONCKPT_LIMITS"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from ...errors import DamageError, DestinationError, SourceError
+from ...names.errors import DamageError, DestinationError, SourceError
 
 GAP = 128 << 10
 """Largest gap, in bytes, between two parts of an object that one request reads through.  Amazon serves 5500 GETs a

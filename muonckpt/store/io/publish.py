@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from ...errors import DestinationError, SourceError, UnsyncedError
+from ...names.errors import DestinationError, SourceError, UnsyncedError
 from .location import Location, Remote, asking, at_each
 from .lock import InUse, holding
 from .new_file import write_synced

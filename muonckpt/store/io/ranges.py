@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...columns import Column
+from ...record.columns import Column
 
 Numbers = NDArray[np.signedinteger[Any]]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ...errors import DamageError, LostFileError, SourceError, about
-from ...record import Extent
+from ...names.errors import DamageError, LostFileError, SourceError, about
+from ...record.record import Extent
 from .limits import check_description, check_text, on_disk
 from .location import Location, Remote, RemoteFile, at_each
 from .pace import Pace

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...box import Box, Index, flat_boxes
+from ...algebra.box import Box, Index, flat_boxes
 
 
 @dataclass(frozen=True, slots=True)

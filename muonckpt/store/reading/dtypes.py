@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ...errors import SourceError
+from ...names.errors import SourceError
 
 
 @dataclass(frozen=True, slots=True)

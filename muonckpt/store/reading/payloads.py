@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...box import Index, row_major
-from ...errors import DamageError, SourceError, about
-from ...fingerprint import combine, fingerprint
-from ...layout import Place
-from ...record import Chunk, Extent, StateRecord
+from ...algebra.box import Index, row_major
+from ...algebra.fingerprint import combine, fingerprint
+from ...algebra.layout import Place
+from ...names.errors import DamageError, SourceError, about
+from ...record.record import Chunk, Extent, StateRecord
 from ..io.checksums import crc32, xxh3_128
 from ..io.limits import check_holes
 from ..io.location import Location

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Protocol
 
-from ...errors import SourceError
-from ...record import Manifest, StateRecord
+from ...names.errors import SourceError
+from ...record.record import Manifest, StateRecord
 from ..io.location import Location
 from .payloads import Payloads
 

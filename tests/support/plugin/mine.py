@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from muonckpt.converters.programs.dialect import LISTED, MODEL, NESTED, RATES, Dialect, Mark, StoredMethod
-from muonckpt.vocabulary import Convention
+from muonckpt.names.vocabulary import Convention
+from muonckpt.programs.dialect import LISTED, MODEL, NESTED, RATES, Dialect, Mark, StoredMethod
 
 PROGRAM = Dialect(
     "mine",

@@ -11,8 +11,8 @@ from io import BytesIO
 from numpy.lib import format as npy
 
 from muonckpt import DamageError
-from muonckpt.box import Box
-from muonckpt.record import Chunk, Chunks, Extent, Manifest, StateRecord
+from muonckpt.algebra.box import Box
+from muonckpt.record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.store.io.location import Location
 from muonckpt.store.io.regular import open_regular
 from muonckpt.store.reading.payloads import Payloads

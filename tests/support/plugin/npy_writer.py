@@ -10,11 +10,11 @@ import numpy as np
 from numpy.lib import format as npy
 
 from muonckpt import SourceError
-from muonckpt.box import Box
+from muonckpt.algebra.box import Box
 from muonckpt.converters.engine.output_files import OutputChunks, OutputFile, bare, chunk_plans
 from muonckpt.converters.engine.outputs import OutputTensor
 from muonckpt.converters.engine.whole_files import WholeFiles
-from muonckpt.record import Manifest
+from muonckpt.record.record import Manifest
 from muonckpt.store.io.location import Location
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
-from ....box import Index, row_major
+from ....algebra.box import Index, row_major
 from ...reading.dtypes import DTYPES, itemsize
 from .inert_pickle import PERSISTENT, Global, Pickler, Record
 from .stored_zip import (

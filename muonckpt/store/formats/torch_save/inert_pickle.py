@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar, cast
 
-from ....box import MOST_ELEMENTS, Index
-from ....errors import DamageError, SourceError
+from ....algebra.box import MOST_ELEMENTS, Index
+from ....names.errors import DamageError, SourceError
 from ...io import limits
 
 _LONGEST_SEQUENCE = 64

@@ -14,10 +14,10 @@ from collections.abc import Container, Iterable
 from types import NoneType
 from typing import Any
 
-from ....errors import SourceError
-from ....keys import key_of
-from ....record import Blob, Extent
-from ....vocabulary import KeyPath
+from ....names.errors import SourceError
+from ....names.keys import key_of
+from ....names.vocabulary import KeyPath
+from ....record.record import Blob, Extent
 from ...io import limits
 from .inert_pickle import Global, Record, unpickle
 from .stored_zip import MEMBER_ALIGNMENT, SERIALIZATION_ID, directory, read_members, store

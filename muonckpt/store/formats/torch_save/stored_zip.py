@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ....errors import DamageError, SourceError
+from ....names.errors import DamageError, SourceError
 from ...io import limits
 
 Read = Callable[[int, int], bytes]

@@ -30,8 +30,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ....box import Index, row_major
-from ....errors import SourceError
+from ....algebra.box import Index, row_major
+from ....names.errors import SourceError
 from ...io.checksums import Checksum, crc32_of
 from ...reading.dtypes import DTYPES, itemsize
 from .inert_pickle import PERSISTENT, Global, Record, expect, integer, sizes_of, unpickle

@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ....box import Box, Index
-from ....errors import SourceError, about
-from ....keys import key_of
-from ....record import Chunk, Chunks, Extent, StateRecord
-from ....vocabulary import KeyPath
+from ....algebra.box import Box, Index
+from ....names.errors import SourceError, about
+from ....names.keys import key_of
+from ....names.vocabulary import KeyPath
+from ....record.record import Chunk, Chunks, Extent, StateRecord
 from ...io import limits
 from ...io.checksums import crc32
 from ...io.location import Location

@@ -16,16 +16,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ....box import Box, Index
-from ....errors import DamageError, SourceError, about, did_you_mean
-from ....keys import is_optimizer, key_of
-from ....record import Chunk, Chunks, Extent, StateRecord
-from ....vocabulary import MOMENTUM, PARAMS, Convention
-from ....wording import listed
+from ....algebra.box import Box, Index
+from ....names.errors import DamageError, SourceError, about, did_you_mean
+from ....names.keys import is_optimizer, key_of
+from ....names.vocabulary import MOMENTUM, PARAMS, Convention
+from ....names.wording import listed
+from ....programs import signs
+from ....record.record import Chunk, Chunks, Extent, StateRecord
 from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.reader import LocatedReader
-from .. import signs
 from ..torch_save.inert_pickle import expect
 from ..torch_save.plain_item import HeldItems
 from ..torch_save.torch_file import TorchFile, checksums_inside, read_torch_file, whole_record

@@ -22,21 +22,20 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from ....box import Box, Index
-from ....errors import DamageError, SourceError, UnlistedError, about
-from ....keys import is_optimizer, key_of
-from ....record import Extent, StateRecord
-from ....vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP, KeyPath
-from ....wording import counted
-from ....wording import listed as listed_names
+from ....algebra.box import Box, Index
+from ....names.errors import DamageError, SourceError, UnlistedError, about
+from ....names.keys import is_optimizer, key_of
+from ....names.vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, STEP, KeyPath
+from ....names.wording import counted, listed as listed_names
+from ....programs import signs
+from ....record.record import Extent, StateRecord
 from ...io.location import Location
 from ...reading.reader import LocatedReader
-from .. import safetensors, signs
+from .. import safetensors
 from ..torch_save.inert_pickle import expect, sizes_of
 from ..torch_save.plain_item import HeldItems
 from ..torch_save.torch_file import (

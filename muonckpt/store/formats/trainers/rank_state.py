@@ -20,17 +20,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ....box import Index, row_major
-from ....errors import DamageError, LayoutError, SourceError, about
-from ....keys import is_optimizer, key_of
+from ....algebra.box import Index, row_major
 from ....layouts.mesh import Mesh, fragments_on, local_shape
-from ....record import Chunk, Chunks, Extent, StateRecord
-from ....vocabulary import KeyPath
-from ....wording import listed
+from ....names.errors import DamageError, LayoutError, SourceError, about
+from ....names.keys import is_optimizer, key_of
+from ....names.vocabulary import KeyPath
+from ....names.wording import listed
+from ....programs import signs
+from ....record.record import Chunk, Chunks, Extent, StateRecord
 from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.reader import LocatedReader
-from .. import signs
 from ..torch_save.plain_item import HeldItems
 from ..torch_save.tensor_item import is_row_major
 from ..torch_save.torch_file import TorchFile, checksums_inside, read_torch_file, whole_record

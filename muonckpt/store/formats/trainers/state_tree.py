@@ -18,18 +18,18 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ....box import Index
-from ....errors import DamageError, SourceError, about
-from ....keys import PARAM_GROUPS, STATE, is_optimizer, key_of
+from ....algebra.box import Index
 from ....layouts.mesh import AxisPlacement, Replicate, Shard, StridedShard
-from ....record import Chunk, Extent, Manifest, StateRecord
-from ....vocabulary import BEGIN_AS_ZEROS, MASTER, PARAMS, SECOND_MOMENT, STEP, KeyPath
-from ....wording import listed
+from ....names.errors import DamageError, SourceError, about
+from ....names.keys import PARAM_GROUPS, STATE, is_optimizer, key_of
+from ....names.vocabulary import BEGIN_AS_ZEROS, MASTER, PARAMS, SECOND_MOMENT, STEP, KeyPath
+from ....names.wording import listed
+from ....programs.signs import NAMES_FILE
+from ....record.record import Chunk, Extent, Manifest, StateRecord
 from ...io import limits
 from ...io.location import Location
 from ...io.regular import read_whole
 from ...reading.reader import LocatedReader
-from ..signs import NAMES_FILE
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
 from ..torch_save.plain_item import HeldItems, PlainParts
 from ..torch_save.torch_file import WITH_TYPE, MemberPayloads, TorchFile, is_tensor

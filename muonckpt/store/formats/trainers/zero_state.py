@@ -19,20 +19,20 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from ....box import Box, Index
-from ....errors import DamageError, LayoutError, LostFileError, SourceError, about
-from ....keys import PARAM_GROUPS, STATE, key_of
+from ....algebra.box import Box, Index
 from ....layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, rank_of
 from ....layouts.buffers.parameters import Parameter
 from ....layouts.buffers.zero import held_whole, part_numel, partitioned_group, partitioned_parameters
-from ....record import Chunk, Chunks, Extent, Manifest, StateRecord
-from ....vocabulary import MOMENTUM, PARAMS, STEP, KeyPath
+from ....names.errors import DamageError, LayoutError, LostFileError, SourceError, about
+from ....names.keys import PARAM_GROUPS, STATE, key_of
+from ....names.vocabulary import MOMENTUM, PARAMS, STEP, KeyPath
+from ....programs import signs
+from ....record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ...io import limits
 from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.payloads import BAND_BYTES
 from ...reading.reader import LocatedReader
-from .. import signs
 from ..torch_save.inert_pickle import Record, expect, sizes_of
 from ..torch_save.plain_item import HeldItems, PlainParts
 from ..torch_save.torch_file import (

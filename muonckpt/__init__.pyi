@@ -1,0 +1,54 @@
+"""The public names of the package, each with the module that it is imported from when it is first used."""
+
+from .checkpoint.async_saving import AsyncSave as AsyncSave, async_save as async_save
+from .checkpoint.attestation import (
+    Attestation as Attestation,
+    Fingerprints as Fingerprints,
+    attest as attest,
+    fingerprints as fingerprints,
+)
+from .checkpoint.loading import load as load
+from .checkpoint.redistribution import Redistribution as Redistribution, redistribute as redistribute
+from .checkpoint.resume_check import ResumeDifference as ResumeDifference, ResumeProof as ResumeProof
+from .checkpoint.saving import save as save
+from .converters.compare.diff import Difference as Difference, diff as diff
+from .converters.compare.stats import CheckpointStats as CheckpointStats, stats as stats
+from .converters.look.fits import Fit as Fit, fits as fits
+from .converters.look.inspection import Inspection as Inspection, inspect as inspect
+from .converters.look.run_history import (
+    RunDifference as RunDifference,
+    RunHistory as RunHistory,
+    diff_runs as diff_runs,
+    look_at_run as look_at_run,
+)
+from .converters.merging import Average as Average, merge as merge
+from .converters.options import Execution as Execution, Translation as Translation
+from .converters.report import Report as Report
+from .converters.rewrite import convert as convert, reshard as reshard
+from .converters.salvage import salvage as salvage
+from .lab.doctor.doctor import Checkup as Checkup, doctor as doctor
+from .lab.forecasting.hardware import Rates as Rates, rates_of as rates_of
+from .lab.forecasting.iteration import Training as Training
+from .lab.forecasting.prospects import Prospect as Prospect, forecast as forecast
+from .lab.page.checkpoint_page import Page as Page, report as report
+from .lab.page.run_page import RunPage as RunPage, report_run as report_run
+from .layouts.boxed_tensor import BoxedTensor as BoxedTensor
+from .names.errors import (
+    ArgumentError as ArgumentError,
+    AttestError as AttestError,
+    DamageError as DamageError,
+    DestinationError as DestinationError,
+    Interrupted as Interrupted,
+    LayoutError as LayoutError,
+    LostRankError as LostRankError,
+    MuonckptError as MuonckptError,
+    SourceError as SourceError,
+    TargetError as TargetError,
+)
+from .runs.run_audit import StepVerdict as StepVerdict, verify_run as verify_run
+from .runs.series.restored import Restored as Restored
+from .runs.series.series import SavedStep as SavedStep, Series as Series
+from .store.open_checkpoint import OpenCheckpoint as OpenCheckpoint
+from .store.verify.audit import AuditReport as AuditReport, verify as verify
+from .store.verify.opening import open as open
+from .store.verify.run import Run as Run, RunStep as RunStep

@@ -1,0 +1,181 @@
+"""The optimizers of other programs, known by their own class and the options of their groups.
+
+What a group's options mean is in `converters.programs`; here is what only the living optimizer says: which method a
+parameter has, and options that are in its code, its closures or its attributes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...names.errors import SourceError
+from ...names.vocabulary import PARAMS, SCHEDULED, ParamGroup
+from ...programs import dion, moonlight, scripts, titan, torch, veomni, xtuner
+from ...programs.dialect import Dialect
+
+Said = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownOptimizer:
+    """Another program's optimizer.
+
+    Attributes:
+        package: the first part of the module that has the class; empty for a script that people copy, whose class
+            counts only if its groups have the options of the dialect and no others.
+        classes: names of the class, any of them.
+        method: returns the method of a parameter, given its group and its state.
+        said: returns common options that the optimizer says, and its groups do not, for a parameter.
+    """
+
+    dialect: Dialect
+    package: str
+    classes: tuple[str, ...]
+    method: Callable[[ParamGroup, Mapping[str, Any]], str]
+    said: Callable[[Optimizer, Tensor], Said] = lambda optimizer, parameter: {}
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        for ancestor in type(optimizer).__mro__:
+            if ancestor.__name__ in self.classes:
+                if self.package:
+                    if ancestor.__module__.partition(".")[0] == self.package:
+                        return True
+                elif ancestor is type(optimizer):
+                    return not any(self._contradiction(group) for group in optimizer.param_groups)
+        return False
+
+    def _contradiction(self, group: ParamGroup) -> str:
+        table = self.dialect.options
+        if table.always.keys() <= group.keys() or "betas" not in group:
+            return table.contradicted_by(group)
+        return ", ".join(group.keys() - {PARAMS, *SCHEDULED, *table.elementwise, *table.beside, *table.always})
+
+
+def _by_option(option: str) -> Callable[[ParamGroup, Said], str]:
+    return lambda group, state: str(group[option])
+
+
+def _by_flag(group: ParamGroup, state: Said) -> str:
+    return "muon" if group.get("use_muon", True) else "adamw"
+
+
+_ORTHOGONALISE: Mapping[str, Said] = {
+    "polar_express": {"ns": "polar_express_dion"},
+    "polar_express_triton": {"ns": "polar_express_dion"},
+    "zeropower_via_newtonschulz5": {"ns": "quintic"},
+    "newton_schulz_triton": {"ns": "quintic"},
+    "<lambda>": {"ns": "polar_express_gram", "gram": (2,), "ns_dtype": "float16"},
+}
+"""The iteration of each function that dion and XTuner choose from."""
+
+
+def _by_function(optimizer: Optimizer, parameter: Tensor) -> Said:
+    """Return the iteration of an optimizer of dion's family; their lambda is the Gram form."""
+    function: Any = optimizer._newton_schulz_func  # type: ignore[attr-defined]
+    name = getattr(function, "__name__", type(function).__name__)
+    if name not in _ORTHOGONALISE:
+        raise SourceError(
+            f"newton_schulz_func={name}: a function of one's own has no counterpart here; choose coefficients of "
+            "muonckpt.optimizer.COEFFICIENTS with ns_coefficients="
+        )
+    return {"ns_dtype": "bfloat16", "ns_steps": 5, "gram": None, **_ORTHOGONALISE[name]}
+
+
+def _of_xtuner(optimizer: Optimizer, parameter: Tensor) -> Said:
+    sizes = getattr(optimizer, "_muon_split_sizes", {}).get(parameter)
+    return {**_by_function(optimizer, parameter), **({} if sizes is None else {"pieces": tuple(sizes)})}
+
+
+def _of_emerging(optimizer: Optimizer, parameter: Tensor) -> Said:
+    """Return the arguments that the constructor keeps in a closure."""
+    closure = inspect.getclosurevars(optimizer.scaled_orthogonalize_fn).nonlocals  # type: ignore[attr-defined]
+    kind, mode = closure.get("coefficient_type"), closure.get("scale_mode")
+    if kind not in scripts.EMERGING_SETS or mode not in scripts.EMERGING_SCALES:
+        raise SourceError(f"coefficient_type={kind!r} with scale_mode={mode!r}: unknown to muonckpt")
+    if (method := getattr(optimizer, "weight_decay_method", "decoupled")) != "decoupled":
+        raise SourceError(f"weight_decay_method={method!r}: muonckpt has decoupled decay only")
+    scale, factor = scripts.EMERGING_SCALES[mode]
+    pieces: dict[str, Any] = {"pieces": None}
+    if getattr(optimizer, "split_qkv", False) and optimizer.is_qkv_fn(parameter):  # type: ignore[attr-defined]
+        sizes = tuple(getattr(parameter, "qkv_split_shapes", None) or optimizer.qkv_split_shapes)  # type: ignore[attr-defined]
+        pieces = {"pieces": sizes, "interleaved": parameter.shape[0] // sum(sizes)}
+    return {
+        "ns": scripts.EMERGING_SETS[kind],
+        "ns_steps": closure["num_ns_steps"],
+        "nesterov": bool(optimizer.nesterov),  # type: ignore[attr-defined]
+        "scale": scale,
+        "scale_factor": factor * float(closure.get("extra_scale_factor", 1.0)),
+        **pieces,
+    }
+
+
+def _bfloat16(optimizer: Optimizer, parameter: Tensor) -> Said:
+    return {"ns_dtype": "bfloat16"}
+
+
+def _muon(group: ParamGroup, state: Said) -> str:
+    return "muon"
+
+
+_SCRIPTS = ("Muon", "SingleDeviceMuon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam")
+_MEGATRON = ("TensorParallelMuon",)
+
+KNOWN = (
+    KnownOptimizer(torch.PROGRAM, "torch", ("Muon",), _muon, _bfloat16),
+    KnownOptimizer(torch.PROGRAM, "torch", ("AdamW", "Adam"), lambda group, state: "adamw"),
+    KnownOptimizer(dion.PROGRAM, "dion", ("Muon", "NorMuon"), _by_option("algorithm"), _by_function),
+    KnownOptimizer(xtuner.PROGRAM, "xtuner", ("Muon",), _by_option("algorithm"), _of_xtuner),
+    KnownOptimizer(veomni.PROGRAM, "veomni", ("DistributedMuon",), _muon, _bfloat16),
+    KnownOptimizer(titan.PROGRAM, "torchtitan", ("DistMuon",), _muon, _bfloat16),
+    KnownOptimizer(scripts.EMERGING, "emerging_optimizers", ("Muon",), _muon, _of_emerging),
+    KnownOptimizer(scripts.EMERGING, "megatron", _MEGATRON, _muon, _of_emerging),
+    KnownOptimizer(
+        moonlight.PROGRAM,
+        "",
+        ("Muon",),
+        lambda group, state: "muon" if state.get("use_muon") else "adamw",
+        lambda optimizer, parameter: {"eps": 1e-7, "ns_dtype": "bfloat16"},
+    ),
+    KnownOptimizer(scripts.KELLER, "", _SCRIPTS, _by_flag),
+)
+
+REFUSED: Mapping[str, str] = {
+    "MuonAdamW": "nanochat's MuonAdamW rescales rows before it orthogonalises (MuonEq) and the norm after it (Muon+), "
+    "which no option here does",
+    "Dion": "dion's Dion keeps a low-rank basis, which is another algorithm",
+    "Dion2": "dion's Dion2 orthogonalises a selection of rows, which is another algorithm",
+    "AdaptiveMuon": "AdaptiveMuon normalises every element, which is another algorithm",
+    "TensorParallelAdaptiveMuon": "Megatron's adaptive Muon normalises every element, which is another algorithm",
+}
+"""Optimizers of the field that ours cannot stand in for, by the name of the class."""
+
+
+def known_optimizer(optimizer: Optimizer) -> KnownOptimizer | None:
+    """Return what is known of an optimizer's program; None if nothing is."""
+    if type(optimizer).__name__ in REFUSED:
+        return None
+    return next((known for known in KNOWN if known.is_of(optimizer)), None)
+
+
+def class_of(optimizer: Optimizer) -> str:
+    """Return the full name of an optimizer's class."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def refusal(optimizer: Optimizer) -> str:
+    """Return why nothing is known of an optimizer."""
+    own = REFUSED.get(type(optimizer).__name__)
+    if own is not None:
+        return own
+    options = sorted({option for group in optimizer.param_groups for option in group if option != PARAMS})
+    classes = dict.fromkeys(f"{known.package or 'script'}: {', '.join(known.classes)}" for known in KNOWN)
+    return (
+        f"{class_of(optimizer)} with the options {', '.join(options)} is not known, so its groups are not translated; "
+        f"known are muonckpt's own and {'; '.join(classes)}"
+    )

@@ -1,0 +1,145 @@
+"""One iteration: what forward and backward send besides Muon's exchange, what they compute, and what share is Muon's.
+
+Collectives of parameters and gradients are counted as rings: of ``S`` ranks that share ``P`` bytes, each sends
+``(S - 1) / S * P`` to gather them or to reduce them to shards, and twice that to reduce them on all.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ...converters.target.topology import Target
+from ...record.record import StateRecord, no_chunks
+from ...store.reading.dtypes import itemsize
+from .hardware import Rates
+from .models import ModelParameter, ModelTensors
+
+MODEL_FLOPS = 6
+"""Floating-point operations of forward and backward for each token and each parameter that it uses (Kaplan et al. 2020,
+arXiv 2001.08361); attention over the sequence is not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A way to keep parameters and gradients on ranks that share the batch.
+
+    Attributes:
+        about: a line for help texts.
+        gathers: how often parameters are gathered in an iteration.
+        exchange: whether Muon gathers matrices to their owners and returns them; otherwise gradients are reduced to
+            the owners in the first place, and parameters are gathered from them.
+    """
+
+    about: str
+    gathers: int
+    exchange: bool
+
+
+SCHEMES: Mapping[str, Scheme] = MappingProxyType(
+    {
+        "fsdp": Scheme("shards, gathered for forward and for backward (FSDP2, ZeRO-3)", 2, True),
+        "zero2": Scheme("whole parameters, sharded gradients and state (ZeRO-2)", 1, True),
+        "owned": Scheme("whole matrices at owners, gathered as in FSDP (torchtitan's Owned, DMuon)", 2, False),
+        "layerwise": Scheme("whole parameters, whole state at owners (Megatron's layer-wise, DMuon)", 1, False),
+    }
+)
+"""Schemes by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a model is trained.
+
+    Attributes:
+        scheme: one of `SCHEMES`.
+        keep: axes whose shards are used where they are: a parameter that a rule cuts along one of them is neither
+            gathered nor reduced along it (TP, EP).
+        tokens: in an iteration, of all ranks together; None if unknown.
+        active: parameters that a token uses; None for those of the configuration.
+    """
+
+    scheme: str = "fsdp"
+    keep: frozenset[str] = frozenset()
+    tokens: float | None = None
+    active: float | None = None
+
+
+PLAIN_FSDP = Training()
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The bytes that a rank sends in an iteration besides Muon's exchange, and the number of collectives.
+
+    ``resident`` are the bytes of the parameters that a rank holds all the time, where they are not sharded.
+    """
+
+    parameters: float
+    gradients: float
+    collectives: int
+    resident: float | None
+
+    def seconds(
+        self, model_flops: float | None, muon: float | None, rates: Rates, ranks: int
+    ) -> dict[str, float | None]:
+        """Return the seconds of forward and backward, of their traffic and of an iteration, as `Topology.seconds`.
+
+        Traffic hides behind forward and backward as far as there is room; Muon comes after both.
+        """
+        model = model_flops / ranks / rates.model if model_flops and rates.model else None
+        traffic = (self.parameters + self.gradients) / rates.link if rates.link else None
+        known = model is not None and traffic is not None and muon is not None
+        return {"model": model, "traffic": traffic, "iteration": max(model, traffic) + muon if known else None}  # type: ignore[operator,type-var]
+
+
+def traffic_of(model: ModelTensors, target: Target, training: Training) -> Traffic:
+    """Count the traffic of parameters and gradients; gradients have the dtype of parameters.
+
+    A layer is gathered, and its gradients reduced, in one collective for each set of axes that its parameters share.
+    """
+    scheme = SCHEMES[training.scheme]
+    parameters = gradients = resident = 0.0
+    calls: set[tuple[str, str, tuple[str, ...]]] = set()
+    for parameter in model.parameters:
+        shards, copies = _shared(parameter, target, training.keep)
+        share = parameter.numel * itemsize(parameter.dtype) / (target.ranks / (_ranks(target, shards + copies)))
+        cut, copied = _ranks(target, shards), _ranks(target, copies)
+        resident += share
+        parameters += scheme.gathers * share * (cut - 1) / cut
+        gradients += share * (cut - 1) / cut + 2 * share / cut * (copied - 1) / copied
+        block = _block(parameter.name)
+        if cut > 1:
+            calls |= {(f"{kind}{n}", block, shards) for kind, count in (("gather", scheme.gathers), ("reduce", 1))
+                      for n in range(count)}  # fmt: skip
+        if copied > 1:
+            calls.add(("sum", block, copies))
+    return Traffic(parameters, gradients, len(calls), resident if scheme.gathers == 1 else None)
+
+
+def _shared(parameter: ModelParameter, target: Target, keep: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the axes along which a parameter is gathered, and those along which it has copies."""
+    record = StateRecord(parameter.name, (), parameter.shape, parameter.dtype, no_chunks(len(parameter.shape)))
+    ruled = {axis for axis, _ in target.cuts(record, ())}
+    cut = {axis for axis, _ in target.cuts(record, tuple((axis, 0) for axis in target.mesh))}
+    stays = ruled & keep
+    return (
+        tuple(axis for axis in target.mesh if axis in cut - stays),
+        tuple(axis for axis in target.mesh if axis not in cut),
+    )
+
+
+def _ranks(target: Target, axes: tuple[str, ...]) -> int:
+    return math.prod(target.mesh[axis] for axis in axes)
+
+
+_BLOCK = re.compile(r".*?(?<![^.])[0-9]+(?![^.])")
+
+
+def _block(name: str) -> str:
+    """Return a name up to its first number, which is its layer's; empty for what is in no layer."""
+    match = _BLOCK.match(name)
+    return match[0] if match else ""

@@ -1,0 +1,461 @@
+"""A model as planning and memory see it: its parameters with the optimizer's state.
+
+They are read from a checkpoint, or from a Hugging Face configuration of a known family, with the names, shapes and
+stacked experts of transformers 5: the experts of a layer are two parameters of three dims, gate over up and down.
+Embeddings, heads, norms and biases are AdamW's, as in the ready-made rules of `optimizer.groups`.  Layers for
+the prediction of several tokens, which transformers does not build, are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+from ...algebra.box import Index
+from ...converters.look.contents import Role, first_look
+from ...names.errors import SourceError, TargetError
+from ...names.vocabulary import (
+    BLOCK,
+    EIGHT_BITS,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MOMENTUM,
+    MUON as DEFAULTS,
+    STATE_DTYPES,
+    STEP,
+    codes_of,
+    scales_of,
+)
+from ...optimizer.methods.form import Kept, MatrixMethod
+from ...optimizer.methods.matrix import MATRICES, as_stored, fused_of, is_matrix_method, kept_of
+from ...optimizer.methods.muon import MUON
+from ...optimizer.planning.matrices import Fused
+from ...store.io.location import Location
+from ...store.io.regular import read_whole
+from ...store.reading.dtypes import itemsize
+from ...store.verify.opening import open
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A slot of a parameter's state; ``dtype`` is torch's name, such as ``"bfloat16"``."""
+
+    slot: str
+    shape: Index
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParameter:
+    """A parameter and its state.
+
+    Attributes:
+        method: what steps it as a matrix; None: an element-wise method.
+        options: of its group, where it is a matrix; what is fused is among them.
+        used: the share of its elements by which a token is multiplied, less than 1 for experts; None if unknown.
+    """
+
+    name: str
+    shape: Index
+    dtype: str
+    method: MatrixMethod | None
+    options: Mapping[str, Any]
+    state: tuple[StateTensor, ...]
+    used: float | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def fused(self) -> Fused:
+        return fused_of(self.options)
+
+    @property
+    def kept(self) -> Mapping[str, Kept]:
+        """What its method keeps of each matrix besides momentum, by slot."""
+        return {} if self.method is None else self.method.kept(self.options)
+
+
+def options_of(method: MatrixMethod, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of a group of a method, given some of them."""
+    return {**method.defaults(asdict(DEFAULTS)), **given}
+
+
+def fresh_parameter(
+    name: str,
+    shape: Index,
+    dtype: str,
+    *,
+    matrix: bool,
+    pieces: tuple[int, ...] | None = None,
+    used: float | None = None,
+    method: MatrixMethod = MUON,
+) -> ModelParameter:
+    """Return a parameter with the state that `Muon` makes: of a matrix's method, or AdamW's moments and counter."""
+    if not matrix:
+        moments = (StateTensor(slot, shape, dtype) for slot in (EXP_AVG, EXP_AVG_SQ))
+        return ModelParameter(name, shape, dtype, None, {}, (*moments, StateTensor(STEP, (), "float32")), used)
+    options = options_of(method, {"pieces": pieces})
+    state = [StateTensor(MOMENTUM, shape, dtype)] if method.averages else []
+    for slot, (kept, reduced) in kept_of(shape, options, method).items():
+        state.append(StateTensor(slot, reduced.shape, kept.dtype_name or dtype))
+    return ModelParameter(name, shape, dtype, method, options, tuple(state), used)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensors:
+    """The parameters of a model in forward order, and where they were read."""
+
+    source: str
+    parameters: tuple[ModelParameter, ...]
+
+    @property
+    def matrices(self) -> Sequence[ModelParameter]:
+        return [parameter for parameter in self.parameters if parameter.method]
+
+    @property
+    def active(self) -> float | None:
+        """The number of parameters that a token uses; None if nothing says it."""
+        used = [None if p.used is None else p.used * p.numel for p in self.parameters]
+        return None if None in used else sum(used)  # type: ignore[arg-type]
+
+
+def model_of_checkpoint(path: Location, own: MatrixMethod | None = None) -> ModelTensors:
+    """Read the parameters of a checkpoint, with the methods that its groups name; without names, Muon steps those that
+    carry momentum as matrices.
+
+    Args:
+        own: a method that the groups of our optimizer may name; others that are not ours are what is stored of them.
+
+    Raises:
+        SourceError: it cannot be read.
+        TargetError: no matrix in it has a method, or carries momentum.
+    """
+    with open(path) as opened:
+        look = first_look(opened)
+    contents, dialect = look.contents, look.contents.dialect
+    methods = MATRICES if own is None else {**MATRICES, own.name: own}
+    momentum = {tensor.key for tensor in contents.tensors.get(Role.MOMENTUM, ())}
+    groups = {name: group.options for group in look.groups.groups for name in group.parameters}
+    parameters = []
+    for parameter in contents.parameters.values():
+        tensors = [*([parameter.weight] if parameter.weight else []), *parameter.state.values()]
+        average = next(
+            (t for slot, t in parameter.state.items() if t.key in momentum or slot == codes_of(MOMENTUM)), None
+        )
+        shape, given = parameter.shape, groups.get(parameter.name, {})
+        algorithm = given.get(dialect.method_option or "") if dialect else None
+        options: dict[str, Any] = {"pieces": average.pieces if average else None}
+        if ours := dialect is not None and dialect.takes_methods:
+            options |= given
+        method = methods.get(str(algorithm), MUON)
+        if ours and isinstance(algorithm, str) and is_matrix_method(algorithm) and algorithm not in methods:
+            kept = {slot: (t.shape, t.dtype) for slot, t in parameter.state.items() if t is not average}
+            fused = fused_of(options_of(MUON, options))
+            method = as_stored(algorithm, shape, fused, kept, averages=average is not None)
+        averaged = average is not None and average.shape == shape
+        matrix = len(shape) in (2, 3) and 0 not in shape and (averaged or not method.averages)
+        like = next((tensor for tensor in tensors if tensor.shape == shape), tensors[0])
+        state = tuple(StateTensor(slot, tensor.shape, tensor.dtype) for slot, tensor in parameter.state.items())
+        options = options_of(method, options) if matrix else {}
+        parameters.append(ModelParameter(parameter.name, shape, like.dtype, method if matrix else None, options, state))
+    if not any(parameter.method for parameter in parameters):
+        raise TargetError(
+            f"{path}: expected matrices with momentum, or groups that name their methods, found none, so who "
+            "orthogonalises what is unknown; give a checkpoint with optimizer state, or the model's config.json"
+        )
+    return ModelTensors(str(path), tuple(parameters))
+
+
+def with_state_in(model: ModelTensors, dtype: str) -> ModelTensors:
+    """Return a model with averages in another dtype of `STATE_DTYPES`, as `Muon` keeps them.
+
+    In 8 bits those of vectors stay in float32: they are small, and shards seldom end where blocks do.
+
+    Raises:
+        TargetError: an unknown dtype.
+    """
+    if dtype not in STATE_DTYPES:
+        raise TargetError(f"unknown state_dtype {dtype!r}; expected one of {', '.join(STATE_DTYPES)}")
+
+    def kept(parameter: ModelParameter, tensor: StateTensor) -> Iterator[StateTensor]:
+        averages = (MOMENTUM,) if parameter.method else (EXP_AVG, EXP_AVG_SQ)
+        if tensor.slot not in averages:
+            yield tensor
+        elif dtype != EIGHT_BITS or len(tensor.shape) < 2:
+            yield replace(tensor, dtype="float32" if dtype == EIGHT_BITS else dtype)
+        else:
+            yield StateTensor(codes_of(tensor.slot), tensor.shape, "int8")
+            yield StateTensor(scales_of(tensor.slot), (*tensor.shape[:-1], -(-tensor.shape[-1] // BLOCK)), "float32")
+
+    changed = [replace(p, state=tuple(chain.from_iterable(kept(p, t) for t in p.state))) for p in model.parameters]
+    return replace(model, parameters=tuple(changed))
+
+
+# Configurations of known families.
+
+_MOST_LAYERS = 10_000
+_MOST = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The fields of a configuration, checked when they are read."""
+
+    place: str
+    fields: Mapping[str, Any]
+
+    def number(self, name: str, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
+        """Return an integer.
+
+        Raises:
+            SourceError: it is missing and has no default, or is no integer in this range.
+        """
+        value = self.fields.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            found = "nothing" if value is None else repr(value)[:80]
+            raise SourceError(f"{self.place}: expected {name} to be an integer from {least} to {most}, found {found}")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return a boolean.
+
+        Raises:
+            SourceError: it is something else.
+        """
+        value = self.fields.get(name)
+        if not isinstance(value, bool | None):
+            raise SourceError(f"{self.place}: expected {name} to be true or false, found {repr(value)[:80]}")
+        return default if value is None else value
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A parameter of a family; without a ``matrix`` an element-wise method steps it."""
+
+    name: str
+    shape: tuple[int, ...]
+    matrix: bool = False
+    pieces: tuple[int, ...] | None = None
+    used: float | None = 1.0
+
+
+Layer = Callable[[Settings, int], Iterator[Named]]
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Iterator[Named]:
+    yield Named(f"{name}.weight", (rows, columns), matrix=True)
+    if bias:
+        yield Named(f"{name}.bias", (rows,))
+
+
+def _attention(s: Settings, qkv_bias: bool, out_bias: bool, norms: bool = False) -> Iterator[Named]:
+    hidden, heads = s.number("hidden_size"), s.number("num_attention_heads")
+    keys, head = s.number("num_key_value_heads", heads), s.number("head_dim", hidden // heads)
+    for name, count in (("q", heads), ("k", keys), ("v", keys)):
+        yield from _linear(f"self_attn.{name}_proj", count * head, hidden, qkv_bias)
+    yield from _linear("self_attn.o_proj", hidden, heads * head, out_bias)
+    if norms:
+        yield Named("self_attn.q_norm.weight", (head,))
+        yield Named("self_attn.k_norm.weight", (head,))
+
+
+def _latent_attention(s: Settings) -> Iterator[Named]:
+    """Yield DeepSeek's attention, with or without a latent of queries."""
+    hidden, heads, latent = s.number("hidden_size"), s.number("num_attention_heads"), s.number("kv_lora_rank")
+    rope, nope, value = (s.number(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    bias = s.flag("attention_bias")
+    if s.fields.get("q_lora_rank") is None:
+        yield from _linear("self_attn.q_proj", heads * (nope + rope), hidden)
+    else:
+        queries = s.number("q_lora_rank")
+        yield from _linear("self_attn.q_a_proj", queries, hidden, bias)
+        yield Named("self_attn.q_a_layernorm.weight", (queries,))
+        yield from _linear("self_attn.q_b_proj", heads * (nope + rope), queries)
+    yield from _linear("self_attn.kv_a_proj_with_mqa", latent + rope, hidden, bias)
+    yield Named("self_attn.kv_a_layernorm.weight", (latent,))
+    yield from _linear("self_attn.kv_b_proj", heads * (nope + value), latent)
+    yield from _linear("self_attn.o_proj", hidden, heads * value, bias)
+
+
+def _feed_forward(s: Settings, width: int, name: str = "mlp", bias: bool = False) -> Iterator[Named]:
+    hidden = s.number("hidden_size")
+    for part in ("gate_proj", "up_proj"):
+        yield from _linear(f"{name}.{part}", width, hidden, bias)
+    yield from _linear(f"{name}.down_proj", hidden, width, bias)
+
+
+_CHOSEN = "num_experts_per_tok"
+
+
+def _experts(s: Settings, count: int, width: int) -> Iterator[Named]:
+    hidden = s.number("hidden_size")
+    used = s.number(_CHOSEN, most=count) / count if _CHOSEN in s.fields else None
+    yield Named("mlp.gate.weight", (count, hidden), matrix=True)
+    yield Named("mlp.experts.gate_up_proj", (count, 2 * width, hidden), True, (width, width), used)
+    yield Named("mlp.experts.down_proj", (count, hidden, width), True, None, used)
+
+
+def _llama(s: Settings, layer: int) -> Iterator[Named]:
+    bias = s.flag("attention_bias")
+    yield from _attention(s, bias, bias)
+    yield from _feed_forward(s, s.number("intermediate_size"), bias=s.flag("mlp_bias"))
+
+
+def _mistral(s: Settings, layer: int) -> Iterator[Named]:
+    yield from _attention(s, False, False)
+    yield from _feed_forward(s, s.number("intermediate_size"))
+
+
+def _mixtral(s: Settings, layer: int) -> Iterator[Named]:
+    yield from _attention(s, False, False)
+    yield from _experts(s, s.number("num_local_experts"), s.number("intermediate_size"))
+
+
+def _qwen2(s: Settings, layer: int) -> Iterator[Named]:
+    yield from _attention(s, True, False)
+    yield from _feed_forward(s, s.number("intermediate_size"))
+
+
+def _qwen2_moe(s: Settings, layer: int) -> Iterator[Named]:
+    yield from _attention(s, s.flag("qkv_bias", default=True), False)
+    yield from _qwen_mlp(s, layer)
+    if _is_sparse(s, layer):
+        yield from _feed_forward(s, s.number("shared_expert_intermediate_size"), "mlp.shared_expert")
+        yield Named("mlp.shared_expert_gate.weight", (1, s.number("hidden_size")), matrix=True)
+
+
+def _qwen3(s: Settings, layer: int) -> Iterator[Named]:
+    yield from _attention(s, s.flag("attention_bias"), s.flag("attention_bias"), norms=True)
+    yield from _feed_forward(s, s.number("intermediate_size"))
+
+
+def _qwen3_moe(s: Settings, layer: int) -> Iterator[Named]:
+    yield from _attention(s, s.flag("attention_bias"), s.flag("attention_bias"), norms=True)
+    yield from _qwen_mlp(s, layer)
+
+
+def _qwen_mlp(s: Settings, layer: int) -> Iterator[Named]:
+    if _is_sparse(s, layer):
+        count = s.number("num_experts", s.fields.get("num_local_experts"))  # transformers 5 writes the latter
+        yield from _experts(s, count, s.number("moe_intermediate_size"))
+    else:
+        yield from _feed_forward(s, s.number("intermediate_size"))
+
+
+def _is_sparse(s: Settings, layer: int) -> bool:
+    return (
+        layer not in (s.fields.get("mlp_only_layers") or ()) and (layer + 1) % s.number("decoder_sparse_step", 1) == 0
+    )
+
+
+def _deepseek(s: Settings, layer: int) -> Iterator[Named]:
+    yield from _latent_attention(s)
+    s.number("moe_layer_freq", 1, most=1)
+    if layer < s.number("first_k_dense_replace", 0, least=0):
+        yield from _feed_forward(s, s.number("intermediate_size"))
+    else:
+        width = s.number("moe_intermediate_size")
+        yield from _experts(s, s.number("n_routed_experts"), width)
+        if shared := s.number("n_shared_experts", 0, least=0):
+            yield from _feed_forward(s, width * shared, "mlp.shared_experts")
+
+
+LAYERS_BY_FAMILY: Mapping[str, Layer] = MappingProxyType(
+    {
+        "llama": _llama,
+        "mistral": _mistral,
+        "mixtral": _mixtral,
+        "qwen2": _qwen2,
+        "qwen2_moe": _qwen2_moe,
+        "qwen3": _qwen3,
+        "qwen3_moe": _qwen3_moe,
+        "deepseek_v2": _deepseek,
+        "deepseek_v3": _deepseek,
+        "kimi_k2": _deepseek,
+    }
+)
+"""Families by the ``model_type`` of their configurations."""
+
+_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "LlamaForCausalLM": "llama",
+        "MistralForCausalLM": "mistral",
+        "MixtralForCausalLM": "mixtral",
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen2MoeForCausalLM": "qwen2_moe",
+        "Qwen3ForCausalLM": "qwen3",
+        "Qwen3MoeForCausalLM": "qwen3_moe",
+        "DeepseekV2ForCausalLM": "deepseek_v2",
+        "DeepseekV3ForCausalLM": "deepseek_v3",
+    }
+)
+"""Families by class, for configurations with a ``model_type`` of their own."""
+
+
+def model_of_config(file: Location, dtype: str | None = None, method: MatrixMethod = MUON) -> ModelTensors:
+    """Read the parameters of the model that a ``config.json`` describes.
+
+    Args:
+        file: it, or the folder that it is in.
+        dtype: of the parameters in training; by default the configuration's, or else bfloat16.
+        method: of its matrices.
+
+    Raises:
+        SourceError: it is no such file, or a number that the family needs is missing or out of range.
+        TargetError: the family is unknown; names the known ones.
+    """
+    if file.is_dir():
+        file /= "config.json"
+        if not file.is_file():
+            raise SourceError(f"{file}: there is no such file; give a checkpoint as --ckpt (checkpoint=), not --model")
+    try:
+        data = json.loads(read_whole(file.resolve()))  # Hugging Face's cache is made of links
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{file}: expected a config.json of Hugging Face's, found no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise SourceError(f"{file}: expected a config.json with an object, found {type(data).__name__}")
+    settings = Settings(str(file), data)
+    dtype = dtype or data.get("dtype") or data.get("torch_dtype") or "bfloat16"
+    if not isinstance(dtype, str):
+        raise SourceError(f"{file}: expected dtype to be a name, found {dtype!r}")
+    itemsize(dtype)
+    parameters = (
+        fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, pieces=p.pieces, used=p.used, method=method)
+        for p in _parameters(settings, _family(settings))
+    )
+    return ModelTensors(str(file), tuple(parameters))
+
+
+def _family(settings: Settings) -> Layer:
+    kind, classes = settings.fields.get("model_type"), settings.fields.get("architectures") or ()
+    if isinstance(kind, str) and kind in LAYERS_BY_FAMILY:
+        return LAYERS_BY_FAMILY[kind]
+    for name in classes if isinstance(classes, list) else ():
+        if name in _ARCHITECTURES:
+            return LAYERS_BY_FAMILY[_ARCHITECTURES[name]]
+    inner = "; give its text_config as a file of its own" if "text_config" in settings.fields else ""
+    raise TargetError(
+        f"{settings.place}: unknown model_type {kind!r} with architectures {classes!r}; known are "
+        f"{', '.join(LAYERS_BY_FAMILY)}{inner}; or plan from a checkpoint of the model"
+    )
+
+
+def _parameters(settings: Settings, layer: Layer) -> Iterator[Named]:
+    hidden, vocabulary = settings.number("hidden_size"), settings.number("vocab_size")
+    tied = settings.flag("tie_word_embeddings")
+    yield Named("model.embed_tokens.weight", (vocabulary, hidden), used=float(tied))
+    for number in range(settings.number("num_hidden_layers", most=_MOST_LAYERS)):
+        own = [*layer(settings, number)]
+        own += [Named(f"{norm}_layernorm.weight", (hidden,)) for norm in ("input", "post_attention")]
+        yield from (Named(f"model.layers.{number}.{p.name}", p.shape, p.matrix, p.pieces, p.used) for p in own)
+    yield Named("model.norm.weight", (hidden,))
+    if not tied:
+        yield Named("lm_head.weight", (vocabulary, hidden))

@@ -1,0 +1,177 @@
+"""The public question: what a step, a rank's memory and a checkpoint would cost on some meshes; which is cheapest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ...converters.target.topology import AxisCut, ShardRule
+from ...names.errors import SourceError, TargetError, did_you_mean
+from ...optimizer.ground.host_memory import STATE_MEMORIES
+from ...optimizer.methods.form import MatrixMethod
+from ...optimizer.methods.matrix import MATRICES
+from ...optimizer.planning.matrices import PRECISIONS
+from ...record.key_search import keys_matching
+from ...store.io.location import Remote, location
+from .hardware import UNKNOWN_RATES, Rates
+from .iteration import PLAIN_FSDP, SCHEMES, Training
+from .models import ModelTensors, model_of_checkpoint, model_of_config, with_state_in
+from .topologies import MuonOptions, Topology, topology_of
+
+PathLike = str | os.PathLike[str] | Remote
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """The costs of a model on some meshes.
+
+    Attributes:
+        source: the configuration or checkpoint that it was read from.
+        parameters, elements, matrices: counts of the whole model; ``matrices`` are parameters that Muon steps.
+        topologies: one for each mesh, in their order.
+        cheapest: the position of the cheapest mesh; ``why`` says by which measure.
+    """
+
+    source: str
+    parameters: int
+    elements: int
+    matrices: int
+    topologies: tuple[Topology, ...]
+    cheapest: int
+    why: str
+
+
+def forecast(
+    meshes: Sequence[Mapping[str, int]],
+    *,
+    model: PathLike | None = None,
+    checkpoint: PathLike | None = None,
+    shard: Mapping[str, Sequence[AxisCut]] | None = None,
+    select: Sequence[str] = (),
+    dtype: str | None = None,
+    state_dtype: str | None = None,
+    rates: Rates = UNKNOWN_RATES,
+    training: Training = PLAIN_FSDP,
+    stages: int | None = None,
+    offload: str | None = None,
+    ns_steps: int = MuonOptions().ns_steps,
+    ns_dtype: str = MuonOptions().ns_dtype,
+    algorithm: str | MatrixMethod = "muon",
+    progress: Callable[[int, int], None] = lambda count, total: None,
+) -> Prospect:
+    """Compute what a model would cost on these meshes, as ``muonckpt plan`` prints it.
+
+    Starts no process and reads no elements.  The optimizer's own planner plans a step, as the ranks would.
+
+    Args:
+        meshes: sizes of axes by name, the outermost first.
+        model: a ``config.json`` of Hugging Face's, of a known family; or else
+        checkpoint: a checkpoint of any program, with momentum or groups that name their methods.
+        shard: axes and dims by patterns of parameters' names, as for `reshard`; a rule counts on the meshes that have
+            its axes.  By default all axes cut the rows.
+        select: patterns of the names of the parameters to count, such as those of a pipeline stage; by default all.
+        dtype: of the parameters, gradients and state of a ``model``; by default the configuration's.
+        state_dtype: of momentum and moments, as `Muon` takes it; by default ``dtype``, or what the checkpoint has.
+        rates: of one rank: bytes a second to others and to files, FLOPs a second; `HARDWARE` has some by name.
+        training: the scheme of forward and backward, and the tokens of an iteration.
+        stages, offload, ns_steps, ns_dtype: as for `muonckpt.optimizer.Muon`.
+        algorithm: of a model's matrices; or a method of your own that groups of the checkpoint name, whose FLOPs would
+            be unknown otherwise.
+        progress: called with the number of meshes that are done, and of all.
+
+    Raises:
+        SourceError: the configuration or the checkpoint cannot be read.
+        TargetError: not one of ``model`` and ``checkpoint``; no mesh; an unknown family, dtype, scheme or algorithm; no
+            matrices; a rule or a pattern that fits nothing.
+        LayoutError: a matrix cannot be planned.
+    """
+    if (model is None) == (checkpoint is None):
+        raise TargetError("expected a model's config.json or a checkpoint, one of the two")
+    if ns_dtype not in PRECISIONS:
+        raise TargetError(f"unknown ns_dtype {ns_dtype!r}; expected one of {', '.join(PRECISIONS)}")
+    if training.scheme not in SCHEMES:
+        raise TargetError(f"unknown scheme {training.scheme!r}; expected one of {', '.join(SCHEMES)}")
+    if (stages is not None and stages < 1) or ns_steps < 1:
+        raise TargetError(f"expected at least one stage and one step of Newton-Schulz, found {stages} and {ns_steps}")
+    if offload not in STATE_MEMORIES:
+        raise TargetError(f"offload={offload!r}: expected one of {list(STATE_MEMORIES)}")
+    if isinstance(algorithm, str) and algorithm not in MATRICES:
+        known = f"{', '.join(MATRICES)}, or a MatrixMethod"
+        raise TargetError(f"unknown algorithm {algorithm!r} of matrices; expected one of {known}")
+    method = MATRICES[algorithm] if isinstance(algorithm, str) else algorithm
+    tensors = (
+        model_of_checkpoint(location(checkpoint, SourceError), method)
+        if checkpoint is not None
+        else model_of_config(location(model, SourceError), dtype, method)  # type: ignore[arg-type]
+    )
+    if state_dtype is not None:
+        tensors = with_state_in(tensors, state_dtype)
+    options = MuonOptions(ns_steps, ns_dtype, stages, offload)
+    return prospect_of(_selected(tensors, select), meshes, shard or {}, options, rates, training, progress)
+
+
+def prospect_of(
+    tensors: ModelTensors,
+    meshes: Sequence[Mapping[str, int]],
+    shard: Mapping[str, Sequence[AxisCut]],
+    options: MuonOptions,
+    rates: Rates = UNKNOWN_RATES,
+    training: Training = PLAIN_FSDP,
+    progress: Callable[[int, int], None] = lambda count, total: None,
+) -> Prospect:
+    """Compute the costs of a model whose parameters are known, as `forecast` does for what it has read.
+
+    Raises:
+        TargetError: no mesh, or a rule that fits nothing.
+        LayoutError: a matrix cannot be planned.
+    """
+    if not meshes:
+        raise TargetError("expected at least one mesh, such as dp=8")
+    rules = tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items())
+    names = [parameter.name for parameter in tensors.parameters]
+    for rule in rules:
+        if not any(fnmatchcase(name, rule.glob) for name in names):
+            raise TargetError(f"rule {rule} matches no parameter{did_you_mean(rule.glob, names)}")
+        axes = {axis for axis, _ in rule.cuts}
+        if not any(mesh.keys() >= axes for mesh in meshes):
+            raise TargetError(f"rule {rule}: no mesh has the axes {', '.join(sorted(axes))}")
+    topologies = []
+    for done, mesh in enumerate(meshes):
+        progress(done, len(meshes))
+        topologies.append(topology_of(tensors, mesh, rules, options, rates, training))
+    return Prospect(
+        tensors.source,
+        len(tensors.parameters),
+        sum(parameter.numel for parameter in tensors.parameters),
+        len(tensors.matrices),
+        tuple(topologies),
+        *_cheapest(topologies),
+    )
+
+
+def _selected(model: ModelTensors, globs: Sequence[str]) -> ModelTensors:
+    names = [parameter.name for parameter in model.parameters]
+    matching = keys_matching(globs, names, what="parameter", where=f" of {model.source}")
+    chosen = ModelTensors(
+        model.source,
+        tuple(parameter for parameter in model.parameters if parameter.name in matching),
+    )
+    if not chosen.matrices:
+        raise TargetError(f"none of the selected parameters of {model.source} is Muon's, so there is nothing to plan")
+    return chosen
+
+
+def _cheapest(topologies: Sequence[Topology]) -> tuple[int, str]:
+    """Choose the mesh with the fewest rank-seconds of a step's Muon part, or bytes where rates are unknown.
+
+    At equal cost, the one whose fullest rank holds the least.
+    """
+    timed = [topology.seconds["muon"] for topology in topologies]
+    numbers = range(len(topologies))
+    if None not in timed:
+        why = "the fewest rank-seconds of a step's Muon part"
+        return min(numbers, key=lambda i: (timed[i] * topologies[i].ranks, topologies[i].memory["total"])), why  # type: ignore[operator]
+    why = "the fewest bytes sent in a step by the busiest rank (give link and flops rates to compare durations)"
+    return min(numbers, key=lambda i: (topologies[i].sent["most"], topologies[i].memory["total"])), why

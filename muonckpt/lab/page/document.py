@@ -1,0 +1,89 @@
+"""One HTML file of data, style and script, which needs no network.
+
+Names in a checkpoint may be hostile.  They are in the page as JSON only, in which no ``<`` occurs, and the script shows
+them as text; a policy lets browsers run and apply only our own script and style, known by their hashes, and load
+nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from ...names.errors import DestinationError
+from ...names.wording import as_json, printable
+from ...store.io.new_file import write_synced
+
+_ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
+
+
+def html_of(title: str, data: Mapping[str, Any], scripts: Sequence[str]) -> str:
+    """Return the page, in ASCII; ``data`` is JSON data, as `plain` gives it, ``scripts`` are names of assets."""
+    style = _asset("page.css")
+    script = "\n".join(_asset(f"{name}.js") for name in scripts)
+    return Template(_asset("page.html")).substitute(
+        title=escape(printable(title)).encode("ascii", "xmlcharrefreplace").decode(),
+        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
+        "form-action 'none'",
+        style=style,
+        script=script,
+        data=json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_ESCAPED),
+    )
+
+
+def write_page(file: str | os.PathLike[str], html: str) -> int:
+    """Write a page into a local file, which appears whole and replaces an earlier one; return its bytes.
+
+    Raises:
+        DestinationError: it cannot be written.
+    """
+    place, text = Path(file), html.encode("ascii")
+    draft = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
+    try:
+        write_synced(draft, text)
+        draft.replace(place)
+    except OSError as error:
+        raise DestinationError(f"the report cannot be written to {place}: {error}") from error
+    finally:
+        with suppress(OSError):  # it has its name, or was never made
+            draft.unlink()
+    return len(text)
+
+
+_NONFINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+
+
+def plain(result: Any) -> Any:
+    """Convert a result to JSON data; infinite and NaN numbers become text, because browsers read none."""
+    return json.loads(json.dumps(result, default=as_json), parse_constant=_NONFINITE.get)
+
+
+def rounded(value: Any) -> Any:
+    """Round the floats in data to five significant digits."""
+    match value:
+        case float():
+            return float(f"{value:.5g}")
+        case Mapping():
+            return {name: rounded(each) for name, each in value.items()}
+        case list() | tuple():
+            return [rounded(each) for each in value]
+        case _:
+            return value
+
+
+def _asset(name: str) -> str:
+    return files(__package__).joinpath("assets", name).read_text("ascii")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

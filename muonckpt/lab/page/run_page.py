@@ -1,0 +1,236 @@
+"""A page about a run: all its steps, which are whole, how norms, drift and sizes went, and its resumes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...converters.compare.diff import Difference
+from ...converters.compare.stats import STATS_MEMORY
+from ...converters.look.inspection import inspection_of
+from ...converters.look.run_history import RunHistory, look_at_run, overview_of_run
+from ...names.errors import LayoutError, SourceError
+from ...names.version import VERSION
+from ...names.wording import Finding, counted, unnumbered
+from ...store.io.location import Remote
+from ...store.reading.payloads import Progress
+from ...store.verify.run import RunStep
+from .checkpoint_page import Reading, StatsChoice, told_by
+from .document import html_of, plain, rounded, write_page
+from .whole_parts import Looked, in_turns, on_whole_parts
+
+_SCRIPTS = ("words", "frame", "findings", "table", "charts", "run")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNumbers:
+    """The norm of a tensor at a step, its finite elements, its stable rank (None if there is none), and its role."""
+
+    role: str
+    norm: float
+    finite: int
+    stable_rank: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """What is known of one readable step of a run.
+
+    Attributes:
+        findings: in the metadata and the numbers.
+        since: the step that it is compared with; None if it is the first, or was not compared.
+        tensors: the numbers of those that were measured, by key.
+        changes: the norm of the change of each tensor since that step, by key.
+        left_out: the keys of tensors that were not measured because parts of them are lost.
+    """
+
+    findings: tuple[Finding, ...]
+    since: str | None
+    tensors: Mapping[str, TensorNumbers]
+    changes: Mapping[str, float]
+    left_out: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPage:
+    """A page about a run.
+
+    Attributes:
+        history: its steps, and what changed between them by their metadata.
+        stats: what was measured.
+        numbers: by the name of the step; those whose metadata cannot be read have none.
+    """
+
+    history: RunHistory
+    stats: StatsChoice
+    numbers: Mapping[str, StepNumbers]
+
+    @property
+    def verdict(self) -> str:
+        """The sentence that says which steps are not whole; empty if all are."""
+        bad = [step for step in self.history.steps if step.state != "whole"]
+        if not bad:
+            return ""
+        names = ", ".join(f"{step.name} ({step.state})" for step in bad[-3:])
+        steps = counted(len(self.history.steps), "step")
+        return f"{len(bad)} of {steps} {'is' if len(bad) == 1 else 'are'} not whole: {'… ' * (len(bad) > 3)}{names}"
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """The lines for a terminal that say which steps are not whole."""
+        if self.verdict:
+            yield f"{self.history.run.path}: {self.verdict}."
+
+    @property
+    def findings(self) -> int:
+        """The number of findings in all steps, and of steps that are not whole."""
+        odd = sum(step.state != "whole" for step in self.history.steps)
+        return odd + sum(len(step.findings) for step in self.numbers.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the data of the page, as docs/guide/report.md describes it."""
+        steps = [self.numbers.get(step.name) for step in self.history.steps]
+        return {
+            "muonckpt": VERSION,
+            **plain(self.history),
+            "verdict": self.verdict,
+            "overview": list(overview_of_run(self.history)),
+            "measured": self.stats,
+            "findings": [plain(step.findings) if step else [] for step in steps],
+            "left_out": [len(step.left_out) if step else 0 for step in steps],
+            "since": [step.since if step else None for step in steps],
+            "series": plain(list(_series(self.history.steps, self.numbers))),
+        }
+
+    def html(self) -> str:
+        return html_of(f"{Path(str(self.history.run.path)).name} - muonckpt report", self.to_json(), _SCRIPTS)
+
+    def write(self, file: str | os.PathLike[str]) -> int:
+        """Write the page into a local file, which appears whole and replaces an earlier one; return its bytes.
+
+        Raises:
+            DestinationError: it cannot be written.
+        """
+        return write_page(file, self.html())
+
+
+def report_run(
+    path: str | os.PathLike[str] | Remote,
+    *,
+    stats: StatsChoice = "norms",
+    select: Sequence[str] = (),
+    memory: int = STATS_MEMORY,
+    jobs: int = 2,
+    progress: Progress = lambda count, total: None,
+) -> RunPage:
+    """Make a page about all steps of a run, as ``muonckpt report RUN`` writes it; needs no torch.
+
+    Damaged steps are on it, too: what is lost is left out of the numbers.
+
+    Args:
+        path: the folder of the run: a path or a URL.
+        stats: the numbers to measure.  With ``"none"`` no elements are read, and there are no norms and no drift; else
+            those of each step are read twice, and once more for the step after it unless fingerprints tell that they
+            are the same.
+        select: shell patterns of the keys of weights and state to measure; by default all.
+        memory: the most bytes of elements in memory.
+        jobs: the number of threads.
+        progress: called with the bytes read since the last call, and with the total of what is being read.
+
+    Raises:
+        SourceError: the folder cannot be read, or holds no checkpoint in a folder that ends with a number.
+        TargetError: a pattern matches nothing.
+    """
+    return page_of_run(look_at_run(path), Reading(stats, select, memory, jobs), progress)
+
+
+def page_of_run(history: RunHistory, reading: Reading, progress: Progress) -> RunPage:
+    """Make a page as `report_run` does about a run whose metadata have been looked at."""
+    turn = in_turns(progress)
+    numbers: dict[str, StepNumbers] = {}
+    before: tuple[str, Looked] | None = None
+    with ExitStack() as stack:
+        for step in history.steps:
+            if step.name not in history.facts:
+                continue
+            looked = Looked.at(step.path, stack)
+            numbers[step.name] = _numbers_of(looked, before, reading, turn())
+            if before:
+                before[1].opened.close()
+            before = step.name, looked
+    return RunPage(history, reading.stats, numbers)
+
+
+def _numbers_of(looked: Looked, before: tuple[str, Looked] | None, reading: Reading, progress: Progress) -> StepNumbers:
+    """Measure a step, and compare it with the one before."""
+    symptoms = inspection_of(looked.opened, looked.known).symptoms
+    findings = [finding for finding in symptoms if finding.kind not in told_by(looked.damage)]
+    if reading.stats == "none":
+        return StepNumbers(tuple(findings), None, {}, {}, frozenset())
+    both = [looked, *([before[1]] if before else [])]
+    try:
+        (own, *_), (stats, difference) = on_whole_parts(both, reading.jobs, progress, reading.numbers)
+    except (SourceError, LayoutError) as error:
+        findings.append(Finding("unreadable", str(error)))
+        return StepNumbers(tuple(findings), None, {}, {}, looked.left_out)
+    if own.diagnosis and not looked.diagnosis:
+        findings.insert(0, Finding("damage", own.diagnosis.sentence))
+    assert stats is not None, "something is measured"
+    tensors = {t.key: TensorNumbers(t.role, t.figures.norm, t.figures.finite, t.stable_rank) for t in stats.tensors}
+    changes = dict(_changes(difference)) if difference else {}
+    since = before[0] if before else None
+    chosen = {tensor.key for _, tensor in reading.chosen(own.known)}
+    return StepNumbers((*findings, *stats.health), since, tensors, changes, own.left_out & chosen)
+
+
+def _changes(difference: Difference) -> Iterator[tuple[str, float]]:
+    """Yield the norm of the change of each tensor that both steps have in one shape."""
+    for tensor in difference.tensors:
+        if tensor.by != "shape":
+            yield tensor.key, tensor.statistics.norm_change if tensor.statistics else 0.0
+
+
+def _series(steps: Sequence[RunStep], numbers: Mapping[str, StepNumbers]) -> Iterator[dict[str, Any]]:
+    """Yield, for each parameter or slot in all layers, its norm, RMS, stable rank and drift at each step.
+
+    Drift is the norm of the change since the step before, in terms of the norm there.  A value is None where a part of
+    it is not known.
+    """
+    groups = defaultdict[tuple[str, str], dict[str, None]](dict)
+    for step in numbers.values():
+        for key, tensor in step.tensors.items():
+            groups[unnumbered(key), tensor.role][key] = None
+    order = [numbers.get(step.name) for step in steps]
+    for (pattern, role), keys in groups.items():
+        columns = [_values(step, numbers, [*keys]) if step else _UNKNOWN for step in order]
+        named = {name: [rounded(column[name]) for column in columns] for name in _UNKNOWN}
+        yield {"pattern": pattern, "role": role, "tensors": len(keys), **named}
+
+
+_UNKNOWN: Mapping[str, float | None] = {"norm": None, "rms": None, "stable_rank": None, "drift": None}
+
+
+def _values(step: StepNumbers, numbers: Mapping[str, StepNumbers], keys: Sequence[str]) -> Mapping[str, float | None]:
+    if not step.left_out.isdisjoint(keys):
+        return _UNKNOWN
+    own = [step.tensors[key] for key in keys if key in step.tensors]
+    if not own:
+        return _UNKNOWN
+    norm = math.hypot(*(tensor.norm for tensor in own))
+    finite = sum(tensor.finite for tensor in own)
+    ranks = sorted(tensor.stable_rank for tensor in own if tensor.stable_rank is not None)
+    former = numbers[step.since].tensors if step.since else {}
+    then = math.hypot(*(former[key].norm for key in keys if key in former))
+    known = then > 0 and all(key in step.changes and key in former for key in keys)
+    return {
+        "norm": norm,
+        "rms": norm / math.sqrt(finite) if finite else 0.0,
+        "stable_rank": ranks[len(ranks) // 2] if ranks else None,
+        "drift": math.hypot(*(step.changes[key] for key in keys)) / then if known else None,
+    }

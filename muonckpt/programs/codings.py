@@ -1,0 +1,232 @@
+"""Options of parameter groups that two programs express differently.
+
+Between programs, options have *common* names and values: ``ns`` are Newton-Schulz coefficients as `muonckpt.optimizer`
+has them, ``pieces`` the rows that are orthogonalised together, ``scale`` how the rate grows with the shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..algebra.box import Index
+from ..names.coefficients import COEFFICIENTS, CoefficientSet, Triple, coefficient_set, plain_coefficients
+
+OptionValues = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """A program's encoding of common options, where that takes more than another name.
+
+    Attributes:
+        own: the program's options.
+        common: the common options that they mean.
+        read: returns the common options that own ones mean for a parameter of this shape.
+        write: returns the own options for known common ones; None if the program cannot say them.
+        optional: whether a group may lack the own options.
+    """
+
+    own: tuple[str, ...]
+    common: tuple[str, ...]
+    read: Callable[[OptionValues, Index], OptionValues]
+    write: Callable[[OptionValues, Index], OptionValues | None]
+    optional: bool = False
+
+
+def betas(own: str) -> Coding:
+    """Return the coding of two decay rates as a pair."""
+
+    def read(options: OptionValues, shape: Index) -> OptionValues:
+        match options.get(own):
+            case [beta1, beta2]:
+                return {"beta1": beta1, "beta2": beta2}
+        return {}
+
+    def write(common: OptionValues, shape: Index) -> OptionValues:
+        return {own: (common["beta1"], common["beta2"])} if len(common) == 2 else {}
+
+    return Coding((own,), ("beta1", "beta2"), read, write)
+
+
+def scale(own: str, values: Mapping[str, Sequence[object]]) -> Coding:
+    """Return the coding of a matrix's scale; of the own words for a common one the first is written."""
+
+    def read(options: OptionValues, shape: Index) -> OptionValues:
+        if own not in options:
+            return {}
+        names = [name for name, words in values.items() if options[own] in words]
+        return {"scale": names[0] if names else f"{own}={options[own]!r}"}
+
+    def write(common: OptionValues, shape: Index) -> OptionValues | None:
+        if not common:
+            return {}
+        words = values.get(common["scale"], ())
+        return {own: words[0]} if words else None
+
+    return Coding((own,), ("scale",), read, write)
+
+
+def _schedule(common: OptionValues) -> tuple[Triple, ...] | None:
+    """Return the polynomials of all steps, the norm's margin in the first; None if that is not known."""
+    try:
+        chosen = coefficient_set(common["ns"])
+    except (ValueError, TypeError):
+        return None
+    if "ns_steps" not in common:
+        return (chosen.tail,) if chosen.steps == (chosen.tail,) and chosen.norm_scale == 1 else None
+    (a, b, c), *others = chosen.schedule(common["ns_steps"])
+    by = chosen.norm_scale
+    return ((a / by, b / by**3, c / by**5), *others)
+
+
+def _named(rows: tuple[Triple, ...]) -> object:
+    """Return the name of the published set that begins with these rows, or the rows themselves."""
+    if len(set(rows)) == 1:
+        return plain_coefficients(rows[0])
+    for name, published in COEFFICIENTS.items():
+        if published.norm_scale == 1 and published.schedule(len(rows)) == rows:
+            return name
+    return plain_coefficients(CoefficientSet("custom", rows, "a checkpoint"))
+
+
+def coefficients(of_steps: bool) -> Coding:
+    """Return the coding of coefficients as a triple, or ``of_steps`` also as one for each step."""
+
+    def read(options: OptionValues, shape: Index) -> OptionValues:
+        steps = {"ns_steps": options["ns_steps"]} if "ns_steps" in options else {}
+        numbers = options.get("ns_coefficients")
+        match numbers:
+            case None:
+                return steps
+            case [[*_], *_]:
+                rows = tuple((float(a), float(b), float(c)) for a, b, c in numbers)
+                return {"ns": _named(rows), "ns_steps": len(rows)}
+            case [a, b, c]:
+                return {"ns": plain_coefficients((a, b, c)), **steps}
+        return {"ns": tuple(numbers), **steps}
+
+    def write(common: OptionValues, shape: Index) -> OptionValues | None:
+        if "ns" not in common:
+            return common
+        rows = _schedule(common)
+        if rows is None or (len(set(rows)) > 1 and not of_steps):
+            return None
+        steps = {"ns_steps": common["ns_steps"]} if "ns_steps" in common else {}
+        return {"ns_coefficients": rows[0] if len(set(rows)) == 1 else rows, **steps}
+
+    return Coding(("ns_coefficients", "ns_steps"), ("ns", "ns_steps"), read, write)
+
+
+def _equal_parts(count: object, shape: Index) -> OptionValues:
+    """Return the pieces of a parameter of ``count`` equal matrices, one below the other."""
+    if not isinstance(count, int) or count == 1 or len(shape) < 2:
+        return {"pieces": None}
+    return {"pieces": (shape[-2] // count,) * count}
+
+
+def _count(common: OptionValues, shape: Index) -> int | None:
+    """Return how many equal parts the pieces are; None if they are not."""
+    pieces = common["pieces"]
+    if pieces is None:
+        return 1
+    return len(pieces) if len(shape) == 2 and len(set(pieces)) == 1 and sum(pieces) == shape[0] else None
+
+
+def equal_parts(own: str, always: bool) -> Coding:
+    """Return the coding of a number of matrices, which a group has ``always``, or if it is not 1."""
+
+    def read(options: OptionValues, shape: Index) -> OptionValues:
+        return _equal_parts(options.get(own, 1), shape)
+
+    def write(common: OptionValues, shape: Index) -> OptionValues | None:
+        count = _count(common, shape) if common else 1
+        if count is None:
+            return None
+        return {own: count} if always or count > 1 else {}
+
+    return Coding((own,), ("pieces",), read, write, optional=True)
+
+
+def _read_splits(options: OptionValues, shape: Index) -> OptionValues:
+    sizes = options.get("split_sizes")
+    return _equal_parts(options.get("num_heads"), shape) if sizes is None else {"pieces": tuple(sizes)}
+
+
+def _write_splits(common: OptionValues, shape: Index) -> OptionValues | None:
+    pieces = common.get("pieces")
+    if pieces is None or len(pieces) == 1:
+        return {}
+    return {"split_sizes": tuple(pieces)} if len(shape) == 2 and sum(pieces) == shape[0] else None
+
+
+SPLITS = Coding(("split_sizes", "num_heads"), ("pieces",), _read_splits, _write_splits, optional=True)
+"""The coding of dion's blocks of rows, of any sizes or equal."""
+
+FLATTEN = Coding(
+    ("flatten",),
+    ("flatten",),
+    lambda options, shape: {"flatten": True} if options.get("flatten") and len(shape) > 2 else {},
+    lambda common, shape: {"flatten": common.get("flatten", False)},
+)
+"""The coding that says whether a parameter of more than two dims is one matrix, or a stack."""
+
+
+def _read_form(options: OptionValues, shape: Index) -> OptionValues:
+    match options:
+        case {"ns_implementation": "std"}:
+            return {"gram": None}
+        case {"ns_implementation": _, "gram_ns_reset_iterations": [*restarts]}:
+            return {"gram": tuple(restarts)}
+    return {}
+
+
+def _write_form(common: OptionValues, shape: Index) -> OptionValues:
+    if "gram" not in common:
+        return {}
+    restarts = common["gram"]
+    if restarts is None:
+        return {"ns_implementation": "std"}
+    return {"ns_implementation": "gram", "gram_ns_reset_iterations": tuple(restarts)}
+
+
+GRAM = Coding(("ns_implementation", "gram_ns_reset_iterations"), ("gram",), _read_form, _write_form)
+"""The coding of VeOmni's form of Newton-Schulz."""
+
+
+def _read_coupled(options: OptionValues, shape: Index) -> OptionValues:
+    coupled = options.get("decoupled_weight_decay") is False and options.get("weight_decay")
+    return {"coupled": options["weight_decay"]} if coupled else {}
+
+
+COUPLED = Coding(
+    ("decoupled_weight_decay", "weight_decay"),
+    ("coupled",),
+    _read_coupled,
+    lambda common, shape: {"decoupled_weight_decay": False} if common else {},
+    optional=True,
+)
+"""The coding of the decay that torch's Adam adds to the gradient."""
+
+
+FACTORS: Mapping[str, Callable[[int, int], float]] = {
+    "none": lambda rows, columns: 1.0,
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "spectral": lambda rows, columns: math.sqrt(rows / columns),
+    "rms": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+"""The factor of a matrix's rate, by the common name of the scale."""
+
+
+def lr_ratio(common: OptionValues, shape: Index) -> float | None:
+    """Return XTuner's factor of a matrix's rate, which it keeps as state; None if the scale is not known.
+
+    It scales split rows block by block, and then keeps 1.
+    """
+    factor = FACTORS.get(common.get("scale", ""))
+    if factor is None or len(shape) < 2:
+        return None
+    count = _count({"pieces": common.get("pieces")}, shape)
+    return 1.0 if count is None else factor(shape[-2] // count, shape[-1])

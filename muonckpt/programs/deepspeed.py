@@ -1,0 +1,68 @@
+"""DeepSpeed 0.19 (``runtime/zero/muon``): Keller Jordan's Muon, also in the Gram form, and torch's AdamW."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..algebra.box import Index
+from ..names.vocabulary import Convention
+from .codings import Coding, OptionValues
+from .dialect import FLAG, LISTED, MODEL, NESTED, NUMBER, RATES, TEXT, Dialect, Mark, OptionTable, StoredMethod
+from .torch import ADAMW, ADAMW_KINDS, PLAIN, RATE_KINDS
+
+_FORMS: dict[str, OptionValues] = {
+    "standard": {"gram": None, "ns_dtype": "bfloat16"},
+    "gram": {"gram": (2,), "ns_dtype": "float16"},
+}
+"""What each ``ns_method`` means; a device that lacks the dtype computes in float32."""
+
+
+def _read_form(options: OptionValues, shape: Index) -> OptionValues:
+    return _FORMS.get(options.get("ns_method", ""), {})
+
+
+def _write_form(common: OptionValues, shape: Index) -> OptionValues | None:
+    if "gram" not in common:
+        return {}
+    restarts = common["gram"]
+    form = {**common, "gram": restarts if restarts is None else tuple(restarts)}
+    return next(({"ns_method": word} for word, meant in _FORMS.items() if {**meant, **form} == meant), None)
+
+
+_KERNELS = Coding(
+    ("use_muon",),
+    ("flatten",),
+    lambda options, shape: {"flatten": True} if len(shape) == 4 else {},
+    lambda common, shape: {"use_muon": True},
+)
+"""The coding of kernels of convolutions, which are one matrix each; other parameters are stacks of matrices."""
+
+PROGRAM = Dialect(
+    "deepspeed",
+    "DeepSpeed's Muon and AdamW, in the folders of ZeRO 1, 2 and 3",
+    MODEL,
+    NESTED,
+    LISTED,
+    Convention.EMA,
+    (
+        StoredMethod(
+            "muon",
+            {"momentum": "momentum_buffer"},
+            {**RATES, "momentum": "momentum"},
+            (Coding(("ns_method",), ("gram", "ns_dtype"), _read_form, _write_form), _KERNELS),
+            idle={"name": "muon-params"},
+            assumed={"ns_method": "gram"},
+        ),
+        replace(ADAMW, idle={**ADAMW.idle, "use_muon": False, "name": "adam-params"}, family="deepspeed"),
+    ),
+    OptionTable(
+        {**RATE_KINDS, "momentum": NUMBER, "use_muon": FLAG, "ns_method": TEXT}, elementwise=ADAMW_KINDS, closed=True
+    ),
+    marks=(Mark(options={"use_muon", "ns_method"}),),
+    facts={
+        "muon": {**PLAIN, "nesterov": True, "scale": "original", "ns": "keller", "ns_steps": 5, "eps": 1e-7},
+        "adamw": PLAIN,
+    },
+    hints={"pieces": "none, unless the configuration had per_head_muon: then the heads of each projection"},
+    private=frozenset({"deepspeed.*"}),
+)

@@ -1,0 +1,379 @@
+"""Tells which program wrote a checkpoint, and where its model and its optimizers lie; or lists the choices.
+
+Nothing on disk names the program.  Keys in torch's forms, under any root, prove nothing but the form: a program, and
+with it a momentum convention, is known only by slots and options that it alone writes.
+
+Roots are a part of the templates that :func:`under` gives a dialect, and nothing else knows of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..names.errors import SourceError, TargetError
+from ..names.keys import NUMBER, PARAM_GROUPS, STATE, OptimizerKey, OptimizerPlace, key_of
+from ..names.vocabulary import STEP, KeyPath
+from ..record.record import Manifest, StateRecord
+from .dialect import FLAT, NESTED, NUMBERED, AnyTemplate, Dialect, Template, Templates, option_template, state_template
+from .registry import DIALECTS, with_plugins
+
+KNOWN_SLOTS = frozenset(
+    slot
+    for dialect in DIALECTS.values()
+    for slot in (*dialect.derived, *(slot for method in dialect.methods for slot in method.slots.values()))
+)
+"""The slots of all programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlace:
+    """The place of a model: the path ``root``, then ``prefix`` in the string that names the parameter."""
+
+    root: KeyPath
+    prefix: str = ""
+
+    def __str__(self) -> str:
+        return key_of((*self.root, self.prefix.removesuffix("."))).strip(".") or "the top"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The places of a checkpoint's optimizers, and of its model: None if it has none, or if nothing tells.
+
+    Attributes:
+        numbered: those of them in which parameters are known by their number.
+        groups: the names of the options of each group.
+        slots: the names of the slots of state.
+        example: a key of state.
+    """
+
+    optimizers: tuple[OptimizerPlace, ...] = ()
+    model: ModelPlace | None = None
+    numbered: frozenset[OptimizerPlace] = frozenset()
+    groups: tuple[frozenset[str], ...] = ()
+    slots: frozenset[str] = frozenset()
+    example: str = ""
+
+    @property
+    def form(self) -> str:
+        if any(place.flat for place in self.optimizers):
+            return "flat"
+        return "numbered" if self.numbered else "nested"
+
+
+_FORMS = (NESTED, NUMBERED, FLAT)
+
+
+def under(dialect: Dialect, keys: Keys) -> Dialect:
+    """Return the dialect with templates for these places; itself if nothing changes.
+
+    Megatron's keys are not of torch's forms, and have no roots.
+    """
+    if dialect.state not in _FORMS:
+        return dialect
+
+    def one_or_more(templates: Iterable[Template]) -> AnyTemplate:
+        by_place = dict(zip(map(str, keys.optimizers), templates, strict=True))
+        return Templates(by_place) if len(by_place) > 1 else next(iter(by_place.values()))
+
+    state: AnyTemplate = dialect.state
+    option, model = dialect.option, dialect.model
+    if keys.optimizers:
+        state = one_or_more(state_template(place, place in keys.numbered) for place in keys.optimizers)
+        option = one_or_more(map(option_template, keys.optimizers))
+    if keys.model is not None:
+        model = Template((f"{keys.model.prefix}{{name}}",), keys.model.root)
+    unchanged = (state, option, model) == (dialect.state, dialect.option, dialect.model)
+    return dialect if unchanged else replace(dialect, state=state, option=option, model=model)
+
+
+FORMS = ("nested", "flat")
+"""The forms of keys that a target can be given."""
+
+ROOTS = ("model", "optimizer")
+"""Parts of a target that can be given another root."""
+
+
+def placed(dialect: Dialect, form: str | None, roots: Mapping[str, str]) -> Dialect:
+    """Return the dialect with its optimizer in keys of this form, and model and optimizer under these roots.
+
+    Args:
+        form: one of `FORMS`; None means the dialect's own.
+        roots: dotted paths, by a name in `ROOTS`; an empty one is the top.  By default the optimizer is under
+            ``optimizer``, and the model where the dialect has it.
+
+    Raises:
+        TargetError: its keys are not of torch's forms, or have no such form.
+    """
+    if dialect.state not in _FORMS or form not in (None, *FORMS):
+        raise TargetError(f"--keys and --root: expected {' or '.join(FORMS)}, and a program with torch's keys; found "
+                          f"{form!r} for {dialect.name}")  # fmt: skip
+    if unknown := sorted(roots.keys() - {*ROOTS}):
+        raise TargetError(f"--root: expected one of {', '.join(ROOTS)}, found {unknown[0]!r}")
+    flat = dialect.state == FLAT if form is None else form == "flat"
+    if flat and dialect.numbered:
+        raise TargetError(f"--keys: {dialect.name} knows parameters by number, and flat keys have names")
+    model = ModelPlace(_path(roots["model"])) if "model" in roots else None
+    optimizer = OptimizerPlace(_path(roots.get("optimizer", "optimizer")), flat=flat)
+    return under(dialect, Keys((optimizer,), model, frozenset({optimizer} if dialect.numbered else ())))
+
+
+def _path(root: str) -> KeyPath:
+    path = tuple(root.split(".")) if root else ()
+    if not all(path) or {"{", "}"} & {*root}:
+        raise TargetError(f"--root: expected names with dots between them, such as app.optimizer, found {root!r}")
+    return path
+
+
+def is_of_optimizer(path: KeyPath) -> bool:
+    """Return whether a path that no template reads has a part that only optimizers have."""
+    parts = key_of(path).split(".")
+    return PARAM_GROUPS in parts or (not KNOWN_SLOTS.isdisjoint(parts[1:]) and STATE in parts)
+
+
+def keys_of(manifest: Manifest) -> Keys:
+    """Return the places of the optimizers and of the model of a checkpoint.
+
+    An optimizer is where state has parameter groups beside it, or if it has none, where all slots are known ones.  The
+    model is where most of the parameters that have state are found under their names.
+    """
+    paths = {entry.path: entry.key for entries in (manifest.tensors, manifest.blobs) for entry in entries}
+    groups: defaultdict[OptimizerPlace, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for path in paths:
+        for option in OptimizerKey.of_option(path):
+            groups[option.place][option.name].add(option.leaf)
+    states = {path: tuple(readings) for path in paths if (readings := tuple(OptimizerKey.of_slot(path)))}
+    slots: defaultdict[OptimizerPlace, set[str]] = defaultdict(set)
+    for readings in states.values():
+        for reading in readings:
+            slots[reading.place].add(reading.leaf)
+    bare = {place for place, found in slots.items() if found <= KNOWN_SLOTS and found - {STEP} and place not in groups}
+
+    def order(place: OptimizerPlace) -> tuple[object, ...]:
+        parts = re.split("([0-9]+)", str(place))
+        return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
+
+    chosen: dict[KeyPath, OptimizerKey] = {}
+    for path, readings in states.items():
+        accepted = [r for r in readings if r.place in groups] or [r for r in readings if r.place in bare]
+        if accepted:
+            chosen[path] = accepted[0]
+    places = tuple(dict.fromkeys(reading.place for reading in chosen.values()))
+    names_by_place: defaultdict[OptimizerPlace, set[str]] = defaultdict(set)
+    for reading in chosen.values():
+        names_by_place[reading.place].add(reading.name)
+    numbered = {p for p, names in names_by_place.items() if not p.flat and all(map(NUMBER.fullmatch, names))}
+    names = {name for place, names in names_by_place.items() if place not in numbered for name in names}
+    weights = [tensor.path for tensor in manifest.tensors if tensor.path not in chosen]
+    return Keys(
+        tuple(sorted(places, key=order)),
+        _model(weights, names),
+        frozenset(numbered),
+        tuple(frozenset(options) for place in places for options in groups[place].values()),
+        frozenset(reading.leaf for reading in chosen.values()),
+        next((paths[path] for path in chosen), ""),
+    )
+
+
+def _model(weights: Iterable[KeyPath], names: Collection[str]) -> ModelPlace | None:
+    """Return the place where most of these parameters are; one that is called ``model`` comes before its copies."""
+    found: Counter[ModelPlace] = Counter()
+    for path in weights:
+        last = str(path[-1])
+        starts = (0, *(match.end() for match in re.finditer(r"\.", last)))
+        found.update(ModelPlace(path[:-1], last[:start]) for start in starts if last[start:] in names)
+    most = [place for place, count in found.items() if count == max(found.values())]
+    usual = [place for place in (ModelPlace(("model",)), ModelPlace(())) if place in most]
+    named = usual or [place for place in most if "model" in (*place.root[-1:], place.prefix.removesuffix("."))]
+    places = named[:1] or most
+    if len(places) > 1:
+        raise SourceError(
+            f"the optimizer's parameters are under {' and under '.join(map(repr, map(str, places)))}, and nothing says "
+            "which is the model; make a copy of one, with the optimizer, by `muonckpt reshard --select`"
+        )
+    return next(iter(places), None)
+
+
+# Which program.
+
+
+@dataclass(frozen=True, slots=True)
+class Detected:
+    """A dialect, with templates for where its keys lie, and the ``reasons`` why it is this one, as sentences."""
+
+    dialect: Dialect
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dialect.name} ({self.dialect.who}): {'; '.join(self.reasons)}"
+
+
+def detect(manifest: Manifest) -> Detected:
+    """Return the dialect of a checkpoint, by its keys alone.
+
+    Raises:
+        SourceError: no dialect, or more than one, has such keys; the message lists them.
+    """
+    entries = [*((t.key, t.path) for t in manifest.tensors), *((b.key, b.path) for b in manifest.blobs)]
+    for dialect in DIALECTS.values():
+        if dialect.own_keys and (example := _first(dialect, entries)):
+            return Detected(dialect, (f"its state is under keys such as {example!r}",))
+    keys = keys_of(manifest)
+    if keys.optimizers:
+        return _by_marks(keys)
+    weights = [tensor.path for tensor in manifest.tensors if tensor.path[0] == "model"]
+    models = [name for name in ("fsdp_dtensor", "dcp") if weights and all(map(DIALECTS[name].model.read, weights))]
+    if models:
+        return Detected(DIALECTS[models[0]], (f"weights only, under {DIALECTS[models[0]].model}",))
+    roots = {tensor.path[:-1] for tensor in manifest.tensors}
+    if len(roots) == 1 and (root := roots.pop())[-1:] in (("model",), ("state_dict",)):
+        place = ModelPlace(root)
+        return Detected(under(DIALECTS["dcp"], Keys(model=place)), (f"weights only, under {str(place)!r}",))
+    raise SourceError(f"the keys are not those of a known dialect ({', '.join(DIALECTS)}); name one with --from")
+
+
+def named(manifest: Manifest, dialect: Dialect) -> Detected:
+    """Return the dialect that the user names, with templates for where its keys lie.
+
+    Raises:
+        SourceError: nothing says which of several places is that of the model.
+    """
+    return Detected(under(dialect, keys_of(manifest)), ("--from names it",))
+
+
+def with_slots(manifest: Manifest) -> Manifest:
+    """Return the manifest with parameters and slots as its dialect's keys name them, where it does not record them.
+
+    Unchanged if the dialect is unknown.
+    """
+    try:
+        return with_slots_of(manifest, detect(manifest).dialect)
+    except SourceError:
+        return manifest
+
+
+def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
+    """Return the manifest with parameters and slots as this dialect's keys name them, where it does not record them."""
+
+    numbered = dialect.chained and dialect.numbered
+
+    def with_slot(tensor: StateRecord) -> StateRecord:
+        fields = dialect.state.read(tensor.path) if tensor.slot is None or numbered else None
+        if fields and tensor.slot is not None and tensor.name != fields["name"].rpartition("#")[2]:
+            return tensor
+        return replace(tensor, name=fields["name"], slot=fields["slot"]) if fields else tensor
+
+    return replace(manifest, tensors=tuple(map(with_slot, manifest.tensors)))
+
+
+def momentum_note(manifest: Manifest) -> tuple[str, ...]:
+    """Say what the momenta of a checkpoint ``with_slots`` accumulate, and why; nothing if it has none."""
+    recorded = {tensor.convention for tensor in manifest.tensors if tensor.convention is not None}
+    if recorded:
+        return (f"momentum: {' and '.join(sorted(recorded))}, because the manifest records it",)
+    try:
+        detected = detect(manifest)
+    except SourceError:
+        return ()
+    dialect = detected.dialect
+    slots = dialect.slots_called("momentum")
+    if not any(tensor.slot in slots for tensor in manifest.tensors):
+        return ()
+    why = f"that is what {dialect.name} keeps: {detected.reasons[-1]}" if dialect.convention else detected.reasons[-1]
+    return (f"momentum: {dialect.convention or 'unknown'}, because {why}",)
+
+
+def _first(dialect: Dialect, entries: list[tuple[str, KeyPath]]) -> str | None:
+    """Return the first key of state; only known slots count, since a name could begin there."""
+    known_slots = {slot for method in dialect.methods for slot in method.slots.values()}
+    for key, path in entries:
+        fields = dialect.state.read(path)
+        if fields and fields["slot"] in known_slots:
+            return key
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Claims:
+    """The programs of which a checkpoint bears a mark, each with a sentence that says which.
+
+    ``void`` are those that its groups contradict, each with a sentence that says by what.
+    """
+
+    marks: Mapping[str, str]
+    void: tuple[str, ...]
+
+
+def _by_marks(keys: Keys) -> Detected:
+    """Return the program that the slots and options tell, or none."""
+    where = ", ".join(map(str, keys.optimizers))
+    reason = f"{where} has torch's {keys.form} keys, such as {keys.example!r}"
+    programs = DIALECTS
+    claims = _claims(keys, programs)
+    if not claims.marks:
+        programs = with_plugins()
+        claims = _claims(keys, programs)
+    if len(claims.marks) > 1:
+        named = ", ".join(f"{name} ({why})" for name, why in claims.marks.items())
+        raise SourceError(f"{reason}, and marks of more than one program: {named}; name one with --from")
+    for name, why in claims.marks.items():
+        return Detected(under(programs[name], keys), (reason, why))
+    return _of_no_program(keys, reason, *claims.void or ("no slot or option is written by one program only",))
+
+
+def _of_no_program(keys: Keys, *reasons: str) -> Detected:
+    """Return the dialect of torch's keys that nobody knows the program of."""
+    numbered = keys.numbered and keys.numbered == {*keys.optimizers}
+    return Detected(under(DIALECTS["fully_shard" if numbered else "dcp"], keys), reasons)
+
+
+def _claims(keys: Keys, dialects: Mapping[str, Dialect]) -> _Claims:
+    """Return which programs' marks the checkpoint bears; an option that a program never writes voids its claim."""
+    marks, void, closed = dict[str, str](), list[str](), dict[bool, str]()
+    for dialect in dialects.values():
+        words = dialect.options_called("momentum")
+        groups = [group for group in keys.groups if words & group] or keys.groups
+        unknown = dict.fromkeys(option for group in groups for option in dialect.options.unknown_options(group))
+        for mark in dialect.marks:
+            if mark.closed:
+                at_home = keys.model is not None and under(dialect, keys) is dialect
+                with_momentum = any(words & group for group in groups)
+                complete = with_momentum and all(dialect.options.always.keys() <= group for group in groups)
+                if complete and not unknown and (at_home or not mark.at_home):
+                    closed[mark.at_home] = dialect.name
+                elif complete and unknown and not mark.at_home:
+                    void.append(_voided(f"it has the options of {dialect.who}", unknown))
+            elif mark.slots <= keys.slots and (not mark.options or any(mark.options <= own for own in keys.groups)):
+                if unknown:
+                    void.append(_voided(f"it has the {mark} of {dialect.who}", unknown))
+                else:
+                    marks.setdefault(dialect.name, f"only it writes the {mark}")
+    if closed:
+        why = "its groups have the options of torch.optim.Muon, such as 'ns_coefficients', and no others"
+        at_home = max(closed)
+        marks[closed[at_home]] = why + "; its parameters are at the top" * at_home
+    return _Claims(marks, tuple(dict.fromkeys(void)))
+
+
+def _voided(sign: str, unknown: Iterable[str]) -> str:
+    options = ", ".join(map(repr, unknown))
+    return f"{sign}, but also {options}, which that never writes, so another program wrote it; --from names one"
+
+
+def confirmed(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str, Any]]) -> Detected:
+    """Return the program that keys tell if the values of its groups' options are of its kinds; otherwise none."""
+    dialect = detected.dialect
+    if not dialect.options.closed:
+        return detected
+    for options in groups:
+        for option, expected in dialect.options.misfits(options).items():
+            doubt = (
+                f"its groups have {option}={options[option]!r}, where {dialect.who} has {expected}, so another program "
+                "wrote it; --from names one"
+            )
+            return _of_no_program(keys_of(manifest), detected.reasons[0], doubt)
+    return detected

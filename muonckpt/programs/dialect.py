@@ -1,0 +1,453 @@
+"""How one program names what it saves: a :class:`Dialect` is data, and reads and writes with the same templates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from ..algebra.box import Index
+from ..names.errors import SourceError
+from ..names.keys import PARAM_GROUPS, STATE, OptimizerPlace, key_of
+from ..names.vocabulary import CODE_SLOTS, PARAMS, SCHEDULED, Convention, KeyPath
+from .codings import Coding
+from .signs import COMMON_FILE
+
+_FIELDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "name": ("name", ".+"),
+        "number": ("name", "0|[1-9][0-9]*"),
+        "weight": ("name", r"(?!(?:chained_[0-9]+\.)*optimizer\.).+"),
+        "slot": ("slot", "[^.]+"),
+        "option": ("option", "[^.]+"),
+        "group": ("group", "0|[1-9][0-9]*"),
+        "chain": ("chain", r"(?:chained_[0-9]+\.)*"),
+    }
+)
+"""The names of fields when read, and patterns of their values.  Three are names of parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A key path with fields, such as ``("model", "module.{name}")``; ``{group}`` is a list position.
+
+    ``root`` is the path, without fields, under which this path lies.
+    """
+
+    parts: tuple[str, ...]
+    root: KeyPath = ()
+
+    def read(self, path: KeyPath) -> dict[str, str] | None:
+        """Return the fields of a path, or None if the path does not match."""
+        depth = len(self.root)
+        if len(path) != depth + len(self.parts) or path[:depth] != self.root:
+            return None
+        fields: dict[str, str] = {}
+        for pattern, part in zip(map(_pattern, self.parts), path[depth:], strict=True):
+            match = pattern.fullmatch(str(part))
+            if match is None:
+                return None
+            fields |= match.groupdict()
+        return fields
+
+    def write(self, **fields: str) -> KeyPath:
+        """Return the path with these fields.
+
+        Raises:
+            SourceError: they cannot be read back from it.
+        """
+        values = {field: fields.get(name, "") for field, (name, _) in _FIELDS.items()}
+        parts = (int(values["group"]) if part == "{group}" else part.format(**values) for part in self.parts)
+        path = (*self.root, *parts)
+        if self.read(path) not in (fields, {"chain": "", **fields}):
+            raise SourceError(f"{self} cannot hold {fields}")
+        return path
+
+    def full_name(self, name: str, chain: str) -> str:
+        """Return the name of a parameter that is this name or number in an optimizer."""
+        return name
+
+    @property
+    def numbered(self) -> bool:
+        """Return whether it names parameters by their number in the optimizer."""
+        return "{number}" in self.parts
+
+    @property
+    def listed(self) -> bool:
+        """Return whether it names groups by their position in a list."""
+        return "{group}" in self.parts
+
+    @property
+    def chained(self) -> bool:
+        """Return whether its paths say to which of several optimizers they belong."""
+        return "{chain}" in self.parts[0]
+
+    def __str__(self) -> str:
+        return key_of((*self.root, *self.parts)).replace("{chain}", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """A template for each of several optimizers, by ``{chain}``, where it lies.
+
+    Each numbers its parameters from 0, so a number is read as a name with its optimizer: ``"muon#0"``.
+    """
+
+    by_chain: Mapping[str, Template]
+
+    def read(self, path: KeyPath) -> dict[str, str] | None:
+        for chain, template in self.by_chain.items():
+            if fields := template.read(path):
+                named = {"name": self.full_name(fields["name"], chain)} if "name" in fields else {}
+                return {**fields, **named, "chain": chain}
+        return None
+
+    def write(self, *, chain: str, **fields: str) -> KeyPath:
+        return self.by_chain[chain].write(**{field: value.removeprefix(f"{chain}#") for field, value in fields.items()})
+
+    def full_name(self, name: str, chain: str) -> str:
+        """Return the name of a parameter that is this name or number in an optimizer."""
+        return f"{chain}#{name}" if self.by_chain[chain].numbered else name
+
+    @property
+    def numbered(self) -> bool:
+        return any(template.numbered for template in self.by_chain.values())
+
+    @property
+    def listed(self) -> bool:
+        return all(template.listed for template in self.by_chain.values())
+
+    @property
+    def chained(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.by_chain.values()))
+
+
+AnyTemplate = Template | Templates
+
+
+@lru_cache(maxsize=256)
+def _pattern(part: str) -> re.Pattern[str]:
+    pieces = re.split(r"\{([a-z]+)\}", part)
+    fields = (f"(?P<{name}>{allowed})" for name, allowed in map(_FIELDS.__getitem__, pieces[1::2]))
+    return re.compile("".join(a + b for a, b in zip(map(re.escape, pieces[::2]), [*fields, ""], strict=True)))
+
+
+# Keys that many programs have.
+
+
+def state_template(place: OptimizerPlace, numbered: bool = False) -> Template:
+    if place.flat:
+        return Template((f"{place.prefix}{STATE}.{{name}}.{{slot}}",), place.root)
+    return Template((STATE, "{number}" if numbered else "{name}", "{slot}"), place.root)
+
+
+def option_template(place: OptimizerPlace) -> Template:
+    if place.flat:
+        return Template((f"{place.prefix}{PARAM_GROUPS}.{{name}}.{{option}}",), place.root)
+    return Template((PARAM_GROUPS, "{group}", "{option}"), place.root)
+
+
+_NESTED, _FLAT = OptimizerPlace(("optimizer",)), OptimizerPlace(("optimizer",), flat=True)
+MODEL = Template(("{name}",), ("model",))
+NESTED, LISTED = state_template(_NESTED), option_template(_NESTED)
+NUMBERED = state_template(_NESTED, numbered=True)
+FLAT, FLAT_OPTIONS = state_template(_FLAT), option_template(_FLAT)
+
+
+# Programs.
+
+RATES: Mapping[str, str] = MappingProxyType({"lr": "lr", "weight_decay": "weight_decay"})
+"""Options that have these names in most programs."""
+
+UNFUSED: Mapping[str, object] = MappingProxyType({"columns": None, "interleaved": 1, "maximize": False})
+"""Facts of every program but ours: no parameter has fused columns or interleaved rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMethod:
+    """An update method as a program stores it.
+
+    Attributes:
+        slots: the program's names of slots, by common name (``momentum``, ``first``, ``second``, ``step``, ``master``).
+        options: the program's names of options whose values are common ones (``lr``, ``momentum``, ``pieces``, …).
+        codings: the other options that change the update.
+        idle: options that a group has and that do not change this update, with their values in a new optimizer.
+        assumed: options that change it and that the program needs, with their values in a new optimizer.
+        derived: functions from common options and a shape to the slots that follow from these; None: they do not.
+        family: methods of one family have the same options with the same meaning.
+    """
+
+    name: str
+    slots: Mapping[str, str]
+    options: Mapping[str, str] = field(default_factory=dict)
+    codings: tuple[Coding, ...] = ()
+    idle: Mapping[str, object] = field(default_factory=dict)
+    assumed: Mapping[str, object] = field(default_factory=dict)
+    derived: Mapping[str, Callable[[Mapping[str, Any], Index], float | None]] = field(default_factory=dict)
+    family: str | None = None
+
+    def shares_options_with(self, other: StoredMethod) -> bool:
+        """Return whether both are of one program, so that group options mean the same."""
+        return self.name == other.name and (self is other or (self.family is not None and self.family == other.family))
+
+
+FOREIGN: Mapping[str, StoredMethod] = MappingProxyType(
+    {"dampening": StoredMethod("torch.optim.SGD", {"momentum": "momentum_buffer"})}
+)
+"""Methods whose state looks like that of a known one but means something else, by an option of their groups alone."""
+
+
+_OF_ANY = frozenset({"momentum", "master"})
+"""Common names of slots that mean the same in every method of a program."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionKind:
+    """A kind of values of an option: ``words`` say it, and ``includes`` tells whether a value is one."""
+
+    words: str
+    includes: Callable[[Any], bool]
+
+    def or_none(self) -> OptionKind:
+        return OptionKind(f"{self.words} or None", lambda value: value is None or self.includes(value))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_numbers(value: object, count: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == count and all(map(_is_number, value))
+
+
+def _are_rows(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(_are_numbers(row, 3) for row in value)
+
+
+ANYTHING = OptionKind("anything", lambda value: True)
+NUMBER = OptionKind("a number", _is_number)
+COUNT = OptionKind("a whole number", lambda value: _is_number(value) and value % 1 == 0)
+FLAG = OptionKind("True or False", lambda value: isinstance(value, int) and value in (0, 1))
+TEXT = OptionKind("a word", lambda value: isinstance(value, str))
+PAIR = OptionKind("two numbers", lambda value: _are_numbers(value, 2))
+TRIPLE = OptionKind("three numbers", lambda value: _are_numbers(value, 3))
+TRIPLES = OptionKind("three numbers, or three for each step", lambda value: _are_numbers(value, 3) or _are_rows(value))
+COUNTS = OptionKind("whole numbers", lambda value: isinstance(value, list | tuple) and all(map(COUNT.includes, value)))
+
+_ADDED: Mapping[str, OptionKind] = MappingProxyType(
+    {PARAMS: ANYTHING, "param_names": ANYTHING, "name": ANYTHING, **dict.fromkeys(SCHEDULED, ANYTHING)}
+)
+"""Options that state dicts, schedulers and users add to the groups of any program."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionTable:
+    """The options of a program's groups, each with the kind of its values.
+
+    Attributes:
+        always: options of every group with momentum, in all versions of the program.
+        beside: others that a group with momentum may have.
+        elementwise: those that only groups without momentum have.
+        closed: whether the program writes no others into a group with momentum.
+    """
+
+    always: Mapping[str, OptionKind] = field(default_factory=dict)
+    beside: Mapping[str, OptionKind] = field(default_factory=dict)
+    elementwise: Mapping[str, OptionKind] = field(default_factory=dict)
+    closed: bool = False
+
+    def unknown_options(self, options: Iterable[str]) -> list[str]:
+        """Return those options of a group with momentum that the program never writes."""
+        return sorted({*options} - {*self.always, *self.beside, *_ADDED}) if self.closed else []
+
+    def contradicted_by(self, options: Collection[str]) -> str:
+        """Say why a group with momentum and these options is not the program's; empty if it may be."""
+        if lacking := sorted(self.always.keys() - {*options}):
+            return f"the group lacks {', '.join(map(repr, lacking))}, which the program always writes"
+        if unknown := self.unknown_options(options):
+            return f"the group has {', '.join(map(repr, unknown))}, which the program never writes"
+        return ""
+
+    def misfits(self, options: Mapping[str, Any]) -> dict[str, str]:
+        """Return the options whose values are of another kind than the program's, each with what was expected."""
+        kinds = {**self.elementwise, **self.beside, **self.always}
+        return {
+            option: kinds[option].words
+            for option, value in options.items()
+            if option in kinds and not kinds[option].includes(value)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A sign that only one program leaves in a checkpoint.
+
+    Attributes:
+        slots, options: these slots, and these options of one group, together.
+        closed: groups with momentum that `Dialect.options` does not contradict.
+        at_home: the keys have to lie where the program puts them; then this mark goes before others that are closed.
+    """
+
+    slots: Set[str] = frozenset()
+    options: Set[str] = frozenset()
+    closed: bool = False
+    at_home: bool = False
+
+    def __str__(self) -> str:
+        named = (("slot", sorted(self.slots)), ("option", sorted(self.options)))
+        return " and the ".join(
+            f"{kind}{'s' * (len(names) > 1)} {', '.join(map(repr, names))}" for kind, names in named if names
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A description of one program's checkpoints.
+
+    Attributes:
+        name: the value of ``--to`` and ``--from``.
+        who: the program.
+        model, state, option: templates of keys; ``option`` is None if groups are not stored as items.
+        convention: the convention of the momentum; None if the user must say it.
+        methods: the update methods, in the order in which they are tried.
+        options: what its groups have; they tell the groups with momentum for which the convention holds.
+        marks: each of them alone tells the program.
+        own_keys: whether the form of its keys tells the program.
+        derived: slots that the program can compute again; they are left out when another dialect is written.
+        method_option: the group option that names the method; None if the slots tell it.
+        takes_methods: whether this option may name methods that are not listed, as users give the program their own.
+        names_option: the option in which groups list the names of their parameters once more, as torch's groups of
+            named parameters do; None if none is written.
+        facts: common options that the program has no words for, by method and name: what it always does.
+        hints: where a user finds common options that the program does not store.
+        writable: whether checkpoints of this dialect can be written.
+        common: the item that holds all groups and all other non-tensor values; None if there is no such item.
+        chains: the key prefix for the state of each method, if the source has none.
+        item: makes the key for an item of another program that this one does not know.
+        unsaid: options that are never added, as they would point to a program, and so to a convention.
+        private: globs of items that mean nothing to other programs; a program with the same glob keeps them.
+        opaque: globs of state that only the program can read, as nothing says whose it is.
+        arguments: reads the arguments of the run, or what of them is stored: what must be set in code because of them,
+            each with its values and the reason; None if the program stores none.
+        format: the format that the program needs, by the name of the `Container`; None if any that DCP reads will do.
+    """
+
+    name: str
+    who: str
+    model: Template
+    state: AnyTemplate
+    option: AnyTemplate | None
+    convention: Convention | None
+    methods: tuple[StoredMethod, ...]
+    options: OptionTable = OptionTable()
+    marks: tuple[Mark, ...] = ()
+    own_keys: bool = False
+    derived: frozenset[str] = frozenset()
+    method_option: str | None = None
+    takes_methods: bool = False
+    names_option: str | None = None
+    facts: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
+    writable: bool = True
+    common: KeyPath | None = None
+    chains: Mapping[str, str] = field(default_factory=dict)
+    item: Callable[[str], str] = str
+    unsaid: frozenset[str] = frozenset()
+    private: frozenset[str] = frozenset()
+    opaque: frozenset[str] = frozenset()
+    arguments: Callable[[Mapping[str, object]], Iterable[tuple[str, tuple[str, ...], str]]] | None = None
+    format: str | None = None
+
+    @property
+    def numbered(self) -> bool:
+        return self.state.numbered
+
+    def slots_called(self, name: str) -> frozenset[str]:
+        """Return what its methods call the slot of this common name."""
+        return frozenset(method.slots[name] for method in self.methods if name in method.slots)
+
+    def options_called(self, name: str) -> frozenset[str]:
+        """Return what its methods call the option of this common name."""
+        return frozenset(method.options[name] for method in self.methods if name in method.options)
+
+    def holds_groups(self, path: KeyPath) -> bool:
+        """Return whether this is the item that holds all groups."""
+        return self.common is not None and path in (self.common, (COMMON_FILE,))
+
+    @property
+    def chained(self) -> bool:
+        return self.state.chained
+
+    def writes(self, method: StoredMethod) -> StoredMethod:
+        """Return the method of this dialect for what another dialect stores as ``method``.
+
+        Raises:
+            SourceError: there is none, or none with slots for all of that state.
+        """
+        candidates = [candidate for candidate in self.methods if candidate.name == method.name]
+        needed = method.slots.keys() - {"step"}
+        for candidate in candidates:
+            if needed <= candidate.slots.keys():
+                return candidate
+        slots = sorted({slot for candidate in candidates for slot in candidate.slots.values()})
+        available = ", ".join(slots) or "no such method"
+        missing = ", ".join(sorted(method.slots[name] for name in needed))
+        raise SourceError(
+            f"{self.name} has no place for {method.name} with {missing} (it has {available}); leave out "
+            "slots with --drop, and where these are float32 masters, make them weights with --weights masters, or "
+            "leave them out with --weights model"
+        )
+
+    def given_method(self, named: str | None, slots: frozenset[str]) -> StoredMethod | None:
+        """Return the method of a user that a group names, with these slots; None for methods that are listed."""
+        if not self.takes_methods or named is None or any(method.name == named for method in self.methods):
+            return None
+        common = {slot: name for method in self.methods for name, slot in method.slots.items() if name in _OF_ANY}
+        return StoredMethod(named, {common.get(slot, f"own {slot}"): slot for slot in sorted(slots)}, family=self.name)
+
+    def method(
+        self, slots: frozenset[str], named: str | None, about: str, dropped: Collection[str] = (), counted: bool = False
+    ) -> StoredMethod:
+        """Return the method of a parameter with these slots; ``named`` is the name in its group, if there is one.
+
+        NorMuon whose row variances are ``dropped`` is Muon.  Where the steps are ``counted`` elsewhere than in state,
+        the slot for them may be missing.
+
+        Raises:
+            SourceError: no method has these slots, or more than one.
+        """
+        stored = slots - self.derived
+        if (given := self.given_method(named, stored)) is not None:
+            return given
+        without_dropped = [
+            {name: slot for name, slot in m.slots.items() if slot not in dropped}
+            for m in self.methods
+            if m.name == named
+        ]
+        fitting = [
+            method
+            for method in self.methods
+            if set(method.slots.values()) in (stored, stored | {method.slots.get("step")} if counted else stored)
+            and (named in (None, method.name) or ("momentum" in method.slots and method.slots in without_dropped))
+        ]
+        if len({method.name for method in fitting}) != 1:
+            if codes := sorted(stored & CODE_SLOTS):
+                raise SourceError(
+                    f"parameter {about!r} has {codes[0]}: state in 8 bits, which other programs cannot read; load it "
+                    "into an optimizer of the same options, and save an optimizer with state in another dtype that has "
+                    "taken its state_dict(), or convert --model-only"
+                )
+            available = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in self.methods)
+            state = f"{', '.join(sorted(stored))}" + (f" in a group of {named!r}" if named else "")
+            count = "more than one method" if fitting else "no method"
+            raise SourceError(
+                f"parameter {about!r} has {state}: {count} of {self.name} ({available}) fits; "
+                "--drop leaves a slot out, --from names another program"
+            )
+        return fitting[0]

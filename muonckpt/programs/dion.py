@@ -1,0 +1,104 @@
+"""microsoft/dion (``dion/muon.py``): one class for matrices and scalars, so every group has every option."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..names.vocabulary import Convention
+from .codings import FLATTEN, SPLITS, scale
+from .dialect import (
+    COUNT,
+    COUNTS,
+    FLAG,
+    LISTED,
+    MODEL,
+    NESTED,
+    NUMBER,
+    RATES,
+    TEXT,
+    UNFUSED,
+    Dialect,
+    Mark,
+    OptionKind,
+    OptionTable,
+    StoredMethod,
+)
+from .torch import RATE_KINDS
+
+SHARED = {**RATES, "step": "step"}
+MATRIX = {"momentum": "mu", "nesterov": "nesterov", "eps": "epsilon"}
+BETAS = {"beta1": "beta1", "beta2": "beta2"}
+OF_MATRICES: Mapping[str, object] = {"mu": 0.95, "nesterov": False, "flatten": False}
+OF_SCALARS: Mapping[str, object] = {"beta1": 0.9, "beta2": 0.95}
+_ALWAYS: Mapping[str, OptionKind] = {"algorithm": TEXT, "mu": NUMBER}
+_KINDS: Mapping[str, OptionKind] = {
+    **RATE_KINDS,
+    "step": COUNT,
+    **dict.fromkeys(("beta1", "beta2", "epsilon"), NUMBER),
+    "nesterov": FLAG,
+    "flatten": FLAG,
+    "adjust_lr": TEXT.or_none(),
+}
+
+
+def option_table(kinds: Mapping[str, OptionKind]) -> OptionTable:
+    """Return the table of a program of dion's family, with these options beside those that all have."""
+    return OptionTable(_ALWAYS, {**_KINDS, **kinds}, closed=True)
+
+
+SCALES = {"spectral": ("spectral_norm",), "rms": ("rms_norm",), "none": (None,)}
+"""The words of ``adjust_lr`` for each common scale."""
+
+_SHARED = {**SHARED, "cautious": "cautious_wd"}
+_MATRIX_CODINGS = (scale("adjust_lr", SCALES), FLATTEN, SPLITS)
+_ASSUMED = {"nesterov": False, "epsilon": 1e-8, "adjust_lr": "spectral_norm", "cautious_wd": False}
+_IDLE = {**OF_MATRICES, "adjust_lr": "spectral_norm"}
+
+PROGRAM = Dialect(
+    "dion",
+    "microsoft/dion",
+    MODEL,
+    NESTED,
+    LISTED,
+    Convention.SUM,
+    (
+        StoredMethod("muon", {"momentum": "momentum"}, {**_SHARED, **MATRIX}, _MATRIX_CODINGS, OF_SCALARS, _ASSUMED),
+        StoredMethod(
+            "normuon",
+            {"momentum": "momentum", "dion_rows": "variance_neuron"},
+            {**_SHARED, **MATRIX, "beta2": "muon_beta2"},
+            _MATRIX_CODINGS,
+            OF_SCALARS,
+            _ASSUMED,
+        ),
+        StoredMethod(
+            "adamw",
+            {"first": "momentum", "second": "variance", "step": "step_dev"},
+            {**_SHARED, **BETAS, "eps": "epsilon"},
+            idle=_IDLE,
+            assumed={"epsilon": 1e-8, "cautious_wd": False},
+        ),
+        StoredMethod(
+            "lion",
+            {"first": "momentum"},
+            {**_SHARED, **BETAS},
+            idle={**_IDLE, "epsilon": 1e-8},
+            assumed={"cautious_wd": False},
+        ),
+    ),
+    option_table(
+        {"cautious_wd": FLAG, "muon_beta2": NUMBER, "split_sizes": COUNTS.or_none(), "num_heads": COUNT.or_none()}
+    ),
+    marks=(
+        Mark(slots={"step_dev"}),
+        Mark(slots={"variance_neuron"}),
+        Mark(options={"cautious_wd", "algorithm", "epsilon", "mu"}),
+    ),
+    method_option="algorithm",
+    facts=dict.fromkeys(("muon", "normuon", "adamw", "lion"), UNFUSED),
+    hints={
+        "ns": "an argument of dion's constructor: 'polar_express_dion' is its default, 'quintic' with "
+        "use_polar_express=False, 'polar_express_gram' with use_gram_newton_schulz=True",
+        "ns_steps": "5 in dion",
+    },
+)

@@ -1,0 +1,137 @@
+"""Megatron (megatron-core 0.19), whose keys have forms of their own: fsdp_dtensor, torch_dist, and files of ranks.
+
+Sources: ``docs/formats/fsdp_dtensor.md`` and ``docs/formats/torch_dist.md`` list where the keys were seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ..names.vocabulary import MASTER
+from .codings import betas
+from .dialect import COUNT, MODEL, NUMBER, PAIR, RATES, Dialect, OptionTable, StoredMethod, Template
+from .signs import COMMON_FILE, COMMON_STATE, item_key
+from .torch import RATE_KINDS
+
+_IDLE: Mapping[str, object] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+"""Options by which groups are told apart (`param_group_identifier_keys` of core 0.19.2)."""
+
+_MASTER, _STEP = {"master": MASTER}, {"step": "step"}
+
+
+def _methods(*more: Mapping[str, str]) -> tuple[StoredMethod, ...]:
+    """Return Muon and AdamW, each with every one of these sets of additional slots."""
+    muon = "muon", {"momentum": "momentum_buffer"}, {**RATES, "momentum": "momentum"}, ()
+    adamw = (
+        "adamw",
+        {"first": "exp_avg", "second": "exp_avg_sq"},
+        {**RATES, "eps": "eps", "step": "step"},
+        (betas("betas"),),
+    )
+    return tuple(
+        StoredMethod(name, {**slots, **extra}, options, codings, _IDLE, family="megatron")
+        for extra in more
+        for name, slots, options, codings in (muon, adamw)
+    )
+
+
+_OPTIONS = OptionTable(beside={**RATE_KINDS, "momentum": NUMBER, "betas": PAIR, "eps": NUMBER, "step": COUNT})
+
+_ITEMS = frozenset(
+    {COMMON_STATE, COMMON_FILE, "args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
+    | {"opt_param_scheduler.*", "rng_state*", "rerun_state_machine*"}
+)
+"""What Megatron saves of its run."""
+
+_BUCKETS = frozenset({"*optimizer.distributed.dp_group_idx_*"})
+"""What Megatron's distributed optimizer saves in `dp_reshardable` form: flat buckets without the names in them."""
+
+_HINTS = {
+    "ns": "Megatron's --muon-coefficient-type",
+    "ns_steps": "Megatron's --muon-num-ns-steps",
+    "nesterov": "Megatron's --muon-use-nesterov",
+    "scale": "Megatron's --muon-scale-mode",
+    "pieces": "Megatron splits fused qkv unless --muon-no-split-qkv",
+}
+
+
+def _of_arguments(arguments: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Yield by what matrices Newton-Schulz saw under tensor parallelism, unless it saw whole ones, as here.
+
+    Source: `TensorParallelMuon.orthogonalize` of core 0.19.2; the default changed on main in August 2026 (#6380).
+    """
+    mode = arguments.get("muon_tp_mode")
+    named = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
+    sizes = {size for name in named if type(size := arguments.get(name)) is int}
+    if sizes and max(sizes) == 1:
+        return
+    of = "/".join(map(str, sorted(sizes - {1}))) or "N"
+    blocks = (
+        f"one matrix for each of {of} ranks: Split(pieces={of}) where rows were cut, columns={of} where columns were"
+    )
+    if mode == "blockwise":
+        yield "matrices of weights under tensor parallelism", ("muon_tp_mode='blockwise'",), blocks
+    elif mode is None:
+        yield (
+            "matrices of weights under tensor parallelism",
+            (),
+            "the checkpoint does not say --muon-tp-mode; duplicated, the default since August 2026, has whole matrices "
+            f"as here; blockwise, the default before, has {blocks}",
+        )
+
+
+def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
+    return Dialect(
+        name,
+        who,
+        Template(("{weight}",)),
+        Template(("{chain}optimizer.state.{slot}.{name}",)),
+        None,
+        None,
+        _methods(_MASTER, {}),
+        _OPTIONS,
+        own_keys=not chains,
+        hints=_HINTS,
+        common=(COMMON_STATE,),
+        chains=chains,
+        item=item_key,
+        private=_ITEMS,
+        arguments=_of_arguments,
+        opaque=_BUCKETS,
+        format="torch_dist",
+    )
+
+
+FSDP_DTENSOR = Dialect(
+    "fsdp_dtensor",
+    "dialect A: Megatron-LM with Megatron-FSDP v1",
+    Template(("model", "module.{name}")),
+    Template(("optimizer", "state", "module.module.module.{name}", "{slot}")),
+    Template(("optimizer", "param_to_group_meta", "module.module.module.{name}", "{option}")),
+    None,
+    _methods({}, _STEP),
+    _OPTIONS,
+    own_keys=True,
+    private=_ITEMS,
+    arguments=_of_arguments,
+)
+TORCH_DIST = _torch_dist("torch_dist", "Megatron torch_dist with layer-wise Muon", {})
+TORCH_DIST_CHAINED = _torch_dist(
+    "torch_dist_chained",
+    "the same of more than one optimizer: Muon's state first, then AdamW's",
+    {"muon": "chained_0.", "adamw": "chained_1."},
+)
+LAYER_WISE = Dialect(
+    "layer_wise",
+    "Megatron's layer_wise_optimizer_{rank}.pt, under names",
+    MODEL,
+    Template(("layer_wise", "state", "{name}", "{slot}")),
+    Template(("layer_wise", "param_groups", "{group}", "{option}")),
+    None,
+    _methods(_MASTER, {}, {**_MASTER, **_STEP}, _STEP),
+    _OPTIONS,
+    own_keys=True,
+    writable=False,
+    private=_ITEMS,
+    arguments=_of_arguments,
+)

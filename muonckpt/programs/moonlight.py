@@ -1,0 +1,43 @@
+"""MoonshotAI/Moonlight (``examples/toy_train.py``), which can be read but not written."""
+
+from __future__ import annotations
+
+from ..names.vocabulary import Convention
+from .codings import betas
+from .dialect import COUNT, FLAG, LISTED, MODEL, NESTED, NUMBER, PAIR, Dialect, Mark, OptionTable, StoredMethod
+from .torch import PLAIN
+
+_RATES = {"lr": "lr", "weight_decay": "wd"}
+
+PROGRAM = Dialect(
+    "moonlight",
+    "MoonshotAI/Moonlight",
+    MODEL,
+    NESTED,
+    LISTED,
+    Convention.SUM,
+    (
+        StoredMethod(
+            "muon",
+            {"momentum": "momentum_buffer"},
+            {**_RATES, "momentum": "momentum", "nesterov": "nesterov", "ns_steps": "ns_steps"},
+            idle={"adamw_betas": None, "adamw_eps": None},
+        ),
+        StoredMethod(
+            "adamw",
+            {"first": "moment1", "second": "moment2", "step": "step"},
+            {**_RATES, "eps": "adamw_eps"},
+            (betas("adamw_betas"),),
+            idle={"momentum": None, "nesterov": None, "ns_steps": None},
+        ),
+    ),
+    OptionTable(
+        {"wd": NUMBER, "momentum": NUMBER, "adamw_betas": PAIR, "adamw_eps": NUMBER},
+        {"lr": NUMBER, "nesterov": FLAG, "ns_steps": COUNT},
+        closed=True,
+    ),
+    marks=(Mark(slots={"use_muon"}, options={"wd", "adamw_betas", "adamw_eps"}), Mark(slots={"use_muon", "moment1"})),
+    derived=frozenset({"use_muon"}),
+    facts={"muon": {**PLAIN, "pieces": None, "gram": None, "ns": "keller", "scale": "rms"}, "adamw": PLAIN},
+    writable=False,
+)

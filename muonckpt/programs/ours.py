@@ -1,0 +1,86 @@
+"""muonckpt.optimizer.Muon.
+
+Stock DCP loads nothing into our optimizer that lacks one of its options, so what a source does not say is the default,
+but for rates, which are the run's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..names.vocabulary import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    GROUP_OPTIONS,
+    MASTER,
+    MOMENTUM,
+    MUON_CONVENTION,
+    OF_THE_RUN,
+    OURS,
+    SECOND_MOMENT,
+    STEP,
+)
+from .codings import betas, scale
+from .dialect import (
+    COUNT,
+    FLAG,
+    LISTED,
+    MODEL,
+    NESTED,
+    NUMBER,
+    PAIR,
+    TEXT,
+    Dialect,
+    Mark,
+    OptionTable,
+    StoredMethod,
+)
+
+SLOTS = {
+    "muon": {"momentum": MOMENTUM},
+    "normuon": {"momentum": MOMENTUM, "rows": SECOND_MOMENT},
+    "adamw": {"first": EXP_AVG, "second": EXP_AVG_SQ, "step": STEP},
+    "lion": {"first": EXP_AVG},
+}
+"""The slots of each algorithm, by common names."""
+
+SCALES = {"original": ("original",), "rms": ("match_rms_adamw",), "spectral": ("spectral",), "none": ("none",)}
+"""The word of ``adjust_lr_fn`` for each common scale."""
+
+_SCALE = scale("adjust_lr_fn", SCALES)
+_COMMON = {"ns_coefficients": "ns"}
+_CONVENTION: Mapping[str, object] = {"convention": MUON_CONVENTION.value}
+
+
+def _method(name: str, extra: Mapping[str, str]) -> StoredMethod:
+    matrices, defaults = "momentum" in SLOTS[name], GROUP_OPTIONS[name]
+    coding = _SCALE if matrices else betas("betas")
+    return StoredMethod(
+        name,
+        {**SLOTS[name], **extra},
+        {_COMMON.get(option, option): option for option in defaults.keys() - {*coding.own, *_CONVENTION}},
+        (coding,),
+        _CONVENTION if matrices else {},
+        {option: value for option, value in defaults.items() if option not in OF_THE_RUN | {*_CONVENTION}},
+    )
+
+
+PROGRAM = Dialect(
+    "muonckpt",
+    "muonckpt.optimizer.Muon",
+    MODEL,
+    NESTED,
+    LISTED,
+    MUON_CONVENTION,
+    tuple(_method(name, extra) for extra in ({}, {"master": MASTER}) for name in SLOTS),
+    OptionTable(
+        {"convention": TEXT},
+        dict.fromkeys(("lr", "weight_decay", "momentum", "eps"), NUMBER)
+        | dict.fromkeys(("nesterov", "cautious"), FLAG)
+        | {"algorithm": TEXT, "ns_steps": COUNT, "betas": PAIR},
+    ),
+    marks=(Mark(options={"convention"}), Mark(options=OURS)),
+    method_option="algorithm",
+    takes_methods=True,
+    names_option="param_names",
+)

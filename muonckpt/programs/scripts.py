@@ -1,0 +1,63 @@
+"""Optimizers whose checkpoints say too little to tell whose they are, and whose code says the rest.
+
+They are in no registry: nothing that is read from files is taken for theirs.  `checkup`, which sees the optimizer
+itself, reads their groups by these.
+"""
+
+from __future__ import annotations
+
+from ..names.vocabulary import Convention
+from .codings import betas
+from .dialect import FLAG, LISTED, MODEL, NESTED, NUMBER, PAIR, RATES, Dialect, OptionTable, StoredMethod
+from .torch import PLAIN, RATE_KINDS
+
+_MOMENTUM = {"momentum": "momentum_buffer"}
+_FACTS = {**PLAIN, "gram": None, "ns_dtype": "bfloat16"}
+
+KELLER = Dialect(
+    "keller",
+    "Keller Jordan's script (muon.py)",
+    MODEL,
+    NESTED,
+    LISTED,
+    Convention.EMA,
+    (
+        StoredMethod("muon", _MOMENTUM, {**RATES, "momentum": "momentum"}, idle={"use_muon": True}),
+        StoredMethod(
+            "adamw",
+            {"first": "exp_avg", "second": "exp_avg_sq", "step": "step"},
+            {**RATES, "eps": "eps"},
+            (betas("betas"),),
+            idle={"use_muon": False},
+        ),
+    ),
+    OptionTable({**RATE_KINDS, "momentum": NUMBER}, {"use_muon": FLAG}, {"betas": PAIR, "eps": NUMBER}, closed=True),
+    facts={
+        "muon": {**_FACTS, "pieces": None, "nesterov": True, "scale": "original"}
+        | {"ns": "keller", "ns_steps": 5, "eps": 1e-7},
+        "adamw": PLAIN,
+    },
+    writable=False,
+)
+"""``Muon``, ``SingleDeviceMuon`` and their siblings ``…WithAuxAdam`` of KellerJordan/Muon 857d1ad."""
+
+EMERGING = Dialect(
+    "emerging",
+    "NVIDIA's Emerging-Optimizers, and Megatron's TensorParallelMuon",
+    MODEL,
+    NESTED,
+    LISTED,
+    Convention.EMA,
+    (StoredMethod("muon", _MOMENTUM, {**RATES, "momentum": "momentum"}),),
+    OptionTable({**RATE_KINDS, "momentum": NUMBER}),
+    facts={"muon": {**_FACTS, "eps": 1e-15}},
+    writable=False,
+)
+"""``Muon`` of NVIDIA-NeMo/Emerging-Optimizers fd77292: all but rates and momentum are in its closure."""
+
+EMERGING_SETS = {"simple": "keller", "quintic": "quintic", "polar_express": "polar_express", "cans": "cans",
+                 "aol": "aol", "deepseekv4": "deepseek_v4", "cubic5": "cubic5"}  # fmt: skip
+"""Our name of each value of Emerging-Optimizers' ``coefficient_type``."""
+
+EMERGING_SCALES = {"shape_scaling": ("original", 1.0), "unit_rms_norm": ("spectral", 1.0), "spectral": ("rms", 5.0)}
+"""The common scale of each value of its ``scale_mode``, and the factor on that: ``rms`` has 0.2 before the root."""

@@ -1,0 +1,125 @@
+"""torch.optim.Muon and AdamW of torch 2.13 (``torch/optim/_muon.py``, ``adamw.py``), in nested state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..names.vocabulary import Convention
+from .codings import COUPLED, betas, coefficients, scale
+from .dialect import (
+    COUNT,
+    FLAG,
+    LISTED,
+    MODEL,
+    NESTED,
+    NUMBER,
+    NUMBERED,
+    PAIR,
+    RATES,
+    TEXT,
+    TRIPLE,
+    TRIPLES,
+    UNFUSED,
+    Dialect,
+    Mark,
+    OptionKind,
+    OptionTable,
+    StoredMethod,
+)
+
+KELLER = (3.4445, -4.775, 2.0315)
+SCALES = {"original": ("original", None), "rms": ("match_rms_adamw",)}
+MUON_OPTIONS = {**RATES, "momentum": "momentum", "nesterov": "nesterov", "eps": "eps"}
+MUON_ASSUMED = {"ns_coefficients": KELLER, "ns_steps": 5, "nesterov": True, "eps": 1e-7, "adjust_lr_fn": None}
+PLAIN: Mapping[str, object] = {"cautious": False, **UNFUSED}
+"""Facts of a program whose decay is never cautious."""
+
+
+def muon(scales: Mapping[str, tuple[object, ...]]) -> StoredMethod:
+    return StoredMethod(
+        "muon",
+        {"momentum": "momentum_buffer"},
+        MUON_OPTIONS,
+        (coefficients(of_steps=False), scale("adjust_lr_fn", scales)),
+        assumed=MUON_ASSUMED,
+        family="torch",
+    )
+
+
+ADAMW = StoredMethod(
+    "adamw",
+    {"first": "exp_avg", "second": "exp_avg_sq", "step": "step"},
+    {**RATES, "eps": "eps", "maximize": "maximize", "amsgrad": "amsgrad"},
+    (betas("betas"), COUPLED),
+    idle={
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": True,
+    },
+    assumed={"eps": 1e-8},
+    family="torch",
+)
+METHODS = (muon(SCALES), ADAMW)
+
+RATE_KINDS: Mapping[str, OptionKind] = {"lr": NUMBER, "weight_decay": NUMBER}
+MUON_KINDS: Mapping[str, OptionKind] = {
+    **RATE_KINDS,
+    "momentum": NUMBER,
+    "nesterov": FLAG,
+    "eps": NUMBER,
+    "ns_steps": COUNT,
+    "adjust_lr_fn": TEXT.or_none(),
+}
+ADAMW_KINDS: Mapping[str, OptionKind] = {
+    "betas": PAIR,
+    "eps": NUMBER,
+    "foreach": FLAG.or_none(),
+    "fused": FLAG.or_none(),
+    **dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay"), FLAG),
+}
+OPTIONS = OptionTable({**MUON_KINDS, "ns_coefficients": TRIPLE}, ADAMW_KINDS, closed=True)
+"""Options of torch.optim.Muon; beside them those of AdamW, some of which torchtitan gives to both."""
+
+PROGRAM = Dialect(
+    "torch",
+    "torch.optim.Muon and AdamW, nested state dicts",
+    MODEL,
+    NESTED,
+    LISTED,
+    Convention.EMA,
+    METHODS,
+    OPTIONS,
+    marks=(Mark(closed=True),),
+    facts={"muon": {**PLAIN, "pieces": None, "gram": None}, "adamw": PLAIN},
+)
+
+# torch's keys and slots, from nobody knows which program.
+
+_NEVER_ADDED = frozenset({"ns_coefficients"})
+_KINDS = OptionTable(beside={**MUON_KINDS, **ADAMW_KINDS, "ns_coefficients": TRIPLES})
+BY_NUMBER = Dialect(
+    "fully_shard",
+    "fsdp_dtensor, dialect B: megatron_fsdp.fully_shard, state by number",
+    MODEL,
+    NUMBERED,
+    LISTED,
+    None,
+    METHODS,
+    _KINDS,
+    unsaid=_NEVER_ADDED,
+)
+UNKNOWN = Dialect(
+    "dcp",
+    "torch's nested state dicts, program unknown; also fsdp_dtensor, dialect C",
+    MODEL,
+    NESTED,
+    LISTED,
+    None,
+    METHODS,
+    _KINDS,
+    unsaid=_NEVER_ADDED,
+)

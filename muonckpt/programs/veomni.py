@@ -1,0 +1,53 @@
+"""VeOmni (``veomni/optim/muon.py``): torch's AdamW, and a Muon that also has the Gram form of Newton-Schulz."""
+
+from __future__ import annotations
+
+from ..names.vocabulary import Convention
+from .codings import GRAM, coefficients, equal_parts, scale
+from .dialect import (
+    COUNT,
+    COUNTS,
+    FLAT,
+    FLAT_OPTIONS,
+    MODEL,
+    NUMBER,
+    TEXT,
+    TRIPLES,
+    Dialect,
+    Mark,
+    OptionTable,
+    StoredMethod,
+)
+from .torch import ADAMW, ADAMW_KINDS, MUON_ASSUMED, MUON_KINDS, MUON_OPTIONS, PLAIN, SCALES
+
+_MUON = StoredMethod(
+    "muon",
+    {"momentum": "momentum_buffer"},
+    MUON_OPTIONS,
+    (coefficients(of_steps=True), scale("adjust_lr_fn", SCALES), GRAM, equal_parts("head_blocks", False)),
+    idle={"gram_ns_reset_iterations": (2,)},
+    assumed={**MUON_ASSUMED, "ns_implementation": "gram_quack"},
+)
+
+PROGRAM = Dialect(
+    "veomni",
+    "VeOmni: several optimizers in one flat dict",
+    MODEL,
+    FLAT,
+    FLAT_OPTIONS,
+    Convention.EMA,
+    (_MUON, ADAMW),
+    OptionTable(
+        {"momentum": NUMBER, "ns_implementation": TEXT},
+        {
+            **MUON_KINDS,
+            **ADAMW_KINDS,
+            "ns_coefficients": TRIPLES,
+            "gram_ns_reset_iterations": COUNTS,
+            "head_blocks": COUNT,
+        },
+        closed=True,
+    ),
+    marks=(Mark(options={"ns_implementation", "gram_ns_reset_iterations"}),),
+    facts={"muon": PLAIN, "adamw": PLAIN},
+)

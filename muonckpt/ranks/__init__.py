@@ -1,0 +1,4 @@
+"""What optimizer and checkpoints share about processes: their groups, and requests that travel with notes.
+
+Open ``requests`` first.
+"""

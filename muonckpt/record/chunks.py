@@ -1,0 +1,332 @@
+"""Chunks: the stored boxes of tensors and the bytes in which they lie.
+
+A checkpoint can have a million of them.  So chunks are kept as columns (:class:`Columns`), which tensors share, and
+boxes once for all tensors that are cut alike (:class:`Boxes`).  :class:`Chunks` are those of one tensor; a
+:class:`Chunk` is a view of one of them, made when it is asked for.  Whoever has chunks one by one, as a format
+has, makes columns of them with :func:`in_columns` or :meth:`Chunks.of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..algebra.box import MOST_ELEMENTS, Box, Index
+from ..algebra.layout import Buffer, Fragment, Place, TensorLayout, dense
+from ..names.errors import LayoutError, SourceError
+from .columns import UNKNOWN, Column, Columns, ColumnsBuilder, Row, check_name
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A range of bytes in one file of the checkpoint: a plain name, or several joined by slashes (folders).
+
+    Raises:
+        SourceError: the file is not inside the directory by such names, or the range is negative.
+    """
+
+    file: str
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        check_name(self.file)
+        if self.offset < 0 or self.length < 0 or self.offset + self.length > MOST_ELEMENTS:
+            raise SourceError(f"refused byte range {self.offset}+{self.length} of {self.file!r}")
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One stored box of a tensor.
+
+    ``item`` is the whole item as its store wrote it (for DCP a small zip archive); ``payload`` the raw
+    little-endian elements of ``box`` inside it, None while the item has not been opened.  ``digest`` is
+    the xxh3-128 of the payload in hex, ``crc32`` the checksum that the item itself carries; None where unknown.
+    ``strides`` are those of the elements in the payload, in elements; None for row-major order.  We write row-major
+    order only, so manifests do not record strides.
+    """
+
+    box: Box
+    item: Extent
+    payload: Extent | None = None
+    digest: str | None = None
+    crc32: int | None = None
+    strides: Index | None = None
+
+    def stored(self, buffer: Buffer) -> Fragment:
+        """The fragment of the elements in the payload, which is called ``buffer``."""
+        return _stored(self.box, self.strides, buffer)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes(Sequence[Box]):
+    """The boxes of a tensor's chunks, as arrays ``lo`` and ``hi`` of shape ``[boxes, ndim]``, in elements.
+
+    Raises:
+        LayoutError: a range is negative or reversed, or a box has too many elements.
+    """
+
+    lo: Column
+    hi: Column
+    numel: Column
+    """The number of elements of each box."""
+    elements: int
+    """The number of elements of all."""
+    _hash: int
+
+    @classmethod
+    def of(cls, lo: Column, hi: Column) -> Boxes:
+        """The boxes with these corners, which nobody may change afterwards."""
+        if len(wrong := np.flatnonzero(((lo < 0) | (hi < lo) | (hi > MOST_ELEMENTS)).any(axis=1))):
+            Box(tuple(lo[wrong[0]].tolist()), tuple(hi[wrong[0]].tolist()))  # says what is wrong
+        if ((hi - lo).prod(axis=1, dtype=np.float64) > MOST_ELEMENTS).any():
+            raise LayoutError(f"expected boxes of at most {MOST_ELEMENTS} elements, found more")
+        numel = (hi - lo).prod(axis=1)
+        return cls(lo, hi, numel, int(numel.sum()), hash((lo.shape, lo.tobytes(), hi.tobytes())))
+
+    @classmethod
+    def of_all(cls, boxes: Sequence[Box], ndim: int) -> Boxes:
+        """These boxes of this number of dims as arrays."""
+        for box in boxes:
+            if box.ndim != ndim:
+                raise LayoutError(f"expected boxes of {ndim} dims, found {box}")
+        corners = ([box.lo for box in boxes], [box.hi for box in boxes])
+        return cls.of(*(np.array(corner, np.int64).reshape(len(boxes), ndim) for corner in corners))
+
+    @property
+    def ndim(self) -> int:
+        return int(self.lo.shape[1])
+
+    def taken(self, numbers: NDArray[np.int64]) -> Boxes:
+        """The boxes with these numbers."""
+        return Boxes.of(self.lo[numbers], self.hi[numbers])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Boxes.of, (self.lo, self.hi)  # hashes of bytes are of one process
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Boxes):
+            return NotImplemented
+        return self.lo.shape == other.lo.shape and bool((self.lo == other.lo).all() and (self.hi == other.hi).all())
+
+    def __len__(self) -> int:
+        return len(self.lo)
+
+    @overload
+    def __getitem__(self, index: int) -> Box: ...
+    @overload
+    def __getitem__(self, index: slice) -> Boxes: ...
+    def __getitem__(self, index: int | slice) -> Box | Boxes:
+        if isinstance(index, slice):
+            return self.taken(np.arange(len(self))[index])
+        return Box(tuple(self.lo[index].tolist()), tuple(self.hi[index].tolist()))
+
+    def __iter__(self) -> Iterator[Box]:
+        return iter(_made(self))
+
+
+@lru_cache(maxsize=64)
+def _made(boxes: Boxes) -> tuple[Box, ...]:
+    """The boxes as objects.  Cached: tensors that are cut alike follow one another."""
+    return tuple(Box(tuple(lo), tuple(hi)) for lo, hi in zip(boxes.lo.tolist(), boxes.hi.tolist(), strict=True))
+
+
+Strides = tuple[Index | None, ...]
+"""Of each chunk of a tensor, as `Chunk.strides`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks(Sequence[Chunk]):
+    """The chunks of one tensor: rows from ``start`` on of columns, one for each box.
+
+    ``strides`` is None if all chunks are row-major.
+    """
+
+    columns: Columns
+    start: int
+    boxes: Boxes
+    strides: Strides | None = None
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk], ndim: int) -> Chunks:
+        """These chunks of a tensor with this number of dims, on columns of their own.
+
+        Raises:
+            LayoutError: a box has another number of dims.
+        """
+        return in_columns([(tuple(chunks), ndim)])[0]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.boxes)
+
+    @property
+    def rows(self) -> Iterator[Row]:
+        """The row of each chunk."""
+        return self.columns.rows(self.start, self.stop)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """A key that no other tensor's chunks have in this process, if there are any."""
+        return id(self.columns), self.start
+
+    def payload(self, number: int) -> Extent | None:
+        """Return the extent of the elements of one chunk; None while it has not been opened."""
+        row, columns = self.start + number, self.columns
+        place = columns.payload_at(row)
+        return None if place is None else Extent(columns.names[columns.file[row]], *place)
+
+    @property
+    def items(self) -> tuple[list[str], list[int], list[int]]:
+        """The items of the chunks: their files, and their offsets and lengths in bytes."""
+        span, columns = slice(self.start, self.stop), self.columns
+        files = map(columns.names.__getitem__, columns.file[span].tolist())
+        return list(files), columns.item[span].tolist(), columns.item_length(span).tolist()
+
+    def only(self, numbers: Sequence[int]) -> Chunks:
+        """The chunks with these numbers, which rise."""
+        if len(numbers) == len(self):
+            return self
+        chosen = np.array(numbers, np.int64)
+        strides = self.strides and tuple(self.strides[number] for number in numbers)
+        return Chunks(self.columns.taken(self.start + chosen), 0, self.boxes.taken(chosen), strides)
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> Chunks: ...
+    def __getitem__(self, index: int | slice) -> Chunk | Chunks:
+        if isinstance(index, slice):
+            return self.only(range(len(self))[index])
+        number = range(len(self))[index]
+        (row,) = self.columns.rows(self.start + number, self.start + number + 1)
+        return _chunk(self.boxes[number], row, None if self.strides is None else self.strides[number])
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(_chunk, self.boxes, self.rows, self.strides or [None] * len(self))
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Chunks) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+def _chunk(box: Box, row: Row, strides: Index | None) -> Chunk:
+    file, item, length, payload, payload_length, digest, crc32 = row
+    return Chunk(
+        box,
+        Extent(file, item, length),
+        None if payload == UNKNOWN else Extent(file, payload, payload_length),
+        digest,
+        None if crc32 == UNKNOWN else crc32,
+        strides,
+    )
+
+
+def row_of(chunk: Chunk) -> Row:
+    """The row of a chunk."""
+    payload = (UNKNOWN, UNKNOWN) if chunk.payload is None else (chunk.payload.offset, chunk.payload.length)
+    crc32 = UNKNOWN if chunk.crc32 is None else chunk.crc32
+    return (chunk.item.file, chunk.item.offset, chunk.item.length, *payload, chunk.digest, crc32)
+
+
+def in_columns(every: Iterable[tuple[Sequence[Chunk], int]]) -> list[Chunks]:
+    """The chunks of tensors with these numbers of dims, on columns that they share.
+
+    Raises:
+        LayoutError: a box has another number of dims.
+    """
+    known, rows = dict[Boxes, Boxes](), list[Row]()
+    places: list[tuple[int, Boxes, Strides | None]] = []
+    for chunks, ndim in every:
+        boxes = Boxes.of_all([chunk.box for chunk in chunks], ndim)
+        strides = tuple(chunk.strides for chunk in chunks)
+        places.append((len(rows), known.setdefault(boxes, boxes), strides if {*strides} - {None} else None))
+        rows += map(row_of, chunks)
+    columns = Columns.of(rows)
+    return [Chunks(columns, *place) for place in places]
+
+
+@lru_cache
+def no_chunks(ndim: int) -> Chunks:
+    """Return the chunks of a tensor that is stored nowhere yet: none."""
+    return Chunks.of((), ndim)
+
+
+def columns_of(every: Iterable[Chunks]) -> Columns:
+    """The columns of the chunks of many tensors, one tensor after the other."""
+    builder = ColumnsBuilder()
+    run, start, stop = Columns.of(()), 0, 0  # rows that come next
+    for chunks in every:
+        if chunks.columns is not run or chunks.start != stop:
+            builder.add(run, start, stop)
+            run, start = chunks.columns, chunks.start
+        stop = chunks.stop
+    if not builder.rows and stop - start == len(run):
+        return run
+    builder.add(run, start, stop)
+    return builder.finished()
+
+
+def on_columns(every: Iterable[Chunks], columns: Columns, start: int = 0) -> list[Chunks]:
+    """Chunks of the same boxes and strides whose bytes, one tensor after the other, are in rows from ``start`` on."""
+    moved = []
+    for chunks in every:
+        moved.append(Chunks(columns, start, chunks.boxes, chunks.strides))
+        start += len(chunks)
+    return moved
+
+
+def chunks_numbered(every: Sequence[tuple[Chunks, tuple[int, ...]]]) -> list[Chunks]:
+    """Select chunks of many tensors by their numbers, which rise, and put them on columns that they share."""
+    starts = np.cumsum([0, *(len(chunks) for chunks, _ in every)])
+    rows = np.concatenate([[0], *(start + np.array(own) for start, (_, own) in zip(starts, every, strict=False))])
+    columns = columns_of(chunks for chunks, _ in every).taken(rows[1:].astype(np.int64))
+    taken, start = [], 0
+    for chunks, numbers in every:
+        strides = chunks.strides and tuple(chunks.strides[number] for number in numbers)
+        taken.append(Chunks(columns, start, _some_boxes(chunks.boxes, numbers), strides))
+        start += len(numbers)
+    return taken
+
+
+@lru_cache(maxsize=1024)
+def _some_boxes(boxes: Boxes, numbers: tuple[int, ...]) -> Boxes:
+    """Cached: the tensors of a model have few geometries."""
+    return boxes.taken(np.array(numbers, np.int64))
+
+
+@lru_cache(maxsize=1024)
+def layout_in_boxes(shape: Index, boxes: Boxes, strides: Strides | None = None) -> TensorLayout:
+    """Return the layout of a tensor in chunks with these boxes: buffer 3 is the payload of chunk 3.
+
+    Cached: the tensors of a model have few geometries.
+
+    Args:
+        strides: those of each chunk; None if all are row-major.
+    """
+    each = strides or (None,) * len(boxes)
+    fragments = (_stored(box, own, i) for i, (box, own) in enumerate(zip(boxes, each, strict=True)) if box.numel)
+    return TensorLayout.of(shape, tuple(fragments))
+
+
+def _stored(box: Box, strides: Index | None, buffer: Buffer) -> Fragment:
+    return dense(box, buffer) if strides is None else Fragment(box, Place(buffer, 0, strides))

@@ -1,0 +1,246 @@
+"""Columns: where the bytes of many chunks lie, an array for each kind of fact instead of an object for each chunk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..algebra.box import MOST_ELEMENTS
+from ..names.errors import SourceError
+
+_COMPONENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
+
+UNKNOWN = -1
+"""Stands in a column for what is not known."""
+
+Column = NDArray[np.int64]
+
+_T = TypeVar("_T")
+
+Rows = slice | Column | int
+"""Which rows of a column."""
+
+_ALL = slice(None)
+
+Row = tuple[str, int, int, int, int, str | None, int]
+"""File, offset and length of the item, of the payload, digest in hex, and CRC-32 of a chunk."""
+
+
+@lru_cache(maxsize=4096)
+def check_name(file: str) -> None:
+    """Check that a name stays inside a directory.
+
+    Raises:
+        SourceError: it does not.
+    """
+    # DCP's own names begin with underscores; a leading dot, a slash or anything exotic never does.
+    if not all(map(_COMPONENT.fullmatch, file.split("/"))):
+        raise SourceError(f"refused file name {file!r:.300}: expected plain names inside the checkpoint")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """The bytes of many chunks, one row each; a row with `UNKNOWN` has no payload, digest or CRC-32.
+
+    Chunks of one dtype and shape have as many bytes around their elements, so these lengths are kept once: as a frame.
+
+    Attributes:
+        names: the names of files.
+        file: which of the names.
+        item: the offset of the item, in bytes.
+        frame: which of the frames.
+        frames: the length of the item, the offset of the payload in it, and the length of the payload, in bytes, which
+            is `UNKNOWN` where there is no payload, ``[frames, 3]``.
+        digest: xxh3-128 as 16 bytes, ``[chunks, 16]``.
+        has_digest: whether there is one.
+        crc32: CRC-32.
+
+    Raises:
+        SourceError: a range of bytes ends too far away.
+    """
+
+    names: tuple[str, ...]
+    file: NDArray[np.int32]
+    item: Column
+    frame: NDArray[np.int32]
+    frames: NDArray[np.int64]
+    digest: NDArray[np.uint8]
+    has_digest: NDArray[np.bool_]
+    crc32: Column
+
+    def __post_init__(self) -> None:
+        assert {*map(len, self.arrays)} == {len(self.file)}, "a row has a value in each column"
+        if not len(self) or int(self.item.max()) + 2 * int(np.abs(self.frames).max()) <= MOST_ELEMENTS:
+            return  # and no column had to be made for that
+        for offset, length in ((self.item, self.item_length()), (self.payload(), self.payload_length())):
+            if len(far := np.flatnonzero(offset + length > MOST_ELEMENTS)):
+                raise SourceError(f"refused byte range {offset[far[0]]}+{length[far[0]]}")
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Columns:
+        """These rows as columns.
+
+        Raises:
+            SourceError: the name of a file is refused, or a range of bytes ends too far away.
+        """
+        files, *numbers, digests, crc32 = zip(*rows, strict=True) if (rows := list(rows)) else ((),) * 7
+        names = {name: number for number, name in enumerate(dict.fromkeys(files))}
+        for name in names:
+            check_name(name)
+        known = np.array([digest is not None for digest in digests], np.bool_)
+        raw = bytes.fromhex("".join([digest or _NO_DIGEST for digest in digests]))
+        file, digest = np.array([names[name] for name in files], np.int32), np.frombuffer(raw, np.uint8).reshape(-1, 16)
+        item, item_length, payload, payload_length = (np.array(column, np.int64) for column in numbers)
+        sums = np.array(crc32, np.int64)
+        return cls.of_extents(tuple(names), file, item, item_length, payload, payload_length, digest, known, sums)
+
+    @classmethod
+    def of_extents(
+        cls,
+        names: tuple[str, ...],
+        file: NDArray[np.int32],
+        item: Column,
+        item_length: Column,
+        payload: Column,
+        payload_length: Column,
+        digest: NDArray[np.uint8],
+        has_digest: NDArray[np.bool_],
+        crc32: Column,
+    ) -> Columns:
+        """Return the columns of chunks with these extents; both numbers of a payload that is not known are `UNKNOWN`.
+
+        Raises:
+            SourceError: a range of bytes ends too far away.
+        """
+        inside = np.where(payload_length == UNKNOWN, 0, payload - item)
+        each = np.stack([item_length, inside, payload_length], axis=1)
+        first = np.flatnonzero(np.append(True, (each[1:] != each[:-1]).any(axis=1))[: len(each)])  # of a run of equals
+        frames, number = np.unique(each[first], axis=0, return_inverse=True)
+        frame: NDArray[np.int32] = np.repeat(number.reshape(-1).astype(np.int32), np.diff(np.append(first, len(each))))
+        return cls(names, file, item, frame, frames, digest, has_digest, crc32)
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """What each row has, in the order of the attributes."""
+        return (self.file, self.item, self.frame, self.digest, self.has_digest, self.crc32)
+
+    def item_length(self, rows: Rows = _ALL) -> Column:
+        """Return the lengths of items, of all rows or of these, in bytes."""
+        return self._of_frames(0, rows)
+
+    def item_end(self, rows: Rows = _ALL) -> Column:
+        """Return the offsets behind items, in bytes."""
+        return self.item[rows] + self.item_length(rows)
+
+    def payload(self, rows: Rows = _ALL) -> Column:
+        """Return the offsets of payloads, in bytes; `UNKNOWN` where there is none."""
+        return np.where(self.payload_length(rows) == UNKNOWN, UNKNOWN, self.item[rows] + self._of_frames(1, rows))
+
+    def payload_length(self, rows: Rows = _ALL) -> Column:
+        """Return the lengths of payloads, in bytes; `UNKNOWN` where there is none."""
+        return self._of_frames(2, rows)
+
+    def payload_at(self, row: int) -> tuple[int, int] | None:
+        """Return the offset and the length of the payload of one row, in bytes; None where there is none."""
+        _, inside, length = self.frames[self.frame[row]].tolist()
+        return None if length == UNKNOWN else (int(self.item[row]) + inside, length)
+
+    def _of_frames(self, which: int, rows: Rows) -> Column:
+        return np.asarray(self.frames[self.frame[rows], which])
+
+    def taken(self, numbers: slice | Column) -> Columns:
+        """The rows with these numbers."""
+        file, item, frame, *others = (column[numbers] for column in self.arrays)
+        return Columns(self.names, file, item, frame, self.frames, *others)
+
+    def renamed(self, name_of: Callable[[str], str]) -> Columns:
+        """The same rows in files of other names.
+
+        Raises:
+            SourceError: a name is refused.
+        """
+        names = tuple(map(name_of, self.names))
+        for name in names:
+            check_name(name)
+        return replace(self, names=names)
+
+    def rows(self, start: int, stop: int) -> Iterator[Row]:
+        """The rows from ``start`` to ``stop``."""
+        return self._rows(slice(start, stop))
+
+    def rows_at(self, numbers: Sequence[int]) -> Iterator[Row]:
+        """The rows with these numbers."""
+        return self._rows(np.array(numbers, np.int64))
+
+    def _rows(self, span: slice | Column) -> Iterator[Row]:
+        digests = self.digest[span].tobytes().hex()
+        return zip(
+            map(self.names.__getitem__, self.file[span].tolist()),
+            self.item[span].tolist(),
+            self.item_length(span).tolist(),
+            self.payload(span).tolist(),
+            self.payload_length(span).tolist(),
+            (
+                digests[32 * number : 32 * number + 32] if known else None
+                for number, known in enumerate(self.has_digest[span].tolist())
+            ),
+            self.crc32[span].tolist(),
+            strict=True,
+        )
+
+
+_NO_DIGEST = "0" * 32
+
+
+class ColumnsBuilder:
+    """Joins the rows of several columns, whose names of files and whose frames may differ.
+
+    Columns grow where they are: blocks that are joined at the end would be in memory twice.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[str, int] = {}
+        self._files_of: dict[tuple[str, ...], NDArray[np.int32]] = {}
+        self._frames: dict[tuple[int, ...], int] = {}
+        self._frames_of: dict[int, tuple[NDArray[np.int64], NDArray[np.int32]]] = {}  # by the array's id, and the array
+        self._grown = [bytearray() for _ in _NO_ROWS.arrays]
+        self.rows = 0
+
+    def add(self, columns: Columns, start: int, stop: int) -> None:
+        """Add the rows from ``start`` to ``stop``."""
+        if columns.names not in self._files_of:
+            self._files_of[columns.names] = _numbered(self._files, columns.names)
+        if id(columns.frames) not in self._frames_of:
+            numbers = _numbered(self._frames, map(tuple, columns.frames.tolist()))
+            self._frames_of[id(columns.frames)] = columns.frames, numbers
+        file, item, frame, *others = (column[start:stop] for column in columns.arrays)
+        file, frame = self._files_of[columns.names][file], self._frames_of[id(columns.frames)][1][frame]
+        for grown, column in zip(self._grown, (file, item, frame, *others), strict=True):
+            grown += np.ascontiguousarray(column).data.cast("B") if column.size else b""
+        self.rows += stop - start
+
+    def finished(self) -> Columns:
+        """All rows, in the order in which they were added."""
+        pairs = zip(self._grown, _NO_ROWS.arrays, strict=True)
+        file, item, frame, *others = (
+            np.frombuffer(grown, none.dtype).reshape(-1, *none.shape[1:]) for grown, none in pairs
+        )
+        frames = np.array(list(self._frames), np.int64).reshape(-1, 3)
+        return Columns(tuple(self._files), file, item, frame, frames, *others)
+
+
+def _numbered(known: dict[_T, int], values: Iterable[_T]) -> NDArray[np.int32]:
+    """Return the number of each value; those that are new get the next ones."""
+    return np.array([known.setdefault(value, len(known)) for value in values], np.int32)
+
+
+_NO_ROWS = Columns.of(())

@@ -1,0 +1,130 @@
+"""The record of a run's resumes: what was restored, on how many ranks, and whether what ran was proved to be that.
+
+Each is a line of JSON in ``resumes.jsonl`` in the folder of the run, and a second line of that attempt has the proof.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..names.errors import SourceError
+from ..names.wording import counted, fields_of, moment
+from ..store.io.location import Location, Remote
+from ..store.io.regular import open_regular
+
+RESUMES_FILE = "resumes.jsonl"
+
+_MAX_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A resume of a run.
+
+    Attributes:
+        attempt: from 1, in the order in which the run was resumed.
+        when: in seconds since 1970.
+        step, path: of the checkpoint that was restored.
+        ranks_saved, ranks: how many processes wrote it, None if that is not recorded, and how many restored it.
+        proof: a `ResumeProof` as JSON data; None if what ran was not checked.
+    """
+
+    attempt: int
+    when: float
+    step: int
+    path: str
+    ranks_saved: int | None
+    ranks: int
+    proof: Mapping[str, Any] | None = None
+
+    @property
+    def verdict(self) -> str:
+        """One phrase: proved, not checked, or what differs."""
+        if self.proof is None:
+            return "not checked"
+        unchecked = self.proof["unchecked"]
+        beside = f"; not checked: {', '.join(unchecked)}" if unchecked else ""
+        if self.proof["equal"]:
+            return f"proved: {counted(self.proof['tensors'], 'tensor')} as they were saved{beside}"
+        return f"not as it was saved: {'; '.join(self.proof['differences'])}{beside}"
+
+    @property
+    def sentence(self) -> str:
+        before = "an unknown number of" if self.ranks_saved is None else str(self.ranks_saved)
+        moved = f"{before} ranks -> {self.ranks}"
+        return f"from step {self.step}, {moment(self.when)} UTC, {moved}: {self.verdict}"
+
+
+def add_resume(folder: Location, step: int, path: str, ranks_saved: int | None, ranks: int) -> Resume:
+    """Record that a run was resumed, and return the record.
+
+    Raises:
+        OSError, SourceError: it cannot be read or written.
+    """
+    attempt = max((resume.attempt for resume in resumes_of(folder)[0]), default=0) + 1
+    resume = Resume(attempt, round(time.time(), 3), step, path, ranks_saved, ranks)
+    add_line(folder, resume)
+    return resume
+
+
+def add_line(folder: Location, resume: Resume) -> None:
+    """Write a line behind the others; the last of an attempt counts."""
+    line = json.dumps(fields_of(resume)).encode() + b"\n"
+    file = folder / RESUMES_FILE
+    if isinstance(file, Remote):  # nothing grows in an object store
+        file.write((_content(file) or b"") + line)
+        return
+    with file.open("ab") as lines:
+        lines.write(line)
+
+
+def resumes_of(folder: Location) -> tuple[list[Resume], int]:
+    """Return the resumes of a run in order, and the number of lines that cannot be read; none where it has no record.
+
+    Raises:
+        SourceError: the record cannot be read.
+    """
+    resumes: dict[int, Resume] = {}
+    damaged = 0
+    for line in (_content(folder / RESUMES_FILE) or b"").splitlines():
+        try:
+            resume = _parsed(json.loads(line))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            damaged += 1
+        else:
+            resumes[resume.attempt] = resume
+    return [resumes[attempt] for attempt in sorted(resumes)], damaged
+
+
+def _content(file: Location) -> bytes | None:
+    if not file.exists():
+        return None
+    with open_regular(file) as opened:
+        if opened.size > _MAX_BYTES:
+            raise SourceError(f"{file}: expected a record of at most {_MAX_BYTES} bytes, found {opened.size}")
+        return bytes(opened.read(0, opened.size))
+
+
+def _parsed(data: Any) -> Resume:
+    """Return what a line says; raises whatever Python does of data that are not as `add_line` writes them."""
+    numbers = {name: int(data[name]) for name in ("attempt", "step", "ranks")}
+    saved, proof = data["ranks_saved"], data["proof"]
+    if proof is not None:
+        proof = {
+            "equal": bool(proof["equal"]),
+            "tensors": int(proof["tensors"]),
+            "items": int(proof["items"]),
+            "differences": [*map(str, proof["differences"])],
+            "unchecked": [*map(str, proof["unchecked"])],
+        }
+    return Resume(
+        when=float(data["when"]),
+        path=str(data["path"]),
+        ranks_saved=None if saved is None else int(saved),
+        proof=proof,
+        **numbers,
+    )

@@ -1,0 +1,123 @@
+"""Verification of checkpoints that is recorded: of one, of the newest whole one of a run, or of all, in the background.
+
+Each is recorded as soon as it has been read, so that what was interrupted is not lost.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..names.errors import SourceError
+from ..store.io.location import Location, Remote, location
+from ..store.io.pace import Pace
+from ..store.reading.payloads import Progress
+from ..store.verify.audit import AuditReport, verify
+from ..store.verify.run import Run, RunStep, look_at_folder
+from ..store.verify.verified import record, written
+
+Auditor = Callable[[Location], AuditReport]
+"""Verifies a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepVerdict:
+    """The verification of one step of a run.
+
+    Attributes:
+        report: what was found; None if the step was not read, because it is incomplete, or this package cannot.
+        sentence: what is wrong; empty if nothing is.
+        note: why the verification could not be recorded; empty if it was.
+    """
+
+    step: RunStep
+    report: AuditReport | None
+    sentence: str
+    note: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.report is not None and not self.sentence
+
+    @property
+    def is_damaged(self) -> bool:
+        return bool(self.sentence) and (self.report is not None or self.step.state == "damaged")
+
+
+def verify_recorded(path: Location, audited: Auditor, folder: Location | None = None) -> tuple[AuditReport, str]:
+    """Verify a checkpoint and record it; return the report, and why it could not be recorded.
+
+    Args:
+        folder: what the record names, the checkpoint or the folder of a step in which it is; the record is beside that.
+
+    Raises:
+        SourceError: as `verify`.
+    """
+    recorded = path if folder is None else folder
+    try:
+        before = written(recorded)
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
+    report = audited(path)
+    return report, record(recorded, report.verdict, report.diagnosis.sentence, bool(report.damage), before)
+
+
+def verify_run(
+    path: str | os.PathLike[str] | Remote,
+    *,
+    every: bool = False,
+    jobs: int = 2,
+    progress: Progress = lambda count, total: None,
+    pace: Pace | None = None,
+) -> Iterator[StepVerdict]:
+    """Verify the checkpoints of a run, as ``muonckpt verify RUN`` does, and yield the verdict of each when it is known.
+
+    Each is recorded, in the folder of the run, when it has been read.  By default the newest is verified, and if it is
+    not whole those before it, until one is; those of which a description or a file is lost are not read.
+
+    Args:
+        path: the folder of the run: a path, or a URL.
+        every: whether to verify all of them: first those never verified, the newest first, then those whose last
+            verification is longest ago.
+        jobs: threads that read and check.
+        progress: called with the bytes read since the last call, and with the total of the checkpoint.
+        pace: holds the reading back to a rate.
+
+    Raises:
+        SourceError: the folder cannot be read.
+    """
+    run = look_at_folder(location(path, SourceError).absolute())
+
+    def audited(place: Location) -> AuditReport:
+        return verify(place, jobs=jobs, progress=progress, pace=pace)
+
+    return verdicts_of(run, audited, every)
+
+
+def verdicts_of(run: Run, audited: Auditor, every: bool = False) -> Iterator[StepVerdict]:
+    """Verify steps of a run that has been looked at, as `verify_run` does."""
+    if every:
+
+        def last(step: RunStep) -> tuple[float, int, int]:
+            return step.verified.when if step.verified else 0.0, -step.step, -step.attempt
+
+        for step in sorted(run.steps, key=last):
+            yield _verdict(step, audited)
+        return
+    for step in reversed(run.steps):
+        verdict = _verdict(step, audited) if step.is_complete else StepVerdict(step, None, step.fault)
+        yield verdict
+        if verdict.is_whole:
+            return
+
+
+def _verdict(step: RunStep, audited: Auditor) -> StepVerdict:
+    if step.state in ("incomplete", "unread"):
+        return StepVerdict(step, None, step.fault)
+    try:
+        report, note = verify_recorded(step.path, audited, step.folder)
+    except SourceError as error:
+        gone = not step.path.exists()
+        return StepVerdict(step, None, "it was removed while it was read" if gone else str(error))
+    return StepVerdict(step, report, report.diagnosis.sentence, note)

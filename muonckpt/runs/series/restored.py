@@ -1,0 +1,116 @@
+"""The result of a restore: what was loaded, and the proof that what runs now is that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ...checkpoint.all_ranks import group_ranks, is_coordinator
+from ...checkpoint.resume_check import LoadedState, ResumeProof, compare, live_state_dict
+from ...names.errors import MuonckptError, called_like, warn_on_rank
+from ...names.resumption import LoadReport
+from ...store.io.location import Location
+from ..resumes import Resume, add_line, add_resume
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The result of `Series.restore`.
+
+    Attributes:
+        step, path: those of the checkpoint that was loaded, or of this node's part of a copy in memory; training goes
+            on behind it.
+        report: what was done with which parameters; ``print`` shows all of this in one line.
+        memory: True if it was a copy in the memory of nodes.
+    """
+
+    step: int
+    path: str
+    report: LoadReport
+    memory: bool = False
+    _loaded: LoadedState = field(kw_only=True, repr=False, compare=False)
+    _folder: Location = field(kw_only=True, repr=False, compare=False)
+    _group: dist.ProcessGroup | None = field(kw_only=True, repr=False, compare=False)
+    _record: Resume | None = field(kw_only=True, repr=False, compare=False)
+
+    @classmethod
+    def recorded(
+        cls,
+        step: int,
+        path: str,
+        loaded: tuple[LoadReport, LoadedState],
+        folder: Location,
+        group: dist.ProcessGroup | None,
+        *,
+        memory: bool = False,
+    ) -> Restored:
+        """Return a result after recording in the run's folder that the run was resumed, as not checked yet."""
+        report, state = loaded
+        record = None
+        if is_coordinator(group):
+            try:
+                record = add_resume(folder, step, path, state.world_size, len(group_ranks(group)))
+            except (MuonckptError, OSError) as error:
+                _warn(folder, error)
+        return cls(step, path, report, memory, _loaded=state, _folder=folder, _group=group, _record=record)
+
+    @called_like("proof = restored.check(model, optimizer, scheduler=scheduler)")
+    def check(self, model: nn.Module, *optimizers: Optimizer, scheduler: Any | None = None) -> ResumeProof:
+        """Compare what will run with what was saved, and record the outcome in the run.  Collective; changes nothing.
+
+        Call it when all state is set, before the first step: after ``set_state_dict``, and after a scheduler has loaded
+        its state.  Every tensor is compared by its fingerprint, and by value every option of every group, step counts,
+        names, and what the scheduler keeps; on any mesh.  It costs one look at all live state, and reads no file.
+
+        Args:
+            optimizers: all that were restored, in any class.
+            scheduler: one whose ``state_dict()`` was restored.
+
+        Returns:
+            What differs, the same on all ranks; print it.
+
+        Raises:
+            ArgumentError: nothing that was restored has the keys of one of them, or several parts have.
+            AttestError: ranks that hold the same box of a tensor hold different elements.
+        """
+        state_dict, unrestored = live_state_dict(self._loaded, model, optimizers, scheduler)
+        return self._compared(state_dict, unrestored)
+
+    def compare(self, state_dict: Mapping[str, Any]) -> ResumeProof:
+        """Compare a state dict, nested as that of `Series.restore` and taken anew, as `check` does.
+
+        Raises:
+            AttestError: as in `check`.
+        """
+        return self._compared(state_dict, ())
+
+    def _compared(self, state_dict: Mapping[str, Any], unrestored: Sequence[str]) -> ResumeProof:
+        """Compare, and record the outcome; ``unrestored`` are the names of weights that were not restored."""
+        proof = compare(self._loaded, state_dict, unrestored, self.step, self._group)
+        if self._record is not None:
+            try:
+                add_line(self._folder, replace(self._record, proof=proof.to_json()))
+            except (MuonckptError, OSError) as error:
+                _warn(self._folder, error)
+        return proof
+
+    def __str__(self) -> str:
+        place = f"memory, {self.path} on each node" if self.memory else self.path
+        return f"step {self.step} restored from {place}: {'; '.join(str(self.report).splitlines())}"
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise TypeError(
+            f"Series.restore returns the step, {self.step}, the path and a report; what was loaded is in the state "
+            "dict that it was given. Write first = restored.step + 1"
+        )
+
+    __add__ = __getitem__
+
+
+def _warn(folder: Location, error: Exception) -> None:
+    warn_on_rank(f"the resume cannot be recorded in {folder}; training goes on: {error}", RuntimeWarning, stacklevel=4)

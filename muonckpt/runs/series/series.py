@@ -1,0 +1,543 @@
+"""A series: the checkpoints that one run saves step after step, of which a whole one is always there to resume from.
+
+One rank looks into the folder and tells the others, so that all act on the same answer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ...checkpoint.all_ranks import (
+    broadcast_from_first,
+    decide_on_first,
+    is_coordinator,
+    refuse_crossed,
+    refuse_differing,
+)
+from ...checkpoint.async_saving import AsyncSave, OnError, WhenBusy, lane_of, save_in_thread, settle_last, wait_for_last
+from ...checkpoint.loading import load_to_prove
+from ...checkpoint.node_recovery import FoundCopy
+from ...checkpoint.saving import save
+from ...checkpoint.signals import On, Signals, Then
+from ...names.errors import (
+    ArgumentError,
+    DamageError,
+    DestinationError,
+    MuonckptError,
+    SourceError,
+    about,
+    called_like,
+    warn_on_rank,
+)
+from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Extra, Globs
+from ...programs.signs import METADATA_FILE
+from ...store.io.location import location
+from ...store.verify.run import StepName
+from ..step_folder import Newest, StepFolder
+from .export import SHARD_SIZE, check_form, export_model
+from .node_memory import NodeMemory
+from .restored import Restored
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A checkpoint of a series, and its path or URL.  It stands for that wherever a path is taken."""
+
+    step: int
+    path: str
+
+    def __fspath__(self) -> str:
+        return self.path
+
+
+class Series:
+    """The checkpoints of one run: ``step-00001000`` and so on in one folder.  One run at a time saves to it.
+
+    Every method is collective over the process group, with the same arguments on all ranks; without one it works for
+    one process.  Other processes may read the checkpoints at any time.
+
+    Args:
+        folder: a path that all ranks see, or a URL; made when something is saved.  A relative path is that of the
+            working directory now, wherever the program goes later.
+        keep_last: how many of the newest whole checkpoints stay; at least one.
+        keep_every: checkpoints whose step is a multiple of this stay as well.
+        on: signals to any rank that make `due` ask for a checkpoint on all; those of ``signals.SIGNALS``.  A dict says
+            what follows it: ``{signal.SIGUSR1: "stop"}``.  Handlers are installed at once, and call those before them;
+            `close` puts these back.
+        memory: a folder in shared memory, such as ``/dev/shm/me``, for `async_copy`: one on each node, the same for
+            all of its ranks.
+
+    Raises:
+        ValueError: a number is below 1; or a signal is not known, or this is not the main thread.
+        DestinationError: no installed library supports the protocol of the URL.
+    """
+
+    @called_like("series = muonckpt.Series('run', keep_last=3)")
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        on: On = (),
+        memory: str | os.PathLike[str] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if keep_last < 1 or (keep_every is not None and keep_every < 1):
+            raise ValueError(f"keep_last and keep_every are at least 1, got {keep_last} and {keep_every}")
+        self._folder = StepFolder(location(folder, DestinationError).absolute())
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._group = process_group
+        self._whole: set[StepName] = set()
+        self._damaged: set[StepName] = set()
+        """Steps that `restore` has found damaged, though their files have the right sizes; the same on all ranks."""
+        self._signals = Signals(on, process_group)
+        self._memory = None if memory is None else NodeMemory(Path(memory).absolute(), process_group)
+
+    def __enter__(self) -> Series:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._end(kind, max((name.step for name in self._whole), default=-1))
+
+    def _end(self, kind: type[BaseException] | None, saved: int) -> None:
+        self._signals.close()
+        if kind is None:
+            settle_last(self._group)
+        else:  # the other ranks may be elsewhere, so nothing is asked of them
+            wait_for_last(self._group)
+        if self._memory is not None and (kind is None or issubclass(kind, SystemExit)):
+            self._memory.end(saved)
+
+    def close(self, *, saved: int = -1) -> None:
+        """Wait for the last `async_save`, raise or warn of its error, and put former signal handlers back.
+
+        Collective, as the end of ``with Series(...) as series:`` is, which on an error only waits.
+
+        Args:
+            saved: the newest step that a trainer has saved by itself: copies in memory up to it are removed as well.
+        """
+        self._end(None, max((name.step for name in self._whole), default=saved))
+
+    def due(self, step: int) -> Then | None:
+        """Return whether a signal to any rank has asked for a checkpoint that is not saved yet; the same on all ranks.
+
+        Call it after each step.  Collective: if `Muon` or `LayerWise` has taken a step since the last call, together on
+        all ranks of the series, that step's notes have the answer; else there is one small gather.
+
+        Returns:
+            None; ``"go on"``, or ``"stop"``: then the next `save` or `async_save` ends the program when the checkpoint
+            is there, with exit code 75.
+
+        Raises:
+            ArgumentError: ranks that had to be asked are not at the same step.
+        """
+        return self._signals.due(f"Series.due({step})")
+
+    @called_like(f"{STATE_LINE}, then series.save(step, {STATE_DICT})")
+    def save(
+        self,
+        step: int,
+        state_dict: Mapping[str, Any],
+        *,
+        replace: bool = False,
+        provenance: Mapping[str, Any] | None = None,
+        also: str | None = None,
+    ) -> SavedStep:
+        """Save a checkpoint as `muonckpt.save` does; then remove what is not to be kept.
+
+        First, an `async_save` that is running is waited for, and what killed runs have left in the folder is removed.
+        Where something cannot be removed, a warning says so, and training goes on.
+
+        Args:
+            step: 0 or more.
+            state_dict: as for `muonckpt.save`.
+            replace: supersede a whole checkpoint of this step; a torn or damaged one is superseded in any case.  The
+                new one has a name of its own, ``step-00001000.2``, and the old one is removed afterwards.
+            provenance: JSON data to keep in the manifest; ``step`` is added.
+            also: the form of an `export` to write when the checkpoint is there, ``"hf"``.
+
+        Raises:
+            SystemExit: the checkpoint is there, and a signal has asked to stop.
+            DestinationError: there is a whole checkpoint of this step, or it or the export cannot be written.
+            SourceError: the checkpoint is there, and has no model to export.
+            LayoutError, ArgumentError, LostRankError: as in `muonckpt.save`.
+        """
+        self._signals.ask("Series.save")
+        settle_last(self._group)
+        name = self._new_name(step, replace, also)
+        saved = self._saved(name)
+        save(state_dict, saved.path, provenance={**(provenance or {}), "step": step}, process_group=self._group)
+        self._published(name, also)
+        self._signals.met(saved.path)
+        return saved
+
+    @called_like(f"{STATE_LINE}, then series.async_save(step, {STATE_DICT})")
+    def async_save(
+        self,
+        step: int,
+        state_dict: Mapping[str, Any],
+        *,
+        replace: bool = False,
+        provenance: Mapping[str, Any] | None = None,
+        also: str | None = None,
+        on_error: OnError = "raise",
+        when_busy: WhenBusy = "wait",
+    ) -> AsyncSave:
+        """Save while training goes on, as `muonckpt.async_save` does; then remove what is not to be kept.
+
+        Args:
+            step, replace, provenance, also: as for `save`.
+            on_error, when_busy: as for `muonckpt.async_save`.
+
+        Raises:
+            DestinationError, ArgumentError: as in `save` and `muonckpt.async_save`.
+            SystemExit: as in `save`; then this has waited for the checkpoint.
+        """
+
+        def begin() -> tuple[str, Callable[[], None]]:
+            name = self._new_name(step, replace, also)
+            return self._saved(name).path, lambda: self._published(name, also)
+
+        wanted, details = f"step {step}", {**(provenance or {}), "step": step}
+        ask = partial(self._signals.ask, "Series.async_save")
+        saving = save_in_thread(state_dict, wanted, details, self._group, on_error, when_busy, ask, begin)
+        if self._signals.then == "stop":
+            saving.result()
+        self._signals.met(saving.path)
+        return saving
+
+    def async_copy(
+        self,
+        step: int,
+        state_dict: Mapping[str, Any],
+        *,
+        provenance: Mapping[str, Any] | None = None,
+        on_error: OnError = "raise",
+    ) -> AsyncSave | None:
+        """Copy the state to the memory of two nodes while training goes on, for `restore` after ranks or a node end.
+
+        The call copies tensors as that of `async_save` does, in the same buffers, and the same thread writes.  Each
+        rank's part is kept in its node's ``memory``, and sent once to the next node's.  The copy before is removed when
+        this one is whole on all nodes.
+
+        Args:
+            step, provenance: as for `save`.
+            state_dict, on_error: as for `muonckpt.async_save`.
+
+        Returns:
+            The copy; None if a rank is still saving or copying, so that nothing was copied.
+
+        Raises:
+            ArgumentError: the series has no ``memory``, or arguments differ between ranks.
+            DestinationError: a node's folder cannot be made; or as in `async_save`.
+            LostRankError: as in `muonckpt.async_save`.
+        """
+        lane = lane_of(self._group, partial(refuse_crossed, self._group, "Series.async_copy"))
+
+        def arguments() -> Mapping[str, object]:
+            if self._memory is None:
+                raise ArgumentError("this series has no memory to copy to. Write Series(folder, memory='/dev/shm/me')")
+            _check_step(step)
+            return {"step": step}
+
+        def begin(asked: list[Mapping[str, object]]) -> tuple[str, StepName]:
+            refuse_differing(self._group, "async_copy", asked)
+            run = self._asked(lambda: self._folder.identity(make=True), DestinationError)
+            assert run is not None, "it was made"
+            return run, NodeMemory.new_name(step)
+
+        run, name = decide_on_first(self._group, DestinationError, arguments, begin)
+        assert self._memory is not None, "it was checked"
+        if lane.busy():
+            return None
+        lane.settle()
+        return self._memory.copy(lane, run, name, state_dict, {**(provenance or {}), "step": step}, on_error)
+
+    def export(
+        self,
+        step: int,
+        form: str = "hf",
+        destination: str | os.PathLike[str] | None = None,
+        *,
+        shard_size: int = SHARD_SIZE,
+    ) -> str:
+        """Write the model of a saved step as other programs load it, all ranks together; return where it is.
+
+        An export is never removed by the series, nor resumed from.
+
+        Args:
+            step: of a whole checkpoint of this series.
+            form: ``"hf"``: safetensors with an index, whole weights under the model's own names.
+            destination: a folder that does not exist; by default ``step-00001000-hf`` beside the checkpoint.
+            shard_size: the most bytes of weights in a file.
+
+        Raises:
+            SourceError: there is no whole checkpoint of this step, it is damaged, or it has no model.
+            DestinationError: the destination exists, or cannot be written.
+            ArgumentError: an unknown form, or arguments that differ between ranks.
+            Interrupted: a rank was lost.
+        """
+        refuse_crossed(self._group, "Series.export")
+        settle_last(self._group)
+        place = None if destination is None else os.fspath(destination)
+
+        def arguments() -> Mapping[str, object]:
+            check_form(form)
+            if type(step) is not int or type(shard_size) is not int or shard_size < 1:
+                raise ArgumentError(
+                    "expected a step and a shard_size that are integers, the latter in bytes and above 0, found "
+                    f"{step!r} and {shard_size!r}"
+                )
+            return {"step": step, "form": form, "destination": place, "shard_size": shard_size}
+
+        def chosen(asked: list[Mapping[str, object]]) -> StepName | None:
+            refuse_differing(self._group, "export", asked)
+            return self._folder.whole(step)
+
+        name = decide_on_first(self._group, SourceError, arguments, chosen)
+        if name is None:
+            raise SourceError(f"expected a whole checkpoint of step {step} in {self._folder.place}, found none")
+        return self._export(name, form, place, shard_size)
+
+    def _export(self, name: StepName, form: str, destination: str | None = None, shard_size: int = SHARD_SIZE) -> str:
+        place = (
+            self._folder.place / f"{name}-{form}" if destination is None else location(destination, DestinationError)
+        )
+        export_model(self._folder.path(name), place, self._group, shard_size)
+        return str(place)
+
+    def _published(self, name: StepName, also: str | None) -> None:
+        self._whole.add(name)
+        if is_coordinator(self._group):
+            self._attempt(f"what {self._folder.place} need not keep", lambda: self._prune(name))
+        if also is not None:
+            with about(f"{self._folder.path(name)} is saved, but not exported"):
+                self._export(name, also)
+
+    def latest(self) -> SavedStep | None:
+        """Return the newest whole checkpoint, or None, and warn of newer ones that are torn.  Reads no data.
+
+        Raises:
+            SourceError: the folder cannot be read, or a checkpoint is of a newer version of this package.
+        """
+        refuse_crossed(self._group, "Series.latest")
+        newest = self._newest()
+        if newest.name is None:
+            self._warn_of(newest, "no whole one is left")
+            return None
+        saved = self._saved(newest.name)
+        self._warn_of(newest, f"{saved.path} is the newest whole one")
+        return saved
+
+    @called_like(f"{STATE_LINE}, then series.restore({STATE_DICT}), then {SET_LINE}")
+    def restore(
+        self,
+        state_dict: dict[str, Any],
+        *,
+        required: bool = False,
+        allow_extra: bool | Iterable[str] = False,
+        fresh: Iterable[str] = (),
+        attest: bool = False,
+    ) -> Restored | None:
+        """Load the newest whole checkpoint; if it turns out to be damaged, the one before, with a warning on all ranks.
+
+        A copy in memory that is as new as the newest checkpoint is preferred; it is always attested.
+
+        Tensors may have been overwritten when damage is found; loading the one before writes all of them again.  If
+        that fails as well, do not train on the state dict.  A checkpoint that does not fit, or cannot be reached for
+        now, is an error and no reason to take an older one.
+
+        Args:
+            state_dict: the template, as for `muonckpt.load`.
+            required: an empty series is an error.
+            allow_extra, fresh, attest: as for `muonckpt.load`.
+
+        Returns:
+            What was loaded; None if no checkpoint has been saved yet.
+
+        Raises:
+            DamageError: there are checkpoints, and none is whole.
+            SourceError, LayoutError, ArgumentError, LostRankError: as in `muonckpt.load`; or the series is empty, and
+                must not be.
+        """
+        patterns, extra = Globs.of(fresh).patterns, Extra.of(allow_extra).patterns
+        faults: dict[StepName, str] = {}
+        refuse_crossed(self._group, "Series.restore")
+        copies = self._copies()
+        while True:
+            newest = self._newest()
+            faults |= newest.faults
+            newest = replace(newest, faults=faults)
+            since = -1 if newest.name is None else newest.name.step
+            if (restored := self._from_memory(copies, since, state_dict, extra, patterns)) is not None:
+                return restored
+            if newest.name is None:
+                place = self._folder.place
+                if faults:
+                    from ...store.verify.diagnosis import (
+                        advice_where_none_is_whole,  # not needed where nothing is wrong
+                    )
+
+                    listed = "\n- ".join(f"{self._folder.path(name)}: {fault}" for name, fault in faults.items())
+                    raise DamageError(
+                        f"expected a whole checkpoint in {place}, found none among {len(faults)}:\n- {listed}",
+                        self._ask_first(partial(advice_where_none_is_whole, place, [*map(str, faults)])),
+                    )
+                if required:
+                    raise SourceError(f"expected a checkpoint in {place}, found none: is it the folder of this run?")
+                if self._ask_first((place / METADATA_FILE).exists):
+                    raise SourceError(
+                        f"expected the folder of a run, found a checkpoint: {place}. Write "
+                        f"Series({str(place.parent)!r}), or muonckpt.load(state_dict, {str(place)!r})"
+                    )
+                return None
+            saved = self._saved(newest.name)
+            self._warn_of(newest, f"restoring {saved.path} instead")
+            try:
+                loaded = load_to_prove(
+                    state_dict,
+                    saved.path,
+                    allow_extra=extra,
+                    fresh=patterns,
+                    attest=attest,
+                    process_group=self._group,
+                )
+            except SourceError as error:
+                if not self._ask_first(partial(self._folder.exists, newest.name)):
+                    continue  # it was removed while we read
+                if not isinstance(error, DamageError):
+                    raise
+                self._damaged.add(newest.name)
+                faults[newest.name] = error.fault
+            else:
+                return Restored.recorded(saved.step, saved.path, loaded, self._folder.place, self._group)
+
+    def restore_copy(
+        self,
+        state_dict: dict[str, Any],
+        *,
+        since: int,
+        allow_extra: bool | Iterable[str] = False,
+        fresh: Iterable[str] = (),
+    ) -> Restored | None:
+        """Load the newest copy in memory, for a trainer that saves checkpoints of its own; see `restore`.
+
+        Args:
+            state_dict, allow_extra, fresh: as for `restore`.
+            since: the step of the newest of those, -1 if there is none: an older copy is not taken.  The first rank's
+                counts.
+
+        Returns:
+            What was loaded; None if there is no such copy that is whole.
+
+        Raises:
+            SourceError, LayoutError, ArgumentError, LostRankError: as in `restore`.
+        """
+        patterns, extra = Globs.of(fresh).patterns, Extra.of(allow_extra).patterns
+        refuse_crossed(self._group, "Series.restore_copy")
+        return self._from_memory(self._copies(), self._ask_first(lambda: since), state_dict, extra, patterns)
+
+    def _copies(self) -> list[FoundCopy]:
+        run = None if self._memory is None else self._ask_first(lambda: self._folder.identity(make=False))
+        return [] if self._memory is None or run is None else self._memory.found(run)
+
+    def _from_memory(
+        self,
+        copies: list[FoundCopy],
+        since: int,
+        state_dict: dict[str, Any],
+        extra: bool | Iterable[str],
+        fresh: Iterable[str],
+    ) -> Restored | None:
+        """Load the newest of these copies that is whole, and take it and all before it from the list."""
+        while self._memory is not None and copies and copies[0].step >= since:
+            copy = copies.pop(0)
+            try:
+                loaded = self._memory.load(copy, state_dict, extra, fresh)
+            except DamageError as error:
+                warn_on_rank(f"{copy} is not taken: {error.fault}", RuntimeWarning, stacklevel=3)
+                continue
+            return Restored.recorded(copy.step, str(copy), loaded, self._folder.place, self._group, memory=True)
+        return None
+
+    def _newest(self) -> Newest:
+        return self._ask_first(lambda: self._folder.newest(self._damaged))
+
+    def _saved(self, name: StepName) -> SavedStep:
+        return SavedStep(name.step, str(self._folder.path(name)))
+
+    def _new_name(self, step: int, replace: bool, also: str | None) -> StepName:
+        """Return the name to save under, once all ranks have asked for the same step."""
+
+        def arguments() -> Mapping[str, object]:
+            _check_step(step)
+            if also is not None:
+                check_form(also)
+            return {"step": step, "replace": replace, "also": also}
+
+        def begin(asked: list[Mapping[str, object]]) -> StepName:
+            refuse_differing(self._group, "save", asked)
+            self._attempt(f"what killed runs have left in {self._folder.place}", self._folder.clean)
+            new = self._folder.new_name
+            return self._asked(lambda: new(step, lambda name: replace or name in self._damaged), DestinationError)
+
+        return decide_on_first(self._group, DestinationError, arguments, begin)
+
+    def _prune(self, saved: StepName) -> None:
+        def is_whole(name: StepName) -> bool:  # looks at each checkpoint once, as time is short
+            if name not in self._whole | self._damaged and self._folder.fault(name) is None:
+                self._whole.add(name)
+            return name in self._whole - self._damaged
+
+        newer = self._folder.prune(saved, self._keep_last, self._keep_every, is_whole)
+        if later := [self._saved(name) for name in newer if name not in self._damaged]:
+            warn_on_rank(
+                f"{self._folder.path(saved)} was saved, but {later[-1].path} is of a later step, so that is what would "
+                "be restored; if this run went back, move the later ones out of the folder",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+
+    def _attempt(self, what: str, remove: Callable[[], None]) -> None:
+        try:
+            remove()
+        except (MuonckptError, OSError) as error:
+            warn_on_rank(f"cannot remove {what}; training goes on: {error}", RuntimeWarning, stacklevel=3)
+
+    def _warn_of(self, newest: Newest, instead: str) -> None:
+        for name, fault in newest.faults.items():
+            path = self._folder.path(name)
+            warn_on_rank(f"{path} is not whole: {fault}; {instead}", RuntimeWarning, stacklevel=3)
+        if newest.name is not None and newest.doubt:
+            message = f"{self._folder.path(newest.name)} is taken, as nothing of it is lost, but: {newest.doubt}"
+            warn_on_rank(message, RuntimeWarning, stacklevel=3)
+
+    def _ask_first(self, question: Callable[[], _Answer]) -> _Answer:
+        return broadcast_from_first(self._group, SourceError, lambda: self._asked(question, SourceError))
+
+    def _asked(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
+        try:
+            return question()
+        except MuonckptError:
+            raise
+        except Exception as error:
+            raise kind(f"{self._folder.place}: {error}") from error
+
+
+def _check_step(step: object) -> None:
+    if type(step) is not int or step < 0:
+        actual = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__name__}"
+        given = "step" if isinstance(step, Mapping) else "int(step)"
+        line = "" if type(step) is int else f". Write series.save({given}, state_dict)"
+        raise ArgumentError(f"a step is an integer, 0 or more, and comes before the state dict; found {actual}{line}")

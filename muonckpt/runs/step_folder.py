@@ -1,0 +1,250 @@
+"""A folder of checkpoints by step: which are whole, which may go, and what killed runs have left.
+
+There is no record besides its files, so any process may look at any time.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ..names.errors import DestinationError, SourceError
+from ..programs.signs import METADATA_FILE
+from ..record.record import MANIFEST_FILE
+from ..store.io import publish
+from ..store.io.checksums import xxh3_128
+from ..store.io.limits import gc_paused
+from ..store.io.location import Location, Remote, at_each
+from ..store.io.new_file import write_synced
+from ..store.io.publish import CLAIM
+from ..store.io.regular import read_whole
+from ..store.verify.damage import rank_in_name
+from ..store.verify.run import RunStep, StepName, look_at_step
+from ..store.verify.verified import verifications
+
+_DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
+
+_IDENTITY = ".muonckpt.run"
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest checkpoint of which nothing is lost, or None, and the newer ones, each with its fault.
+
+    Attributes:
+        doubt: what its last verification has found in it nevertheless; empty if nothing.
+    """
+
+    name: StepName | None
+    faults: Mapping[StepName, str]
+    doubt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFolder:
+    """A folder of checkpoints, in which anything else is left alone.
+
+    Several processes may look, but one writes and removes.
+    """
+
+    place: Location
+
+    def path(self, name: StepName) -> Location:
+        return self.place / str(name)
+
+    def identity(self, make: bool) -> str | None:
+        """Return what tells this run from all others: of a random file in the folder, and of where that is.
+
+        So a folder that was copied, or begun anew, is that of another run.
+
+        Args:
+            make: the file, if there is none.  Otherwise that is None.
+
+        Raises:
+            DamageError, SourceError: it cannot be read.
+            OSError: it cannot be made.
+        """
+        file = self.place / _IDENTITY
+        if not file.exists():
+            if not make:
+                return None
+            self.place.mkdir(parents=True, exist_ok=True)
+            write_synced(file, secrets.token_hex(16).encode())
+        return xxh3_128([read_whole(file), str(self.place.resolve()).encode()])[:16]
+
+    def newest(self, damaged: Collection[StepName]) -> Newest:
+        """Find the newest checkpoint of which nothing is lost, without reading data.
+
+        Whatever else has the name of a step is among the faults, so that nobody goes back without a word.
+
+        Args:
+            damaged: checkpoints that look whole and are known not to be.
+
+        Raises:
+            SourceError: the folder cannot be read, or a checkpoint is of a newer version of this package.
+        """
+        faults: dict[StepName, str] = {}
+        listed: set[StepName] | None = None
+        while (names := self._names()) != listed:  # while we look, one may be published and another removed
+            listed, faults = names, {}
+            for name in sorted(self._listed(names).keys() - set(damaged), reverse=True):
+                step = self._look(name)
+                if not step.has_loss:
+                    return Newest(name, faults, step.fault)
+                if self.exists(name):
+                    faults[name] = step.fault
+        return Newest(None, faults)
+
+    def whole(self, step: int) -> StepName | None:
+        """Find the last whole checkpoint of a step, without reading data.
+
+        Raises:
+            SourceError: as `newest`.
+        """
+        names = self._published(name for name in self._names() if name.step == step)
+        return next((name for name in sorted(names, reverse=True) if self.fault(name) is None), None)
+
+    def exists(self, name: StepName) -> bool:
+        """Return True if a checkpoint of this name was published, and its removal has not begun."""
+        return name in self._listed([name])
+
+    def fault(self, name: StepName) -> str | None:
+        """Return what of a checkpoint is lost, as far as is known without reading data; None if nothing is.
+
+        Raises:
+            SourceError: it cannot be read, or is of a newer version of this package.
+        """
+        step = self._look(name)
+        return step.fault if step.has_loss else None
+
+    @gc_paused()
+    def _look(self, name: StepName) -> RunStep:
+        """Return what is known of a step; one that has no manifest of ours has lost it, or is another program's."""
+        path = self.path(name)
+        step = look_at_step(path, name, verifications(self.place).get(str(name)))
+        if (path / MANIFEST_FILE).exists():
+            if step.state == "unread":
+                raise SourceError(step.fault)
+            return step
+        fault = step.fault if step.state == "damaged" else f"it has no {MANIFEST_FILE}; {step.fault}".rstrip("; ")
+        return replace(step, state="incomplete", fault=fault, is_complete=False)
+
+    def new_name(self, step: int, replaceable: Callable[[StepName], bool]) -> StepName:
+        """Return a free name for a new checkpoint of a step.
+
+        Args:
+            replaceable: returns True if a checkpoint of the same step may be superseded.
+
+        Raises:
+            DestinationError: a whole one may not.
+        """
+        names = {name for name in self._names() if name.step == step}
+        for name in sorted(self._published(names)):
+            if not replaceable(name) and self.fault(name) is None:
+                raise DestinationError(
+                    f"{self.path(name)} exists already, and is whole; a run that is resumed goes on behind it, from "
+                    "restored.step + 1; if this run went back to an earlier step and the checkpoint is to be "
+                    "superseded, save with replace=True"
+                )
+        return StepName(step, max((name.attempt for name in names), default=0) + 1)
+
+    def prune(
+        self, saved: StepName, keep_last: int, keep_every: int | None, is_whole: Callable[[StepName], bool]
+    ) -> list[StepName]:
+        """Remove the `superfluous` checkpoints, now that ``saved`` has been published.
+
+        Returns:
+            The checkpoints that are newer than ``saved``, sorted.
+
+        Raises:
+            DestinationError: the folder does not show what was saved, so nothing is removed.
+            OSError: something cannot be removed.
+        """
+        published = self._published(self._names())
+        if saved not in published:
+            raise DestinationError(f"expected {self.path(saved)}, which was just saved, found it missing")
+        for name in superfluous(published, saved, keep_last, keep_every, is_whole):
+            publish.remove(self.path(name), _DESCRIPTIONS)
+        return sorted(name for name in published if name > saved)
+
+    def clean(self) -> None:
+        """Remove half-removed checkpoints and files of abandoned saves, which killed runs have left.
+
+        Raises:
+            OSError: something cannot be removed.
+        """
+        for entry in self._entries():
+            if isinstance(entry, Remote):
+                files = _files(entry) if _is_of_series(entry.name) else set()
+                half_removed = publish.MARK in files
+                abandoned = CLAIM in files and not files >= set(_DESCRIPTIONS)
+            else:
+                half_removed = _is_of_series(publish.removed_name(entry.name))
+                abandoned = _is_of_series(publish.staged_name(entry.name))
+            if half_removed:
+                publish.finish_removal(entry, _DESCRIPTIONS)
+            elif abandoned and publish.is_stale(entry, self.place):
+                publish.remove(entry, _DESCRIPTIONS)
+
+    def _entries(self) -> list[Location]:
+        try:
+            return list(self.place.iterdir())
+        except FileNotFoundError:
+            return []
+
+    def _names(self) -> set[StepName]:
+        return {name for entry in self._entries() if (name := StepName.parsed(entry.name))}
+
+    def _published(self, names: Iterable[StepName]) -> set[StepName]:
+        return {name for name, files in self._listed(names).items() if MANIFEST_FILE in files}
+
+    def _listed(self, names: Iterable[StepName]) -> dict[StepName, set[str]]:
+        """Return the files of steps that have a description or a rank's file, and are not being saved or removed."""
+
+        def files_of(name: StepName) -> tuple[StepName, set[str]]:
+            files = set() if self.path(name).is_symlink() else _files(self.path(name))
+            unfinished = publish.MARK in files or (CLAIM in files and not files >= set(_DESCRIPTIONS))
+            is_saved = any(file in _DESCRIPTIONS or rank_in_name(file) is not None for file in files)
+            return name, files if is_saved and not unfinished else set()
+
+        return {name: files for name, files in at_each(self.place, files_of, names) if files}
+
+
+def superfluous(
+    names: Iterable[StepName],
+    saved: StepName,
+    keep_last: int,
+    keep_every: int | None,
+    is_whole: Callable[[StepName], bool],
+) -> Iterator[StepName]:
+    """Yield the checkpoints to remove, the newest first; never ``saved``.
+
+    Kept are the newest ``keep_last`` whole ones, ``saved`` among them, those whose step ``keep_every`` divides, and
+    damaged ones that are as new as they.  Of a step that was saved again only the last whole attempt is kept.
+    Checkpoints of later steps than ``saved`` are kept and not counted: the run went back, and they are not its past.
+    """
+    steps: set[int] = set()
+    whole = 0
+    for name in sorted((name for name in names if name <= saved), reverse=True):
+        if name.step in steps:
+            yield name
+        elif whole < keep_last:
+            if name == saved or is_whole(name):
+                whole += 1
+                steps.add(name.step)
+        elif keep_every and name.step % keep_every == 0:
+            steps.add(name.step)
+        else:
+            yield name
+
+
+def _is_of_series(name: str | None) -> bool:
+    return name is not None and StepName.parsed(name) is not None
+
+
+def _files(folder: Location) -> set[str]:
+    try:
+        return {entry.name for entry in folder.iterdir()}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()

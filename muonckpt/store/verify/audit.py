@@ -1,0 +1,525 @@
+"""Audits: every element is there exactly once, and bytes and descriptions are those that were written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import sha256
+from itertools import chain, compress, pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...algebra.box import Index
+from ...algebra.fingerprint import as_hex, combine
+from ...names.errors import DamageError, LayoutError, MuonckptError, SourceError
+from ...names.wording import Finding, listed
+from ...programs.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE
+from ...record.chunks import chunks_numbered
+from ...record.record import MANIFEST_FILE, Blob, Chunk, Chunks, Manifest, StateRecord
+from ..formats.native import stock_metadata
+from ..formats.registry import DCP, OWN
+from ..io.checksums import Sums, crc32, xxh3_128
+from ..io.location import Location, Remote, items_beside, location
+from ..io.pace import Pace
+from ..io.regular import open_regular, read_whole
+from ..open_checkpoint import OpenCheckpoint, check_blob
+from ..reading.dtypes import itemsize
+from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, nonfinite, payload_of
+from .damage import Damage, Kinds, damage_of_files, faults_of, kinds_by_slot, misplaced_files
+from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
+from .small_tensors import examined
+
+
+def description_faults(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
+    """Yield the damage that the descriptions, and the names and sizes of the files, show.
+
+    Args:
+        framed: the items of a checkpoint of ours are known to be what its manifest says.
+    """
+    yield from faults_of(checkpoint)
+    if checkpoint.lacks_manifest:
+        message = f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing; restore it from a copy"
+        yield Finding("manifest", message)
+    if checkpoint.format is DCP:
+        # DCP's own planner makes keys by joining paths.  Where most are such, the others are damaged.
+        entries: tuple[StateRecord | Blob, ...] = (*checkpoint.outline.tensors, *checkpoint.outline.blobs)
+        strange = {entry.key: path for entry in entries if (path := ".".join(map(str, entry.path))) != entry.key}
+        for key, path in strange.items() if 2 * len(strange) < len(entries) else ():
+            yield Finding("key", f"{key!r} in {METADATA_FILE} has the path of {path!r}; expected the same", (key,))
+    if checkpoint.format is OWN:
+        yield from _against_metadata(checkpoint, framed)
+    if (digest := checkpoint.items_digest) is not None:
+        items = items_beside(checkpoint.path)
+        if not items.exists():
+            yield Finding(
+                "items",
+                f"{items} is missing, in which hyper-parameters and other items were written beside this checkpoint; "
+                "restore it from a copy, or write one without items with --tensors-only",
+            )
+        elif (actual := xxh3_128([read_whole(items)])) != digest:
+            yield Finding("items", f"{items}: digest {actual}, expected {digest}: it is damaged, or of another save")
+
+
+def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
+    """Compare DCP's metadata, which describe the checkpoint to other programs, with the manifest."""
+    others = dict(checkpoint.outline.files)
+    if TORCH_CHECKPOINTING_FILE in others:
+        yield from _archives(checkpoint)
+    elif not (framed and _is_as_written(checkpoint)):
+        yield from _against(checkpoint)
+    for name in sorted(others.keys() - {METADATA_FILE}):
+        try:
+            actual = xxh3_128([read_whole(checkpoint.path / name)])
+        except (SourceError, OSError) as error:
+            actual = str(error)
+        if actual != others[name]:
+            message = f"its {name} is damaged: digest {actual}, expected {others[name]}, as {MANIFEST_FILE} has it"
+            yield Finding("description", message)
+
+
+def _archives(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
+    """Read the directory and the pickle of each of torch_checkpointing's files with tensors; they have checksums."""
+    from ..formats.torch_save.torch_file import read_torch_file  # other checkpoints have none
+
+    names = {*checkpoint.outline.columns.names} - {*checkpoint.lost_files}
+    for name in sorted(name for name in names if name.endswith(".pt")):
+        try:
+            read_torch_file(checkpoint.path, name)
+        except SourceError as error:
+            yield Finding("archive", str(error))
+
+
+def _is_as_written(checkpoint: OpenCheckpoint) -> bool:
+    """Return True if no file is cut, no items overlap, and DCP's metadata are the bytes that we write."""
+    manifest, columns = checkpoint.manifest, checkpoint.manifest.columns
+    numbers = {name: number for number, name in enumerate(columns.names)}
+    of_blobs = [(numbers.setdefault(b.item.file, len(numbers)), b.item.offset, b.item.end) for b in manifest.blobs]
+    of_chunks = np.stack([columns.file, columns.item, columns.item_end()], axis=1)
+    extents = np.concatenate([of_chunks, np.array(of_blobs, np.int64).reshape(-1, 3)])
+    extents = extents[np.lexsort((extents[:, 1], extents[:, 0]))]
+    same_file = extents[:-1, 0] == extents[1:, 0]
+    if (extents[:-1, 2] > extents[1:, 1])[same_file].any() or checkpoint.lost_files:
+        return False
+    try:
+        data, position = read_whole(checkpoint.path / METADATA_FILE), 0
+        for part in stock_metadata(manifest):
+            if data[position : position + len(part)] != part:
+                return False
+            position += len(part)
+        return position == len(data) and manifest.files.get(METADATA_FILE) in (None, xxh3_128([data]))
+    except (MuonckptError, OSError):
+        return False  # `_against` finds out what is wrong
+
+
+def _against(checkpoint: OpenCheckpoint) -> list[Finding]:
+    from ..formats.dcp import DcpReader  # not needed where nothing is wrong
+
+    file = checkpoint.path / METADATA_FILE
+    try:
+        reader = DcpReader(checkpoint.path)
+    except MuonckptError as error:
+        return [Finding("description", f"its {METADATA_FILE} cannot be read: {str(error).removeprefix(f'{file}: ')}")]
+    try:
+        for fault in reader.faults:
+            raise fault
+        stock = _described(replace(reader.outline, tensors=reader.locate(reader.outline.tensors)))
+        own = _described(checkpoint.manifest)
+    except MuonckptError as error:
+        return [Finding("metadata", f"{file}: {error}")]
+    findings = []
+    for key in sorted(own.keys() | stock.keys()):
+        if key not in own or key not in stock:
+            only = MANIFEST_FILE if key in own else METADATA_FILE
+            message = f"{key!r} is in {only} only, expected it in {MANIFEST_FILE} and {METADATA_FILE}"
+            findings.append(Finding("metadata", message, (key,)))
+            continue
+        for fact, _ in sorted(own[key].items() ^ stock[key].items(), key=str)[:1]:
+            values = f"{own[key].get(fact)} in {MANIFEST_FILE}, {stock[key].get(fact)} in {METADATA_FILE}"
+            findings.append(Finding("metadata", f"{key!r}: {fact} {values}; expected the same", (key,)))
+    if checkpoint.outline.files.get(METADATA_FILE) not in (None, reader.digest) and not findings:
+        findings.append(Finding("metadata", f"{file}: digest {reader.digest}, {MANIFEST_FILE} has another"))
+    return findings
+
+
+def _described(manifest: Manifest) -> dict[str, dict[str, object]]:
+    """Return the facts that both descriptions state, by key."""
+    described: dict[str, dict[str, object]] = {}
+    for tensor in manifest.tensors:
+        known = described[tensor.key] = {"dtype": tensor.dtype, "shape": tensor.shape, "path": tensor.path}
+        known |= {f"box {chunk.box}": (chunk.payload, chunk.crc32) for chunk in tensor.chunks if chunk.box.numel}
+    for blob in manifest.blobs:
+        described[blob.key] = {"path": blob.path, "place": blob.item}
+    return described
+
+
+_BATCHES = 1 << 11, 1 << 14
+"""Chunks that are opened and distributed to threads at a time: few enough to have an object for each, and to show
+progress soon."""
+
+Verdict = Literal["whole", "readable, unchecked", "faulty"]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """The result of an audit.
+
+    Attributes:
+        unchecked: how many chunks have no checksum of any kind.
+        fingerprints: computed from the bytes on disk, for every tensor that could be read whole.
+        notes: remarks that are no faults.
+        diagnosis: what is wrong in one sentence, what is lost, and what to do.
+    """
+
+    tensors: int
+    chunks: int
+    blobs: int
+    payload_bytes: int
+    unchecked: int
+    fingerprints: dict[str, str]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    diagnosis: Diagnosis = field(compare=False)
+
+    @property
+    def damage(self) -> Damage:
+        """Return what is lost."""
+        return self.diagnosis.damage
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return ``whole`` if everything agrees with its record, ``faulty`` if there are findings, ``readable,
+        unchecked`` if the elements of some chunks have no record.
+        """
+        return "faulty" if self.findings else "readable, unchecked" if self.unchecked else "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkResult:
+    """``share`` (of the fingerprint) is None if the chunk could not be read; ``where`` names tensor, box and file."""
+
+    where: str
+    share: int | None
+    nonfinite: int
+    findings: tuple[Finding, ...]
+
+
+def payload_bytes(manifest: Manifest) -> int:
+    return sum(tensor.boxes.elements * itemsize(tensor.dtype) for tensor in manifest.tensors)
+
+
+def _batches(tensors: Sequence[StateRecord]) -> Iterator[Sequence[StateRecord]]:
+    batch: list[StateRecord] = []
+    count, enough = 0, _BATCHES[0]
+    for tensor in tensors:
+        batch.append(tensor)
+        count += len(tensor.chunks)
+        if count >= enough:
+            yield batch
+            batch, count, enough = [], 0, min(2 * enough, _BATCHES[1])
+    yield batch
+
+
+def verify(
+    path: str | os.PathLike[str] | Remote,
+    *,
+    jobs: int = 2,
+    progress: Progress = lambda count, total: None,
+    kinds: Kinds = kinds_by_slot,
+    pace: Pace | None = None,
+) -> AuditReport:
+    """Check that a checkpoint of any format is whole: what ``muonckpt verify`` prints.
+
+    Checks coverage, bounds, digests, checksums and fingerprints, and looks for infinite or NaN values.  Faults are
+    listed in the report, not raised.  Needs no torch.
+
+    Args:
+        path: a path, or a URL such as ``s3://bucket/step1000``.
+        jobs: threads that read and check.
+        progress: called with the bytes read since the last call, and with the total.
+        kinds: says what people call the tensors of a checkpoint, where it does not say itself.
+        pace: holds the reading back to a rate.
+
+    Raises:
+        SourceError: there is no checkpoint, or what describes it cannot be read at all.
+    """
+    place = location(path, SourceError)
+    reasons: tuple[Finding, ...] = ()
+    try:
+        opened = OpenCheckpoint(place)
+    except DamageError as error:
+        reasons = (Finding("description", str(error)),)
+        if (rest := remains(place)) is None:
+            return AuditReport(0, 0, 0, 0, 0, {}, reasons, (), diagnosis_of_unreadable(place, error))
+        opened, reasons = rest, () if rest.faults else reasons
+    with opened as checkpoint:
+        checkpoint.payloads.pace = pace
+        total = payload_bytes(checkpoint.outline)
+        report = audit(checkpoint, lambda count: progress(count, total), jobs, kinds)
+    return replace(report, findings=reasons + report.findings)
+
+
+def audit(
+    checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int, kinds: Kinds = kinds_by_slot
+) -> AuditReport:
+    """Verify a checkpoint that is already open; ``passed`` is called with the bytes read since its last call."""
+    path, payloads = checkpoint.path, checkpoint.payloads
+    manifest = checkpoint.outline
+    findings: list[Finding] = []
+    strangers = _orphans(path, manifest) if checkpoint.format in (OWN, DCP) else []
+    notes = [f"{name} belongs to no item of this checkpoint" for name in strangers]
+    notes += [f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else []
+    fingerprints: dict[str, str] = {}
+    by_files = damage_of_files(checkpoint)
+    lost, row, lost_items = by_files.chunks.copy(), 0, set(by_files.items)
+    unchecked = 0
+    unlocated: dict[tuple[str, Index], _ChunkResult] = {}
+    framed = True
+
+    def audited(stored: tuple[StateRecord, Chunk, int | None]) -> _ChunkResult:
+        tensor, chunk, share = stored
+        if share is not None:
+            passed(chunk.box.numel * itemsize(tensor.dtype))
+            return _ChunkResult("", share, 0, ())
+        return unlocated.get((tensor.key, chunk.box.lo)) or _audit_chunk(payloads, tensor, chunk, passed)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for opening in _batches(manifest.tensors):
+            of_files = by_files.chunks[row : row + sum(len(tensor.chunks) for tensor in opening)]
+            batch, lost_places = (
+                _located_but(checkpoint, opening, of_files) if of_files.any() else _located(checkpoint, opening)
+            )
+            unlocated |= lost_places
+            unchecked += sum(
+                chunk.box.numel > 0 and not payloads.is_checked(chunk)
+                for tensor in batch
+                if tensor.fingerprint is None
+                for chunk in tensor.chunks
+            )
+            bounds = [len(batch) * part // jobs for part in range(jobs + 1)]
+            parts = [batch[lo:hi] for lo, hi in pairwise(bounds)]
+            examinations = list(pool.map(partial(examined, payloads, ours=checkpoint.format is OWN), parts))
+            framed = framed and all(part_framed for _, part_framed in examinations)
+            examinees = chain.from_iterable(of_part for of_part, _ in examinations)
+            for tensor, known in zip(batch, examinees, strict=True):
+                if (fingerprint := known.fingerprint) is None:
+                    chunks = [
+                        (tensor, chunk, known.shares.get(number))
+                        for number, chunk in enumerate(tensor.chunks)
+                        if chunk.box.numel
+                    ]
+                    read = [share is None for *_, share in chunks]
+                    others = iter(list(pool.map(audited, compress(chunks, read))))
+                    results = [
+                        next(others) if is_read else audited(own) for own, is_read in zip(chunks, read, strict=True)
+                    ]
+                    sums = [result.share for result in results if result.share is not None]
+                    fingerprint = as_hex(combine(*sums)) if len(sums) == len(chunks) else None
+                    own = list(_audit_tensor(tensor, results, fingerprint))
+                    bad = [result.share is None or bool(result.findings) for result in results]
+                    of_tensor = lost[row : row + len(tensor.chunks)]
+                    # Elements that agree with their fingerprint, or with all digests, are those that were written,
+                    # whatever the other says: one of the two records is damaged.
+                    if fingerprint is None or fingerprint != tensor.fingerprint:
+                        of_tensor[tensor.boxes.numel > 0] |= np.array(bad, np.bool_)
+                        digested = all(chunk.digest is not None for _, chunk, _ in chunks)
+                        if not (any(bad) or digested) and any(finding.kind == "fingerprint" for finding in own):
+                            of_tensor[:] = True  # one of its chunks, and nothing tells which
+                    findings += own
+                else:
+                    passed(tensor.boxes.elements * itemsize(tensor.dtype))
+                row += len(tensor.chunks)
+                if fingerprint is not None:
+                    fingerprints[tensor.key] = fingerprint
+        for blob in manifest.blobs:
+            try:
+                check_blob(payloads, blob)
+            except MuonckptError as error:
+                findings.append(Finding("blob", str(error), (blob.key,)))
+                lost_items.add(blob.key)
+    if checkpoint.format in (OWN, DCP):
+        findings += _against_integrity(path)
+    every = (*description_faults(checkpoint, framed), *findings)
+    damage = replace(by_files, chunks=lost, items=frozenset(lost_items), read=True)
+    damage = replace(damage, misplaced=misplaced_files(checkpoint, damage) if damage else {})
+    damage = replace(damage, mixed_up=not damage.misplaced and _is_of_another_save(checkpoint, damage))
+    return AuditReport(
+        tensors=len(manifest.tensors),
+        chunks=int((manifest.elements > 0).sum()),
+        blobs=len(manifest.blobs),
+        payload_bytes=payload_bytes(manifest),
+        unchecked=unchecked,
+        fingerprints=fingerprints,
+        findings=every,
+        notes=tuple(notes),
+        diagnosis=diagnosis_of(checkpoint, damage, every, kinds),
+    )
+
+
+def _is_of_another_save(checkpoint: OpenCheckpoint, damage: Damage) -> bool:
+    """Return whether files are whole by DCP's description and their own checksums, and mostly not what ours says."""
+    lost, every = damage.by_file
+    if checkpoint.format is not OWN or damage.files or not lost.any() or (2 * lost <= every)[every > 0].any():
+        return False
+    try:
+        with OpenCheckpoint(checkpoint.path, DCP) as stock:
+            for tensor in stock.locate(stock.outline.tensors):
+                for number in np.flatnonzero(tensor.boxes.numel)[:1].tolist():
+                    check_chunk(stock.payloads, tensor, tensor.chunks[number])
+            return not stock.faults
+    except MuonckptError:
+        return False
+
+
+def _located_but(
+    checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord], lost: NDArray[np.bool_]
+) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], _ChunkResult]]:
+    """Do the same as `_located`, without looking for chunks that are known to be lost."""
+    starts = np.cumsum([0, *(len(tensor.chunks) for tensor in tensors)]).tolist()
+    flags = [lost[start:stop] for start, stop in pairwise(starts)]
+    left = [tuple(np.flatnonzero(~own).tolist()) for own in flags]
+    some = chunks_numbered([(tensor.chunks, numbers) for tensor, numbers in zip(tensors, left, strict=True)])
+    parts = [replace(tensor, chunks=chunks) for tensor, chunks in zip(tensors, some, strict=True)]
+    located, unlocated = _located(checkpoint, parts)
+    batch = []
+    for tensor, part, own in zip(tensors, located, flags, strict=True):
+        found, every = iter(part.chunks), list[Chunk]()
+        for chunk, is_lost in zip(tensor.chunks, own.tolist(), strict=True):
+            every.append(chunk if is_lost else next(found))
+            if is_lost:
+                unlocated[tensor.key, chunk.box.lo] = _unread(tensor, chunk, "its file is missing, or was cut")
+        batch.append(replace(tensor, chunks=Chunks.of(every, len(tensor.shape))))
+    return batch, unlocated
+
+
+def _located(
+    checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord]
+) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], _ChunkResult]]:
+    """Return tensors with the places of all elements that can be found, and results for the other chunks.
+
+    Results are by the tensor's key and the chunk's first index.
+    """
+    unlocated: dict[tuple[str, Index], _ChunkResult] = {}
+
+    def located(tensor: StateRecord) -> StateRecord:
+        try:
+            return checkpoint.locate([tensor])[0]
+        except SourceError as error:
+            if len(tensor.chunks) > 1:  # one of them: find out which
+                numbers = range(len(tensor.chunks))
+                parts = (located(replace(tensor, chunks=tensor.chunks.only([number]))) for number in numbers)
+                every = (chunk for part in parts for chunk in part.chunks)
+                return replace(tensor, chunks=Chunks.of(every, len(tensor.shape)))
+            (chunk,) = tensor.chunks
+            unlocated[tensor.key, chunk.box.lo] = _unread(tensor, chunk, error)
+            return tensor
+
+    try:
+        return checkpoint.locate(tensors), unlocated
+    except SourceError:  # which of them all?
+        return tuple(map(located, tensors)), unlocated
+
+
+def _where(tensor: StateRecord, chunk: Chunk) -> str:
+    return f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}"
+
+
+def _unread(tensor: StateRecord, chunk: Chunk, why: object) -> _ChunkResult:
+    where = _where(tensor, chunk)
+    return _ChunkResult(where, None, 0, (Finding("unreadable", f"{where}: {why}", (tensor.key,)),))
+
+
+def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: Callable[[int], None]) -> _ChunkResult:
+    where = _where(tensor, chunk)
+    sums, bad = Sums(), 0
+    try:
+        for words, origin in chunk_bands(payloads, tensor, chunk):
+            sums.add(words, origin)
+            bad += nonfinite(words, tensor.dtype)
+            passed(words.nbytes)
+        checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload_of(tensor, chunk)))
+    except MuonckptError as error:
+        return _unread(tensor, chunk, error)
+    findings = []
+    try:
+        payloads.check_inside(chunk.item)
+    except SourceError as error:
+        findings.append(Finding("crc32c", f"{where}: {error}", (tensor.key,)))
+    if chunk.digest not in (None, sums.digest):
+        findings.append(Finding("digest", f"{where}: digest {sums.digest}, expected {chunk.digest}", (tensor.key,)))
+    if chunk.crc32 not in (None, checksum):
+        message = f"{where}: CRC-32 {checksum:08x}, expected {chunk.crc32:08x}"
+        findings.append(Finding("crc32", message, (tensor.key,)))
+    return _ChunkResult(where, sums.share, bad, tuple(findings))
+
+
+def _audit_tensor(tensor: StateRecord, results: list[_ChunkResult], fingerprint: str | None) -> Iterator[Finding]:
+    try:
+        tensor.chunk_layout()
+    except LayoutError as error:
+        yield Finding("coverage", str(error), (tensor.key,))
+    for result in results:
+        yield from result.findings
+    if fingerprint and tensor.fingerprint not in (None, fingerprint):
+        message = f"tensor {tensor.key!r}: fingerprint {fingerprint}, expected {tensor.fingerprint}"
+        yield Finding("fingerprint", message, (tensor.key,))
+    bad = [result for result in results if result.nonfinite]
+    if bad:
+        count = sum(result.nonfinite for result in bad)
+        message = f"{count} elements of tensor {tensor.key!r} are infinite or NaN, the first in {bad[0].where}"
+        yield Finding("nonfinite", message, (tensor.key,))
+
+
+def _against_integrity(path: Location) -> Iterator[Finding]:
+    """Compare whole files with the SHA-256 that Megatron records in ``integrity.json`` if ``verify_integrity`` is set.
+
+    Source: ``save_integrity_manifest`` of ``megatron/core/dist_checkpointing/validation.py`` (August 2026).
+    """
+    listing = path / INTEGRITY_FILE
+    if not listing.is_file():
+        return
+    try:
+        recorded = json.loads(read_whole(listing))
+        files: dict[str, object] = dict(recorded["files"]) if recorded["algorithm"] == "sha256" else {}
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        yield Finding("integrity", f"{listing}: expected JSON with algorithm and files, found other data ({error})")
+        return
+    for name, expected in sorted(files.items()):
+        digest = sha256()
+        try:
+            if "/" in name:
+                raise SourceError(f"refused file name {name!r:.300}: expected names inside the checkpoint")
+            with open_regular(path / name) as file:
+                for start in range(0, file.size, BAND_BYTES):
+                    digest.update(file.read(start, min(BAND_BYTES, file.size - start)))
+        except (SourceError, OSError) as error:
+            yield Finding("integrity", f"{listing} has {name!r}: {error}")
+            continue
+        if digest.hexdigest() != expected:
+            message = (
+                f"{path / name}: SHA-256 {digest.hexdigest()}, expected {expected!s:.80}, as {listing.name} has it"
+            )
+            yield Finding("integrity", message)
+
+
+def _orphans(path: Location, manifest: Manifest) -> list[str]:
+    used = {*manifest.columns.names}
+    used |= {blob.item.file for blob in manifest.blobs} | {*manifest.files}
+    used |= {MANIFEST_FILE, METADATA_FILE, MEGATRON_FILE, INTEGRITY_FILE}
+    try:
+        names = [file.name for file in path.iterdir()]
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
+    orphans = []
+    for name in sorted({*names} - used):
+        with suppress(SourceError), open_regular(path / name) as file:  # what is no regular file is not an empty one
+            if file.size == 0:
+                continue
+        orphans.append(name)
+    return orphans

@@ -1,0 +1,460 @@
+"""Series: the newest whole checkpoint is found, the one before stands in for it, and the last whole one stays."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import uuid
+import warnings
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from support import killed_saves
+from support.damages import flip_last_bit
+from support.forked import printed
+from support.workers import run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import muonckpt
+from muonckpt import ArgumentError, DamageError, DestinationError, Series, SourceError
+from muonckpt.optimizer import Muon
+from muonckpt.runs.run_audit import verify_run
+from muonckpt.runs.step_folder import superfluous
+from muonckpt.store.io.location import location
+from muonckpt.store.verify.run import StepName, run_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+state = killed_saves.state
+
+
+def restored(series: Series) -> int | None:
+    """The step that was restored, which all values are."""
+    template = state(-1)
+    found = series.restore(template)
+    assert found is None or all(torch.equal(template[key], value) for key, value in state(found.step).items())
+    return found and found.step
+
+
+def names(folder: Path) -> list[str]:
+    """What lies in a folder, but for the record of resumes."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.name != "resumes.jsonl")
+
+
+S = StepName
+
+
+@pytest.mark.parametrize(
+    ("saved", "torn", "removed"),
+    [
+        (S(9), (), {S(2), S(3), S(6)}),
+        (S(9), (S(8),), {S(2), S(3)}),  # it stays, and does not count
+        (S(9), (S(9), S(8), S(6), S(4)), {S(2)}),  # what was just saved counts, whatever is said of it
+        (S(6), (), {S(3), S(2)}),  # the run went back: later steps are left alone
+        (S(8, 2), (), {S(8), S(3), S(2)}),  # saved again
+        (S(2), (S(2), S(4)), set()),
+    ],
+)
+def test_what_is_kept(saved, torn, removed):
+    there = {S(2), S(3), S(4), S(6), S(8), S(9), saved}
+    gone = list(superfluous(there, saved, 2, 4, lambda name: name not in torn))
+    assert set(gone) == removed and gone == sorted(gone, reverse=True)
+
+
+def test_names_are_read_as_they_are_written():
+    for name in (S(0), S(12), S(99_999_999), S(100_000_000, 3)):
+        assert StepName.parsed(str(name)) == name
+    for other in ("step-1000", "step-00001000.1", "step-00001000.02", "step-000000001000", "Step-00001000", "step-"):
+        assert StepName.parsed(other) is None
+
+
+def test_a_series_from_its_first_start_on(tmp_path):
+    series = Series(tmp_path / "run", keep_last=2, keep_every=4)
+    assert series.latest() is None and restored(series) is None and not (tmp_path / "run").exists()
+    with pytest.raises(SourceError, match="is it the folder of this run"):
+        series.restore(state(-1), required=True)
+    for step in range(1, 8):
+        saved = series.save(step, state(step), provenance={"loss": 0.5})
+    assert names(tmp_path / "run") == ["step-00000004", "step-00000006", "step-00000007"]
+    assert series.latest() == saved and restored(Series(tmp_path / "run")) == 7
+    assert muonckpt.open(saved).provenance["step"] == 7 and muonckpt.open(saved).provenance["loss"] == 0.5
+
+
+def test_a_run_stays_where_it_was_when_the_program_goes_to_another_folder(tmp_path, monkeypatch):
+    """Hydra changes the working directory when its function begins, and some launchers do."""
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    series = Series("run", memory="node")
+    first = series.save(1, state(1))
+    with pytest.warns(RuntimeWarning, match="on one node"):
+        series.async_copy(2, state(2)).result()
+    monkeypatch.chdir(tmp_path / "other")
+    assert series.latest() == first and Path(first.path) == tmp_path / "run/step-00000001"
+    again = Series(tmp_path / "run", memory=tmp_path / "node")
+    assert restored(again) == 2
+    saving = series.async_save(3, state(3))
+    saving.result()
+    assert restored(again) == 3 and Path(saving.path) == tmp_path / "run/step-00000003"
+    series.async_copy(4, state(4)).result()
+    assert restored(series) == restored(again) == 4
+    series.save(5, state(5))
+    series.close()
+    assert not names(tmp_path / "other")
+
+
+def test_torn_and_foreign_folders_are_passed_over_and_left_alone(tmp_path):
+    series = Series(tmp_path, keep_last=1)
+    whole = Path(series.save(1, state(1)).path)
+    for step, harm in enumerate((".metadata", "__0_0.distcp", "cut", "json"), 2):
+        torn = whole.rename(tmp_path / f"step-{step:08}")
+        muonckpt.save(state(1), whole)
+        if harm == "cut":
+            (torn / "__0_0.distcp").write_bytes((torn / "__0_0.distcp").read_bytes()[:-1])
+        elif harm == "json":
+            (torn / "muonckpt.json").write_text('{"format": "muonckpt", ')
+        else:
+            (torn / harm).unlink()
+    foreign = [
+        tmp_path / name for name in ("step-00000006", "step-00000007", ".step-00000000.tmp", ".0.0123456789ab.tmp")
+    ]
+    for folder in foreign:
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(b"of another program")
+    (tmp_path / "step-00000008").symlink_to(whole)
+    (tmp_path / "step-00000009").write_text("a file")
+    killed_saves.age(tmp_path, 10**6)
+    before = names(tmp_path)
+    with pytest.warns(RuntimeWarning, match="is not whole") as caught:
+        assert series.latest().step == 1
+    told = sorted(re.search(r"step-0000000\d is not", str(each.message))[0][12] for each in caught)
+    assert told == [*"234567"] and all(f"{whole} is the newest" in str(each.message) for each in caught)
+    with pytest.warns(RuntimeWarning, match=f"restoring {whole} instead"):
+        assert restored(series) == 1
+    with pytest.warns(RuntimeWarning, match="of a later step"):
+        assert series.save(1, state(1), replace=True).path.endswith("step-00000001.2")
+    series.save(9, state(9))  # a file has that name
+    assert {*before} - {"step-00000001"} - {f"step-0000000{n}" for n in range(2, 6)} | {"step-00000009.2"} == {
+        *names(tmp_path)
+    }
+
+
+def restored_with_what_is_told(folder: Path) -> tuple[int | None, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        latest, step = Series(folder).latest(), restored(Series(folder))
+    assert (latest and latest.step) == step
+    assert run_of(folder).newest_whole.step == step
+    return step, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("is_verified", [False, True])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        ("muonckpt.json",),
+        (".metadata",),
+        ("__0_0.distcp",),
+        ("muonckpt.json", ".metadata"),
+        ("muonckpt.json", "__0_0.distcp"),
+        (".metadata", "__0_0.distcp"),
+    ],
+)
+def test_nobody_goes_back_without_a_word_and_all_say_the_same_of_a_run(lost, is_verified, tmp_path):
+    series = Series(tmp_path)
+    for step in (1, 2, 3):
+        series.save(step, state(step))
+    if is_verified:
+        assert all(verdict.is_whole for verdict in verify_run(tmp_path, every=True))
+    for file in lost:
+        (tmp_path / "step-00000003" / file).unlink()
+    step, told = restored_with_what_is_told(tmp_path)
+    newer = tmp_path / "step-00000003"
+    assert step == 2 and len(told) == 2
+    assert all(message.startswith(f"{newer} is not whole: ") for message in told)
+    assert all(" missing" in message or "has no muonckpt.json" in message for message in told)
+    verify = list(verify_run(tmp_path))
+    assert verify[-1].step.step == 2 and [one.is_whole for one in verify] == [False, True]
+
+
+def test_what_a_verification_has_found_lost_is_passed_over_and_what_only_looks_odd_is_not(tmp_path):
+    series = Series(tmp_path, keep_last=2)
+    for step in (1, 2, 3):
+        series.save(step, state(step))
+    flip_last_bit(tmp_path / "step-00000003")
+    assert Series(tmp_path).latest().step == 3  # nobody has read it
+    assert [verdict.is_whole for verdict in verify_run(tmp_path)] == [False, True]
+    step, told = restored_with_what_is_told(tmp_path)
+    assert step == 2 and len(told) == 2 and all("damaged bytes" in message for message in told)
+    Series(tmp_path, keep_last=2).save(4, state(4))  # what is known to be damaged does not count
+    assert names(tmp_path)[1:] == ["step-00000002", "step-00000003", "step-00000004"]
+    muonckpt.save({"w": torch.full((2,), torch.nan)}, tmp_path / "step-00000005")
+    assert not next(verify_run(tmp_path)).is_whole
+    template = {"w": torch.zeros(2)}
+    with pytest.warns(RuntimeWarning, match="is taken, as nothing of it is lost, but: 1 tensor has infinite or NaN"):
+        assert Series(tmp_path).restore(template).step == 5 and template["w"].isnan().all()
+
+
+def test_a_run_of_which_the_only_step_has_lost_its_manifest_does_not_begin_anew(tmp_path):
+    Series(tmp_path).save(1, state(1))
+    (tmp_path / "step-00000001" / "muonckpt.json").unlink()
+    with pytest.raises(DamageError, match=r"its muonckpt\.json is missing"):
+        Series(tmp_path).restore(state(-1))
+
+
+def test_a_flipped_bit_sends_back_to_the_one_before_and_a_misfit_does_not(tmp_path):
+    series = Series(tmp_path, keep_last=2)
+    paths = [Path(series.save(step, state(step)).path) for step in (1, 2, 3)][1:]
+    flip_last_bit(paths[1])
+    assert Series(tmp_path).latest().step == 3  # its files have their sizes
+    with pytest.raises(SourceError, match="does not fit the state dict") as refusal:
+        series.restore({**state(-1), "other": torch.ones(2)})
+    assert not isinstance(refusal.value, DamageError)
+    with pytest.warns(
+        RuntimeWarning, match=f"{paths[1]} is not whole: .*'w7'.* damaged.*; restoring {paths[0]} instead"
+    ):
+        assert restored(series) == 2
+    assert series.save(3, state(3)).path == f"{paths[1]}.2" and not paths[1].exists() and restored(series) == 3
+    with pytest.raises(DestinationError, match="replace=True"):
+        series.save(3, state(4))
+    assert series.save(3, state(3), replace=True).path == f"{paths[1]}.3"
+    assert names(tmp_path) == ["step-00000002", "step-00000003.3"]
+    flip_last_bit(paths[0]), flip_last_bit(tmp_path / "step-00000003.3")
+    with pytest.warns(RuntimeWarning), pytest.raises(DamageError, match="found none among 2") as none:
+        series.restore(state(-1))
+    assert str(paths[0]) in str(none.value) and "step-00000003.3" in str(none.value)
+    assert f"What to do: (a) muonckpt verify {tmp_path / 'step-00000003.3'} (lists all" in str(none.value)
+    assert "(b)" not in str(none.value)
+
+
+@pytest.mark.parametrize(
+    "where", ["muonckpt.store.formats.native.read_native", "muonckpt.runs.series.series.load_to_prove"]
+)
+def test_a_reader_is_overtaken_by_a_save_that_removes_what_it_found(where, tmp_path, monkeypatch):
+    """Between listing and looking, and between looking and loading: neither is damage, or an empty series."""
+    Series(tmp_path, keep_last=1).save(1, state(1))
+    module, _, name = where.rpartition(".")
+    real, calls = getattr(sys.modules[module], name), []
+
+    def overtaken(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 1:
+            Series(tmp_path, keep_last=1).save(2, state(2))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(where, overtaken)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert restored(Series(tmp_path)) == 2 and names(tmp_path) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "muonckpt.json"])
+def test_a_file_that_has_become_a_folder_sends_back_to_the_one_before(file, tmp_path):
+    paths = [Path(Series(tmp_path).save(step, state(step)).path) for step in (1, 2)]
+    (paths[1] / file).unlink()
+    (paths[1] / file).mkdir()
+    with pytest.warns(RuntimeWarning, match=f"{paths[1]} is not whole: .*regular file.*; restoring {paths[0]} instead"):
+        assert restored(Series(tmp_path)) == 1
+
+
+def of_ranks(world: int, step: int) -> dict:
+    mesh = init_device_mesh("cpu", (world,))
+    return {"w": distribute_tensor(torch.full((5, 3), float(step)), mesh, [Shard(0)])}
+
+
+def life(rank, world, folder):
+    """What each rank is told, while rank 0 does the damage."""
+    series, seen = Series(folder, keep_last=2), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen.append(series.restore(of_ranks(world, -1)))
+        for step in (1, 2, 3):
+            series.save(step, of_ranks(world, step))
+        if rank == 0:
+            flip_last_bit(Path(folder) / "step-00000003")
+        seen.append(series.latest().step)
+        template = of_ranks(world, -1)
+        seen.append(series.restore(template).step)
+        seen.append(template["w"].to_local().unique().tolist())
+        for attempt in (
+            lambda: series.save(2, of_ranks(world, 2)),
+            lambda: series.save(4, {"w": torch.full((3,), float(rank))}),  # replicas differ
+            lambda: series.restore({"v": of_ranks(world, -1)["w"]}),
+        ):
+            try:
+                attempt()
+            except muonckpt.MuonckptError as error:
+                seen.append(type(error).__name__)
+        seen.append(series.latest().step)
+    return seen, [str(each.message) for each in caught if each.category is RuntimeWarning]
+
+
+def test_all_ranks_agree_whatever_happens(tmp_path):
+    results = run(2, life, str(tmp_path))
+    for seen, told in results:
+        assert seen == [None, 3, 2, [2.0], "DestinationError", "LayoutError", "SourceError", 2]
+        assert [text for text in told if "step-00000003 is not whole" in text and "step-00000002 instead" in text]
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def strict_on_the_first(rank, world, folder):
+    """All that warns between collectives, or on one rank alone, where the first rank makes warnings errors."""
+    model = torch.nn.Linear(4, 3, bias=False)
+    optimizer = Muon(model.named_parameters(), lr=0.1, replicas=torch.distributed.group.WORLD, nonfinite="skip")
+    seen = []
+    with redirect_stderr(io.StringIO()) as told, warnings.catch_warnings():
+        warnings.simplefilter("error" if rank == 0 else "ignore")
+        optimizer.step()  # no gradient
+        model.weight.grad = torch.full((3, 4), torch.nan if rank else 1.0)
+        optimizer.step()  # skipped
+        optimizer.load_state_dict(Muon(model.named_parameters(), lr=0.2).state_dict())
+        series = Series(folder, keep_last=1)
+        series.save(9, of_ranks(world, 9))
+        seen.append(Path(series.save(3, {"model": of_ranks(world, 3)}, also="hf").path).name)  # 9 is later
+        series.async_save(4, of_ranks(world, 4)).result()
+        seen.append(Path(series.save(5, of_ranks(world, 5)).path).name)
+        if rank == 0:
+            flip_last_bit(Path(folder) / "step-00000009")
+        seen.append(series.restore(of_ranks(world, -1)).step)
+        if rank == 0:
+            (Path(folder) / "step-00000009" / "muonckpt.json").unlink()
+        seen.append(Series(folder).latest().step)
+    return seen, told.getvalue()
+
+
+def test_a_rank_that_makes_warnings_errors_leaves_no_other_waiting(tmp_path):
+    (first, told), (second, _) = run(2, strict_on_the_first, str(tmp_path))
+    assert first == second == ["step-00000003", "step-00000005", 5, 5]
+    for warning in (
+        "no parameter of this optimizer has a gradient",
+        "a step was skipped",
+        "hyper-parameters are those of the saved run",
+        "is of a later step",
+        "step-00000009 is not whole: ",
+        "its muonckpt.json is missing",
+    ):
+        assert warning in told, warning
+
+
+def along(rank, world, folder):
+    """Five saves along with training, on all ranks; the third fails, and is only warned of."""
+    series = Series(folder, keep_last=2)
+    told = []
+    for step in range(5):
+        live = of_ranks(world, step)
+        if step == 2:
+            live["local"] = torch.full((3,), float(rank))  # replicas that differ
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            saving = series.async_save(step, live, on_error="warn")
+        told += [str(each.message) for each in caught if "hold different data" in str(each.message)]
+        for value in live.values():
+            value.zero_()
+    saving.result()
+    template = of_ranks(world, -1)
+    found = series.restore(template, attest=True)
+    assert all(torch.equal(template[key].to_local(), value.to_local()) for key, value in of_ranks(world, 4).items())
+    return found.step, len(told)
+
+
+def test_old_checkpoints_are_removed_along_with_training_too(tmp_path):
+    assert run(2, along, str(tmp_path)) == [(4, 1)] * 2
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    assert all(not muonckpt.verify(tmp_path / name).findings for name in names(tmp_path))
+
+
+def test_a_step_that_is_still_being_saved(tmp_path):
+    """The next save of any kind sees what this one has made."""
+    series = Series(tmp_path, keep_last=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        series.async_save(1, state(1))
+        saving = series.async_save(1, state(1), replace=True)
+        with pytest.raises(DestinationError, match="replace=True"):
+            series.async_save(1, state(1))
+        series.async_save(2, state(2))
+        series.save(2, state(3), replace=True)
+    assert saving.path.endswith("step-00000001.2") and names(tmp_path) == ["step-00000001.2", "step-00000002.2"]
+
+
+def test_a_removal_that_fails_is_a_warning(tmp_path):
+    series = Series(tmp_path, keep_last=1)
+    series.save(1, state(1))
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(RuntimeWarning, match="training goes on: .*read-only"):
+        patch.setattr("shutil.rmtree", unable)
+        series.save(2, state(2))
+    assert restored(series) == 2 and [name[:15] for name in names(tmp_path)] == [".step-00000001.", "step-00000002"]
+    series.save(3, state(3))
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def unable(*arguments: object) -> None:
+    raise OSError("read-only file system")
+
+
+def test_processes_that_are_killed_and_readers_that_race(tmp_path):
+    seen = json.loads(printed(tmp_path, killed_saves.__file__, tmp_path))
+    held = [
+        [code, [re.sub("[0-9a-f]{12}", "*", name) for name in there], latest] for code, there, latest in seen["acts"]
+    ]
+    assert held == [
+        [0, ["step-00000001"], 1],
+        [-9, [".step-00000002.*.tmp", "step-00000001"], 1],  # killed in the middle of a save
+        [-9, [".step-00000001.*.removing", ".step-00000002.*.tmp", "step-00000003"], 3],  # and of a removal
+        [0, [".step-00000002.*.tmp", "step-00000004"], 4],  # it might still be written
+        [0, ["step-00000005"], 5],  # not after an hour
+    ]
+    killed, stopped, saved, last = seen["listed"]  # one save is killed, the next one removes its files and is stopped
+    assert len(killed) == len(stopped) == 1 and killed != stopped
+    assert saved == [*stopped, "out"] and last == ["out"]  # it lives, so the third leaves its files to it
+    assert seen["writer"] == 0 and seen["restored"] == sorted(seen["restored"])
+
+
+# --- object stores ----------------------------------------------------------------------------------------------------
+
+
+def test_a_series_in_a_store(monkeypatch):
+    """There a save that was killed leaves objects under the name, and a removal that was, a mark."""
+    url = f"memory://{uuid.uuid4().hex}"
+    place, series = location(url), Series(url, keep_last=1)
+    files = lambda step: {each.name for each in (place / f"step-{step:08}").below()}  # noqa: E731
+    series.save(1, state(1))
+    delete = MemoryFileSystem.rm_file
+
+    def cut_off(fs, path):
+        if path.endswith(".distcp"):
+            raise OSError("no answer")
+        delete(fs, path)
+
+    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="training goes on: .*no answer"):
+        patch.setattr(MemoryFileSystem, "rm_file", cut_off)
+        series.save(2, state(2))
+    assert files(1) == {"__0_0.distcp", ".muonckpt.removing"} and restored(Series(url)) == 2
+
+    for name in ("__0_0.distcp", "muonckpt.json"):
+        (place / f"step-00000003/{name}").write(place.fs.cat_file(f"{place.path}/step-00000002/{name}"))
+    (place / "step-00000003/.muonckpt.saving").write(b"")
+    (place / "step-00000005/other").write(b"of another program")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert restored(Series(url)) == 2
+        assert series.save(3, state(3)).path.endswith("step-00000003.2") and restored(series) == 3
+        assert not files(1) and len(files(3)) == 3  # not a day old: it might still be written
+        for each in (place / "step-00000003").below():
+            place.fs.store[each.path].modified -= killed_saves.DAY
+        series.save(4, state(4))
+    assert {each.name for each in place.iterdir()} == {"step-00000004", "step-00000005", "resumes.jsonl"}
+
+
+@pytest.mark.parametrize("step", [{"w": torch.ones(2)}, torch.ones(2), "3", 3.0, True, None, -1])
+def test_a_step_is_an_integer_and_comes_first(step, tmp_path):
+    series = muonckpt.Series(tmp_path / "run")
+    for save in (series.save, series.async_save):
+        with pytest.raises(ArgumentError, match="a step is an integer, 0 or more, and comes before the state dict"):
+            save(step, {"w": torch.ones(2)})
+    assert not (tmp_path / "run").exists()
