@@ -26,6 +26,7 @@ from ..names.vocabulary import (
     STEPS_TAKEN,
     ParamGroup,
 )
+from .ground.cuda_graphs import capturable
 from .ground.eight_bits import block_of
 from .methods.form import MatrixMethod, Option
 from .methods.matrix import is_matrix_method
@@ -214,7 +215,7 @@ def check_rates(groups: Iterable[ParamGroup], method_of: Callable[[ParamGroup], 
 
 
 def _is_far(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type != "cpu"
+    return isinstance(value, Tensor) and (value.device.type != "cpu" or capturable(value.device))
 
 
 def _declared(option: Option) -> list[Declaration]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from muonckpt.optimizer import Muon, orthogonalize
+from muonckpt.optimizer import Muon, options, orthogonalize
 from muonckpt.optimizer.ground import cuda_graphs as capture
 from muonckpt.optimizer.methods import scalar
 from muonckpt.optimizer.newton_schulz import products
@@ -83,7 +83,7 @@ def give_gradients(params: list[nn.Parameter]) -> None:
 def test_a_step_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("step.kernels")
     monkeypatch.setattr(planner, "has_kernels", lambda device, dtype: True)
-    for module in (scalar, products, step_module):
+    for module in (options, scalar, products, step_module):
         monkeypatch.setattr(module, "capturable", lambda device: True)
     params, opt = whole_step(rates := live_rates())
     give_gradients(params)
@@ -148,7 +148,8 @@ class Recorded(NothingIsRead):
 
 
 def test_a_replayed_step_of_the_rest_follows_gradients_rates_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scalar, "capturable", lambda device: True)
+    for module in (options, scalar):
+        monkeypatch.setattr(module, "capturable", lambda device: True)
 
     def trained(recorded: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
