@@ -65,7 +65,7 @@ def test_one_import_name(editable, source, wheel, tmp_path):
     """Installed into a bare environment that sees this one's dependencies."""
     python = bare_environment(tmp_path / "env")
     pip(python, "install", *(["--editable", str(source)] if editable else [str(wheel)]))
-    done = subprocess.run([str(python), "-P", "-c", CHECK], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run([str(python), "-I", "-c", CHECK], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "env/bin/muonckpt").exists()
 
