@@ -1,4 +1,4 @@
-"""Steps that ranks take together: an error on one reaches the others, and so does a gradient that forbids the step.
+"""Steps that ranks take together: an error on one reaches the others, and so does a gradient for which the step is skipped.
 
 A gradient that is not finite, or would make a momentum that is not, is one bit in the first notes that ranks exchange
 (`step.exchange`), so all of them decide alike before anything is changed.
@@ -122,7 +122,7 @@ class Guarded:
     name: str
 
     @property
-    def unfit(self) -> bool:
+    def is_too_large(self) -> bool:
         return not bool((_sizes([self.gradient]) <= self.largest).all())
 
 
@@ -148,7 +148,7 @@ class NonFinite:
         self.skipped, self.in_a_row = 0, 0
 
     def look(self, held: Iterable[Guarded], failure: Exception | None) -> tuple[Tensor, Exception | None]:
-        """Return whether a gradient on this rank forbids the step, a bool on the device, and the failure, or that of
+        """Return whether this rank skips the step for a gradient, a bool on the device, and the failure, or that of
         looking.
 
         Raises:
@@ -159,11 +159,11 @@ class NonFinite:
                 "nonfinite lets the host decide whether a step is taken, and a CUDA graph does what was captured: "
                 "build the optimizer with nonfinite=None, and look at the norm of the gradients between replays"
             )
-        unfit = torch.zeros((), dtype=torch.bool)
+        skip = torch.zeros((), dtype=torch.bool)
         try:
-            return (unfit, failure) if failure is not None else (_any_unfit(held), None)
+            return (skip, failure) if failure is not None else (_any_too_large(held), None)
         except Exception as error:
-            return unfit, error
+            return skip, error
 
     def settle(self, taken: bool, held: Iterable[Guarded], together: dist.ProcessGroup | None) -> None:
         """Count a step that the ranks of a process group have taken, or not.
@@ -177,7 +177,7 @@ class NonFinite:
         if taken:
             self.in_a_row = 0
             return
-        named = _named([mine.name for mine in held if mine.unfit])
+        named = _named([mine.name for mine in held if mine.is_too_large])
         self.in_a_row += 1
         if self.in_a_row > self._most:
             before = f" ({self._most} steps before this one were skipped)" if self._most else ""
@@ -191,7 +191,7 @@ class NonFinite:
         )
 
 
-def _any_unfit(held: Iterable[Guarded]) -> Tensor:
+def _any_too_large(held: Iterable[Guarded]) -> Tensor:
     by_kind: defaultdict[tuple[torch.device, torch.dtype, float], list[Tensor]] = defaultdict(list)
     for mine in held:
         by_kind[mine.gradient.device, mine.gradient.dtype, mine.largest].append(mine.gradient)

@@ -543,9 +543,9 @@ class Muon(ForModel, CollectiveOptimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _take_part(self, failure: Exception | None) -> bool:
         self._awaited = False
-        unfit: Tensor | None = None
+        skip: Tensor | None = None
         if self._nonfinite is not None:
-            unfit, failure = self._nonfinite.look(guarded(self.param_groups, self.state), failure)
+            skip, failure = self._nonfinite.look(guarded(self.param_groups, self.state), failure)
         dropped = self._gradients_taken()
 
         def constants(ranks: Ranks) -> Facts:
@@ -554,7 +554,7 @@ class Muon(ForModel, CollectiveOptimizer):
                 **dropped,
             }
 
-        taken = self._steps.take(self.param_groups, self.state, self._replicas, self._plan, failure, unfit, constants)
+        taken = self._steps.take(self.param_groups, self.state, self._replicas, self._plan, failure, skip, constants)
         self._begun_anew = {}  # all ranks have planned with it
         if self._nonfinite is not None:
             self._nonfinite.settle(taken, guarded(self.param_groups, self.state), self._steps.widest)

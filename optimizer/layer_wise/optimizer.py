@@ -166,7 +166,7 @@ class LayerWise(CollectiveOptimizer):
         self._addresses = {param: param.data_ptr() for param in self._members.name_of}
         self._gradients, self._gathers = Gradients(self._members.named, buckets), Gathers(buckets)
         self._active: set[str] | None = None
-        self._forbidden, self._closed = False, False
+        self._skipped, self._closed = False, False
         self._model, self._warned = weakref.ref(model), set[str]()
         IN_BUFFERS.update(dict.fromkeys(self._members.name_of, True))
         self._handles = self._gathers.hook(model, self._members.name_of) if overlap else []
@@ -287,18 +287,18 @@ class LayerWise(CollectiveOptimizer):
         """
         seen, named = self._gradients.seen, self._members.group_of
         agreed = {name for name, group in named.items() if group is None and name in seen}
-        unfit = torch.zeros((), dtype=torch.bool)
+        skip = torch.zeros((), dtype=torch.bool)
         if self._nonfinite is not None:
-            unfit, failure = self._nonfinite.look(self._guarded(), failure)
+            skip, failure = self._nonfinite.look(self._guarded(), failure)
 
         def compare(notes: Notes, intent: Intent) -> None:
-            nonlocal unfit
+            nonlocal skip
             names = [name for name, group in named.items() if group is notes.group]
             flags = torch.tensor([name in seen for name in names], dtype=torch.uint8, device=notes.device)
             asked = torch.tensor([requests.made() & bit > 0 for bit in requests.BITS]).to(flags)
-            flags, differing = any_has(torch.cat([flags, asked, unfit.view(1).to(flags)]), intent, notes.group)
+            flags, differing = any_has(torch.cat([flags, asked, skip.view(1).to(flags)]), intent, notes.group)
             notes.settle(intent, differing, at_once=True)
-            *told, unfit = torch.split(flags, [len(names), len(asked), 1])
+            *told, skip = torch.split(flags, [len(names), len(asked), 1])
             agreed.update(name for name, flag in zip(names, told[0].tolist(), strict=True) if flag)
             notes.report(told[1].tolist())
 
@@ -312,7 +312,7 @@ class LayerWise(CollectiveOptimizer):
         self._agreement.agree(intent if failure is None else intent.failed(failure, this_rank()), compare)
         if failure is not None:
             raise failure
-        self._forbidden = bool(unfit)
+        self._skipped = bool(skip)
         return agreed
 
     def _guarded(self) -> Iterator[Guarded]:
@@ -407,10 +407,10 @@ class LayerWise(CollectiveOptimizer):
         if failure is None and not self._active:
             warn_of_no_gradient(stacklevel=7)
         if self._nonfinite is not None and failure is None:
-            if self._forbidden:
+            if self._skipped:
                 self.zero_grad()  # which writes no memory
-            self._nonfinite.settle(not self._forbidden, self._guarded(), self._agreement.widest)
-            if self._forbidden:
+            self._nonfinite.settle(not self._skipped, self._guarded(), self._agreement.widest)
+            if self._skipped:
                 return False
         self.wait()  # for parameters that no forward pass has used
         intent = Intent.of(AGREE_ON_STEP, {})

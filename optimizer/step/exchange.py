@@ -245,7 +245,7 @@ class Notes:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.bits = torch.tensor([1, *(bit << 1 for bit in requests.BITS)], dtype=torch.uint8, device=device)
-        """The bits that the last byte of a note can have: one forbids the step, and `requests.BITS`."""
+        """The bits that the last byte of a note can have: one skips the step, and `requests.BITS`."""
         self._ranks = frozenset(members(group))
         self._unread: list[Tensor] = []
 
@@ -284,19 +284,19 @@ class StepExchange:
 
     Args:
         notes: None: this rank is alone, or a CUDA graph is being captured.
-        unfit: whether something here forbids the step to all ranks: a bool without dims, a bit of a note's last byte,
+        skip: whether this rank skips the step, and so all ranks: a bool without dims, a bit of a note's last byte,
             which is not compared; others are `requests`.  None: nothing can.
     """
 
-    def __init__(self, intent: Intent, notes: Notes | None, unfit: Tensor | None = None) -> None:
-        self._notes, self._unfit = notes, unfit
+    def __init__(self, intent: Intent, notes: Notes | None, skip: Tensor | None = None) -> None:
+        self._notes, self._skip = notes, skip
         self._intend(intent)
 
     def _intend(self, intent: Intent) -> None:
         self._intent = intent
         self._note = intent.note(self._notes.device, requests.made() << 1) if self._notes is not None else None
-        if self._note is not None and self._unfit is not None:
-            self._note[-1].add_(self._unfit)
+        if self._note is not None and self._skip is not None:
+            self._note[-1].add_(self._skip)
 
     def attempt(self, work: Callable[..., R], *arguments: object) -> R | None:
         """Return ``work(*arguments)``; None if it or work before it fails."""
@@ -320,18 +320,18 @@ class StepExchange:
         wire.start(self._note)
 
     def check_first(self, wire: Wire) -> bool:
-        """Return whether any rank forbids the step; raise an `AgreedError` on every rank if first notes differ.
+        """Return whether any rank skips the step; raise an `AgreedError` on every rank if first notes differ.
 
         Reports the requests of all ranks.
         """
         if self._notes is None:
-            return self._unfit is not None and bool(self._unfit)
+            return self._skip is not None and bool(self._skip)
         flags = (wire.notes()[:, -1:] & self._notes.bits).any(0)
-        differ, forbidden, *asked = torch.cat([wire.differing().view(1), flags]).tolist()  # one wait for the device
+        differ, skipped, *asked = torch.cat([wire.differing().view(1), flags]).tolist()  # one wait for the device
         if differ:
             raise AgreedError(disagreement(self._intent, self._notes.group))
         self._notes.report(asked)
-        return bool(forbidden)
+        return bool(skipped)
 
     def check(self, wire: Wire) -> None:
         """Settle the notes that have arrived."""

@@ -38,7 +38,7 @@ class Planner:
         methods: by the names that groups hold.
         owners: of the matrices of parameters that have state there.
         offload: a key of `STATE_MEMORIES`.
-        nonfinite: the policy for gradients that are not finite; None: no step may be forbidden.
+        nonfinite: the policy for gradients that are not finite; None: no step is skipped.
         begun_anew: parameters whose state was cleared since the last step.
     """
 

@@ -158,7 +158,7 @@ class PendingStep:
     exchange: StepExchange
     local: LocalTensors
     coming: deque[Wire]
-    forbidden: bool
+    skipped: bool
 
     def leave(self) -> None:
         """Leave it undone, but wait for what is under way."""
@@ -174,7 +174,7 @@ class Step:
         group: None for this process alone.
         device: where ranks exchange.
         memory: where state rests.
-        guarded: whether a step may be forbidden: then momenta change only after the first notes have arrived.
+        guarded: whether a step may be skipped: then momenta change only after the first notes have arrived.
         noisy: whether momenta are rounded with noise.  Then they cannot be known before they change, so those that are
             needed for the first notes are kept.
     """
@@ -217,7 +217,7 @@ class Step:
         groups: Sequence[ParamGroup],
         state: State,
         failure: Exception | None,
-        unfit: Tensor | None,
+        skip: Tensor | None,
         constants: Facts = MappingProxyType({}),
     ) -> PendingStep:
         """Begin to update those parameters that have a gradient, up to where the first notes have arrived.  Collective.
@@ -225,7 +225,7 @@ class Step:
         Args:
             held: all parameters of these ranks, matrices or not.
             failure: of this rank; the others learn of it.
-            unfit: see `StepExchange`.
+            skip: see `StepExchange`.
             constants: facts that must be the same on all ranks.
 
         Raises:
@@ -246,18 +246,18 @@ class Step:
                 refuse_host("muon", self._device)
         with torch.autocast(self._device.type, enabled=False):  # it would round what is meant to be exact
             # A graph is captured on all ranks or on none, and nothing can be read meanwhile.
-            exchange = StepExchange(intent, None if captured else self._notes, unfit)
+            exchange = StepExchange(intent, None if captured else self._notes, skip)
             groups_of_matrices = [groups[member.group] for member in held.matrices]
             local = exchange.attempt(self._read_gradients, groups_of_matrices, state)
             coming = self._first_wires(exchange, local)
             try:
-                forbidden = exchange.check_first(coming[0])
+                skipped = exchange.check_first(coming[0])
             except AgreedError:
                 if local is not None:
                     local.restore()
                 raise
         assert local is not None, "all ranks stop at the first check if one has failed"
-        return PendingStep(exchange, local, coming, forbidden)
+        return PendingStep(exchange, local, coming, skipped)
 
     def finish(self, pending: PendingStep, failure: Exception | None = None) -> None:
         """Do the rest of a step.  Collective; raises an `AgreedError` on all ranks if one of them fails."""
@@ -449,18 +449,18 @@ class Steps:
         replicas: dist.ProcessGroup | None,
         plan: Callable[[RankSet, Exception | None], Step],
         failure: Exception | None,
-        unfit: Tensor | None,
+        skip: Tensor | None,
         constants: Callable[[Ranks], Facts],
     ) -> bool:
-        """Update all matrices that have a gradient; returns False if some rank forbids it.  Collective.
+        """Update all matrices that have a gradient; returns False if some rank skips it.  Collective.
 
-        If the step may be forbidden, the first notes of all sets are read before anything is changed.  The last set
+        If the step may be skipped, the first notes of all sets are read before anything is changed.  The last set
         contains all ranks that this one shares parameters with, so they decide alike.
 
         Args:
             plan: plans the steps of a set of ranks, or tells them of a failure.
             failure: of this rank; the others learn of it.
-            unfit: see `StepExchange`.
+            skip: see `StepExchange`.
             constants: facts that must be the same on all ranks of a set.
 
         Raises:
@@ -470,7 +470,7 @@ class Steps:
         sets = self._sets or rank_sets(groups, replicas, state)
         if failure is None:  # which may be that groups are not as they should be
             self._sets = sets
-        if unfit is not None:
+        if skip is not None:
             failure = failure or crossing([held.ranks for held in sets if held.members and not held.alone])
         begun: list[tuple[Step, PendingStep]] = []
 
@@ -484,8 +484,8 @@ class Steps:
         def begin(held: RankSet) -> None:
             if held.members and held.ranks in self.planned:
                 step = self.planned[held.ranks]
-                pending = step.begin(held, groups, state, failure, unfit, constants(held.ranks))
-                if unfit is None:
+                pending = step.begin(held, groups, state, failure, skip, constants(held.ranks))
+                if skip is None:
                     step.finish(pending)
                 else:
                     begun.append((step, pending))
@@ -502,10 +502,10 @@ class Steps:
                     if capturing():
                         raise agreed.error from None
                     failure = failure or agreed.error
-        forbidden = unfit is not None and (begun[-1][1].forbidden if begun else bool(unfit))
-        left = forbidden or failure is not None
+        skipped = skip is not None and (begun[-1][1].skipped if begun else bool(skip))
+        is_stopped = skipped or failure is not None
         for step, pending in begun:
-            if left:
+            if is_stopped:
                 pending.leave()
                 continue
             try:  # what fails in one set of ranks is told in the next
@@ -514,4 +514,4 @@ class Steps:
                 failure = failure or agreed.error
         if failure is not None:
             raise failure
-        return not forbidden
+        return not skipped
