@@ -1,4 +1,4 @@
-"""Steps that ranks take together: an error on one reaches the others, and so does a gradient for which the step is skipped.
+"""Steps that ranks take together: an error on one reaches the others, and so does a gradient that skips the step.
 
 A gradient that is not finite, or would make a momentum that is not, is one bit in the first notes that ranks exchange
 (`step.exchange`), so all of them decide alike before anything is changed.
