@@ -15,10 +15,13 @@ from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from ..names.errors import ADVICE, ArgumentError, DamageError, SourceError, called_like, warn_on_rank
 from ..names.keys import key_of
-from ..names.resumption import IN_A_TRAINER, LOAD_LINES, Extra, Globs, LoadReport
+from ..names.resumption import CAST, IN_A_TRAINER, LOAD_LINES, Extra, Globs, LoadReport
+from ..names.vocabulary import has_our_options
+from ..programs.detection import detect, with_slots
 from ..record.columns import UNKNOWN
 from ..store.io.location import Location, location
 from ..store.open_checkpoint import OpenCheckpoint
@@ -33,6 +36,7 @@ from .all_ranks import (
     unusable,
 )
 from .attestation import TensorPrint, attest_loaded
+from .bits import dtype_name
 from .chunk_reader import ChunkReader, PartlyRead, WhenChecked, Where
 from .live_state import LiveState, RankState, prove_asked_whole, refuse_no_state_dict
 from .matching import RankRequest, dropped_by_torch, judge, match, selection
@@ -162,15 +166,48 @@ class _JointLoad:
 
     def refusal(self, matching: Matching) -> str:
         begin, cure = f"{self._reader.place} does not fit the state dict", f"muonckpt.load(..., {{}}){IN_A_TRAINER}"
+        translated = self._translation()
         other_keys = matching.differences or matching.extra_state or matching.faults[0].startswith("missing")
-        if not other_keys or self._stored.translated:
-            return f"{begin}: {matching.misfit(cure)}"
-        translated = (
-            "State of another program or optimizer, such as torch.optim.Muon, is translated first: muonckpt "
-            f"convert {self._reader.place} NEW --to muonckpt (muonckpt inspect {self._reader.place} says whose keys "
-            "these are)"
-        )
+        if not other_keys or not translated:
+            return f"{begin}: {matching.misfit(cure, cast=self._cast(matching))}"
         return f"{begin}: {matching.misfit(cure, translated)}{'' if matching.differences else f'. {translated}'}"
+
+    def _translation(self) -> str:
+        """Return how state of another program becomes that of our optimizer; empty where that is not what it needs."""
+        place, manifest, program = self._reader.place, self._reader.checkpoint.outline, ""
+        if self._stored.translated or not has_our_options(self._live.flat):
+            return ""
+        try:
+            detect(manifest)
+        except SourceError:
+            program = " --from PROGRAM"
+        if not any(tensor.slot is not None for tensor in with_slots(manifest).tensors):
+            return ""  # weights alone
+        return (
+            "State of another program or optimizer, such as torch.optim.Muon, is translated first: muonckpt "
+            f"convert {place} NEW --to muonckpt{program} (muonckpt inspect {place} says whose keys these are)"
+        )
+
+    def _cast(self, matching: Matching) -> str:
+        """Return how state of another dtype is loaded: with weights that fit, it alone has to be cast."""
+        entries, live = self._stored.entries, self._live
+        prefixes = tuple(optimizer.state for optimizer in live.optimizers)
+        tensors = {key: dtype_name(value.dtype) for key, value in live.flat.items() if isinstance(value, Tensor)}
+        has_weights = any(not key.startswith(prefixes) for key in tensors.keys() & matching.sources.keys())
+        state = {key: entry for key, entry in entries.items() if key in tensors and key.startswith(prefixes)}
+        dtypes = {tensors[key] for key, entry in state.items() if getattr(entry, "dtype", tensors[key]) != tensors[key]}
+        if not has_weights or len(dtypes) != 1 or not dtypes <= {*_STATE_DTYPES}:
+            return CAST
+        [dtype] = dtypes
+        line = f"muonckpt convert {self._reader.place} NEW --state-dtype {dtype}"
+        return f"The weights fit, and state alone is cast: {line} ({_STATE_DTYPES[dtype]})"
+
+
+_STATE_DTYPES = {
+    "float32": "exactly, as float32 has all values of bfloat16",
+    "bfloat16": "rounded; to keep all bits, leave momentum_dtype= and state_dtype= out of groups with float32 weights",
+}
+"""What becomes of state in these dtypes, in which ``--state-dtype`` writes it."""
 
 
 def _opened_together(

@@ -87,7 +87,7 @@ _LINES = {
 
 def _other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
     """Yield a fault for each optimizer that the checkpoint has in another form than the template."""
-    if not stored.translated:
+    if template.is_ours and not stored.translated:
         return  # another program's, and to be translated first
     asked = {optimizer.key: optimizer.form for optimizer in template.optimizers}
     for key, form in {**asked, **dict.fromkeys(template.numbered, StateForm.NUMBERED)}.items():
@@ -155,7 +155,12 @@ def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
         elif not (PARAM_GROUPS in above and name in _GIVEN_OPTIONS):
             missing.append(key)
             lacking[tuple(above)].add(str(name))
-    for key, entry in stored.entries.items() if lacking else ():
+    if missing and (tied := template.tied_keys(sources)):  # loaded under the name that the checkpoint has
+        missing = [key for key in missing if key not in tied]
+        for key in tied:
+            *above, name = template.paths[key]
+            lacking[tuple(above)].discard(str(name))
+    for key, entry in stored.entries.items() if missing else ():
         *above, name = entry.path
         if key not in template.values:
             unasked[tuple(above)].add(str(name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
+from ..layouts.boxed_tensor import whole_shape
 from ..names.keys import NamedOptimizer, StateForm, key_of, numbered_optimizers, option_prefix, rank_in
-from ..names.resumption import KEPT, as_tuples, differences_listed
-from ..names.vocabulary import PARAMS, Convention, KeyPath
+from ..names.resumption import CAST, KEPT, UNCAST, as_tuples, differences_listed, differences_told
+from ..names.vocabulary import PARAMS, Convention, KeyPath, has_our_options
 from ..names.wording import listed
 from ..record.record import Blob, StateRecord, says_convention
 from ..store.open_checkpoint import OpenCheckpoint
 from .bits import dtype_name
 from .live_state import LiveState, RankState, with_joint_groups
+from .shared_memory import Elements
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
@@ -35,6 +37,7 @@ class LoadTemplate:
         numbered: keys of optimizers whose parameters have numbers; these go by key.
         conventions: of momentum, by key, where the state dict declares them.
         partial: the checkpoint may hold more than it asks for.
+        live: the state dict itself.
     """
 
     values: Mapping[str, Any]
@@ -43,13 +46,29 @@ class LoadTemplate:
     numbered: tuple[str, ...]
     conventions: Mapping[str, Convention]
     partial: bool
+    live: LiveState
 
     @classmethod
     def of(cls, live: LiveState, partial: bool) -> LoadTemplate:
         notes = {key: live.annotations.get(path) for key, path in live.paths.items()}
         conventions = {key: note.convention for key, note in notes.items() if note and note.convention}
         numbered = tuple(numbered_optimizers(live.nested))
-        return cls(live.flat, live.paths, live.optimizers, numbered, conventions, partial)
+        return cls(live.flat, live.paths, live.optimizers, numbered, conventions, partial, live)
+
+    @property
+    def is_ours(self) -> bool:
+        """True if an optimizer of ours asks for its state."""
+        return has_our_options(self.values)
+
+    def tied_keys(self, keys: Collection[str]) -> set[str]:
+        """Return the keys of all tensors that are, element by element, in the memory of one of these."""
+
+        def places(key: str) -> tuple[Any, ...]:
+            of_parts = ((lo, Elements.of(part)) for lo, part in self.live.parts[key].items())
+            return whole_shape(self.values[key]), frozenset(of_parts)
+
+        memory = set(map(places, self.live.parts.keys() & keys))
+        return {key for key in self.live.parts if places(key) in memory}
 
     def misfits(self, key: str, entry: StateRecord | Blob) -> Iterator[str]:
         """Yield why an entry cannot be loaded at a key, in words that follow the key."""
@@ -61,7 +80,7 @@ class LoadTemplate:
             if entry.shape != tuple(value.shape):
                 yield f"has shape {entry.shape}, expected {tuple(value.shape)}"
             if entry.dtype != dtype_name(value.dtype):
-                yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} (nothing is cast silently)"
+                yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} ({UNCAST})"
             convention = self.conventions.get(key)
             if entry.convention and convention and entry.convention != convention:
                 yield f"follows momentum convention {entry.convention}, expected {convention}"
@@ -97,7 +116,7 @@ class Stored:
     @property
     def translated(self) -> bool:
         """True for a checkpoint of our optimizer, or converted for it: no other says a momentum convention."""
-        return says_convention(self.entries.values())
+        return says_convention(self.entries.values()) or has_our_options(self.entries)
 
     def form(self, key: str) -> StateForm | None:
         """Return the form in which an optimizer was saved, None if the checkpoint does not say it."""
@@ -187,14 +206,18 @@ class Matching:
 
         return cls(*(join([getattr(part, name) for part in parts]) for name in cls.__slots__))
 
-    def misfit(self, cure: str, kept: str = KEPT) -> str:
+    def misfit(self, cure: str, kept: str = KEPT, cast: str = CAST) -> str:
         """Return all that does not fit, in one sentence.
 
         Args:
             cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
             kept: what keeps the state of parameters that differ.
+            cast: how state of another dtype is loaded.
         """
-        differences = differences_listed(self.differences, self.names, cure, kept) if self.differences else ""
+        if self.faults and all(UNCAST in fault for fault in (*self.faults, *self.differences.values())):
+            told = differences_told(self.differences, self.names) if self.differences else ""
+            return f"{'; '.join(filter(None, (listed(self.faults, 12, '; '), told)))}. {CAST}"
+        differences = differences_listed(self.differences, self.names, cure, kept, cast) if self.differences else ""
         return "; ".join(filter(None, (listed(self.faults, 12, "; "), differences)))
 
 

@@ -131,7 +131,11 @@ def in_globs(names: Collection[str], others: Iterable[str]) -> list[str]:
 
 
 UNCAST = "nothing is cast silently"
-_CAST = "its state follows, and nothing is lost"
+CAST = (
+    "Write model.to(...) of the dtype of the checkpoint, load, and cast the model then: its state follows, and nothing "
+    "is lost"
+)
+"""How weights and state of another dtype are loaded."""
 
 KEPT = "Their state is kept where names, groups and rules are those of the saved run"
 
@@ -153,7 +157,9 @@ def _by_reason(differences: Mapping[str, str]) -> defaultdict[str, list[str]]:
     return of_reason
 
 
-def differences_listed(differences: Mapping[str, str], names: Collection[str], cure: str, kept: str = KEPT) -> str:
+def differences_listed(
+    differences: Mapping[str, str], names: Collection[str], cure: str, kept: str = KEPT, cast: str = CAST
+) -> str:
     """Return a message that lists what differs, by reason and name, and says what to do.
 
     Args:
@@ -161,13 +167,14 @@ def differences_listed(differences: Mapping[str, str], names: Collection[str], c
         names: all parameters on both sides.
         cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
         kept: how parameters keep their state.
+        cast: how state of another dtype is loaded.
     """
     of_reason = _by_reason(differences)
     globs = in_globs(differences, set(names) - differences.keys())
     wrapped = inserted_parts(of_reason[NEW], of_reason[GONE])
     told = f"{differences_told(differences, names)}{f'. {wrapped}' if wrapped else ''}"
     if all(UNCAST in reason for reason in differences.values()):  # something else keeps all of it
-        return f"{told}. Write model.to(...) of the dtype of the checkpoint, load, and cast the model then: {_CAST}"
+        return f"{told}. {cast}"
     if kept == KEPT and {*differences.values()} == {NEW} and not wrapped:
         kept = "It has none to lose"
     for family, kind in (("adamw", "other"), ("muon", "matrix")):

@@ -5,7 +5,7 @@ A *slot* is a tensor that an optimizer keeps for a parameter.  Other programs' w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -91,6 +91,12 @@ ALGORITHM = "algorithm"
 
 OURS = frozenset({ALGORITHM, "cautious"})
 """Options that every parameter group of our optimizer has, and together none of another program."""
+
+
+def has_our_options(keys: Iterable[str]) -> bool:
+    """Return whether keys of a state dict, or of a checkpoint, have the options of our optimizer."""
+    options = {key.rpartition(".")[2] for key in keys}
+    return "convention" in options or options >= OURS
 
 
 def codes_of(slot: str) -> str:
