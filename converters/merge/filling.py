@@ -17,7 +17,6 @@ import numpy as np
 
 from ...algebra.box import Box, Index
 from ...algebra.layout import Fragment, Place, TensorLayout, dense, holes_in
-from ...algebra.overlap import IntArray, overlaps
 from ...names.errors import ADVICE, DamageError, MuonckptError, SourceError, about
 from ...names.version import PROGRAM
 from ...names.vocabulary import MOMENTUM, begins_as_zeros
@@ -33,7 +32,16 @@ from ...store.verify.diagnosis import Diagnosis
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import FirstLook, kinds_in, recorded_step
 from .joined import JoinedCheckpoints, JoinedPayloads
-from .same_save import Comparison, FillingSource, WholePart, compare_box, convention_of, corners, reduced, same_items
+from .same_save import (
+    Comparison,
+    FillingSource,
+    WholePart,
+    common_boxes,
+    compare_box,
+    convention_of,
+    overlapping,
+    same_items,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +143,8 @@ class Filling:
                 theirs = source.counterpart(of_key[key], self.look)
                 if theirs is not None:
                     self._refuse_misfit(number, of_key[key], theirs)
-                    needed = np.unique(_overlapping(boxes, theirs.boxes)[1]).tolist()
+                    pairs = overlapping(Boxes.of_all(boxes, theirs.boxes.ndim), theirs.boxes)
+                    needed = np.unique(pairs[:, 1]).tolist()
                     asked[key] = replace(theirs, chunks=theirs.chunks.only(needed))
             # What of that is whole, and of the same save, or allowed to be of another.
             for key, record in zip(asked, source.whole(list(asked.values()), jobs), strict=True):
@@ -220,7 +229,7 @@ class Filling:
         if others and not source.own and not mix_steps:
             self.refused[mine.key].append(f"{source.name} has it of {self._moment(number)}, which --mix-steps allows")
         taken = sorted(proven + others) if mix_steps and not source.own else proven
-        return reduced(source.opened, [theirs], [tuple(taken)])[0], len(taken) == len(proven)
+        return replace(theirs, chunks=theirs.chunks.only(taken)), len(taken) == len(proven)
 
     def _moment(self, number: int) -> str:
         """Say of which moment a source is, if it is not that of the damaged checkpoint."""
@@ -261,7 +270,9 @@ class Filling:
         of_key = {tensor.key: tensor for tensor in self.kept}
         for key, parts in self.parts.items():
             mine = of_key[key]
-            for part in (part for part in parts if part.record is not None and mine.fingerprint is None):
+            for part in parts if mine.fingerprint is None else ():
+                if part.record is None:  # zeros, or replicas
+                    continue
                 for number, source in enumerate(self.sources, 1):
                     other = source.counterpart(mine, self.look)
                     if number == part.source or source.own or other is None or not self._is_same(number, mine):
@@ -453,10 +464,6 @@ _LARGEST_ELEMENT = 16
 _MIXED = "together they are the state of no moment of the run, and to go back to one whole step is usually better"
 
 
-def _overlapping(left: tuple[Box, ...], boxes: Boxes) -> tuple[IntArray, IntArray]:
-    return overlaps(*corners(left), *corners(boxes))
-
-
 @lru_cache(maxsize=1024)
 def _taken(left: tuple[Box, ...], boxes: Boxes) -> tuple[tuple[tuple[Box, int], ...], tuple[Box, ...]]:
     """Return which boxes of those that are left these have, with the number of the box that has each, and the rest.
@@ -465,7 +472,7 @@ def _taken(left: tuple[Box, ...], boxes: Boxes) -> tuple[tuple[tuple[Box, int], 
     """
     rest = {number: [box] for number, box in enumerate(left)}
     taken: list[tuple[Box, int]] = []
-    for lacking, number in zip(*(side.tolist() for side in _overlapping(left, boxes)), strict=True):
+    for lacking, number in overlapping(Boxes.of_all(left, boxes.ndim), boxes).tolist():
         has, before = boxes[number], rest[lacking]
         taken += [(common, number) for box in before if (common := box & has) is not None]
         rest[lacking] = [part for box in before for part in holes_in(box, (has,))]
@@ -477,17 +484,15 @@ def _first_difference(
 ) -> Box | None:
     """Return the first box that a part has taken, and of which another source has other bits; None if there is none."""
     assert part.record is not None, "it was taken from a source"
-    record, chunks = part.record, list(part.record.chunks)
     (stored,) = other_source.whole([other], jobs)
-    counterparts = list(stored.chunks)
-    taken = [box for box, _ in part.taken]
-    for number, index in zip(*(side.tolist() for side in _overlapping(tuple(taken), stored.boxes)), strict=True):
-        box, chunk = taken[number], chunks[part.taken[number][1]]
-        common: Box | None = box & counterparts[index].box
-        if common is not None:
-            payloads = source.opened.payloads, other_source.opened.payloads
-            if not compare_box(payloads[0], record, chunk, payloads[1], stored, counterparts[index], common)[0]:
-                return common
+    payloads = source.opened.payloads, other_source.opened.payloads
+    boxes_by_chunk = defaultdict[int, list[Box]](list)
+    for box, number in part.taken:
+        boxes_by_chunk[number].append(box)
+    for number, chunk, counterpart, common in common_boxes(part.record, stored):
+        for box in filter(None, (box & common for box in boxes_by_chunk[number])):
+            if not compare_box(payloads[0], part.record, chunk, payloads[1], stored, counterpart, box)[0]:
+                return box
     return None
 
 

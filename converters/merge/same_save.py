@@ -20,8 +20,8 @@ from ...algebra.fingerprint import as_hex, combine
 from ...algebra.overlap import IntArray, overlaps
 from ...names.errors import ADVICE, LayoutError, MuonckptError, SeveralSavesError, SourceError, UnlistedError
 from ...names.wording import counted, listed
-from ...record.chunks import Boxes, chunks_numbered
-from ...record.record import Blob, Chunk, StateRecord
+from ...record.chunks import Boxes
+from ...record.record import Blob, Chunk, StateRecord, with_chunks
 from ...store.open_checkpoint import OpenCheckpoint, check_blob, checked_blob
 from ...store.reading.blocks import bands
 from ...store.reading.payloads import Payloads, check_chunk, chunk_share, payload_of
@@ -70,12 +70,14 @@ class FillingSource:
     def whole(self, tensors: Sequence[StateRecord], jobs: int) -> list[StateRecord]:
         """Return these tensors with those of their chunks, located, whose bytes are those that were written."""
 
-        def checked(place: tuple[StateRecord, int]) -> bool:
+        located, errors = self.opened.locate_each(tensors)
+
+        def is_whole(place: tuple[StateRecord, int]) -> bool:
             tensor, number = place
+            chunk = tensor.chunks[number]
+            if (tensor.key, chunk.box.lo) in errors:
+                return False
             try:
-                if not all_located:
-                    (tensor,) = self.opened.locate([replace(tensor, chunks=tensor.chunks.only([number]))])
-                chunk = tensor.chunks[number if all_located else 0]
                 payload = payload_of(tensor, chunk)
                 self.opened.payloads.reaching(payload.file, payload.end)  # there may be no checksum
                 check_chunk(self.opened.payloads, tensor, chunk)
@@ -83,17 +85,12 @@ class FillingSource:
                 return False
             return True
 
-        all_located = True
-        try:
-            tensors = self.opened.locate(tensors)
-        except MuonckptError:  # an item of one of them: find out which
-            all_located = False
-        stored = [(tensor, number) for tensor in tensors for number in range(len(tensor.chunks))]
-
+        stored = [(tensor, number) for tensor in located for number in range(len(tensor.chunks))]
         with ThreadPoolExecutor(jobs) as pool:
-            passed = iter(list(pool.map(checked, stored)))
-        numbers = [tuple(number for number in range(len(one.chunks)) if next(passed)) for one in tensors]
-        return list(reduced(self.opened, tensors, numbers))
+            verdicts = iter(list(pool.map(is_whole, stored)))
+        return with_chunks(
+            located, [[number for number in range(len(tensor.chunks)) if next(verdicts)] for tensor in located]
+        )
 
 
 def _name(tensor: StateRecord, look: FirstLook) -> Name:
@@ -114,14 +111,6 @@ def convention_of(tensor: StateRecord, look: FirstLook) -> str | None:
 def is_listed_whole(opened: OpenCheckpoint) -> bool:
     """Return whether the description that binds the files of a checkpoint together, if it has one, is there."""
     return not any(isinstance(fault, UnlistedError) and fault.keys is None for fault in opened.faults)
-
-
-def reduced(
-    opened: OpenCheckpoint, tensors: Sequence[StateRecord], numbers: Sequence[tuple[int, ...]]
-) -> tuple[StateRecord, ...]:
-    """Return tensors with the chunks of these numbers alone, on columns that they share, and located."""
-    chunks = chunks_numbered([(tensor.chunks, own) for tensor, own in zip(tensors, numbers, strict=True)])
-    return opened.locate([replace(tensor, chunks=own) for tensor, own in zip(tensors, chunks, strict=True)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +139,7 @@ class WholePart:
             np.flatnonzero(whole[start : start + len(tensor.chunks)])
             for tensor, start in zip(tensors, starts, strict=False)
         ]
-        kept = reduced(opened, tensors, [tuple(own.tolist()) for own in numbers])
+        kept = opened.locate(with_chunks(tensors, [of_tensor.tolist() for of_tensor in numbers]))
         rows = tuple(start + own for start, own in zip(starts, numbers, strict=False))
         # One of the records of a tensor may be damaged, where the others show that its elements are whole.
         lost = {tensor.key for tensor in damage.tensors}
@@ -249,17 +238,14 @@ class WholePart:
             items=self.damage.items | items,
             strays=self.damage.strays | files,
         )
-        numbers = [tuple(np.flatnonzero(~inside[rows]).tolist()) for rows in self.rows]
-        chosen = chunks_numbered([(one.chunks, own) for one, own in zip(self.tensors, numbers, strict=True)])
+        numbers = [np.flatnonzero(~inside[rows]).tolist() for rows in self.rows]
         # What the files of another save record of their tensors is not true of these.
         lost = {tensor.key for tensor in damage.tensors}
         tensors = tuple(
-            replace(
-                one, chunks=chunks, fingerprint=None if one.key in lost and not self.recorded.any() else one.fingerprint
-            )
-            for one, chunks in zip(self.tensors, chosen, strict=True)
+            replace(tensor, fingerprint=None) if tensor.key in lost and not self.recorded.any() else tensor
+            for tensor in with_chunks(self.tensors, numbers)
         )
-        rows = tuple(rows[list(own)] for rows, own in zip(self.rows, numbers, strict=True))
+        rows = tuple(of_tensor[chosen] for of_tensor, chosen in zip(self.rows, numbers, strict=True))
         prints = {key: value for key, value in self.fingerprints.items() if key not in lost}
         return WholePart(self.opened, self.look, damage, tensors, rows, prints)
 
@@ -533,7 +519,7 @@ def _compare_chunks(
         same = np.full(len(tensor.chunks), computed == tensor.fingerprint)
         return same, ~same, same & (int(computed, 16) != 0), computed
     equal, different, telling = (np.zeros(len(tensor.chunks), np.bool_) for _ in range(3))
-    for number, chunk, counterpart, common in _common(tensor, other):
+    for number, chunk, counterpart, common in common_boxes(tensor, other):
         same_bits, tells = compare_box(mine, tensor, chunk, theirs, other, counterpart, common)
         different[number] |= not same_bits
         equal[number] = True
@@ -551,13 +537,10 @@ def _fingerprint(payloads: Payloads, tensor: StateRecord) -> str | None:
     return as_hex(combine(*(chunk_share(payloads, tensor, chunk) for chunk in tensor.chunks)))
 
 
-def _common(tensor: StateRecord, other: StateRecord) -> Iterator[tuple[int, Chunk, Chunk, Box]]:
+def common_boxes(tensor: StateRecord, other: StateRecord) -> Iterator[tuple[int, Chunk, Chunk, Box]]:
     """Yield pairs of chunks that have elements in common, with the number of the first, and the box of these."""
-    if not len(tensor.chunks) or not len(other.chunks):
-        return
     chunks, counterparts = list(tensor.chunks), list(other.chunks)
-    numbers, others = overlaps(*corners(tensor.boxes), *corners(other.boxes))
-    for number, counterpart in zip(numbers.tolist(), others.tolist(), strict=True):
+    for number, counterpart in overlapping(tensor.boxes, other.boxes).tolist():
         if (common := chunks[number].box & counterparts[counterpart].box) is not None:
             yield number, chunks[number], counterparts[counterpart], common
 
@@ -592,9 +575,13 @@ def compare_box(
     return True, telling
 
 
-def corners(boxes: Boxes | Sequence[Box]) -> tuple[IntArray, IntArray]:
-    """Return the corners of boxes as `overlaps` takes them: without dims a tensor is one element of one dim."""
-    arrays = boxes if isinstance(boxes, Boxes) else Boxes.of_all(boxes, boxes[0].ndim)
-    if arrays.ndim:
-        return arrays.lo, arrays.hi
-    return np.zeros((len(boxes), 1), np.int64), np.ones((len(boxes), 1), np.int64)
+def overlapping(boxes: Boxes, others: Boxes) -> IntArray:
+    """Return the pairs of numbers of boxes that have elements in common, as rows.
+
+    Without dims a tensor is one element of one dim.
+    """
+
+    def corners(of: Boxes) -> tuple[IntArray, IntArray]:
+        return (of.lo, of.hi) if of.ndim else (np.zeros((len(of), 1), np.int64), np.ones((len(of), 1), np.int64))
+
+    return np.stack(overlaps(*corners(boxes), *corners(others)), axis=1)

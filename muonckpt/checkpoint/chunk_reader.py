@@ -22,8 +22,8 @@ from torch import Tensor
 from ..algebra.box import Box, Index
 from ..algebra.plan import Copy, make_share
 from ..names.errors import DamageError, SourceError
-from ..record.chunks import Boxes, chunks_numbered, layout_in_boxes
-from ..record.record import Blob, Chunk, Extent, StateRecord
+from ..record.chunks import Boxes, layout_in_boxes
+from ..record.record import Blob, Chunk, Extent, StateRecord, with_chunks
 from ..store.io.checksums import crc32
 from ..store.io.location import Location, Remote
 from ..store.io.ranges import JoinedCrc
@@ -176,10 +176,7 @@ class ChunkReader:
                     )
         tensors = [tensor for key, tensor in self._tensors.items() if wanted[key]]
         numbers = [sorted({number for number, _, _ in wanted[tensor.key]}) for tensor in tensors]
-        touched = chunks_numbered(list(zip((tensor.chunks for tensor in tensors), map(tuple, numbers), strict=True)))
-        located = self.checkpoint.locate(
-            [replace(tensor, chunks=own) for tensor, own in zip(tensors, touched, strict=True)]
-        )
+        located = self.checkpoint.locate(with_chunks(tensors, numbers))
         reads = []
         for tensor, own in zip(located, numbers, strict=True):
             chunks = dict(zip(own, tensor.chunks, strict=True))

@@ -23,7 +23,7 @@ from ..algebra.layout import TensorLayout
 from ..names.errors import DamageError, LayoutError, SourceError, about
 from ..names.vocabulary import Convention, KeyPath
 from .chunk_columns import ColumnReader, ColumnWriter
-from .chunks import Boxes, Chunk, Chunks, Extent, columns_of, layout_in_boxes, no_chunks, on_columns
+from .chunks import Boxes, Chunk, Chunks, Extent, chunks_numbered, columns_of, layout_in_boxes, no_chunks, on_columns
 from .columns import Column, Columns
 from .json_fields import (
     all_integers,
@@ -140,6 +140,13 @@ class StateRecord:
     def boxes(self) -> Boxes:
         """The boxes of the chunks."""
         return self.chunks.boxes
+
+
+def with_chunks(tensors: Sequence[StateRecord], numbers: Sequence[Sequence[int]]) -> list[StateRecord]:
+    """Return tensors with the chunks of these numbers alone, which rise, on columns that they share."""
+    pairs = zip(tensors, numbers, strict=True)
+    selected = chunks_numbered([(tensor.chunks, tuple(of_tensor)) for tensor, of_tensor in pairs])
+    return [replace(tensor, chunks=chunks) for tensor, chunks in zip(tensors, selected, strict=True)]
 
 
 def says_convention(entries: Iterable[StateRecord | Blob]) -> bool:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -499,6 +499,32 @@ class OpenCheckpoint:
             SourceError: as `manifest`.
         """
         return self._reader.locate(tensors)
+
+    def locate_each(
+        self, tensors: Sequence[StateRecord]
+    ) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], SourceError]]:
+        """Return tensors with the places of all elements that can be found, and why those of other chunks cannot.
+
+        The errors are by the tensor's key and the chunk's first index.
+        """
+        errors: dict[tuple[str, Index], SourceError] = {}
+
+        def locate_chunks(tensor: StateRecord) -> StateRecord:
+            try:
+                return self.locate([tensor])[0]
+            except SourceError as error:
+                if len(tensor.chunks) > 1:  # one of them: find out which
+                    numbers = range(len(tensor.chunks))
+                    parts = (locate_chunks(replace(tensor, chunks=tensor.chunks.only([number]))) for number in numbers)
+                    chunks = chain.from_iterable(part.chunks for part in parts)
+                    return replace(tensor, chunks=Chunks.of(chunks, len(tensor.shape)))
+                errors[tensor.key, tensor.chunks[0].box.lo] = error
+                return tensor
+
+        try:
+            return self.locate(tensors), errors
+        except SourceError:  # which of them all?
+            return tuple(map(locate_chunks, tensors)), errors
 
     @property
     def payloads(self) -> Payloads:

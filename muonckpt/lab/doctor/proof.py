@@ -39,8 +39,6 @@ MOST_FLOPS = 2e11
 NEAR = 1e-3
 """The relative difference of updates in float32 above which two optimizers are not the same: rounding makes 1e-5."""
 
-NEAR_IN_16_BITS = 0.1
-
 
 @dataclass(frozen=True, slots=True)
 class Agreement:

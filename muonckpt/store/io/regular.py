@@ -260,23 +260,13 @@ def read_whole(file: Location) -> bytes:
         return data
 
 
-def check_extents(path: Location, named: Iterable[tuple[Extent, str]]) -> None:
-    """Check that every file exists and is regular, and that the extents lie in it without overlap.
+def extent_faults(path: Location, named: Iterable[tuple[Extent, str]]) -> Iterator[SourceError]:
+    """Yield the faults of files: one for all that are missing, then at most one for each that is cut.
 
     Args:
         path: the checkpoint's directory.
-        named: extents, none of them empty, each with its name for errors.
-
-    Raises:
-        DamageError: a file is missing or cut, or two extents overlap.
-        SourceError: a file is not regular.
+        named: extents, none of them empty, each with its name for errors; two that overlap are a fault as well.
     """
-    for fault in extent_faults(path, named):
-        raise fault
-
-
-def extent_faults(path: Location, named: Iterable[tuple[Extent, str]]) -> Iterator[SourceError]:
-    """Yield the faults of `check_extents`: one for all missing files, then at most one a file."""
     items: defaultdict[str, list[tuple[Extent, str]]] = defaultdict(list)
     for extent, what in named:
         items[extent.file].append((extent, what))

@@ -21,8 +21,7 @@ from ...algebra.fingerprint import as_hex, combine
 from ...names.errors import DamageError, LayoutError, MuonckptError, SourceError
 from ...names.wording import Finding, listed
 from ...programs.signs import INTEGRITY_FILE, MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE
-from ...record.chunks import chunks_numbered
-from ...record.record import MANIFEST_FILE, Blob, Chunk, Chunks, Manifest, StateRecord
+from ...record.record import MANIFEST_FILE, Blob, Chunk, Chunks, Manifest, StateRecord, with_chunks
 from ..formats.native import stock_metadata
 from ..formats.registry import DCP, OWN
 from ..io.checksums import Sums, crc32, xxh3_128
@@ -279,7 +278,7 @@ def audit(
     by_files = damage_of_files(checkpoint)
     lost, row, lost_items = by_files.chunks.copy(), 0, set(by_files.items)
     unchecked = 0
-    unlocated: dict[tuple[str, Index], _ChunkResult] = {}
+    unlocated: dict[tuple[str, Index], SourceError] = {}
     framed = True
 
     def audited(stored: tuple[StateRecord, Chunk, int | None]) -> _ChunkResult:
@@ -287,15 +286,15 @@ def audit(
         if share is not None:
             passed(chunk.box.numel * itemsize(tensor.dtype))
             return _ChunkResult("", share, 0, ())
-        return unlocated.get((tensor.key, chunk.box.lo)) or _audit_chunk(payloads, tensor, chunk, passed)
+        if error := unlocated.get((tensor.key, chunk.box.lo)):
+            return _unread(tensor, chunk, error)
+        return _audit_chunk(payloads, tensor, chunk, passed)
 
     with ThreadPoolExecutor(jobs) as pool:
         for opening in _batches(manifest.tensors):
             of_files = by_files.chunks[row : row + sum(len(tensor.chunks) for tensor in opening)]
-            batch, lost_places = (
-                _located_but(checkpoint, opening, of_files) if of_files.any() else _located(checkpoint, opening)
-            )
-            unlocated |= lost_places
+            batch, errors = _located(checkpoint, opening, of_files)
+            unlocated |= errors
             unchecked += sum(
                 chunk.box.numel > 0 and not payloads.is_checked(chunk)
                 for tensor in batch
@@ -377,60 +376,33 @@ def _is_of_another_save(checkpoint: OpenCheckpoint, damage: Damage) -> bool:
         return False
 
 
-def _located_but(
-    checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord], lost: NDArray[np.bool_]
-) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], _ChunkResult]]:
-    """Do the same as `_located`, without looking for chunks that are known to be lost."""
-    starts = np.cumsum([0, *(len(tensor.chunks) for tensor in tensors)]).tolist()
-    flags = [lost[start:stop] for start, stop in pairwise(starts)]
-    left = [tuple(np.flatnonzero(~own).tolist()) for own in flags]
-    some = chunks_numbered([(tensor.chunks, numbers) for tensor, numbers in zip(tensors, left, strict=True)])
-    parts = [replace(tensor, chunks=chunks) for tensor, chunks in zip(tensors, some, strict=True)]
-    located, unlocated = _located(checkpoint, parts)
-    batch = []
-    for tensor, part, own in zip(tensors, located, flags, strict=True):
-        found, every = iter(part.chunks), list[Chunk]()
-        for chunk, is_lost in zip(tensor.chunks, own.tolist(), strict=True):
-            every.append(chunk if is_lost else next(found))
-            if is_lost:
-                unlocated[tensor.key, chunk.box.lo] = _unread(tensor, chunk, "its file is missing, or was cut")
-        batch.append(replace(tensor, chunks=Chunks.of(every, len(tensor.shape))))
-    return batch, unlocated
-
-
 def _located(
-    checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord]
-) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], _ChunkResult]]:
-    """Return tensors with the places of all elements that can be found, and results for the other chunks.
-
-    Results are by the tensor's key and the chunk's first index.
-    """
-    unlocated: dict[tuple[str, Index], _ChunkResult] = {}
-
-    def located(tensor: StateRecord) -> StateRecord:
-        try:
-            return checkpoint.locate([tensor])[0]
-        except SourceError as error:
-            if len(tensor.chunks) > 1:  # one of them: find out which
-                numbers = range(len(tensor.chunks))
-                parts = (located(replace(tensor, chunks=tensor.chunks.only([number]))) for number in numbers)
-                every = (chunk for part in parts for chunk in part.chunks)
-                return replace(tensor, chunks=Chunks.of(every, len(tensor.shape)))
-            (chunk,) = tensor.chunks
-            unlocated[tensor.key, chunk.box.lo] = _unread(tensor, chunk, error)
-            return tensor
-
-    try:
-        return checkpoint.locate(tensors), unlocated
-    except SourceError:  # which of them all?
-        return tuple(map(located, tensors)), unlocated
+    checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord], lost: NDArray[np.bool_]
+) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], SourceError]]:
+    """Do the same as `OpenCheckpoint.locate_each`, without looking for chunks that are known to be lost."""
+    if not lost.any():
+        return checkpoint.locate_each(tensors)
+    ends = np.cumsum([len(tensor.chunks) for tensor in tensors])
+    flags = np.split(lost, ends[:-1])
+    parts, errors = checkpoint.locate_each(
+        with_chunks(tensors, [np.flatnonzero(~is_lost).tolist() for is_lost in flags])
+    )
+    batch = []
+    for tensor, part, is_lost in zip(tensors, parts, flags, strict=True):
+        places, chunks = iter(part.chunks), list[Chunk]()
+        for chunk, is_chunk_lost in zip(tensor.chunks, is_lost.tolist(), strict=True):
+            chunks.append(chunk if is_chunk_lost else next(places))
+            if is_chunk_lost:
+                errors[tensor.key, chunk.box.lo] = DamageError("its file is missing, or was cut")
+        batch.append(replace(tensor, chunks=Chunks.of(chunks, len(tensor.shape))))
+    return batch, errors
 
 
 def _where(tensor: StateRecord, chunk: Chunk) -> str:
     return f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}"
 
 
-def _unread(tensor: StateRecord, chunk: Chunk, why: object) -> _ChunkResult:
+def _unread(tensor: StateRecord, chunk: Chunk, why: MuonckptError) -> _ChunkResult:
     where = _where(tensor, chunk)
     return _ChunkResult(where, None, 0, (Finding("unreadable", f"{where}: {why}", (tensor.key,)),))
 
