@@ -13,20 +13,28 @@ from torch.optim import Optimizer
 
 from ..names.errors import warn_on_rank
 from ..names.resumption import (
-    GONE,
     IN_A_TRAINER,
-    NEW,
     Globs,
     LoadReport,
+    ParameterMatcher,
+    ParameterState,
     as_tuples,
     differences_listed,
     differences_told,
-    meaning,
-    origin_groups,
-    said_otherwise,
+    other_convention,
     scheduler_misfit,
 )
-from ..names.vocabulary import GIVEN, MUON_CONVENTION, OF_SCHEDULERS, STEP, STEPS_TAKEN, begins_as_zeros
+from ..names.vocabulary import (
+    GIVEN,
+    MOMENTUM,
+    MUON_CONVENTION,
+    OF_SCHEDULERS,
+    STEP,
+    STEPS_TAKEN,
+    begins_as_zeros,
+    codes_of,
+    scales_of,
+)
 from .collective import CollectiveOptimizer
 from .given import given_in, settle
 from .methods.matrix import UNNAMED
@@ -37,24 +45,8 @@ from .state import as_numbers, fault, in_form
 RESTORED = ("lr", "momentum", "weight_decay", "betas", "beta2", "eps", STEPS_TAKEN, *sorted(OF_SCHEDULERS))
 """Hyper-parameters that a loaded state brings with it, as schedules change them during a run."""
 
-Misfit = Callable[[Mapping[str, Tensor], Any], str | None]
-"""Returns why a parameter's state (the first) cannot be replaced by a loaded one (the second), or None."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counterpart:
-    """A parameter of an optimizer, and its match in a state dict.
-
-    Attributes:
-        name: or group and number, if it has none.
-        key: its key in the state dict; None if it is not there.
-        home: the number of its group in the state dict; None if it is not there.
-    """
-
-    name: str
-    param: Tensor
-    key: Any = None
-    home: int | None = None
+Misfit = Callable[[Tensor, Any], str | None]
+"""Returns why a slot's tensor cannot be replaced by a loaded one, in words that follow the slot, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,81 +72,72 @@ def fitting(
         kept: slots that these keep.
 
     Raises:
-        ValueError: lists every parameter whose state does not fit, and why; or the group of another convention; or a
-            glob that matches nothing; or it is no state dict of an optimizer.
+        ValueError: lists every parameter whose state does not fit, and why; or a glob matches nothing; or it is no
+            state dict of an optimizer.
     """
     if not {"state", "param_groups"} <= state_dict.keys():
-        found = ", ".join(map(repr, islice(state_dict, 8))) or "nothing"
+        roots = ", ".join(map(repr, islice(state_dict, 8))) or "nothing"
         raise ValueError(
-            f"expected the state dict of an optimizer, which has 'state' and 'param_groups', found one with {found}: "
+            f"expected the state dict of an optimizer, which has 'state' and 'param_groups', found one with {roots}: "
             "give what optimizer.state_dict() returned, which may be a part of it"
         )
-    saved = state_dict["param_groups"]
-    groups, gone = _counterparts(optimizer, saved, globs)
-    state, differences = dict(state_dict["state"]), {}
-    loaded, fresh, discarded = [], [], []
-    for mine, members in zip(optimizer.param_groups, groups, strict=True):
-        for member in members:
-            if member.key not in state and not member.param.requires_grad and member.home is not None:
-                state[member.key] = optimizer.state[member.param]
-            slots, theirs = optimizer.state[member.param], {} if member.home is None else saved[member.home]
-            reason = NEW if member.home is None else _other_meaning(slots, mine, theirs)
-            if member.key in state:
-                state[member.key] = in_form(slots, state[member.key])
-            reason = reason or misfit(slots, state.get(member.key, {}))
-            if globs.match(member.name):
-                fresh.append(member)
-                discarded += [] if reason else [member.name]
-            elif reason:
-                differences[member.name] = reason
-            else:
-                loaded.append(member)
-    with_state = {name: key for name, key in gone.items() if key in state}
-    dropped = [name for name in with_state if globs.match(name)]
-    differences |= {name: GONE for name in with_state if name not in dropped}
-    names = [[member.name for member in members] for members in groups]
-    home = {member.name: member.home for member in loaded if member.home is not None}
-    options = [{key: as_tuples(as_numbers(group[key])) for key in RESTORED if key in group} for group in saved]
-    origins, apart = origin_groups(names, home, options.__getitem__)
-    differences |= apart
-    everybody = {*chain.from_iterable(names), *gone}
+    saved_groups, state = state_dict["param_groups"], dict(state_dict["state"])
+    names, sources = _pairs(optimizer, saved_groups, globs)
+    # Describe both sides by name; saved averages in 8 bits, or in none, take the form that they have now.
+    live = {}
+    for group, group_names in zip(optimizer.param_groups, names, strict=True):
+        for name, param in zip(group_names, group["params"], strict=True):
+            slots = optimizer.state[param]
+            live[name] = ParameterState(slots, group)
+            key, _ = sources.get(name, (None, None))
+            if name in sources and key not in state and not param.requires_grad:
+                state[key] = slots
+            if key in state:
+                state[key] = in_form(slots, state[key])
+    saved = {
+        name: ParameterState(state.get(key, {}), saved_groups[number], (number,))
+        for name, (key, number) in sources.items()
+    }
+
+    def slot_fault(name: str, slot: str) -> str | None:
+        convention = saved[name].options.get("convention", MUON_CONVENTION)
+        if slot in _MOMENTA and convention != MUON_CONVENTION:
+            return other_convention(convention, MUON_CONVENTION)
+        return misfit(live[name].slots[slot], saved[name].slots[slot])
+
+    def is_zeroed(name: str, slot: str) -> bool:
+        return slot in kept or begins_as_zeros(slot, live[name].options)
+
+    # Match them, and refuse what does not fit.
+    options = [{key: as_tuples(as_numbers(group[key])) for key in RESTORED if key in group} for group in saved_groups]
+    matcher = ParameterMatcher(live, saved, names, options.__getitem__, slot_fault, is_zeroed)
+    report, differences, faults, origins = matcher.match(globs)
+    everybody = {*live, *saved}
     if differences:
-        numbered = _names(optimizer.param_groups) is None and _names(saved) is None
-        told = (
-            f"{differences_told(differences, everybody)}. Here {_BY_NUMBER}"
-            if numbered
-            else differences_listed(differences, everybody, _CURE)
-        )
+        if _names(optimizer.param_groups) is None and _names(saved_groups) is None:
+            told = f"{differences_told(differences, everybody)}. Here {_BY_NUMBER}"
+        else:
+            told = differences_listed(differences, everybody, _CURE)
         raise ValueError(f"the state does not fit, training would go on wrongly. {told}")
     if idle := globs.idle(everybody):
         raise ValueError(f"fresh={idle!r} match no parameter of the optimizer or of the state")
-    for number in [member.home for member in (*loaded, *fresh) if member.home is not None]:
-        convention = saved[number].get("convention", MUON_CONVENTION)
-        if convention != MUON_CONVENTION:
-            raise ValueError(
-                f"the state of group {number} was saved with momentum convention {convention!r}, this optimizer keeps "
-                f"{MUON_CONVENTION.value!r}; convert it first: m_ema = (1 - momentum) * m_sum"
-            )
-    for key in (*with_state.values(), *(member.key for member in fresh)):
-        state.pop(key, None)
-    keys = {
-        member.param: ("fresh", member.name) if member.home is None else member.key
-        for member in chain.from_iterable(groups)
-    }
-    own_options = {param: group.keys() for group in optimizer.param_groups for param in group["params"]}
-    state |= {
-        keys[member.param]: _fresh(member.name, optimizer.state[member.param], own_options[member.param], kept)
-        for member in fresh
-    }
-    hyper = _restored(optimizer.param_groups, saved, origins, keys)
-    report = LoadReport(
-        tuple(member.name for member in loaded),
-        tuple(member.name for member in fresh),
-        tuple(discarded),
-        tuple(dropped),
-    )
-    return Fitted(state, hyper, report)
+    if faults:
+        raise ValueError("; ".join(faults))
+    # Leave out dropped state, and put zeros in place of what starts fresh.
+    keys = {name: sources[name][0] if name in sources else ("fresh", name) for name in live}
+    for name in report.dropped:
+        del state[sources[name][0]]
+    for name in report.fresh:
+        slots = live[name].slots
+        state[keys[name]] = {slot: slots[slot] if slot in kept else torch.zeros_like(slots[slot]) for slot in slots}
+    groups = _restored(optimizer.param_groups, saved_groups, origins)
+    for group, group_names in zip(groups, names, strict=True):
+        group["params"] = [keys[name] for name in group_names]
+    return Fitted(state, groups, report)
 
+
+_MOMENTA = frozenset({MOMENTUM, codes_of(MOMENTUM), scales_of(MOMENTUM)})
+"""Slots that follow the momentum convention of their group."""
 
 _CURE = (
     "muonckpt.load(..., {0}) from a checkpoint, or Muon.load_state_dict(..., {0}) if both optimizers were made of "
@@ -168,38 +151,39 @@ _BY_NUMBER = (
 )
 
 
-def _counterparts(
+def _pairs(
     optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], globs: Globs
-) -> tuple[list[list[Counterpart]], dict[str, Any]]:
-    """Return the parameters of each group, and the keys of those that only the state dict has, by name."""
+) -> tuple[list[list[str]], dict[str, tuple[Any, int]]]:
+    """Return the names of each group's parameters, or what stands for them, and by name the keys of saved parameters
+    in the state dict, with the numbers of their groups.
+    """
     groups = optimizer.param_groups
-    mine, theirs = _names(groups), _names(saved)
-    repeated = any(names is not None and _has_repeated(names) for names in (mine, theirs))
-    if mine is not None and theirs is not None and repeated and _has_numbers(saved) and mine != theirs:
+    names, saved_names = _names(groups), _names(saved)
+    repeated = any(map(_has_repeated, filter(None, (names, saved_names))))
+    if names is not None and saved_names is not None:
+        if repeated and _has_numbers(saved) and names != saved_names:
+            raise ValueError(
+                f"names repeat and have changed, so they tell no parameters apart: the state has "
+                f"{_shown(saved_names)}, this optimizer {_shown(names)}, and {_BY_NUMBER}"
+            )
+        # Torch's `set_optimizer_state_dict` gives the model's names in place of numbers, in the order of the
+        # optimizer's own groups, whose names may be others.
+        if not repeated and (_has_numbers(saved) or {*chain(*names)} == {*chain(*saved_names)}):
+            keys = [group["params"] for group in saved]
+            pairs = enumerate(map(zip, saved_names, keys))
+            return names, {name: (key, number) for number, group in pairs for name, key in group}
+    sizes, saved_sizes = ([len(group["params"]) for group in side] for side in (groups, saved))
+    if sizes != saved_sizes:
         raise ValueError(
-            f"names repeat and have changed, so they tell no parameters apart: the state has {_shown(theirs)}, this "
-            f"optimizer {_shown(mine)}, and {_BY_NUMBER}"
-        )
-    if mine is not None and theirs is not None and not repeated and (_has_numbers(saved) or _same_names(mine, theirs)):
-        keys = [group["params"] for group in saved]
-        known = {name: (key, number) for number, pairs in enumerate(map(zip, theirs, keys)) for name, key in pairs}
-        members = [
-            [Counterpart(name, param, *known.get(name, ())) for name, param in zip(names, group["params"], strict=True)]
-            for names, group in zip(mine, groups, strict=True)
-        ]
-        own = set(chain.from_iterable(mine))
-        return members, {name: key for name, (key, _) in known.items() if name not in own}
-    sizes = [[len(group["params"]) for group in side] for side in (groups, saved)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"the state has groups of {sizes[1]} parameters, this optimizer of {sizes[0]}, and {_BY_NUMBER}"
+            f"the state has groups of {saved_sizes} parameters, this optimizer of {sizes}, and {_BY_NUMBER}"
         )
 
-    def label(number: int, index: int, key: Any) -> str:
+    def label(number: int, index: int) -> str:
+        key = saved[number]["params"][index]
         if isinstance(key, str):
             return key
-        if mine is not None and not repeated:
-            return mine[number][index]
+        if names is not None and not repeated:
+            return names[number][index]
         if globs.patterns:
             raise ValueError(
                 f"fresh={list(globs.patterns)!r}: the parameters of this optimizer have no names, or share them, as "
@@ -208,13 +192,13 @@ def _counterparts(
             )
         return f"group {number} parameter {index} {tuple(groups[number]['params'][index].shape)}"
 
-    return [
-        [
-            Counterpart(label(number, index, key), param, key, number)
-            for index, (param, key) in enumerate(zip(group["params"], other["params"], strict=True))
-        ]
-        for number, (group, other) in enumerate(zip(groups, saved, strict=True))
-    ], {}
+    labels = [[label(number, index) for index in range(size)] for number, size in enumerate(sizes)]
+    places = enumerate(zip(labels, saved, strict=True))
+    return labels, {
+        name: (key, number)
+        for number, (of_group, group) in places
+        for name, key in zip(of_group, group["params"], strict=True)
+    }
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
@@ -237,38 +221,12 @@ def _has_numbers(groups: Sequence[Mapping[str, Any]]) -> bool:
     return not any(isinstance(key, str) for group in groups for key in group["params"])
 
 
-def _same_names(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> bool:
-    """Return whether both sides have the same names, in any order.
-
-    Torch's `set_optimizer_state_dict` gives the model's names in place of numbers, in the order of the optimizer's own
-    groups, whose names may be others.
-    """
-    return set(chain.from_iterable(mine)) == set(chain.from_iterable(theirs))
-
-
-def _other_meaning(slots: Mapping[str, Tensor], mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """Return the option of two groups by which state in these slots means something else, in words, or None."""
-    for option in meaning(slots):
-        if option in mine and option in theirs and as_tuples(mine[option]) != as_tuples(theirs[option]):
-            return said_otherwise(option, as_tuples(theirs[option]), as_tuples(mine[option]))
-    return None
-
-
-def _fresh(
-    name: str, slots: Mapping[str, Tensor], options: Collection[str], kept: Collection[str]
-) -> dict[str, Tensor]:
-    if unknown := sorted(slot for slot in slots.keys() - {*kept} if not begins_as_zeros(slot, options)):
-        raise ValueError(f"{name!r} cannot start fresh: its {unknown} do not begin as zeros; load them")
-    return {slot: tensor if slot in kept else torch.zeros_like(tensor) for slot, tensor in slots.items()}
-
-
 def _restored(
     groups: Sequence[dict[str, Any]],
     saved: Sequence[Mapping[str, Any]],
     origins: Sequence[int | None],
-    keys: Mapping[Tensor, Any],
 ) -> list[dict[str, Any]]:
-    """Return an optimizer's groups with the `RESTORED` options of their origins, and keys in place of parameters."""
+    """Return an optimizer's groups with the `RESTORED` options of their origins."""
     restored = []
     for number, (mine, origin) in enumerate(zip(groups, origins, strict=True)):
         theirs = {} if origin is None else saved[origin]
@@ -279,7 +237,7 @@ def _restored(
         brought = {key: _like(mine.get(key), theirs[key]) for key in RESTORED if key in theirs}
         if theirs:
             brought |= {GIVEN[option]: value for option, value in given_in(theirs).items()}
-        restored.append({**mine, **brought, "params": [keys[param] for param in mine["params"]]})
+        restored.append({**mine, **brought})
     rates = [[as_numbers(group.get("initial_lr")) for group in side] for side in (saved, restored)]
     if unfit := scheduler_misfit(*rates):
         if any("initial_lr" in group for group in groups):

@@ -264,18 +264,16 @@ def as_numbers(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def fault(mine: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> str | None:
-    """Return why a loaded state cannot replace this one, or None."""
-    missing = sorted(mine.keys() - loaded.keys())
-    if missing:
-        return f"lacks {missing}"
-    for slot, tensor in mine.items():
-        other = loaded[slot]
-        if not isinstance(other, Tensor) or not laid_out_alike(other, tensor):
-            return f"{slot} is {placing(other)}, expected {placing(tensor)}"
-        if declares_boxes(tensor) and local_of(other).shape != local_of(tensor).shape:
-            return f"{slot} is cut otherwise; load it through a checkpoint"
+def fault(tensor: Tensor, loaded: Any) -> str | None:
+    """Return why a loaded tensor cannot replace one of the state, in words that follow its slot, or None."""
+    if not isinstance(loaded, Tensor) or not laid_out_alike(loaded, tensor):
+        return f"is {placing(loaded)}, expected {placing(tensor)}"
+    if declares_boxes(tensor) and local_of(loaded).shape != local_of(tensor).shape:
+        return CUT_OTHERWISE
     return None
+
+
+CUT_OTHERWISE = "is cut otherwise; load it through a checkpoint"
 
 
 def laid_out_alike(a: Tensor, b: Tensor) -> bool:

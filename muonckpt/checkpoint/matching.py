@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from glob import escape
 from types import MappingProxyType
 from typing import Any
@@ -19,19 +20,19 @@ from ..names.keys import PARAM_GROUPS, NamedOptimizer, OptimizerKey, StateForm, 
 from ..names.resumption import (
     GONE,
     NAMES_OF_GROUPS,
-    NEW,
+    UNGROUPED,
     Extra,
     Globs,
     LoadReport,
+    ParameterMatcher,
+    ParameterState,
     as_tuples,
     inserted_parts,
     meaning,
     moved_parts,
-    origin_groups,
-    said_otherwise,
     scheduler_misfit,
 )
-from ..names.vocabulary import BEGIN_AS_ZEROS, BY_RANK, FUSION, GIVEN, OF_THE_RUN, SCHEDULED, KeyPath, begins_as_zeros
+from ..names.vocabulary import BY_RANK, FUSION, GIVEN, OF_THE_RUN, SCHEDULED, KeyPath, begins_as_zeros
 from ..names.wording import listed
 from ..record.record import StateRecord
 from .template import LoadTemplate, Matching, OwnParameter, Stored
@@ -237,10 +238,11 @@ _OWN = NAMES_OF_GROUPS | {*FUSION, *GIVEN.values()}
 _UNASKED = OF_THE_RUN | {*GIVEN.values()}
 """Options of which nobody is told that a checkpoint lacks them: it must not, or it has them only where they differ."""
 
-_UNGROUPED = (
-    "in no parameter group of the checkpoint, so that nothing says their rates and decay (write {0} = {{'state': "
-    "{0}['state']}}, with allow_extra=[{1!r}], to load all state and keep the options of the code)"
+_WITHOUT_GROUPS = (
+    " (write {0} = {{'state': {0}['state']}}, with allow_extra=[{1!r}], to load all state and keep the options of the "
+    "code)"
 )
+"""The cure of parameters that are in no saved group."""
 
 _Keys = Mapping[str, str]
 """Keys by slot, or by option."""
@@ -250,123 +252,95 @@ class _OptimizerMatch:
     """One optimizer, whose state goes by the names of parameters, and its options by their groups.
 
     Attributes:
-        groups, saved: keys of options by group and option, in the template and in the checkpoint (nested form).
-        mine, theirs: keys of options by parameter and option, in the template and in the checkpoint.
-        homes: the numbers of each parameter's groups in the checkpoint (nested form); of several, if ranks that had it
-            had it together with other parameters.
-        home: the first of them.
+        groups, saved_groups: keys of options by group and option, in the template and in the checkpoint (nested form).
+        options, saved_options: keys of options by parameter and option, in the template and in the checkpoint.
+        homes: the numbers of each parameter's groups in the checkpoint (nested form).
     """
 
     def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored) -> None:
         self.optimizer, self.template, self.stored = optimizer, template, stored
         self.homes: defaultdict[str, list[int]] = defaultdict(list)
-        self.home: dict[str, int] = {}
-        self._options_of: dict[int, dict[str, Any]] = {}
         if optimizer.groups is None:
-            self.mine = optimizer.options_of_names(template.values)
-            self.theirs = optimizer.options_of_names(stored.entries)
+            self.options = optimizer.options_of_names(template.values)
+            self.saved_options = optimizer.options_of_names(stored.entries)
             return
         self.groups = optimizer.options_of_groups(template.values)
-        self.saved = optimizer.options_of_groups(stored.entries)
-        live = [(name, number) for number, names in enumerate(optimizer.groups) for name in names]
+        self.saved_groups = optimizer.options_of_groups(stored.entries)
         for number, names in enumerate(stored.groups(optimizer)):
             for name in names:
                 self.homes[name].append(number)
-        self.home = {name: numbers[0] for name, numbers in self.homes.items()}
-        self.mine = {name: self.groups[number] for name, number in live}
-        self.theirs = {name: self.saved[number] for name, number in self.home.items()}
+        self.options = {name: self.groups[number] for number, names in enumerate(optimizer.groups) for name in names}
+        self.saved_options = {name: self.saved_groups[numbers[0]] for name, numbers in self.homes.items()}
 
     def taken(self, globs: Globs) -> Matching:
-        mine = self.optimizer.state_of_names(self.template.values, self.mine)
-        theirs = self.optimizer.state_of_names(self.stored.entries, {*self.mine, *self.theirs})
-        sources: dict[str, str] = {}
-        zeros: list[str] = []
-        faults, differences, loaded, fresh, discarded = [], {}, [], [], []
-        for name in dict.fromkeys((*self.mine, *mine)):
-            if name not in mine and name in theirs:  # as if only the checkpoint had it
+        template, stored, groups = self.template, self.stored, self.optimizer.groups
+        keys = self.optimizer.state_of_names(template.values, self.options)
+        saved_keys = self.optimizer.state_of_names(stored.entries, {*self.options, *self.saved_options})
+        live, saved = {}, {}
+        for name in dict.fromkeys((*self.options, *keys)):
+            slots, saved_slots = keys.get(name, _NONE), saved_keys.get(name, _NONE)
+            if saved_slots and not slots:  # as if only the checkpoint had it
                 continue
-            keys = mine.get(name, _NONE)
-            reason = self._reason(name, keys, theirs.get(name, _NONE))
-            if globs.match(name):
-                fresh.append(name)
-                zeros += keys.values()
-                known, options = ", ".join(sorted(BEGIN_AS_ZEROS)), self.mine.get(name, _NONE)
-                faults += [
-                    f"{key!r} cannot start fresh: it is not known how a {slot!r} begins, only that of tensors {known}: "
-                    "zeros"
-                    for slot, key in keys.items()
-                    if not begins_as_zeros(slot, options) or not isinstance(self.template.values[key], torch.Tensor)
-                ]
-                discarded += [name] if keys and not reason else []
-            elif reason:
-                differences[name] = reason
-            else:
-                loaded.append(name)
-                sources |= {key: key for key in keys.values()}
+            now, then = self.options.get(name, _NONE), self.saved_options.get(name, _NONE)
+            options = [option for option in meaning(saved_slots) if option in now and option in then]
+            live[name] = ParameterState(slots, {option: template.values[now[option]] for option in options})
+            saved_values = {option: stored.option(then[option]) for option in options}
+            saved[name] = ParameterState(saved_slots, saved_values, None if groups is None else self.homes[name])
+
+        def slot_fault(name: str, slot: str) -> str | None:
+            entry = stored.entries[saved[name].slots[slot]]
+            return next(template.misfits(live[name].slots[slot], entry), None)
+
+        def is_zeroed(name: str, slot: str) -> bool:
+            value = template.values[live[name].slots[slot]]
+            return isinstance(value, torch.Tensor) and begins_as_zeros(slot, self.options.get(name, _NONE))
+
+        matcher = ParameterMatcher(
+            live, saved, groups or (), cache(self._group_options), slot_fault, is_zeroed, template.partial
+        )
+        report, differences, faults, origins = matcher.match(globs)
+        loaded, fresh = (
+            [key for name in names for key in live[name].slots.values()] for names in (report.loaded, report.fresh)
+        )
         own = self.optimizer.key
         state = Matching(
-            sources,
-            zeros=tuple(zeros),
-            loaded=frozenset((own, name) for name in loaded),
-            fresh=frozenset((own, name) for name in fresh),
-            discarded=frozenset(discarded),
-            parameters=frozenset((own, name) for name in (*loaded, *fresh, *differences)),
-            differences=differences,
-            faults=tuple(faults),
+            {key: key for key in loaded},
+            zeros=tuple(fresh),
+            loaded=frozenset((own, name) for name in report.loaded),
+            fresh=frozenset((own, name) for name in report.fresh),
+            discarded=frozenset(report.discarded),
+            parameters=frozenset((own, name) for name in live),
+            differences={name: self._with_cure(reason) for name, reason in differences.items()},
+            faults=faults,
         )
-        named = self.optimizer.groups is None
-        return Matching.joined(
-            [state, self._options_by_name(loaded, fresh) if named else self._options_by_group(loaded)]
-        )
+        options_taken = self._options_by_name(report) if groups is None else self._options_by_group(report, origins)
+        return Matching.joined([state, options_taken])
 
-    def _reason(self, name: str, here: _Keys, there: _Keys) -> str | None:
-        """Return why a parameter's state cannot be loaded; its keys by slot are ``here`` and ``there``."""
-        if not there and here:
-            return NEW
-        if self.optimizer.groups is not None and name not in self.home:
-            parts = ((part, part.isdecimal()) for part in self.optimizer.key.split("."))
-            place = "".join(f"[{part if is_number else repr(part)}]" for part, is_number in parts)
-            return _UNGROUPED.format(f"state_dict{place}", f"{self.optimizer.options}*")
-        first, *others = self.homes.get(name) or [0]
-        if any(self._own_options(number) != self._own_options(first) for number in others):
-            return "in several parameter groups of the checkpoint, with different options"
-        now, then = self.mine.get(name, _NONE), self.theirs.get(name, _NONE)
-        for option in meaning(there):
-            if option in now and option in then:
-                values = self.stored.option(then[option]), as_tuples(self.template.values[now[option]])
-                if values[0] != values[1]:
-                    return said_otherwise(option, *values)
-        if here.keys() != there.keys() and not (self.template.partial and here.keys() <= there.keys()):
-            return f"with {', '.join(sorted(there))} in the checkpoint, expected {', '.join(sorted(here)) or 'nothing'}"
-        for slot, key in here.items():
-            for fault in self.template.misfits(key, self.stored.entries[there[slot]]):
-                return f"whose {slot} {fault}"
-        return None
+    def _with_cure(self, reason: str) -> str:
+        if reason != UNGROUPED:
+            return reason
+        parts = ((part, part.isdecimal()) for part in self.optimizer.key.split("."))
+        place = "".join(f"[{part if is_number else repr(part)}]" for part, is_number in parts)
+        return f"{reason}{_WITHOUT_GROUPS.format(f'state_dict{place}', f'{self.optimizer.options}*')}"
 
-    def _options_by_group(self, loaded: Sequence[str]) -> Matching:
+    def _group_options(self, number: int) -> Mapping[str, Any]:
+        """Return the options of a saved group in which others may not differ that become one group with it."""
+        keys = self.saved_groups[number]
+        return {option: self.stored.option(key) for option, key in keys.items() if option not in _OWN}
+
+    def _options_by_group(self, report: LoadReport, origins: Sequence[int | None]) -> Matching:
         """Give each group the options of the saved group in which its parameters were."""
-        home = {name: self.home[name] for name in loaded if name in self.home}
-
-        live = self.optimizer.groups or ()
-        numbers, differences = origin_groups(live, home, self._own_options)
-        joined = [set().union(*(self.homes[name] for name in names if name in home)) for names in live]
-        spared = [key for number in set().union(*joined) - {*numbers} for key in self.saved[number].values()]
+        joined = set[int]().union(*(self.homes[name] for name in report.loaded if name in self.options))
+        spared = [key for number in joined - {*origins} for key in self.saved_groups[number].values()]
         taken = []
         for number, keys in self.groups.items():
-            source = numbers[number]
-            if source is None:  # all of it starts fresh, with the options that it has
+            origin = origins[number]
+            if origin is None:  # all of it starts fresh, with the options that it has
                 continue
-            mine = {option: key for option, key in keys.items() if option not in NAMES_OF_GROUPS}
-            taken.append(self._options(mine, self.saved[source], str(source), f"group {number}"))
-        unfit = self._scheduler_misfit(numbers)
-        return Matching.joined([Matching(spared=frozenset(spared), differences=differences), unfit, *taken])
-
-    def _own_options(self, number: int) -> dict[str, Any]:
-        """Return the options of a saved group in which others may not differ that become one group with it."""
-        if number not in self._options_of:
-            keys = ((option, key) for option, key in self.saved[number].items() if option not in _OWN)
-            self._options_of[number] = {option: self.stored.option(key) for option, key in keys}
-        return self._options_of[number]
+            options = {option: key for option, key in keys.items() if option not in NAMES_OF_GROUPS}
+            taken.append(self._options(options, self.saved_groups[origin], str(origin), f"group {number}"))
+        unfit = self._scheduler_misfit(origins)
+        return Matching.joined([Matching(spared=frozenset(spared)), unfit, *taken])
 
     def _scheduler_misfit(self, origins: Sequence[int | None]) -> Matching:
         """Return why state of schedulers, which know groups by their numbers, would not be that of these groups.
@@ -374,7 +348,7 @@ class _OptimizerMatch:
         Args:
             origins: the saved group of each group, None where all of it starts fresh.
         """
-        saved, template, stored = self.saved, self.template, self.stored
+        saved, template, stored = self.saved_groups, self.template, self.stored
         rates = {n: stored.option(keys["initial_lr"]) for n, keys in saved.items() if "initial_lr" in keys}
         mine = [self.groups.get(number, _NONE).get("initial_lr") for number in range(len(origins))]
         then = [rates.get(number) for number in range(max(saved, default=-1) + 1)]
@@ -394,7 +368,7 @@ class _OptimizerMatch:
         several, merged = len(template.optimizers) > 1, False
         if unfit:
             # Ranks that save together have groups each, of which this rank may have some, or several as one.
-            homes = [sorted({self.home[name] for name in names if name in self.home}) for names in live.values()]
+            homes = [sorted({self.homes[name][0] for name in names if self.homes[name]}) for names in live.values()]
             joint = sorted({number for numbers in homes for number in numbers})
             apart = scheduler_misfit([rates.get(number) for number in joint], [now[number] for number in live])
             merged = all(homes) and len(joint) > len(live) and homes == sorted(homes)
@@ -414,28 +388,28 @@ class _OptimizerMatch:
             )
         )
 
-    def _options_by_name(self, loaded: Sequence[str], fresh: Sequence[str]) -> Matching:
+    def _options_by_name(self, report: LoadReport) -> Matching:
         """Give each parameter its own options; a fresh one gets those of its group, which has equal options now."""
 
         def group(name: str) -> str:
-            options = self.mine.get(name, _NONE).items()
+            options = self.options.get(name, _NONE).items()
             return str(sorted((option, as_tuples(self.template.values[key])) for option, key in options))
 
         alike: defaultdict[str, list[str]] = defaultdict(list)
-        for name in loaded:
+        for name in report.loaded:
             alike[group(name)].append(name)
-        origins = {name: name for name in loaded}
-        origins |= {name: alike[of_name][0] for name in fresh if (of_name := group(name)) in alike}
+        origins = {name: name for name in report.loaded}
+        origins |= {name: alike[of_name][0] for name in report.fresh if (of_name := group(name)) in alike}
         faults = tuple(filter(None, map(self._apart, alike.values())))
         taken = [
-            self._options(self.mine.get(name, _NONE), self.theirs.get(origin, _NONE), origin, "parameters")
+            self._options(self.options.get(name, _NONE), self.saved_options.get(origin, _NONE), origin, "parameters")
             for name, origin in origins.items()
         ]
         return Matching.joined([Matching(faults=faults), *taken])
 
     def _apart(self, names: Sequence[str]) -> str | None:
         """Return a fault if parameters with equal options now had different ones in the saved run."""
-        theirs, option_of = self.theirs, self.stored.option
+        theirs, option_of = self.saved_options, self.stored.option
         for option in theirs.get(names[0], {}).keys() - _OWN:
             keys = {name: theirs[name][option] for name in names if option in theirs.get(name, _NONE)}
             first = option_of(keys[names[0]])

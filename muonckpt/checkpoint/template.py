@@ -13,7 +13,7 @@ import torch
 
 from ..layouts.boxed_tensor import whole_shape
 from ..names.keys import NamedOptimizer, StateForm, key_of, numbered_optimizers, option_prefix, rank_in
-from ..names.resumption import CAST, KEPT, UNCAST, as_tuples, differences_listed, differences_told
+from ..names.resumption import CAST, KEPT, UNCAST, as_tuples, differences_listed, differences_told, other_convention
 from ..names.vocabulary import PARAMS, Convention, KeyPath, has_our_options
 from ..names.wording import listed
 from ..record.record import Blob, StateRecord, says_convention
@@ -83,7 +83,7 @@ class LoadTemplate:
                 yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} ({UNCAST})"
             convention = self.conventions.get(key)
             if entry.convention and convention and entry.convention != convention:
-                yield f"follows momentum convention {entry.convention}, expected {convention}"
+                yield other_convention(entry.convention, convention)
 
 
 class Stored:

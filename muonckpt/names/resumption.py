@@ -1,6 +1,6 @@
 """Resuming with other parameters than were saved: what starts fresh, what groups take over, what is refused.
 
-``checkpoint`` uses it for what lies in files, the optimizer for state dicts.
+`ParameterMatcher` decides it, for ``checkpoint`` of what lies in files, for the optimizer of state dicts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
-from typing import Any
+from typing import Any, NamedTuple
 
-from .vocabulary import ALGORITHM, FUSION, PARAMS, of_fused
+from .vocabulary import ALGORITHM, BEGIN_AS_ZEROS, FUSION, PARAMS, of_fused
 from .wording import unnumbered
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
@@ -21,6 +21,7 @@ NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
 
 NEW = "new, without state in the checkpoint"
 GONE = "only in the checkpoint"
+UNGROUPED = "in no parameter group of the checkpoint, so that nothing says their rates and decay"
 
 
 def meaning(slots: Collection[str]) -> tuple[str, ...]:
@@ -270,6 +271,11 @@ def said_otherwise(option: str, then: Any, now: Any) -> str:
     return f"{option}={then!r} in the checkpoint, {now!r} now"
 
 
+def other_convention(then: str, now: str) -> str:
+    """Return why a slot does not fit, in words that follow it: its momentum is of another convention."""
+    return f"follows momentum convention {then}, expected {now} (convert it first: m_ema = (1 - momentum) * m_sum)"
+
+
 def as_tuples(value: Any) -> Any:
     """Return an option with its lists as tuples, because a format may keep either."""
     return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
@@ -282,34 +288,124 @@ def same_value(one: Any, other: Any) -> bool:
     return math.isclose(one, other, rel_tol=1e-6)
 
 
-def origin_groups(
-    live: Sequence[Sequence[str]], home: Mapping[str, int], options: Callable[[int], Mapping[str, Any]]
-) -> tuple[list[int | None], dict[str, str]]:
-    """Return the saved group whose options each group takes: the one where most of its parameters were.
+class ParameterState(NamedTuple):
+    """A parameter on one side of a resume.
 
-    Args:
-        live: the names of the parameters of each group.
-        home: the number of the saved group of each parameter whose state is loaded.
-        options: returns the options that matter of a saved group.
-
-    Returns:
-        For each group the number of the saved one, None if it keeps its own options because all of it starts fresh;
-        and by name why a parameter cannot be loaded whose own group had other options.
+    Attributes:
+        slots: its state: tensors, or the keys of tensors.
+        options: those of its group on which the meaning of state may depend.
+        groups: the numbers of its groups in the saved run; of several, if ranks that had it had it together with other
+            parameters.  None where options are kept by parameter.
     """
-    sources: list[int | None] = []
-    differences = {}
-    for names in live:
-        counted = Counter(home[name] for name in names if name in home)
-        source = min(counted, key=lambda number: (-counted[number], number)) if counted else None
-        sources.append(source)
-        for name in names:
-            if source is not None and name in home and home[name] != source:
-                own, common = options(home[name]), options(source)
-                differing = [key for key in sorted(own.keys() | common.keys()) if own.get(key) != common.get(key)]
-                if differing:
-                    listed = ", ".join(f"{key}={common.get(key)!r}, theirs {own.get(key)!r}" for key in differing)
-                    differences[name] = f"from a group with other options than the rest of theirs ({listed})"
-    return sources, differences
+
+    slots: Mapping[str, Any]
+    options: Mapping[str, Any]
+    groups: Sequence[int] | None = None
+
+
+class Continuation(NamedTuple):
+    """How the parameters of an optimizer go on.
+
+    Attributes:
+        differences: why the state of a parameter cannot be loaded, by name.
+        faults: what else does not fit.
+        origins: for each parameter group the number of the saved one whose options it takes; None if it keeps its own,
+            because all of it starts fresh.
+    """
+
+    report: LoadReport
+    differences: Mapping[str, str]
+    faults: tuple[str, ...]
+    origins: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterMatcher:
+    """The parameters of an optimizer, of a program and of the saved run, by name.
+
+    Attributes:
+        groups: the names of the parameters of each live group; empty where options are kept by parameter.
+        group_options: returns the options of a saved group in which others may not differ that become one with it.
+        slot_fault: returns why a parameter's slot cannot be loaded, in words that follow the slot.
+        is_zeroed: returns whether a parameter's slot begins as zeros, so that it can start fresh.
+        partial: saved parameters may have more slots than live ones.
+    """
+
+    live: Mapping[str, ParameterState]
+    saved: Mapping[str, ParameterState]
+    groups: Sequence[Sequence[str]]
+    group_options: Callable[[int], Mapping[str, Any]]
+    slot_fault: Callable[[str, str], str | None]
+    is_zeroed: Callable[[str, str], bool]
+    partial: bool = False
+
+    def match(self, globs: Globs) -> Continuation:
+        """Decide how each parameter goes on, and which saved group each of the live groups takes.
+
+        Args:
+            globs: names of the parameters that start fresh.
+        """
+        loaded, fresh, discarded, faults = [], [], [], []
+        differences: dict[str, str] = {}
+        for name, parameter in self.live.items():
+            reason = self._difference(name, parameter)
+            if globs.match(name):
+                fresh.append(name)
+                discarded += [name] if parameter.slots and not reason else []
+                if begun := [slot for slot in parameter.slots if not self.is_zeroed(name, slot)]:
+                    faults.append(
+                        f"{name!r} cannot start fresh: it is not known how its {', '.join(begun)} begins, only that "
+                        f"tensors {', '.join(sorted(BEGIN_AS_ZEROS))} begin as zeros; load it"
+                    )
+            elif reason:
+                differences[name] = reason
+            else:
+                loaded.append(name)
+        # Nothing takes the state of parameters that only the saved run has: users have to say so.
+        only_saved = [name for name, parameter in self.saved.items() if name not in self.live and parameter.slots]
+        dropped = [name for name in only_saved if globs.match(name)]
+        differences |= {name: GONE for name in only_saved if name not in dropped}
+        # Each group goes on as the one where most of its loaded parameters were; the others had to have its options.
+        homes = {name: groups[0] for name in loaded if (groups := self.saved[name].groups)}
+        origins: list[int | None] = []
+        for names in self.groups:
+            counts = Counter(homes[name] for name in names if name in homes)
+            numbers = sorted(counts, key=lambda number: (-counts[number], number))
+            origins.append(next(iter(numbers), None))
+            for other in numbers[1:]:
+                if options := self._differing_options(numbers[0], other):
+                    reason = f"from a group with other options than the rest of theirs ({options})"
+                    differences |= {name: reason for name in names if homes.get(name) == other}
+        report = LoadReport(*map(tuple, (loaded, fresh, discarded, dropped)))
+        return Continuation(report, differences, tuple(faults), tuple(origins))
+
+    def _difference(self, name: str, live: ParameterState) -> str | None:
+        """Return why a parameter's saved state cannot be loaded, or None."""
+        saved = self.saved.get(name)
+        if saved is None or (live.slots and not saved.slots):
+            return NEW
+        if saved.groups is not None and not saved.groups:
+            return UNGROUPED
+        first, *others = saved.groups or (0,)
+        if any(self._differing_options(first, number) for number in others):
+            return "in several parameter groups of the checkpoint, with different options"
+        # State that means something else often has another form as well, and the meaning is why.
+        for option in meaning(saved.slots):
+            if option in live.options and option in saved.options:
+                then, now = as_tuples(saved.options[option]), as_tuples(live.options[option])
+                if then != now:
+                    return said_otherwise(option, then, now)
+        here, there = live.slots.keys(), saved.slots.keys()
+        if here != there and not (self.partial and here <= there):
+            return f"with {', '.join(sorted(there))} in the checkpoint, expected {', '.join(sorted(here)) or 'nothing'}"
+        faults = ((slot, self.slot_fault(name, slot)) for slot in here)
+        return next((f"whose {slot} {fault}" for slot, fault in faults if fault), None)
+
+    def _differing_options(self, origin: int, other: int) -> str:
+        """Return in which options a saved group differs from another, with the values of both; empty if in none."""
+        common, others = self.group_options(origin), self.group_options(other)
+        keys = [key for key in sorted(common.keys() | others.keys()) if common.get(key) != others.get(key)]
+        return ", ".join(f"{key}={common.get(key)!r}, theirs {others.get(key)!r}" for key in keys)
 
 
 def scheduler_misfit(saved: Sequence[Any], now: Sequence[Any]) -> str | None:

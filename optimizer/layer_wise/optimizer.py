@@ -38,7 +38,7 @@ from ..muon import Muon
 from ..options import COUNT_OR_NONE, FLAG, check_rates, check_value
 from ..report import warn_of_no_gradient
 from ..restoration import fitting
-from ..state import Seen, SeenSlots, cleared, fault
+from ..state import CUT_OTHERWISE, Seen, SeenSlots, cleared, fault
 from ..step.agreement import (
     AGREE_ON_LOAD,
     AGREE_ON_PLAN,
@@ -593,13 +593,10 @@ def restoring(
     return restore, loaded.report
 
 
-def _misfit(mine: Mapping[str, Tensor], given: Mapping[str, Any]) -> str | None:
-    """Return why a loaded state does not lie element for element where this one does, or None."""
-    if reason := fault(mine, given):
+def _misfit(tensor: Tensor, loaded: Any) -> str | None:
+    """Return why a loaded tensor does not lie element for element where this one does, or None."""
+    if reason := fault(tensor, loaded):
         return reason
-    for slot, tensor in mine.items():
-        if given[slot].dtype != tensor.dtype:
-            return f"{slot} is {given[slot].dtype}, expected {tensor.dtype}"
-        if declared_boxes(given[slot]) != declared_boxes(tensor):
-            return f"{slot} is cut otherwise; load it through a checkpoint"
-    return None
+    if loaded.dtype != tensor.dtype:
+        return f"is {loaded.dtype}, expected {tensor.dtype}"
+    return None if declared_boxes(loaded) == declared_boxes(tensor) else CUT_OTHERWISE

@@ -231,7 +231,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
     before = copy.deepcopy(optimizer.state_dict())
     saved = saved_by_dion()
     del saved["state"][0]["momentum"]
-    with pytest.raises(ValueError, match=r"lacks \['momentum_buffer'\]"):
+    with pytest.raises(ValueError, match="new, without state in the checkpoint"):
         optimizer.load_state_dict(saved)
     saved = saved_by_dion()
     saved["param_groups"][0]["algorithm"] = "normuon"

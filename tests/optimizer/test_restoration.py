@@ -195,3 +195,37 @@ def test_momentum_is_kept_whatever_is_fused_now():
     (param,) = resumed.param_groups[0]["params"]
     assert torch.equal(resumed.state[param]["momentum_buffer"], momentum)
     assert resumed.param_groups[0]["pieces"] == (3, 3)
+
+
+def test_state_that_nothing_takes_is_refused():
+    """Torch's AdamW keeps a maximum with ``amsgrad=True``, which a load would lose without a word."""
+    param = nn.Parameter(torch.ones(4))
+    stock = torch.optim.AdamW([param], lr=0.1, amsgrad=True)
+    param.grad = torch.ones(4)
+    stock.step()
+    opt = Muon([{"params": [param], "algorithm": "adamw", "lr": 0.1}])
+    before = leaves(copy.deepcopy(opt.state_dict()))
+    state = stock.state_dict()["state"]
+    given = opt.state_dict() | {"state": state}
+    with pytest.raises(ValueError, match=r"with exp_avg, exp_avg_sq, max_exp_avg_sq, step in the checkpoint, expected"):
+        opt.load_state_dict(given)
+    assert leaves(opt.state_dict()) == before
+    del state[0]["max_exp_avg_sq"]
+    opt.load_state_dict(given)
+    assert torch.equal(opt.state[param]["exp_avg"], stock.state[param]["exp_avg"])
+
+
+def test_momentum_of_the_other_convention_starts_fresh_or_is_converted():
+    def named() -> Muon:
+        return Muon([("w", nn.Parameter(torch.ones(4, 3)))], lr=0.1)
+
+    state = named().state_dict()
+    group, momentum = state["param_groups"][0], torch.randn(4, 3)
+    group["convention"], state["state"][0]["momentum_buffer"] = "sum", momentum
+    with pytest.raises(ValueError, match=r"sum, expected ema \(convert it first: m_ema = \(1 - momentum\) \* m_sum\)"):
+        named().load_state_dict(state)
+    assert named().load_state_dict(state, fresh=["w"]).fresh == ("w",)
+    opt = named()
+    group["convention"], state["state"][0]["momentum_buffer"] = "ema", (1 - group["momentum"]) * momentum
+    opt.load_state_dict(state)
+    assert torch.equal(opt.state_dict()["state"][0]["momentum_buffer"], (1 - 0.95) * momentum)

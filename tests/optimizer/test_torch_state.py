@@ -250,7 +250,7 @@ def test_hooks_before_loading_may_mend_the_state_and_hooks_after_it_see_it_loade
     assert same(seen, [opt.state[net.weight]["momentum_buffer"]])
     _, spoilt = make()
     spoilt.register_load_state_dict_pre_hook(lambda optimizer, state: {**state, "state": {}})
-    with pytest.raises(ValueError, match="lacks"):
+    with pytest.raises(ValueError, match="new, without state in the checkpoint"):
         spoilt.load_state_dict(copy.deepcopy(opt.state_dict()))
 
 
