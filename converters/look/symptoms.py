@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator
 
 from ...algebra.box import Index
 from ...names.errors import LayoutError
-from ...names.wording import Finding, listed
+from ...names.wording import Finding
 from ...record.record import Manifest
-from ...store.verify.damage import Damage, rank_in_name
+from ...store.verify.damage import Damage
 from .contents import Contents, HyperParameters, Role, StatefulParameter, StepCounts, layer_of
 
 
@@ -37,23 +37,6 @@ def symptoms_of(
             )
         )
     return tuple(found)
-
-
-def _ranks(manifest: Manifest) -> Iterator[Finding]:
-    """Report ranks between 0 and the last that have no file, where elements are missing.
-
-    Otherwise it means nothing: of replicas, one is enough.
-    """
-    ranks = {rank_in_name(file) for file in (*manifest.columns.names, *(blob.item.file for blob in manifest.blobs))}
-    known = {rank for rank in ranks if rank is not None}
-    if None in ranks or not known:
-        return
-    world = None if manifest.provenance.get("resharded") else manifest.provenance.get("world")
-    last = world if isinstance(world, int) and 0 < world <= 1 << 20 else max(known) + 1
-    absent = [rank for rank in range(last) if rank not in known]
-    if absent:
-        message = f"no file of rank {listed(absent)} (of {last}), which may have held what is missing"
-        yield Finding("missing_rank", message, tuple(map(str, absent)))
 
 
 def _muon_off(contents: Contents) -> Iterator[Finding]:

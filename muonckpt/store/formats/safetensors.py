@@ -248,7 +248,10 @@ def reader(path: Location) -> LocatedReader:
         SourceError: there is none, it is damaged, or headers, index and manifest disagree; or a single file lies beside
             checkpoints of a run.
     """
-    return located(path, read_weights(path))
+    opened = located(path, read_weights(path, read_header))
+    for fault in opened.faults:
+        raise DamageError(f"{folder(path)}: {fault}") from fault
+    return opened
 
 
 def remains(path: Location, without: Collection[str]) -> LocatedReader:
@@ -275,7 +278,7 @@ class Weights:
     Attributes:
         files: the names of the files, and of the index, that are read.
         copies: copies of tensors that are not read, each with its file.
-        faults: what is lost or wrongly described; none where it was to be raised.
+        faults: what is lost or wrongly described.
     """
 
     tensors: Sequence[StateRecord]
@@ -285,13 +288,13 @@ class Weights:
     faults: tuple[SourceError, ...] = ()
 
 
-def read_weights(path: Location, header_of: HeaderOf = read_header) -> Weights:
+def read_weights(path: Location, header_of: HeaderOf) -> Weights:
     """Read the headers of a file, of the files of an index, or of those that count in a folder.
 
     Extents name files in ``folder(path)``.  Other programs' tensors have only a key.
 
     Args:
-        header_of: `read_header`, or what reads a cut file as well; then faults are returned, too.
+        header_of: `read_header`, or `front_of` to read a cut file as well.
 
     Raises:
         SourceError: there is none, it is damaged, or headers, index and manifest disagree.
@@ -319,8 +322,6 @@ def read_weights(path: Location, header_of: HeaderOf = read_header) -> Weights:
             shards = read_shards(index, names, ENDING, read)
     else:
         shards = Shards({chosen: read(chosen, None)})
-    if shards.faults and header_of is read_header:
-        raise DamageError(f"{place}: {shards.faults[0]}")
     files = [*shards.files, *([chosen] if chosen and chosen not in shards.files else [])]
     return Weights(
         [tensor for tensors in shards.files.values() for tensor in tensors.values()],

@@ -64,13 +64,11 @@ def weights_in(folder: Location, names: Collection[str], ending: str) -> str | N
     if "model" in (models := models_in(usual)):
         return models["model"]
     whole_files = sorted(name for name in names if name.endswith(ending) and not SHARD_NAME.fullmatch(name))
-    indices = sorted(name for name in names if (match := INDEX_NAME.fullmatch(name)) and match["ending"] == ending)
+    indices = matches_in(names, INDEX_NAME, ending)
     if len(indices) == 1:
-        match = INDEX_NAME.fullmatch(indices[0])
-        assert match is not None, "it was found by this pattern"
-        whole_file = f"{match['stem']}{match['variant'] or ''}{ending}"
-        return whole_file if whole_file in whole_files else indices[0]
-    if not indices and any(SHARD_NAME.fullmatch(name) for name in names if name.endswith(ending)):
+        whole_file = f"{indices[0]['stem']}{indices[0]['variant'] or ''}{ending}"
+        return whole_file if whole_file in whole_files else indices[0].string
+    if not indices and matches_in(names, SHARD_NAME, ending):
         return None
     if not indices and len(whole_files) == 1:
         return whole_files[0]
@@ -79,6 +77,12 @@ def weights_in(folder: Location, names: Collection[str], ending: str) -> str | N
         f"{folder}: expected one index (*{ending}.index.json), {found}: give the path of the file, or of the index, "
         "that you mean"
     )
+
+
+def matches_in(names: Collection[str], pattern: re.Pattern[str], ending: str) -> list[re.Match[str]]:
+    """Return the matches of `INDEX_NAME` or `SHARD_NAME` in names of this ending, sorted."""
+    matches = map(pattern.fullmatch, sorted(names))
+    return [match for match in matches if match and match["ending"] == ending]
 
 
 def unread_beside(names: Collection[str], read: Collection[str]) -> list[str]:
@@ -172,7 +176,7 @@ def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: R
         except DamageError as error:
             renamed = _readable(others - {name}, read, expected) if expected else {}
             if renamed:
-                (other,) = list(renamed)[:1]
+                other = next(iter(renamed))
                 contents[other] = renamed[other]
                 reasons.append(f"the file that the index calls {name} is called {other}: rename it")
             else:
@@ -215,9 +219,9 @@ def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: R
         )
     elif moved and not reasons:
         raise DamageError(f"the index and the files disagree about tensor {moved[0]!r}")
-    if not reasons:
-        return Shards(files, (), copies)
-    return Shards(files, (UnlistedError("; ".join([*reasons, "all tensors are there"]), count=0),), copies)
+    if reasons:
+        reasons.append("all tensors are there")
+    return Shards(files, (UnlistedError("; ".join(reasons), count=0),) if reasons else (), copies)
 
 
 def _complete_set(
@@ -258,17 +262,16 @@ def read_shards_without_index(
     Raises:
         DamageError: they are of several sets.
     """
-    shards = sorted(name for name in names if (match := SHARD_NAME.fullmatch(name)) and match["ending"] == ending)
+    shards = matches_in(names, SHARD_NAME, ending)
     reason = f"expected one index (*{ending}.index.json), found 0"
-    matches = [match for name in shards if (match := SHARD_NAME.fullmatch(name))]
-    if len({(match["stem"], match["count"]) for match in matches}) != 1:
+    if len({match.group("stem", "count") for match in shards}) != 1:
         raise DamageError(f"{folder}: {reason}")
     contents, reasons = dict[str, Mapping[str, Entry]](), [reason]
-    missing = int(matches[0]["count"]) - len(shards)
-    reasons += [f"{missing} of {matches[0]['count']} files are missing"] * bool(missing)
-    for name in shards:
+    missing = int(shards[0]["count"]) - len(shards)
+    reasons += [f"{missing} of {shards[0]['count']} files are missing"] * bool(missing)
+    for match in shards:
         try:
-            contents[name] = read(name, None)
+            contents[match.string] = read(match.string, None)
         except DamageError as error:
             reasons.append(str(error))
     keys = [key for entries in contents.values() for key in entries]

@@ -49,6 +49,7 @@ from ..weight_files import (
     INDEX_NAME,
     SHARD_NAME,
     WeightIndex,
+    matches_in,
     models_in,
     read_shards,
     read_shards_without_index,
@@ -193,12 +194,13 @@ def _add_folder(parts: _Parts, listed: Sequence[str]) -> None:
     for name, root in optimizers.items():
         parts.add_file(name, root)
     models = models_in(listed)
-    if "model" not in models and any(n.endswith(safetensors.ENDING) or safetensors.ENDING in n for n in listed):
-        parts.add_safetensors(folder, ("model",))
-    elif "model" not in models and any(SHARD_NAME.fullmatch(n) and n.endswith(_ENDING) for n in listed):
-        parts.add_shards(None, ("model",), listed)
-    elif "model" not in models and _ADAPTER in listed:
-        parts.add_file(_ADAPTER, ("model",))
+    if "model" not in models:
+        if any(safetensors.ENDING in name for name in listed):
+            parts.add_safetensors(folder, ("model",))
+        elif matches_in(listed, SHARD_NAME, _ENDING):
+            parts.add_shards(None, ("model",), listed)
+        elif _ADAPTER in listed:
+            parts.add_file(_ADAPTER, ("model",))
     for model, name in models.items():
         if safetensors.ENDING in name:
             parts.add_safetensors(folder / name, (model,))
