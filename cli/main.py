@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import signal
 import sys
@@ -65,6 +66,9 @@ _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
 _LONGEST = 20_000
 """Most characters of a message, which may quote a hostile file."""
 
+_FLAGS = re.compile(r"muonckpt [a-z]+ [^`;(]*|(?<![\w-])(--[a-z][a-z-]*)")
+"""Options in a message, but for those after the command that they are of."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _taken: list[int] = []
@@ -107,7 +111,20 @@ class _Commands(click.Group):
         except TargetError as error:  # a mistake in the command line
             name = context.invoked_subcommand or ""
             command = self.get_command(context, name) or self
-            raise click.UsageError(str(error), click.Context(command, context, name)) from error
+            told = f"{error}{self._convert_first(context, str(error))}"
+            raise click.UsageError(told, click.Context(command, context, name)) from error
+        except MuonckptError as error:
+            error.add_note(self._convert_first(context, str(error)))
+            raise
+
+    def _convert_first(self, context: click.Context, message: str) -> str:
+        """Say where the options are that a message of the library names and the command lacks; empty if it has them."""
+        name = context.invoked_subcommand or ""
+        commands = (self.get_command(context, command) for command in (name, "convert"))
+        own, others = ({flag for option in of.params for flag in option.opts} if of else set() for of in commands)
+        foreign = [flag for flag in _FLAGS.findall(message) if flag in others - own]
+        options = ", ".join(dict.fromkeys(foreign))
+        return f" ({options}: options of `muonckpt convert`; give {name} what that writes)" if foreign else ""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -191,7 +208,7 @@ def _run(arguments: Sequence[str]) -> int:
             return 3
         for kind, code in _EXIT_CODES:
             if isinstance(error, kind):
-                _complain(str(error))
+                _complain("".join((str(error), *getattr(error, "__notes__", ()))))
                 return code
         _complain(f"this is a bug ({type(error).__name__}: {error}); please report it with the output of --debug")
         return 70

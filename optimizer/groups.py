@@ -7,12 +7,11 @@ they are stepped.  `sort_parameters` applies rules to a model; open it first.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any, TypeVar, Union
+from typing import Any, Union
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
@@ -22,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ..names.errors import called_like, did_you_mean
 from ..names.resumption import in_globs
-from ..names.wording import common_name, unnumbered
+from ..names.wording import folded, likely_heads, table
 from .methods.form import MatrixMethod
 from .methods.matrix import MATRICES
 from .methods.scalar import SCALARS
@@ -332,7 +331,6 @@ ONE_MATRIX = Fused()
 
 Options = Mapping[str, Any]
 _NONE: Options = MappingProxyType({})
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,38 +469,24 @@ class Decisions:
         return "\n".join(lines)
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def folded(rows: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
-    """Merge rows whose names differ only in numbers, as layers' do; return names with ``*`` there, and counts."""
-    alike: defaultdict[tuple[str, T], list[str]] = defaultdict(list)
-    for name, rest in rows:
-        alike[unnumbered(name), rest].append(name)
-    return [(common_name(names), len(names), rest) for (_, rest), names in alike.items()]
-
-
 class _Unclear(ValueError):
-    """Rules leave a parameter unclear; one more rule would settle it."""
+    """Rules leave a parameter unclear; one more rule would settle it, of a head or a matrix if it ``may_be_head``."""
 
-    def __init__(self, what: str, rule: Rule) -> None:
+    def __init__(self, what: str, rule: Rule, may_be_head: bool = False) -> None:
         super().__init__(what)
-        self.rule = rule
+        self.rule, self.may_be_head = rule, may_be_head
 
 
 FSDP1 = (
-    "FSDP1 (FullyShardedDataParallel) flattens parameters and cuts the vector, so that no rank has matrices; shard the "
-    "model with fully_shard (FSDP2), in Lightning with ModelParallelStrategy"
+    "a wrapper such as FSDP1 (FullyShardedDataParallel) flattens parameters and cuts the vector, so that no rank has "
+    "matrices; shard the model with fully_shard (FSDP2), in Lightning with ModelParallelStrategy"
 )
 
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Parts that torch.compile, activation checkpointing and FSDP1 insert into names; DCP drops them too."""
 
 
-_WHERE = "where RULES are those given now; a 'matrix' and all 'experts' are stepped by Muon, all 'other' by AdamW"
+_WHERE = "where RULES are those given now; check the kinds: Muon steps a 'matrix' and all 'experts', AdamW the others"
 
 
 @called_like(f"sort_parameters(model, {EXAMPLE})")
@@ -553,26 +537,40 @@ def _sort(uses_of: Mapping[Tensor, Sequence[Use]], layers: Sequence[Sequence[Rul
         for rule in layer
         if not rule.optional and not any(map(rule.reason, every_use))
     ]
+    heights = {use.parameter.shape[0] for use in every_use if isinstance(use.owner, nn.Embedding)}
     decisions: list[Decision] = []
     for parameter, uses in uses_of.items():
         try:
             decisions.append(_decide(parameter, uses, layers))
         except ValueError as error:
             owners = " and ".join(dict.fromkeys(type(use.owner).__name__ for use in uses))
-            shape = f"{list(parameter.shape)} in {owners}"
-            text = f"{shape}: {error}"
-            problem = _Unclear(text, error.rule) if isinstance(error, _Unclear) else ValueError(text)
+            problem: Exception = ValueError(f"{list(parameter.shape)} in {owners}: {error}")
+            if isinstance(error, _Unclear):
+                may_be_head = error.rule.kind == "matrix" and parameter.shape[0] in heights
+                problem = _Unclear(str(problem), error.rule, may_be_head)
             problems.append((" = ".join(use.name for use in uses), problem))
     problems += _possible_heads(decisions, uses_of, layers)
     if problems:
+        unclear = [problem for _, problem in problems if isinstance(problem, _Unclear)]
+        settling = _as_code(_rules_to_settle(unclear, decisions, known), known)
         lines = [
             f"{name} ({count} alike) {what}" if count > 1 else f"{name} {what}"
             for name, count, what in folded((name, str(problem)) for name, problem in problems)
         ]
-        settling = _as_code([problem.rule for _, problem in problems if isinstance(problem, _Unclear)], known)
         lines = ["the parameters cannot be sorted:", *map(str.strip, lines)]
         raise ValueError("\n- ".join(lines) + (f"\nWrite rules=[[{', '.join(settling)}], {given}" if settling else ""))
     return Decisions(tuple(decisions))
+
+
+def _rules_to_settle(unclear: Sequence[_Unclear], decisions: Sequence[Decision], known: Sequence[str]) -> list[Rule]:
+    """Return the rules to write; what may be a head and likely is none would lose Muon, and is a matrix."""
+    asked = {problem.rule.patterns[0] for problem in unclear if problem.may_be_head}
+    advised = (problem.rule.patterns[:1] for problem in unclear if problem.rule.kind == "matrix")
+    matrices = asked.union(*advised, (one.names[0] for one in decisions if one.kind == "matrix"))
+    heads = likely_heads(*([name for name in known if name in names] for names in (asked, matrices)))
+    has_head = any(decision.kind == "head" for decision in decisions)
+    kinds = dict.fromkeys(asked, "matrix") | dict.fromkeys(() if has_head else heads, "head")
+    return [replace(p.rule, kind=kinds[p.rule.patterns[0]]) if p.may_be_head else p.rule for p in unclear]
 
 
 def _as_code(rules: Sequence[Rule], known: Collection[str]) -> list[str]:
@@ -624,8 +622,12 @@ def _decide(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Ru
 
 def _by_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Rule]]) -> Decision:
     names, shape = tuple(use.name for use in uses), tuple(parameter.shape)
-    if isinstance(parameter, FlatParameter):
+    is_linear = any(isinstance(use.owner, nn.Linear) and use.attribute == "weight" for use in uses)
+    adamw = [rule for layer in layers for rule in layer if rule.names and KINDS[rule.kind].algorithm == "adamw"]
+    is_flat = is_linear and parameter.dim() < 2 and not any(rule.reason(use) for rule in adamw for use in uses)
+    if isinstance(parameter, FlatParameter) or is_flat:
         raise ValueError(FSDP1)
+    kind = _usual_kind(uses)
     for layer in layers:
         selecting = [(rule, why) for rule in layer for use in uses if (why := rule.reason(use))]
         if selecting:
@@ -633,19 +635,19 @@ def _by_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[
             try:
                 whole = Decision(parameter, names, shape, rule.kind, rule, why)
             except ValueError as error:
-                kind = "matrix" if len(shape) == 2 and rule.kind == "experts" else "other"
-                raise _Unclear(str(error), Rule("experts" if _is_stack(uses) else kind, names)) from error
+                raise _Unclear(str(error), Rule("other" if kind == "vector" else kind, names)) from error
             # Its kind has been checked to have rows and columns.
             return whole if rule.split == WHOLE else replace(whole, fused=rule.split.of(shape))
-    if _is_stack(uses):
-        advice = "add one of kind 'experts' if it is a stack of matrices, of kind 'other' if not"
-        raise _Unclear(f"no rule selects it; {advice}", Rule("experts", names))
-    raise _Unclear("no rule selects it; add one", Rule("vector" if parameter.dim() < 2 else "other", names))
+    hints = {"experts": "is a stack of matrices", "matrix": "multiplies activations"}
+    hint = f" of kind {kind!r} if it {hints[kind]}, of kind 'other' if not" if kind in hints else ""
+    raise _Unclear(f"no rule selects it; add one{hint}", Rule(kind, names))
 
 
-def _is_stack(uses: Sequence[Use]) -> bool:
-    """Return whether a parameter is likely a stack of matrices: it has three dims, and no convolution has it."""
-    return uses[0].parameter.dim() == 3 and not any(isinstance(use.owner, _ConvNd) for use in uses)
+def _usual_kind(uses: Sequence[Use]) -> str:
+    """Return the kind that a parameter most likely has: advice, which the user is told to check."""
+    by_type = (rule.kind for use in uses for rule in MODULE_TYPES if rule.reason(use))
+    by_dims = {2: "matrix", 3: "experts"} if not any(isinstance(use.owner, _ConvNd) for use in uses) else {}
+    return next(by_type, by_dims.get(uses[0].parameter.dim(), "other"))
 
 
 def _agreed(selecting: Sequence[tuple[Rule, str]], shared: bool) -> tuple[Rule, str]:
@@ -688,12 +690,8 @@ def _possible_heads(
     tall = [decision for decision in by_type if decision.shape[0] in heights and not tied]
     for decision in tall:
         question = f"{list(decision.shape)} has as many rows as an embedding: is it an output head?"
-        yield " = ".join(decision.names), _Unclear(question, Rule("head", decision.names))
+        yield " = ".join(decision.names), _Unclear(question, Rule("head", decision.names), may_be_head=True)
     if not known and not tall and (matrices := [d.names[0] for d in decisions if d.kind == "matrix"]):
         alike = ", ".join(name for name, _, _ in folded((name, "") for name in matrices))
-        yield (
-            "",
-            _Unclear(
-                f"which matrix is the output head, if there is one: {alike}?  Then Rule('head', its name)", NO_HEAD
-            ),
-        )
+        question = f"which matrix is the output head, if there is one: {alike}?  Then Rule('head', its name)"
+        yield "", _Unclear(question, NO_HEAD)

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..names.errors import warn_on_rank
 from ..names.vocabulary import ParamGroup
-from ..names.wording import listed
-from .groups import folded, table
+from ..names.wording import folded, listed, table
 from .methods.matrix import Methods, Scales, fused_of, is_matrix_method
 from .planning.matrices import SHAPES, rows_columns, shapes_of
 from .planning.schedule import Schedule

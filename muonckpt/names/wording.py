@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+T = TypeVar("T")
 
 LAYER_NUMBER = re.compile(r"(?<![^. ])[0-9]+(?![^. ])")
 """A part of a name, or of several with spaces between them, that is a number, as a layer's or an expert's."""
@@ -39,6 +42,34 @@ def common_name(names: Sequence[str]) -> str:
     columns = zip(*map(LAYER_NUMBER.findall, names), strict=True)
     numbers = iter([column[0] if len({*column}) == 1 else "*" for column in columns])
     return LAYER_NUMBER.sub(lambda _: next(numbers), names[0])
+
+
+def likely_heads(names: Sequence[str], matrices: Sequence[str]) -> set[str]:
+    """Return which of these names likely are output heads: the last that no other layer repeats, or else a list of
+    layers alike at the end of all ``matrices``, of which others are left.
+    """
+    alike = [unnumbered(name) for name in names]
+    counts = Counter(alike)
+    if single := [name for name, layer in zip(names, alike, strict=True) if counts[layer] == 1]:
+        return {single[-1]}
+    layers = [name for name, layer in zip(names, alike, strict=True) if layer == alike[-1]]
+    if {*layers} != {*matrices[-len(layers) :]}:
+        return set()
+    return {*layers} if len(matrices) > len(names) else {*layers[-1:]}
+
+
+def folded(rows: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
+    """Merge rows whose names differ only in numbers, as layers' do; return names with ``*`` there, and counts."""
+    alike: defaultdict[tuple[str, T], list[str]] = defaultdict(list)
+    for name, cells in rows:
+        alike[unnumbered(name), cells].append(name)
+    return [(common_name(names), len(names), cells) for (_, cells), names in alike.items()]
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def size(count: int) -> str:

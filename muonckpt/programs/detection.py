@@ -200,6 +200,9 @@ def _model(weights: Iterable[KeyPath], names: Collection[str]) -> ModelPlace | N
 
 # Which program.
 
+_NAME_IT = "name one with `muonckpt convert --from`"
+"""The cure, with its command: those that only look at a checkpoint say so, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Detected:
@@ -233,7 +236,7 @@ def detect(manifest: Manifest) -> Detected:
     if len(roots) == 1 and (root := roots.pop())[-1:] in (("model",), ("state_dict",)):
         place = ModelPlace(root)
         return Detected(under(DIALECTS["dcp"], Keys(model=place)), (f"weights only, under {str(place)!r}",))
-    raise SourceError(f"the keys are not those of a known dialect ({', '.join(DIALECTS)}); name one with --from")
+    raise SourceError(f"the keys are not those of a known dialect ({', '.join(DIALECTS)}); {_NAME_IT}")
 
 
 def named(manifest: Manifest, dialect: Dialect) -> Detected:
@@ -319,7 +322,7 @@ def _by_marks(keys: Keys) -> Detected:
         claims = _claims(keys, programs)
     if len(claims.marks) > 1:
         named = ", ".join(f"{name} ({why})" for name, why in claims.marks.items())
-        raise SourceError(f"{reason}, and marks of more than one program: {named}; name one with --from")
+        raise SourceError(f"{reason}, and marks of more than one program: {named}; {_NAME_IT}")
     for name, why in claims.marks.items():
         return Detected(under(programs[name], keys), (reason, why))
     return _of_no_program(keys, reason, *claims.void or ("no slot or option is written by one program only",))
@@ -361,7 +364,7 @@ def _claims(keys: Keys, dialects: Mapping[str, Dialect]) -> _Claims:
 
 def _voided(sign: str, unknown: Iterable[str]) -> str:
     options = ", ".join(map(repr, unknown))
-    return f"{sign}, but also {options}, which that never writes, so another program wrote it; --from names one"
+    return f"{sign}, but also {options}, which that never writes, so another program wrote it; {_NAME_IT}"
 
 
 def confirmed(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str, Any]]) -> Detected:
@@ -373,7 +376,7 @@ def confirmed(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[s
         for option, expected in dialect.options.misfits(options).items():
             doubt = (
                 f"its groups have {option}={options[option]!r}, where {dialect.who} has {expected}, so another program "
-                "wrote it; --from names one"
+                f"wrote it; {_NAME_IT}"
             )
             return _of_no_program(keys_of(manifest), detected.reasons[0], doubt)
     return detected

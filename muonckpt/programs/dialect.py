@@ -448,6 +448,6 @@ class Dialect:
             count = "more than one method" if fitting else "no method"
             raise SourceError(
                 f"parameter {about!r} has {state}: {count} of {self.name} ({available}) fits; "
-                "--drop leaves a slot out, --from names another program"
+                "`muonckpt convert --drop` leaves a slot out, `muonckpt convert --from` names another program"
             )
         return fitting[0]

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...names.errors import LayoutError
+from ...names.wording import folded
 from ...optimizer import Muon
-from ...optimizer.groups import FROZEN, ONE_MATRIX, WRAPPERS, Decision, folded
+from ...optimizer.groups import FROZEN, ONE_MATRIX, WRAPPERS, Decision
 from ...optimizer.methods.matrix import MATRICES, fused_of
 from ...optimizer.planning.matrices import Fused, shapes_of
 from .programs import class_of, known_optimizer

@@ -41,14 +41,15 @@ def _refused(checkpoint: OpenCheckpoint, lost_files: bool) -> OpenCheckpoint:
     faults = [fault for fault in checkpoint.faults if not (lost_files and isinstance(fault, LostFileError))]
     if not faults and not checkpoint.lacks_manifest:
         return checkpoint
-    from .diagnosis import diagnosis_by_files  # not needed where nothing is wrong
-
-    diagnosis = diagnosis_by_files(checkpoint, None)
     for fault in faults:
+        from .diagnosis import diagnosis_by_files  # not needed where nothing is wrong
+
+        diagnosis = diagnosis_by_files(checkpoint, None)
         raise diagnosis.error if isinstance(fault, DamageError) else type(fault)(str(diagnosis)) from fault
     warnings.warn(
         f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing: it is read as a stock checkpoint, "
-        f"without digests, momentum conventions and layouts. {diagnosis.advice}",
+        f"without digests, momentum conventions and layouts, which a copy of {MANIFEST_FILE} would give back, if there "
+        "is one; whatever is written from it has new descriptions of the same elements",
         stacklevel=3,
     )
     return checkpoint
