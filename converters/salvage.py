@@ -209,9 +209,7 @@ def _best(path: Location) -> OpenCheckpoint:
 
 def _replicas(broken: OpenCheckpoint, damage: Damage) -> Iterator[OpenCheckpoint]:
     """Open what a damaged checkpoint is without the files that have damage, where ranks have replicas in others."""
-    columns = broken.outline.columns
-    files = {*damage.files, *(columns.names[number] for number in np.unique(columns.file[damage.chunks]).tolist())}
-    if left := format_of(broken.path).without(files):
+    if left := format_of(broken.path).without(damage.files.keys() | broken.outline.columns.files_of(damage.chunks)):
         with suppress(SourceError):
             yield OpenCheckpoint(broken.path, left)
 

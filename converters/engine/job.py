@@ -209,8 +209,7 @@ def file_states(payloads: Payloads, columns: Columns, blobs: Sequence[Blob]) -> 
     Raises:
         SourceError: one is missing.
     """
-    names = {columns.names[number] for number in np.flatnonzero(np.bincount(columns.file)).tolist()}
-    names |= {blob.item.file for blob in blobs}
+    names = columns.files_of() | {blob.item.file for blob in blobs}
 
     def state(name: str) -> tuple[object, ...]:
         if payloads.is_held(name):

@@ -7,10 +7,11 @@ chunk by chunk and item by item.  Tensors whose fingerprints both record are not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,7 +120,6 @@ class WholePart:
 
     Attributes:
         tensors: all of its tensors, with the chunks that are whole, located.
-        rows: the numbers of these chunks in ``damage.chunks``, for each tensor.
         fingerprints: computed from the bytes of tensors that could be read whole, by key.
     """
 
@@ -127,30 +127,26 @@ class WholePart:
     look: FirstLook
     damage: Damage
     tensors: tuple[StateRecord, ...]
-    rows: tuple[IntArray, ...]
     fingerprints: Mapping[str, str]
 
     @classmethod
     def of(cls, opened: OpenCheckpoint, look: FirstLook, damage: Damage, report: AuditReport) -> WholePart:
-        tensors = look.manifest.tensors
-        whole = ~damage.chunks & (look.manifest.elements > 0)
-        starts = damage.starts.tolist()
-        numbers = [
-            np.flatnonzero(whole[start : start + len(tensor.chunks)])
-            for tensor, start in zip(tensors, starts, strict=False)
-        ]
-        kept = opened.locate(with_chunks(tensors, [of_tensor.tolist() for of_tensor in numbers]))
-        rows = tuple(start + own for start, own in zip(starts, numbers, strict=False))
+        part = cls(opened, look, damage, look.manifest.tensors, report.fingerprints)
+        numbers = [(rows - start).tolist() for rows, start in zip(part.rows, damage.starts[:-1], strict=True)]
+        located = opened.locate(with_chunks(part.tensors, numbers))
         # One of the records of a tensor may be damaged, where the others show that its elements are whole.
-        lost = {tensor.key for tensor in damage.tensors}
-        wrong = {key for one in report.findings if one.kind in ("digest", "fingerprint") for key in one.names} - lost
-        prints = report.fingerprints
-        kept = tuple(_undigested(one, prints[one.key]) if one.key in wrong & prints.keys() else one for one in kept)
-        part = cls(opened, look, damage, kept, rows, report.fingerprints)
+        sums = (finding for finding in report.findings if finding.kind in ("digest", "fingerprint"))
+        wrong_keys = {key for finding in sums for key in finding.names} - {tensor.key for tensor in damage.tensors}
+        tensors = (
+            _undigested(tensor, part.fingerprints[tensor.key])
+            if tensor.key in wrong_keys & part.fingerprints.keys()
+            else tensor
+            for tensor in located
+        )
+        part = replace(part, tensors=tuple(tensors))
         # A file of which all records say that it is of another save is so in what nothing is recorded of, too.
-        recorded = part.recorded
-        false, true = part.files(recorded & damage.chunks), part.files(recorded & whole)
-        strays = (false - true - damage.files.keys()) & part.files(~recorded & whole)
+        contradicted = part.files(part.recorded & damage.chunks) - part.files(part.recorded & part.whole)
+        strays = (contradicted - damage.files.keys()) & part.files(~part.recorded & part.whole)
         return part.without(strays) if strays else part
 
     @property
@@ -171,20 +167,20 @@ class WholePart:
     @cached_property
     def whole(self) -> Flags:
         """For each chunk, whether it is whole, and has elements."""
-        flags = np.zeros(len(self.damage.chunks), np.bool_)
-        for rows in self.rows:
-            flags[rows] = True
-        return flags
+        return ~self.damage.chunks & (self.look.manifest.elements > 0)
+
+    @cached_property
+    def rows(self) -> tuple[IntArray, ...]:
+        """The numbers of the whole chunks of each tensor in ``damage.chunks``."""
+        bounds = pairwise(self.damage.starts.tolist())
+        return tuple(start + np.flatnonzero(self.whole[start:stop]) for start, stop in bounds)
 
     @cached_property
     def recorded(self) -> Flags:
         """For each chunk, whether a record of its own save has the digest of its elements, or of all of the tensor."""
-        digested = self.look.manifest.columns.has_digest.copy()
-        if not is_listed_whole(self.opened):
-            return np.zeros_like(digested)
-        for tensor, start in zip(self.look.manifest.tensors, self.damage.starts.tolist(), strict=False):
-            digested[start : start + len(tensor.chunks)] |= tensor.fingerprint is not None
-        return digested
+        manifest = self.look.manifest
+        keys = {tensor.key for tensor in manifest.tensors if tensor.fingerprint is not None}
+        return (manifest.columns.has_digest | self.chunks_of(keys)) & is_listed_whole(self.opened)
 
     def lost_digests(self) -> Iterator[tuple[tuple[str, Box], str]]:
         """Yield the recorded digests of lost chunks by key and box, where the record is of this save."""
@@ -211,22 +207,21 @@ class WholePart:
     def is_state(self) -> Flags:
         """For each chunk, whether it is of a momentum or a moment, which two moments of training do not share."""
         tensors = self.look.contents.tensors
-        keys = {tensor.key for role in (Role.MOMENTUM, Role.MOMENTS) for tensor in tensors.get(role, ())}
-        flags = np.zeros(len(self.damage.chunks), np.bool_)
-        for tensor, rows in zip(self.tensors, self.rows, strict=True):
-            flags[rows] = tensor.key in keys
-        return flags
+        state = chain(tensors.get(Role.MOMENTUM, ()), tensors.get(Role.MOMENTS, ()))
+        return self.chunks_of({tensor.key for tensor in state})
+
+    def chunks_of(self, keys: Collection[str]) -> Flags:
+        """Return which chunks are of these tensors."""
+        is_asked = np.array([tensor.key in keys for tensor in self.tensors], np.bool_)
+        return np.repeat(is_asked, np.diff(self.damage.starts))
 
     def files(self, chunks: Flags) -> frozenset[str]:
         """Return the files of these chunks."""
-        columns = self.look.manifest.columns
-        return frozenset(columns.names[number] for number in np.unique(columns.file[chunks]).tolist())
+        return self.look.manifest.columns.files_of(chunks)
 
     def chunks_in(self, files: frozenset[str]) -> Flags:
         """Return which chunks lie in these files."""
-        columns = self.look.manifest.columns
-        numbers = [number for number, name in enumerate(columns.names) if name in files]
-        return np.isin(columns.file, numbers)
+        return self.look.manifest.columns.is_in(files)
 
     def without(self, files: frozenset[str]) -> WholePart:
         """Return the part without these files, which are of another save."""
@@ -245,9 +240,8 @@ class WholePart:
             replace(tensor, fingerprint=None) if tensor.key in lost and not self.recorded.any() else tensor
             for tensor in with_chunks(self.tensors, numbers)
         )
-        rows = tuple(of_tensor[chosen] for of_tensor, chosen in zip(self.rows, numbers, strict=True))
         prints = {key: value for key, value in self.fingerprints.items() if key not in lost}
-        return WholePart(self.opened, self.look, damage, tensors, rows, prints)
+        return WholePart(self.opened, self.look, damage, tensors, prints)
 
 
 def _undigested(tensor: StateRecord, fingerprint: str) -> StateRecord:
@@ -305,9 +299,7 @@ class Comparison:
 
         Where steps differ they are both: the state of a parameter that is trained no more is the same throughout.
         """
-        torn = np.zeros_like(self.equal)
-        for rows in self.part.rows:
-            torn[rows] = self.different[rows].any()
+        torn = self.part.chunks_of(self._keys_in(self.different))
         if self._has_another_step:
             return self.telling & self.part.is_state & torn
         return self.telling & (self.part.is_state | torn)
@@ -386,8 +378,12 @@ class Comparison:
 
     @cached_property
     def _telling_keys(self) -> frozenset[str]:
+        return self._keys_in(self.telling)
+
+    def _keys_in(self, chunks: Flags) -> frozenset[str]:
+        """Return the keys of the tensors of these chunks."""
         pairs = zip(self.part.tensors, self.part.rows, strict=True)
-        return frozenset(tensor.key for tensor, rows in pairs if self.telling[rows].any())
+        return frozenset(tensor.key for tensor, rows in pairs if chunks[rows].any())
 
     @property
     def difference(self) -> str:

@@ -186,9 +186,7 @@ class _Source:
 
     @property
     def files(self) -> list[str]:
-        columns = self.manifest.columns
-        used = {columns.names[number] for number in np.unique(columns.file)}
-        return sorted(used | {blob.item.file for blob in self.manifest.blobs})
+        return sorted(self.manifest.columns.files_of() | {blob.item.file for blob in self.manifest.blobs})
 
     @property
     def prints(self) -> Mapping[str, TensorPrint]:
@@ -217,8 +215,7 @@ class _Source:
             with (self.folder / name).open("rb") as file:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
-        columns, start = self.manifest.columns, 0
-        wanted = np.isin(columns.file, [number for number, name in enumerate(columns.names) if name in files])
+        wanted, start = self.manifest.columns.is_in(files), 0
         for tensor in self.manifest.tensors:
             of_tensor, start = wanted[start : start + len(tensor.chunks)], start + len(tensor.chunks)
             for number in np.flatnonzero(of_tensor).tolist():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -161,6 +161,14 @@ class Columns:
         """The rows with these numbers."""
         file, item, frame, *others = (column[numbers] for column in self.arrays)
         return Columns(self.names, file, item, frame, self.frames, *others)
+
+    def files_of(self, rows: slice | Column | NDArray[np.bool_] = _ALL) -> frozenset[str]:
+        """Return the names of the files of some rows, by number or by flag."""
+        return frozenset(self.names[number] for number in np.unique(self.file[rows]).tolist())
+
+    def is_in(self, files: Collection[str]) -> NDArray[np.bool_]:
+        """Return for each row whether it lies in one of these files."""
+        return np.isin(self.file, [number for number, name in enumerate(self.names) if name in files])
 
     def renamed(self, name_of: Callable[[str], str]) -> Columns:
         """The same rows in files of other names.

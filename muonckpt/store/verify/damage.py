@@ -175,11 +175,10 @@ class Damage:
     @cached_property
     def without_misplaced(self) -> Damage:
         """What is lost beside the bytes that are under other names."""
-        columns, names = self.manifest.columns, self.misplaced.keys()
-        numbers = [number for number, name in enumerate(columns.names) if name in names]
+        names = self.misplaced.keys()
         items = frozenset(blob.key for blob in self.manifest.blobs if blob.item.file not in names) & self.items
         files = {name: length for name, length in self.files.items() if name not in names}
-        chunks = self.chunks & ~np.isin(columns.file, numbers)
+        chunks = self.chunks & ~self.manifest.columns.is_in(names)
         return replace(self, chunks=chunks, items=items, files=files, misplaced={})
 
     def sentence(self, kind: Kind) -> str:
