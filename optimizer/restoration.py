@@ -21,20 +21,9 @@ from ..names.resumption import (
     as_tuples,
     differences_listed,
     differences_told,
-    other_convention,
     scheduler_misfit,
 )
-from ..names.vocabulary import (
-    GIVEN,
-    MOMENTUM,
-    MUON_CONVENTION,
-    OF_SCHEDULERS,
-    STEP,
-    STEPS_TAKEN,
-    begins_as_zeros,
-    codes_of,
-    scales_of,
-)
+from ..names.vocabulary import GIVEN, OF_SCHEDULERS, STEP, STEPS_TAKEN, begins_as_zeros
 from .collective import CollectiveOptimizer
 from .given import given_in, settle
 from .methods.matrix import UNNAMED
@@ -99,18 +88,16 @@ def fitting(
         for name, (key, number) in sources.items()
     }
 
-    def slot_fault(name: str, slot: str) -> str | None:
-        convention = saved[name].options.get("convention", MUON_CONVENTION)
-        if slot in _MOMENTA and convention != MUON_CONVENTION:
-            return other_convention(convention, MUON_CONVENTION)
-        return misfit(live[name].slots[slot], saved[name].slots[slot])
-
-    def is_zeroed(name: str, slot: str) -> bool:
-        return slot in kept or begins_as_zeros(slot, live[name].options)
-
     # Match them, and refuse what does not fit.
     options = [{key: as_tuples(as_numbers(group[key])) for key in RESTORED if key in group} for group in saved_groups]
-    matcher = ParameterMatcher(live, saved, names, options.__getitem__, slot_fault, is_zeroed)
+    matcher = ParameterMatcher(
+        live,
+        saved,
+        names,
+        options.__getitem__,
+        misfit,
+        is_zeroed=lambda parameter, slot: slot in kept or begins_as_zeros(slot, parameter.options),
+    )
     report, differences, faults, origins = matcher.match(globs)
     everybody = {*live, *saved}
     if differences:
@@ -135,9 +122,6 @@ def fitting(
         group["params"] = [keys[name] for name in group_names]
     return Fitted(state, groups, report)
 
-
-_MOMENTA = frozenset({MOMENTUM, codes_of(MOMENTUM), scales_of(MOMENTUM)})
-"""Slots that follow the momentum convention of their group."""
 
 _CURE = (
     "muonckpt.load(..., {0}) from a checkpoint, or Muon.load_state_dict(..., {0}) if both optimizers were made of "

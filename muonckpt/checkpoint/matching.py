@@ -281,22 +281,20 @@ class _OptimizerMatch:
             slots, saved_slots = keys.get(name, _NONE), saved_keys.get(name, _NONE)
             if saved_slots and not slots:  # as if only the checkpoint had it
                 continue
-            now, then = self.options.get(name, _NONE), self.saved_options.get(name, _NONE)
-            options = [option for option in meaning(saved_slots) if option in now and option in then]
-            live[name] = ParameterState(slots, {option: template.values[now[option]] for option in options})
-            saved_values = {option: stored.option(then[option]) for option in options}
-            saved[name] = ParameterState(saved_slots, saved_values, None if groups is None else self.homes[name])
-
-        def slot_fault(name: str, slot: str) -> str | None:
-            entry = stored.entries[saved[name].slots[slot]]
-            return next(template.misfits(live[name].slots[slot], entry), None)
-
-        def is_zeroed(name: str, slot: str) -> bool:
-            value = template.values[live[name].slots[slot]]
-            return isinstance(value, torch.Tensor) and begins_as_zeros(slot, self.options.get(name, _NONE))
-
+            options = {option: template.values[key] for option, key in self.options.get(name, _NONE).items()}
+            live[name], then = ParameterState(slots, options), self.saved_options.get(name, _NONE)
+            meanings = {option: stored.option(then[option]) for option in meaning(saved_slots) if option in then}
+            saved[name] = ParameterState(saved_slots, meanings, None if groups is None else self.homes[name])
         matcher = ParameterMatcher(
-            live, saved, groups or (), cache(self._group_options), slot_fault, is_zeroed, template.partial
+            live,
+            saved,
+            groups or (),
+            cache(self._group_options),
+            slot_fault=lambda key, saved_key: next(template.misfits(key, stored.entries[saved_key]), None),
+            is_zeroed=lambda state, slot: (
+                begins_as_zeros(slot, state.options) and isinstance(template.values[state.slots[slot]], torch.Tensor)
+            ),
+            partial=template.partial,
         )
         report, differences, faults, origins = matcher.match(globs)
         loaded, fresh = (

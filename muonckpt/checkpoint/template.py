@@ -13,8 +13,8 @@ import torch
 
 from ..layouts.boxed_tensor import whole_shape
 from ..names.keys import NamedOptimizer, StateForm, key_of, numbered_optimizers, option_prefix, rank_in
-from ..names.resumption import CAST, KEPT, UNCAST, as_tuples, differences_listed, differences_told, other_convention
-from ..names.vocabulary import PARAMS, Convention, KeyPath, has_our_options
+from ..names.resumption import CAST, KEPT, UNCAST, as_tuples, differences_listed, differences_told, said_otherwise
+from ..names.vocabulary import CONVENTION, PARAMS, Convention, KeyPath, has_our_options
 from ..names.wording import listed
 from ..record.record import Blob, StateRecord, says_convention
 from ..store.open_checkpoint import OpenCheckpoint
@@ -83,7 +83,7 @@ class LoadTemplate:
                 yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} ({UNCAST})"
             convention = self.conventions.get(key)
             if entry.convention and convention and entry.convention != convention:
-                yield other_convention(entry.convention, convention)
+                yield "is " + said_otherwise(CONVENTION, entry.convention, convention)
 
 
 class Stored:

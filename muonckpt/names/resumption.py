@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any, NamedTuple
 
-from .vocabulary import ALGORITHM, BEGIN_AS_ZEROS, FUSION, PARAMS, of_fused
+from .vocabulary import ALGORITHM, BEGIN_AS_ZEROS, CONVENTION, FUSION, PARAMS, of_fused
 from .wording import unnumbered
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
@@ -26,7 +26,7 @@ UNGROUPED = "in no parameter group of the checkpoint, so that nothing says their
 
 def meaning(slots: Collection[str]) -> tuple[str, ...]:
     """Return the options of a parameter group on which the meaning of state in these slots depends."""
-    return (ALGORITHM, *(FUSION if any(map(of_fused, slots)) else ()))
+    return (ALGORITHM, CONVENTION, *(FUSION if any(map(of_fused, slots)) else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,14 +266,11 @@ def _inserted(longer: set[str], shorter: set[str]) -> tuple[str, str] | None:
 
 def said_otherwise(option: str, then: Any, now: Any) -> str:
     """Return why state does not fit: an option of its group differs."""
-    if option == "algorithm":
+    if option == ALGORITHM:
         return f"moved from {then!r} to {now!r}"
+    if option == CONVENTION:
+        return f"of momentum convention {then}, expected {now} (convert it first: m_ema = (1 - momentum) * m_sum)"
     return f"{option}={then!r} in the checkpoint, {now!r} now"
-
-
-def other_convention(then: str, now: str) -> str:
-    """Return why a slot does not fit, in words that follow it: its momentum is of another convention."""
-    return f"follows momentum convention {then}, expected {now} (convert it first: m_ema = (1 - momentum) * m_sum)"
 
 
 def as_tuples(value: Any) -> Any:
@@ -293,7 +290,7 @@ class ParameterState(NamedTuple):
 
     Attributes:
         slots: its state: tensors, or the keys of tensors.
-        options: those of its group on which the meaning of state may depend.
+        options: those of its group; of the saved one, at least those on which the meaning of its state depends.
         groups: the numbers of its groups in the saved run; of several, if ranks that had it had it together with other
             parameters.  None where options are kept by parameter.
     """
@@ -326,8 +323,8 @@ class ParameterMatcher:
     Attributes:
         groups: the names of the parameters of each live group; empty where options are kept by parameter.
         group_options: returns the options of a saved group in which others may not differ that become one with it.
-        slot_fault: returns why a parameter's slot cannot be loaded, in words that follow the slot.
-        is_zeroed: returns whether a parameter's slot begins as zeros, so that it can start fresh.
+        slot_fault: returns why the second cannot be loaded as the first of a slot, in words that follow the slot.
+        is_zeroed: returns whether a live parameter's slot begins as zeros, so that it can start fresh.
         partial: saved parameters may have more slots than live ones.
     """
 
@@ -335,8 +332,8 @@ class ParameterMatcher:
     saved: Mapping[str, ParameterState]
     groups: Sequence[Sequence[str]]
     group_options: Callable[[int], Mapping[str, Any]]
-    slot_fault: Callable[[str, str], str | None]
-    is_zeroed: Callable[[str, str], bool]
+    slot_fault: Callable[[Any, Any], str | None]
+    is_zeroed: Callable[[ParameterState, str], bool]
     partial: bool = False
 
     def match(self, globs: Globs) -> Continuation:
@@ -348,11 +345,11 @@ class ParameterMatcher:
         loaded, fresh, discarded, faults = [], [], [], []
         differences: dict[str, str] = {}
         for name, parameter in self.live.items():
-            reason = self._difference(name, parameter)
+            reason = self._difference(parameter, self.saved.get(name))
             if globs.match(name):
                 fresh.append(name)
                 discarded += [name] if parameter.slots and not reason else []
-                if begun := [slot for slot in parameter.slots if not self.is_zeroed(name, slot)]:
+                if begun := [slot for slot in parameter.slots if not self.is_zeroed(parameter, slot)]:
                     faults.append(
                         f"{name!r} cannot start fresh: it is not known how its {', '.join(begun)} begins, only that "
                         f"tensors {', '.join(sorted(BEGIN_AS_ZEROS))} begin as zeros; load it"
@@ -379,9 +376,8 @@ class ParameterMatcher:
         report = LoadReport(*map(tuple, (loaded, fresh, discarded, dropped)))
         return Continuation(report, differences, tuple(faults), tuple(origins))
 
-    def _difference(self, name: str, live: ParameterState) -> str | None:
+    def _difference(self, live: ParameterState, saved: ParameterState | None) -> str | None:
         """Return why a parameter's saved state cannot be loaded, or None."""
-        saved = self.saved.get(name)
         if saved is None or (live.slots and not saved.slots):
             return NEW
         if saved.groups is not None and not saved.groups:
@@ -398,7 +394,7 @@ class ParameterMatcher:
         here, there = live.slots.keys(), saved.slots.keys()
         if here != there and not (self.partial and here <= there):
             return f"with {', '.join(sorted(there))} in the checkpoint, expected {', '.join(sorted(here)) or 'nothing'}"
-        faults = ((slot, self.slot_fault(name, slot)) for slot in here)
+        faults = ((slot, self.slot_fault(live.slots[slot], saved.slots[slot])) for slot in here)
         return next((f"whose {slot} {fault}" for slot, fault in faults if fault), None)
 
     def _differing_options(self, origin: int, other: int) -> str:

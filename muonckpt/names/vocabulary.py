@@ -89,6 +89,9 @@ BEGIN_AS_ZEROS = frozenset({MOMENTUM, SECOND_MOMENT, EXP_AVG, EXP_AVG_SQ, STEP})
 ALGORITHM = "algorithm"
 """The option by which a parameter group of our optimizer names its algorithm."""
 
+CONVENTION = "convention"
+"""The option by which a group of matrices names the `Convention` of its momentum."""
+
 OURS = frozenset({ALGORITHM, "cautious"})
 """Options that every parameter group of our optimizer has, and together none of another program."""
 

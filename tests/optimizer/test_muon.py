@@ -130,7 +130,7 @@ def test_loading_a_sum_convention_is_refused():
     opt = Muon([nn.Parameter(torch.randn(4, 3))])
     state = opt.state_dict()
     state["param_groups"][0]["convention"] = "sum"
-    with pytest.raises(ValueError, match="momentum_buffer follows momentum convention sum, expected ema"):
+    with pytest.raises(ValueError, match="of momentum convention sum, expected ema"):
         opt.load_state_dict(state)
 
 
