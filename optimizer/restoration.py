@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -143,62 +143,54 @@ def _pairs(
     """
     groups = optimizer.param_groups
     names, saved_names = _names(groups), _names(saved)
-    repeated = any(map(_has_repeated, filter(None, (names, saved_names))))
-    if names is not None and saved_names is not None:
-        if repeated and _has_numbers(saved) and names != saved_names:
-            raise ValueError(
-                f"names repeat and have changed, so they tell no parameters apart: the state has "
-                f"{_shown(saved_names)}, this optimizer {_shown(names)}, and {_BY_NUMBER}"
-            )
-        # Torch's `set_optimizer_state_dict` gives the model's names in place of numbers, in the order of the
-        # optimizer's own groups, whose names may be others.
-        if not repeated and (_has_numbers(saved) or {*chain(*names)} == {*chain(*saved_names)}):
-            keys = [group["params"] for group in saved]
-            pairs = enumerate(map(zip, saved_names, keys))
-            return names, {name: (key, number) for number, group in pairs for name, key in group}
+    sides = [[*chain(*side)] for side in (names, saved_names) if side is not None]
+    # Names tell parameters apart if both sides have them and none repeats, as those of two modules do.  Torch's
+    # `set_optimizer_state_dict` gives names in place of numbers: the model's, and an optimizer may have others.
+    unique, numbered = all(len({*side}) == len(side) for side in sides), _has_numbers(saved)
+    if names is not None and saved_names is not None and unique and (numbered or {*sides[0]} == {*sides[1]}):
+        labels = names
+    elif not unique and numbered and len(sides) == 2 and names != saved_names:
+        shown, saved_shown = (", ".join([*map(repr, side[:8]), "…"]) for side in sides)
+        raise ValueError(
+            f"names repeat and have changed, so they tell no parameters apart: the state has {saved_shown}, this "
+            f"optimizer {shown}, and {_BY_NUMBER}"
+        )
+    else:
+        labels = saved_names = _labels(groups, saved, names if unique else None, globs)
+    pairs = enumerate(zip(saved_names, saved, strict=True))
+    keys = (zip(of_group, group["params"], repeat(number)) for number, (of_group, group) in pairs)
+    return labels, {name: (key, number) for name, key, number in chain(*keys)}
+
+
+def _labels(
+    groups: Sequence[Mapping[str, Any]],
+    saved: Sequence[Mapping[str, Any]],
+    names: list[list[str]] | None,
+    globs: Globs,
+) -> list[list[str]]:
+    """Return what is said of parameters that are matched by number: the saved key, a name, or place and shape."""
     sizes, saved_sizes = ([len(group["params"]) for group in side] for side in (groups, saved))
     if sizes != saved_sizes:
         raise ValueError(
             f"the state has groups of {saved_sizes} parameters, this optimizer of {sizes}, and {_BY_NUMBER}"
         )
-
-    def label(number: int, index: int) -> str:
-        key = saved[number]["params"][index]
-        if isinstance(key, str):
-            return key
-        if names is not None and not repeated:
-            return names[number][index]
-        if globs.patterns:
-            raise ValueError(
-                f"fresh={list(globs.patterns)!r}: the parameters of this optimizer have no names, or share them, as "
-                "those of two modules do; make it of named_parameters() of the whole model, or use muonckpt.load(..., "
-                "fresh=...)"
-            )
-        return f"group {number} parameter {index} {tuple(groups[number]['params'][index].shape)}"
-
-    labels = [[label(number, index) for index in range(size)] for number, size in enumerate(sizes)]
-    places = enumerate(zip(labels, saved, strict=True))
-    return labels, {
-        name: (key, number)
-        for number, (of_group, group) in places
-        for name, key in zip(of_group, group["params"], strict=True)
-    }
+    if not _has_numbers(saved):
+        return [[*group["params"]] for group in saved]
+    if names is None and globs.patterns:
+        raise ValueError(
+            f"fresh={list(globs.patterns)!r}: the parameters of this optimizer have no names, or share them, as those "
+            "of two modules do; make it of named_parameters() of the whole model, or use muonckpt.load(..., fresh=...)"
+        )
+    return names or [
+        [f"group {number} parameter {index} {tuple(param.shape)}" for index, param in enumerate(group["params"])]
+        for number, group in enumerate(groups)
+    ]
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
     """Return the names of each group's parameters, if all have names, beside their numbers or in place of them."""
     names = [group.get("param_names") if _has_numbers([group]) else group["params"] for group in groups]
     return None if None in names else [list(group or ()) for group in names]
-
-
-def _shown(names: Sequence[Sequence[str]]) -> str:
-    return ", ".join([*map(repr, islice(chain.from_iterable(names), 8)), "…"])
-
-
-def _has_repeated(names: Sequence[Sequence[str]]) -> bool:
-    """Return whether two parameters have one name, as those of two modules in one optimizer: it tells neither then."""
-    listed = [*chain.from_iterable(names)]
-    return len({*listed}) < len(listed)
 
 
 def _has_numbers(groups: Sequence[Mapping[str, Any]]) -> bool:

@@ -155,12 +155,10 @@ def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
             kept[key] = str(name)
         elif not (PARAM_GROUPS in above and name in _GIVEN_OPTIONS):
             missing.append(key)
-            lacking[tuple(above)].add(str(name))
-    if missing and (tied := template.tied_keys(sources)):  # loaded under the name that the checkpoint has
-        missing = [key for key in missing if key not in tied]
-        for key in tied:
-            *above, name = template.paths[key]
-            lacking[tuple(above)].discard(str(name))
+    tied = template.tied_keys(sources) if missing else ()  # loaded under the name that the checkpoint has
+    missing = [key for key in missing if key not in tied]
+    for *above, name in map(template.paths.__getitem__, missing):
+        lacking[tuple(above)].add(str(name))
     for key, entry in stored.entries.items() if missing else ():
         *above, name = entry.path
         if key not in template.values:
@@ -276,14 +274,15 @@ class _OptimizerMatch:
         template, stored, groups = self.template, self.stored, self.optimizer.groups
         keys = self.optimizer.state_of_names(template.values, self.options)
         saved_keys = self.optimizer.state_of_names(stored.entries, {*self.options, *self.saved_options})
-        live, saved = {}, {}
+        live, saved, option_of = {}, {}, cache(stored.option)
         for name in dict.fromkeys((*self.options, *keys)):
             slots, saved_slots = keys.get(name, _NONE), saved_keys.get(name, _NONE)
             if saved_slots and not slots:  # as if only the checkpoint had it
                 continue
             options = {option: template.values[key] for option, key in self.options.get(name, _NONE).items()}
             live[name], then = ParameterState(slots, options), self.saved_options.get(name, _NONE)
-            meanings = {option: stored.option(then[option]) for option in meaning(saved_slots) if option in then}
+            compared = options.keys() & then.keys() & {*meaning(saved_slots)}
+            meanings = {option: option_of(then[option]) for option in compared}
             saved[name] = ParameterState(saved_slots, meanings, None if groups is None else self.homes[name])
         matcher = ParameterMatcher(
             live,
