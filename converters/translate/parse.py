@@ -228,7 +228,7 @@ def parse(
             raise SourceError(
                 f"{entry.key!r} is a flat bucket of an optimizer's state, and nothing in it says which parameter lies "
                 f"where, so {target.name} cannot take it: save with --dist-ckpt-optim-fully-reshardable in Megatron, "
-                "which writes it under names, or first make a copy without the buckets, by `muonckpt reshard --select`"
+                "which writes it under names, or first make a copy without the buckets, by `muonckpt convert --select`"
             )
     parser = _Parser(dialect, values, overrides, entries, {name: g for g in groups for name in g.params}, drop)
     parameters = parser.parameters(rules, must_match=not names)
@@ -305,7 +305,7 @@ class _Entries:
         elif (slot, name) in self.tensors:
             raise SourceError(
                 f"{self.tensors[slot, name].key!r} and {entry.key!r} are state of parameters of the same name in "
-                "different optimizers; make a copy of each with its model, by `muonckpt reshard --select`"
+                "different optimizers; make a copy of each with its model, by `muonckpt convert --select`"
             )
         else:
             self.tensors[slot, name] = entry
@@ -337,7 +337,7 @@ def _refuse_unread(manifest: Manifest, dialect: Dialect, entries: _Entries) -> N
         if not known and (is_of_optimizer(entry.path) or getattr(entry, "slot", None) is not None):
             raise SourceError(
                 f"{entry.key!r} is state of an optimizer that was not understood: {keys}; name the program with "
-                "--from, or make a copy without it, by `muonckpt reshard --select`"
+                "--from, or make a copy without it, by `muonckpt convert --select`"
             )
 
 
@@ -441,7 +441,7 @@ class _Parser:
                 f"found state of {listed(lost)}, which no parameter group of {self.dialect.name} lists"
                 + (f" (groups list {listed(other)}, which has none)" if other else "")
                 + ", so their options would be lost: give --rules that make the names of both the same, or "
-                "first make a copy without that state, with `muonckpt reshard --select`"
+                "first make a copy without that state, with `muonckpt convert --select`"
             )
 
     def _with_state(
@@ -452,7 +452,7 @@ class _Parser:
         if group and (foreign := next(iter(FOREIGN.keys() & group.items.keys()), None)):
             raise SourceError(
                 f"parameter {name!r}: its group has the option {foreign!r} of {FOREIGN[foreign].name}, whose state "
-                "cannot be translated; first make a copy without its state, with `muonckpt reshard --select`"
+                "cannot be translated; first make a copy without its state, with `muonckpt convert --select`"
             )
         named = _option(group, self.dialect.method_option, self.values)
         counted = self.overrides.step is not None or (group is not None and STEP in group.items)

@@ -193,7 +193,7 @@ def _model(weights: Iterable[KeyPath], names: Collection[str]) -> ModelPlace | N
     if len(places) > 1:
         raise SourceError(
             f"the optimizer's parameters are under {' and under '.join(map(repr, map(str, places)))}, and nothing says "
-            "which is the model; make a copy of one, with the optimizer, by `muonckpt reshard --select`"
+            "which is the model; make a copy of one, with the optimizer, by `muonckpt convert --select`"
         )
     return next(iter(places), None)
 

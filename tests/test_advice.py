@@ -1,0 +1,377 @@
+"""Advice is a promise: cures that errors print are followed here as they are printed, and state that can be kept is."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from support.commands import called
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import muonckpt
+from muonckpt.cli.main import COMMANDS, cli
+from muonckpt.optimizer import LayerWise, Muon, groups
+from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD, Rule
+
+ROOT = Path(__file__).parents[1]
+RULES = [[NO_HEAD], MODULE_TYPES]
+
+# --- What is named exists ---------------------------------------------------------------------------------------------
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+ITS_COMMAND = re.compile(r"muonckpt ([a-z]+)\b([^`;(]*)")
+OF_OTHER_PROGRAMS = re.compile(r"--(muon|dist-ckpt|use-distributed)-")
+CALLS = {
+    "muonckpt.load": muonckpt.load,
+    "muonckpt.save": muonckpt.save,
+    "muonckpt.redistribute": muonckpt.redistribute,
+    "Muon.for_model": Muon.for_model,
+    "Muon": Muon,
+    "Series": muonckpt.Series,
+    "LayerWise": LayerWise,
+}
+
+
+def flags_of(name: str) -> set[str]:
+    command = cli.get_command(click.Context(cli), name)
+    return {flag for option in command.params for flag in option.opts}
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Yield where each text of the program is that is no docstring, and the text with {} for values."""
+    folders = (ROOT / name for name in ("muonckpt", "optimizer", "converters", "cli"))
+    for file in (file for folder in folders for file in sorted(folder.rglob("*.py"))):
+        for node in ast.walk(ast.parse(file.read_text())):
+            place = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "command":
+                words = [word.value for word in node.args if isinstance(word, ast.Constant)]
+                yield place, f"muonckpt {' '.join(words)}"
+            if isinstance(node, ast.Expr):
+                continue
+            for text in ast.iter_child_nodes(node):
+                if (
+                    isinstance(text, ast.Constant)
+                    and isinstance(text.value, str)
+                    and not isinstance(node, ast.JoinedStr)
+                ):
+                    yield place, text.value
+                if isinstance(text, ast.JoinedStr):
+                    parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in text.values)
+                    yield place, "".join(parts)
+
+
+def test_every_flag_in_a_message_is_one_of_the_command_that_it_is_said_of():
+    flags = {name: flags_of(name) for name in COMMANDS}
+    top = {flag for option in cli.params for flag in option.opts}
+    everywhere, checked = top.union(["--version", "--help"], *flags.values()), 0
+    for place, text in texts():
+        for name, words in ITS_COMMAND.findall(text):
+            for flag in FLAG.findall(words) if name in flags else ():
+                assert flag in flags[name], f"{place}: muonckpt {name} has no {flag}: {text}"
+                checked += 1
+        for flag in FLAG.findall(text):
+            assert flag in everywhere or OF_OTHER_PROGRAMS.match(flag), f"{place}: no command has {flag}: {text}"
+            checked += 1
+    assert checked > 100
+
+
+def test_every_argument_in_a_message_is_one_of_the_function_that_it_is_said_of():
+    call, checked = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, CALLS))})\(([^()]*)"), 0
+    for place, text in texts():
+        for function, arguments in call.findall(text):
+            for name in re.findall(r"(?:^|[ ,(])(\w+)=(?!=)", arguments):
+                taken = inspect.signature(CALLS[function]).parameters
+                free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+                assert name in taken or free, f"{place}: {function} takes no {name}=: {text}"
+                checked += 1
+    assert checked > 5
+
+
+@pytest.mark.parametrize("command", [("diff", "--to", "muonckpt"), ("inspect",), ("merge", "--to", "muonckpt")])
+def test_a_command_says_where_the_flag_is_that_it_lacks(command, tmp_path, monkeypatch):
+    """A momentum of no known convention: convert has the flag for it, and what it writes is understood."""
+    monkeypatch.chdir(tmp_path)
+    group = {"params": ["up"], "lr": 0.02, "momentum": 0.95}
+    for name in ("a", "b"):
+        state = {"up": {"momentum_buffer": torch.ones(4, 4)}}
+        muonckpt.save({"model": {"up": torch.ones(4, 4)}, "optimizer": {"state": state, "param_groups": [group]}}, name)
+    name, *options = command
+    places = {"inspect": ["a"], "diff": ["a", "b"], "merge": ["a", "b", "merged"]}[name]
+    told = called(name, *places, *options)
+    for flag in FLAG.findall(ITS_COMMAND.sub("", told.stdout + told.stderr)):
+        assert flag in flags_of(name) or f"{flag}: options of `muonckpt convert`" in told.stderr, told
+    for place in ("a", "b"):
+        assert called("convert", place, f"{place}2", "--to", "muonckpt", "--convention", "ema").returncode == 0
+    assert called(name, *(f"{place}2" for place in places), *options).returncode == 0
+
+
+# --- What is printed is followed --------------------------------------------------------------------------------------
+
+
+def model_and_state(kind: Callable[[nn.Module], torch.optim.Optimizer], dtype=torch.float32, **more: nn.Module):
+    """Return weights and state after a step, by the names of a linear layer."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    for name, module in more.items():
+        model.add_module(name, module)
+    optimizer = kind(model.to(dtype))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def ours(model: nn.Module, rules=RULES) -> Muon:
+    return Muon.for_model(model, rules=rules, lr=0.02, adamw_lr=1e-3)
+
+
+def stock(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def as_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+    weights, state = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": state}
+
+
+def zeroed(state: dict[str, dict]) -> dict[str, dict]:
+    for key, tensor in tensors(state).items():
+        if key[-1] != "lr":
+            tensor.detach().zero_()
+    return state
+
+
+def tensors(value: object, path: tuple = ()) -> dict[tuple, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    return {key: tensor for name, child in items for key, tensor in tensors(child, (*path, name)).items()}
+
+
+def refusal(state: dict, path: str, **how) -> str:
+    with pytest.raises(muonckpt.MuonckptError) as caught:
+        muonckpt.load(state, path, **how)
+    return str(caught.value)
+
+
+def arguments(told: str) -> dict[str, list[str]]:
+    """Return what a message gives for ``fresh`` and ``allow_extra``."""
+    return {name: ast.literal_eval(value) for name, value in re.findall(r"\b(fresh|allow_extra)=(\[.*?\])", told)}
+
+
+def run_command(told: str, *more: str) -> str:
+    """Run the command of a message on a new destination; return the destination."""
+    [line] = re.findall(r"muonckpt (convert [^(;,]*)", told)
+    assert called(*shlex.split(line), *more).returncode == 0, line
+    return "NEW"
+
+
+def equal(loaded: dict, saved: dict) -> None:
+    found = tensors(loaded)
+    for path, tensor in tensors(saved).items():
+        assert (
+            torch.equal(found[path], tensor.to(found[path].dtype))
+            and tensor.dtype.itemsize <= found[path].dtype.itemsize
+        )
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_state_that_the_checkpoint_never_had_begins_anew(here):
+    model, optimizer = model_and_state(stock)
+    saved = as_dict(model, optimizer)
+    muonckpt.save({"model": saved["model"]}, "weights")
+    without_bias = {**saved["optimizer"], "state": {"weight": saved["optimizer"]["state"]["weight"]}}
+    muonckpt.save({"model": saved["model"], "optimizer": without_bias}, "no-grad")
+    for kind in (stock, ours):
+        state = zeroed(as_dict(*model_and_state(kind)))
+        told = refusal(state, "weights")
+        assert "convert" not in told
+        muonckpt.load(state, "weights", **arguments(told))
+        equal({"model": state["model"]}, {"model": as_dict(*model_and_state(stock))["model"]})
+    state = zeroed(as_dict(*model_and_state(stock)))
+    told = refusal(state, "no-grad")
+    assert "convert" not in told
+    muonckpt.load(state, "no-grad", **arguments(told))
+    assert state["optimizer"]["state"]["weight"]["exp_avg"].any() and state["model"]["bias"].any()
+
+
+def test_state_of_another_program_is_translated_and_all_there(here):
+    saved = as_dict(*model_and_state(stock))
+    muonckpt.save(saved, "of_torch")
+    rules = [[Rule("other", "weight"), NO_HEAD], MODULE_TYPES]
+    state = zeroed(as_dict(*model_and_state(lambda model: ours(model, rules))))
+    muonckpt.load(state, run_command(refusal(state, "of_torch")))
+    equal(state, saved)
+
+
+@pytest.mark.parametrize("kind", [ours, stock])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_of_another_dtype_than_the_weights_is_loaded_exactly(kind, dtype, here):
+    saved = as_dict(*model_and_state(kind))
+    for slots in saved["optimizer"]["state"].values():
+        slots |= {slot: value.bfloat16() if value.ndim else value for slot, value in slots.items()}
+    muonckpt.save(saved, "mixed")
+    state = zeroed(as_dict(*model_and_state(kind, dtype)))
+    told = refusal(state, "mixed")
+    if dtype is not torch.float32:
+        assert "Write model.to(...) of the dtype of the checkpoint" in told
+        state = zeroed(as_dict(*model_and_state(kind)))
+        told = refusal(state, "mixed")
+    muonckpt.load(state, run_command(told))
+    equal(state, saved)
+
+
+def test_a_parameter_that_changed_its_family_keeps_its_state_by_the_rule_to_write(here):
+    saved = as_dict(*model_and_state(lambda model: ours(model, [[Rule("other", "weight"), NO_HEAD], MODULE_TYPES])))
+    muonckpt.save(saved, "other")
+    told = refusal(zeroed(as_dict(*model_and_state(ours))), "other")
+    [code] = re.findall(r"rules=(\[.*?RULES\])", told)
+    rules = eval(code, {**vars(groups), "RULES": RULES})
+    state = zeroed(as_dict(*model_and_state(lambda model: ours(model, rules))))
+    muonckpt.load(state, "other")
+    equal(state, saved)
+
+
+@pytest.mark.parametrize("kind", [ours, stock])
+def test_state_under_numbers_is_loaded_into_what_has_them(kind, here):
+    model, optimizer = model_and_state(kind)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    muonckpt.save(saved, "numbers")
+    model, optimizer = model_and_state(kind)
+    told = refusal(as_dict(model, optimizer), "numbers")
+    [code] = re.findall(r"Write ('optimizer': \w+) in the state dict", told)
+    state = eval(f"{{'model': model.state_dict(), {code}}}", {"model": model, "optimizer": optimizer})
+    zeroed({"model": state["model"], "optimizer": optimizer.state_dict()})
+    muonckpt.load(state, "numbers")
+    equal({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+
+
+@pytest.mark.parametrize("key", ["net", "app.net"])
+def test_parts_at_other_keys_are_loaded_by_the_line_to_write(key, here):
+    saved = as_dict(*model_and_state(ours))
+    top = {key.partition(".")[0]: {"net": saved["model"]} if "." in key else saved["model"]}
+    muonckpt.save({**top, "optimizer": saved["optimizer"]}, "moved")
+    state_dict = zeroed(as_dict(*model_and_state(ours)))
+    told = refusal(state_dict, "moved")
+    [code] = re.findall(r"Write state_dict = (\{.*\})", told)
+    muonckpt.load(eval(code, {"state_dict": state_dict}), "moved")
+    equal(state_dict, saved)
+
+
+def test_what_only_one_side_has_is_left_out_by_the_line_to_write(here):
+    saved = as_dict(*model_and_state(ours))
+    muonckpt.save({**saved, "loader": {"position": 3}}, "more")
+    muonckpt.save(saved, "less")
+    state_dict = zeroed(as_dict(*model_and_state(ours)))
+    muonckpt.load(state_dict, "more", **arguments(refusal(state_dict, "more")))
+    equal(state_dict, saved)
+    state_dict = {**zeroed(as_dict(*model_and_state(ours))), "loader": {"position": 0}}
+    [line] = re.findall(r"state_dict\.pop\('loader'\)", refusal(state_dict, "less"))
+    eval(line, {"state_dict": state_dict})
+    muonckpt.load(state_dict, "less")
+    equal(state_dict, saved)
+
+
+def test_a_parameter_in_no_group_is_loaded_by_the_line_to_write(here):
+    saved = as_dict(*model_and_state(ours))
+    for group in saved["optimizer"]["param_groups"]:
+        group["params"] = [name for name in group["params"] if name != "bias"]
+    muonckpt.save(saved, "ungrouped")
+    state_dict = zeroed(as_dict(*model_and_state(ours)))
+    told = refusal(state_dict, "ungrouped")
+    [line] = re.findall(r"write (state_dict\['optimizer'\] = \{.*?\}), with", told)
+    exec(line, {"state_dict": state_dict})
+    muonckpt.load(
+        state_dict, "ungrouped", **{name: value for name, value in arguments(told).items() if name != "fresh"}
+    )
+    equal(
+        {"model": state_dict["model"], **state_dict["optimizer"]},
+        {"model": saved["model"], "state": saved["optimizer"]["state"]},
+    )
+
+
+@pytest.mark.parametrize("prefix", ["module", "inner.wrapped"])
+def test_names_with_parts_of_a_wrapper_are_renamed_by_the_rule_to_write(prefix, here):
+    saved = as_dict(*model_and_state(ours))
+
+    def renamed(names: Mapping[str, object]) -> dict[str, object]:
+        return {f"{prefix}.{name}": value for name, value in names.items()}
+
+    group = [
+        {**group, "params": [f"{prefix}.{name}" for name in group["params"]]}
+        for group in saved["optimizer"]["param_groups"]
+    ]
+    muonckpt.save(
+        {
+            "model": renamed(saved["model"]),
+            "optimizer": {"state": renamed(saved["optimizer"]["state"]), "param_groups": group},
+        },
+        "OLD",
+    )
+    state = zeroed(as_dict(*model_and_state(ours)))
+    told = refusal(state, "OLD")
+    command, rule = re.findall(r"muonckpt (convert OLD NEW .*?), with \[\[rule\]\] (from = '.*?', to = '.*?')", told)[0]
+    Path("FILE").write_text("[[rule]]\n" + rule.replace(", to", "\nto"))
+    done = called(*command.split())
+    assert done.returncode == 0, done.stderr
+    muonckpt.load(state, "NEW")
+    equal(state, saved)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 8), nn.Linear(8, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
+def test_tied_weights_are_loaded_whichever_name_the_writer_kept(name, here):
+    model = Tied()
+    saved = as_dict(model, stock(model))
+    kept = model.embed.weight.detach().clone()
+    muonckpt.save({**saved, "model": {name: kept}}, "tied")
+    state = zeroed(as_dict(model, stock(model)))
+    assert not model.head.weight.any()
+    muonckpt.load(state, "tied")
+    assert torch.equal(model.head.weight, kept)
+
+
+def test_reshard_does_not_advise_the_command_that_runs(here):
+    muonckpt.save(as_dict(*model_and_state(ours)), "run")
+    Path("run/muonckpt.json").unlink()
+    done = called("reshard", "run", "new", "--mesh", "dp=2")
+    assert (
+        done.returncode == 0
+        and "muonckpt reshard" not in done.stderr
+        and "muonckpt.json would give back" in done.stderr
+    )
+    told = called("verify", "run").stdout
+    [line] = re.findall(r"^\(a\) muonckpt (.*)$", told, re.MULTILINE)
+    assert called(*shlex.split(line)).returncode == 0 and called("verify", shlex.split(line)[2]).returncode == 0
+
+
+def test_state_that_is_not_understood_is_left_out_by_the_command_to_write(here):
+    saved = as_dict(*model_and_state(ours))
+    saved["optimizer"]["param_groups"][0]["adam_betas"] = [0.9, 0.99]
+    saved["optimizer"]["state"]["stray"] = {"momentum_buffer": torch.ones(4, 4)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        muonckpt.save(saved, "stray")
+    done = called("convert", "stray", "NEW", "--to", "dion")
+    [name] = re.findall(r"`muonckpt (\w+) --select`", done.stderr)
+    copied = called(name, "stray", "copy", "--select", "model.*", "--select", "optimizer.state.weight.*")
+    assert copied.returncode == 0, copied.stderr
