@@ -8,12 +8,10 @@ from collections.abc import Iterable, Sequence
 import click
 
 from ..names.wording import Finding, counted, fields_of, size
-from ..record.record import Manifest
 from ..runs.run_audit import StepVerdict, verdicts_of, verify_recorded
 from ..store.io.location import Location
 from ..store.io.pace import Pace
 from ..store.verify.audit import AuditReport, verify
-from ..store.verify.damage import Kind
 from ..store.verify.run import Run, RunStep, run_of
 from .argument_types import CHECKPOINT, RateType, jobs_option
 from .printing import print_duration, print_json, print_line, progress
@@ -49,19 +47,14 @@ def verify_command(
     muonckpt verify run --all --scrub 50MiB/s
     """
 
-    def kinds(manifest: Manifest) -> Kind:
-        from ..converters.look.contents import kinds_in  # not needed where nothing is wrong
-
-        return kinds_in(manifest)
-
     pace = None if scrub is None else Pace(scrub)
-    run = run_of(checkpoint, kinds=kinds)
+    run = run_of(checkpoint)
     if run is None and every:
         raise click.UsageError(f"--all is for the folder of a run, and {checkpoint} is none")
 
     def audited(place: Location) -> AuditReport:
         with progress(f"verify {place.name}") as advance:
-            return verify(place, jobs=jobs, progress=advance, kinds=kinds, pace=pace)
+            return verify(place, jobs=jobs, progress=advance, pace=pace)
 
     if run is not None:
         return _print_verdicts(run, verdicts_of(run, audited, every), as_json)

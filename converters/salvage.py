@@ -24,7 +24,7 @@ from ..store.verify.run import StepName, new_attempt, newer_steps, same_step
 from .engine.container import container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined
-from .look.contents import first_look, kinds_in
+from .look.contents import first_look
 from .merge.filling import Filling
 from .merge.same_save import FillingSource, WholePart, compare, one_save
 from .options import IN_ONE_GO, Execution
@@ -90,9 +90,7 @@ def salvage(
         for one in (broken, *opened):
             check_destination(one.path, place, container)
         size = payload_bytes(broken.outline)
-        audited = partial(
-            audit, passed=lambda count: execution.progress(count, 3 * size), jobs=execution.jobs, kinds=kinds_in
-        )
+        audited = partial(audit, passed=lambda count: execution.progress(count, 3 * size), jobs=execution.jobs)
         # What of it is whole, by its own records.
         found = audited(broken)
         if found.damage.mixed_up and (stock := next(descriptions, None)) is not None:
@@ -104,7 +102,7 @@ def salvage(
         sources = [FillingSource.of(str(one.path), one) for one in opened]
         part, comparisons = one_save(part, [compare(part, source, execution.jobs) for source in sources], mix_steps)
         damage = part.damage
-        diagnosis = diagnosis_of(broken, damage, found.findings, kinds_in) if damage.strays else found.diagnosis
+        diagnosis = diagnosis_of(broken, damage, found.findings) if damage.strays else found.diagnosis
         if not unread and not damage and all(finding.kind == "nonfinite" for finding in found.findings):
             others_differ = "".join(f"; {one.contradiction}" for one in comparisons if one.differs)
             raise TargetError(

@@ -61,13 +61,13 @@ RULES = {
     "converters/look": "names algebra record programs layouts/buffers store/io store/reading store store/verify "
     "runs converters/target converters/engine converters/translate",
     "compat": "names programs layouts optimizer/__init__",
-    "lab/forecasting": "names algebra record layouts layouts/buffers store/io store/reading store/verify "
+    "lab/forecasting": "names algebra record programs layouts layouts/buffers store/io store/reading store/verify "
     "optimizer/ground converters/target optimizer/newton_schulz optimizer/planning optimizer/methods converters/look",
     "converters/compare": "names algebra record programs store/io store/reading store/formats store store/verify "
     "converters/engine converters/translate converters/look",
     "lab/doctor": "names programs converters/target optimizer/newton_schulz optimizer/planning optimizer/methods "
     "optimizer converters/engine converters/translate optimizer/__init__ lab/forecasting",
-    "lab/page": "names record store/io store/reading store store/verify converters/look converters/compare",
+    "lab/page": "names record programs store/io store/reading store store/verify converters/look converters/compare",
     "converters/merge": "names algebra record programs store/io store/reading store store/verify "
     "converters/engine converters/look converters/compare",
     "converters": "names algebra record programs store/io store/reading store/formats store store/verify "

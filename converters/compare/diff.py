@@ -14,6 +14,7 @@ from typing import Any
 
 from ...names.errors import DamageError, MuonckptError
 from ...names.wording import fields_of, listed
+from ...programs.model_view import Role
 from ...programs.registry import program
 from ...record.key_search import keys_matching, names_of
 from ...store.formats.torch_save.plain_item import plain_value
@@ -24,7 +25,7 @@ from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
 from ...store.verify.opening import check_files, open
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
-from ..look.contents import FirstLook, Role, first_look, recorded_step
+from ..look.contents import FirstLook, first_look, recorded_step
 from ..translate.request import Request
 from .elements import (
     CHANGED,
@@ -317,9 +318,9 @@ def _compared(
 
 def _unmoved(tensors: Sequence[TensorDifference], side: _Side) -> tuple[str, ...]:
     """Return tensors that training changes in every step, and that did not change."""
-    contents = side.look().contents
-    moving = {t.key for role in (Role.MOMENTUM, Role.MOMENTS, Role.MASTERS) for t in contents.tensors.get(role, ())}
-    moving |= {p.weight.key for p in contents.parameters.values() if p.weight and p.state}
+    view = side.look().view
+    moving = {tensor.key for tensor in view.tensors_of(Role.MOMENTUM, Role.MOMENTS, Role.MASTERS)}
+    moving |= {p.weight.key for p in view.parameters.values() if p.weight and p.state}
     return tuple(tensor.key for tensor in tensors if tensor.key in moving and tensor.status in (SAME, MOVED))
 
 

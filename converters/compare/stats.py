@@ -16,6 +16,7 @@ from typing import Any
 from ...names.errors import SourceError
 from ...names.vocabulary import CODE_SLOTS
 from ...names.wording import Finding, fields_of, unnumbered
+from ...programs.model_view import Role
 from ...record.key_search import keys_matching, names_of
 from ...record.record import StateRecord
 from ...store.io.location import Remote
@@ -25,7 +26,7 @@ from ...store.reading.payloads import Progress
 from ...store.verify.opening import open
 from ...store.verify.small_tensors import stacked
 from ..engine.outputs import OutputTensor
-from ..look.contents import FirstLook, Role, first_look
+from ..look.contents import FirstLook, first_look
 from .elements import StoredSide, Tolerance, compare_elements
 from .figures import ELEMENT_BYTES, TensorFigures, figures_of, figures_of_alike, is_numeric
 
@@ -144,7 +145,7 @@ def measurable(known: FirstLook, select: Sequence[str] = ()) -> Measurable:
     Raises:
         TargetError: a pattern matches nothing.
     """
-    every = ((role, tensor) for role in _ROLES for tensor in known.contents.tensors.get(role, ()))
+    every = ((role, tensor) for role in _ROLES for tensor in known.view.tensors_of(role))
     tensors = [(role, tensor) for role, tensor in every if tensor.slot not in CODE_SLOTS]
     if not tensors:  # the program is unknown: all that is there
         tensors = [(Role.OTHER, tensor) for tensor in known.manifest.tensors if tensor.shape]
@@ -166,10 +167,8 @@ def measured(
     passed: Callable[[int], None],
 ) -> tuple[TensorFigures, ...]:
     """Measure these tensors, but those that are not numbers; ``passed`` receives bytes that have been read."""
-    names = {t.key: p.name for p in known.contents.parameters.values()
-             for t in ([p.weight] if p.weight else []) + list(p.state.values())}  # fmt: skip
     numeric = [(role, record) for role, record in tensors if is_numeric(record.dtype)]
-    labels = [(names.get(record.key, record.key), str(role)) for role, record in numeric]
+    labels = [(known.view.identity(record)[0], str(role)) for role, record in numeric]
     records = opened.locate([record for _, record in numeric])
     most = memory // jobs
 
@@ -234,8 +233,8 @@ def bytes_of_elements(tensors: Iterable[StateRecord]) -> int:
 
 def _weights_in_both(known: FirstLook, before: FirstLook, keys: set[str]) -> Iterator[tuple[StateRecord, StateRecord]]:
     """Yield the weights of one shape that both have, as this checkpoint and as the earlier one has them."""
-    former = {t.key: t for t in before.contents.tensors.get(Role.WEIGHTS, ())}
-    for tensor in known.contents.tensors.get(Role.WEIGHTS, ()):
+    former = {t.key: t for t in before.view.tensors_of(Role.WEIGHTS)}
+    for tensor in known.view.tensors_of(Role.WEIGHTS):
         other = former.get(tensor.key)
         if tensor.key in keys and other is not None and other.shape == tensor.shape:
             yield tensor, other
@@ -266,11 +265,10 @@ def _updates(
     known: FirstLook, steps: tuple[int | float | None, int | float | None], changes: Mapping[str, float]
 ) -> Iterator[WeightUpdate]:
     taken = steps[1] - steps[0] if steps[0] is not None and steps[1] is not None else None
-    rates = {name: group.options.get("lr") for group in known.groups.groups for name in group.parameters}
-    parameters = {p.weight.key: p for p in known.contents.parameters.values() if p.weight}
+    parameters = {p.weight.key: p for p in known.view.parameters.values() if p.weight}
     for key, rms in changes.items():
         parameter = parameters.get(key)
-        rate = rates.get(parameter.name) if parameter else None
+        rate = parameter.options.get("lr") if parameter else None
         lr = float(rate) if isinstance(rate, int | float) else None
         per_step = rms / taken if taken and taken > 0 else None
         factor = None

@@ -2,190 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from functools import cached_property
-from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ...algebra.box import Index
 from ...names.errors import MuonckptError, SourceError
-from ...names.vocabulary import CODE_SLOTS, PARAMS
+from ...names.vocabulary import PARAMS
 from ...names.wording import LAYER_NUMBER, unnumbered
 from ...programs.detection import Detected, confirmed, detect, with_slots_of
-from ...programs.dialect import FOREIGN, Dialect, StoredMethod
-from ...programs.registry import DIALECTS
+from ...programs.dialect import Dialect
+from ...programs.model_view import CONVENTION, ModelView, OptionsOfGroups, Role, model_view
 from ...record.record import Blob, Manifest, StateRecord
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, Values
-from ...store.verify.damage import OTHER_STATE, Kind, kinds_by_slot
 from ..translate.groups import SourceGroup, TargetGroup, merge_equal, source_groups, with_recorded_names
 
 NO_STATE = "(not optimizer state)"
 """The label of tensors that are in no slot of optimizer state."""
-
-
-class Role(StrEnum):
-    WEIGHTS = "weights"
-    MOMENTUM = "momentum"
-    MOMENTS = "moments"
-    MASTERS = "masters"
-    STEPS = "steps"
-    STATE = "other state"
-    OPTIONS = "options"
-    OTHER = "other tensors"
-
-
-_ROLES: Mapping[str, Role] = MappingProxyType(
-    {
-        "momentum": Role.MOMENTUM,
-        "first": Role.MOMENTS,
-        "second": Role.MOMENTS,
-        "rows": Role.MOMENTS,
-        "dion_rows": Role.MOMENTS,
-        "master": Role.MASTERS,
-        "step": Role.STEPS,
-    }
-)
-"""Roles by the common names of slots."""
-
-_KINDS: Mapping[Role, str] = MappingProxyType(
-    {
-        Role.WEIGHTS: "weights",
-        Role.MOMENTUM: "momenta",
-        Role.MOMENTS: "moments",
-        Role.MASTERS: "master weights",
-        Role.STEPS: "step counters",
-        Role.STATE: OTHER_STATE,
-        Role.OPTIONS: "options",
-        Role.OTHER: "other tensors",
-    }
-)
-"""What people call the tensors of a role."""
-
-_SHAPED = frozenset({"momentum", "first", "second", "master"})
-"""Slots, by their common names, that are shaped like their parameter."""
-
-
-@dataclass(frozen=True, slots=True)
-class StatefulParameter:
-    """A parameter: its ``weight`` if that is stored, its ``state`` by slot, and its update ``method``.
-
-    The method is None without state, and where no method of the dialect keeps such slots.
-    """
-
-    name: str
-    weight: StateRecord | None
-    state: Mapping[str, StateRecord]
-    method: StoredMethod | None
-
-    @property
-    def shape(self) -> Index:
-        return self.weight.shape if self.weight else max((t.shape for t in self.state.values()), key=math.prod)
-
-    @property
-    def alike(self) -> tuple[str, Index]:
-        """Return what it has in common with its siblings in other layers; the number of a parameter is no layer's."""
-        return self.name if self.name.isdecimal() else unnumbered(self.name), self.shape
-
-    @property
-    def is_matrix(self) -> bool:
-        """Return whether there is more than one row and column to orthogonalise."""
-        return len(self.shape) >= 2 and min(self.shape[-2:]) > 1
-
-    def shaped(self) -> list[StateRecord]:
-        """Return the state that has to be shaped like the parameter."""
-        slots = {slot for common, slot in self.method.slots.items() if common in _SHAPED} if self.method else set()
-        return [tensor for slot, tensor in self.state.items() if slot in slots]
-
-
-@dataclass(frozen=True)
-class Contents:
-    """A checkpoint's tensors by role.
-
-    Attributes:
-        dialect: the program whose keys it has; None if unknown.
-        tensors: by role.
-        parameters: by name; those without a weight or state as a tensor are not here.
-    """
-
-    dialect: Dialect | None
-    tensors: Mapping[Role, tuple[StateRecord, ...]]
-    parameters: Mapping[str, StatefulParameter]
-
-    def slots_of(self, role: Role) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(tensor.slot for tensor in self.tensors.get(role, ()) if tensor.slot))
-
-    def kind(self, tensor: StateRecord) -> str:
-        """Return what people call such tensors, in the plural."""
-        return self._kinds[tensor.key]
-
-    @cached_property
-    def _kinds(self) -> Mapping[str, str]:
-        return {tensor.key: _KINDS[role] for role, members in self.tensors.items() for tensor in members}
-
-
-def contents_of(manifest: Manifest, dialect: Dialect | None, method_names: Mapping[str, str]) -> Contents:
-    """Sort the tensors of a checkpoint.
-
-    Args:
-        manifest: with parameters and slots, as `with_slots` gives it.
-        method_names: update methods by parameter, where groups name them.
-    """
-    weights: dict[str, StateRecord] = {}
-    state: defaultdict[str, dict[str, StateRecord]] = defaultdict(dict)
-    roles: defaultdict[Role, list[StateRecord]] = defaultdict(list)
-    for tensor in manifest.tensors:
-        if tensor.slot is not None and tensor.name is not None:
-            state[tensor.name][tensor.slot] = tensor
-        elif dialect and dialect.option and dialect.option.read(tensor.path):
-            roles[Role.OPTIONS].append(tensor)
-        elif dialect and (fields := dialect.model.read(tensor.path)):
-            weights[fields["name"]] = tensor
-            roles[Role.WEIGHTS].append(tensor)
-        else:
-            roles[Role.OTHER].append(tensor)
-    words = dialect or DIALECTS["muonckpt"]
-    known = {slot: _ROLES[common] for m in reversed(words.methods) for common, slot in m.slots.items()}
-    parameters = {}
-    for name in {**weights, **state}:
-        slots = state.get(name, {})
-        method = _method(words, frozenset(slots), method_names.get(name)) if slots else None
-        stored = method.slots.items() if method else ()
-        own = known | {slot: _ROLES.get(common, Role.STATE) for common, slot in stored}
-        for slot, tensor in slots.items():
-            roles[own.get(slot, Role.STATE)].append(tensor)
-        parameters[name] = StatefulParameter(name, weights.get(name), slots, method)
-    return Contents(dialect, {role: tuple(roles[role]) for role in Role if role in roles}, parameters)
-
-
-def kinds_in(manifest: Manifest) -> Kind:
-    """Return what people call the tensors of a checkpoint of any program, by its keys."""
-    try:
-        dialect = detect(manifest).dialect
-        contents = contents_of(with_slots_of(manifest, dialect), dialect, {})
-    except SourceError:
-        return kinds_by_slot(manifest)
-    return contents.kind
-
-
-def _method(dialect: Dialect, slots: frozenset[str], named: str | None) -> StoredMethod | None:
-    """Find the method that keeps these slots, preferably ``named``; counters may be items or in the group."""
-    stored = slots - dialect.derived
-    if (given := dialect.given_method(named, stored)) is not None:
-        return given
-    if named is not None and stored & CODE_SLOTS:  # averages in 8 bits
-        common = {slot: name for method in dialect.methods for name, slot in method.slots.items()}
-        return StoredMethod(named, {common.get(slot, f"own {slot}"): slot for slot in sorted(stored)})
-    fitting = [
-        method
-        for method in (*dialect.methods, *(method for method in FOREIGN.values() if method.name == named))
-        if stored <= (every := frozenset(method.slots.values())) and every - stored <= {method.slots.get("step")}
-    ]
-    return next((method for method in fitting if method.name == named), fitting[0] if fitting else None)
 
 
 def option_value(value: object) -> str:
@@ -239,23 +73,7 @@ def layer_of(name: str) -> str:
 
 _MOST_COUNTERS = 32
 
-_CONVENTION = "convention"
 _NAMES = "param_names"
-
-
-@dataclass(frozen=True, slots=True)
-class OptionsOfGroups:
-    """Groups with the same options.
-
-    Attributes:
-        groups: their positions in the list of groups; empty if groups are by name.
-        parameters: the names of their parameters.
-        options: as the program calls them, those that matter to the optimizer first.
-    """
-
-    groups: tuple[int, ...]
-    parameters: tuple[str, ...]
-    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,16 +90,6 @@ class HyperParameters:
     unread: int = 0
     names: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-    def values_of(self, option: str | None) -> dict[str, str]:
-        """Return an option by parameter, where it is text."""
-        named = [(group.parameters, group.options.get(option or "")) for group in self.groups]
-        return {name: value for names, value in named if isinstance(value, str) for name in names}
-
-    @property
-    def conventions(self) -> dict[str, str]:
-        """Return the momentum convention that groups name, by parameter."""
-        return self.values_of(_CONVENTION)
 
 
 _MOST_GROUPS = 1000
@@ -308,7 +116,7 @@ def _merged(groups: Sequence[SourceGroup], dialect: Dialect, values: Values) -> 
     wanted = [dialect.method_option or ""]
     for method in dialect.methods:
         wanted += (*method.options.values(), *(own for coding in method.codings for own in coding.own))
-    first = dict.fromkeys((*wanted, _CONVENTION))
+    first = dict.fromkeys((*wanted, CONVENTION))
     merged: dict[str, OptionsOfGroups] = {}
     for group in groups:
         options = {name: values.read(group.items[name]) for name in first if name in group.items}
@@ -339,18 +147,18 @@ class StepCounts:
     counters: int
 
 
-def steps_of(contents: Contents, manifest: Manifest, values: Values, groups: HyperParameters) -> StepCounts:
+def steps_of(view: ModelView, manifest: Manifest, values: Values) -> StepCounts:
     """Read step counters of parameters, evenly spread, or else those of the groups."""
-    dialect = contents.dialect
+    dialect = view.dialect
     options = {method.options.get("step", "") for method in dialect.methods} - {""} if dialect else set()
-    counters: list[Any] = [*contents.tensors.get(Role.STEPS, ())]
+    counters: list[Any] = [*view.tensors_of(Role.STEPS)]
     if dialect is not None:
         slots = dialect.slots_called("step")
         fields = ((blob, dialect.state.read(blob.path)) for blob in manifest.blobs)
         counters += [blob for blob, own in fields if own and own["slot"] in slots]
     read = list(_numbers(_spread(counters, _MOST_COUNTERS), values))
     if not counters:
-        found = [group.options[option] for group in groups.groups for option in options & group.options.keys()]
+        found = [group.options[option] for group in view.groups for option in options & group.options.keys()]
         read = [value for value in found if isinstance(value, int | float)]
     return StepCounts(min(read, default=None), max(read, default=None), len(read), len(counters) or len(read))
 
@@ -401,7 +209,7 @@ class FirstLook:
     program: Detected | str
     manifest: Manifest
     groups: HyperParameters
-    contents: Contents
+    view: ModelView
     steps: StepCounts
 
     @property
@@ -426,16 +234,11 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
         program = confirmed(manifest, program, (group.options for group in groups.groups))
         dialect = program.dialect
         manifest = with_slots_of(manifest, dialect)
-    methods = groups.values_of(dialect.method_option if dialect else None)
-    for group in groups.groups:
-        for option in FOREIGN.keys() & group.options.keys():
-            methods |= dict.fromkeys(group.parameters, FOREIGN[option].name)
     if groups.names:
         named = (replace(t, name=groups.names.get(t.name, t.name)) if t.name else t for t in manifest.tensors)
         manifest = replace(manifest, tensors=tuple(named))
-    contents = contents_of(manifest, dialect, methods)
-    steps = steps_of(contents, manifest, values, groups)
-    return FirstLook(program, manifest, groups, contents, steps)
+    view = model_view(manifest, dialect, groups.groups)
+    return FirstLook(program, manifest, groups, view, steps_of(view, manifest, values))
 
 
 def recorded_step(manifest: Manifest) -> int | float | None:

@@ -21,6 +21,7 @@ from ...algebra.layout import TensorLayout
 from ...algebra.overlap import overlaps
 from ...names.errors import SourceError
 from ...names.wording import Finding, counted, fields_of, size, unnumbered
+from ...programs.model_view import Role
 from ...record.record import Boxes, Manifest, StateRecord, says_convention
 from ...store.io.limits import gc_paused
 from ...store.io.location import Location, Remote, location
@@ -31,7 +32,7 @@ from ...store.verify.opening import open_damaged
 from ...store.verify.verified import verified
 from ..engine.rank_files import lay_out
 from ..target.topology import ROWS, AxisCut, ShardRule, Target
-from .contents import FirstLook, Role, first_look
+from .contents import FirstLook, first_look
 from .holders import balance_of
 
 Counts = NDArray[np.int64]
@@ -184,7 +185,7 @@ def fit_of(opened: OpenCheckpoint, target: Target) -> Fit:
     tensors = [tensor for tensor in manifest.tensors if math.prod(tensor.shape)]
     laid = lay_out(target, tensors, opened.provenance)
     shares = _Shares(target, laid.layouts)
-    parameters = known.contents.parameters.values()
+    parameters = known.view.parameters.values()
     names = {t.key: p.name for p in parameters for t in (p.weight, *p.state.values()) if t and not p.name.isdecimal()}
     uneven = tuple(shares.uneven(tensors, names))
     return Fit(
@@ -206,7 +207,7 @@ def fit_of(opened: OpenCheckpoint, target: Target) -> Fit:
 
 
 def _optimizer(known: FirstLook, manifest: Manifest) -> str:
-    if not any(parameter.state for parameter in known.contents.parameters.values()):
+    if not any(parameter.state for parameter in known.view.parameters.values()):
         slots = any(tensor.slot is not None for tensor in manifest.tensors)
         return "convert" if slots else "none"
     return "load" if says_convention((*manifest.tensors, *manifest.blobs)) else "convert"
@@ -316,7 +317,7 @@ def _findings(known: FirstLook, target: Target, tensors: Sequence[StateRecord], 
             "the optimizer state knows parameters by number: only the same parameter groups in the same order take it; "
             "get_state_dict saves names, which any groups take",
         )
-    if masters := known.contents.tensors.get(Role.MASTERS):
+    if masters := known.view.tensors_of(Role.MASTERS):
         yield Finding.listing(
             "masters",
             f"{counted(len(masters), 'parameter')} with float32 masters in the state, which LayerWise takes; for an "
@@ -371,7 +372,7 @@ def _pieces(known: FirstLook) -> dict[str, tuple[int, ...]]:
     """Return the rows of fused matrices by key, for weights as for the state that records them."""
     pieces: dict[str, tuple[int, ...]] = {}
     by_group = {name: group.options.get("pieces") for group in known.groups.groups for name in group.parameters}
-    for parameter in known.contents.parameters.values():
+    for parameter in known.view.parameters.values():
         tensors = [tensor for tensor in (parameter.weight, *parameter.state.values()) if tensor]
         own = next((tensor.pieces for tensor in tensors if tensor.pieces), None) or by_group.get(parameter.name)
         if isinstance(own, list | tuple) and len(own) > 1:

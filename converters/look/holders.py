@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from ...algebra.box import Box, Index
 from ...layouts.buffers.parameters import Parameter, newton_schulz
+from ...programs.model_view import ModelView, Role
 from ...record.record import Boxes, Manifest, StateRecord
 from ...store.open_checkpoint import StoredPart
 from ...store.reading.dtypes import itemsize
 from ...store.verify.damage import rank_in_name
-from .contents import Contents, Role, ranges
+from .contents import ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +122,12 @@ def chunk_bytes(manifest: Manifest) -> NDArray[np.int64]:
     return manifest.elements * np.repeat(np.array(sizes, np.int64), [len(tensor.chunks) for tensor in manifest.tensors])
 
 
-def newton_schulz_by_rank(contents: Contents, ranks: Sequence[int]) -> dict[int, int] | None:
+def newton_schulz_by_rank(view: ModelView, ranks: Sequence[int]) -> dict[int, int] | None:
     """Return the FLOPs of one Newton-Schulz iteration on the matrices whose momentum each rank holds whole.
 
     None unless every matrix is whole on a rank: otherwise the training program decides who orthogonalises it.
     """
-    matrices = [tensor for tensor in contents.tensors.get(Role.MOMENTUM, ()) if len(tensor.shape) >= 2]
+    matrices = [tensor for tensor in view.tensors_of(Role.MOMENTUM) if len(tensor.shape) >= 2]
     amounts = [_newton_schulz(tensor.shape, tensor.dtype, tensor.boxes) for tensor in matrices]
     if not matrices or None in amounts:
         return None

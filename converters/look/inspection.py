@@ -16,6 +16,7 @@ from typing import Any
 from ...algebra.box import box_at
 from ...names.errors import SourceError, TargetError
 from ...names.wording import Finding, counted, fields_of, listed, moment, size
+from ...programs.model_view import ModelView, Role
 from ...record.columns import UNKNOWN
 from ...record.key_search import key_meant, keys_matching, names_of
 from ...record.record import Manifest, StateRecord
@@ -26,7 +27,7 @@ from ...store.reading.dtypes import itemsize
 from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files
 from ...store.verify.opening import open_damaged
 from ...store.verify.verified import Verified, verified
-from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look, folded, option_value, ranges
+from .contents import NO_STATE, FirstLook, first_look, folded, option_value, ranges
 from .holders import (
     Branch,
     StoredShard,
@@ -208,7 +209,7 @@ def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
 def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) -> Inspection:
     """Summarise an open checkpoint; ``known`` is its `first_look`, if that was taken."""
     known = known or first_look(checkpoint)
-    manifest, groups, contents, program = known.manifest, known.groups, known.contents, known.program
+    manifest, groups, view, program = known.manifest, known.groups, known.view, known.program
     dialect: dict[str, Any] = {"name": None, "who": None, "reasons": [program]}
     if not isinstance(program, str):
         dialect = {"name": program.dialect.name, "who": program.dialect.who, "reasons": list(program.reasons)}
@@ -235,23 +236,23 @@ def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) ->
         files=len({*manifest.columns.names, *(blob.item.file for blob in manifest.blobs)}),
         step=known.step,
         steps=dataclasses.asdict(known.steps),
-        optimizer=tuple(_methods(contents)),
-        conventions=tuple(_conventions(contents, groups)),
-        groups=tuple(_groups(contents, groups)),
+        optimizer=tuple(_methods(view)),
+        conventions=tuple(_conventions(view)),
+        groups=tuple(_groups(view)),
         unread_groups=groups.unread,
         roles=tuple(
-            {"role": str(role), **_sizes(members), "slots": contents.slots_of(role)}
-            for role, members in contents.tensors.items()
+            {"role": str(role), **_sizes(members), "slots": view.slots_of(role)}
+            for role, members in view.tensors.items()
         ),
         layouts=tuple({**json.loads(layout), "tensors": count} for layout, count in layouts.most_common()),
         cuts=tuple({"cut": cut, "tensors": count} for cut, count in cuts.most_common()),
-        balance=_balance(manifest, contents),
+        balance=_balance(manifest, view),
         buffers=_buffers(manifest.provenance),
         slots=tuple({"slot": slot or NO_STATE, **_sizes([t for t in tensors if t.slot == slot])} for slot in slots),
         checks=_checks(manifest),
         verified=(last := verified(checkpoint.path)),
-        diagnosis=(diagnosis := diagnosis_by_files(checkpoint, last, lambda manifest: contents.kind)),
-        symptoms=symptoms_of(contents, manifest, groups, known.steps, diagnosis.damage),
+        diagnosis=(diagnosis := diagnosis_by_files(checkpoint, last)),
+        symptoms=symptoms_of(view, manifest, groups, known.steps, diagnosis.damage),
         notes=(*groups.notes, *([f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else [])),
         manifest=manifest,
     )
@@ -265,10 +266,10 @@ def _buffers(provenance: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return tuple(buffer_summary(labelled_buffers(provenance)))
 
 
-def _groups(contents: Contents, known: HyperParameters) -> Iterator[dict[str, Any]]:
-    option = contents.dialect.method_option if contents.dialect else None
-    for group in known.groups:
-        members = [contents.parameters[name] for name in group.parameters if name in contents.parameters]
+def _groups(view: ModelView) -> Iterator[dict[str, Any]]:
+    option = view.dialect.method_option if view.dialect else None
+    for group in view.groups:
+        members = [view.parameters[name] for name in group.parameters if name in view.parameters]
         methods = {parameter.method.name for parameter in members if parameter.method}
         said = group.options.get(option or "")
         yield {
@@ -280,34 +281,27 @@ def _groups(contents: Contents, known: HyperParameters) -> Iterator[dict[str, An
         }
 
 
-def _methods(contents: Contents) -> Iterator[dict[str, Any]]:
-    stateful = [parameter for parameter in contents.parameters.values() if parameter.state]
+def _methods(view: ModelView) -> Iterator[dict[str, Any]]:
+    stateful = [parameter for parameter in view.parameters.values() if parameter.state]
     names = Counter(parameter.method.name if parameter.method else "unknown" for parameter in stateful)
     matrices = Counter(p.method.name if p.method else "unknown" for p in stateful if p.is_matrix)
     for name, count in names.most_common():
         yield {"method": name, "parameters": count, "matrices": matrices[name]}
 
 
-def _conventions(contents: Contents, groups: HyperParameters) -> Iterator[dict[str, Any]]:
+def _conventions(view: ModelView) -> Iterator[dict[str, Any]]:
     """Count momentum conventions as the manifest records them, or else the group, or else the program."""
-    in_groups = groups.conventions
     counts: Counter[tuple[str | None, str]] = Counter()
-    for tensor in contents.tensors.get(Role.MOMENTUM, ()):
-        if tensor.convention:
-            counts[str(tensor.convention), "the manifest"] += 1
-        elif convention := in_groups.get(tensor.name or ""):
-            counts[convention, "the parameter group"] += 1
-        elif contents.dialect and contents.dialect.convention:
-            counts[str(contents.dialect.convention), f"{contents.dialect.name} has no other"] += 1
-        else:
-            counts[None, "recorded nowhere"] += 1
+    for tensor in view.tensors_of(Role.MOMENTUM):
+        by, convention = next(iter(view.conventions(tensor).items()), ("recorded nowhere", None))
+        counts[convention, by] += 1
     for (convention, by), count in counts.most_common():
         yield {"convention": convention, "tensors": count, "by": by}
 
 
-def _balance(manifest: Manifest, contents: Contents) -> dict[str, Any]:
+def _balance(manifest: Manifest, view: ModelView) -> dict[str, Any]:
     held = bytes_by_rank(manifest)
-    work = newton_schulz_by_rank(contents, list(held)) if held else None
+    work = newton_schulz_by_rank(view, list(held)) if held else None
     shares = {"bytes": balance_of(held), "newton_schulz": balance_of(work) if work else None}
     return {name: share and share.to_json() for name, share in shares.items()}
 

@@ -15,12 +15,13 @@ from typing import Any
 
 from ...names.errors import SourceError
 from ...names.wording import counted, fields_of, listed, moment, size
+from ...programs.model_view import Role
 from ...record.record import Manifest
 from ...runs.resumes import RESUMES_FILE, Resume, resumes_of
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.verify.run import Run, RunStep, Visit, look_at_folder, run_of
-from .contents import FirstLook, Role, first_look, kinds_in, option_value
+from .contents import FirstLook, first_look, option_value
 from .holders import writing_ranks
 
 Shape = tuple[int, ...]
@@ -51,7 +52,7 @@ def facts_of(opened: OpenCheckpoint) -> StepFacts:
     program = known.program if isinstance(known.program, str) else known.program.dialect.name
     tensors = {
         tensor.key: (role, tensor.shape, tensor.dtype, tensor.fingerprint)
-        for role, members in known.contents.tensors.items()
+        for role, members in known.view.tensors.items()
         for tensor in members
     }
     return StepFacts(opened.format.name, _program(known, program), _ranks(known.manifest), tensors, options)
@@ -231,7 +232,7 @@ def look_at_run(path: str | os.PathLike[str] | Remote) -> RunHistory:
     """
     place = location(path, SourceError)
     facts, visit = _collecting()
-    run = look_at_folder(place, visit, kinds_in)
+    run = look_at_folder(place, visit)
     if not run.steps:
         raise SourceError(f"expected checkpoints in folders that end with the number of a step in {place}, found none")
     return _history(run, facts)
@@ -240,7 +241,7 @@ def look_at_run(path: str | os.PathLike[str] | Remote) -> RunHistory:
 def history_of(path: Location) -> RunHistory | None:
     """Look at a run as `look_at_run` does; None if the path is not the folder of one."""
     facts, visit = _collecting()
-    run = run_of(path, visit, kinds_in)
+    run = run_of(path, visit)
     return None if run is None else _history(run, facts)
 
 

@@ -8,13 +8,14 @@ from collections.abc import Collection, Iterator
 from ...algebra.box import Index
 from ...names.errors import LayoutError
 from ...names.wording import Finding
+from ...programs.model_view import ModelView, Role, StoredParameter
 from ...record.record import Manifest
 from ...store.verify.damage import Damage
-from .contents import Contents, HyperParameters, Role, StatefulParameter, StepCounts, layer_of
+from .contents import HyperParameters, StepCounts, layer_of
 
 
 def symptoms_of(
-    contents: Contents, manifest: Manifest, groups: HyperParameters, steps: StepCounts, damage: Damage
+    view: ModelView, manifest: Manifest, groups: HyperParameters, steps: StepCounts, damage: Damage
 ) -> tuple[Finding, ...]:
     """Look for what is odd, the gravest first; what ``damage`` has lost is no symptom, but said by itself."""
     found: list[Finding] = []
@@ -23,11 +24,11 @@ def symptoms_of(
             tensor.chunk_layout()
         except LayoutError as error:
             found.append(Finding("hole", str(error), (tensor.key,)))
-    found += _muon_off(contents)
-    found += _unfit_state(contents)
-    found += _without_partner(contents, groups)
-    found += _dtypes(contents)
-    found += _conventions(contents, groups)
+    found += _muon_off(view)
+    found += _unfit_state(view)
+    found += _without_partner(view, groups)
+    found += _dtypes(view)
+    found += _conventions(view)
     if steps.least != steps.most:
         found.append(
             Finding(
@@ -39,19 +40,19 @@ def symptoms_of(
     return tuple(found)
 
 
-def _muon_off(contents: Contents) -> Iterator[Finding]:
+def _muon_off(view: ModelView) -> Iterator[Finding]:
     """Report matrices that carry element-wise state where most of their siblings in other layers carry momentum.
 
     Embeddings, heads, routers and stacks of experts usually do in all layers, and so do all layers of some models.
     """
-    momentum, moments = (set(contents.slots_of(role)) for role in (Role.MOMENTUM, Role.MOMENTS))
+    momentum, moments = (set(view.slots_of(role)) for role in (Role.MOMENTUM, Role.MOMENTS))
 
-    def is_by_muon(parameter: StatefulParameter) -> bool:
+    def is_by_muon(parameter: StoredParameter) -> bool:
         if parameter.method is None:
             return bool(momentum & parameter.state.keys())
         return parameter.method.slots.get("momentum") in parameter.state  # a slot's name can have two meanings
 
-    matrices = [p for p in contents.parameters.values() if p.is_matrix and p.state]
+    matrices = [p for p in view.parameters.values() if p.is_matrix and p.state]
     by_muon = [p for p in matrices if is_by_muon(p)]
     others = [p for p in matrices if not is_by_muon(p) and moments & p.state.keys()]
     if not by_muon:
@@ -67,44 +68,42 @@ def _muon_off(contents: Contents) -> Iterator[Finding]:
         )
 
 
-def _unfit_state(contents: Contents) -> Iterator[Finding]:
+def _unfit_state(view: ModelView) -> Iterator[Finding]:
     """Report slots that no method keeps together, and state that is not shaped like its parameter.
 
     Slots of no method known here are those of another optimizer, unless most siblings in other layers lack them.
     """
-    if contents.dialect is not None:
-        known = {slot for method in contents.dialect.methods for slot in method.slots.values()}
+    if view.dialect is not None:
+        known = {slot for method in view.dialect.methods for slot in method.slots.values()}
         usual = defaultdict[tuple[str, Index], Counter[frozenset[str]]](Counter)
-        for parameter in contents.parameters.values():
+        for parameter in view.parameters.values():
             if parameter.state:
                 usual[parameter.alike][frozenset(parameter.state)] += 1
         odd: defaultdict[str, list[str]] = defaultdict(list)
-        for parameter in contents.parameters.values():
+        for parameter in view.parameters.values():
             slots = frozenset(parameter.state)
             if parameter.method or not slots:
                 continue
             if slots <= known or slots != usual[parameter.alike].most_common(1)[0][0]:
                 odd[", ".join(sorted(parameter.state))].append(parameter.name)
         for listed, names in odd.items():
-            methods = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in contents.dialect.methods)
+            methods = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in view.dialect.methods)
             about = f"{_are(names, 'parameter has', 'parameters have')} the state {listed}"
-            yield Finding(
-                "odd_state", f"{about}, which no method of {contents.dialect.name} keeps ({methods})", (*names,)
-            )
-    for parameter in contents.parameters.values():
+            yield Finding("odd_state", f"{about}, which no method of {view.dialect.name} keeps ({methods})", (*names,))
+    for parameter in view.parameters.values():
         for tensor in parameter.shaped():
             if tensor.shape != parameter.shape:
                 message = f"{tensor.key} has shape {tensor.shape}, its parameter {parameter.shape}"
                 yield Finding("shape", message, (parameter.name,))
 
 
-def _without_partner(contents: Contents, groups: HyperParameters) -> Iterator[Finding]:
+def _without_partner(view: ModelView, groups: HyperParameters) -> Iterator[Finding]:
     """Report parameters without state where others have some, state without parameters, and state in no group.
 
     Buffers, tied and frozen parameters have none, and neither have frozen layers: what is in no group is reported only
     if most of its siblings in other layers have state, and something else in its own layer has.
     """
-    parameters, dialect = contents.parameters.values(), contents.dialect
+    parameters, dialect = view.parameters.values(), view.dialect
     stateful = dict.fromkeys(p.name for p in parameters if p.state)
     if dialect is None or not stateful:
         return
@@ -144,10 +143,10 @@ def _without_partner(contents: Contents, groups: HyperParameters) -> Iterator[Fi
             yield Finding.listing(kind, f"{_are(names, 'parameter has', 'parameters have')} {message}", names)
 
 
-def _dtypes(contents: Contents) -> Iterator[Finding]:
+def _dtypes(view: ModelView) -> Iterator[Finding]:
     """Report more than one dtype of one parameter in all layers, among its weights or in a slot of its state."""
     by_kind: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)
-    for parameter in contents.parameters.values():
+    for parameter in view.parameters.values():
         pattern, _ = parameter.alike
         for slot, tensor in parameter.state.items():
             by_kind[f"slot {slot}", pattern][tensor.key] = tensor.dtype
@@ -161,13 +160,9 @@ def _dtypes(contents: Contents) -> Iterator[Finding]:
             yield Finding.listing("dtype", f"{kind} of {name}: more than one dtype, {numbers} tensors", odd)
 
 
-def _conventions(contents: Contents, groups: HyperParameters) -> Iterator[Finding]:
+def _conventions(view: ModelView) -> Iterator[Finding]:
     """Report momentum in more than one convention, or in another than its group or its program says."""
-    in_groups, own = groups.conventions, contents.dialect and contents.dialect.convention
-    named: dict[str, set[str]] = {}
-    for tensor in contents.tensors.get(Role.MOMENTUM, ()):
-        every = (tensor.convention, in_groups.get(tensor.name or ""), own)
-        named[tensor.key] = {str(convention) for convention in every if convention}
+    named = {tensor.key: {*view.conventions(tensor).values()} for tensor in view.tensors_of(Role.MOMENTUM)}
     if torn := [key for key, conventions in named.items() if len(conventions) > 1]:
         about = f"manifest, group and program disagree on the convention of {_are(torn, 'momentum', 'momenta')}"
         yield Finding.listing("convention", about, torn)

@@ -19,29 +19,21 @@ from ...algebra.box import Box, Index
 from ...algebra.layout import Fragment, Place, TensorLayout, dense, holes_in
 from ...names.errors import ADVICE, DamageError, MuonckptError, SourceError, about
 from ...names.version import PROGRAM
-from ...names.vocabulary import MOMENTUM, begins_as_zeros
+from ...names.vocabulary import begins_as_zeros
 from ...names.wording import counted, listed
+from ...programs.model_view import BEGIN_ANEW, ModelView, Role
 from ...record.chunks import Boxes, Chunks, Strides
 from ...record.key_search import keys_matching, names_of
 from ...record.record import Blob, Manifest, StateRecord
 from ...store.io.checksums import xxh3_128
 from ...store.open_checkpoint import OpenCheckpoint, check_blob
 from ...store.reading.payloads import payload_of
-from ...store.verify.damage import BEGIN_ANEW, Damage, Kind
+from ...store.verify.damage import Damage
 from ...store.verify.diagnosis import Diagnosis
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
-from ..look.contents import FirstLook, kinds_in, recorded_step
+from ..look.contents import FirstLook, recorded_step
 from .joined import JoinedCheckpoints, JoinedPayloads
-from .same_save import (
-    Comparison,
-    FillingSource,
-    WholePart,
-    common_boxes,
-    compare_box,
-    convention_of,
-    overlapping,
-    same_items,
-)
+from .same_save import Comparison, FillingSource, WholePart, common_boxes, compare_box, overlapping, same_items
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +64,6 @@ class Filling:
 
     part: WholePart
     diagnosis: Diagnosis
-    kind: Kind
     sources: Sequence[FillingSource]
     comparisons: Sequence[Comparison | None]
     left: dict[str, tuple[Box, ...]]
@@ -88,6 +79,10 @@ class Filling:
     @property
     def look(self) -> FirstLook:
         return self.part.look
+
+    @property
+    def view(self) -> ModelView:
+        return self.part.look.view
 
     @property
     def kept(self) -> Sequence[StateRecord]:
@@ -120,7 +115,6 @@ class Filling:
         return cls(
             part,
             diagnosis,
-            kinds_in(part.look.manifest),
             [*sources, *(comparison.source for comparison in comparisons)],
             [*compared, *comparisons],
             left,
@@ -140,7 +134,7 @@ class Filling:
             # What it has of the boxes that nothing has filled so far.
             asked = {}
             for key, boxes in self.left.items():
-                theirs = source.counterpart(of_key[key], self.look)
+                theirs = source.counterpart(of_key[key], self.view)
                 if theirs is not None:
                     self._refuse_misfit(number, of_key[key], theirs)
                     pairs = overlapping(Boxes.of_all(boxes, theirs.boxes.ndim), theirs.boxes)
@@ -167,13 +161,16 @@ class Filling:
                 self.parts[key].append(_Part(len(self.sources) + 1, zeros, False))
             else:
                 self.refused[key].append(
-                    f"{self.kind(of_key[key])} do not begin as zeros, so --fresh does not make them"
+                    f"{self.view.noun(of_key[key])} do not begin as zeros, so --fresh does not make them"
                 )
         self._refuse_losses()
 
     def _begins_as_zeros(self, tensor: StateRecord) -> bool:
-        named = (group.options for group in self.look.groups.groups if tensor.name in group.parameters)
-        return begins_as_zeros(tensor.slot or "", next(named, {})) or self.kind(tensor) in BEGIN_ANEW
+        parameter = self.view.parameters.get(tensor.name or "")
+        return (
+            begins_as_zeros(tensor.slot or "", parameter.options if parameter else {})
+            or self.view.role(tensor) in BEGIN_ANEW
+        )
 
     def _has_fingerprint(self, number: int, mine: StateRecord) -> bool | None:
         """Return whether a source has the tensor of which this is recorded; None if no fingerprints tell."""
@@ -193,7 +190,7 @@ class Filling:
 
     def _refuse_misfit(self, number: int, mine: StateRecord, theirs: StateRecord) -> None:
         source = self.sources[number - 1]
-        conventions = [convention_of(mine, self.look), convention_of(theirs, source.look)]
+        conventions = [self.view.convention(mine), source.look.view.convention(theirs)]
         if None in conventions and self._is_same(number, mine):
             conventions = [None, None]
         for what, expected, found in (
@@ -274,7 +271,7 @@ class Filling:
                 if part.record is None:  # zeros, or replicas
                     continue
                 for number, source in enumerate(self.sources, 1):
-                    other = source.counterpart(mine, self.look)
+                    other = source.counterpart(mine, self.view)
                     if number == part.source or source.own or other is None or not self._is_same(number, mine):
                         continue
                     if box := _first_difference(self.sources[part.source - 1], part, source, other, jobs):
@@ -403,7 +400,8 @@ class Filling:
         others = {(part.source, key) for key, parts in self.parts.items() for part in parts if not part.same}
         kinds: defaultdict[tuple[int, bool], Counter[str]] = defaultdict(Counter)
         for number, key in others:
-            kinds[number, self._is_momentum(of_key[key])][self.kind(of_key[key])] += 1
+            tensor = of_key[key]
+            kinds[number, self.view.role(tensor) is Role.MOMENTUM][self.view.noun(tensor)] += 1
         for (number, is_momentum), counts in sorted(kinds.items()):
             names = ", ".join(f"{kind} of {count}" for kind, count in sorted(counts.items()))
             tensors = f"{names} {'tensor' if counts.total() == 1 else 'tensors'}"
@@ -442,16 +440,10 @@ class Filling:
                 "no digests of them were recorded, and no source of the same save has them"
             )
 
-    def _is_momentum(self, tensor: StateRecord) -> bool:
-        dialect = None if isinstance(self.look.program, str) else self.look.program.dialect
-        return tensor.slot in (dialect.slots_called("momentum") if dialect else {MOMENTUM})
-
     def _fades(self) -> str:
         """Say what a mixed momentum means, with the run's own coefficient where its groups say it."""
-        groups = self.look.groups.groups
-        dialect = None if isinstance(self.look.program, str) else self.look.program.dialect
-        names = {method.options.get("momentum", "") for method in dialect.methods} if dialect else set()
-        found = [group.options[name] for group in groups for name in names & group.options.keys()]
+        names = self.view.dialect.options_called("momentum") if self.view.dialect else frozenset()
+        found = [group.options[name] for group in self.view.groups for name in names & group.options.keys()]
         mu = max((value for value in found if isinstance(value, float) and 0 < value < 1), default=None)
         steps = "" if mu is None else f" ({1 / (1 - mu):.0f} here)"
         return f"such a momentum is the direction of another step there, and decays within 1 / (1 - mu) steps{steps}"

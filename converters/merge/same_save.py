@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from ...algebra.fingerprint import as_hex, combine
 from ...algebra.overlap import IntArray, overlaps
 from ...names.errors import ADVICE, LayoutError, MuonckptError, SeveralSavesError, SourceError, UnlistedError
 from ...names.wording import counted, listed
+from ...programs.model_view import ModelView, Role
 from ...record.chunks import Boxes
 from ...record.record import Blob, Chunk, StateRecord, with_chunks
 from ...store.open_checkpoint import OpenCheckpoint, check_blob, checked_blob
@@ -30,7 +31,7 @@ from ...store.verify.audit import AuditReport
 from ...store.verify.damage import Damage
 from ..compare.diff import same_value
 from ..engine.arithmetic import Words
-from ..look.contents import FirstLook, Role, first_look
+from ..look.contents import FirstLook, first_look
 
 Name = tuple[str, str | None]
 """A parameter, or a tensor of no parameter, and the slot of its state: the same in checkpoints with other keys."""
@@ -52,13 +53,15 @@ class FillingSource:
     @classmethod
     def of(cls, name: str, opened: OpenCheckpoint, own: bool = False) -> FillingSource:
         look = first_look(opened)
-        tensors: dict[str | Name, StateRecord] = {_name(tensor, look): tensor for tensor in look.manifest.tensors}
+        tensors: dict[str | Name, StateRecord] = {
+            look.view.identity(tensor): tensor for tensor in look.manifest.tensors
+        }
         tensors |= {tensor.key: tensor for tensor in look.manifest.tensors}
         return cls(name, opened, look, own, tensors, {blob.key: blob for blob in opened.outline.blobs})
 
-    def counterpart(self, tensor: StateRecord, look: FirstLook) -> StateRecord | None:
+    def counterpart(self, tensor: StateRecord, view: ModelView) -> StateRecord | None:
         """Return the tensor of the same key, or of the same parameter and slot; None if there is none."""
-        return self.tensors.get(tensor.key) or self.tensors.get(_name(tensor, look))
+        return self.tensors.get(tensor.key) or self.tensors.get(view.identity(tensor))
 
     @property
     def records_digests(self) -> bool:
@@ -92,21 +95,6 @@ class FillingSource:
         return with_chunks(
             located, [[number for number in range(len(tensor.chunks)) if next(verdicts)] for tensor in located]
         )
-
-
-def _name(tensor: StateRecord, look: FirstLook) -> Name:
-    if tensor.slot is not None and tensor.name is not None:
-        return tensor.name, tensor.slot
-    fields = None if isinstance(look.program, str) else look.program.dialect.model.read(tensor.path)
-    return (fields["name"] if fields else tensor.key), None
-
-
-def convention_of(tensor: StateRecord, look: FirstLook) -> str | None:
-    """Return the momentum convention of a tensor as it is recorded, or as its group or its program has it."""
-    dialect = None if isinstance(look.program, str) else look.program.dialect
-    if tensor.convention or dialect is None or tensor.slot not in dialect.slots_called("momentum"):
-        return tensor.convention
-    return look.groups.conventions.get(tensor.name or "") or dialect.convention
 
 
 def is_listed_whole(opened: OpenCheckpoint) -> bool:
@@ -206,9 +194,7 @@ class WholePart:
     @cached_property
     def is_state(self) -> Flags:
         """For each chunk, whether it is of a momentum or a moment, which two moments of training do not share."""
-        tensors = self.look.contents.tensors
-        state = chain(tensors.get(Role.MOMENTUM, ()), tensors.get(Role.MOMENTS, ()))
-        return self.chunks_of({tensor.key for tensor in state})
+        return self.chunks_of({tensor.key for tensor in self.look.view.tensors_of(Role.MOMENTUM, Role.MOMENTS)})
 
     def chunks_of(self, keys: Collection[str]) -> Flags:
         """Return which chunks are of these tensors."""
@@ -410,10 +396,10 @@ def compare(part: WholePart, source: FillingSource, jobs: int) -> Comparison:
     pairs: list[tuple[StateRecord, IntArray, StateRecord]] = []
     # Fingerprints that are recorded or known tell without reading.
     for tensor, rows in zip(part.tensors, part.rows, strict=True):
-        other = source.counterpart(tensor, part.look)
+        other = source.counterpart(tensor, part.look.view)
         if other is None or (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
             continue
-        conventions = {convention_of(tensor, part.look), convention_of(other, source.look)} - {None}
+        conventions = {part.look.view.convention(tensor), source.look.view.convention(other)} - {None}
         if len(conventions) > 1:  # the same momentum has other elements
             continue
         mine = tensor.fingerprint or part.fingerprints.get(tensor.key)

@@ -411,6 +411,26 @@ class Dialect:
         common = {slot: name for method in self.methods for name, slot in method.slots.items() if name in _OF_ANY}
         return StoredMethod(named, {common.get(slot, f"own {slot}"): slot for slot in sorted(slots)}, family=self.name)
 
+    def methods_with(self, slots: frozenset[str], counted: bool = True) -> list[StoredMethod]:
+        """Return the methods that keep these slots; where steps are ``counted`` elsewhere, that slot may be missing."""
+
+        def keeps(method: StoredMethod) -> bool:
+            return {*method.slots.values()} in (slots, slots | {method.slots.get("step")} if counted else slots)
+
+        return list(filter(keeps, self.methods))
+
+    def likely_method(self, slots: frozenset[str], named: str | None) -> StoredMethod | None:
+        """Return the method that keeps these slots, preferably the one that the group names; None if there is none."""
+        stored = slots - self.derived
+        if (given := self.given_method(named, stored)) is not None:
+            return given
+        if named is not None and stored & CODE_SLOTS:  # averages in 8 bits
+            common = {slot: name for method in self.methods for name, slot in method.slots.items()}
+            return StoredMethod(named, {common.get(slot, f"own {slot}"): slot for slot in sorted(stored)})
+        fitting = self.methods_with(stored)
+        fitting += [m for m in FOREIGN.values() if m.name == named and stored == {*m.slots.values()}]
+        return next((method for method in fitting if method.name == named), fitting[0] if fitting else None)
+
     def method(
         self, slots: frozenset[str], named: str | None, about: str, dropped: Collection[str] = (), counted: bool = False
     ) -> StoredMethod:
@@ -432,9 +452,8 @@ class Dialect:
         ]
         fitting = [
             method
-            for method in self.methods
-            if set(method.slots.values()) in (stored, stored | {method.slots.get("step")} if counted else stored)
-            and (named in (None, method.name) or ("momentum" in method.slots and method.slots in without_dropped))
+            for method in self.methods_with(stored, counted)
+            if named in (None, method.name) or ("momentum" in method.slots and method.slots in without_dropped)
         ]
         if len({method.name for method in fitting}) != 1:
             if codes := sorted(stored & CODE_SLOTS):

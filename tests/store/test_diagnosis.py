@@ -23,7 +23,7 @@ from muonckpt import DamageError, Series
 from muonckpt.record.chunks import Boxes, Chunks
 from muonckpt.record.columns import Columns
 from muonckpt.record.record import Manifest, StateRecord
-from muonckpt.store.verify.damage import Damage, kind_of
+from muonckpt.store.verify.damage import Damage
 from muonckpt.store.verify.diagnosis import Diagnosis, diagnosis_by_files
 from muonckpt.store.verify.opening import open_damaged
 
@@ -355,7 +355,7 @@ def test_many_lost_chunks_are_told_without_a_loop_over_them(monkeypatch):
         monkeypatch.setattr(Boxes, name, refuse)
         monkeypatch.setattr(Chunks, name, refuse)
     damage = Damage(manifest, np.ones(count, np.bool_), files={"__0_0.distcp": None}, read=True)
-    assert "200000 of 200000 chunks (781 KiB: weights of 1 tensor) are lost" in damage.sentence(kind_of)
+    assert "200000 of 200000 chunks (781 KiB: weights of 1 tensor) are lost" in damage.sentence
     found = damage.to_json()
     assert found["boxes"]["lo"][-1] == [count - 1] and len(found["boxes"]["tensor"]) == count
     whole = replace(damage, chunks=np.zeros(count, np.bool_), files={})

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...algebra.box import Index
-from ...converters.look.contents import Role, first_look
+from ...converters.look.contents import first_look
 from ...names.errors import SourceError, TargetError
 from ...names.vocabulary import (
     BLOCK,
@@ -35,6 +35,7 @@ from ...optimizer.methods.form import Kept, MatrixMethod
 from ...optimizer.methods.matrix import MATRICES, as_stored, fused_of, is_matrix_method, kept_of
 from ...optimizer.methods.muon import MUON
 from ...optimizer.planning.matrices import Fused
+from ...programs.model_view import Role
 from ...store.io.location import Location
 from ...store.io.regular import read_whole
 from ...store.reading.dtypes import itemsize
@@ -139,17 +140,13 @@ def model_of_checkpoint(path: Location, own: MatrixMethod | None = None) -> Mode
     """
     with open(path) as opened:
         look = first_look(opened)
-    contents, dialect = look.contents, look.contents.dialect
+    view, dialect = look.view, look.view.dialect
     methods = MATRICES if own is None else {**MATRICES, own.name: own}
-    momentum = {tensor.key for tensor in contents.tensors.get(Role.MOMENTUM, ())}
-    groups = {name: group.options for group in look.groups.groups for name in group.parameters}
     parameters = []
-    for parameter in contents.parameters.values():
+    for parameter in view.parameters.values():
         tensors = [*([parameter.weight] if parameter.weight else []), *parameter.state.values()]
-        average = next(
-            (t for slot, t in parameter.state.items() if t.key in momentum or slot == codes_of(MOMENTUM)), None
-        )
-        shape, given = parameter.shape, groups.get(parameter.name, {})
+        averages = (t for t in tensors if view.role(t) is Role.MOMENTUM or t.slot == codes_of(MOMENTUM))
+        average, shape, given = next(averages, None), parameter.shape, parameter.options
         algorithm = given.get(dialect.method_option or "") if dialect else None
         options: dict[str, Any] = {"pieces": average.pieces if average else None}
         if ours := dialect is not None and dialect.takes_methods:

@@ -24,11 +24,12 @@ from ...converters.compare.stats import (
     siblings_of,
     stats_of,
 )
-from ...converters.look.contents import Contents, FirstLook, Role
+from ...converters.look.contents import FirstLook
 from ...converters.look.holders import chunk_bytes, cut_in_words, newton_schulz_by_rank
 from ...converters.look.inspection import Inspection, description, inspection_of
 from ...names.errors import DamageError, SourceError
 from ...names.version import VERSION
+from ...programs.model_view import ModelView, Role
 from ...record.chunks import Boxes
 from ...record.columns import UNKNOWN
 from ...record.record import Manifest
@@ -116,7 +117,7 @@ class Page:
     def to_json(self) -> dict[str, Any]:
         """Return the data of the page, as docs/guide/report.md describes it."""
         manifest, ranks = self.inspection.manifest, self.inspection.bytes_of_ranks()
-        work = newton_schulz_by_rank(self.known.contents, list(ranks)) if ranks else None
+        work = newton_schulz_by_rank(self.known.view, list(ranks)) if ranks else None
         places = {tensor.key: number for number, tensor in enumerate(manifest.tensors)}
         stats = _stats_columns(self.stats, places) if self.stats else None
         unmeasured = sorted(places[key] for key in self.unmeasured)
@@ -127,7 +128,7 @@ class Page:
             "inspection": plain(self.inspection),
             "verdict": verdict_of(self.diagnosis),
             "lost": lost_columns(self.diagnosis.damage, places),
-            **shard_columns(manifest, self.known.contents),
+            **shard_columns(manifest, self.known.view),
             "ranks": {"bytes": by_number(ranks), "newton_schulz": by_number(work)},
             "stats": plain(stats | {"left_out": unmeasured}) if stats else None,
             "difference": plain(difference),
@@ -232,7 +233,7 @@ class Reading:
             difference = diff_of(*sides, without=without, memory=memory, jobs=jobs, progress=compared)
         if self.stats == "none":
             return None, difference
-        spectra, weights = self.stats == "spectra", own.known.contents.tensors.get(Role.WEIGHTS, ())
+        spectra, weights = self.stats == "spectra", own.known.view.tensors_of(Role.WEIGHTS)
         tensors = measured(own.opened, own.known, chosen, spectra=spectra, memory=memory, jobs=jobs, passed=passed)
         keys = {tensor.key for tensor in weights}
         changes = {  # root mean squares, where both checkpoints have a weight in one shape
@@ -302,7 +303,7 @@ def _stats_columns(stats: CheckpointStats, places: Mapping[str, int]) -> dict[st
     }
 
 
-def shard_columns(manifest: Manifest, contents: Contents) -> dict[str, Any]:
+def shard_columns(manifest: Manifest, view: ModelView) -> dict[str, Any]:
     """Return tensors, their cuts and their shards as columns: a million shards take ten megabytes.
 
     ``tensors``: columns ``key``, ``role``, ``slot``, ``shape``, ``dtype``, ``bytes``, ``fingerprint`` and ``cut``, a
@@ -310,7 +311,6 @@ def shard_columns(manifest: Manifest, contents: Contents) -> dict[str, Any]:
     ``shards``, in the order of the tensors: columns ``file`` and ``offset``, of the elements or else of their item.
     ``files``: columns ``name``, ``rank`` (None if the name does not tell) and ``bytes`` of elements.
     """
-    roles = {tensor.key: str(role) for role, tensors in contents.tensors.items() for tensor in tensors}
     cuts: dict[tuple[tuple[int, ...], Boxes], int] = {}
     words: list[str] = []
     cut_of = []
@@ -325,7 +325,7 @@ def shard_columns(manifest: Manifest, contents: Contents) -> dict[str, Any]:
     return {
         "tensors": {
             "key": [tensor.key for tensor in manifest.tensors],
-            "role": [roles[tensor.key] for tensor in manifest.tensors],
+            "role": [str(view.role(tensor)) for tensor in manifest.tensors],
             "slot": [tensor.slot for tensor in manifest.tensors],
             "shape": [list(tensor.shape) for tensor in manifest.tensors],
             "dtype": [tensor.dtype for tensor in manifest.tensors],

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ...converters.look.contents import FirstLook, first_look, kinds_in
+from ...converters.look.contents import FirstLook, first_look
 from ...names.errors import LayoutError, SourceError
 from ...record.record import Manifest
 from ...store.io.location import Location
@@ -48,7 +48,7 @@ class Looked:
             SourceError: there is none, or its metadata cannot be read.
         """
         opened = stack.enter_context(open_damaged(place))
-        diagnosis = diagnosis_by_files(opened, verified(opened.path), kinds_in)
+        diagnosis = diagnosis_by_files(opened, verified(opened.path))
         return cls(opened, first_look(opened), diagnosis, _left_out(opened.outline, diagnosis.damage))
 
     @property
@@ -60,7 +60,7 @@ class Looked:
         from ...store.verify.audit import audit, payload_bytes  # not needed where nothing is damaged
 
         total = payload_bytes(self.opened.outline)
-        diagnosis = audit(self.opened, lambda count: progress(count, total), jobs, kinds_in).diagnosis
+        diagnosis = audit(self.opened, lambda count: progress(count, total), jobs).diagnosis
         return replace(self, diagnosis=diagnosis, left_out=_left_out(self.opened.outline, diagnosis.damage))
 
 

@@ -31,7 +31,7 @@ from ..io.regular import open_regular, read_whole
 from ..open_checkpoint import OpenCheckpoint, check_blob
 from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, nonfinite, payload_of
-from .damage import Damage, Kinds, damage_of_files, faults_of, kinds_by_slot, misplaced_files
+from .damage import Damage, damage_of_files, faults_of, misplaced_files
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
 from .small_tensors import examined
 
@@ -230,7 +230,6 @@ def verify(
     *,
     jobs: int = 2,
     progress: Progress = lambda count, total: None,
-    kinds: Kinds = kinds_by_slot,
     pace: Pace | None = None,
 ) -> AuditReport:
     """Check that a checkpoint of any format is whole: what ``muonckpt verify`` prints.
@@ -242,7 +241,6 @@ def verify(
         path: a path, or a URL such as ``s3://bucket/step1000``.
         jobs: threads that read and check.
         progress: called with the bytes read since the last call, and with the total.
-        kinds: says what people call the tensors of a checkpoint, where it does not say itself.
         pace: holds the reading back to a rate.
 
     Raises:
@@ -260,13 +258,11 @@ def verify(
     with opened as checkpoint:
         checkpoint.payloads.pace = pace
         total = payload_bytes(checkpoint.outline)
-        report = audit(checkpoint, lambda count: progress(count, total), jobs, kinds)
+        report = audit(checkpoint, lambda count: progress(count, total), jobs)
     return replace(report, findings=reasons + report.findings)
 
 
-def audit(
-    checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int, kinds: Kinds = kinds_by_slot
-) -> AuditReport:
+def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) -> AuditReport:
     """Verify a checkpoint that is already open; ``passed`` is called with the bytes read since its last call."""
     path, payloads = checkpoint.path, checkpoint.payloads
     manifest = checkpoint.outline
@@ -357,7 +353,7 @@ def audit(
         fingerprints=fingerprints,
         findings=every,
         notes=tuple(notes),
-        diagnosis=diagnosis_of(checkpoint, damage, every, kinds),
+        diagnosis=diagnosis_of(checkpoint, damage, every),
     )
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from ...algebra.box import Box
 from ...algebra.layout import holes_in
 from ...names.errors import SeveralSavesError, SourceError, UnlistedError
-from ...names.vocabulary import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, SECOND_MOMENT, STEP
 from ...names.wording import Finding, counted, listed, size
 from ...programs.signs import METADATA_FILE
 from ...record.chunks import Boxes, Chunks
@@ -31,6 +30,9 @@ from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
 from ..reading.dtypes import itemsize
 from ..reading.payloads import check_chunk
+
+if TYPE_CHECKING:
+    from ...programs.model_view import ModelView
 
 _RANK_IN_NAME = re.compile(
     r"(?:.*/)?(?:__([0-9]{1,7})_[0-9]+\.distcp|(?:rank|layer_wise_optimizer)_([0-9]{1,7})\.[a-z]+"
@@ -44,40 +46,6 @@ def rank_in_name(file: str) -> int | None:
     """Return the rank that wrote a file, if the file's name tells."""
     match = _RANK_IN_NAME.fullmatch(file)
     return None if match is None else int(match[match.lastindex or 0])
-
-
-OTHER_STATE = "other state"
-
-_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        MOMENTUM: "momenta",
-        SECOND_MOMENT: "moments",
-        EXP_AVG: "moments",
-        EXP_AVG_SQ: "moments",
-        STEP: "step counters",
-        MASTER: "master weights",
-    }
-)
-"""What people call the tensors of a slot."""
-
-BEGIN_ANEW = frozenset({"momenta", "moments", "step counters"})
-"""Such tensors of an optimizer are zeros when training begins, so that it can begin with them anew."""
-
-Kind = Callable[[StateRecord], str]
-"""Says what people call such tensors, in the plural."""
-
-Kinds = Callable[[Manifest], Kind]
-"""Says of a checkpoint what people call its tensors; asked only where something is wrong."""
-
-
-def kind_of(tensor: StateRecord) -> str:
-    """Return what people call such tensors, in the plural, as far as the tensor itself says what it is."""
-    return "weights" if tensor.slot is None else _NAMES.get(tensor.slot, OTHER_STATE)
-
-
-def kinds_by_slot(manifest: Manifest) -> Kind:
-    """Return what people call the tensors of a checkpoint, where it says itself which are state of an optimizer."""
-    return kind_of if any(tensor.slot for tensor in manifest.tensors) else lambda tensor: "tensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +78,20 @@ class Damage:
 
     def __bool__(self) -> bool:
         return bool(self.chunks.any() or self.items or self.files or self.holes)
+
+    @cached_property
+    def view(self) -> ModelView:
+        """The checkpoint in terms of a model and its optimizer, as its keys tell."""
+        from ...programs.model_view import view_by_keys  # not needed where nothing is wrong
+
+        return view_by_keys(self.manifest)
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether all tensors that have lost elements are zeros when training begins."""
+        from ...programs.model_view import BEGIN_ANEW
+
+        return {*map(self.view.role, self.tensors)} <= BEGIN_ANEW
 
     @cached_property
     def by_file(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -181,16 +163,17 @@ class Damage:
         chunks = self.chunks & ~self.manifest.columns.is_in(names)
         return replace(self, chunks=chunks, items=items, files=files, misplaced={})
 
-    def sentence(self, kind: Kind) -> str:
-        """Return what is lost, as one sentence for people; ``kind`` says what a tensor is, in the plural."""
+    @property
+    def sentence(self) -> str:
+        """What is lost, as one sentence for people."""
         if self.misplaced:
             moved = [f"that of {name} is called {other}" for name, other in sorted(self.misplaced.items())]
             said = f"{counted(len(moved), 'file')} with other names than when it was saved: {listed(moved, 4)}"
             besides = self.without_misplaced
-            return f"{said}; {besides.sentence(kind) if besides else 'nothing else is wrong, and nothing is lost'}"
+            return f"{said}; {besides.sentence if besides else 'nothing else is wrong, and nothing is lost'}"
         parts = []
         if self.tensors:
-            parts.append(self._lost_elements(kind))
+            parts.append(self._lost_elements())
         if self.items:
             keys = sorted(self.items)
             parts.append(f"{len(keys)} of {len(self.manifest.blobs)} items that are not tensors ({listed(keys, 2)})")
@@ -205,9 +188,9 @@ class Damage:
         rest = "all else is whole" if self.read else "all other files are long enough"
         return f"{'; '.join(self._causes()) or 'bytes are not those that were written'}: {lost}; {rest}"
 
-    def _lost_elements(self, kind: Kind) -> str:
+    def _lost_elements(self) -> str:
         chunks, stored = int(self.chunks.sum()), int((self.manifest.elements > 0).sum())
-        kinds = Counter(map(kind, self.tensors))
+        kinds = Counter(map(self.view.noun, self.tensors))
         (first, count), *others = kinds.items()
         named = [f"{first} of {counted(count, 'tensor')}", *(f"{name} of {count}" for name, count in others)]
         whose = ", ".join(named).replace("tensors of ", "")
@@ -395,14 +378,13 @@ def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
     return [Finding(kind(fault), str(fault).removeprefix(f"{checkpoint.path}: ")) for fault in checkpoint.faults]
 
 
-def sentence_of(damage: Damage, findings: Sequence[Finding], kind: Kind) -> str:
+def sentence_of(damage: Damage, findings: Sequence[Finding]) -> str:
     """Say what is wrong with a checkpoint, in terms of a run; empty if nothing is.
 
     Args:
         findings: what the damage does not explain.
-        kind: says what people call a tensor, in the plural.
     """
-    return "; ".join([*([damage.sentence(kind)] if damage else []), *_said(findings)])
+    return "; ".join([*([damage.sentence] if damage else []), *_said(findings)])
 
 
 def unexplained(damage: Damage, findings: Sequence[Finding]) -> list[Finding]:

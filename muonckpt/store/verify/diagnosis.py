@@ -20,14 +20,10 @@ from ..formats.registry import OWN, format_of
 from ..io.location import Location
 from ..open_checkpoint import OpenCheckpoint
 from .damage import (
-    BEGIN_ANEW,
     NOTHING_LOST,
     Damage,
-    Kind,
-    Kinds,
     damage_of_files,
     findings_by_files,
-    kinds_by_slot,
     rank_in_name,
     sentence_of,
     unexplained,
@@ -106,36 +102,33 @@ def diagnosis_of(
     checkpoint: OpenCheckpoint,
     damage: Damage,
     findings: Sequence[Finding],
-    kinds: Kinds = kinds_by_slot,
     besides: Collection[str] = (),
 ) -> Diagnosis:
     """Say what is wrong with an open checkpoint.
 
     Args:
         findings: what was found besides the damage, or explains it.
-        kinds: says what people call the tensors, where the checkpoint does not say itself what they are.
         besides: the names of other steps of its run that are known to be damaged.
     """
     if not damage and not findings:
         return Diagnosis(checkpoint.path, "", damage=damage)
-    kind, others = kinds(damage.manifest), unexplained(damage, findings)
-    sentence = sentence_of(damage, others, kind)
-    return Diagnosis(checkpoint.path, sentence, tuple(_remedies(checkpoint, damage, others, kind, besides)), damage)
+    others = unexplained(damage, findings)
+    remedies = tuple(_remedies(checkpoint, damage, others, besides))
+    return Diagnosis(checkpoint.path, sentence_of(damage, others), remedies, damage)
 
 
 def diagnosis_by_files(
     checkpoint: OpenCheckpoint,
     last: Verified | None,
-    kinds: Kinds = kinds_by_slot,
     besides: Collection[str] = (),
 ) -> Diagnosis:
     """Say what is wrong with an open checkpoint, as far as files' names and sizes, and its last verification, tell.
 
     Args:
         last: what was recorded of these very files, by `verified`.
-        kinds, besides: as for `diagnosis_of`.
+        besides: as for `diagnosis_of`.
     """
-    diagnosis = diagnosis_of(checkpoint, damage_of_files(checkpoint), findings_by_files(checkpoint), kinds, besides)
+    diagnosis = diagnosis_of(checkpoint, damage_of_files(checkpoint), findings_by_files(checkpoint), besides)
     if diagnosis or last is None or not last.has_loss:
         return diagnosis
     sentence = f"verified {moment(last.when)} UTC: {last.sentence}"
@@ -200,7 +193,7 @@ _DESCRIPTIVE = frozenset({"metadata", "description", "manifest", "key"})
 
 
 def _remedies(
-    checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], kind: Kind, besides: Collection[str]
+    checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], besides: Collection[str]
 ) -> Iterator[Remedy]:
     """Yield what to do, the cheapest and most exact first.
 
@@ -249,7 +242,7 @@ def _remedies(
         f"{command('salvage', path, new, '--from')} OTHER",
         "takes what is lost from a copy, a replica or another step, if you have one: none is beside it",
     )
-    if damage.tensors and not damage.items and "unlisted" not in kinds and {*map(kind, damage.tensors)} <= BEGIN_ANEW:
+    if damage.tensors and not damage.items and "unlisted" not in kinds and damage.begins_anew:
         yield from _fresh(path, new, damage, checkpoint.format is OWN)
 
 

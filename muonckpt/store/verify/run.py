@@ -20,7 +20,7 @@ from ..io import publish
 from ..io.location import Location, at_each, folders_with
 from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
-from .damage import Kinds, damage_of_files, findings_by_files, kinds_by_slot, sentence_of, unexplained
+from .damage import damage_of_files, findings_by_files, sentence_of, unexplained
 from .verified import Verified, verifications, written
 
 State = Literal["whole", "damaged", "incomplete", "unread"]
@@ -134,14 +134,13 @@ def _only_look(name: str, opened: OpenCheckpoint) -> None:
     """Do nothing else with a step."""
 
 
-def run_of(path: Location, visit: Visit = _only_look, kinds: Kinds = kinds_by_slot) -> Run | None:
+def run_of(path: Location, visit: Visit = _only_look) -> Run | None:
     """Look at the folder of a run; None if it is a checkpoint itself, or holds none in folders that end with a number.
 
     Reads the metadata of each checkpoint, and no elements.
 
     Args:
         visit: called with each checkpoint whose metadata can be read; in a store from several threads.
-        kinds: says what people call the tensors of a checkpoint, where it does not say itself.
 
     Raises:
         SourceError: the folder cannot be read.
@@ -151,7 +150,7 @@ def run_of(path: Location, visit: Visit = _only_look, kinds: Kinds = kinds_by_sl
             return None
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
-    run = look_at_folder(path, visit, kinds)
+    run = look_at_folder(path, visit)
     return None if all(one.state == "incomplete" for one in run.steps) else run
 
 
@@ -171,7 +170,7 @@ def _is_checkpoint(path: Location) -> bool:
     return any(len(alike) > 1 for alike in stems.values())
 
 
-def look_at_folder(path: Location, visit: Visit = _only_look, kinds: Kinds = kinds_by_slot) -> Run:
+def look_at_folder(path: Location, visit: Visit = _only_look) -> Run:
     """Look at a folder that is that of a run, whatever else lies in it; raises as `run_of`."""
     try:
         entries: list[Location] = list(path.iterdir())
@@ -185,7 +184,7 @@ def look_at_folder(path: Location, visit: Visit = _only_look, kinds: Kinds = kin
         entry, stem, name = of
         with suppress(OSError, FileNotFoundError):
             if entry.is_dir() or (entry.name.endswith(".ckpt") and entry.is_file()):
-                return stem, look_at_step(entry, name, record.get(entry.name), visit, kinds)
+                return stem, look_at_step(entry, name, record.get(entry.name), visit)
         return None
 
     seen = [one for one in at_each(path, look, named) if one is not None]
@@ -268,32 +267,26 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
     return None
 
 
-def look_at_step(
-    place: Location,
-    name: StepName,
-    last: Verified | None,
-    visit: Visit = _only_look,
-    kinds: Kinds = kinds_by_slot,
-) -> RunStep:
+def look_at_step(place: Location, name: StepName, last: Verified | None, visit: Visit = _only_look) -> RunStep:
     """Say how whole the checkpoint of a step is: here, and nowhere else, that is decided without reading data.
 
     Args:
         place: its folder or file in that of the run.
         last: its last verification in the record of the run, which counts if the files are the same.
-        visit, kinds: as for `run_of`.
+        visit: as for `run_of`.
 
     Raises:
         OSError: its files cannot be listed.
     """
     try:
-        return _look(place, name, last, visit, kinds)
+        return _look(place, name, last, visit)
     except FileNotFoundError:  # it is removed while we look
         if place.exists():
             raise
         return RunStep(place.name, place, *name, "incomplete", _GONE, 0, None)
 
 
-def _look(place: Location, name: StepName, last: Verified | None, visit: Visit, kinds: Kinds) -> RunStep:
+def _look(place: Location, name: StepName, last: Verified | None, visit: Visit) -> RunStep:
     files = written(place)
     last = last if last and last.files == files.digest else None
     step = RunStep(place.name, place, *name, "damaged", "", files.bytes, files.last, verified=last)
@@ -306,7 +299,7 @@ def _look(place: Location, name: StepName, last: Verified | None, visit: Visit, 
         with OpenCheckpoint(path) as opened:
             damage = damage_of_files(opened)
             findings = unexplained(damage, findings_by_files(opened))
-            fault = sentence_of(damage, findings, kinds(opened.outline)) if damage or findings else ""
+            fault = sentence_of(damage, findings) if damage or findings else ""
             visit(place.name, opened)
     except DamageError as error:
         return replace(step, fault=str(error))
