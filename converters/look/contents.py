@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ...names.errors import MuonckptError, SourceError
-from ...names.vocabulary import PARAMS
+from ...names.vocabulary import CONVENTION, PARAMS
 from ...names.wording import LAYER_NUMBER, unnumbered
 from ...programs.detection import Detected, confirmed, detect, with_slots_of
 from ...programs.dialect import Dialect
-from ...programs.model_view import CONVENTION, ModelView, OptionsOfGroups, Role, model_view
+from ...programs.model_view import ModelView, OptionsOfGroups, Role, model_view
 from ...record.record import Blob, Manifest, StateRecord
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, Values

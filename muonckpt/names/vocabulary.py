@@ -1,6 +1,6 @@
 """Words that several rooms share: slots of optimizer state, momentum conventions, and the defaults of our optimizer.
 
-A *slot* is a tensor that an optimizer keeps for a parameter.  Other programs' words are in `converters.programs`.
+A *slot* is a tensor that an optimizer keeps for a parameter.  Other programs' words are in `programs`.
 """
 
 from __future__ import annotations

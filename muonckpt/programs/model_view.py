@@ -17,14 +17,12 @@ from typing import Any
 
 from ..algebra.box import Index
 from ..names.errors import SourceError
+from ..names.vocabulary import CONVENTION
 from ..names.wording import unnumbered
 from ..record.record import Manifest, StateRecord
 from .detection import detect, with_slots_of
 from .dialect import FOREIGN, Dialect, StoredMethod
 from .registry import DIALECTS
-
-CONVENTION = "convention"
-"""The option in which groups of our optimizer say what their momentum accumulates."""
 
 
 class Role(StrEnum):

@@ -187,6 +187,9 @@ def test_roles_of_other_programs_tensors_are_named(name, tmp_path):
     assert called("inspect", broken).stdout.splitlines()[0].replace("all other files are long enough", "") == (
         said.replace("all else is whole", "")
     )
+    with pytest.raises(DamageError) as refused:  # the library says the same without being asked whose the keys are
+        muonckpt.open(broken)
+    assert said.removesuffix("; all else is whole.") in str(refused.value)
 
 
 def renamed(path: Path, names: dict[str, str]) -> None:
