@@ -253,13 +253,14 @@ def called_verify(place: Path) -> None:
 
 
 def test_chunks_that_were_never_there_are_not_looked_for_one_by_one(tmp_path):
-    (tmp_path / "zarr.json").write_text(hostile.array(shape=[1 << 59]))
-    (tmp_path / "c").mkdir()
+    place = tmp_path / "alone" / "array"  # what lies beside a checkpoint is looked at as well: a step to go back to
+    (place / "c").mkdir(parents=True)
+    (place / "zarr.json").write_text(hostile.array(shape=[1 << 59]))
     for number in (0, 3):
-        (tmp_path / "c" / f"{number}").write_bytes(bytes(4))
-    muonckpt.verify(tmp_path)  # looks for plug-ins, once in a process
+        (place / "c" / f"{number}").write_bytes(bytes(4))
+    muonckpt.verify(place)  # looks for plug-ins, once in a process
     with Work() as work:
-        assert muonckpt.verify(tmp_path).verdict == "faulty"
+        assert muonckpt.verify(place).verdict == "faulty"
     assert work.looks < 300
 
 
