@@ -283,8 +283,17 @@ class LiveState:
     @torch.no_grad()
     def put(self, values: Mapping[str, Any], added: Mapping[KeyPath, Any]) -> None:
         """Set values by key, and added ones by path, in the state dict that was given; its objects load them."""
+        keys_of: dict[int, dict[str, Any]] = {}
         for key, value in values.items():
-            set_element(self.nested, self.paths[key], value)
+            node: Any = self.nested
+            for depth, part in enumerate(self.paths[key], 1):
+                if isinstance(node, Mapping) and part not in node:  # paths have numbers as strings
+                    keys_of[id(node)] = names = keys_of.get(id(node)) or {str(each): each for each in node}
+                    part = names[str(part)]
+                if depth == len(self.paths[key]):
+                    node[part] = value
+                else:
+                    node = node[part]
         for path, value in added.items():
             set_element(self.nested, path, value)
         for key, value in self.given.items():

@@ -115,9 +115,12 @@ _RANK = re.compile("(0|[1-9][0-9]*)-of-([1-9][0-9]*)")
 
 
 def rank_key(key: str, path: KeyPath, rank: int, ranks: int) -> tuple[str, KeyPath]:
-    """Return key and path of the value of one of so many ranks, of an item that differs from rank to rank."""
+    """Return key and path of the value of one of so many ranks, of an item that differs from rank to rank.
+
+    Its parts are strings, also where the item is in a list, of which the others may have no such value.
+    """
     name = f"{rank}-of-{ranks}"
-    return f"{BY_RANK}.{name}.{key}", (BY_RANK, name, *path)
+    return f"{BY_RANK}.{name}.{key}", (BY_RANK, name, *map(str, path))
 
 
 class RankValue(NamedTuple):

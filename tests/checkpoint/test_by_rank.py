@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,29 @@ def on_and_off(rank: int, world: int, folder: str) -> list[Any]:
 
 def test_what_differs_now_and_then_is_never_taken_for_alike(tmp_path):
     assert run(2, on_and_off, str(tmp_path)) == [[0, 10, 20, 30, 40], [0, 11, 20, 31, 41]]
+
+
+def lists_and_numbers(rank: int, loaded: bool) -> dict[str, Any]:
+    """What differs stands in lists beside tensors, and under keys that are numbers; as it is, or a template of it."""
+    value, milestones = (None, Counter({3: 0, 5: 0})) if loaded else (rank, Counter({3: 2, 5: 1}))
+    fill = torch.zeros if loaded else torch.ones
+    return {"workers": [fill(2), value, {"seen": [fill(1), [{2: value, 4: 5}]]}], "rates": {"milestones": milestones}}
+
+
+def listed_back(rank: int, world: int, folder: str, way: str) -> str:
+    source, target = lists_and_numbers(rank, False), lists_and_numbers(rank, True)
+    if way == "redistribute":
+        muonckpt.redistribute(source, target)
+    else:
+        with muonckpt.Series(f"{folder}/run", memory=f"{folder}/memory") as series:
+            (series.save if way == "save" else series.async_copy)(1, source)
+        with muonckpt.Series(f"{folder}/run", memory=f"{folder}/memory") as series:
+            series.restore(target)
+            series.save(2, target)  # what was loaded can be saved
+    return "as it was" if repr(target) == repr(source) else repr(target)
+
+
+@pytest.mark.filterwarnings("ignore:.*one node")
+@pytest.mark.parametrize("way", ["save", "async_copy", "redistribute"])
+def test_values_in_lists_and_under_numbers_come_back(way, tmp_path):
+    assert run(2, listed_back, str(tmp_path), way) == ["as it was"] * 2
