@@ -256,12 +256,16 @@ class HeldTogether:
     Attributes:
         tensors: by key; where replicas differ, the lowest rank's counts.
         replicated: how many boxes several ranks hold, all alike.
-        faults: where ranks disagree, a phrase each.
+        disputes: where ranks disagree, a phrase each, by key.
     """
 
     tensors: Prints
     replicated: int
-    faults: tuple[str, ...]
+    disputes: tuple[tuple[str, str], ...]
+
+    @property
+    def faults(self) -> list[str]:
+        return [f"{key!r}{phrase}" for key, phrase in self.disputes]
 
 
 def shares_of(live: LiveState, keys: Collection[str]) -> SharesOfRank:
@@ -292,12 +296,12 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
         LayoutError: nobody holds some elements of a tensor, or boxes overlap in part; names tensor and box.
     """
     states = with_joint_groups([state for state, _ in shares])
-    tensors, faults, replicated = {}, list[str](), 0
+    tensors, disputes, replicated = {}, list[tuple[str, str]](), 0
     for key, holders in holders_by_key(states).items():
         kinds = [holder.kind for holder in holders if holder.kind is not None]
         forms = _ranks_by(((kind.dtype, kind.shape), ranks[at.place]) for kind, at in zip(kinds, holders, strict=True))
         if len(forms) > 1:
-            faults.append(f"{key!r}: {_says(forms, lambda form: f'{form[0]} of shape {form[1]}')}")
+            disputes.append((key, f": {_says(forms, lambda form: f'{form[0]} of shape {form[1]}')}"))
             continue
         held = tuple(RankBoxes(ranks[at.place], kind.boxes) for kind, at in zip(kinds, holders, strict=True))
         with about(f"tensor {key!r}"):
@@ -313,12 +317,12 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
             values = _ranks_by((own[row], int(layout.buffers[layout.buffer[row]])) for row in replicas.tolist())
             if len(values) > 1:
                 box = layout.fragments[replicas[0]].box
-                faults.append(f"{key!r} box {box}: replicas differ: {_says(values, as_hex)}")
+                disputes.append((key, f" box {box}: replicas differ: {_says(values, as_hex)}"))
             else:
                 replicated += len(replicas) > 1
             counted.append(own[replicas[0]])
         tensors[key] = TensorPrint(kinds[0].shape, kinds[0].dtype, as_hex(combine(*counted)))
-    return HeldTogether(tensors, replicated, tuple(faults))
+    return HeldTogether(tensors, replicated, tuple(disputes))
 
 
 def _ranks_by(values: Iterable[tuple[K, int]]) -> dict[K, list[int]]:

@@ -10,6 +10,7 @@ import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -298,9 +299,22 @@ class LiveState:
             set_element(self.nested, path, value)
         for key, value in self.given.items():
             if isinstance(value, Stateful):
-                value.load_state_dict(self.nested[key])
+                value.load_state_dict(_copy_containers(self.nested[key]))  # some take parts out, as CyclicLR
             elif isinstance(self.given, dict):
                 self.given[key] = self.nested[key]
+
+
+def _copy_containers(value: Any) -> Any:
+    """Return nested dicts and lists anew, with the same values."""
+    match value:
+        case dict():
+            copied = copy(value)  # with attributes, such as the metadata of a module's state dict
+            for key, part in value.items():
+                copied[key] = _copy_containers(part)
+            return copied
+        case list():
+            return [*map(_copy_containers, value)]
+    return value
 
 
 def nested_state(state_dict: Mapping[str, Any], purpose: str) -> dict[str, Any]:

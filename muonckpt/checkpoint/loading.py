@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..names.errors import ADVICE, ArgumentError, DamageError, SourceError, called_like, warn_on_rank
 from ..names.keys import key_of
-from ..names.resumption import CAST, IN_A_TRAINER, LOAD_LINES, Extra, Globs, LoadReport
-from ..names.vocabulary import has_our_options
+from ..names.resumption import CAST, IN_A_TRAINER, LOAD_LINES, NAMES_OF_GROUPS, Extra, Globs, LoadReport
+from ..names.vocabulary import SCHEDULED, has_our_options
 from ..programs.detection import detect, with_slots
 from ..record.columns import UNKNOWN
 from ..store.io.location import Location, location
@@ -79,6 +79,8 @@ class _JointLoad:
         self._report: LoadReport
         self._sources: Mapping[str, str] = {}
         """Keys of tensors of the checkpoint by those that all ranks know them under; on the coordinator alone."""
+        self._unloaded_keys: Sequence[str] = ()
+        """Keys of the checkpoint that ``allow_extra`` leaves there; on the coordinator alone."""
 
     @cached_property
     def _checked(self) -> tuple[Location, Extra, Globs]:
@@ -128,7 +130,8 @@ class _JointLoad:
             if tensor.fingerprint is not None
         }
         loaded_keys = [*self.matching.sources, *map(key_of, self.matching.added)]
-        return LoadedState.of(self._live, loaded_keys, prints, self._reader.checkpoint.outline.provenance)
+        provenance = self._reader.checkpoint.outline.provenance
+        return LoadedState.of(self._live, loaded_keys, prints, provenance, self._unloaded_keys)
 
     def advice(self) -> str:
         """Return on all ranks what to do about damage, after it was found."""
@@ -160,6 +163,12 @@ class _JointLoad:
         matching, self._report = judge([question.request for question in ranks], self._stored, self._checked[1])
         if not matching.fits:
             raise SourceError(self.refusal(matching))
+        claimed = matching.spared.union(*(question.request.matching.sources.values() for question in ranks))
+        self._unloaded_keys = sorted(
+            key
+            for key, entry in self._stored.entries.items()
+            if key not in claimed and self._checked[1].match(key) and entry.path[-1] not in SCHEDULED | NAMES_OF_GROUPS
+        )
         self._sources = joint_sources([(question.asked, question.request.matching) for question in ranks])
         asked = ((question.asked, question.placed) for question in ranks)
         prove_asked_whole(dict(zip(group_ranks(self.group), asked, strict=True)))

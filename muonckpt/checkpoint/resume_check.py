@@ -1,6 +1,6 @@
 """The proof that a resumed run goes on from what was saved: what will run, compared with what was loaded, exactly.
 
-`LoadedState` remembers what a load took from a checkpoint; `live_state_dict` finds the same parts in a live model, its
+`LoadedState` remembers what a load took from a checkpoint; `LiveParts` finds the same parts in a live model, its
 optimizers and scheduler; `compare` compares both on all ranks: tensors by fingerprint, everything else by value.
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -26,21 +27,30 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from ..names.errors import ArgumentError, AttestError
-from ..names.keys import PARAM_GROUPS, OptimizerKey
+from ..names.errors import ArgumentError, AttestError, MuonckptError
+from ..names.keys import PARAM_GROUPS, OptimizerKey, key_of
 from ..names.resumption import NAMES_OF_GROUPS, in_globs
 from ..names.vocabulary import PARAMS, SCHEDULED, KeyPath
 from ..names.wording import counted, listed
 from .all_ranks import decide_on_first, group_ranks, refuse_crossed
 from .attestation import SharesOfRank, TensorPrint, held_together, shares_of
-from .live_state import LiveState
+from .live_state import LiveState, refuse_no_state_dict
 from .storable import refuse_unwritable
 
 _MAX_GLOBS = 4
-"""Patterns of names that a phrase lists."""
+"""Patterns of names that a phrase lists, or places."""
 
 _MAX_CHARACTERS = 120
 """Of a value, in a phrase."""
+
+
+class Absent(Enum):
+    """A value that says that there is none: None is a value that options have."""
+
+    ABSENT = "absent"
+
+
+ABSENT = Absent.ABSENT
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,16 +59,19 @@ class LoadedState:
 
     Attributes:
         paths: of the template's keys, those of this rank.
-        items: the values that are no tensors as the checkpoint has them, by key of the template, on this rank.
+        items: the values that are no tensors as the checkpoint has them, by key of the template, on this rank; and
+            those of plain tensors without dims, as rates and step counts may be.
         prints: the recorded fingerprints of the tensors that were loaded on any rank, by key of the template; the first
             rank's count.
         world_size: how many processes wrote the checkpoint; None if that is not recorded.
+        unloaded_keys: of the checkpoint, those that ``allow_extra`` left there; the first rank's count.
     """
 
     paths: Mapping[str, KeyPath]
     items: Mapping[str, Any]
     prints: Mapping[str, TensorPrint]
     world_size: int | None
+    unloaded_keys: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -67,6 +80,7 @@ class LoadedState:
         loaded_keys: Iterable[str],
         prints: Mapping[str, TensorPrint],
         provenance: Mapping[str, Any],
+        unloaded_keys: Sequence[str] = (),
     ) -> LoadedState:
         """Describe a load that has just put values into a template.
 
@@ -77,11 +91,32 @@ class LoadedState:
         values, paths = flatten_state_dict(template.nested)
         # The names in groups are the template's, by which its groups were matched with those of the checkpoint.
         names = [key for key, path in paths.items() if path[-1] in NAMES_OF_GROUPS and PARAM_GROUPS in path]
-        keys = [key for key in (*loaded_keys, *names) if key in values and not isinstance(values[key], Tensor)]
-        items = {key: deepcopy(values[key]) for key in keys}  # whoever loads the state dict may change them
+        items = {
+            key: value if isinstance(value, _Scalar) else deepcopy(value)  # whoever loads the state dict may change it
+            for key in (*loaded_keys, *names)
+            if key in values and not isinstance(value := _item(values[key]), Tensor)
+        }
         world = provenance.get("world")
         is_original = isinstance(world, int) and not provenance.get("resharded")
-        return cls(paths, items, prints, world if is_original else None)
+        return cls(paths, items, prints, world if is_original else None, tuple(unloaded_keys))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scalar:
+    """The element of a tensor without dims, such as a rate or a step count."""
+
+    dtype: torch.dtype
+    value: float
+
+    def __repr__(self) -> str:
+        return str(np.float32(self.value)) if self.dtype == torch.float32 else repr(self.value)
+
+
+def _item(value: Any) -> Any:
+    """Return a value as it is compared and shown: a plain tensor without dims by its element."""
+    if type(value) not in (Tensor, nn.Parameter) or value.ndim or value.is_meta:
+        return value
+    return _Scalar(value.dtype, value.item())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +125,7 @@ class ResumeDifference:
 
     Attributes:
         key: its key in the state dict, such as ``optimizer.param_groups.0.lr``.
-        saved, live: both values, a `TensorPrint` of tensors; None where one side has nothing.
+        saved, live: both values, a `TensorPrint` of tensors; `ABSENT` where one side has nothing.
         group: of an option, its parameter group in words; empty where groups have no numbers.
         parameter: the parameter whose option it is there; else empty.
     """
@@ -111,11 +146,31 @@ class ResumeDifference:
                 return f"{self.live.dtype}, saved as {self.saved.dtype}"
             case TensorPrint(), TensorPrint():
                 return "other elements than were saved"
-            case _, None:
+            case _, _Dispute():
+                return self.live.phrase
+            case TensorPrint(), Absent():
                 return "saved, and not there now"
-            case None, _:
+            case _, Absent():
+                return f"saved as {_short(self.saved)}, and not there now"
+            case Absent(), TensorPrint():
                 return "not there when it was saved"
+            case Absent(), _:
+                return f"{_short(self.live)}, not there when it was saved"
+            case _Scalar(dtype=one), _Scalar(dtype=other) if one != other:
+                return f"{_short(self.saved)} as {one} -> {_short(self.live)} as {other}"
+            case (_Scalar(), other) | (other, _Scalar()) if not isinstance(other, _Scalar):
+                sides = (
+                    f"tensor({each})" if isinstance(each, _Scalar) else _short(each) for each in (self.saved, self.live)
+                )
+                return " -> ".join(sides)
         return f"{_short(self.saved)} -> {_short(self.live)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Dispute:
+    """What ranks hold of a tensor that they should hold alike."""
+
+    phrase: str
 
 
 def _short(value: Any) -> str:
@@ -189,39 +244,95 @@ def _in_short(names: Sequence[str]) -> str:
 # --- The state dict of what will run ----------------------------------------------------------------------------------
 
 
-def live_state_dict(
-    loaded: LoadedState, model: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any | None
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the state of a model, its optimizers and a scheduler, where the template had them.  Collective.
+@dataclass(frozen=True)
+class LiveParts:
+    """What will run, as a state dict.
 
-    Each of them is asked for its state in the form that the template has, and lies where that state's keys are in the
-    template: nothing is told by names such as "model".
-
-    Returns:
-        The state dict, and the names of weights that were not restored, as where only trained ones are saved.
-
-    Raises:
-        ArgumentError: the template has no such state, or in several places.
+    Attributes:
+        covered_keys: of the template, those of parts that are in the state dict.
+        unrestored: names of weights that are not in it because they were not restored.
     """
-    template = _Template(loaded.paths.values())
-    # The model, without weights that are in no template: nothing is known of these.
-    weights = template.place("the model", [get_model_state_dict(model), model.state_dict()])
-    restored_weights = {name: value for name, value in weights.state.items() if (*weights.root, name) in template}
-    places = [replace(weights, state=restored_weights)]
-    # Several optimizers may have been saved as one, by get_state_dict(model, [one, other]), or each at its key.
-    together = _optimizer_forms(loaded, model, optimizers) if optimizers else []
-    if len(optimizers) > 1 and not any(place.lacking == 0 for place in template.best_places(together)):
-        for number, optimizer in enumerate(optimizers):
-            places.append(template.place(f"optimizer {number}", _optimizer_forms(loaded, model, [optimizer])))
-    elif optimizers:
-        places.append(template.place("the optimizer", together))
-    if scheduler is not None:
-        places.append(template.place("the scheduler", [scheduler.state_dict()]))
-    nested: dict[str, Any] = {}
-    for place in places:
-        for part, value in place.state.items():
-            set_element(nested, (*place.root, part), value)
-    return nested, tuple(sorted(weights.state.keys() - restored_weights.keys()))
+
+    state_dict: Mapping[str, Any]
+    covered_keys: frozenset[str]
+    unrestored: tuple[str, ...] = ()
+
+    @classmethod
+    def of_state_dict(cls, loaded: LoadedState, state_dict: Mapping[str, Any]) -> LiveParts:
+        """Take a state dict that has whole parts of the template."""
+        refuse_no_state_dict(state_dict, "to check")
+        roots = {str(root) for root in state_dict}
+        return cls(state_dict, frozenset(key for key, path in loaded.paths.items() if str(path[0]) in roots))
+
+    @classmethod
+    def of_objects(
+        cls, loaded: LoadedState, model: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any | None
+    ) -> LiveParts:
+        """Take the state of a model, its optimizers and a scheduler, where the template had them.  Collective.
+
+        Each of them is asked for its state in the form that the template has, and lies where that state's keys are in
+        the template: nothing is told by names such as "model".  Weights that are in no template are left out, as where
+        only trained ones are saved.
+
+        Raises:
+            ArgumentError: one of them is something else, or the template has no such state, or in several places.
+        """
+        _refuse_others(model, optimizers, scheduler)
+        template = _Template(loaded.paths.values())
+        try:
+            weights = template.place("the model", [get_model_state_dict(model), model.state_dict()])
+            of_optimizers = _optimizer_places(template, loaded, model, optimizers)
+            of_schedulers = [] if scheduler is None else [template.place("the scheduler", [scheduler.state_dict()])]
+        except MuonckptError:
+            raise
+        except Exception as error:  # of whatever kind, as torch looks for each parameter of the model, or takes a step
+            raise ArgumentError(
+                f"get_state_dict(model, optimizer) fails ({type(error).__name__}: {error}): give check the model whose "
+                "parameters the optimizers have, before the first backward"
+            ) from error
+        restored = {name: value for name, value in weights.state.items() if (*weights.root, name) in template}
+        places: list[tuple[KeyPath, Mapping[str, Any]]] = [(weights.root, restored)]
+        places += [(place.root, place.state) for place in (*of_optimizers, *of_schedulers)]
+        nested: dict[str, Any] = {}
+        covered = set[str]()
+        for root, state in places:
+            for part, value in state.items():
+                set_element(nested, (*root, part), value)
+            for key, path in loaded.paths.items():
+                # At the top of the template stand parts of others, too.
+                if tuple(path[: len(root)]) == root and (root or path[0] in state):
+                    covered.add(key)
+        return cls(nested, frozenset(covered), tuple(sorted(weights.state.keys() - restored.keys())))
+
+
+def _refuse_others(model: object, optimizers: Sequence[object], scheduler: object) -> None:
+    call = "restored.check(model, optimizer, scheduler=scheduler)"
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"expected a model, found {type(model).__name__}. Write {call}")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ArgumentError(f"expected an optimizer, found {type(optimizer).__name__}. Write {call}")
+    if scheduler is not None and not callable(getattr(scheduler, "state_dict", None)):
+        raise ArgumentError(
+            f"expected one scheduler with a state_dict, found {type(scheduler).__name__}: to compare several, take the "
+            "state dict of restore anew, with each at its key: restored.compare(state_dict)"
+        )
+
+
+def _optimizer_places(
+    template: _Template, loaded: LoadedState, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> list[_Place]:
+    """Return where optimizers are: saved as one, by get_state_dict(model, [one, other]), or each at its key."""
+    if not optimizers:
+        return []
+    together = _optimizer_forms(loaded, model, optimizers)
+    if len(optimizers) == 1:
+        return [template.place("the optimizer", together)]
+    apart = [_optimizer_forms(loaded, model, [optimizer]) for optimizer in optimizers]
+    most_apart = max((place.matching for forms in apart for place in template.best_places(forms)), default=0)
+    if any(place.matching > most_apart for place in template.best_places(together)):
+        return [template.place("the optimizers", together)]
+    return [template.place(f"optimizer {number}", forms) for number, forms in enumerate(apart)]
 
 
 def _optimizer_forms(loaded: LoadedState, model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Mapping[str, Any]]:
@@ -240,11 +351,11 @@ def _optimizer_forms(loaded: LoadedState, model: nn.Module, optimizers: Sequence
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a state lies in the template: under ``root``; ``lacking`` of its keys are not there."""
+    """Where a state lies in the template: under ``root``, where ``matching`` of its keys are."""
 
     root: KeyPath
     state: Mapping[str, Any]
-    lacking: int
+    matching: int
 
 
 class _Template:
@@ -259,16 +370,16 @@ class _Template:
 
     def best_places(self, forms: Sequence[Mapping[str, Any]]) -> list[_Place]:
         """Return the places that have the most keys of a state, in whichever of its forms; none if none has any."""
-        matches: list[tuple[int, _Place]] = []
+        places: list[_Place] = []
         for state in forms:
             _, paths = flatten_state_dict(dict(state))
             counts: Counter[KeyPath] = Counter()
             for path in paths.values():
                 counts.update(self._roots(tuple(path)))
-            matches += [(count, _Place(root, state, len(paths) - count)) for root, count in counts.items()]
-        most = max((count for count, _ in matches), default=0)
+            places += [_Place(root, state, count) for root, count in counts.items()]
+        most = max((place.matching for place in places), default=0)
         # Of two forms that fit one place equally, either will do.
-        return [*{place.root: place for count, place in matches if count == most}.values()]
+        return [*{place.root: place for place in places if place.matching == most}.values()]
 
     def place(self, name: str, forms: Sequence[Mapping[str, Any]]) -> _Place:
         """Return the one place of a state.
@@ -283,7 +394,7 @@ class _Template:
                 "or compare the state dict itself, taken anew: restored.compare(state_dict)"
             )
         if len(places) > 1:
-            roots = " and ".join(repr(".".join(map(str, place.root))) for place in places)
+            roots = listed([repr(key_of(place.root)) for place in places], _MAX_GLOBS, " and ")
             raise ArgumentError(
                 f"{name} may be any of {roots} of what was restored: compare the state dict itself, with each at its "
                 "key: restored.compare(state_dict)"
@@ -314,70 +425,92 @@ class _RankAnswer:
         shares: of the fingerprints of its tensors.
         differences: between values that are no tensors.
         equal_items: how many of these are as they were saved.
-        live_keys, template_keys: all keys of the state dict, and of the template.
+        template_keys, covered_keys: all keys of the template, and those of parts that are compared.
+        unchecked: parts of the template that are not compared.
+        own_items: keys of values that are compared, and were not loaded.
         unrestored: names of weights that were not restored.
     """
 
     shares: SharesOfRank
     differences: tuple[ResumeDifference, ...]
     equal_items: int
-    live_keys: frozenset[str]
     template_keys: frozenset[str]
+    covered_keys: frozenset[str]
+    unchecked: frozenset[str]
+    own_items: frozenset[str]
     unrestored: frozenset[str]
 
 
 def compare(
     loaded: LoadedState,
-    state_dict: Mapping[str, Any],
-    unrestored: Sequence[str],
+    take_parts: Callable[[], LiveParts],
     step: int,
     process_group: dist.ProcessGroup | None,
 ) -> ResumeProof:
-    """Compare a state dict with what was loaded, on all ranks.  Collective; changes nothing.
+    """Compare what will run with what was loaded, on all ranks.  Collective; changes nothing.
 
     Args:
-        unrestored: names of weights that are not in the state dict because they were not restored.
+        take_parts: returns this rank's part of what will run; its errors are raised on all ranks.
 
     Raises:
-        AttestError: ranks that hold the same box of a tensor hold different elements.
+        ArgumentError, AttestError: what will run cannot be told, or read.
         LayoutError: nobody holds some elements of a tensor.
     """
     refuse_crossed(process_group, "Restored.check")
 
     def answer() -> _RankAnswer:
-        live = LiveState.of(state_dict, "to check")
+        parts = take_parts()
+        live = LiveState.of(parts.state_dict, "to check")
         for key, value in live.flat.items():
             if isinstance(value, Tensor):
                 refuse_unwritable(key, value)
-        differences = tuple(_item_differences(loaded, live))
-        equal_items = len(loaded.items.keys() & live.flat.keys() - {each.key for each in differences})
-        live_keys, template_keys = frozenset(live.flat), frozenset(loaded.paths)
         shares = shares_of(live, live.parts)
-        return _RankAnswer(shares, differences, equal_items, live_keys, template_keys, frozenset(unrestored))
+        differences = tuple(_item_differences(loaded, live, parts.covered_keys))
+        items = {key for key, value in loaded.items.items() if not isinstance(value, _Scalar)}
+        equal_items = len(items & live.flat.keys() - {difference.key for difference in differences})
+        # An option that a scheduler writes for itself, as it is made, changes no step.
+        own_items = frozenset(
+            key
+            for key in live.flat.keys() & loaded.paths.keys() - loaded.items.keys()
+            if not isinstance(live.flat[key], Tensor) and _option_of(live.paths[key]) not in SCHEDULED
+        )
+        return _RankAnswer(
+            shares,
+            differences,
+            equal_items,
+            frozenset(loaded.paths),
+            parts.covered_keys,
+            frozenset(_parts_beside(loaded.paths, parts.covered_keys)),
+            own_items,
+            frozenset(parts.unrestored),
+        )
 
     def decide(answers: list[_RankAnswer]) -> ResumeProof:
         held = held_together(group_ranks(process_group), [each.shares for each in answers])
-        if held.faults:
-            raise AttestError(f"live state differs from rank to rank: {'; '.join(held.faults)}")
-        live_keys = frozenset[str]().union(*(each.live_keys for each in answers))
         template_keys = frozenset[str]().union(*(each.template_keys for each in answers))
-        live_roots = {_root(key) for key in live_keys}
+        covered_keys = frozenset[str]().union(*(each.covered_keys for each in answers))
         # Values, of whichever rank has them.
         differences = {each.key: each for one in answers for each in one.differences}
+        # Tensors that ranks should hold alike.
+        for key, phrase in held.disputes:
+            differences.setdefault(key, ResumeDifference(key, loaded.prints.get(key, ABSENT), _Dispute(phrase)))
         # Tensors: those that were loaded have to be there, with the elements that they had.
         for key, saved in loaded.prints.items():
-            live = held.tensors.get(key)
-            if key not in differences and live != saved and (live is not None or _root(key) in live_roots):
-                differences[key] = ResumeDifference(key, saved, live)
+            live = held.tensors.get(key, ABSENT)
+            if live != saved and (live is not ABSENT or key in covered_keys or key not in template_keys):
+                differences.setdefault(key, ResumeDifference(key, saved, live))
         # Tensors that were not loaded: they began anew, or are of no state that was restored.
         new_keys = held.tensors.keys() - loaded.prints.keys() - differences.keys()
         for key in new_keys - template_keys:
-            differences[key] = ResumeDifference(key, None, held.tensors[key])
-        unchecked = sorted({_root(key) for key in template_keys} - live_roots)
-        if anew := sorted(new_keys & template_keys):
+            differences[key] = ResumeDifference(key, ABSENT, held.tensors[key])
+        own_items = frozenset[str]().union(*(each.own_items for each in answers)) - differences.keys()
+        unchecked = sorted(frozenset[str]().union(*(each.unchecked for each in answers)))
+        if anew := sorted((new_keys & template_keys) | own_items):
             unchecked.append(f"{_in_short(anew)}, which began anew, or have no recorded fingerprint")
         if names := sorted(frozenset[str]().union(*(each.unrestored for each in answers))):
             unchecked.append(f"{_in_short(names)}, which the checkpoint does not have")
+        if loaded.unloaded_keys:
+            unchecked.append(f"{_in_short(loaded.unloaded_keys)}, which allow_extra left in the checkpoint")
         return ResumeProof(
             step,
             len(loaded.prints.keys() & held.tensors.keys() - differences.keys()),
@@ -389,32 +522,39 @@ def compare(
     return decide_on_first(process_group, AttestError, answer, decide)
 
 
-def _root(key: str) -> str:
-    return key.partition(".")[0]
+def _parts_beside(paths: Mapping[str, KeyPath], covered_keys: Collection[str]) -> Iterator[str]:
+    """Yield the keys of the largest parts of a template that have none of the covered keys."""
+    beginnings = {paths[key][:length] for key in covered_keys for length in range(len(paths[key]) + 1)}
+    for key in paths.keys() - covered_keys:
+        path = paths[key]
+        yield key_of(next(path[:length] for length in range(1, len(path) + 1) if path[:length] not in beginnings))
 
 
-def _item_differences(loaded: LoadedState, live: LiveState) -> Iterator[ResumeDifference]:
+def _option_of(path: KeyPath) -> str:
+    return str(path[-1]).rpartition(".")[2]
+
+
+def _item_differences(
+    loaded: LoadedState, live: LiveState, covered_keys: Collection[str]
+) -> Iterator[ResumeDifference]:
     """Yield the values that are no tensors, on one side at least, and not the same on this rank."""
-    live_roots = {_root(key) for key in live.flat}
     for key, saved in loaded.items.items():
         if key in live.flat:
-            value = live.flat[key]
+            value = _item(live.flat[key])
             if isinstance(value, Tensor):
-                yield _difference(live, key, saved, f"a tensor, {value.dtype}")
-            elif not same_value(saved, value):
+                value = f"a tensor, {value.dtype}"
+            if not same_value(saved, value):
                 yield _difference(live, key, saved, value)
-        elif _root(key) in live_roots:
-            yield ResumeDifference(key, saved, None)
+        elif key in covered_keys:
+            yield _difference(live, key, saved, ABSENT, loaded.paths[key])
     for key, value in live.flat.items():
-        # An option that a scheduler writes for itself, as it is made, changes no step.
-        is_option_of_scheduler = str(live.paths[key][-1]).rpartition(".")[2] in SCHEDULED
-        if key not in loaded.paths and not isinstance(value, Tensor) and not is_option_of_scheduler:
-            yield _difference(live, key, None, value)
+        if key not in loaded.paths and not isinstance(value, Tensor) and _option_of(live.paths[key]) not in SCHEDULED:
+            yield _difference(live, key, ABSENT, value)
 
 
-def _difference(live: LiveState, key: str, saved: Any, value: Any) -> ResumeDifference:
-    """Return a difference at a key that the live state has, with whose option it is."""
-    path = live.paths[key]
+def _difference(live: LiveState, key: str, saved: Any, value: Any, path: KeyPath | None = None) -> ResumeDifference:
+    """Return a difference with whose option it is; the path is that of the live state, where it has the key."""
+    path = path or live.paths[key]
     if len(path) > 2 and path[-3] == PARAM_GROUPS:
         begin = key.rpartition(".")[0]
         names = live.flat.get(f"{begin}.param_names") or live.flat.get(f"{begin}.{PARAMS}", ())

@@ -78,8 +78,10 @@ def add_line(folder: Location, resume: Resume) -> None:
     if isinstance(file, Remote):  # nothing grows in an object store
         file.write((_content(file) or b"") + line)
         return
-    with file.open("ab") as lines:
-        lines.write(line)
+    with file.open("ab+") as lines:
+        lines.seek(max(lines.tell() - 1, 0))
+        torn = lines.read(1) not in (b"", b"\n")  # by a process that was killed
+        lines.write(b"\n" * torn + line)
 
 
 def resumes_of(folder: Location) -> tuple[list[Resume], int]:
@@ -93,7 +95,7 @@ def resumes_of(folder: Location) -> tuple[list[Resume], int]:
     for line in (_content(folder / RESUMES_FILE) or b"").splitlines():
         try:
             resume = _parsed(json.loads(line))
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError, OSError):
             damaged += 1
         else:
             resumes[resume.attempt] = resume
@@ -112,6 +114,7 @@ def _content(file: Location) -> bytes | None:
 def _parsed(data: Any) -> Resume:
     """Return what a line says; raises whatever Python does of data that are not as `add_line` writes them."""
     numbers = {name: int(data[name]) for name in ("attempt", "step", "ranks")}
+    moment(float(data["when"]))  # a time that can be shown
     saved, proof = data["ranks_saved"], data["proof"]
     if proof is not None:
         proof = {

@@ -17,7 +17,16 @@ from support.workers import run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 import muonckpt
 from muonckpt.optimizer import LayerWise, Muon
@@ -116,7 +125,13 @@ WRONG: dict[str, tuple[Callable[[Training], object], str]] = {
     "decay": (lambda t: t.optimizer.param_groups[0].update(weight_decay=0.3), "weight_decay .* -> 0.3 in group 0"),
     "an option that is gone": (
         lambda t: t.optimizer.param_groups[0].pop("weight_decay"),
-        "weight_decay: saved, and not",
+        "weight_decay saved as .*, and not there now in group 0",
+    ),
+    "an option that was None": (
+        lambda t: t.optimizer.param_groups[0].update(
+            {next(k for k, v in t.optimizer.param_groups[0].items() if v is None): 2}
+        ),
+        "None -> 2 in group 0",
     ),
     "first moment": (
         lambda t: [each.mul_(20) for each in slots(t, "momentum_buffer", "exp_avg")],
@@ -127,7 +142,7 @@ WRONG: dict[str, tuple[Callable[[Training], object], str]] = {
         lambda t: slots(t, "momentum_buffer", "exp_avg")[0].view(-1)[7].add_(1e-7),
         "momentum_buffer|exp_avg: other elements",
     ),
-    "step counts": (lambda t: [each.zero_() for each in slots(t, "step")], r"\.step.*: other elements"),
+    "step counts": (lambda t: [each.zero_() for each in slots(t, "step")], r"\.step.*: 3.0 -> 0.0"),
     "layers swapped": (lambda t: swapped(t.model[2].weight[:7], t.model[4].weight), r"net\.\*\.weight \(2\): other"),
     "another model": (lambda t: t.model.load_state_dict(module(1).state_dict()), r"net\..*: other elements"),
     "scheduler begun anew": (lambda t: setattr(t.scheduler, "last_epoch", 0), "rates.last_epoch: 3 -> 0"),
@@ -233,6 +248,128 @@ def test_state_at_owners_is_proved_too(tmp_path):
     assert run(1, layer_wise, str(tmp_path)) == [(True, False)]
 
 
+class Application:
+    """All of a training as one object, as torch's tutorial of checkpoints has it."""
+
+    def __init__(self, training: Training, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.training, self.optimizers, self.epoch = training, optimizers, 1
+
+    def state_dict(self) -> dict[str, Any]:
+        weights, state = get_state_dict(self.training.model, self.optimizers)
+        return {"net": weights, "opt": state, "rates": self.training.scheduler.state_dict(), "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.training.model, self.optimizers, model_state_dict=state["net"], optim_state_dict=state["opt"]
+        )
+        self.training.scheduler.load_state_dict(state["rates"])
+
+
+SCHEDULERS = {
+    "once": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=20),
+    "cyclic": lambda optimizer: CyclicLR(optimizer, 0.01, 0.1),  # takes a key out of the state that it loads
+    "chained": lambda optimizer: ChainedScheduler([LinearLR(optimizer), ExponentialLR(optimizer, 0.9)]),
+    "in turn": lambda optimizer: SequentialLR(optimizer, [LinearLR(optimizer), ExponentialLR(optimizer, 0.9)], [2]),
+    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of", "ignore:.*other rates than they began with")
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+def test_an_object_that_has_all_is_proved_and_what_it_has_besides_is_said(schedule, tmp_path):
+    def application(seed: int) -> Application:
+        training = Training("adamw", seed=seed)
+        training.scheduler = SCHEDULERS[schedule](training.optimizer)
+        return Application(training, [training.optimizer])
+
+    training = application(0).training
+    training.scheduler.step(*[1.0] * (schedule == "plateau"))
+    muonckpt.Series(tmp_path).save(1, {"app": Application(training, [training.optimizer])})
+    again = application(5)
+    restored = muonckpt.Series(tmp_path).restore({"app": again}, required=True)
+    proof = again.training.check(restored)
+    assert proof.equal and proof.unchecked == ("app.epoch",), str(proof)
+    proof = restored.check(again.training.model, again.training.optimizer)
+    assert proof.equal and proof.unchecked == ("app.epoch", "app.rates"), str(proof)
+    again.training.scheduler.last_epoch = 7
+    assert "app.rates.last_epoch: " in again.training.check(restored).lines[0]
+
+
+def test_a_rate_that_is_a_tensor_is_told_with_both_values(tmp_path):
+    model = module()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), foreach=False)
+    state = dict(zip(("net", "opt"), get_state_dict(model, optimizer), strict=True))
+    muonckpt.Series(tmp_path).save(1, state)
+    restored = muonckpt.Series(tmp_path).restore(state, required=True)
+    assert restored.check(model, optimizer).equal
+    for rate, told in ((torch.tensor(0.5), "lr 0.01 -> 0.5 in group 0"), (0.01, "lr tensor(0.01) -> 0.01 in group 0")):
+        optimizer.param_groups[0]["lr"] = rate
+        [line] = restored.check(model, optimizer).lines
+        assert line.startswith(told)
+
+
+def test_optimizers_that_were_saved_as_one_are_so_whatever_options_a_later_scheduler_writes(tmp_path):
+    model = module()
+    optimizers = [Muon([param for param in model.parameters() if param.ndim > 1])]
+    optimizers.append(torch.optim.AdamW([param for param in model.parameters() if param.ndim < 2]))
+    state = dict(zip(("net", "opt"), get_state_dict(model, optimizers), strict=True))
+    muonckpt.Series(tmp_path).save(1, state)
+    restored = muonckpt.Series(tmp_path).restore(state, required=True)
+    LambdaLR(optimizers[0], lambda step: 1.0)
+    assert restored.check(model, *optimizers).equal
+
+
+def test_what_allow_extra_left_in_the_checkpoint_is_said(tmp_path):
+    saved(tmp_path, "adamw")
+    training = Training("adamw", seed=5)
+    state = training.state()
+    rates = state.pop("rates")
+    restored = muonckpt.Series(tmp_path).restore(state, allow_extra=["rates.*"])
+    training.set({**state, "rates": rates})
+    [beside] = restored.check(training.model, training.optimizer).unchecked
+    assert beside.startswith("rates.") and beside.endswith("which allow_extra left in the checkpoint")
+
+
+def test_arguments_that_are_something_else_are_refused_with_a_sentence(tmp_path):
+    saved(tmp_path, "adamw")
+    training = Training("adamw")
+    restored = training.resume(tmp_path)
+    model, optimizer = training.model, training.optimizer
+    for told, arguments, scheduler in (
+        ("expected a model, found AdamW", (optimizer, model), None),
+        ("expected an optimizer, found LambdaLR", (model, optimizer, training.scheduler), None),
+        ("expected an optimizer, found list", (model, [optimizer]), None),
+        ("expected one scheduler with a state_dict, found list", (model, optimizer), [training.scheduler]),
+        ("give check the model whose parameters the optimizers have", (model, adamw(module())), None),
+    ):
+        with pytest.raises(muonckpt.ArgumentError, match=told):
+            restored.check(*arguments, scheduler=scheduler)
+    with pytest.raises(muonckpt.ArgumentError, match="expected a state dict to check, found NoneType"):
+        restored.compare(None)
+
+
+def replicas(rank: int, world: int, folder: str) -> tuple[tuple[str, ...], str]:
+    """Resume alike on all ranks, then with a momentum that differs on the last; and with other arguments there."""
+    training = Training("muon", seed=5)
+    restored = training.resume(folder)
+    assert training.check(restored).equal
+    with pytest.raises(muonckpt.ArgumentError) as refused:
+        restored.check(None if rank else training.model, training.optimizer)
+    with torch.no_grad():
+        slots(training, "momentum_buffer")[0].add_(rank)
+    return training.check(restored).lines, str(refused.value)
+
+
+def test_a_replica_that_differs_and_an_error_on_one_rank_are_told_on_all(tmp_path):
+    saved(tmp_path, "muon")
+    first, other = run(2, replicas, str(tmp_path))
+    assert first == other
+    [line], refused = first
+    assert re.search(r"opt\.state\..*replicas differ: rank 0 holds \w{16}, rank 1 holds", line)
+    assert "expected a model, found NoneType" in refused and "(rank 1)" in refused
+    assert "replicas differ" in muonckpt.look_at_run(tmp_path).resumes[-1].verdict
+
+
 def test_a_rate_that_is_changed_on_purpose_is_told_with_the_name_of_its_group(tmp_path):
     saved(tmp_path, "adamw")
     training = Training("adamw")
@@ -334,6 +471,23 @@ def test_two_runs_side_by_side(tmp_path):
     assert called("diff", str(tmp_path / "one"), str(tmp_path / "other")).returncode == 1
     data = json.loads(called("diff", str(tmp_path / "one"), str(tmp_path / "other"), "--json").stdout)
     assert data["differs"] and [step["name"] for step in data["steps"]] == ["step-00000001", "step-00000002"]
+
+
+def test_a_record_that_is_damaged_is_told_and_goes_on(tmp_path):
+    """A line that a killed process has torn does not take the next one with it; no line breaks the commands."""
+    muonckpt.Series(tmp_path).save(1, {"x": torch.ones(2)})
+    record = tmp_path / "resumes.jsonl"
+    muonckpt.Series(tmp_path).restore({"x": torch.zeros(2)})
+    whole = record.read_bytes()
+    bad = [whole[:-9], whole.replace(b'"attempt": 1', b'"attempt": 1e999'), b"\xff\x00\n", b"[" * 9999 + b"\n"]
+    bad += [re.sub(rb'"when": [0-9.]*', b'"when": ' + when, whole) for when in (b"1e300", b"NaN", b"-Infinity")]
+    record.write_bytes(b"".join(reversed(bad)))
+    restored = muonckpt.Series(tmp_path).restore({"x": torch.zeros(2)})
+    restored.compare({"x": torch.ones(2)})
+    history = muonckpt.look_at_run(tmp_path)
+    assert [one.verdict for one in history.resumes] == ["proved: 1 tensor as they were saved"]
+    assert history.unread_resumes == len(bad)
+    assert called("inspect", str(tmp_path)).returncode == 0
 
 
 def test_a_run_in_a_store_keeps_its_resumes_and_one_that_cannot_goes_on(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...checkpoint.all_ranks import group_ranks, is_coordinator
-from ...checkpoint.resume_check import LoadedState, ResumeProof, compare, live_state_dict
+from ...checkpoint.resume_check import LiveParts, LoadedState, ResumeProof, compare
 from ...names.errors import MuonckptError, called_like, warn_on_rank
 from ...names.resumption import LoadReport
 from ...store.io.location import Location
@@ -76,10 +76,9 @@ class Restored:
 
         Raises:
             ArgumentError: nothing that was restored has the keys of one of them, or several parts have.
-            AttestError: ranks that hold the same box of a tensor hold different elements.
+            AttestError: the state of one of them cannot be taken.
         """
-        state_dict, unrestored = live_state_dict(self._loaded, model, optimizers, scheduler)
-        return self._compared(state_dict, unrestored)
+        return self._compared(lambda: LiveParts.of_objects(self._loaded, model, optimizers, scheduler))
 
     def compare(self, state_dict: Mapping[str, Any]) -> ResumeProof:
         """Compare a state dict, nested as that of `Series.restore` and taken anew, as `check` does.
@@ -87,11 +86,11 @@ class Restored:
         Raises:
             AttestError: as in `check`.
         """
-        return self._compared(state_dict, ())
+        return self._compared(lambda: LiveParts.of_state_dict(self._loaded, state_dict))
 
-    def _compared(self, state_dict: Mapping[str, Any], unrestored: Sequence[str]) -> ResumeProof:
-        """Compare, and record the outcome; ``unrestored`` are the names of weights that were not restored."""
-        proof = compare(self._loaded, state_dict, unrestored, self.step, self._group)
+    def _compared(self, take_parts: Callable[[], LiveParts]) -> ResumeProof:
+        """Compare, and record the outcome."""
+        proof = compare(self._loaded, take_parts, self.step, self._group)
         if self._record is not None:
             try:
                 add_line(self._folder, replace(self._record, proof=proof.to_json()))
