@@ -204,8 +204,11 @@ class ResumeProof:
         """A phrase for each kind of difference: parameters of many layers are one."""
         options: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
         keys: defaultdict[str, list[str]] = defaultdict(list)
+        disputes: list[str] = []
         for difference in self.differences:
-            if difference.group or difference.parameter:
+            if isinstance(difference.live, _Dispute):
+                disputes.append(f"{difference.key}: {difference.change}")
+            elif difference.group or difference.parameter:
                 option = difference.key.rpartition(".")[2]
                 options[option, difference.change, difference.group].append(difference.parameter)
             else:
@@ -216,6 +219,7 @@ class ResumeProof:
                 for (option, change, group), names in options.items()
             ),
             *(f"{_in_short(members)}: {change}" for change, members in keys.items()),
+            *([listed(disputes, _MAX_GLOBS, "; ")] if disputes else []),
         )
 
     def __str__(self) -> str:
@@ -493,7 +497,9 @@ def compare(
         differences = {each.key: each for one in answers for each in one.differences}
         # Tensors that ranks should hold alike.
         for key, phrase in held.disputes:
-            differences.setdefault(key, ResumeDifference(key, loaded.prints.get(key, ABSENT), _Dispute(phrase)))
+            differences.setdefault(
+                key, ResumeDifference(key, loaded.prints.get(key, ABSENT), _Dispute(phrase.lstrip(": ")))
+            )
         # Tensors: those that were loaded have to be there, with the elements that they had.
         for key, saved in loaded.prints.items():
             live = held.tensors.get(key, ABSENT)
