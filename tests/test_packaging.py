@@ -84,6 +84,7 @@ def test_a_newcomer_imports_it_in_the_clone(installed, source, wheel, tmp_path):
     assert Path(done.stdout.strip()) == source / "muonckpt/__init__.py"
 
 
+@pytest.mark.exhaustive  # it reads all of torch's types
 def test_a_type_checker_sees_every_room(source, tmp_path):
     """A user's file against a clone: a wrong argument of each room is an error, and nothing is Any."""
     imports = [
