@@ -413,7 +413,8 @@ class SeenSlots:
 
     def still(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> bool:
         """Return whether these are the same slots, with none less or more: without looking parameters up."""
-        same = len(state) == len(self.slots) and all(map(is_, state.values(), self.slots))
+        same = isinstance(state, Mapping) and len(state) == len(self.slots)
+        same = same and all(map(is_, state.values(), self.slots))
         return same and [*map(len, self.slots)] == self.counts
 
 
@@ -423,11 +424,22 @@ def cleared(
     """Yield the parameters that have no state any more, with the numbers of their groups.
 
     Raises:
-        ValueError: a parameter has a part of its state.
+        ValueError: a parameter has a part of its state; or a dict is none.
     """
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"optimizer.state is a {type(state).__name__}, expected a dict. To let all state begin anew write "
+            "optimizer.state = {}"
+        )
     for number, (before, group) in enumerate(zip(seen, groups, strict=True)):
         for index, param in enumerate(before.params):
-            slots = before.slots & state.get(param, {}).keys()
+            present = state.get(param, {})
+            if not isinstance(present, Mapping):
+                raise ValueError(
+                    f"the state of {_name_of(group, number, index)} is a {type(present).__name__}, expected a dict. To "
+                    "let it begin anew write optimizer.state.pop(parameter)"
+                )
+            slots = {slot for slot in before.slots & present.keys() if isinstance(present[slot], Tensor)}
             if slots and slots != before.slots:
                 raise ValueError(
                     f"{_name_of(group, number, index)} has lost {sorted(before.slots - slots)} of its state and kept "

@@ -134,6 +134,31 @@ def test_a_part_of_a_parameters_state_is_refused_before_anything_moves(algorithm
     assert lost in opt.state[params[0]]
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_state_that_is_no_dict_is_refused_before_anything_moves(algorithm):
+    params = params_of()
+    opt = made(params, algorithm)
+    stepped(opt, range(2))
+    weights = [param.detach().clone() for param in params]
+    opt.state = None
+    with pytest.raises(ValueError, match=r"optimizer.state is a NoneType, .* write optimizer.state = \{\}"):
+        stepped(opt, range(2, 3))
+    opt.state = {}  # as the message has it
+    opt.state_dict()
+    opt.state[params[0]] = None
+    message = r"the state of parameter 'up' is a NoneType, .* write optimizer.state.pop\(parameter\)"
+    with pytest.raises(ValueError, match=message):
+        opt.state_dict()
+    opt.state.pop(params[0])
+    opt.state[params[1]] = dict.fromkeys(opt.state[params[1]])  # slots without tensors are cleared
+    assert same(weights, params)
+    twin_params = [nn.Parameter(weight) for weight in weights]
+    twin = made(twin_params, algorithm)
+    for each in (opt, twin):
+        stepped(each, range(3, 5))
+    assert same(everything(opt), everything(twin))
+
+
 @pytest.mark.parametrize("clear", WAYS)
 @pytest.mark.parametrize("with_gradients", [True, False])
 def test_what_is_saved_after_clearing_is_the_state_that_training_goes_on_with(clear, with_gradients, tmp_path):
