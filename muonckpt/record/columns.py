@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..algebra.box import MOST_ELEMENTS
 from ..names.errors import SourceError
 
-_COMPONENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
+_COMPONENT = re.compile(r"[^./\\][^/\\]{0,254}")
 
 UNKNOWN = -1
 """Stands in a column for what is not known."""
@@ -39,8 +39,8 @@ def check_name(file: str) -> None:
     Raises:
         SourceError: it does not.
     """
-    # DCP's own names begin with underscores; a leading dot, a slash or anything exotic never does.
-    if not all(map(_COMPONENT.fullmatch, file.split("/"))):
+    # People's names have spaces and signs (epoch=3-step=100.ckpt); what a terminal would obey is not printable.
+    if not (file.isprintable() and all(map(_COMPONENT.fullmatch, file.split("/")))):
         raise SourceError(f"refused file name {file!r:.300}: expected plain names inside the checkpoint")
 
 

@@ -250,3 +250,63 @@ def test_an_index_is_a_path_too(ending, tmp_path):
     save(state(8), tmp_path / "a" / f"{stem}.{ending}")
     assert values_in(tmp_path / "a" / f"{stem}.{ending}.index.json", root) == expected(3)
     assert values_in(tmp_path / "a", root) == expected(8)
+
+
+PEOPLES_NAMES = ("epoch=3-step=100", "model-00001-of-00002 (1)", "modèle @ 7~ä+b,#1")
+
+
+@pytest.mark.parametrize("ending", FORMS)
+@pytest.mark.parametrize("stem", PEOPLES_NAMES)
+def test_a_file_is_read_under_the_names_that_people_and_trainers_give(stem, ending, tmp_path):
+    _, save, root = FORMS[ending]
+    save(state(5), tmp_path / f"{stem}.{ending}")
+    assert values_in(tmp_path / f"{stem}.{ending}", root) == expected(5)
+
+
+@pytest.mark.parametrize("stem", ["a\x1b[31m", "a\nb", "a\u202eb", ".a"])
+def test_a_name_that_a_terminal_would_obey_is_refused(stem, tmp_path):
+    save_file(state(5), tmp_path / f"{stem}.safetensors")
+    with pytest.raises(SourceError, match="refused file name"):
+        muonckpt.open(tmp_path / f"{stem}.safetensors")
+
+
+@pytest.mark.parametrize("ending", FORMS)
+def test_a_shard_that_was_downloaded_twice_and_got_another_name_is_told(ending, tmp_path):
+    write_shards(tmp_path / "a", ending)
+    (shard,) = (tmp_path / "a").glob("*-00001-of-*")
+    shard.rename(shard.with_stem(f"{shard.stem} (1)"))
+    (finding,) = muonckpt.verify(tmp_path / "a").findings
+    assert f"tensors of these names are in {shard.stem} (1).{ending}" in finding.message
+
+
+@pytest.mark.parametrize("ending", FORMS)
+def test_the_files_of_an_index_may_lie_in_folders_below_it(ending, tmp_path):
+    write_shards(tmp_path / "a", ending)
+    (tmp_path / "a" / "sub").mkdir()
+    for shard in (tmp_path / "a").glob("*-of-*"):
+        shard.rename(tmp_path / "a" / "sub" / shard.name)
+    numbers = {key: f"sub/{FORMS[ending][0]}-{key // 2 + 1:05d}-of-00002.{ending}" for key in range(4)}
+    edit_index(tmp_path / "a", **{f"_{key}": name for key, name in numbers.items()})
+    assert values_in(tmp_path / "a", FORMS[ending][2]) == expected()
+    assert not muonckpt.verify(tmp_path / "a").findings
+
+
+@pytest.mark.parametrize("ending", FORMS)
+@pytest.mark.parametrize("named", [0, 2])
+def test_an_index_that_was_cut_to_fewer_tensors_hides_none_of_the_others(named, ending, tmp_path):
+    write_shards(tmp_path / "a", ending)
+    (index,) = (tmp_path / "a").glob("*.index.json")
+    data = json.loads(index.read_text())
+    data["weight_map"] = dict(list(data["weight_map"].items())[:named])
+    index.write_text(json.dumps(data))
+    check_rebuilt(tmp_path, ending, "the index and the files disagree about . tensors")
+
+
+def test_of_lost_shards_the_weights_in_another_format_are_told_and_have_a_path(tmp_path):
+    write_shards(tmp_path / "a", "safetensors")
+    write_shards(tmp_path / "a", "bin", 300)
+    for shard in (tmp_path / "a").glob("model-*"):
+        shard.unlink()
+    with pytest.raises(DamageError, match=r"pytorch_model.bin.index.json may have them, and is not read"):
+        muonckpt.open(tmp_path / "a")
+    assert values_in(tmp_path / "a" / "pytorch_model.bin.index.json", "model.") == expected(300)

@@ -308,7 +308,7 @@ def read_weights(path: Location, header_of: HeaderOf) -> Weights:
     def read(name: str, expected: str | None) -> dict[str, StateRecord]:
         alone = chosen in (None, name)
         with about(place / name if alone else name):
-            provenances[name], tensors = _read_file(place / name, expected, header_of, alone)
+            provenances[name], tensors = _read_file(place, name, expected, header_of, alone)
         return {tensor.key: tensor for tensor in tensors}
 
     if chosen is None:
@@ -427,10 +427,10 @@ def length_of(tensor: StateRecord) -> int:
 
 
 def _read_file(
-    file: Location, expected: str | None, header_of: HeaderOf, alone: bool
+    folder: Location, name: str, expected: str | None, header_of: HeaderOf, alone: bool
 ) -> tuple[Mapping[str, Any], list[StateRecord]]:
     """Return the provenance and the tensors of a file, whose header has to have the expected digest, if any."""
-    with open_regular(file) as opened:
+    with open_regular(folder / name) as opened:
         file_header, start, actual = header_of(opened)
     if actual != (expected or actual):
         raise DamageError(
@@ -449,7 +449,7 @@ def _read_file(
         raise DamageError(f"expected tensor {lost[0]!r}, which {METADATA_KEY} describes; found none")
     stored = []
     for key, entry in file_header.entries.items():
-        place, box = Extent(file.name, start + entry.start, entry.stop - entry.start), Box.of(entry.shape)
+        place, box = Extent(name, start + entry.start, entry.stop - entry.start), Box.of(entry.shape)
         tensor = known.get(key)
         if tensor and (tensor.dtype, tensor.shape, [*tensor.boxes]) != (entry.dtype, entry.shape, [box]):
             raise DamageError(

@@ -181,6 +181,8 @@ def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: R
                 reasons.append(f"the file that the index calls {name} is called {other}: rename it")
             else:
                 reasons.append(f"{name} is missing" if name not in names else str(error))
+    if not index.headers:
+        contents |= _unnamed_shards(index, others, read)
     # Take each tensor from the last file that has it, as transformers does; the index must not say otherwise.
     holders: defaultdict[str, list[str]] = defaultdict(list)
     for name in sorted(contents):
@@ -208,7 +210,9 @@ def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: R
         loss = f"{len(lost)} of {len(index.files)} tensors are lost{' with it' * bool(reasons)} ({listed(lost, 2)})"
         alike = [name for name, entries in unnamed.items() if not entries.keys().isdisjoint(lost)]
         elsewhere = f"tensors of these names are in {listed(alike)}, which the index does not name"
-        reasons += [loss, *[elsewhere] * bool(alike)]
+        unread = sorted(name for name in names if _MODEL_NAME.fullmatch(name) and ending not in name)
+        instead = f"{listed(unread)} may have them, and is not read: give its path if you mean it"
+        reasons += [loss, *[elsewhere] * bool(alike), *[instead] * bool(unread)]
         return Shards(files, (UnlistedError("; ".join(reasons), lost),), copies)
     moved = sorted(key for key, holding_files in holders.items() if index.files.get(key) != holding_files[-1])
     if moved and not index.headers:
@@ -222,6 +226,16 @@ def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: R
     if reasons:
         reasons.append("all tensors are there")
     return Shards(files, (UnlistedError("; ".join(reasons), count=0),) if reasons else (), copies)
+
+
+def _unnamed_shards(index: WeightIndex, others: Collection[str], read: Read[Entry]) -> dict[str, Mapping[str, Entry]]:
+    """Return the files of an index's numbering that it does not name, and whose tensors it does not name either."""
+    matches = {name: match for name in {*others, *index.names} if (match := SHARD_NAME.fullmatch(name))}
+    families = {matches[name].group("stem", "count") for name in index.names if name in matches}
+    unnamed = {name for name in {*others} - {*index.names} if name in matches}
+    if index.files:
+        unnamed = {name for name in unnamed if matches[name].group("stem", "count") in families}
+    return {name: own for name, own in _readable(unnamed, read, None).items() if index.files.keys().isdisjoint(own)}
 
 
 def _complete_set(
