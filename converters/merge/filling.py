@@ -33,7 +33,16 @@ from ...store.verify.diagnosis import Diagnosis
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import FirstLook, recorded_step
 from .joined import JoinedCheckpoints, JoinedPayloads
-from .same_save import Comparison, FillingSource, WholePart, common_boxes, compare_box, overlapping, same_items
+from .same_save import (
+    Comparison,
+    FillingSource,
+    WholePart,
+    common_boxes,
+    compare_box,
+    is_listed_whole,
+    overlapping,
+    same_items,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +185,8 @@ class Filling:
         """Return whether a source has the tensor of which this is recorded; None if no fingerprints tell."""
         comparison = self.comparisons[number - 1]
         theirs = comparison and comparison.fingerprints.get(mine.key)
+        if comparison and comparison.differs and not is_listed_whole(self.broken):
+            return None  # nothing binds the record to this save, and it may be of the source's
         return None if mine.fingerprint is None or theirs is None else theirs == mine.fingerprint
 
     def _is_same(self, number: int, mine: StateRecord | None) -> bool:

@@ -413,6 +413,7 @@ def compare(part: WholePart, source: FillingSource, jobs: int) -> Comparison:
             pairs.append((tensor, rows, other))
     # The elements of all others are read, where both are whole.
     stored = source.whole([other for *_, other in pairs], jobs)
+    unlocated: list[IntArray] = []
 
     def compared(pair: tuple[StateRecord, StateRecord]) -> tuple[Flags, Flags, Flags, str | None]:
         return _compare_chunks(part.opened.payloads, pair[0], source.opened.payloads, pair[1])
@@ -425,7 +426,11 @@ def compare(part: WholePart, source: FillingSource, jobs: int) -> Comparison:
                 fingerprints.setdefault(tensor.key, computed)
             mine, theirs = part.fingerprints.get(tensor.key), fingerprints.get(tensor.key)
             if mine is not None and theirs not in (None, mine) and not unlike.any():
-                different[rows] = ~same  # where the source is damaged, and records what was there
+                unlocated.append(rows[~same])  # where the source is damaged, and records what was there
+    # A difference that no chunk shows lies in a file that differs otherwise, if it has one.
+    shown = part.chunks_in(part.files(different))
+    for rows in unlocated:
+        different[rows] = shown[rows] if shown[rows].any() else True
     items = dict(_compare_items(part, source))
     return Comparison(
         part,

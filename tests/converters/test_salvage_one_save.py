@@ -190,6 +190,30 @@ def test_a_source_that_has_files_of_two_saves_itself_mixes_nothing(saves, tmp_pa
     assert is_one_of(tmp_path / "new", saves) == "a"
 
 
+def test_a_source_that_is_damaged_itself_still_tells_which_file_is_of_another_save(saves, tmp_path):
+    """It records what a tensor was that it has lost; where that differs, other tensors say."""
+    broken = Path(shutil.copytree(saves / "a", tmp_path / "broken"))
+    (broken / "muonckpt.json").unlink()
+    shutil.copy(saves / "c" / "__1_0.distcp", broken)
+    muonckpt.convert(saves / "a1", tmp_path / "zarr", format="zarr")
+    flip(tmp_path / "zarr" / "model" / NAMES[0] / "value" / "c" / "0" / "0", 5)
+    with pytest.raises(SourceError, match="of another save"):
+        muonckpt.salvage(broken, tmp_path / "new", others=[tmp_path / "zarr"])
+    muonckpt.salvage(broken, tmp_path / "new", others=[tmp_path / "zarr", saves / "a1"])
+    assert is_one_of(tmp_path / "new", saves) == "a"
+
+
+def test_an_array_whose_record_is_of_another_save_is_not_filled_from_that(saves, tmp_path):
+    """The root of a zarr tree says that one record is of another save, so that a record proves nothing."""
+    for name in "ac":
+        muonckpt.convert(saves / f"{name}1", tmp_path / name, format="zarr")
+    array = Path("model", NAMES[0], "value")
+    shutil.copy(tmp_path / "c" / array / "zarr.json", tmp_path / "a" / array)
+    for names in (["c1"], ["c1", "a1"], ["a1", "c1"]):
+        with pytest.raises(SourceError, match="Nothing was written"):
+            muonckpt.salvage(tmp_path / "a", tmp_path / "new", others=[saves / name for name in names])
+
+
 def test_the_cure_for_files_of_two_saves_is_followed(saves, tmp_path):
     broken = Path(shutil.copytree(saves / "a", tmp_path / "broken"))
     copy = Path(shutil.copytree(saves / "a", tmp_path / "copy"))
