@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import reduce
@@ -20,10 +19,9 @@ import numpy as np
 from ...algebra.box import Box
 from ...algebra.layout import TensorLayout
 from ...names.errors import SourceError, TargetError
-from ...names.vocabulary import CODE_SLOTS, SCALE_SLOTS
+from ...names.vocabulary import CODE_SLOTS, SCALE_SLOTS, Convention
 from ...names.wording import listed
-from ...programs.detection import detect
-from ...programs.dialect import Dialect
+from ...programs.model_view import Role, view_by_keys
 from ...record.record import Blob, Extent, Manifest
 from ...store.open_checkpoint import OpenCheckpoint, checked_blob
 from ...store.reading.blocks import bands
@@ -165,10 +163,7 @@ class _Input:
     def of(cls, name: str, outputs: Outputs, select: Sequence[str]) -> _Input:
         nowhere = Extent("none", 0, 0)
         blobs = tuple(Blob(item.key, item.path, nowhere) for item in outputs.items)
-        dialect: Dialect | None = None
-        with suppress(SourceError):
-            dialect = detect(Manifest(tuple(tensor.record for tensor in outputs.tensors), blobs)).dialect
-        momenta = dialect.slots_called("momentum") if dialect else frozenset()
+        view = view_by_keys(Manifest(tuple(tensor.record for tensor in outputs.tensors), blobs))
         averages: dict[str, OutputTensor] = {}
         others: dict[str, OutputTensor] = {}
         chosen = outputs.selected(select)
@@ -179,12 +174,9 @@ class _Input:
                     f"{name}: tensor {record.key!r} is a part of state in 8 bits, which is not averaged: leave it out "
                     "by --model-only, or load it into an optimizer with state in float32, and save that"
                 )
-            if dialect and record.slot in momenta and record.convention is None:
-                record = replace(record, convention=dialect.convention)
-            tensor = replace(own, record=record)
-            is_weight = bool(dialect and record.slot is None and dialect.model.read(record.path))
-            is_option = bool(dialect and dialect.option and dialect.option.read(record.path))
-            if record.dtype in FLOATS and (is_weight or (record.shape and not is_option)):
+            role, convention = view.role(record), view.convention(record)
+            tensor = replace(own, record=replace(record, convention=Convention(convention) if convention else None))
+            if record.dtype in FLOATS and (role is Role.WEIGHTS or (record.shape and role is not Role.OPTIONS)):
                 averages[record.key] = tensor
             elif record.shape and record.dtype.startswith(_INDIVISIBLE):
                 raise SourceError(
