@@ -94,6 +94,8 @@ def digest_of_object(value: object) -> bytes:
     """Return 8 bytes that are the same for equal plain data, NaN included, and for other objects saved alike."""
     if _is_plain(value):  # marshal's first version has no references, which equal data may have or not
         return xxh3_64_digest(marshal.dumps(value, 0))  # type: ignore[arg-type]
+    if isinstance(value, set | frozenset):  # equal ones have other orders in other processes
+        return xxh3_64_digest(type(value).__name__.encode() + b"".join(sorted(map(digest_of_object, value))))
     stream = io.BytesIO()
     torch.save(value, stream)
     return xxh3_64_digest(stream.getbuffer())

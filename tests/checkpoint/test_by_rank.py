@@ -214,3 +214,19 @@ def listed_back(rank: int, world: int, folder: str, way: str) -> str:
 @pytest.mark.parametrize("way", ["save", "async_copy", "redistribute"])
 def test_values_in_lists_and_under_numbers_come_back(way, tmp_path):
     assert run(2, listed_back, str(tmp_path), way) == ["as it was"] * 2
+
+
+def set_saved(rank: int, world: int, path: str) -> None:
+    epochs = set(range(0, 9, 8) if rank else range(8, -1, -8))  # 0 and 8, in the order in which they were added
+    muonckpt.save({"w": torch.ones(2), "epochs": epochs, "shards": {rank, 8}}, path)
+
+
+def test_equal_sets_are_one_value_whatever_their_order_is(tmp_path):
+    assert [*set(range(0, 9, 8))] != [*set(range(8, -1, -8))]
+    run(2, set_saved, str(tmp_path / "c"))
+    template: dict[str, Any] = {"epochs": None}
+    muonckpt.load(template, tmp_path / "c", allow_extra=True)  # in one process, that takes no value of several ranks
+    assert template == {"epochs": {0, 8}}
+    template = {"by_rank": {"1-of-2": {"shards": None}}}
+    muonckpt.load(template, tmp_path / "c", allow_extra=True)
+    assert template["by_rank"]["1-of-2"]["shards"] == {1, 8}
