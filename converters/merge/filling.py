@@ -64,7 +64,8 @@ class Filling:
 
     Attributes:
         part: of the damaged checkpoint, what is whole.
-        comparisons: with each of ``sources``; None for those that are the checkpoint itself.
+        sources: what may fill it, numbered from 1: first what is the checkpoint itself, by its other descriptions.
+        comparisons: with the sources that are other checkpoints, by their numbers.
         left: the boxes that nothing has filled so far.
         items: for each lost item that was found the number of its source, itself there, and whether it is of the same
             save.
@@ -74,7 +75,7 @@ class Filling:
     part: WholePart
     diagnosis: Diagnosis
     sources: Sequence[FillingSource]
-    comparisons: Sequence[Comparison | None]
+    comparisons: Mapping[int, Comparison]
     left: dict[str, tuple[Box, ...]]
     parts: defaultdict[str, list[_Part]]
     digests: Mapping[tuple[str, Box], str]
@@ -119,13 +120,11 @@ class Filling:
                 parts[tensor.key].append(_Part(0, replicas, True))
             if missing := tuple(box for box in dict.fromkeys(boxes) if box not in own):
                 left[tensor.key] = missing
-        sources = [FillingSource.of("itself", opened, True) for opened in itself]
-        compared: list[Comparison | None] = [None] * len(sources)
         return cls(
             part,
             diagnosis,
-            [*sources, *(comparison.source for comparison in comparisons)],
-            [*compared, *comparisons],
+            [*(FillingSource.of("itself", opened) for opened in itself), *(one.source for one in comparisons)],
+            dict(enumerate(comparisons, len(itself) + 1)),
             left,
             parts,
             dict(part.lost_digests()),
@@ -151,7 +150,7 @@ class Filling:
                     asked[key] = replace(theirs, chunks=theirs.chunks.only(needed))
             # What of that is whole, and of the same save, or allowed to be of another.
             for key, record in zip(asked, source.whole(list(asked.values()), jobs), strict=True):
-                if len(record.chunks) < len(asked[key].chunks) and not source.own:
+                if len(record.chunks) < len(asked[key].chunks) and number in self.comparisons:
                     self.refused[key].append(f"{source.name} is damaged there")
                 record, same = self._allowed(number, of_key[key], record, mix_steps)
                 taken, rest = _taken(self.left.pop(key), record.boxes)
@@ -183,17 +182,19 @@ class Filling:
 
     def _has_fingerprint(self, number: int, mine: StateRecord) -> bool | None:
         """Return whether a source has the tensor of which this is recorded; None if no fingerprints tell."""
-        comparison = self.comparisons[number - 1]
-        theirs = comparison and comparison.fingerprints.get(mine.key)
-        if comparison and comparison.differs and not is_listed_whole(self.broken):
+        if mine.fingerprint is None or number not in self.comparisons:
+            return None
+        comparison = self.comparisons[number]
+        if comparison.differs and not is_listed_whole(self.broken):
             return None  # nothing binds the record to this save, and it may be of the source's
-        return None if mine.fingerprint is None or theirs is None else theirs == mine.fingerprint
+        fingerprint = comparison.fingerprints.get(mine.key)
+        return None if fingerprint is None else fingerprint == mine.fingerprint
 
     def _is_same(self, number: int, mine: StateRecord | None) -> bool:
         """Return whether a source has the state of the same save, as far as both say so."""
-        comparison = self.comparisons[number - 1]
-        if comparison is None:
+        if number not in self.comparisons:
             return True
+        comparison = self.comparisons[number]
         if mine is None:
             return comparison.is_same_save()
         by_fingerprint = self._has_fingerprint(number, mine)
@@ -222,7 +223,7 @@ class Filling:
 
         The recorded digest of a lost chunk decides about a chunk of the same box, as fingerprints do about a tensor.
         """
-        source, same = self.sources[number - 1], self._is_same(number, mine)
+        source, same, is_itself = self.sources[number - 1], self._is_same(number, mine), number not in self.comparisons
         if self._has_fingerprint(number, mine):
             return theirs, True
         proven: list[int] = []
@@ -232,23 +233,12 @@ class Filling:
             if expected is not None and chunk.strides is None:
                 actual = chunk.digest or xxh3_128(source.opened.payloads.bands(payload_of(theirs, chunk)))
                 (proven if actual == expected else others).append(index)
-            elif not (source.own and chunk.item.file in self.damage.strays):
+            elif not (is_itself and chunk.item.file in self.damage.strays):
                 (proven if same else others).append(index)
-        if others and not source.own and not mix_steps:
-            self.refused[mine.key].append(f"{source.name} has it of {self._moment(number)}, which --mix-steps allows")
-        taken = sorted(proven + others) if mix_steps and not source.own else proven
+        if others and not is_itself and not mix_steps:
+            self._refuse(number, mine.key, self.comparisons[number].moment)
+        taken = sorted(proven + others) if mix_steps and not is_itself else proven
         return replace(theirs, chunks=theirs.chunks.only(taken)), len(taken) == len(proven)
-
-    def _moment(self, number: int) -> str:
-        """Say of which moment a source is, if it is not that of the damaged checkpoint."""
-        source, comparison = self.sources[number - 1], self.comparisons[number - 1]
-        steps = self.part.step, source.look.step
-        if None not in steps and steps[0] != steps[1]:
-            return f"step {source.look.step}"
-        other = "another save" if None in steps else "the same step of another run"
-        if comparison is not None and comparison.differs:
-            return f"{other} ({comparison.difference})"
-        return "an unknown step" if None in steps else other
 
     def _take_item(self, number: int, key: str, mix_steps: bool) -> None:
         source = self.sources[number - 1]
@@ -257,17 +247,21 @@ class Filling:
         try:
             check_blob(source.opened.payloads, blob)
         except MuonckptError:
-            self.refused[key] += [f"{source.name} is damaged there"] * (not source.own)
+            self.refused[key] += [f"{source.name} is damaged there"] * (number in self.comparisons)
             return
         expected = self.part.lost_items.get(key)
-        same = self._is_same(number, None) and not (source.own and blob.item.file in self.damage.strays)
+        is_same_save, is_itself = self._is_same(number, None), number not in self.comparisons
+        same = is_same_save and not (is_itself and blob.item.file in self.damage.strays)
         if expected is not None:
             same = expected == xxh3_128(source.opened.payloads.bands(blob.item))
-        if same or (mix_steps and not source.own):
+        if same or (mix_steps and not is_itself):
             self.items[key] = number, blob, same
-        elif not source.own:
-            moment = self._moment(number) if not self._is_same(number, None) else "another save (its bytes are others)"
-            self.refused[key].append(f"{source.name} has it of {moment}, which --mix-steps allows")
+        elif not is_itself:
+            moment = "another save (its bytes are others)" if is_same_save else self.comparisons[number].moment
+            self._refuse(number, key, moment)
+
+    def _refuse(self, number: int, key: str, moment: str) -> None:
+        self.refused[key].append(f"{self.sources[number - 1].name} has it of {moment}, which --mix-steps allows")
 
     def _refuse_contradictions(self, jobs: int) -> None:
         """Refuse what one source gives and another one of the same save has otherwise, where nothing recorded decides.
@@ -281,17 +275,18 @@ class Filling:
             for part in parts if mine.fingerprint is None else ():
                 if part.record is None:  # zeros, or replicas
                     continue
-                for number, source in enumerate(self.sources, 1):
+                for number, comparison in self.comparisons.items():
+                    source = comparison.source
                     other = source.counterpart(mine, self.view)
-                    if number == part.source or source.own or other is None or not self._is_same(number, mine):
+                    if number == part.source or other is None or not self._is_same(number, mine):
                         continue
                     if box := _first_difference(self.sources[part.source - 1], part, source, other, jobs):
                         self._refuse_contradiction(f"tensor {key!r} {box}", part.source, number)
         unrecorded = {key: found for key, found in self.items.items() if key not in self.part.lost_items}
         for key, (number, blob, _) in unrecorded.items():
-            for other_number, source in enumerate(self.sources, 1):
-                other_blob = source.items.get(key)
-                if other_number == number or source.own or other_blob is None or not self._is_same(other_number, None):
+            for other_number, comparison in self.comparisons.items():
+                source, other_blob = comparison.source, comparison.source.items.get(key)
+                if other_number == number or other_blob is None or not comparison.is_same_save():
                     continue
                 with suppress(DamageError):
                     if not same_items(self.sources[number - 1].opened, blob, source.opened, other_blob):
@@ -349,7 +344,7 @@ class Filling:
 
     def _provenance(self) -> dict[str, Any]:
         """Return what is known of the save: what the checkpoint says, or a source of the same save if it cannot."""
-        recorded = (one for one in self.comparisons if one is not None and one.source.records_digests)
+        recorded = (comparison for comparison in self.comparisons.values() if comparison.source.records_digests)
         same = next((one.source for one in recorded if one.is_same_save()), None)
         if same is None:
             return dict(self.broken.provenance)
@@ -376,7 +371,7 @@ class Filling:
 
     def _fingerprint(self, tensor: StateRecord) -> str | None:
         """Return the fingerprint that a source of the same save records of a tensor, for what is written to have it."""
-        same = (one for one in self.comparisons if one is not None and one.is_same_save(tensor.key))
+        same = (comparison for comparison in self.comparisons.values() if comparison.is_same_save(tensor.key))
         return next((one.fingerprints[tensor.key] for one in same if tensor.key in one.fingerprints), None)
 
     def _entry(self) -> dict[str, Any]:
@@ -419,26 +414,25 @@ class Filling:
             if number > len(self.sources):
                 yield f"{tensors} begin anew, as zeros, where nothing has them"
             else:
-                of = f"are those of {self._moment(number)} where they were lost"
+                of = f"are those of {self.comparisons[number].moment} where they were lost"
                 yield f"{tensors} {of}: {self._fades() if is_momentum else _MIXED}"
         items = Counter(number for number, _, same in self.items.values() if not same)
         for number, count in sorted(items.items()):
-            yield f"{counted(count, 'item')} (options, counters): of {self._moment(number)}"
+            yield f"{counted(count, 'item')} (options, counters): of {self.comparisons[number].moment}"
 
     def _other_saves(self) -> Iterator[str]:
         """Name the sources that are of another save although their step does not say so."""
         used = {part.source for parts in self.parts.values() for part in parts}
         used |= {number for number, *_ in self.items.values()}
-        for number, comparison in enumerate(self.comparisons, 1):
-            if comparison is not None and comparison.differs and number not in used:
-                yield f"nothing was taken from {comparison.source.name}, which is of {self._moment(number)}"
+        for number, comparison in self.comparisons.items():
+            if comparison.differs and number not in used:
+                yield f"nothing was taken from {comparison.source.name}, which is of {comparison.moment}"
 
     def _unjudged(self) -> Iterator[str]:
         """Say that nothing tells whether all that was kept is of one save, if so."""
         kept, judged = self.part.whole, self.part.recorded.copy()
-        same = [one for one in self.comparisons if one is not None and one.is_same_save()]
-        for comparison in same:
-            judged |= comparison.equal
+        for comparison in self.comparisons.values():
+            judged |= comparison.equal & comparison.is_same_save()
         unjudged = int((kept & ~judged).sum())
         if unjudged and not judged.any():
             yield (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -41,23 +41,22 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class FillingSource:
-    """A checkpoint that may fill what another one lacks; ``own`` if it is that one, by its other description."""
+    """A checkpoint that may fill what another one lacks, or that one by its other description."""
 
     name: str
     opened: OpenCheckpoint
     look: FirstLook
-    own: bool
     tensors: Mapping[str | Name, StateRecord]
     items: Mapping[str, Blob]
 
     @classmethod
-    def of(cls, name: str, opened: OpenCheckpoint, own: bool = False) -> FillingSource:
+    def of(cls, name: str, opened: OpenCheckpoint) -> FillingSource:
         look = first_look(opened)
         tensors: dict[str | Name, StateRecord] = {
             look.view.identity(tensor): tensor for tensor in look.manifest.tensors
         }
         tensors |= {tensor.key: tensor for tensor in look.manifest.tensors}
-        return cls(name, opened, look, own, tensors, {blob.key: blob for blob in opened.outline.blobs})
+        return cls(name, opened, look, tensors, {blob.key: blob for blob in opened.outline.blobs})
 
     def counterpart(self, tensor: StateRecord, view: ModelView) -> StateRecord | None:
         """Return the tensor of the same key, or of the same parameter and slot; None if there is none."""
@@ -73,7 +72,6 @@ class FillingSource:
 
     def whole(self, tensors: Sequence[StateRecord], jobs: int) -> list[StateRecord]:
         """Return these tensors with those of their chunks, located, whose bytes are those that were written."""
-
         located, errors = self.opened.locate_each(tensors)
 
         def is_whole(place: tuple[StateRecord, int]) -> bool:
@@ -372,14 +370,23 @@ class Comparison:
         return frozenset(tensor.key for tensor, rows in pairs if chunks[rows].any())
 
     @property
+    def moment(self) -> str:
+        """Say of which moment the source is, if it is not that of the damaged checkpoint."""
+        if self._has_another_step:
+            return f"step {self.source.look.step}"
+        is_step_known = None not in (self.part.step, self.source.look.step)
+        save = "the same step of another run" if is_step_known else "another save"
+        if self.differs:
+            return f"{save} ({self.difference})"
+        return save if is_step_known else "an unknown step"
+
+    @property
     def difference(self) -> str:
         """Name the first of what differs, and how many more there are."""
-        names = [
-            f"tensor {tensor.key!r} {box}"
-            for tensor, rows in zip(self.part.tensors, self.part.rows, strict=True)
-            if self.different[rows].any()
-            for box in tensor.boxes.taken(np.flatnonzero(self.different[rows]))
-        ]
+        names = list[str]()
+        for tensor, rows in zip(self.part.tensors, self.part.rows, strict=True):
+            boxes = tensor.boxes.taken(np.flatnonzero(self.different[rows]))
+            names += [f"tensor {tensor.key!r} {box}" for box in boxes]
         names += [f"item {key!r}" for key in sorted(self.different_items)]
         both = int((self.equal | self.different).sum()) + len(self.equal_items | self.different_items)
         return f"{names[0]} is another there ({len(names)} of {counted(both, 'chunk')} and items that both have)"
@@ -402,11 +409,11 @@ def compare(part: WholePart, source: FillingSource, jobs: int) -> Comparison:
         conventions = {part.look.view.convention(tensor), source.look.view.convention(other)} - {None}
         if len(conventions) > 1:  # the same momentum has other elements
             continue
-        mine = tensor.fingerprint or part.fingerprints.get(tensor.key)
+        fingerprint = tensor.fingerprint or part.fingerprints.get(tensor.key)
         if other.fingerprint is not None:
             fingerprints[tensor.key] = other.fingerprint
-        if mine is not None and mine == other.fingerprint:
-            equal[rows], telling[rows] = True, int(mine, 16) != 0 and tensor.shape != ()
+        if fingerprint is not None and fingerprint == other.fingerprint:
+            equal[rows], telling[rows] = True, int(fingerprint, 16) != 0 and tensor.shape != ()
         elif tensor.fingerprint is not None and other.fingerprint is not None:
             different[rows] = True
         else:
@@ -414,18 +421,15 @@ def compare(part: WholePart, source: FillingSource, jobs: int) -> Comparison:
     # The elements of all others are read, where both are whole.
     stored = source.whole([other for *_, other in pairs], jobs)
     unlocated: list[IntArray] = []
-
-    def compared(pair: tuple[StateRecord, StateRecord]) -> tuple[Flags, Flags, Flags, str | None]:
-        return _compare_chunks(part.opened.payloads, pair[0], source.opened.payloads, pair[1])
-
+    compare_chunks = partial(_compare_chunks, part.opened.payloads, source.opened.payloads)
     with ThreadPoolExecutor(jobs) as pool:
-        results = pool.map(compared, zip((tensor for tensor, *_ in pairs), stored, strict=True))
+        results = pool.map(compare_chunks, (tensor for tensor, *_ in pairs), stored)
         for (tensor, rows, _), (same, unlike, tells, computed) in zip(pairs, results, strict=True):
             equal[rows], different[rows], telling[rows] = same, unlike, tells
             if computed is not None:
                 fingerprints.setdefault(tensor.key, computed)
-            mine, theirs = part.fingerprints.get(tensor.key), fingerprints.get(tensor.key)
-            if mine is not None and theirs not in (None, mine) and not unlike.any():
+            fingerprint, of_source = part.fingerprints.get(tensor.key), fingerprints.get(tensor.key)
+            if fingerprint is not None and of_source not in (None, fingerprint) and not unlike.any():
                 unlocated.append(rows[~same])  # where the source is damaged, and records what was there
     # A difference that no chunk shows lies in a file that differs otherwise, if it has one.
     shown = part.chunks_in(part.files(different))
@@ -451,7 +455,8 @@ def one_save(part: WholePart, comparisons: Sequence[Comparison], mix_steps: bool
         SourceError: it is of several, or a source is, and nothing tells which; unless ``mix_steps``.
     """
     compared = list(comparisons)
-    while strays := next((one.strays for one in sorted(compared, key=lambda one: -one.agreement) if one.strays), None):
+    # The source that has the most elements of the part is heard first.
+    while strays := next(filter(None, (one.strays for one in sorted(compared, key=lambda one: -one.agreement))), None):
         part = part.without(strays)
         compared = [one.within(part) for one in compared]
     # What contradicts itself is not written.
@@ -481,20 +486,20 @@ def _compare_items(part: WholePart, source: FillingSource) -> Iterator[tuple[str
             continue  # it is damaged in the source
 
 
-def same_items(mine: OpenCheckpoint, blob: Blob, theirs: OpenCheckpoint, other: Blob) -> bool:
+def same_items(opened: OpenCheckpoint, blob: Blob, other_opened: OpenCheckpoint, other: Blob) -> bool:
     """Return whether items of two checkpoints are the same bytes, or the same plain data.
 
     Raises:
         SourceError: one is damaged.
     """
     if blob.digest is not None and blob.digest == other.digest:
-        check_blob(theirs.payloads, other)
+        check_blob(other_opened.payloads, other)
         return True
-    return same_value(checked_blob(mine.payloads, blob), checked_blob(theirs.payloads, other))
+    return same_value(checked_blob(opened.payloads, blob), checked_blob(other_opened.payloads, other))
 
 
 def _compare_chunks(
-    mine: Payloads, tensor: StateRecord, theirs: Payloads, other: StateRecord
+    payloads: Payloads, other_payloads: Payloads, tensor: StateRecord, other: StateRecord
 ) -> tuple[Flags, Flags, Flags, str | None]:
     """Compare the chunks of a tensor with those of another one, all of them whole.
 
@@ -502,12 +507,12 @@ def _compare_chunks(
         Which are equal as far as the other has them, which differ, which are equal and not one value throughout; and
         the fingerprint of the other, if that was compared.
     """
-    if tensor.fingerprint is not None and (computed := _fingerprint(theirs, other)) is not None:
+    if tensor.fingerprint is not None and (computed := _fingerprint(other_payloads, other)) is not None:
         same = np.full(len(tensor.chunks), computed == tensor.fingerprint)
         return same, ~same, same & (int(computed, 16) != 0), computed
     equal, different, telling = (np.zeros(len(tensor.chunks), np.bool_) for _ in range(3))
     for number, chunk, counterpart, common in common_boxes(tensor, other):
-        same_bits, tells = compare_box(mine, tensor, chunk, theirs, other, counterpart, common)
+        same_bits, tells = compare_box(payloads, tensor, chunk, other_payloads, other, counterpart, common)
         different[number] |= not same_bits
         equal[number] = True
         telling[number] |= tells
@@ -536,29 +541,29 @@ _ELEMENTS_AT_A_TIME = 1 << 18
 
 
 def compare_box(
-    mine: Payloads,
+    payloads: Payloads,
     tensor: StateRecord,
     chunk: Chunk,
-    theirs: Payloads,
+    other_payloads: Payloads,
     other: StateRecord,
     counterpart: Chunk,
     box: Box,
 ) -> tuple[bool, bool]:
     """Return whether two chunks have the same bits in a box, and whether these are not one value throughout."""
 
-    def words(payloads: Payloads, record: StateRecord, stored: Chunk, part: Box) -> Words:
-        place = stored.stored("").place_at(part.lo)
-        return payloads.gather(payload_of(record, stored), record.dtype, place, part.shape)
+    def read_words(stored: Payloads, record: StateRecord, chunk: Chunk, part: Box) -> Words:
+        place = chunk.stored("").place_at(part.lo)
+        return stored.gather(payload_of(record, chunk), record.dtype, place, part.shape)
 
     first: Words | None = None
     telling = False
     for band in bands(box, _ELEMENTS_AT_A_TIME):
         for part in band.boxes:
-            own = words(mine, tensor, chunk, part)
-            if not np.array_equal(own, words(theirs, other, counterpart, part)):
+            words = read_words(payloads, tensor, chunk, part)
+            if not np.array_equal(words, read_words(other_payloads, other, counterpart, part)):
                 return False, False
-            first = own.reshape(-1)[:1].copy() if first is None else first
-            telling = telling or bool((own != first).any())
+            first = words.reshape(-1)[:1].copy() if first is None else first
+            telling = telling or bool((words != first).any())
     return True, telling
 
 
