@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..names.wording import counted, size
+from ..names.state_forms import STATE_DTYPES
+from ..names.wording import counted, listed, size
 from ..store.io.location import Location
 from .argument_types import CHECKPOINT, ByteCountType, Cuts, MeshType, shard_option
 from .fitting import print_fit
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 @shard_option("Axes that cut matching parameters, on meshes that have them; repeatable.")
 @click.option("--select", multiple=True, metavar="GLOB", help="Only parameters with a matching name; repeatable.")
 @click.option("--dtype", metavar="DTYPE", help="Of a model's parameters and state, if not the config's.")
-@click.option("--state-dtype", metavar="DTYPE", help="Of momentum and moments: float32, bfloat16 or 8bit.")
+@click.option("--state-dtype", metavar="DTYPE", help=f"Of momentum and moments: {listed(STATE_DTYPES)}.")
 @click.option("--link", type=ByteCountType(), metavar="BYTES", help="What a rank sends in a second: 50GB.")
 @click.option("--disk", type=ByteCountType(), metavar="BYTES", help="What a rank writes or reads in a second: 2GB.")
 @click.option(

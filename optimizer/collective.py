@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from ..layouts.tensors import local_of
 from ..names.errors import warn_on_rank
-from ..names.vocabulary import EXP_AVG_SQ, ParamGroup, scales_of
+from ..names.state_forms import stored_slot
+from ..names.vocabulary import EXP_AVG_SQ, ParamGroup
 from ..names.wording import listed
 from .given import unsaid
 from .ground.cuda_graphs import capturing
@@ -226,7 +227,7 @@ def largest(slots: Mapping[str, Tensor]) -> float:
     """
     floats = {slot: torch.finfo(own.dtype).max for slot, own in slots.items() if own.is_floating_point() and own.ndim}
     ends = [TRAVELS, *floats.values()]
-    squared = [math.sqrt(end) for slot, end in floats.items() if slot in (EXP_AVG_SQ, scales_of(EXP_AVG_SQ))]
+    squared = [math.sqrt(end) for slot, end in floats.items() if stored_slot(slot).slot == EXP_AVG_SQ]
     return min([end / 2 for end in ends] + squared)
 
 

@@ -25,10 +25,9 @@ from ..names.vocabulary import MUON, MUON_CONVENTION, ROUNDING_SEED, STEP, STEPS
 from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
 from .for_model import EXAMPLE_LINE, WITH_ALGORITHM, ForModel, refuse_no_parameters
 from .given import given_in
+from .ground.codecs import Placed, check_stored, codec_of
 from .ground.cuda_graphs import capturing
-from .ground.eight_bits import block_of
 from .ground.host_memory import STATE_MEMORIES
-from .ground.rounding import Placed
 from .methods.form import MatrixMethod
 from .methods.matrix import Methods, Scale, Scales, is_matrix_method
 from .methods.scalar import SCALARS, most_visiting
@@ -67,13 +66,11 @@ from .state import (
     changes,
     check_gradients,
     check_state,
-    check_state_dtype,
     check_values,
     cleared,
     declare_owned,
     fresh_state,
     owned_state,
-    refuse_cut,
 )
 from .step.agreement import Facts, fixed
 from .step.exchange import LINKS
@@ -273,7 +270,8 @@ class Muon(ForModel, CollectiveOptimizer):
         }
 
     def _refuse_cut_blocks(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
-        if not (block := block_of(group)):
+        codec = codec_of(group)
+        if codec.any_cut:
             return
         if self._layout is not None:
             raise LayoutError(
@@ -281,7 +279,7 @@ class Muon(ForModel, CollectiveOptimizer):
                 "whole: keep its state in bfloat16"
             )
         try:
-            refuse_cut(self._resting(param, (0,)), block)
+            codec.refuse_cut(self._resting(param, (0,)))
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from None
 
@@ -533,7 +531,7 @@ class Muon(ForModel, CollectiveOptimizer):
                 )
             self._settle(group)
             for param in group["params"]:
-                check_state_dtype(param, group, self.state[param])
+                check_stored(param, codec_of(group), self.state[param])
             for param in group["params"] if is_matrix_method(group["algorithm"]) else ():
                 method = self._methods[group["algorithm"]]
                 check_state(param, self._resting(param, (0,)), group, self.state[param], method)

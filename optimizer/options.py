@@ -13,21 +13,16 @@ import torch
 from torch import Tensor
 
 from ..names.coefficients import Coefficients, Plain, plain_coefficients
+from ..names.state_forms import BLOCK_SIZE, BLOCK_SIZES, MOMENTUM_DTYPE, STATE_DTYPE, STATE_DTYPES
 from ..names.vocabulary import (
-    BLOCK_SIZE,
-    BLOCK_SIZES,
-    EIGHT_BITS,
-    MOMENTUM_DTYPE,
     MUON_CONVENTION,
     ROUNDING_SEED,
     SCHEDULED,
-    STATE_DTYPE,
-    STATE_DTYPES,
     STEPS_TAKEN,
     ParamGroup,
 )
+from .ground.codecs import codec_of
 from .ground.cuda_graphs import capturable
-from .ground.eight_bits import block_of
 from .methods.form import MatrixMethod, Option
 from .methods.matrix import is_matrix_method
 from .newton_schulz.recipe import spans
@@ -242,9 +237,7 @@ def check(group: ParamGroup, scales: Collection[str], method: MatrixMethod | Non
             check_value(name, group[name], declaration)
     for name, option in options.items():
         _check(name, group[name], _declared(option))
-    if BLOCK_SIZE in group and not block_of(group):
-        given = f"it with {MOMENTUM_DTYPE}= or {STATE_DTYPE}={EIGHT_BITS!r}"
-        raise ValueError(f"{BLOCK_SIZE}={group[BLOCK_SIZE]!r}: expected {given}")
+    codec_of(group)
     if "eps" in group and "eps" not in options:
         check_value("eps", group["eps"], _EPS[method is not None])
     if method is None:

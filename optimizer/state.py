@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,20 +23,10 @@ from ..algebra.layout import TensorLayout
 from ..algebra.plan import make_share
 from ..layouts.boxed_tensor import Parts, parts_of
 from ..layouts.tensors import declares_boxes, layout_of, local_of, zeros_placed_as
-from ..names.errors import LayoutError
-from ..names.vocabulary import (
-    AVERAGES,
-    BLOCK_SIZE,
-    BLOCK_SIZES,
-    EIGHT_BITS,
-    MOMENTUM,
-    MOMENTUM_DTYPE,
-    ROUNDING_SEED,
-    STATE_DTYPE,
-    codes_of,
-    scales_of,
-)
-from .ground.eight_bits import Blocks, block_between, block_of, held_of, in_a_dim, scales_shape
+from ..names.state_forms import AVERAGES, stored_parts
+from ..names.vocabulary import MOMENTUM
+from .ground.codecs import codec_of, codec_of_stored, stored_slots
+from .ground.eight_bits import in_a_dim
 from .ground.held_boxes import declare_boxes
 from .methods.form import MatrixMethod
 from .methods.matrix import fused_of, kept_of
@@ -60,13 +49,13 @@ def fresh_state(
             f"a parameter of shape {tuple(param.shape)} is {param.dtype}: no update is large enough to be seen there; "
             "train parameters of 16 bits or more, and make the 8-bit ones of them"
         )
-    dtype, block = state_dtype(param, group), block_of(group)
+    codec = codec_of(group)
     if method is None:
-        return SCALARS[group["algorithm"]].fresh(param, dtype, block)
+        return SCALARS[group["algorithm"]].fresh(param, codec)
     matrices_of(layout.shape, fused_of(group))
     state: dict[str, Tensor] = {}
     if method.averages:
-        state |= fresh_average(param, MOMENTUM, dtype, block)
+        state |= fresh_average(param, MOMENTUM, codec)
     for slot, (kept, reduced) in kept_of(tuple(param.shape), group, method).items():
         dtype = kept.dtype or param.dtype
         if kept.shape == "[m, n]" and not kept.at_owner:
@@ -74,50 +63,6 @@ def fresh_state(
         elif not kept.at_owner:
             state[slot] = zeros_placed_as(param, reduced.shape, dtype)
     return state
-
-
-def state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype in which a group keeps state that is shaped like a parameter; float32 if that is in 8 bits.
-
-    Raises:
-        ValueError: a parameter of 64 bits has another; or state of 32 bits has a seed for its rounding.
-    """
-    given = group.get(MOMENTUM_DTYPE) or group.get(STATE_DTYPE)
-    dtype: torch.dtype = getattr(torch, "float32" if given == EIGHT_BITS else given) if given else param.dtype
-    about = f"of a parameter of shape {tuple(param.shape)}"
-    if dtype.itemsize < param.dtype.itemsize > 4:
-        raise ValueError(
-            f"state in {given} {about}, {param.dtype}: leave its dtype out, to keep it in that of the weight"
-        )
-    if group.get(ROUNDING_SEED) is not None and given != EIGHT_BITS and dtype != torch.bfloat16:
-        raise ValueError(
-            f"{ROUNDING_SEED}={group[ROUNDING_SEED]!r} {about}: its state is {dtype}, and noise is for state in "
-            f"bfloat16 or 8 bits; give {MOMENTUM_DTYPE}='bfloat16' to groups of matrices and {STATE_DTYPE}='bfloat16' "
-            "to others"
-        )
-    return dtype
-
-
-def refuse_cut(layout: TensorLayout, block: int) -> None:
-    """Refuse blocks that some rank would hold a part of.
-
-    Raises:
-        LayoutError: says which block size would fit.
-    """
-    if not layout.shape:
-        return
-    corners = np.concatenate([layout.starts, layout.stops])[:, len(layout.shape) - 1]
-    cuts = sorted({*corners.tolist()} - {0, layout.shape[-1]})
-    cut = next((column for column in cuts if column % block), None)
-    if cut is None:
-        return
-    common = math.gcd(*cuts)
-    fitting = [size for size in BLOCK_SIZES if common % size == 0]
-    cure = f"give its group {BLOCK_SIZE}={fitting[-1]}, the largest that fits, or" if fitting else "no block size fits:"
-    raise LayoutError(
-        f"ranks hold a tensor of shape {layout.shape} from column {cut} on, which is in the middle of a block of "
-        f"{block} elements: {cure} keep its state in bfloat16"
-    )
 
 
 def owned_boxes(reduced: Reduced, owners: Sequence[int], rank: int) -> list[Box]:
@@ -196,65 +141,41 @@ def check_state(
             )
 
 
-def check_state_dtype(param: Tensor, group: Mapping[str, Any], held: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a group's options ask for another dtype than state has that is shaped like a parameter."""
-    expected, block = state_dtype(param, group), block_of(group)
-    for slot in AVERAGES:
-        if slot not in held and codes_of(slot) not in held:
-            continue
-        own, scales = held_of(held, slot)
-        shapes = (None, None) if scales is None else (scales.shape, scales_shape(tuple(param.shape), block or 1))
-        if (scales is None) != (not block) or (own.dtype != expected if scales is None else shapes[0] != shapes[1]):
-            asked = f"8 bits in blocks of {block}" if block else expected
-            kept = own.dtype if scales is None else f"in 8 bits with scales of shape {tuple(scales.shape)}"
-            raise ValueError(
-                f"{slot} of a parameter of shape {tuple(param.shape)} is {kept}, and the group's options ask for "
-                f"{asked} now: they cannot change once there is state; build a new optimizer, and load the state into "
-                "it"
-            )
-
-
 def in_form(mine: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a loaded state with averages in 8 bits, in other blocks, or in none, as this state has them: widened, and
-    rounded to the nearest.
+    """Return a loaded state with averages stored by the codecs of this state: decoded, and rounded to the nearest.
 
     What does not fit otherwise stays as it is, for `fault` to say why.
     """
     formed = {**loaded}
     for slot in AVERAGES:
-        names = slot, codes_of(slot), scales_of(slot)
-        own, given = ({name: side[name] for name in names if name in side} for side in (mine, loaded))
-        plain = own.keys() == given.keys() == {slot}
-        alike = plain or placing(own.get(scales_of(slot))) == placing(given.get(scales_of(slot)))
-        if not own or alike or (exact := _exact(slot, given, next(iter(own.values())))) is None:
+        stored, saved = stored_parts(mine, slot), stored_parts(loaded, slot)
+        placings = ({name: placing(value) for name, value in side.items()} for side in (stored, saved))
+        if not stored or next(placings) == next(placings) or (exact := _exact(saved, stored)) is None:
             continue
-        fresh = {name: torch.zeros_like(like) for name, like in own.items()}
-        kept, *scales = (in_a_dim(local_of(value)) for value in fresh.values())
-        if scales:
-            codes, blocks = (tuple(like.shape) for like in own.values())
-            Blocks(scales[0], block_between(codes, blocks)).keep(kept, exact.to(kept.device))
-        else:
-            kept.copy_(exact)
-        formed = {name: value for name, value in formed.items() if name not in names} | fresh
+        fresh = {name: torch.zeros_like(like) for name, like in stored.items()}
+        kept, *others = (in_a_dim(local_of(value)) for value in fresh.values())
+        if (codec := codec_of_stored(stored)) is not None:
+            codec.keeping([kept, *others]).keep(kept, exact.to(kept.device))
+            formed = {name: value for name, value in formed.items() if name not in saved} | fresh
     return formed
 
 
-def _exact(slot: str, given: Mapping[str, Any], like: Tensor) -> Tensor | None:
-    """Return this rank's part of a loaded average, or of its codes by their scales, as float32, in one dim at least;
-    None if it is incomplete, or not laid out as ``like``.
+def _exact(saved: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Tensor | None:
+    """Return this rank's part of a loaded average as float32, in one dim at least; None if it is incomplete, or not
+    laid out as it is ``stored`` here.
     """
-    if given.keys() not in ({slot}, {codes_of(slot), scales_of(slot)}):
+    tensors = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
+    codec = codec_of_stored(tensors) if len(tensors) == len(saved) else None
+    if codec is None:
         return None
-    first, *rest = given.values()
-    local = [in_a_dim(local_of(value)) for value in given.values() if isinstance(value, Tensor)]
-    if len(local) != len(given) or not laid_out_alike(first, like) or local[0].shape != in_a_dim(local_of(like)).shape:
+    like, first = (next(iter(side.values())) for side in (stored, tensors))
+    local, *others = (in_a_dim(local_of(value)) for value in tensors.values())
+    if not laid_out_alike(first, like) or local.shape != in_a_dim(local_of(like)).shape:
         return None
-    if not rest:
-        return local[0].to(torch.float32) if local[0].is_floating_point() else None
-    block = block_between(tuple(first.shape), tuple(rest[0].shape))
-    if not block or local[1].shape != scales_shape(tuple(local[0].shape), block):
+    shapes = [shape for shape, _ in stored_slots(codec, "", local).values()]
+    if shapes != [tuple(part.shape) for part in (local, *others)]:
         return None
-    return Blocks(local[1], block).widened(local[0])
+    return codec.keeping([local, *others]).widened(local)
 
 
 def as_numbers(value: Any) -> Any:

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from ...names.errors import SourceError
-from ...names.vocabulary import CODE_SLOTS
+from ...names.state_forms import stored_slot
 from ...names.wording import Finding, fields_of, unnumbered
 from ...programs.model_view import Role
 from ...record.key_search import keys_matching, names_of
@@ -146,7 +146,7 @@ def measurable(known: FirstLook, select: Sequence[str] = ()) -> Measurable:
         TargetError: a pattern matches nothing.
     """
     every = ((role, tensor) for role in _ROLES for tensor in known.view.tensors_of(role))
-    tensors = [(role, tensor) for role, tensor in every if tensor.slot not in CODE_SLOTS]
+    tensors = [(role, tensor) for role, tensor in every if stored_slot(tensor.slot).has_numbers]
     if not tensors:  # the program is unknown: all that is there
         tensors = [(Role.OTHER, tensor) for tensor in known.manifest.tensors if tensor.shape]
     records = [tensor for _, tensor in tensors]

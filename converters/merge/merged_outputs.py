@@ -19,7 +19,8 @@ import numpy as np
 from ...algebra.box import Box
 from ...algebra.layout import TensorLayout
 from ...names.errors import SourceError, TargetError
-from ...names.vocabulary import CODE_SLOTS, SCALE_SLOTS, Convention
+from ...names.state_forms import stored_slot
+from ...names.vocabulary import Convention
 from ...names.wording import listed
 from ...programs.model_view import Role, view_by_keys
 from ...record.record import Blob, Extent, Manifest
@@ -169,7 +170,7 @@ class _Input:
         chosen = outputs.selected(select)
         for own in chosen.tensors:
             record = own.record
-            if record.slot in CODE_SLOTS | SCALE_SLOTS:
+            if stored_slot(record.slot).is_coded:
                 raise SourceError(
                     f"{name}: tensor {record.key!r} is a part of state in 8 bits, which is not averaged: leave it out "
                     "by --model-only, or load it into an optimizer with state in float32, and save that"

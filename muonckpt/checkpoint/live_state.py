@@ -32,7 +32,8 @@ from ..layouts.tensors import declares_boxes, layout_of, placement_json
 from ..names.errors import ArgumentError, LayoutError, about
 from ..names.keys import NamedOptimizer, key_of, named_optimizers, slots_of
 from ..names.resumption import NAMES_OF_GROUPS, STATE_DICT, STATE_LINE
-from ..names.vocabulary import MOMENTUM, Convention, KeyPath, codes_of
+from ..names.state_forms import stored_slot
+from ..names.vocabulary import MOMENTUM, Convention, KeyPath
 from ..record.chunks import no_chunks
 from ..record.record import StateRecord
 from .bits import dtype_name
@@ -551,7 +552,8 @@ def _annotated(path: KeyPath, node: Any, known: Mapping[KeyPath, Annotation]) ->
     elif isinstance(node, Mapping):
         own = {}
         for at, name, slot, group in slots_of(node):
-            momentum = slot in (MOMENTUM, codes_of(MOMENTUM))
+            stored = stored_slot(slot)
+            momentum = stored.slot == MOMENTUM and stored.is_shaped
             declared = (kind for kind in Convention if momentum and kind == group.get("convention"))
             pieces = group.get("pieces")
             own[*path, *at] = Annotation(name, slot, next(declared, None), tuple(pieces) if pieces else None)

@@ -32,27 +32,6 @@ STEP = "step"
 MASTER = "fp32_param"
 """The float32 copy of a 16-bit parameter that the optimizer updates, shaped like the parameter; Megatron's name."""
 
-MOMENTUM_DTYPE = "momentum_dtype"
-"""An option of groups that have momentum: its dtype, a key of `STATE_DTYPES`; without it, the parameter's."""
-
-STATE_DTYPE = "state_dtype"
-"""The same of groups of AdamW and Lion, for all slots but the number of steps."""
-
-EIGHT_BITS = "8bit"
-"""A value of these options: such a slot is kept as two others, `codes_of` and `scales_of` it."""
-
-STATE_DTYPES = ("float32", "bfloat16", EIGHT_BITS)
-"""The dtypes in which state can be kept that is shaped like the parameter."""
-
-BLOCK_SIZE = "block_size"
-"""An option of groups whose state is in 8 bits: how many elements along the last dim have a scale in common."""
-
-BLOCK = 256
-"""Its default, as in bitsandbytes and torchao."""
-
-BLOCK_SIZES = tuple(2**power for power in range(3, 17))
-"""What it can be: smaller blocks take no less memory than bfloat16, and larger ones are not computed at once."""
-
 ROUNDING_SEED = "rounding_seed"
 """An option of groups whose state is in bfloat16 or 8 bits: the seed of the noise that it is rounded with.  Without it,
 state is rounded to the nearest."""
@@ -100,26 +79,6 @@ def has_our_options(keys: Iterable[str]) -> bool:
     """Return whether keys of a state dict, or of a checkpoint, have the options of our optimizer."""
     options = {key.rpartition(".")[2] for key in keys}
     return "convention" in options or options >= OURS
-
-
-def codes_of(slot: str) -> str:
-    """Return the slot of the codes of a slot that is kept in 8 bits: shaped like the parameter.
-
-    It has a name of its own, so that nothing takes codes for numbers, nor loads them where numbers belong.
-    """
-    return f"{slot}_codes"
-
-
-def scales_of(slot: str) -> str:
-    """Return the slot of their scales: float32, one for each block, ``[..., ceil(n / block_size)]``."""
-    return f"{slot}_scales"
-
-
-AVERAGES = (MOMENTUM, EXP_AVG, EXP_AVG_SQ)
-"""The slots that can be kept in another dtype than the parameter's."""
-
-CODE_SLOTS, SCALE_SLOTS = (frozenset(map(of, AVERAGES)) for of in (codes_of, scales_of))
-"""What such a slot becomes in 8 bits."""
 
 
 def begins_as_zeros(slot: str, options: Collection[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 from ..algebra.box import Index
 from ..names.errors import SourceError
 from ..names.keys import PARAM_GROUPS, STATE, OptimizerPlace, key_of
-from ..names.vocabulary import CODE_SLOTS, PARAMS, SCHEDULED, Convention, KeyPath
+from ..names.state_forms import stored_slot
+from ..names.vocabulary import PARAMS, SCHEDULED, Convention, KeyPath
 from .codings import Coding
 from .signs import COMMON_FILE
 
@@ -424,12 +425,15 @@ class Dialect:
         stored = slots - self.derived
         if (given := self.given_method(named, stored)) is not None:
             return given
-        if named is not None and stored & CODE_SLOTS:  # averages in 8 bits
-            common = {slot: name for method in self.methods for name, slot in method.slots.items()}
-            return StoredMethod(named, {common.get(slot, f"own {slot}"): slot for slot in sorted(stored)})
-        fitting = self.methods_with(stored)
-        fitting += [m for m in FOREIGN.values() if m.name == named and stored == {*m.slots.values()}]
-        return next((method for method in fitting if method.name == named), fitting[0] if fitting else None)
+        averages = frozenset(stored_slot(slot).slot for slot in stored)
+        fitting = self.methods_with(averages)
+        fitting += [m for m in FOREIGN.values() if m.name == named and averages == {*m.slots.values()}]
+        method = next((method for method in fitting if method.name == named), fitting[0] if fitting else None)
+        if method is None or averages == stored:
+            return method
+        # The stored slot that is shaped like the parameter stands for an average.
+        shaped = {part.slot: slot for slot in stored if (part := stored_slot(slot)).is_shaped}
+        return replace(method, slots={name: shaped.get(slot, slot) for name, slot in method.slots.items()})
 
     def method(
         self, slots: frozenset[str], named: str | None, about: str, dropped: Collection[str] = (), counted: bool = False
@@ -456,9 +460,9 @@ class Dialect:
             if named in (None, method.name) or ("momentum" in method.slots and method.slots in without_dropped)
         ]
         if len({method.name for method in fitting}) != 1:
-            if codes := sorted(stored & CODE_SLOTS):
+            if coded := sorted(slot for slot in stored if stored_slot(slot).is_coded):
                 raise SourceError(
-                    f"parameter {about!r} has {codes[0]}: state in 8 bits, which other programs cannot read; load it "
+                    f"parameter {about!r} has {coded[0]}: state in 8 bits, which other programs cannot read; load it "
                     "into an optimizer of the same options, and save an optimizer with state in another dtype that has "
                     "taken its state_dict(), or convert --model-only"
                 )

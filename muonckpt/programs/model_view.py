@@ -17,6 +17,7 @@ from typing import Any
 
 from ..algebra.box import Index
 from ..names.errors import SourceError
+from ..names.state_forms import stored_slot
 from ..names.vocabulary import CONVENTION
 from ..names.wording import unnumbered
 from ..record.record import Manifest, StateRecord
@@ -211,7 +212,9 @@ def model_view(manifest: Manifest, dialect: Dialect | None, groups: Sequence[Opt
         method = words.likely_method(frozenset(slots), _method_named(words, group)) if slots else None
         slot_roles = usual_roles | _roles_of([method] if method else [])
         for slot, tensor in slots.items():
-            roles[slot_roles.get(slot, Role.STATE)].append(tensor)
+            part = stored_slot(slot)
+            average = part.slot if part.is_shaped else slot
+            roles[slot_roles.get(slot) or slot_roles.get(average, Role.STATE)].append(tensor)
         parameters[name] = StoredParameter(name, weights.get(name), slots, method, group)
     return ModelView(dialect, {r: tuple(roles[r]) for r in Role if r in roles}, parameters, groups, owners)
 

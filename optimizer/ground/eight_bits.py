@@ -1,7 +1,7 @@
 """State in 8 bits: a code for each element, and a float32 scale for each block of elements in a row.
 
 A block is a run along the last dim of the *global* tensor, and its scale the largest magnitude in it (Dettmers et al.
-2022, arXiv 2110.02861).  No rank holds a part of a block (`state.refuse_cut`), so codes and scales are those of one
+2022, arXiv 2110.02861).  No rank holds a part of a block (`codecs.refuse_cut`), so codes and scales are those of one
 process on every topology.
 """
 
@@ -15,17 +15,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.box import Index
-from ...names.vocabulary import (
-    BLOCK,
-    BLOCK_SIZE,
-    BLOCK_SIZES,
-    EIGHT_BITS,
-    MOMENTUM_DTYPE,
-    STATE_DTYPE,
-    ParamGroup,
-    codes_of,
-    scales_of,
-)
+from ...names.state_forms import BlockForm
 
 CODES: Mapping[torch.dtype, tuple[int, bool]] = {torch.int8: (7, True), torch.uint8: (8, False)}
 """The bits of a magnitude, by the dtype of codes, and whether they have a sign."""
@@ -43,29 +33,9 @@ def magnitudes(bits: int) -> list[float]:
     return found
 
 
-def block_of(group: ParamGroup) -> int:
-    """Return the block size of a group whose state is in 8 bits, 0 for any other."""
-    return group.get(BLOCK_SIZE, BLOCK) if EIGHT_BITS in (group.get(MOMENTUM_DTYPE), group.get(STATE_DTYPE)) else 0
-
-
-def scales_shape(shape: Index, block: int) -> Index:
-    """Return the shape of the scales of a tensor."""
-    return (*shape[:-1], *(-(-length // block) for length in shape[-1:]))
-
-
-def block_between(shape: Index, scales: Index) -> int:
-    """Return the block size of a tensor and its scales, 0 if there is none; any other of the same blocks is as good."""
-    return next((block for block in BLOCK_SIZES if scales_shape(shape, block) == scales), 0)
-
-
 def in_a_dim(tensor: Tensor) -> Tensor:
     """Return a tensor with at least one dim, along which blocks lie."""
     return tensor.view(tensor.shape or (1,))
-
-
-def held_of(slots: Mapping[str, Tensor], slot: str) -> tuple[Tensor, Tensor | None]:
-    """Return the tensor of a slot; if it is in 8 bits, its codes and their scales."""
-    return (slots[slot], None) if slot in slots else (slots[codes_of(slot)], slots[scales_of(slot)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +114,7 @@ class Blocks:
         row, column = divmod(offset, length)
         along = (*(stride // length * across for stride in strides[:-1]), 1)
         begin = scales.storage_offset() + row * across + column // block
-        return cls(scales.as_strided(scales_shape(sizes, block), along, begin), block, noise)
+        return cls(scales.as_strided(BlockForm(block).shape_of_scales(sizes), along, begin), block, noise)
 
     def widened(self, codes: Tensor) -> Tensor:
         """Return the numbers of codes, float32."""

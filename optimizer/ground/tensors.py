@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...algebra.box import Index
+
 Tensors = list[Tensor] | tuple[Tensor, ...]
 """The lists that torch's ``_foreach_`` operators take."""
 
@@ -178,6 +180,20 @@ def unopposed(params: Tensors, updates: Tensors) -> tuple[Tensor, ...]:
     torch._foreach_clamp_max_(opposed, 0)
     torch._foreach_mul_(opposed, signs)
     return torch._foreach_sub(params, opposed)
+
+
+def boxes_in(tensors: Tensors, sizes: Index, strides: Index, offsets: Sequence[int]) -> list[Tensor]:
+    """Return a view of a box in each of some contiguous tensors; without offsets each box is all of its tensor."""
+    if not offsets:
+        return list(tensors)
+    return [
+        tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
+        for tensor, offset in zip(tensors, offsets, strict=True)
+    ]
+
+
+def as_one(boxes: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(boxes)) if len(boxes) > 1 else boxes[0].unsqueeze(0)
 
 
 RowsColumns = tuple[int, int]

@@ -26,11 +26,13 @@ from ...layouts.buffers.records import to_json
 from ...layouts.tensors import local_of
 from ...names.errors import warn_on_rank
 from ...names.resumption import Globs, LoadReport, in_globs
-from ...names.vocabulary import EIGHT_BITS, MASTER, MOMENTUM_DTYPE, MUON, STATE_DTYPE, STEPS_TAKEN
+from ...names.state_forms import MOMENTUM_DTYPE, STATE_DTYPE
+from ...names.vocabulary import MASTER, MUON, STEPS_TAKEN
 from ...ranks import requests
 from ..clipping import IN_BUFFERS, clip_with, refuse_other_limits, sum_of_squares
 from ..collective import MOST_SKIPPED, CollectiveOptimizer, Guarded, NonFinite, largest
 from ..given import settle
+from ..ground.codecs import codec_of
 from ..ground.held_boxes import declare_boxes, declared_boxes
 from ..ground.tensors import exact_dtype, rounded_once
 from ..methods.matrix import is_matrix_method
@@ -179,11 +181,13 @@ class LayerWise(CollectiveOptimizer):
             param: torch.empty_like(param, dtype=exact_dtype(param), device="meta") for param in self._members.name_of
         }
         example = Muon(groups_with(wholes, self.param_groups), lr, **options)
-        if any(group.get(STATE_DTYPE) == EIGHT_BITS for group in example.param_groups):
-            raise ValueError(
-                f"{STATE_DTYPE}={EIGHT_BITS!r}: buffers cut parameters of AdamW and Lion anywhere, and blocks with "
-                f"them: keep their state in bfloat16. Matrices have whole owners; {MOMENTUM_DTYPE}={EIGHT_BITS!r} fits"
-            )
+        for group in example.param_groups:
+            if STATE_DTYPE in group and not codec_of(group).any_cut:
+                dtype = group[STATE_DTYPE]
+                raise ValueError(
+                    f"{STATE_DTYPE}={dtype!r}: buffers cut parameters of AdamW and Lion anywhere, and blocks with "
+                    f"them: keep their state in bfloat16. Matrices have whole owners; {MOMENTUM_DTYPE}={dtype!r} fits"
+                )
         self.defaults, self.given = dict(example.defaults), example.given
         for mine, complete in zip(self.param_groups, example.param_groups, strict=True):
             mine.update(options_of(complete))

@@ -21,24 +21,20 @@ from torch import Tensor
 
 from ...layouts.flat import owned_layout
 from ...layouts.tensors import local_of, locals_of, zeros_placed_as
-from ...names.vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup, codes_of, scales_of
+from ...names.vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup
+from ..ground.codecs import IN_THEIR_DTYPE, Codec, Placed, codec_of, portions, stored_slots
 from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
-from ..ground.eight_bits import held_of, scales_shape
 from ..ground.host_memory import AHEAD, ON_DEVICE, Key, StateMemory, most_here
-from ..ground.rounding import Placed, by_place, portions
 from ..ground.tensors import Tensors, decay, in_dtype, number_like, rounded_once, unopposed
 
 Slots = Mapping[str, Tensors]
 
 
-def fresh_average(param: Tensor, slot: str, dtype: torch.dtype, block: int) -> dict[str, Tensor]:
-    """Return zeros for a slot shaped like the parameter: of a dtype, or in 8 bits if there is a block size."""
-    codes = torch.uint8 if slot == EXP_AVG_SQ else torch.int8  # squares have no sign
-    zeros = torch.zeros_like(param, dtype=codes if block else dtype, memory_format=torch.contiguous_format)
-    if not block:
-        return {slot: zeros}
-    shape = scales_shape(tuple(param.shape), block)
-    return {codes_of(slot): zeros, scales_of(slot): zeros_placed_as(param, shape, torch.float32)}
+def fresh_average(param: Tensor, slot: str, codec: Codec) -> dict[str, Tensor]:
+    """Return zeros for what a codec stores of an average."""
+    (first, (_, dtype)), *others = stored_slots(codec, slot, param).items()
+    zeros = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+    return {first: zeros, **{name: zeros_placed_as(param, *shape_dtype) for name, shape_dtype in others}}
 
 
 def placed_whole(param: Tensor) -> Placed:
@@ -63,11 +59,11 @@ class Scalar:
     on_host: Callable[[Tensors, Tensors, Slots, float, ParamGroup], None]
     on_device: Callable[[Tensors, Tensors, Slots, ParamGroup], None]
 
-    def fresh(self, param: Tensor, dtype: torch.dtype | None = None, block: int = 0) -> dict[str, Tensor]:
-        """Return the state of a new parameter; in its own dtype by default, in 8 bits if there is a block size."""
+    def fresh(self, param: Tensor, codec: Codec = IN_THEIR_DTYPE) -> dict[str, Tensor]:
+        """Return the state of a new parameter."""
         state: dict[str, Tensor] = {}
         for slot, make in self.slots.items():
-            state |= fresh_average(param, slot, dtype or param.dtype, block) if make is None else {slot: make(param)}
+            state |= fresh_average(param, slot, codec) if make is None else {slot: make(param)}
         return state
 
     def step(
@@ -80,13 +76,18 @@ class Scalar:
         """Step, in place, the parameters of ``group`` that have a gradient.
 
         Args:
-            placed: says which elements of a parameter this rank holds; asked where `by_place`.
+            placed: says which elements of a parameter this rank holds; asked where the bits of state depend on it.
             memory: where state rests, but for counts of steps.
 
         Raises:
             RuntimeError: a CUDA graph is being captured, and a parameter has no gradient or is not on a GPU.
         """
         params = [param for param in group["params"] if param.grad is not None]
+        codec = codec_of(group)
+        names = {
+            slot: [f"{slot}{part}" for part in codec.parts] if make is None else [slot]
+            for slot, make in self.slots.items()
+        }
         if capturing():
             refuse_absent([tuple(p.shape) for p in group["params"]], [p.grad is not None for p in group["params"]])
         alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
@@ -95,13 +96,12 @@ class Scalar:
         for (device, _), together in alike.items():
             for cut, states in _in_turns([state[param] for param in together], memory, device):
                 params = together[cut]
-                kept = {slot: [held_of(slots, slot) for slots in states] for slot in self.slots}
-                held = {slot: locals_of(own for own, _ in pairs) for slot, pairs in kept.items()}
+                held = {slot: locals_of(slots[first] for slots in states) for slot, (first, *_) in names.items()}
                 weights, gradients = locals_of(params), locals_of(p.grad for p in params if p.grad is not None)
                 places: list[Any] = [None] * len(params)
-                if by_place(group):
-                    scales = zip(*(pairs for slot, pairs in kept.items() if slot != STEP), strict=True)
-                    local = ([None, *(None if own is None else local_of(own) for _, own in pairs)] for pairs in scales)
+                if codec.by_place:
+                    others = [others for slot, (_, *others) in names.items() if slot != STEP]
+                    local = ([(), *(locals_of(map(slots.__getitem__, parts)) for parts in others)] for slots in states)
                     places = list(zip(map(placed, params), local, strict=True))
                 if capturable(device):
                     self._step_on_device(weights, gradients, held, group, places)
@@ -114,7 +114,8 @@ class Scalar:
     ) -> None:
         if STEP in held:
             torch._foreach_add_(held[STEP], 1)
-        if not by_place(group):
+        codec = codec_of(group)
+        if not codec.by_place:
             with rounded_once(weights, *held.values()) as (exact, *changed):
                 # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
                 self.on_device(exact, in_dtype(gradients, exact[0].dtype), dict(zip(held, changed, strict=True)), group)
@@ -123,7 +124,7 @@ class Scalar:
         for number, place in enumerate(places):
             own = {slot: tensors[number : number + 1] for slot, tensors in held.items()}
             lists = [weights[number : number + 1], *map(own.__getitem__, moments), gradients[number : number + 1]]
-            for (*changing, given), by in portions(lists, group, [None, *moments], [place]):
+            for (*changing, given), by in portions(lists, codec, [None, *moments], [place]):
                 with rounded_once(*changing, by=by) as (exact, *changed):
                     slots = own | dict(zip(moments, changed, strict=True))
                     self.on_device(exact, in_dtype(given, exact[0].dtype), slots, group)
@@ -142,7 +143,7 @@ class Scalar:
             alike[tensors[-1].dtype, count].append((place, *tensors))
         for (_, count), parallel in alike.items():
             placed, *lists = zip(*parallel, strict=True)
-            for (*changing, given), by in portions(lists, group, [None, *moments], placed):
+            for (*changing, given), by in portions(lists, codec_of(group), [None, *moments], placed):
                 with rounded_once(*changing, by=by) as (exact, *changed):
                     given = in_dtype(given, exact[0].dtype)
                     self.on_host(exact, given, dict(zip(moments, changed, strict=True)), count, numbers)

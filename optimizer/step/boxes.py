@@ -18,6 +18,7 @@ from torch import Tensor
 from ...algebra.box import Index
 from ...algebra.overlap import IntArray, expanded
 from ...algebra.plan import Copies, dense_strides
+from ..ground.tensors import boxes_in
 from ..planning.schedule import Schedule
 
 LARGEST_BLOCK = 1 << 16
@@ -127,12 +128,7 @@ class EqualBoxes:
     far: tuple[View, ...]
 
     def boxes(self, tensors: Tensors) -> list[Tensor]:
-        if not self.offsets:
-            return [tensors[param] for param in self.params]
-        return [
-            tensors[param].as_strided(self.sizes, self.strides, tensors[param].storage_offset() + offset)
-            for param, offset in zip(self.params, self.offsets, strict=True)
-        ]
+        return boxes_in([tensors[param] for param in self.params], self.sizes, self.strides, self.offsets)
 
     def put(self, buffer: Tensor, boxes: Tensor) -> None:
         """Write ``[count, *sizes]`` to a buffer of bytes."""
@@ -224,7 +220,3 @@ def _evenly(places: IntArray) -> Iterator[tuple[int, int, list[int]]]:
         stop = changes[bisect_right(changes, start + 1)] if forward else start + 1
         yield start, stop, apart[start].tolist() if forward else [0] * places.shape[1]
         start = stop
-
-
-def as_one(boxes: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(boxes)) if len(boxes) > 1 else boxes[0].unsqueeze(0)

@@ -7,7 +7,7 @@ equal boxes together, and `kernels` by Triton, in a few launches.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
@@ -18,14 +18,14 @@ from torch import Tensor
 from ...algebra.layout import TensorLayout
 from ...algebra.plan import Copies
 from ...layouts.tensors import local_of
-from ...names.vocabulary import MOMENTUM, ParamGroup, codes_of, scales_of
-from ..ground.eight_bits import Blocks, block_of
+from ...names.state_forms import stored_parts, stored_slot
+from ...names.vocabulary import MOMENTUM, ParamGroup
+from ..ground.codecs import Boxes, Codec, codec_of, portions
 from ..ground.host_memory import AHEAD, Key, StateMemory, Visits
-from ..ground.rounding import portions
-from ..ground.tensors import Tensors, decay, exact_dtype, rounded_once
+from ..ground.tensors import Tensors, as_one, decay, exact_dtype, rounded_once
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
-from .boxes import BoxKind, EqualBoxes, Sizes, SlotCopies, View, as_one, blocks, carries
+from .boxes import BoxKind, EqualBoxes, Sizes, SlotCopies, View, blocks, carries
 from .rank_sets import State
 
 
@@ -37,8 +37,8 @@ class LocalTensors:
         groups: the parameter group of each.
         gradients: None where the parameter takes no part.
         slots: state by name, of the parameters that have it, where it is now.
-        momenta: what updates are made of: the momentum of these slots (or its codes), or the gradient of a parameter
-            that has none.
+        momenta: what updates are made of: the first part of what is stored of the momentum, or the gradient of a
+            parameter that has none.
         layouts: with fragments on this ``rank``.
         until_computed, until_applied: visits of the state that a stage needs until then, if it rests elsewhere.
         copied: tensors that are not contiguous in their own memory, and their copies.
@@ -86,8 +86,10 @@ class LocalTensors:
         weights = [dense(param) for param in params]
         gradients = [local_of(param.grad).contiguous() if param.grad is not None else None for param in params]
         taken = [weight if given is None else given for weight, given in zip(weights, gradients, strict=True)]
-        kept = slots[MOMENTUM] | slots[codes_of(MOMENTUM)]
-        momenta = [kept.get(number, given) for number, given in enumerate(taken)]
+        first: dict[int, Tensor] = {}
+        for part in reversed([*stored_parts(slots, MOMENTUM).values()]):
+            first |= part
+        momenta = [first.get(number, given) for number, given in enumerate(taken)]
 
         def visits(returning: bool, ahead: int) -> Visits:
             def turn(stage: int) -> dict[Key, Tensor]:
@@ -115,13 +117,13 @@ class LocalTensors:
     def _place(self, tensors: Mapping[Key, Tensor]) -> None:
         for (param, name), tensor in tensors.items():
             self.slots[name][param] = tensor
-            if name in (MOMENTUM, codes_of(MOMENTUM)):
+            if (stored := stored_slot(name)).slot == MOMENTUM and stored.is_shaped:
                 self.momenta[param] = tensor
 
     def keep(self, params: Iterable[int]) -> None:
         """Copy the momenta of some parameters, until `restore`."""
-        slots = [self.slots[name] for name in (MOMENTUM, codes_of(MOMENTUM), scales_of(MOMENTUM))]
-        tensors = (held[param] for param in params for held in slots if param in held)
+        parts = self._parts
+        tensors = (held[param] for param in params for held in parts if param in held)
         self.kept.extend((tensor, tensor.clone()) for tensor in tensors)
 
     def restore(self) -> None:
@@ -136,10 +138,10 @@ class LocalTensors:
             gradients = [gradient for gradient in map(self.gradients.__getitem__, numbers) if gradient is not None]
             both: list[Tensors] = [[self.momenta[number] for number in numbers], gradients]
             placed = (
-                ((layout.shape, layout.fragments_of(self.rank)), [self.scales.get(number)])
+                ((layout.shape, layout.fragments_of(self.rank)), [[own for [own] in self.stored([number])[1:]]])
                 for number, layout in ((number, self.layouts[number]) for number in numbers)
             )
-            for (momenta, taken), by in portions(both, group, [MOMENTUM], placed):
+            for (momenta, taken), by in portions(both, codec_of(group), [MOMENTUM], placed):
                 with rounded_once(momenta, by=by) as [exact]:
                     given = [gradient.to(exact[0].dtype) for gradient in taken]
                     # torch takes one number for all, or a list of tensors.
@@ -148,17 +150,25 @@ class LocalTensors:
     def alike(self, numbers: Iterable[int]) -> list[list[int]]:
         """Return the parameters with momentum that take part, in lists of one group, dtype and device."""
         lists: defaultdict[Hashable, list[int]] = defaultdict(list)
+        parts = self._parts
         for number in numbers:
-            has_momentum = number in self.slots[MOMENTUM] or number in self.scales
+            has_momentum = any(number in tensors for tensors in parts)
             if self.gradients[number] is not None and has_momentum:
                 momentum = self.momenta[number]
                 lists[id(self.groups[number]), momentum.dtype, momentum.device].append(number)
         return list(lists.values())
 
     @property
-    def scales(self) -> Mapping[int, Tensor]:
-        """Those of momenta in 8 bits."""
-        return self.slots[scales_of(MOMENTUM)]
+    def _parts(self) -> list[dict[int, Tensor]]:
+        return [*stored_parts(self.slots, MOMENTUM).values()]
+
+    def stored(self, params: Sequence[int]) -> list[Tensors]:
+        """Return what is stored of the momenta of parameters of one group, by part."""
+        others = [tensors for tensors in self._parts if params[0] in tensors][1:]
+        return [
+            [self.momenta[param] for param in params],
+            *([tensors[param] for param in params] for tensors in others),
+        ]
 
     def end(self) -> None:
         """Let all state be where it rests."""
@@ -267,13 +277,9 @@ class TorchElementwise:
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for block in self._leaving(local, stage):
             rate = 1 - local.groups[block.params[0]].get("momentum", 0.0)
-            if block_of(local.groups[block.params[0]]):
-                taken_in = as_one([box.after(rate) for box in _in_eight_bits(local, block)])
-            else:
-                momenta, gradients = as_one(block.boxes(local.momenta)), self._gradients(local, block)
-                exact = exact_dtype(momenta)
-                taken_in = torch.lerp(momenta.to(exact), gradients.to(exact), rate).to(momenta.dtype)
-            block.put(wire, self._update(local, block, taken_in))
+            codec, stored, boxes = _stored_boxes(local, block)
+            gradients = [cast("Tensor", local.gradients[param]) for param in block.params]
+            block.put(wire, self._update(local, block, codec.decode_ahead(stored, boxes, gradients, rate)))
 
     def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
         local.accumulate(self._alike[stage])
@@ -371,51 +377,13 @@ class TorchElementwise:
             torch._foreach_copy_(boxes, exact.unbind())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BoxInEightBits:
-    """A box of a momentum in 8 bits.
-
-    Attributes:
-        codes, gradient: of all blocks that the box meets; in them its ``columns`` begin and end.
-        blocks: how these codes are kept.
-    """
-
-    codes: Tensor
-    gradient: Tensor
-    blocks: Blocks
-    columns: slice
-
-    @classmethod
-    def of(cls, local: LocalTensors, param: int, view: View) -> BoxInEightBits:
-        codes, gradient = local.momenta[param], local.gradients[param]
-        assert gradient is not None, "only parameters that take part have blocks"
-        block, length, size = block_of(local.groups[param]), codes.shape[-1], view.sizes[-1]
-        column = view.offset % length
-        before = column % block
-        end = min(-(-(column + size) // block) * block, length)
-        whole = View((*view.sizes[:-1], end - column + before), view.strides, view.offset - before)
-        kept = Blocks.of_box(local.scales[param], block, length, whole.sizes, whole.strides, whole.offset)
-        return cls(whole.of(codes), whole.of(gradient), kept, slice(before, before + size))
-
-    def before(self) -> Tensor:
-        """Return the momentum as it is kept."""
-        return self.blocks.widened(self.codes)[..., self.columns]
-
-    def after(self, rate: float | Tensor) -> Tensor:
-        """Return the momentum as it will be kept after it has taken the gradient in."""
-        exact = torch.lerp(self.blocks.widened(self.codes), self.gradient.to(torch.float32), rate)
-        codes, blocks = torch.empty_like(self.codes), Blocks(self.blocks.scales.clone(), self.blocks.block)
-        blocks.keep(codes, exact)
-        return blocks.widened(codes)[..., self.columns]
-
-
-def _in_eight_bits(local: LocalTensors, block: EqualBoxes) -> Iterator[BoxInEightBits]:
-    for param, offset in zip(block.params, block.offsets or (0,) * len(block.params), strict=True):
-        yield BoxInEightBits.of(local, param, View(block.sizes, block.strides, offset))
+def _stored_boxes(local: LocalTensors, block: EqualBoxes) -> tuple[Codec, list[Tensors], Boxes]:
+    """Return how the momenta of a block are stored: their codec, what is stored of them by part, and their boxes."""
+    boxes = block.sizes, block.strides, block.offsets
+    return codec_of(local.groups[block.params[0]]), local.stored(block.params), boxes
 
 
 def _momenta(local: LocalTensors, block: EqualBoxes) -> Tensor:
     """Return the momenta of a block as numbers."""
-    if block_of(local.groups[block.params[0]]):
-        return as_one([box.before() for box in _in_eight_bits(local, block)])
-    return as_one(block.boxes(local.momenta))
+    codec, stored, boxes = _stored_boxes(local, block)
+    return codec.decode(stored, boxes)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ...algebra.plan import Copies
-from ..ground.tensors import aligned_stack, memory_of, spacing
+from ..ground.tensors import aligned_stack, as_one, memory_of, spacing
 from ..planning.matrices import SHAPES, WEIGHT, Slot, Spec, rows_columns
 from ..planning.schedule import Schedule
-from .boxes import BoxKind, EqualBoxes, SlotCopies, Tensors, View, as_one, blocks, carries
+from .boxes import BoxKind, EqualBoxes, SlotCopies, Tensors, View, blocks, carries
 from .elementwise import LocalTensors
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ...algebra.layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
-from ...names.vocabulary import ParamGroup
-from ..ground.eight_bits import block_of
+from ...names.vocabulary import MOMENTUM, ParamGroup
+from ..ground.codecs import codec_of, stored_slots
 from ..ground.host_memory import STATE_MEMORIES
-from ..ground.rounding import noise_of
 from ..methods.matrix import Methods, fused_of, is_matrix_method, kept_of
 from ..newton_schulz.costs import Cost
 from ..newton_schulz.products import Choice, has_kernels, missing_triton
@@ -75,8 +74,10 @@ class Planner:
                 schedule = make_schedule(specs, ranks, rank, self.stages, memory.most)
             weights = [local_of(param) for param in params]
             options = [groups[member.group] for member in held.matrices]
-            apart = [number for number, own in enumerate(options) if guarded or noise_of(own) is not None]
-            backend = elementwise(schedule, specs, weights, device, apart, any(map(block_of, options)))
+            apart = [number for number, own in enumerate(options) if guarded or codec_of(own).noise]
+            kept = [stored_slots(codec_of(own), MOMENTUM, param) for own, param in zip(options, params, strict=True)]
+            dtypes = {dtype for slots in kept for _, dtype in slots.values()}
+            backend = elementwise(schedule, specs, weights, device, apart, dtypes)
             facts = {"exchange": self.exchange, "nonfinite": self.nonfinite or "not looked for"}
             facts["offload"] = repr(self.offload)
             named = zip(held.members, held.labels, strict=True)
@@ -103,7 +104,7 @@ class Planner:
         named = zip(held.members, held.labels, strict=True)
         labels = [label for member, label in named if is_matrix_method(member.algorithm)]
         fixed = schedule, params, specs, methods, labels, rank, backend, group, links, device, memory
-        noisy = any(noise_of(groups[member.group]) is not None for member in held.matrices)
+        noisy = any(codec_of(groups[member.group]).noise for member in held.matrices)
         return Step(*fixed, guarded=guarded, noisy=noisy)
 
     def owners_of(self, held: RankSet, groups: Sequence[ParamGroup]) -> list[tuple[int, ...]]:
@@ -174,25 +175,25 @@ def elementwise(
     weights: Sequence[Tensor],
     device: torch.device,
     apart: Collection[int],
-    eight_bits: bool,
+    momentum_dtypes: Collection[torch.dtype],
 ) -> Elementwise:
     """Return the backend: kernels on NVIDIA GPUs, operators elsewhere, where they are as good.
 
     Args:
         apart: see `KernelElementwise`.
-        eight_bits: whether momenta are in 8 bits, for which there are no kernels.
+        momentum_dtypes: of what is stored of momenta.
 
     Warns:
         RuntimeWarning: there is a GPU, and no Triton: operators do the work, in many more launches.
     """
-    if not eight_bits and has_kernels(device, torch.bfloat16):
+    if has_kernels(device, torch.bfloat16):
         try:
             from ..triton.updates import KERNEL_DTYPES
             from .kernels import KernelElementwise
         except ModuleNotFoundError as error:
             missing_triton(error, "the element-wise parts of a step run on torch's operators, strip by strip")
         else:
-            if all(weight.dtype in KERNEL_DTYPES for weight in weights):
+            if {*momentum_dtypes, *(weight.dtype for weight in weights)} <= {*KERNEL_DTYPES}:
                 numels = [weight.numel() for weight in weights]
                 return KernelElementwise(schedule, specs, numels, device, apart=apart)
     return TorchElementwise(schedule, specs, [weight.shape for weight in weights], device)

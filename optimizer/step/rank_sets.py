@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ...names.vocabulary import EXP_AVG, MOMENTUM, ParamGroup, codes_of
+from ...names.state_forms import stored_parts
+from ...names.vocabulary import EXP_AVG, MOMENTUM, ParamGroup
 from ...ranks.new_group import new_group, time_out
 from ..methods.matrix import is_matrix_method
 from ..planning.schedule import Ranks
@@ -186,8 +187,10 @@ class RankSet:
     def _momenta(self) -> list[tuple[Tensor, Mapping[str, Tensor], str | None]]:
         """Parameters, their states, and the slots of momenta: looking parameters up in each step would take longer."""
         states = ((member.param, self.state[member.param]) for member in self.members)
-        momenta = MOMENTUM, EXP_AVG, codes_of(MOMENTUM), codes_of(EXP_AVG)
-        return [(param, slots, next(filter(slots.__contains__, momenta), None)) for param, slots in states]
+        return [
+            (param, slots, next(iter({**stored_parts(slots, MOMENTUM), **stored_parts(slots, EXP_AVG)}), None))
+            for param, slots in states
+        ]
 
     def groups(self, all_groups: Sequence[ParamGroup]) -> dict[int, ParamGroup]:
         """Return the groups of its parameters, by their common numbers."""

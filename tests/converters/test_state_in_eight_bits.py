@@ -60,6 +60,14 @@ def test_inspect_knows_the_methods(saved):
     assert found.step == 2
 
 
+def test_inspect_counts_codes_where_their_averages_belong(saved):
+    roles = {row["role"]: row for row in muonckpt.inspect(saved[1]).roles}
+    assert roles["momentum"]["tensors"] == 2
+    assert roles["momentum"]["slots"] == ("momentum_buffer_codes",)
+    assert roles["moments"]["slots"] == ("exp_avg_codes", "exp_avg_sq_codes")
+    assert roles["other state"]["slots"] == ("momentum_buffer_scales", "exp_avg_scales", "exp_avg_sq_scales")
+
+
 def test_stats_measure_scales_and_no_codes(saved):
     measured = {tensor.key.rpartition(".")[2] for tensor in muonckpt.stats(saved[1]).tensors}
     assert {f"{slot}_scales" for slot in SLOTS} <= measured

@@ -15,7 +15,7 @@ import muonckpt
 from muonckpt.lab.forecasting.models import ModelTensors, fresh_parameter, model_of_config, with_state_in
 from muonckpt.lab.forecasting.prospects import prospect_of
 from muonckpt.lab.forecasting.topologies import MuonOptions
-from muonckpt.names.vocabulary import STATE_DTYPES
+from muonckpt.names.state_forms import STATE_DTYPES
 from muonckpt.names.wording import size
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.newton_schulz.recipe import flops

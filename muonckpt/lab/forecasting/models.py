@@ -19,18 +19,8 @@ from typing import Any
 from ...algebra.box import Index
 from ...converters.look.contents import first_look
 from ...names.errors import SourceError, TargetError
-from ...names.vocabulary import (
-    BLOCK,
-    EIGHT_BITS,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MOMENTUM,
-    MUON as DEFAULTS,
-    STATE_DTYPES,
-    STEP,
-    codes_of,
-    scales_of,
-)
+from ...names.state_forms import STATE_DTYPES, NumberForm, state_form
+from ...names.vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, MUON as DEFAULTS, STEP
 from ...optimizer.methods.form import Kept, MatrixMethod
 from ...optimizer.methods.matrix import MATRICES, as_stored, fused_of, is_matrix_method, kept_of
 from ...optimizer.methods.muon import MUON
@@ -145,7 +135,7 @@ def model_of_checkpoint(path: Location, own: MatrixMethod | None = None) -> Mode
     parameters = []
     for parameter in view.parameters.values():
         tensors = [*([parameter.weight] if parameter.weight else []), *parameter.state.values()]
-        averages = (t for t in tensors if view.role(t) is Role.MOMENTUM or t.slot == codes_of(MOMENTUM))
+        averages = (t for t in tensors if view.role(t) is Role.MOMENTUM)
         average, shape, given = next(averages, None), parameter.shape, parameter.options
         algorithm = given.get(dialect.method_option or "") if dialect else None
         options: dict[str, Any] = {"pieces": average.pieces if average else None}
@@ -173,7 +163,7 @@ def model_of_checkpoint(path: Location, own: MatrixMethod | None = None) -> Mode
 def with_state_in(model: ModelTensors, dtype: str) -> ModelTensors:
     """Return a model with averages in another dtype of `STATE_DTYPES`, as `Muon` keeps them.
 
-    In 8 bits those of vectors stay in float32: they are small, and shards seldom end where blocks do.
+    Those of vectors stay in float32 where a form cannot be cut anywhere: they are small, and shards would cut them.
 
     Raises:
         TargetError: an unknown dtype.
@@ -181,15 +171,16 @@ def with_state_in(model: ModelTensors, dtype: str) -> ModelTensors:
     if dtype not in STATE_DTYPES:
         raise TargetError(f"unknown state_dtype {dtype!r}; expected one of {', '.join(STATE_DTYPES)}")
 
+    asked = state_form(dtype)
+
     def kept(parameter: ModelParameter, tensor: StateTensor) -> Iterator[StateTensor]:
         averages = (MOMENTUM,) if parameter.method else (EXP_AVG, EXP_AVG_SQ)
         if tensor.slot not in averages:
             yield tensor
-        elif dtype != EIGHT_BITS or len(tensor.shape) < 2:
-            yield replace(tensor, dtype="float32" if dtype == EIGHT_BITS else dtype)
-        else:
-            yield StateTensor(codes_of(tensor.slot), tensor.shape, "int8")
-            yield StateTensor(scales_of(tensor.slot), (*tensor.shape[:-1], -(-tensor.shape[-1] // BLOCK)), "float32")
+            return
+        form = asked if asked.any_cut or len(tensor.shape) > 1 else NumberForm("float32")
+        for slot, (shape, stored_dtype) in form.slots(tensor.slot, tensor.shape).items():
+            yield StateTensor(slot, shape, stored_dtype)
 
     changed = [replace(p, state=tuple(chain.from_iterable(kept(p, t) for t in p.state))) for p in model.parameters]
     return replace(model, parameters=tuple(changed))
