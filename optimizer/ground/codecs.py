@@ -190,11 +190,11 @@ class BlockCodec:
         )
 
     def keeping(self, stored: Tensors, box: NoisyBox | None = None, key: int | None = None) -> Keeping:
-        codes, scales = map(in_a_dim, stored)
+        codes, scales = stored
         if box is None:
-            return Blocks(scales, self.block)
+            return Blocks(in_a_dim(scales), self.block)
         noise = None if key is None else partial(box.noise, key, codes.device)
-        return Blocks.of_box(scales, self.block, codes.shape[-1], *box.place, noise=noise)
+        return Blocks.of_box(scales, self.block, (codes.shape or (1,))[-1], *box.place, noise=noise)
 
     def decode(self, stored: Sequence[Tensors], boxes: Boxes) -> Tensor:
         whole = self._whole_blocks(stored, boxes, stored[0])
