@@ -487,7 +487,7 @@ class Muon(ForModel, CollectiveOptimizer):
         """Let parameters begin anew whose state was cleared, as a step of torch's optimizers does."""
         if self._slots.still(self.state):
             return
-        members = list(cleared(self._seen, self.param_groups, self.state))
+        members = list(cleared(self._seen, self._slots, self.param_groups, self.state))
         fresh = {param: self._fresh_state(param, self.param_groups[number]) for param, number in members}
         self._place_owned(fresh)
         for param, slots in fresh.items():

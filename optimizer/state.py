@@ -324,13 +324,14 @@ def _name_of(group: Mapping[str, Any], number: int, index: int) -> str:
 class SeenSlots:
     """The slots of all parameters when they were last looked at, and how many each had."""
 
+    params: Sequence[Tensor] = ()
     slots: Sequence[Mapping[str, Tensor]] = ()
     counts: Sequence[int] = ()
 
     @classmethod
     def of(cls, state: Mapping[Tensor, Mapping[str, Tensor]]) -> SeenSlots:
         slots = tuple(state.values())
-        return cls(slots, [*map(len, slots)])
+        return cls(tuple(state), slots, [*map(len, slots)])
 
     def still(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> bool:
         """Return whether these are the same slots, with none less or more: without looking parameters up."""
@@ -340,13 +341,18 @@ class SeenSlots:
 
 
 def cleared(
-    seen: Sequence[Seen], groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Tensor]]
+    seen: Sequence[Seen],
+    seen_slots: SeenSlots,
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Tensor, Mapping[str, Tensor]],
 ) -> Iterator[tuple[Tensor, int]]:
     """Yield the parameters that have no state any more, with the numbers of their groups.
 
     Raises:
-        ValueError: a parameter has a part of its state; or a dict is none.
+        ValueError: a parameter has a part of its state; or a dict is none; or a slot of another dict has another shape,
+            dtype or device than it had.
     """
+    former_slots = dict(zip(seen_slots.params, seen_slots.slots, strict=True))
     if not isinstance(state, Mapping):
         raise ValueError(
             f"optimizer.state is a {type(state).__name__}, expected a dict. To let all state begin anew write "
@@ -368,6 +374,23 @@ def cleared(
                 )
             if before.slots and not slots:
                 yield param, number
+            former = former_slots.get(param, present)
+            for slot in sorted(slots & former.keys()) if former is not present else ():
+                _refuse_other_kind(f"{slot} of {_name_of(group, number, index)}", present[slot], former[slot])
+
+
+def _refuse_other_kind(name: str, current: Tensor, former: Tensor) -> None:
+    kind, former_kind = _kinds([current, former])
+    if kind != former_kind:
+        raise ValueError(
+            f"{name} was replaced by one of {_in_words(kind)}, expected {_in_words(former_kind)}: cast it, or to let "
+            "it begin anew write optimizer.state.pop(parameter)"
+        )
+
+
+def _in_words(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+    shape, dtype, device = kind
+    return f"shape {tuple(shape)}, {str(dtype).removeprefix('torch.')}, on {device}"
 
 
 def carry_over(change: Change, former: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:

@@ -231,7 +231,7 @@ class LayerWise(CollectiveOptimizer):
         """Let parameters begin anew whose state was cleared, as `Muon` does; masters stay."""
         if self._slots.still(self.state):
             return
-        params = {param for param, _ in cleared(self._seen, self.param_groups, self.state)}
+        params = {param for param, _ in cleared(self._seen, self._slots, self.param_groups, self.state)}
         names = [self._members.name_of[param] for param in params]
         for name in names:
             self._inner.state.pop(self._parts[name].stepped, None)

@@ -159,6 +159,26 @@ def test_state_that_is_no_dict_is_refused_before_anything_moves(algorithm):
     assert same(everything(opt), everything(twin))
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_state_of_another_dtype_or_shape_is_refused_before_anything_moves(algorithm):
+    """Else some matrices would have moved when another one fails, or all would go on with other bits."""
+    params = params_of()
+    opt = made(params, algorithm)
+    stepped(opt, range(2))
+    weights = [param.detach().clone() for param in params]
+    former = dict(opt.state[params[0]])
+    for other, told in ((torch.Tensor.double, "float64"), (lambda slot: slot.new_zeros(7), r"shape \(7,\)")):
+        opt.state[params[0]] = {slot: other(value) for slot, value in former.items()}
+        with pytest.raises(
+            ValueError, match=rf"of parameter 'up' was replaced by one of .*{told}.*, expected .*cast it"
+        ):
+            stepped(opt, range(2, 3))
+        assert same(weights, params)
+    opt.state[params[0]] = {slot: value.clone() for slot, value in former.items()}  # as the message has it
+    stepped(opt, range(2, 3))
+    assert not same(weights, params)
+
+
 @pytest.mark.parametrize("clear", WAYS)
 @pytest.mark.parametrize("with_gradients", [True, False])
 def test_what_is_saved_after_clearing_is_the_state_that_training_goes_on_with(clear, with_gradients, tmp_path):
