@@ -187,9 +187,10 @@ def test_what_the_family_does_not_have_is_refused_and_nothing_else(family):
     model.value_head, model.conv = linear(1, 8), nn.Conv1d(4, 4, 2)
     with pytest.raises(ValueError) as refused:
         sort_parameters(model, rules)
-    assert str(refused.value).splitlines()[1:3] == [
-        "- value_head.weight [1, 8] in Linear: no rule selects it; add one",
-        "- conv.weight [4, 4, 2] in Conv1d: no rule selects it; add one",
+    found = [line.partition("; add one")[0] for line in str(refused.value).splitlines()[1:3]]
+    assert found == [
+        "- value_head.weight [1, 8] in Linear: no rule selects it",
+        "- conv.weight [4, 4, 2] in Conv1d: no rule selects it",
     ]
 
 
