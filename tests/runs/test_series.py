@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 import uuid
@@ -106,6 +107,16 @@ def test_a_run_stays_where_it_was_when_the_program_goes_to_another_folder(tmp_pa
     series.save(5, state(5))
     series.close()
     assert not names(tmp_path / "other")
+
+
+def test_a_url_of_a_file_names_no_machine(tmp_path, monkeypatch):
+    """Of file://run, "run" would be a machine: the series would be in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DestinationError, match=r"file://run names a machine, 'run': write a path, or three slashes"):
+        Series("file://run")
+    for place in (f"file://{tmp_path}/run", f"file://localhost{tmp_path}/run", os.fsencode(tmp_path / "run")):
+        Series(place).save(1, state(1), replace=True)
+    assert names(tmp_path) == ["run"] and restored(Series(tmp_path / "run")) == 1
 
 
 def test_torn_and_foreign_folders_are_passed_over_and_left_alone(tmp_path):

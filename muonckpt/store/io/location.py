@@ -216,16 +216,21 @@ def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = Val
     """Return the location of a path, in which ``~`` is expanded, or of a URL of any protocol that fsspec knows.
 
     Raises:
-        error: the protocol is unknown, or its library is not installed.
+        error: the protocol is unknown, or its library is not installed; or a ``file://`` URL names another machine.
     """
     if isinstance(name, Remote):
         return name
-    text = os.fspath(name)
+    text = os.fsdecode(name)
     protocol, separator, _ = text.partition("://")
     if not separator:
         return Path(text).expanduser()
     if protocol in ("file", "local"):
-        return Path(unquote(urlsplit(text).path))
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            raise error(
+                f"{text} names a machine, {parts.netloc!r}: write a path, or three slashes, as in file:///data/run"
+            )
+        return Path(unquote(parts.path))
     try:
         import fsspec
 
@@ -239,7 +244,7 @@ def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = Val
 
 def lasting(name: str | os.PathLike[str]) -> str:
     """Return a path as text that names the same place after `os.chdir`; a URL as it is."""
-    text = os.fspath(name)
+    text = os.fsdecode(name)
     with suppress(OSError, RuntimeError):  # there is no working directory, or no home: whoever goes there will say so
         return text if "://" in text else str(Path(text).expanduser().absolute())
     return text
