@@ -220,8 +220,16 @@ def _options(modules: int) -> list[str]:
 
 
 def public_names(module: str) -> list[str]:
-    """What a module lists in `__all__`, or else its own public classes and functions; it is parsed, not imported."""
-    tree = ast.parse(_file_of(module).read_text())
+    """What a stub imports, or a module lists in `__all__`, or else its own public classes and functions.
+
+    Files are parsed, not imported.
+    """
+    file = _file_of(module)
+    if (stub := file.with_suffix(".pyi")).exists():
+        imports = (node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom))
+        names = [alias.asname or alias.name for node in imports for alias in node.names]
+        return [name for name in names if not name.startswith("_")]
+    tree = ast.parse(file.read_text())
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
