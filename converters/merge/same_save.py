@@ -102,7 +102,7 @@ def is_listed_whole(opened: OpenCheckpoint) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class WholePart:
-    """What is whole of a damaged checkpoint.
+    """The part of a damaged checkpoint that is whole.
 
     Attributes:
         tensors: all of its tensors, with the chunks that are whole, located.
@@ -236,7 +236,7 @@ def _undigested(tensor: StateRecord, fingerprint: str) -> StateRecord:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What a source and the whole part of a damaged checkpoint have in common.
+    """The comparison of a source with the whole part of a damaged checkpoint, where they have tensors in common.
 
     Attributes:
         equal, different: for each chunk of the damaged checkpoint, whether what the source has of it is the same, or

@@ -220,7 +220,7 @@ def _options(modules: int) -> list[str]:
 
 
 def public_names(module: str) -> list[str]:
-    """What a stub imports, or a module lists in `__all__`, or else its own public classes and functions.
+    """Return the names that a stub imports, or a module lists in `__all__`, or else its public classes and functions.
 
     Files are parsed, not imported.
     """

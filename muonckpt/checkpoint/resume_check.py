@@ -55,7 +55,7 @@ ABSENT = Absent.ABSENT
 
 @dataclass(frozen=True, eq=False)
 class LoadedState:
-    """What a load has put where: the basis for a proof.
+    """Values that a load has put into a template: the basis for a proof.
 
     Attributes:
         paths: of the template's keys, those of this rank.
@@ -168,7 +168,7 @@ class ResumeDifference:
 
 @dataclass(frozen=True, slots=True)
 class _Dispute:
-    """What ranks hold of a tensor that they should hold alike."""
+    """Fingerprints of ranks that should hold one tensor alike, and do not."""
 
     phrase: str
 
@@ -250,7 +250,7 @@ def _in_short(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class LiveParts:
-    """What will run, as a state dict.
+    """The state dict of what will run.
 
     Attributes:
         covered_keys: of the template, those of parts that are in the state dict.
@@ -431,7 +431,7 @@ class _RankAnswer:
         equal_items: how many of these are as they were saved.
         template_keys, covered_keys: all keys of the template, and those of parts that are compared.
         unchecked: parts of the template that are not compared.
-        own_items: keys of values that are compared, and were not loaded.
+        unloaded_items: keys of values that are compared, and were not loaded.
         unrestored: names of weights that were not restored.
     """
 
@@ -441,7 +441,7 @@ class _RankAnswer:
     template_keys: frozenset[str]
     covered_keys: frozenset[str]
     unchecked: frozenset[str]
-    own_items: frozenset[str]
+    unloaded_items: frozenset[str]
     unrestored: frozenset[str]
 
 
@@ -473,7 +473,7 @@ def compare(
         items = {key for key, value in loaded.items.items() if not isinstance(value, _Scalar)}
         equal_items = len(items & live.flat.keys() - {difference.key for difference in differences})
         # An option that a scheduler writes for itself, as it is made, changes no step.
-        own_items = frozenset(
+        unloaded_items = frozenset(
             key
             for key in live.flat.keys() & loaded.paths.keys() - loaded.items.keys()
             if not isinstance(live.flat[key], Tensor) and _option_of(live.paths[key]) not in SCHEDULED
@@ -485,7 +485,7 @@ def compare(
             frozenset(loaded.paths),
             parts.covered_keys,
             frozenset(_parts_beside(loaded.paths, parts.covered_keys)),
-            own_items,
+            unloaded_items,
             frozenset(parts.unrestored),
         )
 
@@ -509,9 +509,9 @@ def compare(
         new_keys = held.tensors.keys() - loaded.prints.keys() - differences.keys()
         for key in new_keys - template_keys:
             differences[key] = ResumeDifference(key, ABSENT, held.tensors[key])
-        own_items = frozenset[str]().union(*(each.own_items for each in answers)) - differences.keys()
+        unloaded_items = frozenset[str]().union(*(each.unloaded_items for each in answers)) - differences.keys()
         unchecked = sorted(frozenset[str]().union(*(each.unchecked for each in answers)))
-        if anew := sorted((new_keys & template_keys) | own_items):
+        if anew := sorted((new_keys & template_keys) | unloaded_items):
             unchecked.append(f"{_in_short(anew)}, which began anew, or have no recorded fingerprint")
         if names := sorted(frozenset[str]().union(*(each.unrestored for each in answers))):
             unchecked.append(f"{_in_short(names)}, which the checkpoint does not have")

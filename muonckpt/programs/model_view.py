@@ -27,7 +27,7 @@ from .registry import DIALECTS
 
 
 class Role(StrEnum):
-    """What a tensor is for a model and its optimizer."""
+    """The roles that a tensor can have for a model and its optimizer."""
 
     WEIGHTS = "weights"
     MOMENTUM = "momentum"

@@ -54,8 +54,8 @@ class Resume:
 
     @property
     def sentence(self) -> str:
-        before = "an unknown number of" if self.ranks_saved is None else str(self.ranks_saved)
-        moved = f"{before} ranks -> {self.ranks}"
+        before = "an unknown number of ranks" if self.ranks_saved is None else counted(self.ranks_saved, "rank")
+        moved = f"{before} -> {self.ranks}"
         return f"from step {self.step}, {moment(self.when)} UTC, {moved}: {self.verdict}"
 
 

@@ -61,7 +61,7 @@ class Codec(Protocol):
 
     @property
     def noise(self) -> Noise | None:
-        """What rounds the numbers of the group's next step; None: they are rounded to the nearest."""
+        """Return the noise that rounds the group's next step; None: numbers are rounded to the nearest."""
         ...
 
     @property

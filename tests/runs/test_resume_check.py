@@ -449,7 +449,7 @@ def test_the_run_keeps_each_resume_and_commands_show_it(tmp_path):
             training.optimizer.param_groups[0]["lr"] = 1.0
         training.check(restored)
     shown = called("inspect", str(tmp_path / "True")).stdout
-    assert "1 ranks -> 1" in " ".join(shown.split()) and "-> 1.0 in group 0" in " ".join(shown.split())
+    assert "1 rank -> 1" in " ".join(shown.split()) and "-> 1.0 in group 0" in " ".join(shown.split())
     assert "proved:" in called("inspect", str(tmp_path / "False")).stdout
     both = called("diff", str(tmp_path / "True"), str(tmp_path / "False"))
     assert both.returncode == 0 and "-> 1.0 in group 0" in " ".join(both.stdout.split()) and "proved:" in both.stdout
