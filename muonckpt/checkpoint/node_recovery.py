@@ -1,4 +1,4 @@
-"""State from the copies in the memory of nodes: found together, checked, attested, and moved to any number of ranks.
+"""State from copies in the memory of nodes: checked, attested, and moved to any number of ranks.
 
 Nobody sees all files of a copy, so each is read by one rank of a node that has it, and `redistribute` moves elements to
 where they are asked for.  Nothing of a copy is used before all of it has been compared with its fingerprints.
@@ -27,72 +27,14 @@ from ..layouts.boxed_tensor import BoxedTensor
 from ..names.errors import AttestError, DamageError, SourceError, warn_on_rank
 from ..names.resumption import LoadReport
 from ..record.record import MANIFEST_FILE, Manifest
-from ..store.io.checksums import xxh3_128
 from ..store.open_checkpoint import checked_blob
 from ..store.reading.payloads import Payloads, check_chunk, payload_of
-from ..store.verify.run import StepName
-from .all_ranks import broadcast_from_first, decide_on_first, gather_on_all, group_ranks
+from .all_ranks import broadcast_from_first, decide_on_first, group_ranks
 from .attestation import TensorPrint
-from .node_copies import Nodes, folders_in, remove_copies
+from .node_copies import FoundCopy, Nodes
 from .redistribution import redistribute_attested
 from .resume_check import LoadedState
 from .storable import refuse_code
-
-
-@dataclass(frozen=True, slots=True)
-class FoundCopy:
-    """A copy, as nodes hold it together.
-
-    Attributes:
-        place: its directory on this node, or where that would be.
-        step: its step.
-        holders: for the first rank of each node that has its manifest, by place in the group, the sizes of the files.
-    """
-
-    place: Path
-    step: int
-    holders: Mapping[int, Mapping[str, int]]
-
-    def __str__(self) -> str:
-        return str(self.place)
-
-
-def found_copies(folder: Path, nodes: Nodes, process_group: dist.ProcessGroup | None) -> list[FoundCopy]:
-    """Return the copies of a run, newest first, after removing what killed runs have left.  Collective.
-
-    Warns of copies of other runs.
-
-    Raises:
-        SourceError: a folder cannot be read.
-    """
-
-    def look() -> tuple[dict[tuple[StepName, str], dict[str, int]], list[str]]:
-        if not nodes.leads:
-            return {}, []
-        remove_copies(folder, lambda name: name is None)
-        held = {}
-        for entry in folders_in(folder):
-            name = StepName.parsed(entry.name)
-            assert name is not None, "others have been removed"
-            sizes = {file.name: file.stat().st_size for file in entry.iterdir()}
-            if MANIFEST_FILE in sizes:
-                held[name, xxh3_128([(entry / MANIFEST_FILE).read_bytes()])] = sizes
-        return held, [str(other) for other in folder.parent.iterdir() if other.name != folder.name and other.is_dir()]
-
-    holders: defaultdict[tuple[StepName, str], dict[int, Mapping[str, int]]] = defaultdict(dict)
-    others: dict[str, None] = {}
-    for place, (held, foreign) in enumerate(gather_on_all(process_group, SourceError, look)):
-        others |= dict.fromkeys(foreign)
-        for copy, sizes in held.items():
-            holders[copy][place] = sizes
-    if others:
-        warn_on_rank(
-            f"not of this run, and so not looked at: {', '.join(others)}; copies in memory stay until the machine "
-            "starts again, so remove what no run needs",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    return [FoundCopy(folder / str(name), name.step, on) for (name, _), on in sorted(holders.items(), reverse=True)]
 
 
 def load_copy(

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ...checkpoint.all_ranks import is_coordinator
 from ...checkpoint.async_saving import AsyncSave, Lane, OnError
-from ...checkpoint.node_copies import NodeCopy, Nodes, folders_in, remove_copies
-from ...checkpoint.node_recovery import FoundCopy, found_copies, load_copy
+from ...checkpoint.node_copies import FoundCopy, NodeCopy, Nodes, folders_in, found_copies, remove_copies
+from ...checkpoint.node_recovery import load_copy
 from ...checkpoint.resume_check import LoadedState
 from ...names.errors import warn_on_rank
 from ...names.resumption import LoadReport

@@ -23,7 +23,7 @@ from ...checkpoint.all_ranks import (
 )
 from ...checkpoint.async_saving import AsyncSave, OnError, WhenBusy, lane_of, save_in_thread, settle_last, wait_for_last
 from ...checkpoint.loading import load_to_prove
-from ...checkpoint.node_recovery import FoundCopy
+from ...checkpoint.node_copies import FoundCopy
 from ...checkpoint.saving import save
 from ...checkpoint.signals import On, Signals, Then
 from ...names.errors import (
