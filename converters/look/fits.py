@@ -29,7 +29,7 @@ from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
 from ...store.verify.diagnosis import Diagnosis, command, diagnosis_by_files
 from ...store.verify.opening import open_damaged
-from ...store.verify.verified import verified
+from ...store.verify.verification import last_verification
 from ..engine.rank_files import lay_out
 from ..target.topology import ROWS, AxisCut, ShardRule, Target
 from .contents import FirstLook, first_look
@@ -202,7 +202,7 @@ def fit_of(opened: OpenCheckpoint, target: Target) -> Fit:
         uneven=uneven,
         findings=tuple(_findings(known, target, tensors, opened.path)),
         reads=shares.reads(tensors),
-        diagnosis=diagnosis_by_files(opened, verified(opened.path)),
+        diagnosis=diagnosis_by_files(opened, last_verification(opened.path)),
     )
 
 

@@ -26,7 +26,7 @@ from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
 from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files
 from ...store.verify.opening import open_damaged
-from ...store.verify.verified import Verified, verified
+from ...store.verify.verification import Verification, last_verification
 from .contents import NO_STATE, FirstLook, first_look, folded, option_value, ranges
 from .holders import (
     Branch,
@@ -98,7 +98,7 @@ class Inspection:
     buffers: tuple[Mapping[str, Any], ...]
     slots: tuple[Mapping[str, Any], ...]
     checks: Mapping[str, int]
-    verified: Verified | None
+    verified: Verification | None
     diagnosis: Diagnosis
     symptoms: tuple[Finding, ...]
     notes: tuple[str, ...]
@@ -250,7 +250,7 @@ def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) ->
         buffers=_buffers(manifest.provenance),
         slots=tuple({"slot": slot or NO_STATE, **_sizes([t for t in tensors if t.slot == slot])} for slot in slots),
         checks=_checks(manifest),
-        verified=(last := verified(checkpoint.path)),
+        verified=(last := last_verification(checkpoint.path)),
         diagnosis=(diagnosis := diagnosis_by_files(checkpoint, last)),
         symptoms=symptoms_of(view, manifest, groups, known.steps, diagnosis.damage),
         notes=(*groups.notes, *([f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else [])),

@@ -15,7 +15,7 @@ from ..store.io.pace import Pace
 from ..store.reading.payloads import Progress
 from ..store.verify.audit import AuditReport, verify
 from ..store.verify.run import Run, RunStep, look_at_folder
-from ..store.verify.verified import record, written
+from ..store.verify.verification import look_at_files, record_verification
 
 Auditor = Callable[[Location], AuditReport]
 """Verifies a checkpoint."""
@@ -56,11 +56,11 @@ def verify_recorded(path: Location, audited: Auditor, folder: Location | None = 
     """
     recorded = path if folder is None else folder
     try:
-        before = written(recorded)
+        before = look_at_files(recorded)
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
     report = audited(path)
-    return report, record(recorded, report.verdict, report.diagnosis.sentence, bool(report.damage), before)
+    return report, record_verification(recorded, report.verdict, report.diagnosis.sentence, bool(report.damage), before)
 
 
 def verify_run(

@@ -21,7 +21,7 @@ from ..store.io.publish import CLAIM
 from ..store.io.regular import read_whole
 from ..store.verify.damage import rank_in_name
 from ..store.verify.run import RunStep, StepName, look_at_step
-from ..store.verify.verified import verifications
+from ..store.verify.verification import read_verifications
 
 _DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
 
@@ -122,7 +122,7 @@ class StepFolder:
     def _look(self, name: StepName) -> RunStep:
         """Return what is known of a step; one that has no manifest of ours has lost it, or is another program's."""
         path = self.path(name)
-        step = look_at_step(path, name, verifications(self.place).get(str(name)))
+        step = look_at_step(path, name, read_verifications(self.place).get(str(name)))
         if (path / MANIFEST_FILE).exists():
             if step.state == "unread":
                 raise SourceError(step.fault)

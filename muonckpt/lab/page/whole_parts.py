@@ -20,7 +20,7 @@ from ...store.reading.payloads import Progress
 from ...store.verify.damage import Damage
 from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files
 from ...store.verify.opening import open_damaged
-from ...store.verify.verified import verified
+from ...store.verify.verification import last_verification
 
 R = TypeVar("R")
 
@@ -48,7 +48,7 @@ class Looked:
             SourceError: there is none, or its metadata cannot be read.
         """
         opened = stack.enter_context(open_damaged(place))
-        diagnosis = diagnosis_by_files(opened, verified(opened.path))
+        diagnosis = diagnosis_by_files(opened, last_verification(opened.path))
         return cls(opened, first_look(opened), diagnosis, _left_out(opened.outline, diagnosis.damage))
 
     @property

@@ -29,7 +29,7 @@ from .damage import (
     unexplained,
 )
 from .run import RunStep, StepName, new_attempt, whole_before
-from .verified import Verified, verified
+from .verification import Verification, last_verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +119,13 @@ def diagnosis_of(
 
 def diagnosis_by_files(
     checkpoint: OpenCheckpoint,
-    last: Verified | None,
+    last: Verification | None,
     besides: Collection[str] = (),
 ) -> Diagnosis:
     """Say what is wrong with an open checkpoint, as far as files' names and sizes, and its last verification, tell.
 
     Args:
-        last: what was recorded of these very files, by `verified`.
+        last: what was recorded of these very files, by `last_verification`.
         besides: as for `diagnosis_of`.
     """
     diagnosis = diagnosis_of(checkpoint, damage_of_files(checkpoint), findings_by_files(checkpoint), besides)
@@ -160,7 +160,7 @@ def diagnosis_at(path: Location, besides: Collection[str] = ()) -> Diagnosis:
     """Say what is wrong with a checkpoint, as far as its descriptions and the names and sizes of its files tell."""
     try:
         with OpenCheckpoint(path) as checkpoint:
-            return diagnosis_by_files(checkpoint, verified(path), besides=besides)
+            return diagnosis_by_files(checkpoint, last_verification(path), besides=besides)
     except MuonckptError as error:
         return diagnosis_of_unreadable(path, error, besides)
 

@@ -9,7 +9,7 @@ from ...names.errors import DamageError, LostFileError, SourceError
 from ...record.record import MANIFEST_FILE
 from ..io.location import Location, Remote, location
 from ..open_checkpoint import OpenCheckpoint
-from .verified import verified
+from .verification import last_verification
 
 
 def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
@@ -79,5 +79,5 @@ def check_files(checkpoint: OpenCheckpoint) -> None:
     """
     from .diagnosis import diagnosis_by_files  # not needed where nothing is wrong
 
-    if diagnosis := diagnosis_by_files(checkpoint, verified(checkpoint.path)):
+    if diagnosis := diagnosis_by_files(checkpoint, last_verification(checkpoint.path)):
         raise diagnosis.error

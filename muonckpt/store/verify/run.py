@@ -21,7 +21,7 @@ from ..io.location import Location, at_each, folders_with
 from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
 from .damage import damage_of_files, findings_by_files, sentence_of, unexplained
-from .verified import Verified, verifications, written
+from .verification import Verification, look_at_files, read_verifications
 
 State = Literal["whole", "damaged", "incomplete", "unread"]
 
@@ -83,7 +83,7 @@ class RunStep:
     bytes: int
     saved: float | None
     is_complete: bool = False
-    verified: Verified | None = None
+    verified: Verification | None = None
 
     @property
     def has_loss(self) -> bool:
@@ -176,7 +176,7 @@ def look_at_folder(path: Location, visit: Visit = _only_look) -> Run:
         entries: list[Location] = list(path.iterdir())
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
-    record = verifications(path)
+    record = read_verifications(path)
     entries.sort(key=lambda entry: entry.name)
     named = [(entry, *found) for entry in entries if (found := step_in_name(entry.name))]
 
@@ -251,7 +251,7 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
     with suppress(OSError, SourceError):
         if _is_checkpoint(run):
             return None
-        record = verifications(run)
+        record = read_verifications(run)
         found = step_in_name(checkpoint.name)
         names = sorted(
             (found is not None and step > found[1], -step.step, -step.attempt, entry.name, stem, step)
@@ -267,7 +267,7 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
     return None
 
 
-def look_at_step(place: Location, name: StepName, last: Verified | None, visit: Visit = _only_look) -> RunStep:
+def look_at_step(place: Location, name: StepName, last: Verification | None, visit: Visit = _only_look) -> RunStep:
     """Say how whole the checkpoint of a step is: here, and nowhere else, that is decided without reading data.
 
     Args:
@@ -286,8 +286,8 @@ def look_at_step(place: Location, name: StepName, last: Verified | None, visit: 
         return RunStep(place.name, place, *name, "incomplete", _GONE, 0, None)
 
 
-def _look(place: Location, name: StepName, last: Verified | None, visit: Visit) -> RunStep:
-    files = written(place)
+def _look(place: Location, name: StepName, last: Verification | None, visit: Visit) -> RunStep:
+    files = look_at_files(place)
     last = last if last and last.files == files.digest else None
     step = RunStep(place.name, place, *name, "damaged", "", files.bytes, files.last, verified=last)
     try:

@@ -19,18 +19,24 @@ from muonckpt.store.io.location import location
 from muonckpt.store.io.pace import Pace
 from muonckpt.store.verify.audit import verify
 from muonckpt.store.verify.run import StepName, run_of
-from muonckpt.store.verify.verified import RECORD, record, verifications, verified, written
+from muonckpt.store.verify.verification import (
+    RECORD,
+    last_verification,
+    look_at_files,
+    read_verifications,
+    record_verification,
+)
 
 
 def test_what_was_verified_is_known_until_its_files_change(run):
     step = run / "step-00000003"
-    assert verified(step) is None
+    assert last_verification(step) is None
     report, note = verify_recorded(step, verify)
     assert (report.verdict, note) == ("whole", "")
-    assert verified(step).verdict == "whole"
-    assert muonckpt.inspect(step).verified == verified(step)
+    assert last_verification(step).verdict == "whole"
+    assert muonckpt.inspect(step).verified == last_verification(step)
     flip_last_bit(step)
-    assert verified(step) is None
+    assert last_verification(step) is None
 
 
 def test_a_change_in_place_is_noticed_though_the_time_of_writing_was_put_back(run):
@@ -42,7 +48,7 @@ def test_a_change_in_place_is_noticed_though_the_time_of_writing_was_put_back(ru
     flip_last_bit(step)
     os.utime(file, ns=times)
     assert file.stat().st_mtime_ns == times[1]
-    assert verified(step) is None and run_of(run).steps[-1].verified is None
+    assert last_verification(step) is None and run_of(run).steps[-1].verified is None
     assert [v.is_whole for v in verify_run(run)] == [False, True]
 
 
@@ -60,9 +66,9 @@ def test_a_copy_does_not_inherit_it(run, tmp_path):
     verify_recorded(run / "step-00000003", verify)
     shutil.copytree(run, tmp_path / "copy")
     assert (tmp_path / "copy" / RECORD).exists()
-    assert verified(tmp_path / "copy" / "step-00000003") is None
+    assert last_verification(tmp_path / "copy" / "step-00000003") is None
     run.rename(tmp_path / "moved")
-    assert verified(tmp_path / "moved" / "step-00000003") is not None
+    assert last_verification(tmp_path / "moved" / "step-00000003") is not None
 
 
 def test_a_step_that_was_found_damaged_counts_as_damaged(run):
@@ -81,7 +87,7 @@ def test_all_are_verified_those_longest_ago_last_verified_first(run):
     verdicts = list(verify_run(run, every=True))
     assert [v.step.step for v in verdicts] == [4, 3, 1, 2]
     assert [v.report is None for v in verdicts] == [True, False, False, False]
-    assert sorted(verifications(run)) == ["step-00000001", "step-00000002", "step-00000003"]
+    assert sorted(read_verifications(run)) == ["step-00000001", "step-00000002", "step-00000003"]
 
 
 def test_what_was_read_before_an_interruption_is_recorded(run):
@@ -92,7 +98,7 @@ def test_what_was_read_before_an_interruption_is_recorded(run):
 
     with pytest.raises(KeyboardInterrupt):
         list(verdicts_of(run_of(run), audited, every=True))
-    assert [*verifications(run)] == ["step-00000003"]
+    assert [*read_verifications(run)] == ["step-00000003"]
 
 
 def test_a_checkpoint_that_changes_while_it_is_read_is_not_recorded(run):
@@ -105,14 +111,14 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_recorded(run):
 
     _, note = verify_recorded(step, audited)
     assert "changed while they were verified" in note
-    assert verified(step) is None
+    assert last_verification(step) is None
 
 
 def test_checkpoints_that_are_gone_leave_the_record(run):
     list(verify_run(run, every=True))
     shutil.rmtree(run / "step-00000001")
     verify_recorded(run / "step-00000003", verify)
-    assert sorted(verifications(run)) == ["step-00000002", "step-00000003"]
+    assert sorted(read_verifications(run)) == ["step-00000002", "step-00000003"]
 
 
 @pytest.mark.parametrize(
@@ -121,9 +127,9 @@ def test_checkpoints_that_are_gone_leave_the_record(run):
 def test_a_record_that_others_spoilt_counts_as_none_and_is_replaced(text, run):
     (run / RECORD).write_text(text)
     step = run / "step-00000003"
-    assert verified(step) is None
+    assert last_verification(step) is None
     assert verify_recorded(step, verify)[1] == ""
-    assert verified(step).verdict == "whole"
+    assert last_verification(step).verdict == "whole"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -149,7 +155,7 @@ def test_a_record_that_cannot_be_replaced_is_a_note(run):
 def _record_each(run: str, names: list[str]) -> None:
     for name in names:
         place = Path(run) / name
-        assert record(place, "whole", "", False, written(place)) == ""
+        assert record_verification(place, "whole", "", False, look_at_files(place)) == ""
 
 
 def test_of_what_several_processes_record_at_once_nothing_is_lost(tmp_path):
@@ -164,7 +170,7 @@ def test_of_what_several_processes_record_at_once_nothing_is_lost(tmp_path):
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0, 0, 0]
-    assert sorted(verifications(tmp_path)) == names
+    assert sorted(read_verifications(tmp_path)) == names
     assert sorted(json.loads((tmp_path / RECORD).read_text())["checkpoints"]) == names
 
 
@@ -173,8 +179,8 @@ def test_a_store_keeps_an_object_for_each_checkpoint(run):
     place.fs.put(str(run), place.path, recursive=True)
     verdicts = list(verify_run(place, every=True))
     assert [(v.is_whole, v.note) for v in verdicts] == [(True, "")] * 3
-    assert sorted(verifications(place)) == ["step-00000001", "step-00000002", "step-00000003"]
-    assert verified(place / "step-00000003").verdict == "whole"
+    assert sorted(read_verifications(place)) == ["step-00000001", "step-00000002", "step-00000003"]
+    assert last_verification(place / "step-00000003").verdict == "whole"
     assert muonckpt.inspect(place / "step-00000003").verified is not None
     assert [step.verified is not None for step in run_of(place).steps] == [True] * 3
 
@@ -186,7 +192,7 @@ def test_a_series_leaves_the_record_alone(run):
     assert folder.newest(()).name == StepName(3)
     folder.prune(StepName(3), 1, None, lambda name: True)
     folder.clean()
-    record(run / "step-00000003", "whole", "", False, written(run / "step-00000003"))
+    record_verification(run / "step-00000003", "whole", "", False, look_at_files(run / "step-00000003"))
     assert sorted(entry.name for entry in run.iterdir()) == [RECORD, "step-00000003"]
 
 

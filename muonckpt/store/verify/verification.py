@@ -39,7 +39,7 @@ _IDENTITIES = ("ETag", "etag", "generation", "version_id", "ino", *_TIMES)
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class Verification:
     """The last verification of a checkpoint.
 
     Attributes:
@@ -48,7 +48,7 @@ class Verified:
         sentence: what is wrong; empty if nothing is.
         has_loss: whether elements or items are lost; else all that was saved can be loaded.
         version: of the muonckpt that read it.
-        files: the `Written.digest` of what was read.
+        files: the `FilesState.digest` of what was read.
     """
 
     when: float
@@ -64,7 +64,7 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class FilesState:
     """The files of a checkpoint, without what is in them.
 
     Attributes:
@@ -79,7 +79,7 @@ class Written:
     digest: str
 
 
-def written(place: Location) -> Written:
+def look_at_files(place: Location) -> FilesState:
     """Look at all files of a checkpoint, which is a folder or a file; none are opened.
 
     Raises:
@@ -89,7 +89,7 @@ def written(place: Location) -> Written:
     times = [time for _, _, time, _ in facts if time is not None]
     names = json.dumps([(name, size, identity) for name, size, _, identity in facts])
     digest = xxhash.xxh3_128_hexdigest(names.encode())
-    return Written(sum(size for _, size, _, _ in facts), max(times, default=None), digest)
+    return FilesState(sum(size for _, size, _, _ in facts), max(times, default=None), digest)
 
 
 def _facts(place: Location) -> Iterable[tuple[str, int, float | None, str]]:
@@ -132,7 +132,7 @@ def _seconds(time: object) -> float | None:
     return None
 
 
-def verifications(folder: Location) -> Mapping[str, Verified]:
+def read_verifications(folder: Location) -> Mapping[str, Verification]:
     """Read the record of a folder: the last verification of each checkpoint in it, by name.
 
     What is not as this package writes it counts as not recorded.
@@ -163,7 +163,7 @@ def _plain(raw: bytes) -> Any:
         return None
 
 
-def _valid(entries: Mapping[str, Any]) -> dict[str, Verified]:
+def _valid(entries: Mapping[str, Any]) -> dict[str, Verification]:
     valid = {}
     for name, entry in entries.items():
         match entry:
@@ -175,50 +175,50 @@ def _valid(entries: Mapping[str, Any]) -> dict[str, Verified]:
                 "version": str(version),
                 "files": str(files),
             }:
-                valid[name] = Verified(float(when), verdict, sentence, has_loss, version, files)
+                valid[name] = Verification(float(when), verdict, sentence, has_loss, version, files)
     return valid
 
 
-def verified(checkpoint: Location) -> Verified | None:
+def last_verification(checkpoint: Location) -> Verification | None:
     """Return the last verification of a checkpoint as it is now; None if that is not recorded.
 
     Lists its files and reads the record beside it.
     """
     place = checkpoint.absolute()
     for recorded in (place, place.parent):  # the checkpoint of a step may lie in the step's folder
-        entry = verifications(recorded.parent).get(recorded.name)
+        entry = read_verifications(recorded.parent).get(recorded.name)
         with suppress(OSError):
-            if entry and entry.files == written(recorded).digest:
+            if entry and entry.files == look_at_files(recorded).digest:
                 return entry
     return None
 
 
-def record(checkpoint: Location, verdict: str, sentence: str, has_loss: bool, before: Written) -> str:
+def record_verification(checkpoint: Location, verdict: str, sentence: str, has_loss: bool, before: FilesState) -> str:
     """Record that a checkpoint has been verified; return a note if that is not possible.
 
     Several processes may record in one folder at a time: nothing that one of them writes is lost.
 
     Args:
-        verdict, sentence, has_loss: as `Verified` has them.
+        verdict, sentence, has_loss: as `Verification` has them.
         before: its files when the verification began; if they have changed since, nothing is recorded.
     """
     place = checkpoint.absolute()
     try:
-        if written(place) != before:
+        if look_at_files(place) != before:
             return f"not recorded: the files of {checkpoint} changed while they were verified"
-        _add(place.parent, place.name, Verified(time.time(), verdict, sentence, has_loss, VERSION, before.digest))
+        _add(place.parent, place.name, Verification(time.time(), verdict, sentence, has_loss, VERSION, before.digest))
     except OSError as error:
         reason = error.strerror or error
         return f"when it was verified cannot be recorded in {place.parent}: {reason}"
     return ""
 
 
-def _add(folder: Location, name: str, entry: Verified) -> None:
+def _add(folder: Location, name: str, entry: Verification) -> None:
     if isinstance(folder, Remote):
         (folder / RECORD / name).write(json.dumps(fields_of(entry)).encode())
         return
     with waiting(folder):
-        kept = {other: one for other, one in verifications(folder).items() if (folder / other).exists()}
+        kept = {other: one for other, one in read_verifications(folder).items() if (folder / other).exists()}
         entries = {other: fields_of(one) for other, one in sorted({**kept, name: entry}.items())}
         text = json.dumps({"muonckpt": VERSION, "checkpoints": entries}, indent=1)
         _replace(folder / RECORD, text.encode())
