@@ -20,7 +20,7 @@ from ..store.io.location import Location
 from ..store.open_checkpoint import OpenCheckpoint, StoredPart
 from ..store.reading.dtypes import itemsize
 from ..store.verify.damage import rank_in_name
-from ..store.verify.opening import open_damaged
+from ..store.verify.diagnosis import open_damaged
 from .argument_types import CHECKPOINT, KEY, MeshType, WordType, shard_option
 from .fitting import print_fit
 from .printing import (

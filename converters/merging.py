@@ -12,7 +12,7 @@ from typing import Any
 from ..names.errors import DestinationError, TargetError
 from ..store.io.location import Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.verify.opening import open
+from ..store.verify.diagnosis import open
 from .engine.container import container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined

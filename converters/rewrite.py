@@ -17,7 +17,7 @@ from ..store.formats.dcp import is_torch_dist
 from ..store.formats.registry import BUFFERS
 from ..store.io.location import Remote, items_beside, location
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.verify.opening import open
+from ..store.verify.diagnosis import open
 from .engine.container import Container, container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined

@@ -50,5 +50,5 @@ from .runs.series.restored import Restored as Restored
 from .runs.series.series import SavedStep as SavedStep, Series as Series
 from .store.open_checkpoint import OpenCheckpoint as OpenCheckpoint
 from .store.verify.audit import AuditReport as AuditReport, verify as verify
-from .store.verify.opening import open as open
+from .store.verify.diagnosis import open as open
 from .store.verify.run import Run as Run, RunStep as RunStep

@@ -23,7 +23,7 @@ from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, checked_blob
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
-from ...store.verify.opening import check_files, open
+from ...store.verify.diagnosis import check_files, open
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import FirstLook, first_look, recorded_step
 from ..translate.request import Request

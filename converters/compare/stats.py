@@ -23,7 +23,7 @@ from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
-from ...store.verify.opening import open
+from ...store.verify.diagnosis import open
 from ...store.verify.small_tensors import stacked
 from ..engine.outputs import OutputTensor
 from ..look.contents import FirstLook, first_look

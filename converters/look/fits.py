@@ -27,8 +27,7 @@ from ...store.io.limits import gc_paused
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
-from ...store.verify.diagnosis import Diagnosis, command, diagnosis_by_files
-from ...store.verify.opening import open_damaged
+from ...store.verify.diagnosis import Diagnosis, command, diagnosis_by_files, open_damaged
 from ...store.verify.verification import last_verification
 from ..engine.rank_files import lay_out
 from ..target.topology import ROWS, AxisCut, ShardRule, Target

@@ -24,8 +24,7 @@ from ...store.io.limits import gc_paused
 from ...store.io.location import Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
-from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files
-from ...store.verify.opening import open_damaged
+from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damaged
 from ...store.verify.verification import Verification, last_verification
 from .contents import NO_STATE, FirstLook, first_look, folded, option_value, ranges
 from .holders import (

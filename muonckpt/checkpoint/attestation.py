@@ -28,7 +28,7 @@ from ..store.io.location import location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import check_chunk, chunk_share
-from ..store.verify.opening import open
+from ..store.verify.diagnosis import open
 from .all_ranks import decide_on_first, group_ranks, refuse_crossed
 from .bits import share_of, unsigned
 from .live_state import LiveState, RankBoxes, RankState, held_layout, holders_by_key, with_joint_groups

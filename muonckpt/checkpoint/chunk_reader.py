@@ -30,7 +30,7 @@ from ..store.io.ranges import JoinedCrc
 from ..store.open_checkpoint import OpenCheckpoint, checked_blob
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of
-from ..store.verify.opening import open_to_load
+from ..store.verify.diagnosis import open_to_load
 from .bits import bits_of
 from .live_state import LiveState, RankBoxes, asked_layouts
 from .shared_memory import differing_ties, tied_origins

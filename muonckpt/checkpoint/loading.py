@@ -25,7 +25,7 @@ from ..programs.detection import detect, with_slots
 from ..record.columns import UNKNOWN
 from ..store.io.location import Location, location
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.verify.opening import open_to_load
+from ..store.verify.diagnosis import open_to_load
 from .all_ranks import (
     broadcast_from_first,
     decide_on_first,

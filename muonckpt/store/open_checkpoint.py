@@ -1,4 +1,4 @@
-"""A checkpoint, opened and parsed once: every command reads from one, and ``muonckpt.open`` (`opening`) returns one.
+"""A checkpoint, opened and parsed once: every command reads from one, and ``muonckpt.open`` (`diagnosis`) returns one.
 
 Items that are not tensors are decoded as plain data; no code in one is ever run.
 """

@@ -24,8 +24,7 @@ from muonckpt.record.chunks import Boxes, Chunks
 from muonckpt.record.columns import Columns
 from muonckpt.record.record import Manifest, StateRecord
 from muonckpt.store.verify.damage import Damage
-from muonckpt.store.verify.diagnosis import Diagnosis, diagnosis_by_files
-from muonckpt.store.verify.opening import open_damaged
+from muonckpt.store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damaged
 
 NAMES = ("layers.0.weight", "layers.1.weight")
 

@@ -29,7 +29,7 @@ from ...programs.model_view import Role
 from ...store.io.location import Location
 from ...store.io.regular import read_whole
 from ...store.reading.dtypes import itemsize
-from ...store.verify.opening import open
+from ...store.verify.diagnosis import open
 
 
 @dataclass(frozen=True, slots=True)

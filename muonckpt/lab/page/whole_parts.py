@@ -18,8 +18,7 @@ from ...store.io.location import Location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.payloads import Progress
 from ...store.verify.damage import Damage
-from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files
-from ...store.verify.opening import open_damaged
+from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damaged
 from ...store.verify.verification import last_verification
 
 R = TypeVar("R")

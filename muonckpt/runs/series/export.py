@@ -13,7 +13,7 @@ from ...converters.target.topology import ROWS
 from ...names.errors import ArgumentError, DamageError, SourceError
 from ...names.wording import listed
 from ...store.io.location import Location
-from ...store.verify.opening import open
+from ...store.verify.diagnosis import open
 
 FORMS = ("hf",)
 """The forms of an export.  "hf": safetensors with an index, whole weights under the model's own names, as Hugging

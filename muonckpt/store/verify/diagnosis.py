@@ -6,18 +6,20 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...names.errors import ADVICE, DamageError, MuonckptError, SourceError
+from ...names.errors import ADVICE, DamageError, LostFileError, MuonckptError, SourceError
 from ...names.wording import Finding, counted, moment
 from ...programs.signs import MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE
 from ...record.record import MANIFEST_FILE, Manifest
 from ..formats.native import read_native
 from ..formats.registry import OWN, format_of
-from ..io.location import Location
+from ..io.location import Location, Remote, location
 from ..open_checkpoint import OpenCheckpoint
 from .damage import (
     NOTHING_LOST,
@@ -368,3 +370,71 @@ def _free(path: Location, word: str) -> str:
 def command(*words: object) -> str:
     """Return a command of ours as it can be pasted into a shell."""
     return shlex.join(["muonckpt", *map(str, words)])
+
+
+# --- opening what has to be whole, as far as descriptions and the sizes of files tell ---------------------------------
+
+
+def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
+    """Open a checkpoint of any known format, in a folder, a file, or an object store.
+
+    Reads its metadata; needs no torch.
+
+    Args:
+        path: a path, or a URL such as ``s3://bucket/step1000``.
+
+    Raises:
+        SourceError: there is no checkpoint, its metadata are damaged or refused, or no installed library supports the
+            protocol.  Of a damaged one it says what is lost, and what to do.
+    """
+    return _refused(open_damaged(location(path, SourceError)), lost_files=False)
+
+
+def open_to_load(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
+    """Open a checkpoint although files of it may be missing or cut, for those who check all that they read.
+
+    Raises:
+        SourceError: as `open`, but not for lost files.
+    """
+    return _refused(open_damaged(location(path, SourceError)), lost_files=True)
+
+
+def _refused(checkpoint: OpenCheckpoint, lost_files: bool) -> OpenCheckpoint:
+    """Return the checkpoint unless it has faults, of which those of ``lost_files`` may be meant to pass."""
+    faults = [fault for fault in checkpoint.faults if not (lost_files and isinstance(fault, LostFileError))]
+    if not faults and not checkpoint.lacks_manifest:
+        return checkpoint
+    for fault in faults:
+        diagnosis = diagnosis_by_files(checkpoint, None)
+        raise diagnosis.error if isinstance(fault, DamageError) else type(fault)(str(diagnosis)) from fault
+    warnings.warn(
+        f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing: it is read as a stock checkpoint, "
+        f"without digests, momentum conventions and layouts, which a copy of {MANIFEST_FILE} would give back, if there "
+        "is one; whatever is written from it has new descriptions of the same elements",
+        stacklevel=3,
+    )
+    return checkpoint
+
+
+def open_damaged(place: Location) -> OpenCheckpoint:
+    """Open a checkpoint as `open` does, also one with faults.
+
+    Raises:
+        SourceError: as `open` does about the metadata.
+    """
+    try:
+        return OpenCheckpoint(place)
+    except DamageError as error:
+        raise diagnosis_of_unreadable(place, error).error from error
+
+
+def check_files(checkpoint: OpenCheckpoint) -> None:
+    """Check that every recorded file is there, and long enough, and that the last verification has found no loss.
+
+    Reads no data.
+
+    Raises:
+        DamageError: something is lost; says what, and what to do.
+    """
+    if diagnosis := diagnosis_by_files(checkpoint, last_verification(checkpoint.path)):
+        raise diagnosis.error
