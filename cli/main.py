@@ -34,7 +34,7 @@ from ..names.errors import (
     did_you_mean,
 )
 from ..names.version import VERSION
-from .printing import BEGAN, print_line
+from .printing import BEGAN, print_line, with_options
 
 COMMANDS = {
     "inspect": "Say what is in a checkpoint, who holds it, and what looks sick.",
@@ -122,7 +122,7 @@ class _Commands(click.Group):
         name = context.invoked_subcommand or ""
         commands = (self.get_command(context, command) for command in (name, "convert"))
         own, others = ({flag for option in of.params for flag in option.opts} if of else set() for of in commands)
-        foreign = [flag for flag in _FLAGS.findall(message) if flag in others - own]
+        foreign = [flag for flag in _FLAGS.findall(with_options(message)) if flag in others - own]
         options = ", ".join(dict.fromkeys(foreign))
         return f" ({options}: options of `muonckpt convert`; give {name} what that writes)" if foreign else ""
 

@@ -27,6 +27,27 @@ _LABEL = 13
 _COMMAND = re.compile(r"\s*(\([a-z]\) )?(muonckpt|python) ")
 """The beginning of a line that is a command, perhaps one of a list."""
 
+_ARGUMENT = re.compile(r"`([a-z_]+)=([^`]*)`|`\.(?:to_)?([a-z_]+)(?:\(\))?`")
+"""An argument, or an attribute of a result, in a message of the library: ```resume=True```, ```.groups```."""
+
+OPTION_NAMES = {"from_dialect": "from", "to_dialect": "to", "roots": "root", "others": "from"}
+"""The options that are not called as the argument is."""
+
+
+def with_options(text: str) -> str:
+    """Name the options of the command line where a message of the library names arguments of its functions.
+
+    ```resume=True``` becomes ``--resume``, ```to_dialect="deepspeed"``` ``--to deepspeed``, ```.groups``` ``--groups``.
+    """
+
+    def option(match: re.Match[str]) -> str:
+        argument, value, attribute = match.groups()
+        name = OPTION_NAMES.get(argument, argument) or attribute
+        value = "" if value == "True" or not value else f" {value.strip(chr(34))}"
+        return f"--{name.replace('_', '-')}{value}"
+
+    return _ARGUMENT.sub(option, text) if "`" in text else text
+
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], colours: Sequence[str | None] = ()) -> None:
     """Print a table, folded to the width of a terminal; elsewhere nothing is folded, so that it can be searched.
@@ -34,7 +55,7 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], colour
     Args:
         colours: of the rows, on a terminal; those that are not given have none.
     """
-    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    cells = [[_shown(str(cell)) for cell in row] for row in rows]
     table = TextTable([*map(printable, headers)], cells, terminal_width(sys.stdout))
     for line in table.header():
         click.secho(line, bold=True)
@@ -54,7 +75,7 @@ def print_line(text: str = "", *, err: bool = False, fg: str | None = None, code
 
     A command and a line of code stay one line, so that they can be pasted.
     """
-    width, shown = terminal_width(sys.stderr if err else sys.stdout), printable(text)
+    width, shown = terminal_width(sys.stderr if err else sys.stdout), _shown(text)
     whole = code or _COMMAND.match(shown) is not None
     for line in [shown] if whole or width is None else folded(shown, width, "    "):
         click.echo(_coloured(line, fg), err=err)
@@ -62,11 +83,15 @@ def print_line(text: str = "", *, err: bool = False, fg: str | None = None, code
 
 def print_labelled(label: str, value: str, fg: str | None = None) -> None:
     """Print a line of a summary; without a label it goes on with the one above."""
-    width, shown = terminal_width(sys.stdout), printable(value)
+    width, shown = terminal_width(sys.stdout), _shown(value)
     lines = [shown] if width is None else folded(shown, max(width - _LABEL - 1, 1))
     for number, line in enumerate(lines):
         name = printable(label) if number == 0 else ""
         click.echo(f"{click.style(name.ljust(_LABEL), bold=True, fg=fg)} {_coloured(line, fg)}")
+
+
+def _shown(text: str) -> str:
+    return printable(with_options(text))
 
 
 def _coloured(text: str, fg: str | None) -> str:

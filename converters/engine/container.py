@@ -115,5 +115,5 @@ def container_of(name: str, shard_bytes: int | None = None) -> Container:
     if shard_bytes is None:
         return container
     if container.of_ranks:
-        raise TargetError(f"--shard-size has no meaning for format {name}; leave it out")
+        raise TargetError(f"`shard_size=` has no meaning for format {name}; leave it out")
     return make(shard_bytes=shard_bytes)

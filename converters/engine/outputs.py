@@ -38,8 +38,8 @@ def unnamed_state(provenance: Mapping[str, object], number: str) -> SourceError:
         )
     return SourceError(
         f"found state of number {number}, and nothing in the files says which parameter that is: {cure}, or give a "
-        f"table with --rules (from = '{number}', to = 'layers.0.weight'; docs/formats/names.md); or take the model "
-        "alone, with --model-only"
+        f"table with `rules=` (from = '{number}', to = 'layers.0.weight'; docs/formats/names.md); or take the model "
+        "alone, with `model_only=True`"
     )
 
 

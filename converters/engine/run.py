@@ -116,7 +116,7 @@ def _resumable(place: Location, files: int, files_done: Mapping[str, FinishedFil
         if not publish.journal(place).exists():
             raise
         raise Interrupted(
-            f"stopped with {len(files_done)} of {files} files written; run the same command with --resume to continue, "
+            f"stopped with {len(files_done)} of {files} files written; run it again with `resume=True` to continue, "
             f"or remove {place}"
         ) from None
 

@@ -7,7 +7,7 @@ holds besides them:
     .journal/RUN/0, 1 …   the journal of each worker of a run
     .journal/RUN.drafts/  unfinished files; a finished one is moved to its name
 
-The run that creates the lock begins the job; later runs need ``--resume``.  Two runs of a job can be alive at once only
+The run that creates the lock begins the job; later runs need ``resume``.  Two runs of a job can be alive at once only
 in an object store or on a file system without locks.  They do not harm each other: files appear whole, both write the
 same bytes, one run publishes them, and the other finds that it has lost the lock.
 """
@@ -202,7 +202,7 @@ class Coordinator:
     def _take_over(self, job: str, resume: bool) -> None:
         place = self.staging.place
         if not resume:
-            raise DestinationError(f"{place} holds unfinished work; continue with --resume, or remove it first")
+            raise DestinationError(f"{place} holds unfinished work; continue with `resume=True`, or remove it first")
         entries = [entry for line in self._lock.earlier or () if (entry := unsealed(_SEAL, line))]
         if {entry["job"] for entry in entries} - {job}:
             raise DestinationError(

@@ -105,7 +105,7 @@ class TorchCheckpointingFiles(RankFiles):
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]
     ) -> tuple[list[OutputFile], list[dict[str, Any]]]:
         if buffers:
-            raise TargetError(f"format {self.name} has rows, and no flat buffers: leave out --layout")
+            raise TargetError(f"format {self.name} has rows, and no flat buffers: leave out `layout=`")
         values = _values((item.key, item.path, item.data) for item in items)
         placed, length = place_items(ITEMS, items)
         files = [OutputFile(ITEMS, placed, OutputChunks.end_to_end(ITEMS, (), ()), length)]
@@ -135,7 +135,7 @@ def _values(items: Iterable[tuple[str, _Path, bytes]]) -> defaultdict[str, dict[
     """Return the pickles of plain items by their top-level keys and their paths below."""
     values: defaultdict[str, dict[_Path, bytes]] = defaultdict(dict)
     for key, path, data in items:
-        with about(f"item {key!r}, which --select or --tensors-only can leave out"):
+        with about(f"item {key!r}, which `select=` or `tensors_only=True` can leave out"):
             values[_root(path)][path[1:]] = _part(plain_value(data))
     return values
 

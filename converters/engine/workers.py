@@ -171,7 +171,7 @@ class Workers:
             raise self._lost(error.__cause__ or error) from error
         calls = {call for call, _ in answers}
         if _STOPPED in calls:
-            raise Interrupted("another worker was interrupted; continue with the same command and --resume")
+            raise Interrupted("another worker was interrupted; continue with the same arguments and `resume=True`")
         if len(calls) > 1:
             raise LaunchError("the workers do not run the same command")
         self._is_over = False
@@ -184,7 +184,8 @@ class Workers:
     def _lost(self, error: BaseException) -> Interrupted:
         return Interrupted(
             f"{self.me} lost another worker, which was killed or cut off, or has not answered for "
-            f"{_LONGEST_WORK.days} days; continue with the same command and --resume (torch says: {_line(error)})"
+            f"{_LONGEST_WORK.days} days; continue with the same arguments and `resume=True` (torch says: "
+            f"{_line(error)})"
         )
 
 
@@ -206,7 +207,7 @@ def _raise_again(error: BaseException) -> None:
         raise DestinationError(f"{type(error).__name__}: {error}") from error
     if isinstance(error, Exception):
         raise error
-    raise Interrupted("interrupted; continue with the same command and --resume") from error
+    raise Interrupted("interrupted; continue with the same arguments and `resume=True`") from error
 
 
 def joined(environment: Mapping[str, str], timeout: float = TIMEOUT) -> AbstractContextManager[Workers]:

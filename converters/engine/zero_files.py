@@ -242,7 +242,7 @@ class _Content:
                     state[name][slot] = output
                 case path:
                     raise SourceError(
-                        f"DeepSpeed has no place for the tensor {key_of(path)!r}: leave it out by --select"
+                        f"DeepSpeed has no place for the tensor {key_of(path)!r}: leave it out by `select=`"
                     )
         options: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         run: dict[str, Any] = {}
@@ -254,11 +254,11 @@ class _Content:
                 case ("deepspeed", str(name)):
                     run[name] = plain_value(data)
                 case path:
-                    raise SourceError(f"DeepSpeed has no place for item {key_of(path)!r}: leave it out by --select")
+                    raise SourceError(f"DeepSpeed has no place for item {key_of(path)!r}: leave it out by `select=`")
         if not options or any(PARAMS not in group for group in options.values()):
             raise SourceError(
-                "DeepSpeed's files need parameter groups that list their parameters: convert with --to deepspeed from "
-                "a checkpoint that has groups"
+                "DeepSpeed's files need parameter groups that list their parameters: convert with "
+                '`to_dialect="deepspeed"` from a checkpoint that has groups'
             )
         return cls(weights, state, options, run)
 
@@ -314,7 +314,7 @@ class ZeroFiles(_Archives):
     def place(self, planned: _Planned, content: _Content, request: WriteRequest) -> list[Archive]:
         target = request.target
         if target.rules or target.layout != ROWS:
-            raise TargetError(f"format {self.name} cuts tensors as ZeRO does: leave out --shard and --layout")
+            raise TargetError(f"format {self.name} cuts tensors as ZeRO does: leave out `shard=` and `layout=`")
         name = f"{self.prefix}zero_pp_rank_{{}}_mp_rank_00_optim_states.pt"
         ranks = [_Rank(Archive(name.format(rank))) for rank in range(target.ranks)]
         cut = partitioned_parameters if self.stage == 3 else partitioned_group
@@ -588,5 +588,5 @@ def universal(shard_bytes: int | None = None) -> Universal:
         TargetError: a size of files is given.
     """
     if shard_bytes is not None:
-        raise TargetError("a universal folder has a file for each tensor: leave out --shard-size")
+        raise TargetError("a universal folder has a file for each tensor: leave out `shard_size=`")
     return Universal()

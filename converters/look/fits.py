@@ -300,8 +300,8 @@ def _findings(known: FirstLook, target: Target, tensors: Sequence[StateRecord], 
         axes = " and ".join(target.mesh)
         yield Finding(
             "default_cut",
-            f"without --shard, {axes} together cut the rows of every tensor into {target.ranks} parts; give the cuts "
-            "of your program, such as --shard '*=AXIS:0', for what its ranks would hold (`load` takes any)",
+            f"without `shard=`, {axes} together cut the rows of every tensor into {target.ranks} parts; give the cuts "
+            "of your program for what its ranks would hold (`load` takes any)",
         )
     if _optimizer(known, known.manifest) == "convert":
         who = "nobody known" if isinstance(known.program, str) else known.program.dialect.name

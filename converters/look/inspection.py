@@ -332,7 +332,7 @@ LOOK_AT = "look at"
 _MOST_LINES = 8
 _MOST_GROUPS = 24
 _MOST_NAMES = 36
-"""Characters of the names of a group's parameters; --groups has them whole."""
+"""Characters of the names of a group's parameters; `.groups` has them whole."""
 
 _MOST_CUTS = 3
 _MOST_OPTIONS = 3
@@ -413,7 +413,7 @@ def _optimizer_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
         yield "momentum", f"{row['convention'] or 'unknown'} in {counted(row['tensors'], 'tensor')} ({row['by']})"
     yield from _group_lines(inspection.groups)
     if inspection.unread_groups:
-        yield "", f"and {inspection.unread_groups} groups of one parameter, which were not read (--groups reads them)"
+        yield "", f"and {inspection.unread_groups} groups of one parameter, not read (`muonckpt inspect --groups` does)"
     if inspection.optimizer:
         for note in inspection.notes:
             yield "", note
@@ -445,7 +445,7 @@ def _group_lines(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str
         words = f": {_in_words(mine, most)}" if mine else "" if known else ", without options"
         yield "group", f"{numbers}{name}{counted(group['parameters'], 'parameter')}{holds}{words}"
     if len(groups) > _MOST_GROUPS:
-        yield "", f"and {len(groups) - _MOST_GROUPS} groups with other options (--groups)"
+        yield "", f"and {len(groups) - _MOST_GROUPS} groups with other options (`.groups`)"
 
 
 def _shared(options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -461,7 +461,7 @@ def _in_words(options: Mapping[str, Any], most: int | None = None) -> str:
     most = len(options) if most is None or len(options) <= most + 1 else most  # one more is no longer than its count
     said = [f"{name} {option_value(options[name])}" for name in known[:most]]
     if more := len(known) - len(said):
-        said.append(f"{more} more (--groups)")
+        said.append(f"{more} more (`.groups`)")
     unset = ", ".join(name for name in ordered if options[name] is None) if len(options) <= most else ""
     return "; ".join(filter(None, (", ".join(said), unset and f"not set: {unset}")))
 
@@ -497,7 +497,7 @@ def _salvaged(step: Mapping[str, Any]) -> str:
             also = f" and {counted(items[number], 'item')}" if items[number] else ""
             of = "" if source["step"] is None else f" (step {source['step']})"
             given.append(f"{what}{also} from {source['name']}{of}")
-        return f"from {step['source']}, and {'; '.join(given) or 'nothing from elsewhere'} (--json)"
+        return f"from {step['source']}, and {'; '.join(given) or 'nothing from elsewhere'} (`.to_json()`)"
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):  # another program's, or damaged
         return json.dumps(step)
 
@@ -506,7 +506,7 @@ def _some(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
     for line in lines[:_MOST_LINES]:
         yield label, line
     if len(lines) > _MOST_LINES:
-        yield "", f"and {len(lines) - _MOST_LINES} more (--json)"
+        yield "", f"and {len(lines) - _MOST_LINES} more (`.to_json()`)"
 
 
 def _how(layout: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ FLAT = "flat"
 
 LAYOUTS: Mapping[str, str] = MappingProxyType(
     {
-        ROWS: "cut by --shard, else by rows over all ranks",
+        ROWS: "cut by `shard=`, else by rows over all ranks",
         FLAT: "tensors end to end, cut evenly anywhere",
         **{name: placement.description for name, placement in PLACEMENTS.items()},
     }

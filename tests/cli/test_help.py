@@ -14,6 +14,7 @@ from support.commands import called
 
 import muonckpt
 from muonckpt.cli.main import COMMANDS, cli
+from muonckpt.cli.printing import with_options
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -26,6 +27,19 @@ def test_every_help_has_two_examples_that_parse(name, tmp_path, monkeypatch):
     for example in examples:
         line = shlex.split(example.partition(" > ")[0])
         assert command.make_context(name, line, resilient_parsing=False).params
+
+
+@pytest.mark.parametrize("name", ["reshard", "convert", "merge", "salvage"])
+def test_messages_that_name_arguments_name_the_options_of_the_command(name):
+    command = cli.get_command(click.Context(cli), name)
+    for option in (
+        option for option in command.params if isinstance(option, click.Option) and option.name != "as_json"
+    ):
+        if option.expose_value:
+            assert with_options(f"leave out `{option.name}=`").removeprefix("leave out ") in option.opts
+    assert with_options('run it with `resume=True` and `to_dialect="dion"`') == "run it with --resume and --to dion"
+    assert with_options("the others are in `.groups`, `.to_json()`") == "the others are in --groups, --json"
+    assert with_options("`load` takes `1e-8`") == "`load` takes `1e-8`"
 
 
 def completed(*words: str) -> list[tuple[str, str]]:

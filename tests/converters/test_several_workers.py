@@ -166,7 +166,7 @@ def failing(rank: int, world: int, how: str, failed: int) -> str:
     ("how", "error"),
     [
         ("fails", r"DestinationError: FileExistsError: broken \(rank \d\)"),
-        ("is interrupted", "Interrupted: .*--resume"),
+        ("is interrupted", "Interrupted: .*resume=True"),
     ],
 )
 def test_a_worker_that_fails_or_is_interrupted_while_it_waits_ends_all(how, error, failed):
@@ -303,7 +303,7 @@ def no_locks(monkeypatch):
 
 def test_without_locks_a_second_run_is_refused_unless_told_to_go_on(no_locks, source, whole, tmp_path):
     def second():
-        with pytest.raises(DestinationError, match="--resume"):
+        with pytest.raises(DestinationError, match="resume=True"):
             run_job(plan_job(source, RANKS), tmp_path / "out")
         refused.append(True)
 

@@ -80,7 +80,7 @@ def test_what_was_trained_elsewhere_is_whole_on_any_number_of_ranks(name, ranks,
 
 def test_what_zero_cannot_hold_is_refused(tmp_path):
     source = golden("deepspeed_zero1") / TAG
-    with pytest.raises(TargetError, match="leave out --shard and --layout"):
+    with pytest.raises(TargetError, match="leave out `shard=` and `layout=`"):
         muonckpt.reshard(source, tmp_path / "x", mesh={"dp": 2}, format="zero2", layout="flat")
     with pytest.raises(SourceError, match="need parameter groups"):
         muonckpt.reshard(source, tmp_path / "x", mesh={"dp": 2}, format="zero3", select=["model.*"])

@@ -268,7 +268,7 @@ def halfway(job: Job):
 
 
 def test_an_interrupted_run_goes_on(source, store, tmp_path):
-    with pytest.raises(muonckpt.names.errors.Interrupted, match="--resume"):
+    with pytest.raises(muonckpt.names.errors.Interrupted, match="resume=True"):
         reshard(source, store / "out", 4, threads=1, progress=halfway(plan_job(source, 4)))
     assert not is_checkpoint(store / "out")
     reshard(source, store / "out", 4, resume=True)
@@ -284,11 +284,11 @@ def rows(rank: int, source: Path, ranks: int) -> Job:
 def test_several_processes_go_on_with_an_interrupted_run_in_a_store(source, server, tmp_path):
     place = location(f"{S3}/{uuid.uuid4().hex}") / "out"
     job = plan_job(source, 5)
-    with pytest.raises(muonckpt.names.errors.Interrupted, match="--resume"):
+    with pytest.raises(muonckpt.names.errors.Interrupted, match="resume=True"):
         run_job(job, place, threads=1, progress=halfway(job))
     begun = objects(place)
     assert 0 < sum(name.startswith("/__") for name in begun) < 5 and not is_checkpoint(place)
-    with pytest.raises(DestinationError, match="--resume"):
+    with pytest.raises(DestinationError, match="resume=True"):
         run_job(job, place)
     assert objects(place) == begun
 
