@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ..names.errors import TargetError
 from ..names.vocabulary import Convention
-from ..programs.detection import placed
+from ..programs.detection import with_target_keys
 from ..programs.registry import program
 from ..store.io.location import Location
 from ..store.reading.payloads import Progress
@@ -82,7 +82,7 @@ class Translation:
                 raise TargetError(
                     "--keys and --root have no meaning without --to; leave them out, and keys stay as they are"
                 )
-            target = placed(target, self.keys, self.roots)
+            target = with_target_keys(target, self.keys, self.roots)
         return Request(
             program(self.from_dialect, "--from"),
             target,

@@ -2,7 +2,7 @@
 
 A loaded state brings rates with it, as schedules have changed them, so what the code gives now has no effect.  It was
 changed on purpose if it is not what the code gave then.  Groups do not say that once a schedule has changed them, other
-than by ``initial_lr``; so state dicts have the options `GIVEN` there.
+than by ``initial_lr``; so state dicts have the options `GIVEN_KEYS` there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..names.errors import warn_on_rank
 from ..names.resumption import as_tuples, same_value
-from ..names.vocabulary import GIVEN, OF_SCHEDULERS, ParamGroup
+from ..names.vocabulary import GIVEN_KEYS, SCHEDULER_OPTIONS, ParamGroup
 from ..names.wording import listed
 from .state import as_numbers
 
@@ -25,14 +25,14 @@ SHOWN = 4
 def given_in(group: ParamGroup) -> dict[str, Any]:
     """Return what the code gave a group, by option, as far as the group can tell."""
     known = {**group, "lr": group.get("initial_lr", group["lr"])}
-    known |= {option: group[key] for option, key in GIVEN.items() if key in group}
-    return {option: as_tuples(as_numbers(known[option])) for option in GIVEN if option in known}
+    known |= {option: group[key] for option, key in GIVEN_KEYS.items() if key in group}
+    return {option: as_tuples(as_numbers(known[option])) for option in GIVEN_KEYS if option in known}
 
 
 def unsaid(group: ParamGroup, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that a state dict needs, so that `given_in` tells what the code gave."""
     told = given_in(group)
-    return {GIVEN[option]: value for option, value in given.items() if option in told and told[option] != value}
+    return {GIVEN_KEYS[option]: value for option, value in given.items() if option in told and told[option] != value}
 
 
 def settle(groups: Sequence[dict[str, Any]], before: Sequence[ParamGroup], given: Sequence[dict[str, Any]]) -> None:
@@ -43,9 +43,9 @@ def settle(groups: Sequence[dict[str, Any]], before: Sequence[ParamGroup], given
     """
     overridden = []
     for number, (group, was, mine) in enumerate(zip(groups, before, given, strict=True)):
-        saved = {option: group.pop(key) for option, key in GIVEN.items() if key in group}
-        here = mine | {option: as_numbers(was[option]) for option in OF_SCHEDULERS & was.keys()}
-        there = saved | {option: as_numbers(group[option]) for option in OF_SCHEDULERS & group.keys()}
+        saved = {option: group.pop(key) for option, key in GIVEN_KEYS.items() if key in group}
+        here = mine | {option: as_numbers(was[option]) for option in SCHEDULER_OPTIONS & was.keys()}
+        there = saved | {option: as_numbers(group[option]) for option in SCHEDULER_OPTIONS & group.keys()}
         differing = {option for option in here.keys() & there.keys() if not same_value(here[option], there[option])}
         if "lr" in differing:  # which it follows
             differing.discard("initial_lr")

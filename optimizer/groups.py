@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ..names.errors import called_like, did_you_mean
 from ..names.resumption import in_globs
-from ..names.wording import folded, likely_heads, table
+from ..names.wording import find_heads, folded, table
 from .methods.form import MatrixMethod
 from .methods.matrix import MATRICES
 from .methods.scalar import SCALARS
@@ -567,7 +567,7 @@ def _rules_to_settle(unclear: Sequence[_Unclear], decisions: Sequence[Decision],
     asked = {problem.rule.patterns[0] for problem in unclear if problem.may_be_head}
     advised = (problem.rule.patterns[:1] for problem in unclear if problem.rule.kind == "matrix")
     matrices = asked.union(*advised, (one.names[0] for one in decisions if one.kind == "matrix"))
-    heads = likely_heads(*([name for name in known if name in names] for names in (asked, matrices)))
+    heads = find_heads(*([name for name in known if name in names] for names in (asked, matrices)))
     has_head = any(decision.kind == "head" for decision in decisions)
     kinds = dict.fromkeys(asked, "matrix") | dict.fromkeys(() if has_head else heads, "head")
     return [replace(p.rule, kind=kinds[p.rule.patterns[0]]) if p.may_be_head else p.rule for p in unclear]

@@ -15,9 +15,9 @@ from torch import Tensor
 from ..names.coefficients import Coefficients, Plain, plain_coefficients
 from ..names.state_forms import BLOCK_SIZE, BLOCK_SIZES, MOMENTUM_DTYPE, STATE_DTYPE, STATE_DTYPES
 from ..names.vocabulary import (
+    HISTORY_OPTIONS,
     MUON_CONVENTION,
     ROUNDING_SEED,
-    SCHEDULED,
     STEPS_TAKEN,
     ParamGroup,
 )
@@ -55,7 +55,7 @@ def cycled(groups: Sequence[ParamGroup]) -> dict[str, Any]:
 def refuse_unknown(group: ParamGroup, algorithm: str, options: Collection[str]) -> None:
     """Raise ValueError for an option that the algorithm lacks, naming the one that may be meant."""
     off = {key for key in FOREIGN if not group.get(key)}
-    for key in sorted(group.keys() - options - SCHEDULED - NAMES - off):
+    for key in sorted(group.keys() - options - HISTORY_OPTIONS - NAMES - off):
         near = get_close_matches(key, options, n=1, cutoff=0.85)
         cure = f"is {near[0]!r} meant?" if near else f"expected {', '.join(sorted(options))}, or 'name' for your logs"
         if key == "use_muon":  # of other programs' groups

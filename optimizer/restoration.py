@@ -19,11 +19,11 @@ from ..names.resumption import (
     ParameterMatcher,
     ParameterState,
     as_tuples,
-    differences_listed,
-    differences_told,
+    describe_differences,
+    explain_differences,
     scheduler_misfit,
 )
-from ..names.vocabulary import GIVEN, OF_SCHEDULERS, STEP, STEPS_TAKEN, begins_as_zeros
+from ..names.vocabulary import GIVEN_KEYS, SCHEDULER_OPTIONS, STEP, STEPS_TAKEN, begins_as_zeros
 from .collective import CollectiveOptimizer
 from .given import given_in, settle
 from .methods.matrix import UNNAMED
@@ -31,7 +31,7 @@ from .methods.scalar import counted_on
 from .options import as_plain
 from .state import as_numbers, fault, in_form
 
-RESTORED = ("lr", "momentum", "weight_decay", "betas", "beta2", "eps", STEPS_TAKEN, *sorted(OF_SCHEDULERS))
+RESTORED = ("lr", "momentum", "weight_decay", "betas", "beta2", "eps", STEPS_TAKEN, *sorted(SCHEDULER_OPTIONS))
 """Hyper-parameters that a loaded state brings with it, as schedules change them during a run."""
 
 Misfit = Callable[[Tensor, Any], str | None]
@@ -102,11 +102,11 @@ def fitting(
     everybody = {*live, *saved}
     if differences:
         if _names(optimizer.param_groups) is None and _names(saved_groups) is None:
-            told = f"{differences_told(differences, everybody)}. Here {_BY_NUMBER}"
+            told = f"{describe_differences(differences, everybody)}. Here {_BY_NUMBER}"
         else:
-            told = differences_listed(differences, everybody, _CURE)
+            told = explain_differences(differences, everybody, _CURE)
         raise ValueError(f"the state does not fit, training would go on wrongly. {told}")
-    if idle := globs.idle(everybody):
+    if idle := globs.unmatched(everybody):
         raise ValueError(f"fresh={idle!r} match no parameter of the optimizer or of the state")
     if faults:
         raise ValueError("; ".join(faults))
@@ -212,7 +212,7 @@ def _restored(
             warn_on_rank(f"group {number} keeps the code's {shown}", stacklevel=4)
         brought = {key: _like(mine.get(key), theirs[key]) for key in RESTORED if key in theirs}
         if theirs:
-            brought |= {GIVEN[option]: value for option, value in given_in(theirs).items()}
+            brought |= {GIVEN_KEYS[option]: value for option, value in given_in(theirs).items()}
         restored.append({**mine, **brought})
     rates = [[as_numbers(group.get("initial_lr")) for group in side] for side in (saved, restored)]
     if unfit := scheduler_misfit(*rates):

@@ -22,7 +22,7 @@ from ..algebra.box import Box, row_major
 from ..algebra.layout import TensorLayout
 from ..algebra.plan import make_share
 from ..layouts.boxed_tensor import Parts, parts_of
-from ..layouts.tensors import declares_boxes, layout_of, local_of, zeros_placed_as
+from ..layouts.tensors import declares_boxes, layout_of, local_of, zeros_sharded_like
 from ..names.state_forms import AVERAGES, stored_parts
 from ..names.vocabulary import MOMENTUM
 from .ground.codecs import codec_of, codec_of_stored, stored_slots
@@ -61,7 +61,7 @@ def fresh_state(
         if kept.shape == "[m, n]" and not kept.at_owner:
             state[slot] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
         elif not kept.at_owner:
-            state[slot] = zeros_placed_as(param, reduced.shape, dtype)
+            state[slot] = zeros_sharded_like(param, reduced.shape, dtype)
     return state
 
 

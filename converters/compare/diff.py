@@ -16,7 +16,7 @@ from ...names.errors import DamageError, MuonckptError
 from ...names.wording import fields_of, listed
 from ...programs.model_view import Role
 from ...programs.registry import program
-from ...record.key_search import keys_matching, names_of
+from ...record.key_search import match_keys, names_of
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io.limits import gc_paused
 from ...store.io.location import Remote
@@ -149,7 +149,7 @@ def diff(
             translated = (tensor.record for side in sides for tensor in side.tensors.values())
             stored = (tensor for side in sides for tensor in side.look().manifest.tensors)
             names = {**names_of(translated), **names_of(stored)}
-            matching = keys_matching(select, keys, names, "tensor or item", where)
+            matching = match_keys(select, keys, names, "tensor or item", where)
             sides = [side.selected(matching) for side in sides]
         verified = sum(_verified(side.opened, jobs, progress) for side in sides) if read else None
         one, other = sides

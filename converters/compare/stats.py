@@ -17,7 +17,7 @@ from ...names.errors import SourceError
 from ...names.state_forms import stored_slot
 from ...names.wording import Finding, fields_of, unnumbered
 from ...programs.model_view import Role
-from ...record.key_search import keys_matching, names_of
+from ...record.key_search import match_keys, names_of
 from ...record.record import StateRecord
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint
@@ -150,9 +150,7 @@ def measurable(known: FirstLook, select: Sequence[str] = ()) -> Measurable:
     if not tensors:  # the program is unknown: all that is there
         tensors = [(Role.OTHER, tensor) for tensor in known.manifest.tensors if tensor.shape]
     records = [tensor for _, tensor in tensors]
-    keys = keys_matching(
-        select, [t.key for t in records], names_of(known.manifest.tensors), "tensor of weights or state"
-    )
+    keys = match_keys(select, [t.key for t in records], names_of(known.manifest.tensors), "tensor of weights or state")
     return [(role, tensor) for role, tensor in tensors if tensor.key in keys]
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...algebra.box import Box
-from ...layouts.buffers.buffer_layout import BufferLayout, divided, end_to_end
+from ...layouts.buffers.buffer_layout import BufferLayout, bucket_shards, end_to_end
 from ...layouts.buffers.parameters import Parameter
 from ...layouts.buffers.records import GroupBuffer
 from ...record.record import Manifest
@@ -60,5 +60,5 @@ def _end_to_end(boxes: Sequence[LocalBoxes]) -> Iterator[GroupBuffer]:
         for (slot, dtype), group in members.items():
             parameters = [Parameter(key, box.shape, dtype) for key, box in group]
             ranges, buckets = end_to_end([parameters])
-            layout = BufferLayout("end-to-end", 1, 1, tuple(ranges.values()), buckets, divided(buckets, 1))
+            layout = BufferLayout("end-to-end", 1, 1, tuple(ranges.values()), buckets, bucket_shards(buckets, 1))
             yield GroupBuffer(slot, rank, (rank,), tuple(box.lo for _, box in group), layout)

@@ -17,7 +17,7 @@ from ...algebra.layout import Buffer, Fragment, Place, TensorLayout
 from ...names.errors import SourceError
 from ...programs.signs import NAMES_FILE, NUMBERED
 from ...record.chunks import Chunks
-from ...record.key_search import keys_matching, names_of
+from ...record.key_search import match_keys, names_of
 from ...record.record import Blob, Extent, Manifest, StateRecord
 from ...store.reading.blocks import bands, span, strided, within
 from ...store.reading.dtypes import dtype, itemsize
@@ -322,12 +322,12 @@ class Outputs:
         """Return the tensors and items that these keys or shell patterns stand for; everything if there are none.
 
         Raises:
-            TargetError: as `keys_matching`.
+            TargetError: as `match_keys`.
         """
         if not globs:
             return self
         names = names_of(tensor.record for tensor in self.tensors)
-        chosen = keys_matching(globs, self.keys, names, "key", " of the checkpoint")
+        chosen = match_keys(globs, self.keys, names, "key", " of the checkpoint")
         return dataclasses.replace(
             self,
             tensors=[tensor for tensor in self.tensors if tensor.key in chosen],

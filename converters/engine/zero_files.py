@@ -25,7 +25,7 @@ import numpy as np
 from ...algebra.box import Box, Index
 from ...layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, rank_of
 from ...layouts.buffers.parameters import Parameter
-from ...layouts.buffers.zero import held_whole, part_numel, partitioned_group, partitioned_parameters
+from ...layouts.buffers.zero import part_numel, partitioned_group, partitioned_parameters, touched_parameters
 from ...names.errors import DestinationError, SourceError, TargetError
 from ...names.keys import PARAM_GROUPS, STATE, key_of
 from ...names.vocabulary import MOMENTUM, PARAMS, STEP
@@ -122,7 +122,7 @@ class _Planned:
         """Write a parameter of a layout, given where the part of each rank begins."""
         size = itemsize(output.record.dtype)
         boxes, places = [], []
-        for fragment in layout.held_layouts()[name].fragments:
+        for fragment in layout.tensor_layouts()[name].fragments:
             assert isinstance(fragment.place.buffer, int), "the buffers of a group are its ranks"
             boxes.append(fragment.box)
             places.append(parts[fragment.place.buffer].behind(fragment.place.offset * size))
@@ -133,7 +133,7 @@ class _Planned:
     ) -> None:
         """Copy a parameter of a layout from the ranks' parts, one behind the other."""
         size = itemsize(output.record.dtype)
-        for shard in layout.holding(placed):
+        for shard in layout.shards_of(placed):
             lo, hi = max(placed.start, shard.start), min(placed.stop, shard.stop)
             source = parts[rank_of(shard)].behind((shard.offset + lo - shard.start) * size)
             self.copies.append((source, to.behind((lo - placed.start) * size), (hi - lo) * size))
@@ -358,7 +358,7 @@ class ZeroFiles(_Archives):
                     planned.write_unread(output, ranks[0].archive)
             elif slot == MOMENTUM and trimmed:
                 places: defaultdict[str, list[_Place]] = defaultdict(list)
-                for rank, held in zip(ranks, held_whole(layout), strict=True):
+                for rank, held in zip(ranks, touched_parameters(layout), strict=True):
                     whole = [rank.add(slot, dtype, (held[-1].stop,))] if held else []
                     for one in held:
                         places[one.name].append(whole[0].behind(one.start * itemsize(dtype)))
@@ -474,7 +474,7 @@ def _addresses(layout: BufferLayout, rank: int) -> dict[str, Record]:
     """Return where a rank's parts of parameters lie, as DeepSpeed's universal checkpoints use it."""
     kind, places = Global("deepspeed.utils.tensor_fragment fragment_address"), {}
     for placed in layout.parameters:
-        for shard in layout.holding(placed):
+        for shard in layout.shards_of(placed):
             if rank_of(shard) == rank:
                 lo, hi = max(placed.start, shard.start), min(placed.stop, shard.stop)
                 places[placed.name] = Record(kind, (), {"numel": hi - lo, "start": shard.offset + lo - shard.start})

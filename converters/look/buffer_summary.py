@@ -8,7 +8,7 @@ from typing import Any
 
 from ...layouts.buffers.buffer_layout import rank_of
 from ...layouts.buffers.parameters import newton_schulz
-from ...layouts.buffers.records import GroupBuffer, recorded, recorded_run
+from ...layouts.buffers.records import GroupBuffer, recorded_buffers, run_buffers
 from ...store.reading.dtypes import itemsize
 from .contents import NO_STATE
 
@@ -21,8 +21,8 @@ LabelledBuffer = tuple[str, GroupBuffer]
 
 def labelled_buffers(provenance: Mapping[str, Any]) -> tuple[LabelledBuffer, ...]:
     """Return the buffers that a checkpoint is laid out in, with their slots; if there are none, those of its run."""
-    state = tuple((buffer.slot or NO_STATE, buffer) for buffer in recorded(provenance))
-    return state or tuple((RUN, buffer) for buffer in recorded_run(provenance))
+    state = tuple((buffer.slot or NO_STATE, buffer) for buffer in recorded_buffers(provenance))
+    return state or tuple((RUN, buffer) for buffer in run_buffers(provenance))
 
 
 def buffer_summary(buffers: Sequence[LabelledBuffer]) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def _shares(members: Sequence[GroupBuffer]) -> dict[str, Any]:
     for buffer in members:
         owners = buffer.layout.owners
         for placed in buffer.layout.parameters:
-            for shard in buffer.layout.holding(placed):
+            for shard in buffer.layout.shards_of(placed):
                 held[buffer.group[rank_of(shard)]] += min(placed.stop, shard.stop) - max(placed.start, shard.start)
             if (owner := owners[placed.name]) is not None and buffer.layout.whole:
                 work[buffer.group[owner]] += newton_schulz(placed.parameter)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ...names.errors import MuonckptError, SourceError
 from ...names.vocabulary import CONVENTION, PARAMS
 from ...names.wording import LAYER_NUMBER, unnumbered
-from ...programs.detection import Detected, confirmed, detect, with_slots_of
+from ...programs.detection import Detected, confirm, detect, with_slots_of
 from ...programs.dialect import Dialect
 from ...programs.model_view import ModelView, OptionsOfGroups, Role, model_view
 from ...record.record import Blob, Manifest, StateRecord
@@ -115,7 +115,7 @@ def _hyper_parameters(manifest: Manifest, dialect: Dialect | None, values: Value
 def _merged(groups: Sequence[SourceGroup], dialect: Dialect, values: Values) -> tuple[OptionsOfGroups, ...]:
     wanted = [dialect.method_option or ""]
     for method in dialect.methods:
-        wanted += (*method.options.values(), *(own for coding in method.codings for own in coding.own))
+        wanted += (*method.options.values(), *(own for coding in method.codings for own in coding.options))
     first = dict.fromkeys((*wanted, CONVENTION))
     merged: dict[str, OptionsOfGroups] = {}
     for group in groups:
@@ -231,7 +231,7 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
     most = _MOST_REMOTE_GROUPS if isinstance(checkpoint.path, Remote) else _MOST_GROUPS
     groups = _hyper_parameters(manifest, dialect, values, most)
     if isinstance(program, Detected):
-        program = confirmed(manifest, program, (group.options for group in groups.groups))
+        program = confirm(manifest, program, (group.options for group in groups.groups))
         dialect = program.dialect
         manifest = with_slots_of(manifest, dialect)
     if groups.names:

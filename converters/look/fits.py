@@ -284,7 +284,7 @@ class _Shares:
                 boxes, _ = overlaps(layout.starts, layout.stops, *chunks)
                 self._pairs[key] = int(copies[boxes].sum())
             count += self._pairs[key]
-            bytes_read += layout.numel_held * itemsize(tensor.dtype)
+            bytes_read += layout.total_numel * itemsize(tensor.dtype)
             resharded += len(layout.box)
         return {"count": count, "bytes": bytes_read, "resharded": resharded}
 

@@ -18,7 +18,7 @@ from ...names.errors import SourceError, TargetError
 from ...names.wording import Finding, counted, fields_of, listed, moment, size
 from ...programs.model_view import ModelView, Role
 from ...record.columns import UNKNOWN
-from ...record.key_search import key_meant, keys_matching, names_of
+from ...record.key_search import find_key, match_keys, names_of
 from ...record.record import Manifest, StateRecord
 from ...store.io.limits import gc_paused
 from ...store.io.location import Remote, location
@@ -110,10 +110,10 @@ class Inspection:
         """Return the tensors with these keys, or that match these shell patterns; all of them if there are none.
 
         Raises:
-            TargetError: as `keys_matching`.
+            TargetError: as `match_keys`.
         """
         tensors = self.manifest.tensors
-        keys = keys_matching(globs, [tensor.key for tensor in tensors], names_of(tensors))
+        keys = match_keys(globs, [tensor.key for tensor in tensors], names_of(tensors))
         return tuple(tensor for tensor in tensors if tensor.key in keys)
 
     def tensor(self, word: str) -> StateRecord:
@@ -123,7 +123,7 @@ class Inspection:
             TargetError: it is none, or several; names them.
         """
         tensors = {tensor.key: tensor for tensor in self.manifest.tensors}
-        return tensors[key_meant(word, [*tensors], names_of(tensors.values()))]
+        return tensors[find_key(word, [*tensors], names_of(tensors.values()))]
 
     def selected(self, words: str) -> tuple[StateRecord, tuple[int | slice | EllipsisType, ...]]:
         """Return the tensor that ``KEY`` or ``KEY[100:200, 3]`` stands for, and the indices, if any.

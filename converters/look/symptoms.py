@@ -57,8 +57,8 @@ def _muon_off(view: ModelView) -> Iterator[Finding]:
     others = [p for p in matrices if not is_by_muon(p) and moments & p.state.keys()]
     if not by_muon:
         return
-    on, without = (Counter(p.alike for p in ps) for ps in (by_muon, others))
-    off = [p.name for p in others if on[p.alike] >= without[p.alike]]
+    on, without = (Counter(p.layer_pattern for p in ps) for ps in (by_muon, others))
+    off = [p.name for p in others if on[p.layer_pattern] >= without[p.layer_pattern]]
     if off:
         yield Finding.listing(
             "muon_off",
@@ -78,13 +78,13 @@ def _unfit_state(view: ModelView) -> Iterator[Finding]:
         usual = defaultdict[tuple[str, Index], Counter[frozenset[str]]](Counter)
         for parameter in view.parameters.values():
             if parameter.state:
-                usual[parameter.alike][frozenset(parameter.state)] += 1
+                usual[parameter.layer_pattern][frozenset(parameter.state)] += 1
         odd: defaultdict[str, list[str]] = defaultdict(list)
         for parameter in view.parameters.values():
             slots = frozenset(parameter.state)
             if parameter.method or not slots:
                 continue
-            if slots <= known or slots != usual[parameter.alike].most_common(1)[0][0]:
+            if slots <= known or slots != usual[parameter.layer_pattern].most_common(1)[0][0]:
                 odd[", ".join(sorted(parameter.state))].append(parameter.name)
         for listed, names in odd.items():
             methods = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in view.dialect.methods)
@@ -110,22 +110,22 @@ def _without_partner(view: ModelView, groups: HyperParameters) -> Iterator[Findi
     weights = {p.name for p in parameters if p.weight}
     grouped = {name for group in groups.groups for name in group.parameters}
     bare = [p for p in parameters if not p.state and p.weight]
-    trained, without = Counter(p.alike for p in parameters if p.state), Counter(p.alike for p in bare)
+    trained, without = Counter(p.layer_pattern for p in parameters if p.state), Counter(p.layer_pattern for p in bare)
     layers = {layer_of(name) for name in stateful}
     listed, halved = list[str](), list[str]()
     for group in groups.groups:
         # Megatron's groups may name the whole of what is stored in parts, torch's name what has state.
-        members = [name for name in group.parameters if name in weights or not dialect.own_keys]
+        members = [name for name in group.parameters if name in weights or not dialect.unique_keys]
         lacking = [name for name in members if name not in stateful]
         (halved if len(members) <= 2 * len(lacking) < 2 * len(members) else listed).extend(lacking)
     loose = [
         p.name
         for p in bare
-        if p.name not in grouped and trained[p.alike] >= without[p.alike] and layer_of(p.name) in layers
+        if p.name not in grouped and trained[p.layer_pattern] >= without[p.layer_pattern] and layer_of(p.name) in layers
     ]
     named = stateful.keys() & {*groups.names.values()} if dialect.numbered else stateful
     orphans = [p.name for p in parameters if p.weight is None and p.name in named] if weights else []
-    complete = groups.groups and not groups.unread and not dialect.own_keys
+    complete = groups.groups and not groups.unread and not dialect.unique_keys
     ungrouped = [name for name in stateful if name not in grouped] if complete else []
     for kind, names, message in (
         ("no_state", listed, "no state, though in a parameter group (frozen, or no gradient has come)"),
@@ -147,7 +147,7 @@ def _dtypes(view: ModelView) -> Iterator[Finding]:
     """Report more than one dtype of one parameter in all layers, among its weights or in a slot of its state."""
     by_kind: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for parameter in view.parameters.values():
-        pattern, _ = parameter.alike
+        pattern, _ = parameter.layer_pattern
         for slot, tensor in parameter.state.items():
             by_kind[f"slot {slot}", pattern][tensor.key] = tensor.dtype
         if parameter.weight:

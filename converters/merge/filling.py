@@ -23,7 +23,7 @@ from ...names.vocabulary import begins_as_zeros
 from ...names.wording import counted, listed
 from ...programs.model_view import BEGIN_ANEW, ModelView, Role
 from ...record.chunks import Boxes, Chunks, Strides
-from ...record.key_search import keys_matching, names_of
+from ...record.key_search import match_keys, names_of
 from ...record.record import Blob, Manifest, StateRecord
 from ...store.io.checksums import xxh3_128
 from ...store.open_checkpoint import OpenCheckpoint, check_blob
@@ -147,7 +147,7 @@ class Filling:
                     self._refuse_misfit(number, of_key[key], theirs)
                     pairs = overlapping(Boxes.of_all(boxes, theirs.boxes.ndim), theirs.boxes)
                     needed = np.unique(pairs[:, 1]).tolist()
-                    asked[key] = replace(theirs, chunks=theirs.chunks.only(needed))
+                    asked[key] = replace(theirs, chunks=theirs.chunks.select(needed))
             # What of that is whole, and of the same save, or allowed to be of another.
             for key, record in zip(asked, source.whole(list(asked.values()), jobs), strict=True):
                 if len(record.chunks) < len(asked[key].chunks) and number in self.comparisons:
@@ -162,7 +162,7 @@ class Filling:
                 self._take_item(number, key, mix_steps)
         if not mix_steps:
             self._refuse_contradictions(jobs)
-        begun = keys_matching(fresh, list(of_key), names_of(self.kept)) if fresh else set()
+        begun = match_keys(fresh, list(of_key), names_of(self.kept)) if fresh else set()
         for key in [key for key in self.left if key in begun]:
             if self._begins_as_zeros(of_key[key]):
                 zeros = tuple((box, 0) for box in self.left.pop(key))
@@ -238,7 +238,7 @@ class Filling:
         if others and not is_itself and not mix_steps:
             self._refuse(number, mine.key, self.comparisons[number].moment)
         taken = sorted(proven + others) if mix_steps and not is_itself else proven
-        return replace(theirs, chunks=theirs.chunks.only(taken)), len(taken) == len(proven)
+        return replace(theirs, chunks=theirs.chunks.select(taken)), len(taken) == len(proven)
 
     def _take_item(self, number: int, key: str, mix_steps: bool) -> None:
         source = self.sources[number - 1]
@@ -330,7 +330,7 @@ class Filling:
         blobs += [[blob for own, blob, _ in self.items.values() if own == n] for n in range(1, len(self.sources) + 1)]
         opened = [self.broken, *(source.opened for source in self.sources)]
         manifests = [
-            Manifest(tuple(tensors), tuple(own)).moved(f"{number}/{{}}".format)
+            Manifest(tuple(tensors), tuple(own)).renamed(f"{number}/{{}}".format)
             for number, (tensors, own) in enumerate(zip(given, blobs, strict=True))
         ]
         moved = [{tensor.key: tensor.chunks for tensor in manifest.tensors} for manifest in manifests]

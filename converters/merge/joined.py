@@ -66,14 +66,14 @@ def joined_checkpoints(opened: Iterable[OpenCheckpoint]) -> list[OpenCheckpoint]
     """
     builder, parts = ColumnsBuilder(), []
     for number, one in enumerate(opened):
-        manifest = one.manifest.moved(f"{number}/{{}}".format)
+        manifest = one.manifest.renamed(f"{number}/{{}}".format)
         columns, start = manifest.columns, builder.rows
         builder.add(columns, 0, len(columns))
-        parts.append((one.path, one.format, one.payloads, manifest.on(Columns.of(())), start))
+        parts.append((one.path, one.format, one.payloads, manifest.on_columns(Columns.of(())), start))
         del one, manifest, columns
-    columns, payloads = builder.finished(), JoinedPayloads([payloads for _, _, payloads, _, _ in parts])
+    columns, payloads = builder.build(), JoinedPayloads([payloads for _, _, payloads, _, _ in parts])
     return [
-        OpenCheckpoint(path, format, LocatedReader(manifest.on(columns, start), payloads))
+        OpenCheckpoint(path, format, LocatedReader(manifest.on_columns(columns, start), payloads))
         for path, format, _, manifest, start in parts
     ]
 

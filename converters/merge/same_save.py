@@ -385,7 +385,7 @@ class Comparison:
         """Name the first of what differs, and how many more there are."""
         names = list[str]()
         for tensor, rows in zip(self.part.tensors, self.part.rows, strict=True):
-            boxes = tensor.boxes.taken(np.flatnonzero(self.different[rows]))
+            boxes = tensor.boxes.select(np.flatnonzero(self.different[rows]))
             names += [f"tensor {tensor.key!r} {box}" for box in boxes]
         names += [f"item {key!r}" for key in sorted(self.different_items)]
         both = int((self.equal | self.different).sum()) + len(self.equal_items | self.different_items)

@@ -10,24 +10,24 @@ from typing import Any
 
 from ...algebra.box import Box, Index
 from ...algebra.layout import Fragment, TensorLayout
-from ...layouts.buffers.buffer_layout import BufferLayout, divided, end_to_end
+from ...layouts.buffers.buffer_layout import BufferLayout, bucket_shards, end_to_end
 from ...layouts.buffers.parameters import GroupSizes, Parameter, split
-from ...layouts.buffers.placements import PLACEMENTS, ToPlace
-from ...layouts.buffers.records import GroupBuffer, recorded, recorded_run
+from ...layouts.buffers.placements import PLACEMENTS, PlacementRequest
+from ...layouts.buffers.records import GroupBuffer, recorded_buffers, run_buffers
 from ...layouts.mesh import Mesh, Shard, mesh_layout
 from ...names.vocabulary import ELEMENTWISE
 from ...record.record import StateRecord
 from .topology import FLAT, AxisCut, LaidOut, Target
 
 
-def placed_in(layout: str, model: ToPlace) -> tuple[BufferLayout, ...]:
+def placed_in(layout: str, model: PlacementRequest) -> tuple[BufferLayout, ...]:
     """Return the buffers of a model's parameters in one of `LAYOUTS` that has any."""
     if layout != FLAT:
         return PLACEMENTS[layout].place(model)
     buffers, ranks = [], model.sizes.dense
     for parameters in split(model.parameters):  # by dtype
         ranges, buckets = end_to_end([parameters], divisor=ranks)
-        buffers.append(BufferLayout("flat", 1, ranks, tuple(ranges.values()), buckets, divided(buckets, ranks)))
+        buffers.append(BufferLayout("flat", 1, ranks, tuple(ranges.values()), buckets, bucket_shards(buckets, ranks)))
     return tuple(buffers)
 
 
@@ -42,7 +42,7 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
     for tensor in tensors:
         groups[tensor.slot, tuple(axis for axis, _ in cuts[tensor.key])].append(tensor)
     source_layouts: defaultdict[tuple[str | None, tuple[int, ...]], list[BufferLayout]] = defaultdict(list)
-    for buffer in recorded(provenance) or _buffers_of_run(recorded_run(provenance), tensors):
+    for buffer in recorded_buffers(provenance) or _buffers_of_run(run_buffers(provenance), tensors):
         source_layouts[buffer.slot, buffer.group].append(buffer.layout)
     fragments: dict[str, list[Fragment]] = {tensor.key: [] for tensor in tensors}
     in_manifest: dict[str, Mapping[str, Any] | None] = dict.fromkeys(fragments)
@@ -57,7 +57,7 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
             local = {key: of_part[part] for key, of_part in boxes.items() if part in of_part}
             parameters = tuple(Parameter(t.key, local[t.key].shape, t.dtype) for t in members if t.key in local)
             matrices = frozenset(() if slot in ELEMENTWISE else local)
-            fresh = placed_in(target.layout, ToPlace(parameters, matrices, GroupSizes(share)))
+            fresh = placed_in(target.layout, PlacementRequest(parameters, matrices, GroupSizes(share)))
             for layout in _known_or_fresh(source_layouts[slot, ranks], fresh):
                 names = [placed.name for placed in layout.parameters]
                 buffers.append(GroupBuffer(slot, part, ranks, tuple(local[name].lo for name in names), layout))

@@ -19,7 +19,7 @@ from typing import Any
 from ...algebra.box import Index
 from ...names.coefficients import plain_coefficients
 from ...names.errors import SourceError, TargetError
-from ...names.vocabulary import PARAMS, SCHEDULED
+from ...names.vocabulary import HISTORY_OPTIONS, PARAMS
 from ...programs.dialect import Dialect, StoredMethod
 from ...record.record import Blob, Manifest, StateRecord
 from ...store.open_checkpoint import Values
@@ -201,17 +201,17 @@ def common_options(own: Mapping[str, Any], dialect: Dialect, method: StoredMetho
     misfits = dialect.options.misfits(own)
     unread = {option: own[option] for option in misfits}
     own = {option: value for option, value in own.items() if option not in misfits}
-    named = {*method.options.values(), *method.idle, *HOW, *SCHEDULED, dialect.method_option}
+    named = {*method.options.values(), *method.idle, *HOW, *HISTORY_OPTIONS, dialect.method_option}
     known: dict[str, Any] = dict(dialect.facts.get(method.name, {}))
     for coding in method.codings:
-        known |= coding.read({option: own[option] for option in coding.own if option in own}, shape)
-        named |= {*coding.own}
+        known |= coding.read({option: own[option] for option in coding.options if option in own}, shape)
+        named |= {*coding.options}
     known |= {name: own[option] for name, option in method.options.items() if option in own}
     if "ns" in known:
         with suppress(ValueError, TypeError):  # a value that is no set of coefficients stays as it is
             known["ns"] = plain_coefficients(known["ns"])
     return GroupOptions(
-        known | {option: own[option] for option in SCHEDULED if option in own},
+        known | {option: own[option] for option in HISTORY_OPTIONS if option in own},
         {option: value for option, value in own.items() if option not in named} | unread,
         misfits,
     )
@@ -232,7 +232,7 @@ def write_options(
     """
     known, lost = options.known, dict[str, object]()
     said = {own: known[name] for name, own in method.options.items() if name in known}
-    named = {*method.options, *SCHEDULED, "step"}
+    named = {*method.options, *HISTORY_OPTIONS, "step"}
     for coding in method.codings:
         mine = {name: known[name] for name in coding.common if name in known}
         written = coding.write(mine, shape)
@@ -243,7 +243,7 @@ def write_options(
             said |= written
     facts = target.facts.get(method.name, {})
     lost |= {name: known[name] for name in known.keys() - named if known[name] not in (facts.get(name), OFF.get(name))}
-    said |= {option: known[option] for option in SCHEDULED if option in known}
+    said |= {option: known[option] for option in HISTORY_OPTIONS if option in known}
     groups = f"{method.name} groups"
 
     def report(action: Action, option: str, reason: str, *values: object) -> None:
@@ -251,12 +251,12 @@ def write_options(
 
     def unsaid(option: str) -> str:
         """Say that the source does not say an option, and in brackets where a user finds its value, if known."""
-        names = {own: coding.common[0] for coding in method.codings for own in coding.own}
+        names = {own: coding.common[0] for coding in method.codings for own in coding.options}
         names |= {own: common for common, own in method.options.items()} | {"ns_coefficients": "ns"}
         hint = source.hints.get(names.get(option, ""), "")
         return f"{source.name} does not say it{f' ({hint})' if hint else ''}"
 
-    words = {own for m in target.methods for own in (*m.options.values(), *(o for c in m.codings for o in c.own))}
+    words = {own for m in target.methods for own in (*m.options.values(), *(o for c in m.codings for o in c.options))}
 
     def unread(option: str) -> str:
         """Say why an option of the source is not among those that were read."""
@@ -293,7 +293,7 @@ def write_options(
         report(Action.SET, option, f"{unsaid(option)}; written as in a new optimizer of {target.name}", value)
     said = {**said, **assumed, **{option: value for option, value in method.idle.items() if option not in said}}
     expected = {*method.options.values()}
-    expected |= {own for coding in method.codings if not coding.optional for own in coding.own}
+    expected |= {own for coding in method.codings if not coding.optional for own in coding.options}
     for option in sorted(expected - {*said, *target.unsaid, method.options.get("step")}):
         report(Action.SET, option, f"{unsaid(option)}; the running optimizer's stays")
     return said | ({target.method_option: method.name} if target.method_option else {})
@@ -301,7 +301,7 @@ def write_options(
 
 # A template.
 
-_RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "eps", "step", *SCHEDULED})
+_RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "eps", "step", *HISTORY_OPTIONS})
 """Options that belong to a run, and that a template need not have as the source has them."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from ...names.errors import SourceError
 from ...names.keys import key_of
 from ...names.vocabulary import KeyPath
-from ...programs.detection import detect, named, with_slots
+from ...programs.detection import detect, locate_dialect, with_slots
 from ...programs.dialect import Dialect, Template
 from ...store.open_checkpoint import OpenCheckpoint
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
@@ -80,7 +80,9 @@ def _model(source: OpenCheckpoint, request: Request, target: Dialect | None) -> 
     outputs = request.outputs(source)
     model: Template | None = None
     try:
-        detected = detect(source.manifest) if request.source is None else named(source.manifest, request.source)
+        detected = (
+            detect(source.manifest) if request.source is None else locate_dialect(source.manifest, request.source)
+        )
         model = detected.dialect.model
     except SourceError:
         if target is not None:

@@ -19,9 +19,9 @@ from ...algebra.box import Box, Index
 from ...algebra.layout import Fragment, Place, TensorLayout, dense
 from ...names.errors import SourceError
 from ...names.keys import PARAM_GROUPS, key_of
-from ...names.vocabulary import MASTER, PARAMS, SCHEDULED, KeyPath
+from ...names.vocabulary import HISTORY_OPTIONS, MASTER, PARAMS, KeyPath
 from ...names.wording import counted, listed
-from ...programs.detection import Detected, confirmed, detect, named
+from ...programs.detection import Detected, confirm, detect, locate_dialect
 from ...programs.dialect import Dialect, StoredMethod
 from ...record.record import Blob, Manifest, StateRecord, no_chunks
 from ...store.formats.torch_save.inert_pickle import Record
@@ -93,7 +93,7 @@ def translate(
         TargetError: ``drop`` names a slot that does not exist, or no rule matches a parameter.
         LayoutError: rules do not fit the tensors, or a tensor has a hole or an overlap.
     """
-    detected = _program(manifest, values) if source is None else named(manifest, source)
+    detected = _program(manifest, values) if source is None else locate_dialect(manifest, source)
     target = target or detected.dialect
     if not target.writable:
         raise SourceError(f"checkpoints of {target.name} can be read but not written; choose another program with --to")
@@ -122,7 +122,7 @@ def _program(manifest: Manifest, values: Values) -> Detected:
     """Return the program that the keys tell, and whose options the groups' values are."""
     detected = detect(manifest)
     groups = source_groups(manifest, detected.dialect, values)
-    return confirmed(manifest, detected, (option_values(group, values) for group in groups))
+    return confirm(manifest, detected, (option_values(group, values) for group in groups))
 
 
 @dataclass(slots=True)
@@ -399,8 +399,8 @@ class _Renderer:
             left_out = {PARAMS, *(target.unsaid if rescaled else ())}
             own = {option: source.values.read(item) for option, item in group.items.items() if option not in left_out}
             for coding in method.codings:
-                if coding.write(coding.read({o: own[o] for o in coding.own if o in own}, shape), shape) is None:
-                    said = ", ".join(f"{option}={own[option]!r}" for option in coding.own if option in own)
+                if coding.write(coding.read({o: own[o] for o in coding.options if o in own}, shape), shape) is None:
+                    said = ", ".join(f"{option}={own[option]!r}" for option in coding.options if option in own)
                     subject, reason = f"{said} of {method.name} groups", f"unknown to {target.name}"
                     self.findings.check(Action.SET, subject, reason=reason)
             return {**given, **own, **self._asked_step(method, own)}
@@ -478,7 +478,7 @@ class _Renderer:
             "of a flattened state dict torch loads it only into groups that have it: make the scheduler, or set any "
             "value, before loading"
         )
-        for option in sorted(SCHEDULED):
+        for option in sorted(HISTORY_OPTIONS):
             values = {repr(group.options[option]) for group in groups if option in group.options}
             if values:
                 self.findings.check(Action.SET, f"{option} of groups", *sorted(values), reason=reason)

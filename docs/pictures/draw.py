@@ -17,7 +17,7 @@ from muonckpt.algebra.layout import TensorLayout
 from muonckpt.algebra.plan import make_plan
 from muonckpt.layouts.buffers.buffer_layout import BufferLayout, rank_of
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
-from muonckpt.layouts.buffers.placements import PLACEMENTS, ToPlace
+from muonckpt.layouts.buffers.placements import PLACEMENTS, PlacementRequest
 from muonckpt.layouts.flat import even_shards, flat_layout, owned_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout
 
@@ -217,8 +217,8 @@ def flat_and_owned() -> Drawing:
 def flat_buffers() -> Drawing:
     shapes = {"A": (48, 32), "B": (32, 16), "C": (40, 32), "D": (16, 32), "E": (24, 32)}
     model = tuple(Parameter(name, shape) for name, shape in shapes.items())
-    even = ToPlace(model, frozenset(), GroupSizes(4))
-    whole = ToPlace(model, frozenset(shapes), GroupSizes(4))
+    even = PlacementRequest(model, frozenset(), GroupSizes(4))
+    whole = PlacementRequest(model, frozenset(shapes), GroupSizes(4))
     padded, compact, balanced = "padded-nscost", "decoupled-total-order", "balanced"
     unit = 0.18
     return below(

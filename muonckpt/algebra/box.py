@@ -19,10 +19,10 @@ from ..names.errors import LayoutError
 
 Index = tuple[int, ...]
 
-MOST_ELEMENTS = 1 << 60
+MAX_ELEMENTS = 1 << 60
 """No size, offset or number of elements or bytes is larger.  Larger ones come from damaged or hostile files only."""
 
-MOST_DIMS = 64
+MAX_DIMS = 64
 """No tensor has more dims; numpy's arrays have as many."""
 
 
@@ -30,7 +30,7 @@ MOST_DIMS = 64
 class Box:
     """The elements ``i`` with ``lo[d] <= i[d] < hi[d]`` for every dim ``d``.
 
-    ``lo`` and ``hi`` have one entry per dim, in elements, with ``0 <= lo[d] <= hi[d] <= MOST_ELEMENTS``.  The box of a
+    ``lo`` and ``hi`` have one entry per dim, in elements, with ``0 <= lo[d] <= hi[d] <= MAX_ELEMENTS``.  The box of a
     0-d tensor has no dims and holds its one element.  A box with ``lo[d] == hi[d]`` for some ``d`` is empty.
 
     Raises:
@@ -44,9 +44,9 @@ class Box:
         if len(self.lo) != len(self.hi):
             raise LayoutError(f"a box needs as many upper as lower bounds, got {self.lo} and {self.hi}")
         for lo, hi in zip(self.lo, self.hi, strict=True):
-            if not 0 <= lo <= hi <= MOST_ELEMENTS:
+            if not 0 <= lo <= hi <= MAX_ELEMENTS:
                 raise LayoutError(
-                    f"a box needs 0 <= lo <= hi <= {MOST_ELEMENTS} in every dim, got lo={self.lo}, hi={self.hi}"
+                    f"a box needs 0 <= lo <= hi <= {MAX_ELEMENTS} in every dim, got lo={self.lo}, hi={self.hi}"
                 )
 
     @classmethod

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..names.errors import LayoutError
-from .box import MOST_ELEMENTS, Box, Index, row_major
+from .box import MAX_ELEMENTS, Box, Index, row_major
 from .overlap import IntArray, first_fault, overlaps, tile
 
 Buffer = int | str
@@ -65,8 +65,8 @@ class Fragment:
 class TensorLayout:
     """Every fragment of one tensor of the given logical shape, as columns: thousands of ranks may hold parts of it.
 
-    `of` makes one of fragments, `of_columns` of arrays; ``fragments``, ``holders`` and ``held`` are made of the columns
-    when they are first asked for, `fragments_of` and `boxes_of` for one buffer alone.
+    `of` makes one of fragments, `of_columns` of arrays; ``fragments``, ``holders`` and ``boxes_by_buffer`` are made of
+    the columns when they are first asked for, `fragments_of` and `boxes_of` for one buffer alone.
 
     Proved on construction: all boxes lie in the shape; two boxes are either equal (replicas, in different buffers)
     or disjoint; together they cover the tensor exactly.  Padding is not in the index space, so it cannot appear.
@@ -164,7 +164,7 @@ class TensorLayout:
         )
 
     @cached_property
-    def held(self) -> Mapping[Buffer, tuple[int, ...]]:
+    def boxes_by_buffer(self) -> Mapping[Buffer, tuple[int, ...]]:
         """The numbers of the boxes that each buffer holds."""
         held: dict[Buffer, list[int]] = {buffer: [] for buffer in self.buffers}
         rows, _ = self.by_box
@@ -178,7 +178,7 @@ class TensorLayout:
         rows = np.argsort(self.box, kind="stable")
         return rows, np.searchsorted(self.box[rows], np.arange(len(self.starts) + 1))
 
-    def held_by(self, box: IntArray, buffer: IntArray) -> tuple[IntArray, IntArray]:
+    def find_fragments(self, box: IntArray, buffer: IntArray) -> tuple[IntArray, IntArray]:
         """Return a mask of the buffers (by number; -1 for none) that hold these boxes, and the fragments."""
         keys, fragments = self._by_holder
         asked = box * len(self.buffers) + buffer
@@ -211,7 +211,7 @@ class TensorLayout:
         return map(Fragment, map(Box, *corners), map(Place, buffers, self.offset[rows].tolist(), strides))
 
     @property
-    def numel_held(self) -> int:
+    def total_numel(self) -> int:
         """Elements in all buffers together, replicas counted."""
         return int((self.stops - self.starts).prod(axis=1)[self.box].sum())
 
@@ -306,8 +306,8 @@ def _prove_tiling(layout: TensorLayout) -> None:
     outside = np.flatnonzero((hi > shape).any(axis=1))
     if len(outside):
         raise LayoutError(f"{_replica(layout, outside[0])} reaches outside the tensor of shape {layout.shape}")
-    if Box.of(layout.shape).numel > MOST_ELEMENTS:
-        raise LayoutError(f"a tensor of shape {layout.shape} has more than {MOST_ELEMENTS} elements")
+    if Box.of(layout.shape).numel > MAX_ELEMENTS:
+        raise LayoutError(f"a tensor of shape {layout.shape} has more than {MAX_ELEMENTS} elements")
     if not tile(shape, lo, hi):
         start, stop, held = first_fault(shape, lo, hi)
         if len(held):

@@ -67,7 +67,7 @@ class Copies:
         """Return some rows, by number, mask or range."""
         return Copies(*(column[chosen] for column in self.columns))
 
-    def turned(self) -> Copies:
+    def inverse(self) -> Copies:
         """Return the copies back, from the target to the source."""
         sizes, *columns = self.columns
         return Copies(sizes, *columns[3:], *columns[:3])
@@ -164,7 +164,7 @@ def make_plan(source: TensorLayout, target: TensorLayout) -> Plan:
     _check_shapes(source, target)
     pairs = overlaps(target.starts, target.stops, source.starts, source.stops)
     starts, table = _intersection(source, target, *pairs)
-    return Plan(source.shape, source.buffers, target.buffers, starts, table, target.numel_held)
+    return Plan(source.shape, source.buffers, target.buffers, starts, table, target.total_numel)
 
 
 def make_share(source: TensorLayout, target: TensorLayout, buffer: Buffer) -> Share:
@@ -230,7 +230,7 @@ def _givers(source: TensorLayout, target: TensorLayout, s: IntArray, receiver: I
     replica = np.arange(len(fragments)) - first[source.box[fragments]]
     _, of_first_box = np.unique(source.buffer[fragments], return_index=True)
     chosen = np.where(reader < 0, s + turn, replica[of_first_box][reader]) % np.diff(first)[s]
-    own, its_fragment = source.held_by(s, reader)
+    own, its_fragment = source.find_fragments(s, reader)
     return np.where(own, its_fragment, fragments[first[s] + chosen])
 
 

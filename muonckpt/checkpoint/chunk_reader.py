@@ -263,7 +263,7 @@ class ChunkReader:
             tensor = self._tensors[key]
             (number,) = (n for n, box in enumerate(tensor.boxes) if box.lo == lo and box.numel)
             # Read it whole, also to find out what is wrong.
-            (located,) = self.checkpoint.locate([replace(tensor, chunks=tensor.chunks.only([number]))])
+            (located,) = self.checkpoint.locate([replace(tensor, chunks=tensor.chunks.select([number]))])
             (chunk,) = located.chunks
             check_chunk(self.checkpoint.payloads, tensor, chunk)
             if verdict is False:

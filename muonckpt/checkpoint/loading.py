@@ -20,7 +20,7 @@ from torch import Tensor
 from ..names.errors import ADVICE, ArgumentError, DamageError, SourceError, called_like, warn_on_rank
 from ..names.keys import key_of
 from ..names.resumption import CAST, IN_A_TRAINER, LOAD_LINES, NAMES_OF_GROUPS, Extra, Globs, LoadReport
-from ..names.vocabulary import SCHEDULED, has_our_options
+from ..names.vocabulary import HISTORY_OPTIONS, has_our_options
 from ..programs.detection import detect, with_slots
 from ..record.columns import UNKNOWN
 from ..store.io.location import Location, location
@@ -146,7 +146,7 @@ class _JointLoad:
         for tensor in self._reader.checkpoint.outline.tensors:
             tensor.chunk_layout()  # proves that the chunks tile it; no item is opened
         self._stored = Stored.of(self._reader.checkpoint, place_in(self.group))
-        template = LoadTemplate.of(live, extra.everything)
+        template = LoadTemplate.of(live, extra.matches_all)
         matching = self.matching = match(template, self._stored, globs)
         asked = RankState((), (), ())
         if matching.fits:
@@ -167,7 +167,9 @@ class _JointLoad:
         self._unloaded_keys = sorted(
             key
             for key, entry in self._stored.entries.items()
-            if key not in claimed and self._checked[1].match(key) and entry.path[-1] not in SCHEDULED | NAMES_OF_GROUPS
+            if key not in claimed
+            and self._checked[1].match(key)
+            and entry.path[-1] not in HISTORY_OPTIONS | NAMES_OF_GROUPS
         )
         self._sources = joint_sources([(question.asked, question.request.matching) for question in ranks])
         asked = ((question.asked, question.placed) for question in ranks)

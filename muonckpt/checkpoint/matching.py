@@ -27,12 +27,12 @@ from ..names.resumption import (
     ParameterMatcher,
     ParameterState,
     as_tuples,
-    inserted_parts,
-    meaning,
-    moved_parts,
+    describe_wrappers,
+    match_subtrees,
+    meaning_options,
     scheduler_misfit,
 )
-from ..names.vocabulary import BY_RANK, FUSION, GIVEN, OF_THE_RUN, SCHEDULED, KeyPath, begins_as_zeros
+from ..names.vocabulary import BY_RANK, FUSION, GIVEN_KEYS, HISTORY_OPTIONS, RUN_OPTIONS, KeyPath, begins_as_zeros
 from ..names.wording import listed
 from ..record.record import StateRecord
 from .template import LoadTemplate, Matching, OwnParameter, Stored
@@ -108,7 +108,7 @@ def _moved(template: LoadTemplate, stored: Stored) -> str | None:
     """Return a fault if whole parts of the checkpoint stand at other keys than in the template."""
     mine = {path for key, path in template.paths.items() if key not in stored.entries}
     theirs = {entry.path for key, entry in stored.entries.items() if key not in template.values}
-    if not (places := moved_parts(mine, theirs)):
+    if not (places := match_subtrees(mine, theirs)):
         return None
     told, written = [], {}
     for here, there in places:
@@ -131,7 +131,7 @@ def _as_code(values: Mapping[KeyPath, str]) -> str:
     return f"{{{', '.join(f'{root!r}: {part.get(()) or _as_code(part)}' for root, part in parts.items())}}}"
 
 
-_GIVEN_OPTIONS = frozenset(GIVEN.values())
+_GIVEN_OPTIONS = frozenset(GIVEN_KEYS.values())
 """Options of groups that a state dict has only where a rate was changed; either side may lack them."""
 
 
@@ -163,7 +163,7 @@ def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
         *above, name = entry.path
         if key not in template.values:
             unasked[tuple(above)].add(str(name))
-    wrapped = filter(None, (inserted_parts(names, unasked[above]) for above, names in lacking.items()))
+    wrapped = filter(None, (describe_wrappers(names, unasked[above]) for above, names in lacking.items()))
     groups = {template.paths[key][:-1] for key in sources}
     added = {
         entry.path: key
@@ -230,10 +230,10 @@ def _missing_keys(keys: Sequence[str], template: LoadTemplate, stored: Stored) -
 _OF_SCHEDULERS = frozenset({"base_lrs", "_schedulers"})
 """Keys of schedulers' state dicts; ``base_lrs`` has a rate for each group, by the group's number."""
 
-_OWN = NAMES_OF_GROUPS | {*FUSION, *GIVEN.values()}
+_OWN = NAMES_OF_GROUPS | {*FUSION, *GIVEN_KEYS.values()}
 """Options in which groups of a checkpoint may differ that are one group of the running optimizer."""
 
-_UNASKED = OF_THE_RUN | {*GIVEN.values()}
+_UNASKED = RUN_OPTIONS | {*GIVEN_KEYS.values()}
 """Options of which nobody is told that a checkpoint lacks them: it must not, or it has them only where they differ."""
 
 _WITHOUT_GROUPS = (
@@ -281,7 +281,7 @@ class _OptimizerMatch:
                 continue
             options = {option: template.values[key] for option, key in self.options.get(name, _NONE).items()}
             live[name], then = ParameterState(slots, options), self.saved_options.get(name, _NONE)
-            compared = options.keys() & then.keys() & {*meaning(saved_slots)}
+            compared = options.keys() & then.keys() & {*meaning_options(saved_slots)}
             meanings = {option: option_of(then[option]) for option in compared}
             saved[name] = ParameterState(saved_slots, meanings, None if groups is None else self.homes[name])
         matcher = ParameterMatcher(
@@ -432,13 +432,13 @@ class _OptimizerMatch:
         faults = [
             f"missing key {f'{self.optimizer.options}{origin}.{option}'!r}"
             for option in lacking
-            if not theirs or option in OF_THE_RUN
+            if not theirs or option in RUN_OPTIONS
         ]
         faults += [
             f"{key!r} {fault}" for key, own in sources.items() for fault in self.template.misfits(key, entries[own])
         ]
         own = [f"{option}={values[mine[option]]!r}" for option in lacking if option not in _UNASKED]
-        only_there = [option for option in theirs if option in SCHEDULED and option not in mine]
+        only_there = [option for option in theirs if option in HISTORY_OPTIONS and option not in mine]
         added = {}
         for option in only_there if mine else ():
             *above, last = self.template.paths[next(iter(mine.values()))]
@@ -509,7 +509,7 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Extra) -> tupl
     faults = _extra_keys(extras, ranks.sources)
     faults += [
         f"fresh={pattern!r} matches no parameter with state, and no weight that only one side has"
-        for pattern in globs.idle((*ranks.names, *dropped, *differences, *ranks.kept.values(), *weights.values()))
+        for pattern in globs.unmatched((*ranks.names, *dropped, *differences, *ranks.kept.values(), *weights.values()))
     ]
     report = LoadReport(
         tuple(sorted({name for _, name in ranks.loaded})),

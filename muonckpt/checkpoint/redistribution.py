@@ -254,7 +254,7 @@ def _redistribute(
 
 def _asked(source: LiveState, target: LiveState, stored: Stored, extra: Extra, globs: Globs, memory: int) -> _Request:
     """Return what this rank asks for, after checking that it would overwrite nothing that it has to give."""
-    template = LoadTemplate.of(target, extra.everything)
+    template = LoadTemplate.of(target, extra.matches_all)
     matching = match(template, stored, globs)
     keys = {key: origin for key, origin in matching.sources.items() if key in target.parts}
     tied = tied_origins(target, keys, matching.zeros)

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from ..names.errors import ArgumentError, AttestError, MuonckptError
 from ..names.keys import PARAM_GROUPS, OptimizerKey, key_of
 from ..names.resumption import NAMES_OF_GROUPS, in_globs
-from ..names.vocabulary import PARAMS, SCHEDULED, KeyPath
+from ..names.vocabulary import HISTORY_OPTIONS, PARAMS, KeyPath
 from ..names.wording import counted, listed
 from .all_ranks import decide_on_first, group_ranks, refuse_crossed
 from .attestation import SharesOfRank, TensorPrint, held_together, shares_of
@@ -476,7 +476,7 @@ def compare(
         unloaded_items = frozenset(
             key
             for key in live.flat.keys() & loaded.paths.keys() - loaded.items.keys()
-            if not isinstance(live.flat[key], Tensor) and _option_of(live.paths[key]) not in SCHEDULED
+            if not isinstance(live.flat[key], Tensor) and _option_of(live.paths[key]) not in HISTORY_OPTIONS
         )
         return _RankAnswer(
             shares,
@@ -554,7 +554,11 @@ def _item_differences(
         elif key in covered_keys:
             yield _difference(live, key, saved, ABSENT, loaded.paths[key])
     for key, value in live.flat.items():
-        if key not in loaded.paths and not isinstance(value, Tensor) and _option_of(live.paths[key]) not in SCHEDULED:
+        if (
+            key not in loaded.paths
+            and not isinstance(value, Tensor)
+            and _option_of(live.paths[key]) not in HISTORY_OPTIONS
+        ):
             yield _difference(live, key, ABSENT, value)
 
 

@@ -13,7 +13,15 @@ import torch
 
 from ..layouts.boxed_tensor import whole_shape
 from ..names.keys import NamedOptimizer, StateForm, key_of, numbered_optimizers, option_prefix, rank_in
-from ..names.resumption import CAST, KEPT, UNCAST, as_tuples, differences_listed, differences_told, said_otherwise
+from ..names.resumption import (
+    CAST,
+    KEPT,
+    UNCAST,
+    as_tuples,
+    describe_differences,
+    explain_differences,
+    option_difference,
+)
 from ..names.vocabulary import CONVENTION, PARAMS, Convention, KeyPath, has_our_options
 from ..names.wording import listed
 from ..record.record import Blob, StateRecord, says_convention
@@ -83,7 +91,7 @@ class LoadTemplate:
                 yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} ({UNCAST})"
             convention = self.conventions.get(key)
             if entry.convention and convention and entry.convention != convention:
-                yield "is " + said_otherwise(CONVENTION, entry.convention, convention)
+                yield "is " + option_difference(CONVENTION, entry.convention, convention)
 
 
 class Stored:
@@ -215,9 +223,9 @@ class Matching:
             cast: how state of another dtype is loaded.
         """
         if self.faults and all(UNCAST in fault for fault in (*self.faults, *self.differences.values())):
-            told = differences_told(self.differences, self.names) if self.differences else ""
+            told = describe_differences(self.differences, self.names) if self.differences else ""
             return f"{'; '.join(filter(None, (listed(self.faults, 12, '; '), told)))}. {CAST}"
-        differences = differences_listed(self.differences, self.names, cure, kept, cast) if self.differences else ""
+        differences = explain_differences(self.differences, self.names, cure, kept, cast) if self.differences else ""
         return "; ".join(filter(None, (listed(self.faults, 12, "; "), differences)))
 
 

@@ -30,7 +30,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
 }
 """Our name of each option that an algorithm of dion reads of a group."""
 
-_CODED = {own for method in METHODS.values() for coding in method.codings for own in coding.own}
+_CODED = {own for method in METHODS.values() for coding in method.codings for own in coding.options}
 WORDS = {own for method in METHODS.values() for own in (*method.options.values(), *method.idle)} | _CODED
 """Every option of a group there that has another name or meaning here, or that some algorithms do not read."""
 WORDS -= dion.SHARED.keys() - {"step"}

@@ -83,7 +83,7 @@ def rows_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
     return sorted({(fragment.box.lo[0], fragment.box.hi[0]) for fragment in fragments_here(tensor)})
 
 
-def zeros_placed_as(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def zeros_sharded_like(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros of another shape with as many dims, placed on the mesh as ``tensor`` is if that is a DTensor.
 
     Where a dim is shorter than the axis that shards it, the last ranks are empty.

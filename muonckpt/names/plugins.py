@@ -9,7 +9,7 @@ from .errors import SourceError
 Given = TypeVar("Given")
 
 
-def of_plugins(group: str, kind: type[Given], of: str) -> dict[str, Given]:
+def load_plugins(group: str, kind: type[Given], of: str) -> dict[str, Given]:
     """Import the values that plug-ins give in a group of entry points, by the names that messages use.
 
     Args:

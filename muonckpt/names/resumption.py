@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any, NamedTuple
 
-from .vocabulary import ALGORITHM, BEGIN_AS_ZEROS, CONVENTION, FUSION, PARAMS, of_fused
+from .vocabulary import ALGORITHM, CONVENTION, FUSION, PARAMS, ZERO_SLOTS, depends_on_fusion
 from .wording import unnumbered
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
@@ -24,9 +24,9 @@ GONE = "only in the checkpoint"
 UNGROUPED = "in no parameter group of the checkpoint, so that nothing says their rates and decay"
 
 
-def meaning(slots: Collection[str]) -> tuple[str, ...]:
+def meaning_options(slots: Collection[str]) -> tuple[str, ...]:
     """Return the options of a parameter group on which the meaning of state in these slots depends."""
-    return (ALGORITHM, CONVENTION, *(FUSION if any(map(of_fused, slots)) else ()))
+    return (ALGORITHM, CONVENTION, *(FUSION if any(map(depends_on_fusion, slots)) else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Globs:
     def match(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
-    def idle(self, names: Iterable[str]) -> list[str]:
+    def unmatched(self, names: Iterable[str]) -> list[str]:
         """Return the globs that match none of these names."""
         names = list(names)
         return [pattern for pattern in self.patterns if not any(fnmatchcase(name, pattern) for name in names)]
@@ -77,7 +77,7 @@ class Extra(Globs):
         return cls(given)
 
     @property
-    def everything(self) -> bool:
+    def matches_all(self) -> bool:
         return "*" in self.patterns
 
 
@@ -141,8 +141,8 @@ CAST = (
 KEPT = "Their state is kept where names, groups and rules are those of the saved run"
 
 
-def differences_told(differences: Mapping[str, str], names: Collection[str]) -> str:
-    """Return a message that lists what differs, by reason and name; arguments as `differences_listed`."""
+def describe_differences(differences: Mapping[str, str], names: Collection[str]) -> str:
+    """Return a message that lists what differs, by reason and name; arguments as `explain_differences`."""
     parts = [
         f"{reason}: {', '.join(in_globs(members, set(names) - {*members}))}"
         for reason, members in _by_reason(differences).items()
@@ -158,7 +158,7 @@ def _by_reason(differences: Mapping[str, str]) -> defaultdict[str, list[str]]:
     return of_reason
 
 
-def differences_listed(
+def explain_differences(
     differences: Mapping[str, str], names: Collection[str], cure: str, kept: str = KEPT, cast: str = CAST
 ) -> str:
     """Return a message that lists what differs, by reason and name, and says what to do.
@@ -172,14 +172,14 @@ def differences_listed(
     """
     of_reason = _by_reason(differences)
     globs = in_globs(differences, set(names) - differences.keys())
-    wrapped = inserted_parts(of_reason[NEW], of_reason[GONE])
-    told = f"{differences_told(differences, names)}{f'. {wrapped}' if wrapped else ''}"
+    wrapped = describe_wrappers(of_reason[NEW], of_reason[GONE])
+    told = f"{describe_differences(differences, names)}{f'. {wrapped}' if wrapped else ''}"
     if all(UNCAST in reason for reason in differences.values()):  # something else keeps all of it
         return f"{told}. {cast}"
     if kept == KEPT and {*differences.values()} == {NEW} and not wrapped:
         kept = "It has none to lose"
     for family, kind in (("adamw", "other"), ("muon", "matrix")):
-        if members := of_reason.get(said_otherwise("algorithm", family, "muon" if family == "adamw" else "adamw")):
+        if members := of_reason.get(option_difference("algorithm", family, "muon" if family == "adamw" else "adamw")):
             rule = f"Rule({kind!r}, {tuple(in_globs(members, set(names) - {*members}))!r})"
             kept += f", as by rules=[[{rule}], RULES] where RULES are those given now"
     return f"{told}. {kept}. To go on without their state: {cure.format(f'fresh={globs!r}')}"
@@ -195,7 +195,7 @@ IN_A_TRAINER = " (in a trainer, to muon(...), MuonckptStrategy(...) or MuonckptM
 """Where ``fresh`` is given to what loads without being asked by the user."""
 
 
-def inserted_parts(mine: Collection[str], theirs: Collection[str]) -> str | None:
+def describe_wrappers(mine: Collection[str], theirs: Collection[str]) -> str | None:
     """Return what wrappers have put into the names of one side, and the cure; None if that is not why they differ.
 
     Args:
@@ -215,7 +215,7 @@ def inserted_parts(mine: Collection[str], theirs: Collection[str]) -> str | None
     return None
 
 
-def moved_parts(
+def match_subtrees(
     mine: Collection[tuple[Any, ...]], theirs: Collection[tuple[Any, ...]]
 ) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
     """Return the places, here and there, of parts that are the same but for what stands before them.
@@ -264,7 +264,7 @@ def _inserted(longer: set[str], shorter: set[str]) -> tuple[str, str] | None:
     return None
 
 
-def said_otherwise(option: str, then: Any, now: Any) -> str:
+def option_difference(option: str, then: Any, now: Any) -> str:
     """Return why state does not fit: an option of its group differs."""
     if option == ALGORITHM:
         return f"moved from {then!r} to {now!r}"
@@ -352,7 +352,7 @@ class ParameterMatcher:
                 if begun := [slot for slot in parameter.slots if not self.is_zeroed(parameter, slot)]:
                     faults.append(
                         f"{name!r} cannot start fresh: it is not known how its {', '.join(begun)} begins, only that "
-                        f"tensors {', '.join(sorted(BEGIN_AS_ZEROS))} begin as zeros; load it"
+                        f"tensors {', '.join(sorted(ZERO_SLOTS))} begin as zeros; load it"
                     )
             elif reason:
                 differences[name] = reason
@@ -386,11 +386,11 @@ class ParameterMatcher:
         if any(self._differing_options(first, number) for number in others):
             return "in several parameter groups of the checkpoint, with different options"
         # State that means something else often has another form as well, and the meaning is why.
-        for option in meaning(saved.slots):
+        for option in meaning_options(saved.slots):
             if option in live.options and option in saved.options:
                 then, now = as_tuples(saved.options[option]), as_tuples(live.options[option])
                 if then != now:
-                    return said_otherwise(option, then, now)
+                    return option_difference(option, then, now)
         here, there = live.slots.keys(), saved.slots.keys()
         if here != there and not (self.partial and here <= there):
             return f"with {', '.join(sorted(there))} in the checkpoint, expected {', '.join(sorted(here)) or 'nothing'}"

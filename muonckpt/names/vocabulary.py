@@ -45,24 +45,24 @@ BY_RANK = "by_rank"
 PARAMS = "params"
 """The option of a parameter group that lists its parameters, as in torch's optimizers."""
 
-GIVEN: Mapping[str, str] = MappingProxyType(
+GIVEN_KEYS: Mapping[str, str] = MappingProxyType(
     {option: f"given_{option}" for option in ("lr", "weight_decay", "momentum", "betas", "beta2")}
 )
 """Options of state dicts that say what the code gave, where a schedule has changed the option (the key) since."""
 
-OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+SCHEDULER_OPTIONS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """Options that torch's schedulers write to parameter groups for themselves."""
 
-SCHEDULED = OF_SCHEDULERS | {*GIVEN.values()}
+HISTORY_OPTIONS = SCHEDULER_OPTIONS | {*GIVEN_KEYS.values()}
 """Options that no update reads, and that tell how schedules got where they are."""
 
-OF_THE_RUN = frozenset({"lr", "weight_decay", "momentum", "betas"})
+RUN_OPTIONS = frozenset({"lr", "weight_decay", "momentum", "betas"})
 """Options that schedules change during a run, so that no other run can stand in for a checkpoint that lacks them."""
 
 ELEMENTWISE = frozenset({EXP_AVG, EXP_AVG_SQ})
 """Slots of which no rank needs a whole tensor, because no element's update depends on another element."""
 
-BEGIN_AS_ZEROS = frozenset({MOMENTUM, SECOND_MOMENT, EXP_AVG, EXP_AVG_SQ, STEP})
+ZERO_SLOTS = frozenset({MOMENTUM, SECOND_MOMENT, EXP_AVG, EXP_AVG_SQ, STEP})
 """Slots that are zeros before a parameter's first update, whichever program's."""
 
 ALGORITHM = "algorithm"
@@ -71,24 +71,24 @@ ALGORITHM = "algorithm"
 CONVENTION = "convention"
 """The option by which a group of matrices names the `Convention` of its momentum."""
 
-OURS = frozenset({ALGORITHM, "cautious"})
+OUR_OPTIONS = frozenset({ALGORITHM, "cautious"})
 """Options that every parameter group of our optimizer has, and together none of another program."""
 
 
 def has_our_options(keys: Iterable[str]) -> bool:
     """Return whether keys of a state dict, or of a checkpoint, have the options of our optimizer."""
     options = {key.rpartition(".")[2] for key in keys}
-    return "convention" in options or options >= OURS
+    return "convention" in options or options >= OUR_OPTIONS
 
 
 def begins_as_zeros(slot: str, options: Collection[str]) -> bool:
     """Return whether a slot is zeros before the first update, given the options of its group: in our optimizer all but
     masters are, whatever the method.
     """
-    return slot in BEGIN_AS_ZEROS or ({*options} >= OURS and slot != MASTER)
+    return slot in ZERO_SLOTS or ({*options} >= OUR_OPTIONS and slot != MASTER)
 
 
-def of_fused(slot: str) -> bool:
+def depends_on_fusion(slot: str) -> bool:
     """Return whether the meaning of a slot depends on which matrices are fused in the parameter: unless it is kept for
     each element by itself, or counts steps.
     """

@@ -44,7 +44,7 @@ def common_name(names: Sequence[str]) -> str:
     return LAYER_NUMBER.sub(lambda _: next(numbers), names[0])
 
 
-def likely_heads(names: Sequence[str], matrices: Sequence[str]) -> set[str]:
+def find_heads(names: Sequence[str], matrices: Sequence[str]) -> set[str]:
     """Return which of these names likely are output heads: the last that no other layer repeats, or else a list of
     layers alike at the end of all ``matrices``, of which others are left.
     """

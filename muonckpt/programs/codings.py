@@ -22,14 +22,14 @@ class Coding:
     """A program's encoding of common options, where that takes more than another name.
 
     Attributes:
-        own: the program's options.
+        options: the program's own.
         common: the common options that they mean.
         read: returns the common options that own ones mean for a parameter of this shape.
         write: returns the own options for known common ones; None if the program cannot say them.
         optional: whether a group may lack the own options.
     """
 
-    own: tuple[str, ...]
+    options: tuple[str, ...]
     common: tuple[str, ...]
     read: Callable[[OptionValues, Index], OptionValues]
     write: Callable[[OptionValues, Index], OptionValues | None]

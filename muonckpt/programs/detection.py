@@ -68,7 +68,7 @@ class Keys:
 _FORMS = (NESTED, NUMBERED, FLAT)
 
 
-def under(dialect: Dialect, keys: Keys) -> Dialect:
+def dialect_at(dialect: Dialect, keys: Keys) -> Dialect:
     """Return the dialect with templates for these places; itself if nothing changes.
 
     Megatron's keys are not of torch's forms, and have no roots.
@@ -98,7 +98,7 @@ ROOTS = ("model", "optimizer")
 """Parts of a target that can be given another root."""
 
 
-def placed(dialect: Dialect, form: str | None, roots: Mapping[str, str]) -> Dialect:
+def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str]) -> Dialect:
     """Return the dialect with its optimizer in keys of this form, and model and optimizer under these roots.
 
     Args:
@@ -119,7 +119,7 @@ def placed(dialect: Dialect, form: str | None, roots: Mapping[str, str]) -> Dial
         raise TargetError(f"--keys: {dialect.name} knows parameters by number, and flat keys have names")
     model = ModelPlace(_path(roots["model"])) if "model" in roots else None
     optimizer = OptimizerPlace(_path(roots.get("optimizer", "optimizer")), flat=flat)
-    return under(dialect, Keys((optimizer,), model, frozenset({optimizer} if dialect.numbered else ())))
+    return dialect_at(dialect, Keys((optimizer,), model, frozenset({optimizer} if dialect.numbered else ())))
 
 
 def _path(root: str) -> KeyPath:
@@ -223,7 +223,7 @@ def detect(manifest: Manifest) -> Detected:
     """
     entries = [*((t.key, t.path) for t in manifest.tensors), *((b.key, b.path) for b in manifest.blobs)]
     for dialect in DIALECTS.values():
-        if dialect.own_keys and (example := _first(dialect, entries)):
+        if dialect.unique_keys and (example := _first(dialect, entries)):
             return Detected(dialect, (f"its state is under keys such as {example!r}",))
     keys = keys_of(manifest)
     if keys.optimizers:
@@ -235,17 +235,17 @@ def detect(manifest: Manifest) -> Detected:
     roots = {tensor.path[:-1] for tensor in manifest.tensors}
     if len(roots) == 1 and (root := roots.pop())[-1:] in (("model",), ("state_dict",)):
         place = ModelPlace(root)
-        return Detected(under(DIALECTS["dcp"], Keys(model=place)), (f"weights only, under {str(place)!r}",))
+        return Detected(dialect_at(DIALECTS["dcp"], Keys(model=place)), (f"weights only, under {str(place)!r}",))
     raise SourceError(f"the keys are not those of a known dialect ({', '.join(DIALECTS)}); {_NAME_IT}")
 
 
-def named(manifest: Manifest, dialect: Dialect) -> Detected:
+def locate_dialect(manifest: Manifest, dialect: Dialect) -> Detected:
     """Return the dialect that the user names, with templates for where its keys lie.
 
     Raises:
         SourceError: nothing says which of several places is that of the model.
     """
-    return Detected(under(dialect, keys_of(manifest)), ("--from names it",))
+    return Detected(dialect_at(dialect, keys_of(manifest)), ("--from names it",))
 
 
 def with_slots(manifest: Manifest) -> Manifest:
@@ -324,14 +324,14 @@ def _by_marks(keys: Keys) -> Detected:
         named = ", ".join(f"{name} ({why})" for name, why in claims.marks.items())
         raise SourceError(f"{reason}, and marks of more than one program: {named}; {_NAME_IT}")
     for name, why in claims.marks.items():
-        return Detected(under(programs[name], keys), (reason, why))
+        return Detected(dialect_at(programs[name], keys), (reason, why))
     return _of_no_program(keys, reason, *claims.void or ("no slot or option is written by one program only",))
 
 
 def _of_no_program(keys: Keys, *reasons: str) -> Detected:
     """Return the dialect of torch's keys that nobody knows the program of."""
     numbered = keys.numbered and keys.numbered == {*keys.optimizers}
-    return Detected(under(DIALECTS["fully_shard" if numbered else "dcp"], keys), reasons)
+    return Detected(dialect_at(DIALECTS["fully_shard" if numbered else "dcp"], keys), reasons)
 
 
 def _claims(keys: Keys, dialects: Mapping[str, Dialect]) -> _Claims:
@@ -343,7 +343,7 @@ def _claims(keys: Keys, dialects: Mapping[str, Dialect]) -> _Claims:
         unknown = dict.fromkeys(option for group in groups for option in dialect.options.unknown_options(group))
         for mark in dialect.marks:
             if mark.closed:
-                at_home = keys.model is not None and under(dialect, keys) is dialect
+                at_home = keys.model is not None and dialect_at(dialect, keys) is dialect
                 with_momentum = any(words & group for group in groups)
                 complete = with_momentum and all(dialect.options.always.keys() <= group for group in groups)
                 if complete and not unknown and (at_home or not mark.at_home):
@@ -367,7 +367,7 @@ def _voided(sign: str, unknown: Iterable[str]) -> str:
     return f"{sign}, but also {options}, which that never writes, so another program wrote it; {_NAME_IT}"
 
 
-def confirmed(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str, Any]]) -> Detected:
+def confirm(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str, Any]]) -> Detected:
     """Return the program that keys tell if the values of its groups' options are of its kinds; otherwise none."""
     dialect = detected.dialect
     if not dialect.options.closed:

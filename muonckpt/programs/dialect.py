@@ -13,7 +13,7 @@ from ..algebra.box import Index
 from ..names.errors import SourceError
 from ..names.keys import PARAM_GROUPS, STATE, OptimizerPlace, key_of
 from ..names.state_forms import stored_slot
-from ..names.vocabulary import PARAMS, SCHEDULED, Convention, KeyPath
+from ..names.vocabulary import HISTORY_OPTIONS, PARAMS, Convention, KeyPath
 from .codings import Coding
 from .signs import COMMON_FILE
 
@@ -242,7 +242,7 @@ TRIPLES = OptionKind("three numbers, or three for each step", lambda value: _are
 COUNTS = OptionKind("whole numbers", lambda value: isinstance(value, list | tuple) and all(map(COUNT.includes, value)))
 
 _ADDED: Mapping[str, OptionKind] = MappingProxyType(
-    {PARAMS: ANYTHING, "param_names": ANYTHING, "name": ANYTHING, **dict.fromkeys(SCHEDULED, ANYTHING)}
+    {PARAMS: ANYTHING, "param_names": ANYTHING, "name": ANYTHING, **dict.fromkeys(HISTORY_OPTIONS, ANYTHING)}
 )
 """Options that state dicts, schedulers and users add to the groups of any program."""
 
@@ -319,7 +319,7 @@ class Dialect:
         methods: the update methods, in the order in which they are tried.
         options: what its groups have; they tell the groups with momentum for which the convention holds.
         marks: each of them alone tells the program.
-        own_keys: whether the form of its keys tells the program.
+        unique_keys: whether the form of its keys tells the program.
         derived: slots that the program can compute again; they are left out when another dialect is written.
         method_option: the group option that names the method; None if the slots tell it.
         takes_methods: whether this option may name methods that are not listed, as users give the program their own.
@@ -348,7 +348,7 @@ class Dialect:
     methods: tuple[StoredMethod, ...]
     options: OptionTable = OptionTable()
     marks: tuple[Mark, ...] = ()
-    own_keys: bool = False
+    unique_keys: bool = False
     derived: frozenset[str] = frozenset()
     method_option: str | None = None
     takes_methods: bool = False

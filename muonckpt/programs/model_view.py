@@ -102,7 +102,7 @@ class StoredParameter:
         return self.weight.shape if self.weight else max((t.shape for t in self.state.values()), key=math.prod)
 
     @property
-    def alike(self) -> tuple[str, Index]:
+    def layer_pattern(self) -> tuple[str, Index]:
         """Return what it has in common with its siblings in other layers; the number of a parameter is no layer's."""
         return self.name if self.name.isdecimal() else unnumbered(self.name), self.shape
 

@@ -15,8 +15,8 @@ from ..names.vocabulary import (
     MASTER,
     MOMENTUM,
     MUON_CONVENTION,
-    OF_THE_RUN,
-    OURS,
+    OUR_OPTIONS,
+    RUN_OPTIONS,
     SECOND_MOMENT,
     STEP,
 )
@@ -58,10 +58,10 @@ def _method(name: str, extra: Mapping[str, str]) -> StoredMethod:
     return StoredMethod(
         name,
         {**SLOTS[name], **extra},
-        {_COMMON.get(option, option): option for option in defaults.keys() - {*coding.own, *_CONVENTION}},
+        {_COMMON.get(option, option): option for option in defaults.keys() - {*coding.options, *_CONVENTION}},
         (coding,),
         _CONVENTION if matrices else {},
-        {option: value for option, value in defaults.items() if option not in OF_THE_RUN | {*_CONVENTION}},
+        {option: value for option, value in defaults.items() if option not in RUN_OPTIONS | {*_CONVENTION}},
     )
 
 
@@ -79,7 +79,7 @@ PROGRAM = Dialect(
         | dict.fromkeys(("nesterov", "cautious"), FLAG)
         | {"algorithm": TEXT, "ns_steps": COUNT, "betas": PAIR},
     ),
-    marks=(Mark(options={"convention"}), Mark(options=OURS)),
+    marks=(Mark(options={"convention"}), Mark(options=OUR_OPTIONS)),
     method_option="algorithm",
     takes_methods=True,
     names_option="param_names",

@@ -16,7 +16,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from ..names.errors import SourceError, TargetError
-from ..names.plugins import of_plugins
+from ..names.plugins import load_plugins
 from . import deepspeed, dion, megatron, moonlight, ours, titan, torch, veomni, xtuner
 from .dialect import Dialect
 
@@ -54,7 +54,7 @@ def with_plugins() -> Mapping[str, Dialect]:
 def _with_plugins(path: tuple[str, ...]) -> Mapping[str, Dialect]:
     """Return all programs.  Cached for this path, as looking through what is installed takes milliseconds."""
     programs = dict(DIALECTS)
-    for plugin, dialect in of_plugins(ENTRY_POINTS, Dialect, "programs").items():
+    for plugin, dialect in load_plugins(ENTRY_POINTS, Dialect, "programs").items():
         if dialect.name in programs:
             raise SourceError(f"the {plugin} for programs: there is a program {dialect.name!r} already; uninstall it")
         programs[dialect.name] = dialect

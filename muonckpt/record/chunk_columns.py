@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..algebra.box import MOST_ELEMENTS
+from ..algebra.box import MAX_ELEMENTS
 from ..names.errors import DamageError, LayoutError
 from .chunks import Boxes, Chunks, columns_of
 from .columns import UNKNOWN, Column, Columns, ColumnsBuilder, check_name
@@ -82,7 +82,7 @@ class ColumnReader:
         if len(self._lists[0]) >= _BLOCK:
             self._flush()
 
-    def finished(self) -> list[Chunks]:
+    def chunks(self) -> list[Chunks]:
         """The chunks of each tensor.
 
         Raises:
@@ -90,7 +90,7 @@ class ColumnReader:
             SourceError: a range of bytes ends too far away.
         """
         self._flush()
-        columns = self._builder.finished()
+        columns = self._builder.build()
         return [Chunks(columns, *place) for place in self._places]
 
     def _boxes(self, number: Any, ndim: int) -> Boxes:
@@ -132,8 +132,8 @@ def _boxes(los: list[Any], his: list[Any], ndim: int) -> Boxes:
     if set(map(type, numbers)) - {int} or min(numbers, default=0) < 0:  # a bool is not an integer
         wrong = next(number for number in numbers if type(number) is not int or number < 0)
         raise TypeError(f"expected an integer >= 0, got {wrong!r:.200}")
-    if max(numbers, default=0) > MOST_ELEMENTS:
-        raise DamageError(f"damaged manifest: expected sizes and offsets up to {MOST_ELEMENTS}, found {max(numbers)}")
+    if max(numbers, default=0) > MAX_ELEMENTS:
+        raise DamageError(f"damaged manifest: expected sizes and offsets up to {MAX_ELEMENTS}, found {max(numbers)}")
     try:
         return Boxes.of(*np.array(numbers, np.int64).reshape(2, len(los), ndim))
     except LayoutError as error:
@@ -149,11 +149,11 @@ def _numbers(name: str, listed: list[Any]) -> Column:
     try:
         column = np.array(known, np.int64)
     except OverflowError:
-        raise DamageError(f"damaged manifest: {name}: expected numbers up to {MOST_ELEMENTS}, found more") from None
+        raise DamageError(f"damaged manifest: {name}: expected numbers up to {MAX_ELEMENTS}, found more") from None
     if np.count_nonzero(column < 0) != unknown:
         raise TypeError(f"{name}: expected integers >= 0, got {column.min()}")
-    if len(column) and column.max() > MOST_ELEMENTS:
-        raise DamageError(f"damaged manifest: {name}: expected numbers up to {MOST_ELEMENTS}, found {column.max()}")
+    if len(column) and column.max() > MAX_ELEMENTS:
+        raise DamageError(f"damaged manifest: {name}: expected numbers up to {MAX_ELEMENTS}, found {column.max()}")
     return column
 
 

@@ -16,7 +16,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from ..algebra.box import MOST_ELEMENTS, Box, Index
+from ..algebra.box import MAX_ELEMENTS, Box, Index
 from ..algebra.layout import Buffer, Fragment, Place, TensorLayout, dense
 from ..names.errors import LayoutError, SourceError
 from .columns import UNKNOWN, Column, Columns, ColumnsBuilder, Row, check_name
@@ -36,7 +36,7 @@ class Extent:
 
     def __post_init__(self) -> None:
         check_name(self.file)
-        if self.offset < 0 or self.length < 0 or self.offset + self.length > MOST_ELEMENTS:
+        if self.offset < 0 or self.length < 0 or self.offset + self.length > MAX_ELEMENTS:
             raise SourceError(f"refused byte range {self.offset}+{self.length} of {self.file!r}")
 
     @property
@@ -86,10 +86,10 @@ class Boxes(Sequence[Box]):
     @classmethod
     def of(cls, lo: Column, hi: Column) -> Boxes:
         """The boxes with these corners, which nobody may change afterwards."""
-        if len(wrong := np.flatnonzero(((lo < 0) | (hi < lo) | (hi > MOST_ELEMENTS)).any(axis=1))):
+        if len(wrong := np.flatnonzero(((lo < 0) | (hi < lo) | (hi > MAX_ELEMENTS)).any(axis=1))):
             Box(tuple(lo[wrong[0]].tolist()), tuple(hi[wrong[0]].tolist()))  # says what is wrong
-        if ((hi - lo).prod(axis=1, dtype=np.float64) > MOST_ELEMENTS).any():
-            raise LayoutError(f"expected boxes of at most {MOST_ELEMENTS} elements, found more")
+        if ((hi - lo).prod(axis=1, dtype=np.float64) > MAX_ELEMENTS).any():
+            raise LayoutError(f"expected boxes of at most {MAX_ELEMENTS} elements, found more")
         numel = (hi - lo).prod(axis=1)
         return cls(lo, hi, numel, int(numel.sum()), hash((lo.shape, lo.tobytes(), hi.tobytes())))
 
@@ -106,7 +106,7 @@ class Boxes(Sequence[Box]):
     def ndim(self) -> int:
         return int(self.lo.shape[1])
 
-    def taken(self, numbers: NDArray[np.int64]) -> Boxes:
+    def select(self, numbers: NDArray[np.int64]) -> Boxes:
         """The boxes with these numbers."""
         return Boxes.of(self.lo[numbers], self.hi[numbers])
 
@@ -132,7 +132,7 @@ class Boxes(Sequence[Box]):
     def __getitem__(self, index: slice) -> Boxes: ...
     def __getitem__(self, index: int | slice) -> Box | Boxes:
         if isinstance(index, slice):
-            return self.taken(np.arange(len(self))[index])
+            return self.select(np.arange(len(self))[index])
         return Box(tuple(self.lo[index].tolist()), tuple(self.hi[index].tolist()))
 
     def __iter__(self) -> Iterator[Box]:
@@ -197,13 +197,13 @@ class Chunks(Sequence[Chunk]):
         files = map(columns.names.__getitem__, columns.file[span].tolist())
         return list(files), columns.item[span].tolist(), columns.item_length(span).tolist()
 
-    def only(self, numbers: Sequence[int]) -> Chunks:
+    def select(self, numbers: Sequence[int]) -> Chunks:
         """The chunks with these numbers, which rise."""
         if len(numbers) == len(self):
             return self
         chosen = np.array(numbers, np.int64)
         strides = self.strides and tuple(self.strides[number] for number in numbers)
-        return Chunks(self.columns.taken(self.start + chosen), 0, self.boxes.taken(chosen), strides)
+        return Chunks(self.columns.select(self.start + chosen), 0, self.boxes.select(chosen), strides)
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -214,7 +214,7 @@ class Chunks(Sequence[Chunk]):
     def __getitem__(self, index: slice) -> Chunks: ...
     def __getitem__(self, index: int | slice) -> Chunk | Chunks:
         if isinstance(index, slice):
-            return self.only(range(len(self))[index])
+            return self.select(range(len(self))[index])
         number = range(len(self))[index]
         (row,) = self.columns.rows(self.start + number, self.start + number + 1)
         return _chunk(self.boxes[number], row, None if self.strides is None else self.strides[number])
@@ -283,7 +283,7 @@ def columns_of(every: Iterable[Chunks]) -> Columns:
     if not builder.rows and stop - start == len(run):
         return run
     builder.add(run, start, stop)
-    return builder.finished()
+    return builder.build()
 
 
 def on_columns(every: Iterable[Chunks], columns: Columns, start: int = 0) -> list[Chunks]:
@@ -295,11 +295,11 @@ def on_columns(every: Iterable[Chunks], columns: Columns, start: int = 0) -> lis
     return moved
 
 
-def chunks_numbered(every: Sequence[tuple[Chunks, tuple[int, ...]]]) -> list[Chunks]:
+def select_chunks(every: Sequence[tuple[Chunks, tuple[int, ...]]]) -> list[Chunks]:
     """Select chunks of many tensors by their numbers, which rise, and put them on columns that they share."""
     starts = np.cumsum([0, *(len(chunks) for chunks, _ in every)])
     rows = np.concatenate([[0], *(start + np.array(own) for start, (_, own) in zip(starts, every, strict=False))])
-    columns = columns_of(chunks for chunks, _ in every).taken(rows[1:].astype(np.int64))
+    columns = columns_of(chunks for chunks, _ in every).select(rows[1:].astype(np.int64))
     taken, start = [], 0
     for chunks, numbers in every:
         strides = chunks.strides and tuple(chunks.strides[number] for number in numbers)
@@ -311,7 +311,7 @@ def chunks_numbered(every: Sequence[tuple[Chunks, tuple[int, ...]]]) -> list[Chu
 @lru_cache(maxsize=1024)
 def _some_boxes(boxes: Boxes, numbers: tuple[int, ...]) -> Boxes:
     """Cached: the tensors of a model have few geometries."""
-    return boxes.taken(np.array(numbers, np.int64))
+    return boxes.select(np.array(numbers, np.int64))
 
 
 @lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..algebra.box import MOST_ELEMENTS
+from ..algebra.box import MAX_ELEMENTS
 from ..names.errors import SourceError
 
 _COMPONENT = re.compile(r"[^./\\][^/\\]{0,254}")
@@ -76,10 +76,10 @@ class Columns:
 
     def __post_init__(self) -> None:
         assert {*map(len, self.arrays)} == {len(self.file)}, "a row has a value in each column"
-        if not len(self) or int(self.item.max()) + 2 * int(np.abs(self.frames).max()) <= MOST_ELEMENTS:
+        if not len(self) or int(self.item.max()) + 2 * int(np.abs(self.frames).max()) <= MAX_ELEMENTS:
             return  # and no column had to be made for that
         for offset, length in ((self.item, self.item_length()), (self.payload(), self.payload_length())):
-            if len(far := np.flatnonzero(offset + length > MOST_ELEMENTS)):
+            if len(far := np.flatnonzero(offset + length > MAX_ELEMENTS)):
                 raise SourceError(f"refused byte range {offset[far[0]]}+{length[far[0]]}")
 
     @classmethod
@@ -157,7 +157,7 @@ class Columns:
     def _of_frames(self, which: int, rows: Rows) -> Column:
         return np.asarray(self.frames[self.frame[rows], which])
 
-    def taken(self, numbers: slice | Column) -> Columns:
+    def select(self, numbers: slice | Column) -> Columns:
         """The rows with these numbers."""
         file, item, frame, *others = (column[numbers] for column in self.arrays)
         return Columns(self.names, file, item, frame, self.frames, *others)
@@ -236,7 +236,7 @@ class ColumnsBuilder:
             grown += np.ascontiguousarray(column).data.cast("B") if column.size else b""
         self.rows += stop - start
 
-    def finished(self) -> Columns:
+    def build(self) -> Columns:
         """All rows, in the order in which they were added."""
         pairs = zip(self._grown, _NO_ROWS.arrays, strict=True)
         file, item, frame, *others = (

@@ -31,7 +31,7 @@ def names_of(tensors: Iterable[StateRecord]) -> Names:
     return names
 
 
-def keys_meant(word: str, keys: Sequence[str], names: Names = _NO_NAMES) -> list[str]:
+def find_keys(word: str, keys: Sequence[str], names: Names = _NO_NAMES) -> list[str]:
     """Return the keys that a word stands for; none if it stands for nothing.
 
     They are the key itself; or those that match it as a shell pattern; or those that end with it, from a dot on; or
@@ -53,13 +53,13 @@ def keys_meant(word: str, keys: Sequence[str], names: Names = _NO_NAMES) -> list
     )
 
 
-def key_meant(word: str, keys: Sequence[str], names: Names = _NO_NAMES, what: str = "tensor", where: str = "") -> str:
+def find_key(word: str, keys: Sequence[str], names: Names = _NO_NAMES, what: str = "tensor", where: str = "") -> str:
     """Return the one key that a word stands for.
 
     Raises:
         TargetError: it is none, and then the message names the closest ones; or several, and then it lists them.
     """
-    found = keys_meant(word, keys, names)
+    found = find_keys(word, keys, names)
     if not found:
         raise TargetError(f"no {what} {word!r}{where}{did_you_mean(word, [*keys])}")
     if len(found) > 1:
@@ -67,7 +67,7 @@ def key_meant(word: str, keys: Sequence[str], names: Names = _NO_NAMES, what: st
     return found[0]
 
 
-def keys_matching(
+def match_keys(
     words: Sequence[str], keys: Sequence[str], names: Names = _NO_NAMES, what: str = "tensor", where: str = ""
 ) -> set[str]:
     """Return the keys that these words stand for; all of them if there are no words.
@@ -77,7 +77,7 @@ def keys_matching(
     """
     matching = set[str]() if words else {*keys}
     for word in words:
-        found = keys_meant(word, keys, names)
+        found = find_keys(word, keys, names)
         if not found:
             raise TargetError(f"no {what} matches {word!r}{where}{did_you_mean(word, [*keys])}")
         if len(found) > 1 and not {*word} & {*"*?["}:

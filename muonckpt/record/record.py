@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..algebra.box import MOST_DIMS, MOST_ELEMENTS, Index
+from ..algebra.box import MAX_DIMS, MAX_ELEMENTS, Index
 from ..algebra.layout import TensorLayout
 from ..names.errors import DamageError, LayoutError, SourceError, about
 from ..names.vocabulary import Convention, KeyPath
 from .chunk_columns import ColumnReader, ColumnWriter
-from .chunks import Boxes, Chunk, Chunks, Extent, chunks_numbered, columns_of, layout_in_boxes, no_chunks, on_columns
+from .chunks import Boxes, Chunk, Chunks, Extent, columns_of, layout_in_boxes, no_chunks, on_columns, select_chunks
 from .columns import Column, Columns
 from .json_fields import (
     all_integers,
@@ -111,9 +111,9 @@ class StateRecord:
     fingerprint: str | None = None
 
     def __post_init__(self) -> None:
-        if len(self.shape) > MOST_DIMS or math.prod(self.shape) > MOST_ELEMENTS:
+        if len(self.shape) > MAX_DIMS or math.prod(self.shape) > MAX_ELEMENTS:
             raise SourceError(
-                f"tensor {self.key!r}: expected at most {MOST_DIMS} dims and {MOST_ELEMENTS} elements, found more"
+                f"tensor {self.key!r}: expected at most {MAX_DIMS} dims and {MAX_ELEMENTS} elements, found more"
             )
         if self.boxes.ndim != len(self.shape):
             raise LayoutError(
@@ -125,7 +125,7 @@ class StateRecord:
 
     def without_empty_chunks(self) -> StateRecord:
         """Return the tensor without the chunks that have no elements: some ranks write a file of nothing else."""
-        return replace(self, chunks=self.chunks.only(np.flatnonzero(self.boxes.numel > 0).tolist()))
+        return replace(self, chunks=self.chunks.select(np.flatnonzero(self.boxes.numel > 0).tolist()))
 
     def chunk_layout(self) -> TensorLayout:
         """The tensor's layout in the checkpoint: buffer 3 is the payload of chunk 3.
@@ -145,7 +145,7 @@ class StateRecord:
 def with_chunks(tensors: Sequence[StateRecord], numbers: Sequence[Sequence[int]]) -> list[StateRecord]:
     """Return tensors with the chunks of these numbers alone, which rise, on columns that they share."""
     pairs = zip(tensors, numbers, strict=True)
-    selected = chunks_numbered([(tensor.chunks, tuple(of_tensor)) for tensor, of_tensor in pairs])
+    selected = select_chunks([(tensor.chunks, tuple(of_tensor)) for tensor, of_tensor in pairs])
     return [replace(tensor, chunks=chunks) for tensor, chunks in zip(tensors, selected, strict=True)]
 
 
@@ -180,16 +180,16 @@ class Manifest:
         """The number of elements of each chunk, in the order of `columns`."""
         return np.concatenate([np.zeros(0, np.int64), *(tensor.boxes.numel for tensor in self.tensors)])
 
-    def moved(self, name_of: Callable[[str], str]) -> Manifest:
+    def renamed(self, name_of: Callable[[str], str]) -> Manifest:
         """The same tensors and items in files of other names.
 
         Raises:
             SourceError: a name is refused.
         """
         blobs = (replace(blob, item=replace(blob.item, file=name_of(blob.item.file))) for blob in self.blobs)
-        return replace(self.on(self.columns.renamed(name_of)), blobs=tuple(blobs))
+        return replace(self.on_columns(self.columns.renamed(name_of)), blobs=tuple(blobs))
 
-    def on(self, columns: Columns, start: int = 0) -> Manifest:
+    def on_columns(self, columns: Columns, start: int = 0) -> Manifest:
         """The same tensors, whose chunks are in the rows of these columns from ``start`` on."""
         chunks = on_columns((tensor.chunks for tensor in self.tensors), columns, start)
         tensors = (replace(tensor, chunks=own) for tensor, own in zip(self.tensors, chunks, strict=True))
@@ -396,7 +396,7 @@ def _tensors(
             read += zip(*values.values(), strict=True)
     return tuple(
         StateRecord(key, path, shape, dtype, chunks, *rest)
-        for (key, path, shape, dtype, *rest), chunks in zip(read, reader.finished(), strict=True)
+        for (key, path, shape, dtype, *rest), chunks in zip(read, reader.chunks(), strict=True)
     )
 
 

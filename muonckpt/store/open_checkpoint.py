@@ -224,7 +224,7 @@ class TensorReader:
 
     def _chunks(self, tensor: StateRecord, box: Box) -> list[Chunk]:
         needed = [(number, own.lo) for number, own in enumerate(tensor.boxes) if own & box]
-        fresh = tensor.chunks.only([number for number, lo in needed if (tensor.key, lo) not in self._located])
+        fresh = tensor.chunks.select([number for number, lo in needed if (tensor.key, lo) not in self._located])
         (located,) = self._reader.locate((replace(tensor, chunks=fresh),))
         self._located.update({(tensor.key, chunk.box.lo): chunk for chunk in located.chunks})
         return [self._located[tensor.key, lo] for _, lo in needed]
@@ -515,7 +515,9 @@ class OpenCheckpoint:
             except SourceError as error:
                 if len(tensor.chunks) > 1:  # one of them: find out which
                     numbers = range(len(tensor.chunks))
-                    parts = (locate_chunks(replace(tensor, chunks=tensor.chunks.only([number]))) for number in numbers)
+                    parts = (
+                        locate_chunks(replace(tensor, chunks=tensor.chunks.select([number]))) for number in numbers
+                    )
                     chunks = chain.from_iterable(part.chunks for part in parts)
                     return replace(tensor, chunks=Chunks.of(chunks, len(tensor.shape)))
                 errors[tensor.key, tensor.chunks[0].box.lo] = error

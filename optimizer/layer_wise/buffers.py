@@ -20,7 +20,7 @@ from ...algebra.box import Box, flat_boxes
 from ...algebra.layout import Fragment, dense
 from ...layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, rank_of
 from ...layouts.buffers.parameters import GroupSizes, Parameter
-from ...layouts.buffers.placements import PLACEMENTS, ToPlace
+from ...layouts.buffers.placements import PLACEMENTS, PlacementRequest
 from ...layouts.buffers.records import to_json
 from ...names.errors import LayoutError, did_you_mean, lost_ranks
 from ...names.wording import listed
@@ -84,7 +84,7 @@ class Members:
 
     def to_place(
         self, groups: Sequence[Mapping[str, Any]], bucket_size: int | None, previous: Mapping[str, int | None] | None
-    ) -> ToPlace:
+    ) -> PlacementRequest:
         """Return the input of a placement, given groups with all their options."""
         own = [tuple(self.name_of[param] for param in group["params"]) for group in groups]
         matrices = [names for names, group in zip(own, groups, strict=True) if is_matrix_method(group["algorithm"])]
@@ -92,7 +92,7 @@ class Members:
             Parameter(name, tuple(param.shape), str(param.dtype).removeprefix("torch."), expert=name in self.experts)
             for name, param in self.named.items()
         ]
-        return ToPlace(
+        return PlacementRequest(
             tuple(parameters),
             frozenset(name for names in matrices for name in names),
             self.sizes,
@@ -157,7 +157,7 @@ def _check(name: str, param: Tensor) -> None:
         )
 
 
-def laid_out(layout: str | Sequence[BufferLayout], model: ToPlace) -> tuple[BufferLayout, ...]:
+def laid_out(layout: str | Sequence[BufferLayout], model: PlacementRequest) -> tuple[BufferLayout, ...]:
     """Return the buffers of a model, as one of `PLACEMENTS` makes them or as they were recorded.
 
     Raises:
@@ -253,7 +253,7 @@ class FlatBuffer:
     def part(self, placed: PlacedParameter) -> Part:
         """Return this rank's part of a parameter, with a new master."""
         start, stop = placed.start, placed.start
-        for shard in self.layout.holding(placed):
+        for shard in self.layout.shards_of(placed):
             if rank_of(shard) == self.rank:
                 if stop > start:
                     raise LayoutError(f"rank {self.rank} holds several ranges of {placed.name!r}")

@@ -88,7 +88,7 @@ class LayerWise(CollectiveOptimizer):
         layout: a placement: "padded-nscost" (equal shards with padding, as in Megatron main), "padded-numel" (as in
             core 0.18 and 0.19), "decoupled-total-order" (ping-pong owners without padding, as in Megatron dev),
             "legacy-pingpong" (ping-pong owners of everything) or "balanced" (ours); or the buffers that a checkpoint
-            records (`recorded_run` in `muonckpt.layouts.buffers.records`), whose owners are kept.
+            records (`run_buffers` in `muonckpt.layouts.buffers.records`), whose owners are kept.
         bucket_size: elements at which a bucket closes; None: one bucket for each buffer.
         group: data-parallel ranks; None: all, or this process alone if there is no process group.
         experts: parameters that only the ranks of ``expert_group`` share.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...layouts.flat import owned_layout
-from ...layouts.tensors import local_of, locals_of, zeros_placed_as
+from ...layouts.tensors import local_of, locals_of, zeros_sharded_like
 from ...names.vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup
 from ..ground.codecs import IN_THEIR_DTYPE, Codec, Placed, codec_of, portions, stored_slots
 from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
@@ -34,7 +34,7 @@ def fresh_average(param: Tensor, slot: str, codec: Codec) -> dict[str, Tensor]:
     """Return zeros for what a codec stores of an average."""
     (first, (_, dtype)), *others = stored_slots(codec, slot, param).items()
     zeros = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
-    return {first: zeros, **{name: zeros_placed_as(param, *shape_dtype) for name, shape_dtype in others}}
+    return {first: zeros, **{name: zeros_sharded_like(param, *shape_dtype) for name, shape_dtype in others}}
 
 
 def placed_whole(param: Tensor) -> Placed:

@@ -237,7 +237,7 @@ def _of_owned(
     read = np.cumsum(replicas) - replicas + _chosen(number, first, replicas)
     elsewhere = np.bincount(at[here], minlength=len(part)) == 0
     own = Copies(sizes, tensor, *near, tensor, *inside).rows(here)
-    return back.rows(read[elsewhere]).turned(), own, back.rows(~here)
+    return back.rows(read[elsewhere]).inverse(), own, back.rows(~here)
 
 
 def _of_held(
@@ -249,18 +249,18 @@ def _of_held(
     matrix, at = expanded(first_held[stands], np.diff(first_held)[stands])
     part, owner = held[at], matrices.owner[matrix]
     box, buffer_at = parts.box[part], _buffers(layout, ranks)
-    _, fragment = layout.held_by(box, np.full(len(box), buffer_at[position]))
+    _, fragment = layout.find_fragments(box, np.full(len(box), buffer_at[position]))
     sizes, near, _ = parts.places(matrices.index[matrix], part, fragment)
     back = Copies(sizes, owner, *_on_wire(sizes), matrices.tensor[matrix], *near)
     if not _replicated(layout):
-        return back.turned(), back
+        return back.inverse(), back
     fragments, first_of_box = layout.by_box
     replica = np.empty_like(fragments)
     replica[fragments] = np.arange(len(fragments)) - first_of_box[layout.box[fragments]]
     number, first = part - parts.first[stands[matrix]], _first_replicas(layout, fused, ranks, matrices)[matrix]
     read = replica[fragment] == _chosen(number, first, np.diff(first_of_box)[box])
-    owner_has, _ = layout.held_by(box, buffer_at[owner])
-    return back.rows(read & ~owner_has).turned(), back
+    owner_has, _ = layout.find_fragments(box, buffer_at[owner])
+    return back.rows(read & ~owner_has).inverse(), back
 
 
 def _first_replicas(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], matrices: Owned) -> IntArray:

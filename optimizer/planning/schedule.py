@@ -198,14 +198,14 @@ def _stages(
             kinds.append((slot, copies if slot.returns else copies.one_way()))
     there, back = [slot.there.itemsize for slot, _ in kinds], [slot.back.itemsize for slot, _ in kinds]
     gives = _by_stage([copies.gives for _, copies in kinds], there, turn)
-    takes = _by_stage([copies.takes.turned() for _, copies in kinds], there, turn)
+    takes = _by_stage([copies.takes.inverse() for _, copies in kinds], there, turn)
     own = _by_stage([copies.own for _, copies in kinds], there, turn)
     gives_back = _by_stage([copies.gives_back for _, copies in kinds], back, turn)
-    takes_back = _by_stage([copies.takes_back.turned() for _, copies in kinds], back, turn)
+    takes_back = _by_stage([copies.takes_back.inverse() for _, copies in kinds], back, turn)
     for stage, (mine, _) in enumerate(own):
         yield Stage(
             _route(gives[stage], takes[stage], mine, len(ranks)),
-            _route(gives_back[stage], takes_back[stage], mine.turned(), len(ranks)),
+            _route(gives_back[stage], takes_back[stage], mine.inverse(), len(ranks)),
             tuple(np.flatnonzero((owner == here) & (turn == stage)).tolist()),
         )
 
@@ -223,7 +223,7 @@ def _by_stage(tables: Sequence[Copies], itemsizes: Sequence[int], turn: IntArray
 
 def _route(sends: tuple[Copies, IntArray], receives: tuple[Copies, IntArray], own: Copies, ranks: int) -> Route:
     (sent, send_counts), (received, receive_counts) = (_laid_out(*some, ranks) for some in (sends, receives))
-    return Route(send_counts, receive_counts, sent, received.turned(), own)
+    return Route(send_counts, receive_counts, sent, received.inverse(), own)
 
 
 def _laid_out(copies: Copies, itemsize: IntArray, ranks: int) -> tuple[Copies, tuple[int, ...]]:
@@ -390,7 +390,7 @@ def state_bytes(specs: Sequence[Spec]) -> int:
             kept = [4, *(slot.returns * slot.there.itemsize for slot in spec.slots[1:])]
             shapes = list(map(rows_columns, spec.slots[0].shapes))
             known[id(spec)] = sum(
-                size * slot.layout.numel_held for slot, size in zip(spec.slots, kept, strict=True)
+                size * slot.layout.total_numel for slot, size in zip(spec.slots, kept, strict=True)
             ) + sum(4 * math.prod(SHAPES[kind].of_matrix(*shape)) for _, kind in spec.staying for shape in shapes)
     return sum(known[id(spec)] for spec in specs)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...names.coefficients import coefficient_set
-from ...names.vocabulary import SCHEDULED, STEPS_TAKEN, ParamGroup
+from ...names.vocabulary import HISTORY_OPTIONS, STEPS_TAKEN, ParamGroup
 from ...names.wording import listed
 from ..ground.cuda_graphs import uploaded
 from ..planning.schedule import NOTE
@@ -148,7 +148,7 @@ def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
 
 def fixed(group: ParamGroup) -> dict[str, Any]:
     """Return the options that plans are made of: all but rates.  If they change, plans are made anew."""
-    return {key: value for key, value in group.items() if key not in RATES | SCHEDULED | NAMES}
+    return {key: value for key, value in group.items() if key not in RATES | HISTORY_OPTIONS | NAMES}
 
 
 def fixed_options(groups: Mapping[int, ParamGroup]) -> Facts:

@@ -61,8 +61,8 @@ class SlotCopies:
             return replace(copies, source=copies.source - slot * self._units) if slot else copies
 
         self.leaving = [of_slot(stage.gather.sends) for stage in schedule.stages]
-        self.returning = [of_slot(stage.scatter.receives.turned()) for stage in schedule.stages]
-        self._arriving = [of_slot(stage.gather.receives.turned()) for stage in schedule.stages]
+        self.returning = [of_slot(stage.scatter.receives.inverse()) for stage in schedule.stages]
+        self._arriving = [of_slot(stage.gather.receives.inverse()) for stage in schedule.stages]
         self._own = [of_slot(stage.gather.own) for stage in schedule.stages]
         self._released = [of_slot(stage.scatter.sends) for stage in schedule.stages]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from muonckpt import SourceError
-from muonckpt.algebra.box import MOST_ELEMENTS
+from muonckpt.algebra.box import MAX_ELEMENTS
 from muonckpt.record.columns import UNKNOWN, Columns, ColumnsBuilder, Row
 
 lengths = st.integers(0, 3)
@@ -40,7 +40,7 @@ def test_rows_come_out_as_they_went_in_however_they_are_taken(given, data):
     numbers = data.draw(st.lists(st.integers(0, count - 1), max_size=5)) if count else []
     assert list(columns.rows_at(numbers)) == [given[number] for number in numbers]
     start = data.draw(st.integers(0, count))
-    assert listed(columns.taken(slice(start, None))) == given[start:]
+    assert listed(columns.select(slice(start, None))) == given[start:]
 
 
 @given(st.lists(rows(), max_size=4), st.data())
@@ -51,10 +51,10 @@ def test_columns_with_other_files_and_frames_are_joined(blocks, data):
         builder.add(columns, start, len(block))
         builder.add(columns, 0, start)
         expected += block[start:] + block[:start]
-    assert listed(builder.finished()) == expected
+    assert listed(builder.build()) == expected
 
 
-@pytest.mark.parametrize("row", [("a", 5, MOST_ELEMENTS, 0, 1), ("a", 0, 1, MOST_ELEMENTS, 1), ("a", 2**62, 1, 0, 1)])
+@pytest.mark.parametrize("row", [("a", 5, MAX_ELEMENTS, 0, 1), ("a", 0, 1, MAX_ELEMENTS, 1), ("a", 2**62, 1, 0, 1)])
 def test_a_range_that_ends_too_far_away_is_refused(row):
     with pytest.raises(SourceError, match="refused byte range"):
         Columns.of([("a", 0, 1, 0, 1, None, UNKNOWN), (*row, None, UNKNOWN)])

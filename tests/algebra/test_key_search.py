@@ -12,7 +12,7 @@ from support.commands import called
 import muonckpt
 from muonckpt.names.wording import listed
 from muonckpt.optimizer import Muon
-from muonckpt.record.key_search import keys_matching, keys_meant
+from muonckpt.record.key_search import find_keys, match_keys
 
 KEYS = ["model.layers.3.w1", "model.layers.13.w1", "ema.layers.3.w2", "model.layers.3.w2", "model.odd[0]",
         "optimizer.state.4.momentum_buffer"]  # fmt: skip
@@ -37,18 +37,18 @@ NAMES = {KEYS[-1]: ("layers.3.w1.momentum_buffer", "layers.3.w1")}
     ],
 )
 def test_a_key_is_found_by_its_last_segments_or_by_its_parameter(word, found):
-    assert keys_meant(word, KEYS, NAMES) == found
+    assert find_keys(word, KEYS, NAMES) == found
 
 
 def test_a_parameter_means_its_state_where_there_is_no_weight():
-    assert keys_meant("layers.3.w1", KEYS[1:], NAMES) == KEYS[5:]
+    assert find_keys("layers.3.w1", KEYS[1:], NAMES) == KEYS[5:]
 
 
 def test_a_word_that_may_be_several_keys_is_refused_and_lists_them():
     with pytest.raises(muonckpt.TargetError, match=r"2 tensors: ema\.layers\.3\.w2, model\.layers\.3\.w2"):
-        keys_matching(["3.w2"], KEYS)
-    assert keys_matching(["*3.w2", "3.w1"], KEYS) == {*KEYS[2:4], KEYS[0]}
-    assert keys_matching([], KEYS) == {*KEYS}
+        match_keys(["3.w2"], KEYS)
+    assert match_keys(["*3.w2", "3.w1"], KEYS) == {*KEYS[2:4], KEYS[0]}
+    assert match_keys([], KEYS) == {*KEYS}
 
 
 @pytest.fixture(scope="module")
@@ -91,4 +91,4 @@ def test_a_list_counts_what_it_does_not_show():
     with pytest.raises(
         muonckpt.TargetError, match=r"may be each of 12 tensors: x0\.w, .*, x7\.w and 4 more; write more"
     ):
-        keys_matching(["w"], [f"x{number}.w" for number in range(12)])
+        match_keys(["w"], [f"x{number}.w" for number in range(12)])

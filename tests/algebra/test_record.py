@@ -9,7 +9,7 @@ import pytest
 from support.manifest_json import gathered, spread
 
 from muonckpt import LayoutError, SourceError
-from muonckpt.algebra.box import MOST_ELEMENTS, Box
+from muonckpt.algebra.box import MAX_ELEMENTS, Box
 from muonckpt.names.vocabulary import Convention
 from muonckpt.record.chunks import no_chunks
 from muonckpt.record.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
@@ -164,7 +164,7 @@ def test_damage_is_refused_by_the_reader_and_by_the_schema(changes):
         ({"tensors__0__chunks__file": [0, 2]}, "numbers of 2 files"),
         ({"tensors__0__chunks__item": [0]}, "each of 2 boxes"),
         ({"tensors__0__chunks__item": [0, 1 << 70]}, "up to"),
-        ({"tensors__0__chunks__item": [0, MOST_ELEMENTS]}, "refused byte range"),
+        ({"tensors__0__chunks__item": [0, MAX_ELEMENTS]}, "refused byte range"),
         ({"tensors__0__chunks__payload": [704, 0]}, "one of them"),
         ({"tensors__0__layout": 1}, r"o\.state\.w\.momentum_buffer': layout: expected the number of one of 1 layouts"),
         (

@@ -106,7 +106,7 @@ def with_hole(path: Path) -> None:
     def without(tensor: StateRecord) -> StateRecord:
         if tensor.key != f"model.{NAMES[1]}":
             return tensor
-        return StateRecord(tensor.key, tensor.path, tensor.shape, tensor.dtype, tensor.chunks.only([0, 2]))
+        return StateRecord(tensor.key, tensor.path, tensor.shape, tensor.dtype, tensor.chunks.select([0, 2]))
 
     edited(path, lambda m: Manifest(tuple(map(without, m.tensors)), m.blobs, m.provenance, m.files))
     (path / ".metadata").unlink()

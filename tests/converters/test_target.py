@@ -26,7 +26,7 @@ from muonckpt.converters.engine.rank_files import lay_out
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import LAYOUTS, ShardRule, Target
 from muonckpt.converters.translate.request import unchanged
-from muonckpt.layouts.buffers.records import recorded
+from muonckpt.layouts.buffers.records import recorded_buffers
 from muonckpt.layouts.flat import owned_layout
 from muonckpt.record.chunks import no_chunks
 from muonckpt.record.record import Manifest, StateRecord
@@ -177,7 +177,7 @@ def test_checkpoints_of_other_programs_take_any_layout(name, layout, tmp_path):
 def test_buffers_are_recorded_with_their_owners_and_those_have_the_tensors(tmp_path):
     for layout in ("balanced", "padded-nscost", "padded-numel", "decoupled-total-order", "legacy-pingpong"):
         done = run_job(make_job(saved("own rows3"), Target({"dp": 3}, (), layout)), tmp_path / layout)
-        buffers = recorded(muonckpt.open(tmp_path / layout).outline.provenance)
+        buffers = recorded_buffers(muonckpt.open(tmp_path / layout).outline.provenance)
         assert all(buffer.group == (0, 1, 2) and buffer.layout.whole for buffer in buffers)
         owners = {name: owner for buffer in buffers for name, owner in buffer.layout.owners.items()}
         with_elements = [t for t in done.tensors if math.prod(t.shape)]

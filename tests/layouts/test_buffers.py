@@ -23,9 +23,9 @@ from muonckpt.layouts.buffers.algorithms import (
     padded_nscost,
     padded_numel,
 )
-from muonckpt.layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, divided, owned
+from muonckpt.layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, bucket_shards, owner_shards
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, split
-from muonckpt.layouts.buffers.records import GroupBuffer, from_json, recorded, recorded_run, to_json
+from muonckpt.layouts.buffers.records import GroupBuffer, from_json, recorded_buffers, run_buffers, to_json
 from muonckpt.layouts.flat import Cuts, FlatShard, flat_layout
 from muonckpt.layouts.mesh import Mesh
 
@@ -131,7 +131,7 @@ def test_layouts_say_what_the_ranks_hold(algorithm):
     for _, _, _, buffers in random_buffers(algorithm, seed=2, count=15):
         for layout in buffers:
             names = [f"rank {rank}" for rank in range(layout.ranks)]
-            held = layout.held_layouts(names)
+            held = layout.tensor_layouts(names)
             for placed in layout.parameters:
                 values, name = arange(placed.parameter.shape), placed.name
                 dump = np.full(layout.numel, FREE)
@@ -151,10 +151,10 @@ def test_a_whole_parameter_lies_dense_at_its_owner():
     for _, _, _, buffers in random_buffers(padded_nscost, seed=3):
         for layout in buffers:
             for placed in layout.parameters:
-                (shard,) = layout.holding(placed)
+                (shard,) = layout.shards_of(placed)
                 rank, offset = layout.owners[placed.name], shard.offset + placed.start - shard.start
                 whole = dense(Box.of(placed.parameter.shape), rank, offset)
-                assert layout.held_layouts()[placed.name].fragments == (whole,)
+                assert layout.tensor_layouts()[placed.name].fragments == (whole,)
 
 
 @pytest.mark.parametrize("target", [padded_numel, balanced, fsdp_v1])
@@ -167,7 +167,7 @@ def test_buffers_convert_into_each_other(source, target):
         before, after = ({}, {})
         for layouts, algorithm in ((before, source), (after, target)):
             for layout in algorithm(parameters, GroupSizes(int(rng.integers(1, 6)), 2), 500):
-                layouts |= layout.held_layouts()
+                layouts |= layout.tensor_layouts()
         for parameter in parameters:
             values, old, new = arange(parameter.shape), before[parameter.name], after[parameter.name]
             assert execute(make_plan(old, new), scatter(values, old)) == scatter(values, new)
@@ -264,7 +264,13 @@ def a_buffer(**changes) -> BufferLayout:
     """Two parameters of 4 in two buckets of 8, each bucket cut in two."""
     parameters = (PlacedParameter(Parameter("a", (4,)), 8, 1), PlacedParameter(Parameter("b", (2, 2)), 4, 0))
     buckets = ((0, 8), (8, 16))
-    given = {"parameters": parameters, "buckets": buckets, "shards": divided(buckets, 2), "alignment": 4, "whole": True}
+    given = {
+        "parameters": parameters,
+        "buckets": buckets,
+        "shards": bucket_shards(buckets, 2),
+        "alignment": 4,
+        "whole": True,
+    }
     return BufferLayout("by hand", 1, 2, **{**given, **changes})
 
 
@@ -328,15 +334,15 @@ def test_what_a_checkpoint_records_of_its_buffers_is_read_back():
     ]
     run = {"layout": "balanced", "buffers": [to_json(a_buffer())], "ranks": [[5, 3]]}
     provenance = json.loads(json.dumps({"buffers": [buffer.to_json()], "layer_wise": run}))
-    assert recorded(provenance) == (buffer,)
-    assert recorded_run(provenance) == (GroupBuffer(None, 0, (5, 3), ((0,), (0, 0)), a_buffer()),)
-    assert recorded({}) == recorded_run({}) == ()
+    assert recorded_buffers(provenance) == (buffer,)
+    assert run_buffers(provenance) == (GroupBuffer(None, 0, (5, 3), ((0,), (0, 0)), a_buffer()),)
+    assert recorded_buffers({}) == run_buffers({}) == ()
     for damaged in ({"buffers": 3}, {"buffers": [{}]}, {"buffers": [3]}):
         with pytest.raises(SourceError, match="damaged"):
-            recorded(damaged)
+            recorded_buffers(damaged)
     for damaged in ({"ranks": []}, {"ranks": [[5]]}, {"ranks": 5}, {"buffers": []}, {"buffers": [{}]}):
         with pytest.raises(SourceError, match="damaged"):
-            recorded_run({"layer_wise": {**run, **damaged}})
+            run_buffers({"layer_wise": {**run, **damaged}})
 
 
 def test_replicas_and_owners_by_hand():
@@ -344,7 +350,7 @@ def test_replicas_and_owners_by_hand():
     both = a_buffer(shards=replicated(buckets, 2))
     assert both.owners == {"a": None, "b": None} and not both.even
     at_start = tuple(replace(placed, start=placed.start // 8 * 8) for placed in a_buffer().parameters)
-    shards = owned(at_start, 16, {"a": 1, "b": 0})
+    shards = owner_shards(at_start, 16, {"a": 1, "b": 0})
     assert shards == (FlatShard(0, 0, 8), FlatShard(1, 8, 16))
     assert a_buffer(shards=shards).owners == {"a": 1, "b": 0}
 

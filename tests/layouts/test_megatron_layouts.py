@@ -140,7 +140,7 @@ def slices(layout: BufferLayout, rank: int) -> dict[str, list[int] | None]:
     """What each parameter has on the rank: [start, stop) of its own elements, or None."""
     held: dict[str, list[int] | None] = {placed.name: None for placed in layout.parameters}
     for placed in layout.parameters:
-        for shard in layout.holding(placed):
+        for shard in layout.shards_of(placed):
             if shard.buffer == rank:
                 first, last = max(shard.start, placed.start), min(shard.stop, placed.stop)
                 held[placed.name] = [first - placed.start, last - placed.start]

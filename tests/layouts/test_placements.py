@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
-from muonckpt.layouts.buffers.placements import PLACEMENTS, ToPlace
+from muonckpt.layouts.buffers.placements import PLACEMENTS, PlacementRequest
 
 MATRICES = [Parameter(f"layers.{n}.w", (8 + n, 16), expert=n == 3) for n in range(12)]
 REST = [Parameter("embedding", (37, 16)), Parameter("norm", (16,))]
 
 
-def to_place(**changes) -> ToPlace:
+def to_place(**changes) -> PlacementRequest:
     parameters = (*REST, *MATRICES)
-    return ToPlace(parameters, frozenset(p.name for p in MATRICES), GroupSizes(4, 2), **changes)
+    return PlacementRequest(parameters, frozenset(p.name for p in MATRICES), GroupSizes(4, 2), **changes)
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -40,9 +40,11 @@ def test_what_a_run_was_told_reaches_the_rules():
         assert len(places(name, bucket_size=1)[0].buckets) > len(places(name)[0].buckets) == 1
     for name in ("padded-nscost", "padded-numel"):
         assert places(name, busbw=True)[0].numel > places(name)[0].numel
-    equal = ToPlace((Parameter("a", (4, 4)), Parameter("b", (4, 4))), frozenset("ab"), GroupSizes(2))
-    turned = ToPlace(equal.parameters, equal.matrices, equal.sizes, groups=(("b",), ("a",)))
+    equal = PlacementRequest((Parameter("a", (4, 4)), Parameter("b", (4, 4))), frozenset("ab"), GroupSizes(2))
+    turned = PlacementRequest(equal.parameters, equal.matrices, equal.sizes, groups=(("b",), ("a",)))
     owners = [PLACEMENTS["legacy-pingpong"].place(model)[0].owners for model in (equal, turned)]
     assert owners == [{"a": 0, "b": 1}, {"a": 1, "b": 0}]
-    layouts = PLACEMENTS["balanced"].place(ToPlace(equal.parameters, equal.matrices, equal.sizes, previous={"a": 1}))
+    layouts = PLACEMENTS["balanced"].place(
+        PlacementRequest(equal.parameters, equal.matrices, equal.sizes, previous={"a": 1})
+    )
     assert layouts[0].owners == {"a": 1, "b": 0}

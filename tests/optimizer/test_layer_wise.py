@@ -10,7 +10,7 @@ from support.workers import run
 from torch import nn
 
 from muonckpt import LayoutError
-from muonckpt.layouts.buffers.records import recorded_run
+from muonckpt.layouts.buffers.records import run_buffers
 from muonckpt.optimizer import LayerWise, Muon
 
 
@@ -62,7 +62,7 @@ def of_record(rank: int, world: int) -> tuple[bool, str, str]:
     opt = LayerWise(net, groups(net), layout="decoupled-total-order")
     written = opt.provenance()["layer_wise"]
     opt.close()
-    recorded = [buffer.layout for buffer in recorded_run({"layer_wise": written})]
+    recorded = [buffer.layout for buffer in run_buffers({"layer_wise": written})]
     again = LayerWise(net, groups(net), layout=recorded)
     same = again.buffers == opt.buffers and again.provenance()["layer_wise"]["buffers"] == written["buffers"]
     messages = []

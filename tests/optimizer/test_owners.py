@@ -262,7 +262,7 @@ def test_what_a_rank_copies_to_any_owner_and_back_are_shares_of_the_plans(seed, 
                 found = rank_copies(layout, fused, ranks, rank, matrices)
                 for tables, way in [
                     ((found.gives, found.takes, found.own), (resting, whole)),
-                    ((found.gives_back, found.takes_back, found.own.turned()), (whole, resting)),
+                    ((found.gives_back, found.takes_back, found.own.inverse()), (whole, resting)),
                 ]:
                     assert_share(tables, make_share(*way, rank), rank)
 
@@ -304,7 +304,7 @@ def assert_share(tables: tuple[Copies, Copies, Copies], share: Share, rank: int)
         for copy in share.gives
         if copy.target.buffer != rank
     )
-    assert near(takes.turned()) == by_peer(
+    assert near(takes.inverse()) == by_peer(
         (copy.source.buffer, (copy.box.shape, *place(copy.target)))
         for copy in share.takes
         if copy.source.buffer != rank

@@ -20,11 +20,11 @@ from muonckpt.layouts.buffers.buffer_layout import (
     BufferLayout,
     PlacedParameter,
     Span,
+    bucket_shards,
     consecutive_shards,
-    divided,
     round_up,
 )
-from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, in_buckets, reaching
+from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, closes_at, in_buckets
 from muonckpt.layouts.flat import Cuts, FlatShard
 
 BUCKET = 40_000_000
@@ -80,7 +80,7 @@ def cut_rows(layout: BufferLayout) -> tuple[str, ...]:
     return tuple(
         placed.name
         for placed in layout.parameters
-        for shard in layout.holding(placed)
+        for shard in layout.shards_of(placed)
         if shard.stop < placed.stop and (shard.stop - placed.start) % row(placed.parameter)
     )
 
@@ -95,7 +95,7 @@ def _v1_groups(parameters: Iterable[Parameter], bucket_size: int | None) -> Iter
     for parameter in parameters:
         groups[parameter.dtype, parameter.expert, parameter.unit].append(parameter)
     for (_, _, unit), group in groups.items():
-        yield from in_buckets(group, reaching((bucket_size or None) if unit is None else None))
+        yield from in_buckets(group, closes_at((bucket_size or None) if unit is None else None))
 
 
 def _v1(group: Sequence[Parameter], ranks: int, bucket_size: int | None) -> BufferLayout:
@@ -113,7 +113,7 @@ def _v1(group: Sequence[Parameter], ranks: int, bucket_size: int | None) -> Buff
         ranks=ranks,
         parameters=tuple(PlacedParameter(p, starts[p.name], 0) for p in group),
         buckets=((0, size),),
-        shards=divided([(0, size)], ranks),
+        shards=bucket_shards([(0, size)], ranks),
         options={"bucket_size": bucket_size, "factor": factor},
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...names.errors import SourceError
-from ...names.vocabulary import PARAMS, SCHEDULED, ParamGroup
+from ...names.vocabulary import HISTORY_OPTIONS, PARAMS, ParamGroup
 from ...programs import dion, moonlight, scripts, titan, torch, veomni, xtuner
 from ...programs.dialect import Dialect
 
@@ -54,7 +54,7 @@ class KnownOptimizer:
         table = self.dialect.options
         if table.always.keys() <= group.keys() or "betas" not in group:
             return table.contradicted_by(group)
-        return ", ".join(group.keys() - {PARAMS, *SCHEDULED, *table.elementwise, *table.beside, *table.always})
+        return ", ".join(group.keys() - {PARAMS, *HISTORY_OPTIONS, *table.elementwise, *table.beside, *table.always})
 
 
 def _by_option(option: str) -> Callable[[ParamGroup, Said], str]:

@@ -211,11 +211,11 @@ def _pairs(
 ) -> Iterator[OptionPair]:
     """Yield every option of another program's group with what it is here."""
     places: dict[str, tuple[str, ...]] = {common: (option,) for common, option in target.options.items()}
-    places |= {common: coding.own for coding in target.codings for common in coding.common}
+    places |= {common: coding.options for coding in target.codings for common in coding.common}
     units: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
         ((option,), (common,)) for common, option in source.options.items()
     ]
-    units += [(coding.own, coding.common) for coding in source.codings]
+    units += [(coding.options, coding.common) for coding in source.codings]
     told: set[str] = set()
     for theirs, common in units:
         present = [option for option in theirs if option in own]

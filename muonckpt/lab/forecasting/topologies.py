@@ -20,7 +20,7 @@ from ...converters.target.buffer_layouts import cut_parts, placed_in
 from ...converters.target.topology import LAYOUTS, ROWS, AxisCut, ShardRule, Target
 from ...layouts.buffers.buffer_layout import rank_of
 from ...layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
-from ...layouts.buffers.placements import ToPlace
+from ...layouts.buffers.placements import PlacementRequest
 from ...layouts.flat import owned_layout
 from ...layouts.mesh import AxisPlacement, Replicate, Shard, mesh_layout
 from ...names.vocabulary import MUON, ParamGroup
@@ -524,7 +524,9 @@ def _shares(
         for parameter, cuts in members
         if (shape := shapes[parameter.shape, cuts]) is not None
     )
-    buffers = placed_in(layout, ToPlace(local, frozenset(p.name for p in local), GroupSizes(ranks))) if local else ()
+    buffers = (
+        placed_in(layout, PlacementRequest(local, frozenset(p.name for p in local), GroupSizes(ranks))) if local else ()
+    )
     elements = np.zeros(ranks)
     work: Shares | None = np.zeros(ranks)
     for buffer in buffers:

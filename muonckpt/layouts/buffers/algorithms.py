@@ -23,8 +23,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from ...names.errors import LayoutError
-from .buffer_layout import BufferLayout, PlacedParameter, Span, divided, end_to_end, owned, round_up
-from .parameters import GroupSizes, Parameter, in_buckets, newton_schulz, numel, reaching, split
+from .buffer_layout import BufferLayout, PlacedParameter, Span, bucket_shards, end_to_end, owner_shards, round_up
+from .parameters import GroupSizes, Parameter, closes_at, in_buckets, newton_schulz, numel, split
 
 ALIGNMENT = 64
 """Parameters begin at multiples of this many elements, except in compact buffers; balanced, also at their owner."""
@@ -98,7 +98,7 @@ def distributed_optimizer(
             ranks=ranks,
             parameters=tuple(ranges[parameter.name] for parameter in own),
             buckets=buckets,
-            shards=divided(buckets, ranks),
+            shards=bucket_shards(buckets, ranks),
             alignment=ALIGNMENT,
             options={"bucket_size": bucket_size, "busbw": busbw},
         )
@@ -206,7 +206,7 @@ def _assemble(
         ranks=ranks,
         parameters=tuple(ranges[parameter.name] for parameter in parameters),
         buckets=tuple(buckets),
-        shards=divided(buckets, ranks),
+        shards=bucket_shards(buckets, ranks),
         alignment=ALIGNMENT,
         whole=True,
         options={"bucket_size": bucket_size, "busbw": busbw},
@@ -262,7 +262,7 @@ def decoupled_total_order(
 def _compact(parameters: Iterable[Parameter], bucket_size: int | None) -> list[_CompactBuffer]:
     buffers: list[_CompactBuffer] = []
     for own in split(parameters):
-        contents = in_buckets(reversed(own), reaching(bucket_size), alone=lambda parameter: False)
+        contents = in_buckets(reversed(own), closes_at(bucket_size), alone=lambda parameter: False)
         ranges, buckets = end_to_end(contents)
         buffers.append((tuple(ranges[parameter.name] for parameter in own), buckets))
     return buffers
@@ -290,7 +290,7 @@ def _with_owners(
             ranks=sizes.of(ranges[0].parameter),
             parameters=ranges,
             buckets=buckets,
-            shards=owned(ranges, buckets[-1][1], owners),
+            shards=owner_shards(ranges, buckets[-1][1], owners),
             whole=True,
             options={"bucket_size": bucket_size},
         )
@@ -313,7 +313,7 @@ def balanced(
     owners = balanced_owners(parameters, sizes, previous)
 
     def buffer(own: Sequence[Parameter], ranks: int) -> BufferLayout:
-        contents = in_buckets(reversed(own), reaching(bucket_size))
+        contents = in_buckets(reversed(own), closes_at(bucket_size))
         by_owner = (sorted(bucket, key=lambda parameter: owners[parameter.name]) for bucket in contents)
         ranges, buckets = end_to_end(by_owner, ALIGNMENT, ALIGNMENT)
         return BufferLayout(
@@ -322,7 +322,7 @@ def balanced(
             ranks=ranks,
             parameters=tuple(ranges[parameter.name] for parameter in own),
             buckets=buckets,
-            shards=owned(ranges.values(), buckets[-1][1], owners),
+            shards=owner_shards(ranges.values(), buckets[-1][1], owners),
             alignment=ALIGNMENT,
             whole=True,
             options={"bucket_size": bucket_size},

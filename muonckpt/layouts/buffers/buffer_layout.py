@@ -67,7 +67,7 @@ def end_to_end(
     return ranges, tuple(buckets)
 
 
-def divided(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
+def bucket_shards(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
     """Cut every bucket into equal parts, one per rank.
 
     Raises:
@@ -80,7 +80,7 @@ def divided(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
     )
 
 
-def owned(parameters: Iterable[PlacedParameter], numel: int, owners: Mapping[str, int]) -> tuple[FlatShard, ...]:
+def owner_shards(parameters: Iterable[PlacedParameter], numel: int, owners: Mapping[str, int]) -> tuple[FlatShard, ...]:
     """Give every parameter of a buffer of ``numel`` elements to its owner, by name.
 
     Neighbours of one owner in a bucket make one shard, which reaches to the next shard or to the end of the buffer.
@@ -161,7 +161,7 @@ class BufferLayout:
     @property
     def owners(self) -> dict[str, int | None]:
         """The only rank that holds any of each parameter; None where it is cut or replicated."""
-        held = ((placed.name, tuple(self.holding(placed))) for placed in self.parameters)
+        held = ((placed.name, tuple(self.shards_of(placed))) for placed in self.parameters)
         return {name: rank_of(shards[0]) if len(shards) == 1 else None for name, shards in held}
 
     @property
@@ -173,15 +173,15 @@ class BufferLayout:
     def even(self) -> bool:
         """True if every bucket is cut into ``ranks`` equal shards, in order, as a plain reduce-scatter needs."""
         divides = all((stop - start) % self.ranks == 0 for start, stop in self.buckets)
-        return divides and self.shards == divided(self.buckets, self.ranks)
+        return divides and self.shards == bucket_shards(self.buckets, self.ranks)
 
-    def holding(self, placed: PlacedParameter) -> Iterator[FlatShard]:
+    def shards_of(self, placed: PlacedParameter) -> Iterator[FlatShard]:
         """Yield the shards that hold any of ``placed``, in order."""
         last = max(bisect_right(self._starts, placed.start) - 1, 0)
         for number in range(bisect_left(self._starts, self._starts[last]), bisect_left(self._starts, placed.stop)):
             yield self.shards[number]
 
-    def held_layouts(self, buffers: Sequence[Buffer] | None = None) -> dict[str, TensorLayout]:
+    def tensor_layouts(self, buffers: Sequence[Buffer] | None = None) -> dict[str, TensorLayout]:
         """Return each parameter's layout over the ranks' buffers, where shards lie one after the other.
 
         Args:
@@ -192,7 +192,7 @@ class BufferLayout:
             placed.name: flat_layout(
                 placed.parameter.shape,
                 placed.start,
-                tuple(replace(shard, buffer=names[rank_of(shard)]) for shard in self.holding(placed)),
+                tuple(replace(shard, buffer=names[rank_of(shard)]) for shard in self.shards_of(placed)),
             )
             for placed in self.parameters
         }
@@ -247,7 +247,7 @@ def _prove_parameters(layout: BufferLayout) -> None:
         start, stop = layout.buckets[placed.bucket]
         if not start <= placed.start <= placed.stop <= stop:
             raise LayoutError(f"{about} does not lie in bucket {placed.bucket}, [{start}, {stop})")
-        spans = {(shard.start, shard.stop) for shard in layout.holding(placed)}
+        spans = {(shard.start, shard.stop) for shard in layout.shards_of(placed)}
         if layout.whole and len(spans) > 1:
             raise LayoutError(f"{about} is cut into {len(spans)}, though the layout keeps parameters whole")
         end = placed.stop

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from ...algebra.box import MOST_DIMS, MOST_ELEMENTS, Index
+from ...algebra.box import MAX_DIMS, MAX_ELEMENTS, Index
 from ...names.errors import LayoutError
 
 
@@ -41,8 +41,8 @@ class Parameter:
     def __post_init__(self) -> None:
         if min(self.shape, default=1) < 1 or self.fold < 1:
             raise LayoutError(f"parameter {self.name!r} of shape {self.shape} has no elements: leave it out")
-        if len(self.shape) > MOST_DIMS or self.numel > MOST_ELEMENTS:
-            raise LayoutError(f"parameter {self.name!r} has more than {MOST_DIMS} dims or {MOST_ELEMENTS} elements")
+        if len(self.shape) > MAX_DIMS or self.numel > MAX_ELEMENTS:
+            raise LayoutError(f"parameter {self.name!r} has more than {MAX_DIMS} dims or {MAX_ELEMENTS} elements")
 
     @property
     def numel(self) -> int:
@@ -120,7 +120,7 @@ def in_buckets(
         yield bucket
 
 
-def reaching(size: int | None) -> Callable[[list[Parameter]], bool]:
+def closes_at(size: int | None) -> Callable[[list[Parameter]], bool]:
     """Return a test that a bucket has at least ``size`` elements; None: never."""
     return lambda bucket: size is not None and numel(bucket) >= size
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ToPlace:
+class PlacementRequest:
     """The parameters of a model, and the options of a training run that concern its buffers.
 
     Args:
@@ -41,11 +41,11 @@ class ToPlace:
     previous: Mapping[str, int | None] | None = None
 
     @property
-    def whole(self) -> list[Parameter]:
+    def owned(self) -> list[Parameter]:
         return [parameter for parameter in self.parameters if parameter.name in self.matrices]
 
     @property
-    def rest(self) -> list[Parameter]:
+    def others(self) -> list[Parameter]:
         return [parameter for parameter in self.parameters if parameter.name not in self.matrices]
 
 
@@ -59,13 +59,13 @@ class BufferPlacement:
     """
 
     description: str
-    place: Callable[[ToPlace], tuple[BufferLayout, ...]]
+    place: Callable[[PlacementRequest], tuple[BufferLayout, ...]]
 
 
-def _place(name: str, model: ToPlace) -> tuple[BufferLayout, ...]:
+def _place(name: str, model: PlacementRequest) -> tuple[BufferLayout, ...]:
     from . import algorithms
 
-    whole, sizes, bucket_size = model.whole, model.sizes, model.bucket_size
+    whole, sizes, bucket_size = model.owned, model.sizes, model.bucket_size
     match name:
         case "padded-nscost":
             buffers = algorithms.padded_nscost(whole, sizes, bucket_size, model.busbw)
@@ -77,7 +77,7 @@ def _place(name: str, model: ToPlace) -> tuple[BufferLayout, ...]:
             buffers = algorithms.balanced(whole, sizes, bucket_size, model.previous)
         case _:
             return algorithms.legacy_pingpong(model.parameters, sizes, bucket_size, model.groups)
-    return buffers + algorithms.distributed_optimizer(model.rest, sizes, bucket_size, model.busbw)
+    return buffers + algorithms.distributed_optimizer(model.others, sizes, bucket_size, model.busbw)
 
 
 PLACEMENTS: Mapping[str, BufferPlacement] = MappingProxyType(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from types import NoneType
 from typing import Any
 
-from ...algebra.box import MOST_ELEMENTS, Index
+from ...algebra.box import MAX_ELEMENTS, Index
 from ...algebra.layout import Fragment
 from ...names.errors import LayoutError, SourceError
 from .buffer_layout import BufferLayout, PlacedParameter, consecutive_shards, rank_of
@@ -114,8 +114,8 @@ def check_fields(data: Any, kinds: FieldTypes) -> None:
 
 def int_tuple(values: Any) -> tuple[int, ...]:
     """Convert a JSON list of integers; raise `TypeError` if it is something else."""
-    if type(values) is not list or any(type(value) is not int or abs(value) > MOST_ELEMENTS for value in values):
-        raise TypeError(f"expected a list of integers of at most {MOST_ELEMENTS}, got {values!r:.200}")
+    if type(values) is not list or any(type(value) is not int or abs(value) > MAX_ELEMENTS for value in values):
+        raise TypeError(f"expected a list of integers of at most {MAX_ELEMENTS}, got {values!r:.200}")
     return tuple(values)
 
 
@@ -157,7 +157,7 @@ class GroupBuffer:
 
     def fragments(self) -> Iterator[tuple[str, Fragment]]:
         """Yield the key of each tensor with the fragments of its boxes, whose buffers are the global ranks."""
-        held = self.layout.held_layouts(self.group)
+        held = self.layout.tensor_layouts(self.group)
         for placed, origin in zip(self.layout.parameters, self.origins, strict=True):
             for fragment in held[placed.name].fragments:
                 yield placed.name, Fragment(fragment.box.shift(origin), fragment.place)
@@ -188,7 +188,7 @@ class GroupBuffer:
             raise SourceError(f"damaged record of a flat buffer: {type(error).__name__}: {error}") from error
 
 
-def recorded(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
+def recorded_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
     """Read the flat buffers that the tensors of a checkpoint lie in from its provenance.
 
     Raises:
@@ -200,7 +200,7 @@ def recorded(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
         raise SourceError(f"damaged record of flat buffers: {error}") from error
 
 
-def recorded_run(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
+def run_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
     """Read the flat buffers of the layer-wise run that saved a checkpoint from its provenance; none of another run.
 
     They hold parameters and gradients, by the names of the parameters, so they have no slot.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .buffer_layout import BufferLayout, PlacedParameter, divided, end_to_end, rank_of, round_up
+from .buffer_layout import BufferLayout, PlacedParameter, bucket_shards, end_to_end, rank_of, round_up
 from .parameters import Parameter
 
 ALIGNMENT = 2
@@ -36,20 +36,20 @@ def partitioned_group(
     if size is None:
         size = round_up(placed[-1].stop, ALIGNMENT * ranks) // ranks
     buckets = ((0, size * ranks),)
-    return BufferLayout("zero", 1, ranks, tuple(placed), buckets, divided(buckets, ranks))
+    return BufferLayout("zero", 1, ranks, tuple(placed), buckets, bucket_shards(buckets, ranks))
 
 
 def partitioned_parameters(parameters: Sequence[Parameter], ranks: int) -> BufferLayout:
     """Cut each parameter evenly, padded, and lay the parts of each rank end to end, as ZeRO 3 does."""
     placed, buckets = end_to_end([[parameter] for parameter in parameters], divisor=ranks)
-    return BufferLayout("zero-3", 1, ranks, tuple(placed.values()), buckets, divided(buckets, ranks))
+    return BufferLayout("zero-3", 1, ranks, tuple(placed.values()), buckets, bucket_shards(buckets, ranks))
 
 
-def held_whole(layout: BufferLayout) -> list[list[PlacedParameter]]:
+def touched_parameters(layout: BufferLayout) -> list[list[PlacedParameter]]:
     """Return for each rank the parameters of which it holds any, placed end to end as a rank's momentum is."""
     held: list[list[Parameter]] = [[] for _ in range(layout.ranks)]
     for placed in layout.parameters:
-        for shard in layout.holding(placed):
+        for shard in layout.shards_of(placed):
             held[rank_of(shard)].append(placed.parameter)
     return [list(end_to_end([parameters])[0].values()) for parameters in held]
 

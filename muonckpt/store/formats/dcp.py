@@ -335,7 +335,7 @@ def _holds_optimizers(outline: Manifest) -> bool | None:
 
 def _moved(outline: Manifest, folder: str, named: bool) -> Manifest:
     """Return the outline with files, and keys if they are ``named``, as seen from the folder above."""
-    moved = outline.moved(lambda file: f"{folder}/{file}")
+    moved = outline.renamed(lambda file: f"{folder}/{file}")
     if not named:
         return moved
 

@@ -24,7 +24,7 @@ from typing import Any
 from ...algebra.box import Box, Index
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.parameters import GroupSizes, Parameter
-from ...layouts.buffers.placements import PLACEMENTS, ToPlace
+from ...layouts.buffers.placements import PLACEMENTS, PlacementRequest
 from ...names.errors import DamageError, SourceError, about
 from ...names.vocabulary import MASTER, PARAMS
 from ...programs import signs
@@ -457,7 +457,7 @@ def deal(description: Description, members: Sequence[ListedParameter], ranks: in
             if not member.parameter.expert or member.part == part:
                 parameters.append(member.parameter)
                 groups[member.group].append(member.parameter.name)
-        to_place = ToPlace(
+        to_place = PlacementRequest(
             tuple(parameters),
             frozenset(parameter.name for parameter in parameters),
             GroupSizes(ranks, ranks // description.experts),

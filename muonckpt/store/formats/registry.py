@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 from ...names.errors import SourceError
-from ...names.plugins import of_plugins
+from ...names.plugins import load_plugins
 from ...programs import signs
 from ...record import record
 from ..io.location import Location, folders_with
@@ -229,7 +229,7 @@ def format_written_as(word: str) -> Format | None:
     """
     known = {format.written_as: format for format in BUILT_IN}
     if word not in known:
-        known = {format.written_as: format for format in of_plugins(ENTRY_POINTS, Format, "formats").values()}
+        known = {format.written_as: format for format in load_plugins(ENTRY_POINTS, Format, "formats").values()}
     return known.get(word)
 
 
@@ -243,7 +243,7 @@ def _showing(names: Sequence[str], formats: Iterable[Format]) -> Iterator[Format
 def _plugin_showing(names: Sequence[str]) -> Format | None:
     claiming = {
         plugin: format
-        for plugin, format in of_plugins(ENTRY_POINTS, Format, "formats").items()
+        for plugin, format in load_plugins(ENTRY_POINTS, Format, "formats").items()
         if next(_showing(names, (format,)), None)
     }
     if len(claiming) > 1:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ...algebra.box import MOST_DIMS, MOST_ELEMENTS, Box, Index
+from ...algebra.box import MAX_DIMS, MAX_ELEMENTS, Box, Index
 from ...algebra.fingerprint import as_hex
 from ...names.errors import DamageError, DestinationError, SeveralSavesError, SourceError, about
 from ...names.wording import listed
@@ -100,10 +100,10 @@ class HeaderEntry:
     stop: int
 
     def __post_init__(self) -> None:
-        if len(self.shape) > MOST_DIMS or not all(
-            0 <= number <= MOST_ELEMENTS for number in (*self.shape, self.start, self.stop)
+        if len(self.shape) > MAX_DIMS or not all(
+            0 <= number <= MAX_ELEMENTS for number in (*self.shape, self.start, self.stop)
         ):
-            raise DamageError(f"expected at most {MOST_DIMS} sizes, and offsets, of 0 to {MOST_ELEMENTS}, found others")
+            raise DamageError(f"expected at most {MAX_DIMS} sizes, and offsets, of 0 to {MAX_ELEMENTS}, found others")
         needed = math.prod(self.shape) * itemsize(self.dtype)
         if self.stop - self.start != needed:
             raise DamageError(

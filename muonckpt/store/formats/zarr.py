@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ...algebra.box import MOST_DIMS, MOST_ELEMENTS, Box, Index
+from ...algebra.box import MAX_DIMS, MAX_ELEMENTS, Box, Index
 from ...names.errors import DamageError, LostFileError, SeveralSavesError, SourceError, UnlistedError, about
 from ...names.wording import listed
 from ...programs.signs import ZARR_FILE
@@ -96,10 +96,10 @@ class ZarrArray:
 
     def __post_init__(self) -> None:
         shapes = (self.shape, self.file_shape, self.chunk_shape)
-        if len({len(shape) for shape in shapes}) != 1 or len(self.shape) > MOST_DIMS:
+        if len({len(shape) for shape in shapes}) != 1 or len(self.shape) > MAX_DIMS:
             raise SourceError(f"expected an array, files and chunks with equal numbers of dims, found {shapes!s:.200}")
-        if max((size for shape in shapes for size in shape), default=0) > MOST_ELEMENTS:
-            raise SourceError(f"expected sizes of at most {MOST_ELEMENTS}, found larger ones")
+        if max((size for shape in shapes for size in shape), default=0) > MAX_ELEMENTS:
+            raise SourceError(f"expected sizes of at most {MAX_ELEMENTS}, found larger ones")
         if min(self.shape, default=0) < 0 or min((*self.file_shape, *self.chunk_shape), default=1) < 1:
             raise SourceError(f"expected a shape and chunks of at least one element, found {shapes}")
         if any(whole % part for whole, part in zip(self.file_shape, self.chunk_shape, strict=True)):

@@ -125,7 +125,7 @@ class Damage:
     def _boxes_of(self, tensor: StateRecord) -> Boxes:
         """Return the boxes of the chunks that a tensor has lost."""
         start = self.starts[self._places[tensor.key]]
-        return tensor.boxes.taken(np.flatnonzero(self.chunks[start : start + len(tensor.chunks)]))
+        return tensor.boxes.select(np.flatnonzero(self.chunks[start : start + len(tensor.chunks)]))
 
     @cached_property
     def bytes(self) -> int:

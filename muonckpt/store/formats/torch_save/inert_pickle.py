@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar, cast
 
-from ....algebra.box import MOST_ELEMENTS, Index
+from ....algebra.box import MAX_ELEMENTS, Index
 from ....names.errors import DamageError, SourceError
 from ...io import limits
 
@@ -310,8 +310,8 @@ def sizes_of(value: object) -> Index:
     """Return a ``torch.Size``, tuple or list of integers >= 0."""
     numbers = tuple(sequence(value))
     for number in numbers:
-        if not 0 <= expect(int, number) <= MOST_ELEMENTS:
-            raise SourceError(f"expected sizes and offsets of at most {MOST_ELEMENTS} and >= 0, found {number}")
+        if not 0 <= expect(int, number) <= MAX_ELEMENTS:
+            raise SourceError(f"expected sizes and offsets of at most {MAX_ELEMENTS} and >= 0, found {number}")
     return cast(Index, numbers)
 
 

@@ -22,7 +22,7 @@ from ....algebra.box import Index
 from ....layouts.mesh import AxisPlacement, Replicate, Shard, StridedShard
 from ....names.errors import DamageError, SourceError, about
 from ....names.keys import PARAM_GROUPS, STATE, is_optimizer, key_of
-from ....names.vocabulary import BEGIN_AS_ZEROS, MASTER, PARAMS, SECOND_MOMENT, STEP, KeyPath
+from ....names.vocabulary import MASTER, PARAMS, SECOND_MOMENT, STEP, ZERO_SLOTS, KeyPath
 from ....names.wording import listed
 from ....programs.signs import NAMES_FILE
 from ....record.record import Chunk, Extent, Manifest, StateRecord
@@ -160,7 +160,7 @@ def trainer_reader(
     return LocatedReader(manifest, MemberPayloads(folder, items.in_memory, checksums), tuple(faults))
 
 
-AS_PARAMETER = (BEGIN_AS_ZEROS | {MASTER}) - {STEP, SECOND_MOMENT}
+AS_PARAMETER = (ZERO_SLOTS | {MASTER}) - {STEP, SECOND_MOMENT}
 """Slots that have their parameter's shape in every program that writes them."""
 
 

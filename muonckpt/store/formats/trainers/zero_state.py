@@ -22,7 +22,7 @@ from typing import TypeVar
 from ....algebra.box import Box, Index
 from ....layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, rank_of
 from ....layouts.buffers.parameters import Parameter
-from ....layouts.buffers.zero import held_whole, part_numel, partitioned_group, partitioned_parameters
+from ....layouts.buffers.zero import part_numel, partitioned_group, partitioned_parameters, touched_parameters
 from ....names.errors import DamageError, LayoutError, LostFileError, SourceError, about
 from ....names.keys import PARAM_GROUPS, STATE, key_of
 from ....names.vocabulary import MOMENTUM, PARAMS, STEP, KeyPath
@@ -238,7 +238,7 @@ class _Found:
     def add_parts(self, root: KeyPath, end: KeyPath, layout: BufferLayout, parts: Mapping[int, PlainTensor]) -> None:
         """Add the parameters of a layout, of which each rank has a flat part; those of other ranks are lost."""
         dtype = _same("dtype", {rank: part.dtype for rank, part in parts.items()})
-        held = layout.held_layouts()
+        held = layout.tensor_layouts()
         for placed in layout.parameters:
             places = ((f.box, f.place.offset, parts.get(_rank(f.place.buffer))) for f in held[placed.name].fragments)
             chunks = [_chunk(box, offset, part) for box, offset, part in places if part]
@@ -383,7 +383,7 @@ def _check_recorded(layout: BufferLayout, number: int, optimizers: Mapping[int, 
     """
     expected: dict[int, dict[object, object]] = {rank: {} for rank in optimizers}
     for placed in layout.parameters:
-        for shard in layout.holding(placed):
+        for shard in layout.shards_of(placed):
             if (rank := rank_of(shard)) in expected:
                 lo, hi = max(placed.start, shard.start), min(placed.stop, shard.stop)
                 expected[rank][placed.name] = {"numel": hi - lo, "start": shard.offset + lo - shard.start}
@@ -402,7 +402,7 @@ def _check_recorded(layout: BufferLayout, number: int, optimizers: Mapping[int, 
 
 def _add_state(found: _Found, layout: BufferLayout, owners: Mapping[int, tuple[_Rank, object]]) -> None:
     """Add the state of a group's parameters, given the ranks and the number of its state on each."""
-    whole = held_whole(layout)
+    whole = touched_parameters(layout)
     states = {}
     for rank, (own, number) in owners.items():
         state = mapping(own.state.get(number, {}))
@@ -440,7 +440,7 @@ def _is_whole(
     whole: Sequence[Sequence[PlacedParameter]],
     states: Mapping[int, tuple[_Rank, object]],
 ) -> bool:
-    """Return whether momentum lies as `held_whole` says, and not as the partitions do.
+    """Return whether momentum lies as `touched_parameters` says, and not as the partitions do.
 
     Raises:
         SourceError: it has the size of neither.
@@ -450,7 +450,7 @@ def _is_whole(
         return False
     if own.configured("offload_optimizer", "device") not in (None, "none"):
         return False
-    shards = [(placed, list(layout.holding(placed))) for placed in layout.parameters]
+    shards = [(placed, list(layout.shards_of(placed))) for placed in layout.parameters]
     cut = {rank_of(shard) for _, own_shards in shards if len(own_shards) > 1 for shard in own_shards}
     for rank, part in parts.items():
         numel = whole[rank][-1].stop if whole[rank] else 0
