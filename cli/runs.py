@@ -49,5 +49,5 @@ def print_steps(steps: Sequence[RunStep]) -> None:
 
 def row_of(step: RunStep) -> tuple[str, ...]:
     saved = "-" if step.saved is None else moment(step.saved)
-    last = "never" if step.verified is None else moment(step.verified.when)
+    last = "never" if step.verified is None else moment(step.verified.timestamp)
     return step.name, step.state, size(step.bytes), saved, last

@@ -389,7 +389,7 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     sums = ", ".join(f"{inspection.checks[kind]} {word}" for kind, word in words.items() if inspection.checks[kind])
     last = inspection.verified
     faults = f": {last.sentence}" if last and last.sentence else ""
-    when = f"{moment(last.when)} UTC, {last.verdict}{faults}" if last else "never, as its files are now"
+    when = f"{moment(last.timestamp)} UTC, {last.verdict}{faults}" if last else "never, as its files are now"
     yield "verified", f"{when}; checksums: {sums or 'none'}"
 
 

@@ -331,7 +331,7 @@ def verdict_of(step: RunStep) -> str:
     last = step.verified
     if last is None:
         return f"{step.name}, by names and sizes of files; not verified yet"
-    return f"{step.name}, verified {moment(last.when)} UTC ({last.verdict})"
+    return f"{step.name}, verified {moment(last.timestamp)} UTC ({last.verdict})"
 
 
 def _pointed(history: RunHistory) -> str:

@@ -27,14 +27,14 @@ class Resume:
 
     Attributes:
         attempt: from 1, in the order in which the run was resumed.
-        when: in seconds since 1970.
+        timestamp: in seconds since 1970.
         step, path: of the checkpoint that was restored.
         ranks_saved, ranks: how many processes wrote it, None if that is not recorded, and how many restored it.
         proof: a `ResumeProof` as JSON data; None if what ran was not checked.
     """
 
     attempt: int
-    when: float
+    timestamp: float
     step: int
     path: str
     ranks_saved: int | None
@@ -56,7 +56,7 @@ class Resume:
     def sentence(self) -> str:
         before = "an unknown number of ranks" if self.ranks_saved is None else counted(self.ranks_saved, "rank")
         moved = f"{before} -> {self.ranks}"
-        return f"from step {self.step}, {moment(self.when)} UTC, {moved}: {self.verdict}"
+        return f"from step {self.step}, {moment(self.timestamp)} UTC, {moved}: {self.verdict}"
 
 
 def add_resume(folder: Location, step: int, path: str, ranks_saved: int | None, ranks: int) -> Resume:
@@ -114,7 +114,7 @@ def _content(file: Location) -> bytes | None:
 def _parsed(data: Any) -> Resume:
     """Return what a line says; raises whatever Python does of data that are not as `add_line` writes them."""
     numbers = {name: int(data[name]) for name in ("attempt", "step", "ranks")}
-    moment(float(data["when"]))  # a time that can be shown
+    moment(float(data["timestamp"]))  # a time that can be shown
     saved, proof = data["ranks_saved"], data["proof"]
     if proof is not None:
         proof = {
@@ -125,7 +125,7 @@ def _parsed(data: Any) -> Resume:
             "unchecked": [*map(str, proof["unchecked"])],
         }
     return Resume(
-        when=float(data["when"]),
+        timestamp=float(data["timestamp"]),
         path=str(data["path"]),
         ranks_saved=None if saved is None else int(saved),
         proof=proof,

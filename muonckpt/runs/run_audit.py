@@ -100,7 +100,7 @@ def verdicts_of(run: Run, audited: Auditor, every: bool = False) -> Iterator[Ste
     if every:
 
         def last(step: RunStep) -> tuple[float, int, int]:
-            return step.verified.when if step.verified else 0.0, -step.step, -step.attempt
+            return step.verified.timestamp if step.verified else 0.0, -step.step, -step.attempt
 
         for step in sorted(run.steps, key=last):
             yield _verdict(step, audited)

@@ -480,7 +480,9 @@ def test_a_record_that_is_damaged_is_told_and_goes_on(tmp_path):
     muonckpt.Series(tmp_path).restore({"x": torch.zeros(2)})
     whole = record.read_bytes()
     bad = [whole[:-9], whole.replace(b'"attempt": 1', b'"attempt": 1e999'), b"\xff\x00\n", b"[" * 9999 + b"\n"]
-    bad += [re.sub(rb'"when": [0-9.]*', b'"when": ' + when, whole) for when in (b"1e300", b"NaN", b"-Infinity")]
+    bad += [
+        re.sub(rb'"timestamp": [0-9.]*', b'"timestamp": ' + when, whole) for when in (b"1e300", b"NaN", b"-Infinity")
+    ]
     record.write_bytes(b"".join(reversed(bad)))
     restored = muonckpt.Series(tmp_path).restore({"x": torch.zeros(2)})
     restored.compare({"x": torch.ones(2)})

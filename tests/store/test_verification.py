@@ -122,7 +122,7 @@ def test_checkpoints_that_are_gone_leave_the_record(run):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[", "[]", '{"checkpoints": 3}', '{"checkpoints": {"step-00000003": {"when": []}}}']
+    "text", ["", "[", "[]", '{"checkpoints": 3}', '{"checkpoints": {"step-00000003": {"timestamp": []}}}']
 )
 def test_a_record_that_others_spoilt_counts_as_none_and_is_replaced(text, run):
     (run / RECORD).write_text(text)

@@ -133,7 +133,7 @@ def diagnosis_by_files(
     diagnosis = diagnosis_of(checkpoint, damage_of_files(checkpoint), findings_by_files(checkpoint), besides)
     if diagnosis or last is None or not last.has_loss:
         return diagnosis
-    sentence = f"verified {moment(last.when)} UTC: {last.sentence}"
+    sentence = f"verified {moment(last.timestamp)} UTC: {last.sentence}"
     return replace(_found_by_reading(checkpoint.path, besides), sentence=sentence)
 
 

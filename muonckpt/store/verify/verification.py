@@ -43,7 +43,7 @@ class Verification:
     """The last verification of a checkpoint.
 
     Attributes:
-        when: its end, in seconds since 1970.
+        timestamp: of its end, in seconds since 1970.
         verdict: as `AuditReport` has it.
         sentence: what is wrong; empty if nothing is.
         has_loss: whether elements or items are lost; else all that was saved can be loaded.
@@ -51,7 +51,7 @@ class Verification:
         files: the `FilesState.digest` of what was read.
     """
 
-    when: float
+    timestamp: float
     verdict: str
     sentence: str
     has_loss: bool
@@ -168,14 +168,14 @@ def _valid(entries: Mapping[str, Any]) -> dict[str, Verification]:
     for name, entry in entries.items():
         match entry:
             case {
-                "when": int() | float() as when,
+                "timestamp": int() | float() as timestamp,
                 "verdict": str(verdict),
                 "sentence": str(sentence),
                 "has_loss": bool(has_loss),
                 "version": str(version),
                 "files": str(files),
             }:
-                valid[name] = Verification(float(when), verdict, sentence, has_loss, version, files)
+                valid[name] = Verification(float(timestamp), verdict, sentence, has_loss, version, files)
     return valid
 
 
