@@ -289,7 +289,7 @@ def look_at_step(place: Location, name: StepName, last: Verification | None, vis
 def _look(place: Location, name: StepName, last: Verification | None, visit: Visit) -> RunStep:
     files = look_at_files(place)
     last = last if last and last.files == files.digest else None
-    step = RunStep(place.name, place, *name, "damaged", "", files.bytes, files.last, verified=last)
+    step = RunStep(place.name, place, *name, "damaged", "", files.bytes, files.last_write, verified=last)
     try:
         path = _checkpoint_in(place)
         if path is None:

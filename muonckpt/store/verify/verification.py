@@ -1,7 +1,7 @@
 """The record of when checkpoints were last verified: one small JSON file in the folder where they lie.
 
-A checkpoint is published once and never changed, so the record is beside it.  An entry holds for the very files that
-were read: a checkpoint that is changed, copied or restored has other files, and no entry.
+A checkpoint is published once and never changed.  So an entry holds for the very files that were read: a checkpoint
+that is changed, copied or restored has other files, and no entry.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..io.regular import open_regular
 RECORD = ".muonckpt-verified.json"
 """The name of the record: a file, or in a store a folder with an object for each checkpoint."""
 
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 """Fields of a store's description of an object that say when it was written."""
@@ -63,19 +63,28 @@ class Verification:
         return self.verdict != "faulty"
 
 
+_FIELD_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "timestamp": (int, float),
+    "verdict": str,
+    "sentence": str,
+    "has_loss": bool,
+    "version": str,
+    "files": str,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class FilesState:
     """The files of a checkpoint, without what is in them.
 
     Attributes:
         bytes: of all of them.
-        last: when the last of them was written, in seconds since 1970; None where a store does not say.
+        last_write: when the last of them was written, in seconds since 1970; None where a store does not say.
         digest: over their names, sizes, times and identities: another one for a changed checkpoint, and for a copy.
-            A local file's time of change is among them, which no program can put back.
     """
 
     bytes: int
-    last: float | None
+    last_write: float | None
     digest: str
 
 
@@ -85,39 +94,22 @@ def look_at_files(place: Location) -> FilesState:
     Raises:
         OSError: they cannot be listed.
     """
-    facts = sorted(_facts(place), key=lambda fact: fact[0])
+    facts = sorted(_remote_facts(place) if isinstance(place, Remote) else _local_facts(place))
     times = [time for _, _, time, _ in facts if time is not None]
     names = json.dumps([(name, size, identity) for name, size, _, identity in facts])
     digest = xxhash.xxh3_128_hexdigest(names.encode())
     return FilesState(sum(size for _, size, _, _ in facts), max(times, default=None), digest)
 
 
-def _facts(place: Location) -> Iterable[tuple[str, int, float | None, str]]:
-    """Yield the name, the size, the time of writing and the identity of each file."""
-    if isinstance(place, Remote):
-        for path, info in place.described().items():
-            identity = json.dumps([str(info[name]) for name in _IDENTITIES if name in info])
-            times = (_seconds(info[name]) for name in _TIMES if name in info)
-            yield path, int(info.get("size") or 0), next(times, None), identity
-        return
-    if not place.is_dir():
-        with suppress(FileNotFoundError):
-            yield _fact(".", place.stat())
-        return
-    pending = [(str(place), "")]
-    while pending:
-        folder, prefix = pending.pop()
-        with suppress(FileNotFoundError, PermissionError), os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append((entry.path, f"{prefix}{entry.name}/"))
-                elif entry.is_file() and entry.name != RECORD:
-                    with suppress(FileNotFoundError):  # it is being saved or removed
-                        yield _fact(f"{prefix}{entry.name}", entry.stat())
+_FileFacts = tuple[str, int, float | None, str]
+"""The name, the size, the time of writing and the identity of a file."""
 
 
-def _fact(name: str, facts: os.stat_result) -> tuple[str, int, float | None, str]:
-    return name, facts.st_size, facts.st_mtime, f"{facts.st_ino} {facts.st_mtime_ns} {facts.st_ctime_ns}"
+def _remote_facts(place: Remote) -> Iterable[_FileFacts]:
+    for path, info in place.described().items():
+        identity = json.dumps([str(info[name]) for name in _IDENTITIES if name in info])
+        times = (_seconds(info[name]) for name in _TIMES if name in info)
+        yield path, int(info.get("size") or 0), next(times, None), identity
 
 
 def _seconds(time: object) -> float | None:
@@ -132,6 +124,28 @@ def _seconds(time: object) -> float | None:
     return None
 
 
+def _local_facts(place: Path) -> Iterable[_FileFacts]:
+    if not place.is_dir():
+        with suppress(FileNotFoundError):
+            yield _file_facts(".", place.stat())
+        return
+    pending = [(str(place), "")]
+    while pending:
+        folder, prefix = pending.pop()
+        with suppress(FileNotFoundError, PermissionError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append((entry.path, f"{prefix}{entry.name}/"))
+                elif entry.is_file() and entry.name != RECORD:
+                    with suppress(FileNotFoundError):  # it is being saved or removed
+                        yield _file_facts(f"{prefix}{entry.name}", entry.stat())
+
+
+def _file_facts(name: str, status: os.stat_result) -> _FileFacts:
+    # The time of change is in the identity, because no program can put it back.
+    return name, status.st_size, status.st_mtime, f"{status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns}"
+
+
 def read_verifications(folder: Location) -> Mapping[str, Verification]:
     """Read the record of a folder: the last verification of each checkpoint in it, by name.
 
@@ -141,41 +155,31 @@ def read_verifications(folder: Location) -> Mapping[str, Verification]:
         place = folder / RECORD
         try:
             objects = list(place.iterdir())
-            parts = dict(zip([entry.name for entry in objects], at_each(place, content, objects), strict=True))
+            parts = at_each(place, content, objects)
         except OSError:
             return {}
-        return _valid({name: _plain(raw) for name, raw in parts.items()})
+        return _valid_entries({entry.name: _parse(part) for entry, part in zip(objects, parts, strict=True)})
     try:
         with open_regular(folder / RECORD) as file:
-            raw = file.read(0, min(file.size, _MOST_BYTES))
+            text = file.read(0, min(file.size, _MAX_BYTES))
     except SourceError:
         return {}
-    match _plain(raw):
+    match _parse(text):
         case {"checkpoints": dict(entries)}:
-            return _valid(entries)
+            return _valid_entries(entries)
     return {}
 
 
-def _plain(raw: bytes) -> Any:
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
+def _parse(text: bytes) -> Any:
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
 
 
-def _valid(entries: Mapping[str, Any]) -> dict[str, Verification]:
+def _valid_entries(entries: Mapping[str, Any]) -> dict[str, Verification]:
     valid = {}
     for name, entry in entries.items():
-        match entry:
-            case {
-                "timestamp": int() | float() as timestamp,
-                "verdict": str(verdict),
-                "sentence": str(sentence),
-                "has_loss": bool(has_loss),
-                "version": str(version),
-                "files": str(files),
-            }:
-                valid[name] = Verification(float(timestamp), verdict, sentence, has_loss, version, files)
+        if isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in _FIELD_TYPES.items()):
+            valid[name] = Verification(**{key: entry[key] for key in _FIELD_TYPES})
     return valid
 
 
@@ -203,34 +207,33 @@ def record_verification(checkpoint: Location, verdict: str, sentence: str, has_l
         before: its files when the verification began; if they have changed since, nothing is recorded.
     """
     place = checkpoint.absolute()
+    entry = Verification(time.time(), verdict, sentence, has_loss, VERSION, before.digest)
     try:
         if look_at_files(place) != before:
             return f"not recorded: the files of {checkpoint} changed while they were verified"
-        _add(place.parent, place.name, Verification(time.time(), verdict, sentence, has_loss, VERSION, before.digest))
+        _add_entry(place.parent, place.name, entry)
     except OSError as error:
         reason = error.strerror or error
         return f"when it was verified cannot be recorded in {place.parent}: {reason}"
     return ""
 
 
-def _add(folder: Location, name: str, entry: Verification) -> None:
+def _add_entry(folder: Location, name: str, entry: Verification) -> None:
     if isinstance(folder, Remote):
         (folder / RECORD / name).write(json.dumps(fields_of(entry)).encode())
         return
     with waiting(folder):
-        kept = {other: one for other, one in read_verifications(folder).items() if (folder / other).exists()}
-        entries = {other: fields_of(one) for other, one in sorted({**kept, name: entry}.items())}
-        text = json.dumps({"muonckpt": VERSION, "checkpoints": entries}, indent=1)
-        _replace(folder / RECORD, text.encode())
-
-
-def _replace(file: Path, data: bytes) -> None:
-    """Give a small file other contents at once; drafts of killed processes go, as the folder is locked."""
-    for abandoned in file.parent.glob(f"{file.name}.*.tmp"):
-        abandoned.unlink(missing_ok=True)
-    draft = file.with_name(f"{file.name}.{uuid.uuid4().hex[:12]}.tmp")
-    try:
-        write_synced(draft, data)
-        draft.replace(file)
-    finally:
-        draft.unlink(missing_ok=True)
+        # Checkpoints that are gone leave the record.
+        entries = {key: value for key, value in read_verifications(folder).items() if (folder / key).exists()}
+        entries[name] = entry
+        checkpoints = {key: fields_of(entries[key]) for key in sorted(entries)}
+        text = json.dumps({"muonckpt": VERSION, "checkpoints": checkpoints}, indent=1)
+        # The file changes at once; drafts are of killed processes, as the folder is locked.
+        for draft in folder.glob(f"{RECORD}.*.tmp"):
+            draft.unlink(missing_ok=True)
+        draft = folder / f"{RECORD}.{uuid.uuid4().hex[:12]}.tmp"
+        try:
+            write_synced(draft, text.encode())
+            draft.replace(folder / RECORD)
+        finally:
+            draft.unlink(missing_ok=True)
