@@ -21,7 +21,7 @@ from ..io.location import Location, at_each, folders_with
 from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
 from .damage import damage_of_files, findings_by_files, sentence_of, unexplained
-from .verification import Verification, look_at_files, read_verifications
+from .verification import Verification, as_source_error, look_at_files, read_verifications
 
 State = Literal["whole", "damaged", "incomplete", "unread"]
 
@@ -50,10 +50,27 @@ _NUMBERED = re.compile(r"(?P<stem>(?:[^.].*[^0-9])?)(?P<step>[0-9]{1,18})(?:\.ck
 _ATTEMPT = re.compile(r"(?P<first>.*[0-9])\.(?P<attempt>[2-9]|[1-9][0-9])")
 """Names of later attempts at a step: a checkpoint that was made anew lies beside the first one."""
 
+
+class NumberedName(NamedTuple):
+    """The step that the name of a checkpoint of any program tells, and the text before its number."""
+
+    stem: str
+    step: StepName
+
+    @classmethod
+    def parsed(cls, text: str) -> NumberedName | None:
+        if step := StepName.parsed(text):
+            return cls("step-", step)
+        attempt = _ATTEMPT.fullmatch(text)
+        if match := _NUMBERED.fullmatch(attempt["first"] if attempt else text):
+            return cls(match["stem"], StepName(int(match["step"]), int(attempt["attempt"]) if attempt else 1))
+        return None
+
+
 _POINTERS = ("latest_checkpointed_iteration.txt", "latest")
 """Files in which programs name the step to resume from: Megatron and verl, DeepSpeed."""
 
-_MOST_OF_POINTER = 4096
+_MAX_POINTER_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +136,7 @@ class Run:
 
     @cached_property
     def whole(self) -> tuple[RunStep, ...]:
-        return tuple(one for one in self.steps if one.state == "whole")
+        return tuple(step for step in self.steps if step.state == "whole")
 
     @property
     def newest_whole(self) -> RunStep | None:
@@ -130,11 +147,11 @@ Visit = Callable[[str, OpenCheckpoint], None]
 """Called with the name of a step and its checkpoint, while that is open."""
 
 
-def _only_look(name: str, opened: OpenCheckpoint) -> None:
-    """Do nothing else with a step."""
+def _ignore(name: str, opened: OpenCheckpoint) -> None:
+    """Visit a step and do nothing with it."""
 
 
-def run_of(path: Location, visit: Visit = _only_look) -> Run | None:
+def run_of(path: Location, visit: Visit = _ignore) -> Run | None:
     """Look at the folder of a run; None if it is a checkpoint itself, or holds none in folders that end with a number.
 
     Reads the metadata of each checkpoint, and no elements.
@@ -145,13 +162,11 @@ def run_of(path: Location, visit: Visit = _only_look) -> Run | None:
     Raises:
         SourceError: the folder cannot be read.
     """
-    try:
+    with as_source_error(path):
         if not path.is_dir() or _is_checkpoint(path):
             return None
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
     run = look_at_folder(path, visit)
-    return None if all(one.state == "incomplete" for one in run.steps) else run
+    return None if all(step.state == "incomplete" for step in run.steps) else run
 
 
 def _is_checkpoint(path: Location) -> bool:
@@ -167,47 +182,44 @@ def _is_checkpoint(path: Location) -> bool:
     for name in folders_with(path, METADATA_FILE):
         if match := _NUMBERED.fullmatch(name):
             stems[match["step"]].add(match["stem"])
-    return any(len(alike) > 1 for alike in stems.values())
+    return any(len(siblings) > 1 for siblings in stems.values())
 
 
-def look_at_folder(path: Location, visit: Visit = _only_look) -> Run:
+def look_at_folder(path: Location, visit: Visit = _ignore) -> Run:
     """Look at a folder that is that of a run, whatever else lies in it; raises as `run_of`."""
-    try:
-        entries: list[Location] = list(path.iterdir())
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
-    record = read_verifications(path)
-    entries.sort(key=lambda entry: entry.name)
-    named = [(entry, *found) for entry in entries if (found := step_in_name(entry.name))]
+    with as_source_error(path):
+        entries = sorted(path.iterdir(), key=lambda entry: entry.name)
+    verifications = read_verifications(path)
 
-    def look(of: tuple[Location, str, StepName]) -> tuple[str, RunStep] | None:
-        entry, stem, name = of
-        with suppress(OSError, FileNotFoundError):
-            if entry.is_dir() or (entry.name.endswith(".ckpt") and entry.is_file()):
-                return stem, look_at_step(entry, name, record.get(entry.name), visit)
+    def look(entry: Location) -> tuple[str, RunStep] | None:
+        name = NumberedName.parsed(entry.name)
+        with suppress(OSError):  # it was removed
+            if name and (entry.is_dir() or (entry.name.endswith(".ckpt") and entry.is_file())):
+                return name.stem, look_at_step(entry, name.step, verifications.get(entry.name), visit)
         return None
 
-    seen = [one for one in at_each(path, look, named) if one is not None]
+    seen = [result for result in at_each(path, look, entries) if result is not None]
+    # Other folders may end with a number, too: the run's are named as what holds checkpoints.
     stems = {stem for stem, step in seen if step.state != "incomplete"}
     steps = [step for stem, step in seen if not stems or stem in stems]
-    steps.sort(key=lambda one: (one.step, one.attempt, one.name))
+    steps.sort(key=lambda step: (step.step, step.attempt, step.name))
     return Run(path, tuple(steps), _pointer(path, {entry.name for entry in entries}, steps))
 
 
-def step_in_name(name: str) -> tuple[str, StepName] | None:
-    """Return the step that a name tells, and what comes before its number."""
-    if own := StepName.parsed(name):
-        return "step-", own
-    again = _ATTEMPT.fullmatch(name)
-    if match := _NUMBERED.fullmatch(again["first"] if again else name):
-        return match["stem"], StepName(int(match["step"]), int(again["attempt"]) if again else 1)
+def _pointer(path: Location, names: set[str], steps: list[RunStep]) -> Pointer | None:
+    for file in _POINTERS:
+        if file in names:
+            with suppress(SourceError), open_regular(path / file) as opened:
+                text = opened.read(0, min(opened.size, _MAX_POINTER_BYTES)).decode(errors="replace").strip()
+                targets = [step.name for step in steps if text in (step.name, str(step.step))]
+                return Pointer(file, text, targets[-1] if targets else None)
     return None
 
 
 def same_step(name: str, other: str) -> bool:
     """Return whether two names of one run tell the same step."""
-    steps = step_in_name(name), step_in_name(other)
-    return None not in steps and len({(one[0], one[1].step) for one in steps if one}) == 1
+    a, b = NumberedName.parsed(name), NumberedName.parsed(other)
+    return a is not None and b is not None and (a.stem, a.step.step) == (b.stem, b.step.step)
 
 
 def new_attempt(checkpoint: Location) -> str | None:
@@ -215,27 +227,37 @@ def new_attempt(checkpoint: Location) -> str | None:
 
     Whoever looks for the newest step, as `Series.restore` does, takes the last attempt at it that is whole.
     """
-    if step_in_name(checkpoint.name) is None:
+    numbered = NumberedName.parsed(checkpoint.name)
+    if numbered is None:
         return None
-    names = [checkpoint.name]
-    with suppress(OSError):
-        names += [entry.name for entry in checkpoint.parent.iterdir() if same_step(checkpoint.name, entry.name)]
-    attempt = max(step[1].attempt for name in names if (step := step_in_name(name))) + 1
+    attempt = numbered.step.attempt
+    for name, sibling in _siblings(checkpoint):
+        if same_step(checkpoint.name, name):
+            attempt = max(attempt, sibling.attempt)
     if own := StepName.parsed(checkpoint.name):
-        return str(StepName(own.step, attempt))
-    again = _ATTEMPT.fullmatch(checkpoint.name)
-    return f"{(again['first'] if again else checkpoint.name).removesuffix('.ckpt')}.{attempt}"
+        return str(StepName(own.step, attempt + 1))
+    later = _ATTEMPT.fullmatch(checkpoint.name)
+    return f"{(later['first'] if later else checkpoint.name).removesuffix('.ckpt')}.{attempt + 1}"
+
+
+def _siblings(checkpoint: Location) -> list[tuple[str, StepName]]:
+    """Return the names in the folder of a checkpoint that tell steps of its run, or of any if its own tells none."""
+    numbered = NumberedName.parsed(checkpoint.name)
+    siblings = []
+    with suppress(OSError):
+        for entry in checkpoint.parent.iterdir():
+            sibling = NumberedName.parsed(entry.name)
+            if sibling and (numbered is None or sibling.stem == numbered.stem):
+                siblings.append((entry.name, sibling.step))
+    return siblings
 
 
 def newer_steps(checkpoint: Location) -> list[RunStep]:
     """Look at the checkpoints beside one that are of later steps of the same run, or later attempts; newest first."""
-    own = step_in_name(checkpoint.name)
-    newer: list[tuple[StepName, str]] = []
-    with suppress(OSError):
-        for entry in checkpoint.parent.iterdir() if own else ():
-            other = step_in_name(entry.name)
-            if own and other and other[0] == own[0] and other[1] > own[1]:
-                newer.append((other[1], entry.name))
+    numbered = NumberedName.parsed(checkpoint.name)
+    if numbered is None:
+        return []
+    newer = [(step, name) for name, step in _siblings(checkpoint) if step > numbered.step]
     return [look_at_step(checkpoint.parent / name, step, None) for step, name in sorted(newer, reverse=True)]
 
 
@@ -247,27 +269,25 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
     Args:
         besides: the names of others that are known to be damaged.
     """
-    run = checkpoint.parent
+    run, numbered = checkpoint.parent, NumberedName.parsed(checkpoint.name)
+
+    def preference(sibling: tuple[str, StepName]) -> tuple[object, ...]:
+        name, step = sibling
+        return numbered is not None and step > numbered.step, -step.step, -step.attempt, name
+
     with suppress(OSError, SourceError):
         if _is_checkpoint(run):
             return None
-        record = read_verifications(run)
-        found = step_in_name(checkpoint.name)
-        names = sorted(
-            (found is not None and step > found[1], -step.step, -step.attempt, entry.name, stem, step)
-            for entry in run.iterdir()
-            if entry.name not in (checkpoint.name, *besides) and (numbered := step_in_name(entry.name))
-            for stem, step in [numbered]
-        )
-        for *_, name, stem, step in names:
-            if found is None or stem == found[0]:
-                one = look_at_step(run / name, step, record.get(name))
-                if one.state == "whole":
-                    return one
+        verifications = read_verifications(run)
+        for name, step in sorted(_siblings(checkpoint), key=preference):
+            if name not in (checkpoint.name, *besides):
+                candidate = look_at_step(run / name, step, verifications.get(name))
+                if candidate.state == "whole":
+                    return candidate
     return None
 
 
-def look_at_step(place: Location, name: StepName, last: Verification | None, visit: Visit = _only_look) -> RunStep:
+def look_at_step(place: Location, name: StepName, last: Verification | None, visit: Visit = _ignore) -> RunStep:
     """Say how whole the checkpoint of a step is: here, and nowhere else, that is decided without reading data.
 
     Args:
@@ -293,19 +313,19 @@ def _look(place: Location, name: StepName, last: Verification | None, visit: Vis
     try:
         path = _checkpoint_in(place)
         if path is None:
-            why = "it is being removed" if (place / publish.MARK).exists() else _NOT_FINISHED
-            return replace(step, state="incomplete", fault=why)
+            fault = "it is being removed" if (place / publish.MARK).exists() else _NOT_FINISHED
+            return replace(step, state="incomplete", fault=fault)
         step = replace(step, path=path)
         with OpenCheckpoint(path) as opened:
             damage = damage_of_files(opened)
-            findings = unexplained(damage, findings_by_files(opened))
-            fault = sentence_of(damage, findings) if damage or findings else ""
+            fault = sentence_of(damage, unexplained(damage, findings_by_files(opened)))
             visit(place.name, opened)
     except DamageError as error:
         return replace(step, fault=str(error))
     except SourceError as error:
-        gone = not place.exists()
-        return replace(step, state="incomplete" if gone else "unread", fault=_GONE if gone else str(error))
+        if place.exists():
+            return replace(step, state="unread", fault=str(error))
+        return replace(step, state="incomplete", fault=_GONE)
     if fault:
         return replace(step, fault=fault)
     if last and not last.is_whole:
@@ -325,18 +345,8 @@ def _checkpoint_in(place: Location) -> Location | None:
     """
     if place.is_file() or shown_by(place) is not None:
         return place
-    inner = [entry for entry in place.iterdir() if entry.is_dir() and shown_by(entry) is not None]
-    if len(inner) > 1:
-        names = ", ".join(sorted(entry.name for entry in inner))
+    folders = [entry for entry in place.iterdir() if entry.is_dir() and shown_by(entry) is not None]
+    if len(folders) > 1:
+        names = ", ".join(sorted(entry.name for entry in folders))
         raise SourceError(f"{place} holds several checkpoints, {names}: look at each by itself")
-    return inner[0] if inner else None
-
-
-def _pointer(path: Location, names: set[str], steps: list[RunStep]) -> Pointer | None:
-    for file in _POINTERS:
-        if file in names:
-            with suppress(SourceError), open_regular(path / file) as opened:
-                text = opened.read(0, min(opened.size, _MOST_OF_POINTER)).decode(errors="replace").strip()
-                named = [one.name for one in steps if text in (one.name, str(one.step))]
-                return Pointer(file, text, named[-1] if named else None)
-    return None
+    return folders[0] if folders else None

@@ -10,8 +10,8 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -99,6 +99,15 @@ def look_at_files(place: Location) -> FilesState:
     names = json.dumps([(name, size, identity) for name, size, _, identity in facts])
     digest = xxhash.xxh3_128_hexdigest(names.encode())
     return FilesState(sum(size for _, size, _, _ in facts), max(times, default=None), digest)
+
+
+@contextmanager
+def as_source_error(path: Location) -> Iterator[None]:
+    """Raise a `SourceError` that names the path where the system cannot list or read it."""
+    try:
+        yield
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 _FileFacts = tuple[str, int, float | None, str]
