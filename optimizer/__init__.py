@@ -11,7 +11,7 @@ from .clipping import clip_grad_norm_
 from .groups import sort_parameters
 from .layer_wise import LayerWise
 from .max_logits import MaxLogits
-from .methods.form import Kept, MatrixMethod, Option, Whole, of_each
+from .methods.form import MatrixMethod, MethodSlot, Option, WholeMatrix, of_each
 from .methods.matrix import ADJUST_LR
 from .muon import Muon
 from .newton_schulz import COEFFICIENTS, CostTable, measure, orthogonalize
@@ -23,14 +23,14 @@ __all__ = [
     "COEFFICIENTS",
     "CostTable",
     "FreshStart",
-    "Kept",
     "LayerWise",
     "MatrixMethod",
     "MaxLogits",
+    "MethodSlot",
     "Muon",
     "Option",
     "Projection",
-    "Whole",
+    "WholeMatrix",
     "clip_grad_norm_",
     "measure",
     "of_each",

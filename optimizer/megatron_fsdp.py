@@ -176,7 +176,7 @@ def attach(optimizer: Muon, model: Model) -> Attached:
         for group in optimizer.param_groups:
             # The state that a method keeps per row is sharded evenly, as its placements say; owners declare theirs.
             method = optimizer._methods[group["algorithm"]] if is_matrix_method(group["algorithm"]) else None
-            kept = method.kept(group).items() if method is not None else ()
+            kept = method.slots_of(group).items() if method is not None else ()
             own = {slot for slot, how in kept if how.at_owner or how.shape != "[m, n]"}
             for param in group["params"]:
                 for slot, value in optimizer.state[param].items():

@@ -307,7 +307,7 @@ class Muon(ForModel, CollectiveOptimizer):
 
     def _keeps_at_owner(self, group: dict[str, Any]) -> bool:
         name = group["algorithm"]
-        return is_matrix_method(name) and any(kept.at_owner for kept in self._methods[name].kept(group).values())
+        return is_matrix_method(name) and any(kept.at_owner for kept in self._methods[name].slots_of(group).values())
 
     @property
     def schedules(self) -> Mapping[Ranks, Schedule]:

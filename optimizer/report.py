@@ -174,7 +174,7 @@ def bytes_at_owners(
                 continue
             held.update(dict.fromkeys(ranks_of(param, replicas), 0))
             shapes = list(map(rows_columns, shapes_of(tuple(param.shape), fused_of(group))))
-            for kept in methods[group["algorithm"]].kept(group).values():
+            for kept in methods[group["algorithm"]].slots_of(group).values():
                 itemsize = (kept.dtype or param.dtype).itemsize if kept.at_owner else 0
                 for owner, shape in zip(owners[param], shapes, strict=True):
                     held[owner] += math.prod(SHAPES[kept.shape].of_matrix(*shape)) * itemsize

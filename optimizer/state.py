@@ -29,7 +29,7 @@ from .ground.codecs import codec_of, codec_of_stored, stored_slots
 from .ground.eight_bits import in_a_dim
 from .ground.held_boxes import declare_boxes
 from .methods.form import MatrixMethod
-from .methods.matrix import fused_of, kept_of
+from .methods.matrix import fused_of, method_slots
 from .methods.scalar import SCALARS, fresh_average
 from .planning.matrices import Reduced, matrices_of
 
@@ -56,7 +56,7 @@ def fresh_state(
     state: dict[str, Tensor] = {}
     if method.averages:
         state |= fresh_average(param, MOMENTUM, codec)
-    for slot, (kept, reduced) in kept_of(tuple(param.shape), group, method).items():
+    for slot, (kept, reduced) in method_slots(tuple(param.shape), group, method).items():
         dtype = kept.dtype or param.dtype
         if kept.shape == "[m, n]" and not kept.at_owner:
             state[slot] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
@@ -87,7 +87,7 @@ def owned_state(
     if mesh is None and replicas is not None and dist.get_world_size(replicas) > 1:
         mesh = DeviceMesh.from_group(replicas, param.device.type)
     state: dict[str, Tensor] = {}
-    for slot, (kept, reduced) in kept_of(tuple(param.shape), group, method).items():
+    for slot, (kept, reduced) in method_slots(tuple(param.shape), group, method).items():
         if not kept.at_owner:
             continue
         shape, dtype = reduced.shape, kept.dtype or param.dtype
@@ -116,7 +116,7 @@ def declare_owned(
     state: Mapping[str, Tensor],
 ) -> None:
     """Tell DCP which boxes this rank has of the slots that rest at owners."""
-    for slot, (kept, reduced) in kept_of(tuple(param.shape), group, method).items():
+    for slot, (kept, reduced) in method_slots(tuple(param.shape), group, method).items():
         if kept.at_owner and isinstance(value := state[slot], DTensor):
             declare_boxes(value, owned_boxes(reduced, owners, dist.get_rank()))
 
@@ -130,7 +130,7 @@ def check_state(
         LayoutError, ValueError: the options do not fit the parameter's shape; they need state of another shape.
     """
     matrices_of(layout.shape, fused_of(group))
-    for slot, (kept, reduced) in kept_of(tuple(param.shape), group, method).items():
+    for slot, (kept, reduced) in method_slots(tuple(param.shape), group, method).items():
         own = held.get(slot)
         if own is None or own.shape != reduced.shape or own.dtype != (kept.dtype or param.dtype):
             options = ", ".join(f"{name}={group[name]!r}" for name in ("columns", *method.options))

@@ -52,9 +52,9 @@ def _end_of_the_workers() -> Iterator[None]:
 def _one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU all tiles of all products would be compiled and timed, for minutes; `test_kernels` compares them."""
     if torch.cuda.is_available() and (tiles := sys.modules.get("muonckpt.optimizer.triton.multiply")):
-        for name in ("SMALL", "LARGE"):
-            monkeypatch.setattr(tiles, name, tiles.SMALL[:1])
-        monkeypatch.setattr(tiles, "WIDE", ())
+        for name in ("SMALL_TILES", "LARGE_TILES"):
+            monkeypatch.setattr(tiles, name, tiles.SMALL_TILES[:1])
+        monkeypatch.setattr(tiles, "WIDE_TILES", ())
 
 
 @pytest.fixture(scope="session")

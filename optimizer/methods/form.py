@@ -17,7 +17,7 @@ from ...names.vocabulary import FUSION, MOMENTUM, ParamGroup
 from ..ground.tensors import aligned
 from ..planning.matrices import PRECISIONS, SHAPES, Fused, Precision, Reduced, at_owners
 
-TAKEN: Mapping[str, tuple[str, ...]] = {
+OPTIONS_OF_INPUT: Mapping[str, tuple[str, ...]] = {
     "gradient": ("adjust_lr_fn", *FUSION),
     "momentum": ("momentum", "nesterov", "adjust_lr_fn", *FUSION, "convention"),
     "orthogonal": (
@@ -30,7 +30,7 @@ Nesterov's look ahead), or that after Newton-Schulz."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class MethodSlot:
     """State that a method keeps of each matrix; zeros before the first update.
 
     Args:
@@ -88,7 +88,7 @@ POSITIVE: tuple[Callable[[Any], bool], str] = (lambda value: 0 < value < float("
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Whole:
+class WholeMatrix:
     """A whole matrix at its owner, or equal ones as ``[B, m, n]`` if the method is ``stacked``.
 
     Attributes:
@@ -121,10 +121,10 @@ class MatrixMethod:
     Args:
         name: what state dicts call it.
         update: returns the update of a matrix, which is subtracted ``lr`` times, scaled by ``adjust_lr_fn``.  It must
-            depend on nothing but the `Whole`; every rank may be the owner.
+            depend on nothing but the `WholeMatrix`; every rank may be the owner.
         slots: what it keeps of a matrix besides momentum, by name; or a function of a group's options that returns it.
         options: options of its groups besides those that ``takes`` brings, or other defaults of these.
-        takes: a key of `TAKEN`.
+        takes: a key of `OPTIONS_OF_INPUT`.
         before: is applied to the momentum ahead of Newton-Schulz; element by element.
         weight: the weight travels to the owner, too.
         cost: FLOPs for an ``m x n`` matrix besides Newton-Schulz, given m, n and the group; owners follow from it.
@@ -138,8 +138,8 @@ class MatrixMethod:
     """
 
     name: str
-    update: Callable[[Whole], Tensor]
-    slots: Mapping[str, Kept] | Callable[[ParamGroup], Mapping[str, Kept]] = field(default_factory=dict)
+    update: Callable[[WholeMatrix], Tensor]
+    slots: Mapping[str, MethodSlot] | Callable[[ParamGroup], Mapping[str, MethodSlot]] = field(default_factory=dict)
     options: Mapping[str, Option] = field(default_factory=dict)
     takes: Literal["orthogonal", "momentum", "gradient"] = "orthogonal"
     before: Callable[[Tensor], Tensor] | None = None
@@ -151,8 +151,8 @@ class MatrixMethod:
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"name={self.name!r}: expected a word of letters, digits and underscores")
-        if self.takes not in TAKEN:
-            raise ValueError(f"takes={self.takes!r}: expected one of {', '.join(TAKEN)}")
+        if self.takes not in OPTIONS_OF_INPUT:
+            raise ValueError(f"takes={self.takes!r}: expected one of {', '.join(OPTIONS_OF_INPUT)}")
         if self.before is not None and not self.orthogonalizes:
             raise ValueError(f"method {self.name!r}: before= is for takes='orthogonal'; do it in update")
         slots = self.slots if isinstance(self.slots, Mapping) else {}
@@ -168,20 +168,20 @@ class MatrixMethod:
         """True if its groups have momentum."""
         return self.takes != "gradient"
 
-    def kept(self, group: ParamGroup) -> Mapping[str, Kept]:
+    def slots_of(self, group: ParamGroup) -> Mapping[str, MethodSlot]:
         """Return what it keeps of a matrix of a group besides momentum, by slot."""
         return self.slots if isinstance(self.slots, Mapping) else self.slots(group)
 
     def defaults(self, common: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a new group, given the optimizer's for matrices."""
-        taken = {name: value for name, value in common.items() if name in TAKEN[self.takes]}
+        taken = {name: value for name, value in common.items() if name in OPTIONS_OF_INPUT[self.takes]}
         return {**taken, **{name: option.default for name, option in self.options.items()}}
 
     def precision(self, group: ParamGroup) -> Precision:
         """Return the dtypes in which matrices travel and are multiplied."""
         return PRECISIONS[group["ns_dtype"] if self.orthogonalizes else "float32"]
 
-    def updated(self, whole: Whole) -> Tensor:
+    def updated(self, whole: WholeMatrix) -> Tensor:
         """Return the update of a matrix, after checking that it is one.
 
         Raises:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ...names.vocabulary import HYPERBALL as OPTIONS
-from .form import Kept, MatrixMethod, Option, Whole, of_each
+from .form import MatrixMethod, MethodSlot, Option, WholeMatrix, of_each
 from .muon import SMALLEST
 
 RADIUS = "radius"
 """The slot of the norm that the weight had before its first update; 0 until then."""
 
 
-def _on_the_sphere(whole: Whole) -> Tensor:
+def _on_the_sphere(whole: WholeMatrix) -> Tensor:
     """Return what takes the weight to ``r Norm(W - lr r Norm(U))``, given the orthogonalised momentum ``U``.
 
     Hyperball (Wen et al. 2025, "From weight decay to hyperball optimization", part 1).  The result may be rounded to 16
@@ -36,7 +36,7 @@ def _on_the_sphere(whole: Whole) -> Tensor:
 HYPERBALL = MatrixMethod(
     "hyperball",
     _on_the_sphere,
-    slots={RADIUS: Kept("[1, 1]")},
+    slots={RADIUS: MethodSlot("[1, 1]")},
     options={
         "weight_decay": Option(OPTIONS["weight_decay"], lambda decay: decay == 0, "0, as the norm does not change"),
         "adjust_lr_fn": Option(

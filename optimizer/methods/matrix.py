@@ -11,7 +11,7 @@ from ...algebra.box import Index
 from ...names.vocabulary import ParamGroup
 from ..planning.matrices import SHAPES, Fused, Reduced
 from .adamuon import ADAMUON
-from .form import Kept, MatrixMethod, dtype_named
+from .form import MatrixMethod, MethodSlot, dtype_named
 from .hyperball import HYPERBALL
 from .muon import MUON, NORMUON
 from .scalar import SCALARS
@@ -99,10 +99,10 @@ class Methods:
         return self.given.get(algorithm) or MATRICES[algorithm]
 
 
-def kept_of(shape: Index, group: ParamGroup, method: MatrixMethod) -> dict[str, tuple[Kept, Reduced]]:
+def method_slots(shape: Index, group: ParamGroup, method: MatrixMethod) -> dict[str, tuple[MethodSlot, Reduced]]:
     """Return the state of a parameter besides momentum: how it is kept, and its shape."""
     fused = fused_of(group)
-    return {slot: (kept, kept.of(shape, fused)) for slot, kept in method.kept(group).items()}
+    return {slot: (kept, kept.of(shape, fused)) for slot, kept in method.slots_of(group).items()}
 
 
 def as_stored(
@@ -112,10 +112,10 @@ def as_stored(
 
     Its own FLOPs are unknown.  What could be sharded as the parameter is, rests so.
     """
-    slots: dict[str, Kept] = {}
+    slots: dict[str, MethodSlot] = {}
     for slot, (found, called) in state.items():
         if slot.isidentifier() and (dtype := dtype_named(called)):
-            for kept in (Kept(kind, dtype, at_owner) for kind, at_owner in _BY_SHAPE):
+            for kept in (MethodSlot(kind, dtype, at_owner) for kind, at_owner in _BY_SHAPE):
                 if kept.of(shape, fused).shape == found:
                     slots[slot] = kept
     return MatrixMethod(name, MUON.update, slots=slots, takes="orthogonal" if averages else "gradient")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...names.vocabulary import NORMUON as OPTIONS, SECOND_MOMENT, ParamGroup
-from .form import FRACTION, Kept, MatrixMethod, Option, Whole, of_each
+from .form import FRACTION, MatrixMethod, MethodSlot, Option, WholeMatrix, of_each
 
 
 def orthogonal_rms(m: int, n: int, group: ParamGroup) -> float:
@@ -37,12 +37,12 @@ UPDATE_NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
 """The Frobenius norm of NorMuon's update, given the orthogonalised matrix.  "muon": the matrix's own, so that learning
 rates carry over from Muon; "rms": a root mean square of 0.2 as in the paper, for use with ``adjust_lr_fn="none"``."""
 
-STATISTICS: Mapping[str, Kept] = {"rows": Kept("[m, 1]"), "longer": Kept("longer")}
+STATISTICS: Mapping[str, MethodSlot] = {"rows": MethodSlot("[m, 1]"), "longer": MethodSlot("longer")}
 """What NorMuon keeps mean squares of.  "rows": every row (a neuron), as in the paper; "longer": every row of tall
 matrices and every column of wide ones, as in modded-nanogpt."""
 
 
-def _normalized(whole: Whole) -> Tensor:
+def _normalized(whole: WholeMatrix) -> Tensor:
     """Divide every row, or column (`STATISTICS`), by the root of its mean square's moving average.
 
     NorMuon (Li et al. 2025, arXiv 2510.05491, algorithm 1).  The average starts at zero and is not corrected for that:

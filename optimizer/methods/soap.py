@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...names.vocabulary import SOAP as OPTIONS, ParamGroup
-from .form import FRACTION, POSITIVE, Kept, MatrixMethod, Option, Whole
+from .form import FRACTION, POSITIVE, MatrixMethod, MethodSlot, Option, WholeMatrix
 from .muon import UPDATE_RMS
 
 LEFT, RIGHT, LEFT_BASIS, RIGHT_BASIS = "left", "right", "left_basis", "right_basis"
@@ -18,7 +18,7 @@ MEAN, SQUARES, COUNT = "mean", "rotated_squares", "count"
 """Slots: the mean of gradients, the mean squares of rotated ones, and the number of updates begun."""
 
 
-def _in_eigenbasis(whole: Whole) -> Tensor:
+def _in_eigenbasis(whole: WholeMatrix) -> Tensor:
     """Return the update of Vyas et al. 2024 (arXiv 2409.11321, algorithm 3), as the authors' code orders its parts.
 
     The first gradient makes the bases and no update.  Later ones update with the bases of the steps before, and then
@@ -66,13 +66,13 @@ SOAP = MatrixMethod(
     "soap",
     _in_eigenbasis,
     slots={
-        MEAN: Kept("[m, n]", at_owner=True),
-        SQUARES: Kept("[m, n]", at_owner=True),
-        LEFT: Kept("[m, m]", at_owner=True),
-        RIGHT: Kept("[n, n]", at_owner=True),
-        LEFT_BASIS: Kept("[m, m]", at_owner=True),
-        RIGHT_BASIS: Kept("[n, n]", at_owner=True),
-        COUNT: Kept("[1, 1]", at_owner=True),
+        MEAN: MethodSlot("[m, n]", at_owner=True),
+        SQUARES: MethodSlot("[m, n]", at_owner=True),
+        LEFT: MethodSlot("[m, m]", at_owner=True),
+        RIGHT: MethodSlot("[n, n]", at_owner=True),
+        LEFT_BASIS: MethodSlot("[m, m]", at_owner=True),
+        RIGHT_BASIS: MethodSlot("[n, n]", at_owner=True),
+        COUNT: MethodSlot("[1, 1]", at_owner=True),
     },
     options={
         "betas": Option(

@@ -132,7 +132,7 @@ class StripProducts(TorchProducts):
         self, left: Tensor, right: Tensor, addend: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
     ) -> Tensor:
         side, depth = left.shape
-        strips = max(1, min(STRIPS, side // LEAST)) if side * side * depth >= LARGE else 1
+        strips = max(1, min(NUM_STRIPS, side // MIN_STRIP_ROWS)) if side * side * depth >= MIN_STRIPS_WORK else 1
         high = -(-side // strips)
         result = left.new_empty(side, side)
         for top in range(0, side, high):
@@ -191,32 +191,32 @@ def same_as_alone(
     return True
 
 
-STRIPS, LEAST, LARGE = 4, 128, 3 << 23
+NUM_STRIPS, MIN_STRIP_ROWS, MIN_STRIPS_WORK = 4, 128, 3 << 23
 """The strips of a large symmetric product on a CPU, the fewest rows of one, and the multiply-adds from which it is
 large.  By strips and whole, in us: 190 and 170 at 256 x 256, 302 and 318 at 320 x 320, 484 and 539 at 384 x 384."""
 
-ROW = 1 << 16
+MAX_SUMMED_ELEMENTS = 1 << 16
 """Elements whose squares are summed up at once: a running sum in fp32 is off by less than 2^-8."""
 
 CPU_INFO = Path("/proc/cpuinfo")
 """Where Linux says what the CPU can do."""
 
-UNITS = {
+MATRIX_UNITS = {
     torch.bfloat16: frozenset(("avx512_bf16", "amx_bf16")),
     torch.float16: frozenset(("avx512_fp16", "amx_fp16")),
 }
 """Instructions, one of which a CPU needs to multiply 16 bits faster than fp32."""
 
-STACK = {2: 1 << 18, 4: 1 << 16, 8: 1 << 15}
+CACHED_ELEMENTS = {2: 1 << 18, 4: 1 << 16, 8: 1 << 15}
 """Elements of the largest stack on a CPU, by the bytes of one: its matrices are to stay in the cache.  Us a matrix
 alone, in such a stack, and in one four times as large: 58, 17 and 28 for 32 x 32 in fp32."""
 
-WORTH = 1 << 18
-"""Multiply-adds of a product from which `UNITS` are used, also in a stack: a dtype may not depend on company."""
+MIN_UNIT_WORK = 1 << 18
+"""Multiply-adds of a product from which `MATRIX_UNITS` are used, also in a stack: a dtype may not depend on company."""
 
-ROUNDED = 1 << 21
-"""Multiply-adds of a product from which fp32 is rounded where there are no `UNITS`: there rounding costs less than
-the product.  64 x 64 takes 430 us in rounded fp32 and 220 as it is, 128 x 128 930 and 890."""
+MIN_ROUNDED_WORK = 1 << 21
+"""Multiply-adds of a product from which fp32 is rounded where there are no `MATRIX_UNITS`: there rounding costs less
+than the product.  64 x 64 takes 430 us in rounded fp32 and 220 as it is, 128 x 128 930 and 890."""
 
 
 def by_torch(device: torch.device, dtype: torch.dtype, side: int, length: int) -> TorchProducts:
@@ -228,16 +228,18 @@ def by_torch(device: torch.device, dtype: torch.dtype, side: int, length: int) -
     if device.type != "cpu":
         return TorchProducts(dtype, dtype)
     work = side * side * length
-    if dtype.itemsize == 2 and (work < WORTH or (work < ROUNDED and not _has_units(dtype))):
+    if dtype.itemsize == 2 and (work < MIN_UNIT_WORK or (work < MIN_ROUNDED_WORK and not _has_units(dtype))):
         dtype = torch.float32
     held = dtype if dtype.itemsize > 2 or _has_units(dtype) else torch.float32
-    return StripProducts(dtype, held) if work >= LARGE else TorchProducts(dtype, held, STACK[held.itemsize])
+    if work >= MIN_STRIPS_WORK:
+        return StripProducts(dtype, held)
+    return TorchProducts(dtype, held, CACHED_ELEMENTS[held.itemsize])
 
 
 @lru_cache(maxsize=2)
 def _has_units(dtype: torch.dtype) -> bool:
     # Asked of Linux: torch 2.9 and 2.10 do not say it.
-    return not UNITS[dtype].isdisjoint(CPU_INFO.read_text().split())
+    return not MATRIX_UNITS[dtype].isdisjoint(CPU_INFO.read_text().split())
 
 
 def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -253,7 +255,7 @@ def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 def frobenius(x: Tensor) -> Tensor:
     """Return the Frobenius norm of a contiguous matrix, without dims; ``[count, 1, 1]`` of a stack."""
     # Row by row: torch's CPU kernel keeps plain running fp32 sums, and over 2**27 elements they are 4 % off.
-    parts = x if x.shape[-2] * x.shape[-1] <= ROW else torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    parts = x if x.shape[-2] * x.shape[-1] <= MAX_SUMMED_ELEMENTS else torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     if x.ndim == 2:
         norm: Tensor = torch.linalg.vector_norm(parts)
         return norm

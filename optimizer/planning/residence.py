@@ -32,7 +32,7 @@ class MatrixParts:
         pieces: of the matrices in their order: first and last corner in the parameter, the shift to the corner in the
             matrix, and the strides of the matrix; each ``[pieces, dims]``.
         first_piece: the number of each matrix's first piece, and at the end of all pieces.
-        stands: for each matrix the number of the one that stands for it.
+        representative: for each matrix the number of the one that stands for it.
         piece, box: numbers of the piece and of the layout's box that intersect in a part, in this order.
         first: the number of each matrix's first part, and at the end of all parts.
     """
@@ -40,14 +40,14 @@ class MatrixParts:
     layout: TensorLayout
     pieces: tuple[IntArray, IntArray, IntArray, IntArray]
     first_piece: IntArray
-    stands: IntArray
+    representative: IntArray
     piece: IntArray
     box: IntArray
     first: IntArray
 
     def numbers(self, index: int) -> IntArray:
         """Return the numbers of the parts of a matrix, or of the one that stands for it."""
-        return np.arange(*self.first[self.stands[index] :][:2])
+        return np.arange(*self.first[self.representative[index] :][:2])
 
     def volumes(self, numbers: IntArray) -> IntArray:
         """Return the number of elements of each part."""
@@ -70,7 +70,7 @@ class MatrixParts:
 
     def resident(self, rank: int) -> NDArray[np.bool_]:
         _, first = self.holding(rank)
-        resident: NDArray[np.bool_] = (np.diff(first) > 0)[self.stands]
+        resident: NDArray[np.bool_] = (np.diff(first) > 0)[self.representative]
         return resident
 
     def places(
@@ -85,7 +85,7 @@ class MatrixParts:
             fragment: the fragment of the layout that holds it.
         """
         layout, j = self.layout, self.box[part]
-        i = self.piece[part] + (self.first_piece[index] - self.first_piece[self.stands[index]])
+        i = self.piece[part] + (self.first_piece[index] - self.first_piece[self.representative[index]])
         begin, end, shift, along = (array[i] for array in self.pieces)
         lo, strides = np.maximum(begin, layout.starts[j]), layout.strides[fragment]
         offset = layout.offset[fragment] + ((lo - layout.starts[j]) * strides).sum(axis=1)
@@ -128,7 +128,7 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
     positions = _positions(layout, ranks)
     matrix = np.searchsorted(parts.first, part, side="right") - 1
 
-    standing = np.unique(parts.stands)
+    standing = np.unique(parts.representative)
     pairs, pair_of = np.unique(matrix * len(ranks) + positions[layout.buffer[fragment]], return_inverse=True)
     held = np.zeros(len(pairs), np.int64)
     np.add.at(held, pair_of, parts.volumes(numbers)[part])
@@ -139,14 +139,14 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
     for index, who, much in splits:
         # Not views, which would keep the arrays of all matrices.
         homes[index] = alike.setdefault((who.tobytes(), much.tobytes()), (who.copy(), much.copy()))
-    return tuple(homes[index] for index in parts.stands.tolist())
+    return tuple(homes[index] for index in parts.representative.tolist())
 
 
 @lru_cache(maxsize=4096)
 def first_replicas(layout: TensorLayout, fused: Fused, index: int) -> Mapping[Buffer, int]:
     """Return for each holder of a matrix which replica of its first part it has."""
     parts = matrix_parts(layout, fused)
-    if (standing := int(parts.stands[index])) != index:
+    if (standing := int(parts.representative[index])) != index:
         return first_replicas(layout, fused, standing)
     part, fragment = parts.holders(parts.numbers(index))
     replica = np.arange(len(part)) - np.searchsorted(part, part)
@@ -188,7 +188,7 @@ class RankCopies:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Owned:
+class OwnedMatrices:
     """Matrices of one parameter, or of some that are alike; arrays of one length.
 
     Attributes:
@@ -201,12 +201,12 @@ class Owned:
     index: IntArray
     owner: IntArray
 
-    def rows(self, chosen: NDArray[np.bool_]) -> Owned:
-        return Owned(self.tensor[chosen], self.index[chosen], self.owner[chosen])
+    def rows(self, chosen: NDArray[np.bool_]) -> OwnedMatrices:
+        return OwnedMatrices(self.tensor[chosen], self.index[chosen], self.owner[chosen])
 
 
 def rank_copies(
-    layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], position: int, matrices: Owned
+    layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], position: int, matrices: OwnedMatrices
 ) -> RankCopies:
     """Return the copies of the rank at a position of ``ranks``; other ranks stand for the wire, where boxes are dense.
 
@@ -221,10 +221,10 @@ def rank_copies(
 
 
 def _of_owned(
-    parts: MatrixParts, fused: Fused, ranks: tuple[int, ...], position: int, matrices: Owned
+    parts: MatrixParts, fused: Fused, ranks: tuple[int, ...], position: int, matrices: OwnedMatrices
 ) -> tuple[Copies, Copies, Copies]:
     """Return a rank's copies of the matrices that it owns: it takes, has, and gives back."""
-    layout, stands = parts.layout, parts.stands[matrices.index]
+    layout, stands = parts.layout, parts.representative[matrices.index]
     matrix, part = expanded(parts.first[stands], np.diff(parts.first)[stands])
     number = part - parts.first[stands[matrix]]
     at, fragment = parts.holders(part)
@@ -241,10 +241,10 @@ def _of_owned(
 
 
 def _of_held(
-    parts: MatrixParts, fused: Fused, ranks: tuple[int, ...], position: int, matrices: Owned
+    parts: MatrixParts, fused: Fused, ranks: tuple[int, ...], position: int, matrices: OwnedMatrices
 ) -> tuple[Copies, Copies]:
     """Return a rank's copies of others' matrices: it gives, and takes back."""
-    layout, stands = parts.layout, parts.stands[matrices.index]
+    layout, stands = parts.layout, parts.representative[matrices.index]
     held, first_held = parts.holding(ranks[position])
     matrix, at = expanded(first_held[stands], np.diff(first_held)[stands])
     part, owner = held[at], matrices.owner[matrix]
@@ -263,7 +263,7 @@ def _of_held(
     return back.rows(read & ~owner_has).inverse(), back
 
 
-def _first_replicas(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], matrices: Owned) -> IntArray:
+def _first_replicas(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], matrices: OwnedMatrices) -> IntArray:
     """Return the `first_replica` of each matrix's owner, -1 for none."""
     if not _replicated(layout):
         return np.zeros(len(matrices.index), np.int64)

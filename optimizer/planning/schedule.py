@@ -25,7 +25,7 @@ from ...algebra.overlap import IntArray
 from ...algebra.plan import NO_COPIES, Copies
 from ..newton_schulz.products import Form
 from .matrices import SHAPES, Slot, Spec, Unit, rows_columns
-from .residence import Owned, RankCopies, matrix_parts, rank_copies, residence
+from .residence import OwnedMatrices, RankCopies, matrix_parts, rank_copies, residence
 
 Ranks = tuple[int, ...]
 
@@ -35,7 +35,7 @@ WIRE_ALIGNMENT = 8
 NOTE = 16
 """Bytes in front of each rank's part: a digest of the sender's intent (`step.agreement.Intent`)."""
 
-MOST_STAGES = 4
+MAX_STAGES = 4
 """The fourth hides all but a quarter of the exchange and keeps its buffers to half; a fifth adds little to that."""
 
 STAGE_BYTES = 1 << 23
@@ -193,7 +193,7 @@ def _stages(
         unit = index + np.repeat(begins[numbers], counts[numbers[0]])
         for number, slot in enumerate(specs[numbers[0]].slots):
             involved = matrix_parts(slot.layout, slot.fused).resident(rank)[index] | (owner[unit] == here)
-            matrices = Owned(unit + number * len(owner), index, owner[unit]).rows(involved)
+            matrices = OwnedMatrices(unit + number * len(owner), index, owner[unit]).rows(involved)
             copies = rank_copies(slot.layout, slot.fused, ranks, here, matrices)
             kinds.append((slot, copies if slot.returns else copies.one_way()))
     there, back = [slot.there.itemsize for slot, _ in kinds], [slot.back.itemsize for slot, _ in kinds]
@@ -379,7 +379,7 @@ def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
         for slot in spec.slots
     )
     per_rank = sent * (ranks - 1) // ranks**2
-    return min(max(math.isqrt(per_rank // STAGE_BYTES), 1), MOST_STAGES)
+    return min(max(math.isqrt(per_rank // STAGE_BYTES), 1), MAX_STAGES)
 
 
 def state_bytes(specs: Sequence[Spec]) -> int:

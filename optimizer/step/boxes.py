@@ -21,7 +21,7 @@ from ...algebra.plan import Copies, dense_strides
 from ..ground.tensors import boxes_in
 from ..planning.schedule import Schedule
 
-LARGEST_BLOCK = 1 << 16
+MAX_BLOCK_ELEMENTS = 1 << 16
 """Elements of the largest block of several boxes: 256 KiB in float32, of which there are a few at a time."""
 
 Sizes = Mapping[int, int]
@@ -146,7 +146,7 @@ class EqualBoxes:
 def blocks(
     copies: Copies, kind: IntArray, kinds: Sequence[BoxKind], shape_of: Callable[[int], Sequence[int]]
 ) -> Iterator[EqualBoxes]:
-    """Yield copies, whose sources are parameters, as blocks of equal boxes of one kind, of up to `LARGEST_BLOCK`
+    """Yield copies, whose sources are parameters, as blocks of equal boxes of one kind, of up to `MAX_BLOCK_ELEMENTS`
     elements, or of one box.
 
     Args:
@@ -172,7 +172,7 @@ def blocks(
             for column in (copies.sizes, copies.source_strides, copies.target_strides)
         )
         wire = kinds[kind_number].wire.itemsize
-        count = max(1, LARGEST_BLOCK // max(1, int(copies.numel[rows[0]])))
+        count = max(1, MAX_BLOCK_ELEMENTS // max(1, int(copies.numel[rows[0]])))
         for first in range(0, len(rows), count):
             cut = rows[first : first + count]
             begin = copies.target_offset[cut] // wire

@@ -14,7 +14,7 @@ from ...layouts.tensors import layout_of, local_of
 from ...names.vocabulary import MOMENTUM, ParamGroup
 from ..ground.codecs import codec_of, stored_slots
 from ..ground.host_memory import STATE_MEMORIES
-from ..methods.matrix import Methods, fused_of, is_matrix_method, kept_of
+from ..methods.matrix import Methods, fused_of, is_matrix_method, method_slots
 from ..newton_schulz.costs import Cost
 from ..newton_schulz.products import Choice, has_kernels, missing_triton
 from ..newton_schulz.recipe import flops
@@ -138,7 +138,7 @@ class Planner:
         slots = [self._update(member, groups, ranks)]
         if method.weight:
             slots.append(replace(slots[0], name=WEIGHT, there=param.dtype, back=param.dtype, returns=False))
-        for name, (kept, reduced) in kept_of(tuple(param.shape), group, method).items():
+        for name, (kept, reduced) in method_slots(tuple(param.shape), group, method).items():
             if not kept.at_owner:
                 tensor = state[param][name]
                 layout = slots[0].layout if kept.shape == "[m, n]" else layout_of(tensor, ranks)
@@ -165,7 +165,7 @@ class Planner:
             lambda m, n, copies: self.form(device, compute, m, n, copies),
             lambda m, n: self.scale(group, m, n),
             owners,
-            tuple((slot, kept.shape) for slot, kept in method.kept(group).items() if kept.at_owner),
+            tuple((slot, kept.shape) for slot, kept in method.slots_of(group).items() if kept.at_owner),
         )
 
 

@@ -25,7 +25,7 @@ from ...names.vocabulary import ParamGroup
 from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
 from ..ground.host_memory import StateMemory, most_here
 from ..ground.tensors import Places, RowsColumns, aligned
-from ..methods.form import MatrixMethod, Whole
+from ..methods.form import MatrixMethod, WholeMatrix
 from ..newton_schulz.iterations import orthogonalize_all
 from ..newton_schulz.products import Form
 from ..newton_schulz.recipe import Recipe
@@ -37,17 +37,17 @@ from .exchange import Link, Notes, StepExchange, Wire
 from .matrix_state import MatrixState
 from .rank_sets import RankSet, State, crossing, rank_sets, refuse_ended
 
-LARGEST = 1 << 25
+MAX_BATCH_ELEMENTS = 1 << 25
 """Elements of a batch by kernels: two matrices of 4096 x 4096, which is more than a GPU does at a time."""
 
-TOGETHER = 1 << 18
-"""The same by torch's products, 1 MiB there and back in 16 bits; `products.STACK` is how many they multiply at a
-time."""
+MAX_STACK_ELEMENTS = 1 << 18
+"""The same by torch's products, 1 MiB there and back in 16 bits; `products.CACHED_ELEMENTS` is how many they multiply
+at a time."""
 
-BUSY = 64
+MIN_TILES = 64
 """Tiles of 128 x 128 that keep a large GPU busy: half of its multiprocessors, as tiles can be smaller."""
 
-UNDER_WAY = 2
+STAGES_IN_FLIGHT = 2
 """Stages whose updates are under way when the first notes are read."""
 
 
@@ -92,9 +92,9 @@ class Batch:
 
 
 def fills_gpu(rows: int, columns: int, copies: int) -> bool:
-    """Return whether the Gram matrices of so many matrices have `BUSY` tiles: one has from 1281² on."""
+    """Return whether the Gram matrices of so many matrices have `MIN_TILES` tiles: one has from 1281² on."""
     side = -(-min(rows, columns) // 128)
-    return copies * side * (side + 1) // 2 >= BUSY
+    return copies * side * (side + 1) // 2 >= MIN_TILES
 
 
 def in_batches(
@@ -106,8 +106,8 @@ def in_batches(
 ) -> list[Batch]:
     """Return units, by number, in batches.
 
-    Kernels take up to `LARGEST` elements at a time: matrices of one shape if these fill a GPU, else all that do not
-    together, tall ones apart.  torch's products take up to `TOGETHER` elements, of matrices of one shape.
+    Kernels take up to `MAX_BATCH_ELEMENTS` at a time: matrices of one shape if these fill a GPU, else all that do not
+    together, tall ones apart.  torch's products take up to `MAX_STACK_ELEMENTS`, of matrices of one shape.
 
     Args:
         group_of, method_of, state_of: by number of the parameter; a method takes together what has equal ``state_of``.
@@ -130,7 +130,7 @@ def in_batches(
         together[shape if alone else rows > columns, kind] += members
     batches = []
     for (_, kind), members in together.items():
-        most = LARGEST if kind[0].kernels else TOGETHER
+        most = MAX_BATCH_ELEMENTS if kind[0].kernels else MAX_STACK_ELEMENTS
         cuts: list[list[int]] = []
         held = 0
         for number in members:
@@ -336,7 +336,7 @@ class Step:
         return local
 
     def _first_wires(self, exchange: StepExchange, local: LocalTensors | None) -> deque[Wire]:
-        stages = range(min(UNDER_WAY, len(self.schedule.stages)))
+        stages = range(min(STAGES_IN_FLIGHT, len(self.schedule.stages)))
         coming = deque(self._gather(exchange, local, stage) for stage in stages)
         coming[0].arrive()
         return coming
@@ -346,7 +346,7 @@ class Step:
         if local is not None:
             if exchange.attempt(local.here, stage):
                 exchange.attempt(self._elementwise.locate, local)
-            first = stage < UNDER_WAY
+            first = stage < STAGES_IN_FLIGHT
             if first and self._keeps:
                 exchange.attempt(local.keep, self._beginning[stage])
             if not (ahead := first and self._ahead):
@@ -400,12 +400,12 @@ class Step:
         local: LocalTensors,
         state: Mapping[str, Tensor],
         memory: Tensor,
-    ) -> Whole:
+    ) -> WholeMatrix:
         """Return what a method takes at a time: equal matrices, of one group, that lie end to end in a memory."""
         unit = self.schedule.units[units[0]]
         kept = {slot: tensor if method.stacked else tensor[0] for slot, tensor in state.items()}
         shape = (len(units), *unit.rows_columns) if method.stacked else unit.rows_columns
-        return Whole(aligned(memory.view(shape)), kept, kept.pop(WEIGHT, None), local.groups[unit.param])
+        return WholeMatrix(aligned(memory.view(shape)), kept, kept.pop(WEIGHT, None), local.groups[unit.param])
 
     def _apply(self, exchange: StepExchange, local: LocalTensors, stage: int, returning: Wire) -> None:
         returning.arrive()

@@ -29,13 +29,13 @@ from .launches import INTERPRETED, as_fp32, launcher, narrowed
 LOAD_MULTIPLE = 16
 """Elements that all sides are a multiple of, so that a GPU loads 16 bytes at a time."""
 
-WIDEST = 1 << 22
+MAX_SIDE = 1 << 22
 """Elements of a side, so that those of a tile are counted in 32 bits; where it begins, in 64."""
 
 DEPTH = 16 if INTERPRETED else 64
 """Elements of the inner dim that all tiles load at a time: so all have one order of sums."""
 
-BAND = 8
+BAND_ROWS = 8
 """Rows of tiles that are done together, so that neighbours in time share operands in the L2 cache."""
 
 
@@ -54,17 +54,17 @@ class Tile:
 
 
 INTERPRETED_TILE = Tile(32, 32, 4, 1)
-SMALL = (INTERPRETED_TILE,) if INTERPRETED else (Tile(64, 64, 4, 4), Tile(128, 64, 4, 4), Tile(128, 128, 4, 3))
-LARGE = (
+SMALL_TILES = (INTERPRETED_TILE,) if INTERPRETED else (Tile(64, 64, 4, 4), Tile(128, 64, 4, 4), Tile(128, 128, 4, 3))
+LARGE_TILES = (
     (INTERPRETED_TILE,)
     if INTERPRETED
     else (Tile(128, 128, 8, 3, registers=128), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))
 )
-WIDE = () if INTERPRETED else (Tile(128, 256, 8, 3),)
+WIDE_TILES = () if INTERPRETED else (Tile(128, 256, 8, 3),)
 """For results that do not fill a GPU, that do, and that do and are not mirrored; each was the fastest somewhere on an
 H100.  Few, as each is compiled and timed once for every product."""
 
-FILLED = 132
+MIN_FILLING_TILES = 132
 """Tiles of 128 x 128 from which results fill a GPU: an H100 has as many multiprocessors."""
 
 
@@ -109,7 +109,7 @@ def multiply(
 
     Raises:
         ValueError: shapes or dtypes that do not fit; sides that are not multiples of `LOAD_MULTIPLE`, or beyond
-            `WIDEST`; memories that do not begin at a multiple of 16 bytes.
+            `MAX_SIDE`; memories that do not begin at a multiple of 16 bytes.
         RuntimeError: a CUDA graph is being captured and no tile has been timed for these shapes: run a step before.
     """
     memory, dtype = left.memory, left.memory.dtype
@@ -148,9 +148,9 @@ class _Products:
         if len(first) != len(second) or any(a[1] != b[0] for a, b in zip(first, second, strict=True)):
             raise ValueError(f"{first} and {second} cannot be multiplied")
         sides = {side for shape in (*first, *second) for side in shape}
-        if any(side % LOAD_MULTIPLE or side > WIDEST for side in sides):
+        if any(side % LOAD_MULTIPLE or side > MAX_SIDE for side in sides):
             raise ValueError(
-                f"expected sides that are multiples of {LOAD_MULTIPLE}, up to {WIDEST}, got {sorted(sides)}"
+                f"expected sides that are multiples of {LOAD_MULTIPLE}, up to {MAX_SIDE}, got {sorted(sides)}"
             )
         shapes = [(m, n) for (m, _), (_, n) in zip(first, second, strict=True)]
         if kind.symmetric and any(m != n for m, n in shapes):
@@ -171,8 +171,10 @@ class _Products:
             return
         if self._best is None:
             runs = self.places.runs
-            tiles = sum(n * len(grid(rows, columns, LARGE[0], self._kind.symmetric)) for n, rows, columns in runs)
-            suitable = SMALL if tiles < FILLED else LARGE if self._kind.symmetric else (*LARGE, *WIDE)
+            tiles = sum(n * len(grid(rows, columns, LARGE_TILES[0], self._kind.symmetric)) for n, rows, columns in runs)
+            suitable = SMALL_TILES
+            if tiles >= MIN_FILLING_TILES:
+                suitable = LARGE_TILES if self._kind.symmetric else (*LARGE_TILES, *WIDE_TILES)
             self._best = self._by(fastest(self._kind, suitable, lambda tile: self._by(tile)(*memories, *factors)))
         self._best(*memories, *factors)
 
@@ -237,7 +239,7 @@ def fastest(what: object, tiles: Sequence[Tile], launch: Callable[[Tile], None])
 def grid(rows: int, columns: int, tile: Tile, symmetric: bool) -> list[tuple[int, int]]:
     """Return row and column of each tile of a matrix; of a symmetric one only those that reach the diagonal."""
     high, wide = -(-rows // tile.rows), -(-columns // tile.columns)
-    bands = (range(top, min(top + BAND, high)) for top in range(0, high, BAND))
+    bands = (range(top, min(top + BAND_ROWS, high)) for top in range(0, high, BAND_ROWS))
     pairs = [(i, j) for band in bands for j in range(wide) for i in band]
     return [(i, j) for i, j in pairs if not symmetric or (i + 1) * tile.rows > j * tile.columns]
 

@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
 from muonckpt import SourceError
-from muonckpt.optimizer import Kept, MatrixMethod, Muon, Option, Whole
+from muonckpt.optimizer import MatrixMethod, MethodSlot, Muon, Option, WholeMatrix
 
 
-def added_up(whole: Whole) -> torch.Tensor:
+def added_up(whole: WholeMatrix) -> torch.Tensor:
     whole.state["left"].add_(whole.matrix @ whole.matrix.T)
     whole.state["rows"].add_(1)
     return whole.matrix
@@ -23,7 +23,7 @@ def added_up(whole: Whole) -> torch.Tensor:
 MINE = MatrixMethod(
     "mine",
     added_up,
-    slots={"left": Kept("[m, m]", at_owner=True), "rows": Kept("[m, 1]")},
+    slots={"left": MethodSlot("[m, m]", at_owner=True), "rows": MethodSlot("[m, 1]")},
     options={"width": Option(3)},
     takes="gradient",
 )

@@ -16,25 +16,25 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from muonckpt.optimizer import Kept, MatrixMethod, Muon, Option, Whole, of_each
+from muonckpt.optimizer import MatrixMethod, MethodSlot, Muon, Option, WholeMatrix, of_each
 
 Place = Callable[[torch.Tensor], torch.Tensor]
 
 
-def whitened(whole: Whole) -> torch.Tensor:
+def whitened(whole: WholeMatrix) -> torch.Tensor:
     """Products of the matrix with itself and with state at its owner: the bits of both depend on addresses."""
     whole.state["left"].lerp_(whole.matrix @ whole.matrix.mT, 0.1)
     return whole.state["left"] @ whole.matrix
 
 
-def by_rows(whole: Whole) -> torch.Tensor:
+def by_rows(whole: WholeMatrix) -> torch.Tensor:
     """A product with state that travels, and one with the weight."""
     assert whole.weight is not None
     whole.state["rows"].lerp_(whole.matrix.float() @ whole.weight.mT.float() @ whole.state["rows"] + 1, 0.1)
     return whole.matrix.float() * whole.state["rows"].sigmoid()
 
 
-def one_by_one(whole: Whole) -> torch.Tensor:
+def one_by_one(whole: WholeMatrix) -> torch.Tensor:
     """Products of each matrix of a stack and of its state, as the library's own stacked methods make their sums."""
     doubled = whole.matrix.float() * 2
     whole.state["left"].lerp_(of_each(lambda matrix: matrix @ matrix.T, doubled), 0.1)
@@ -42,12 +42,12 @@ def one_by_one(whole: Whole) -> torch.Tensor:
     return of_each(lambda matrix: matrix @ matrix.T @ matrix, doubled) * sizes
 
 
-KEPT = {"left": Kept("[m, m]", at_owner=True)}
+KEPT = {"left": MethodSlot("[m, m]", at_owner=True)}
 FREE = {"adjust_lr_fn": Option("none")}
 METHODS = {
     "soap": "soap",
     "gradient": MatrixMethod("gradient", whitened, slots=KEPT, options=FREE, takes="gradient"),
-    "orthogonal": MatrixMethod("orthogonal", by_rows, slots={"rows": Kept("[m, 1]")}, options=FREE, weight=True),
+    "orthogonal": MatrixMethod("orthogonal", by_rows, slots={"rows": MethodSlot("[m, 1]")}, options=FREE, weight=True),
     "stacked": MatrixMethod("stacked", one_by_one, slots=KEPT, options=FREE, takes="momentum", stacked=True),
     "muon": "muon",
     "normuon": "normuon",

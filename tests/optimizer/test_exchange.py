@@ -21,7 +21,7 @@ from muonckpt.lab.forecasting.topologies import MuonOptions, step_plan
 from muonckpt.layouts.mesh import Mesh, Shard as Rows, mesh_layout
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.ground import tensors as ground
-from muonckpt.optimizer.newton_schulz.products import STACK
+from muonckpt.optimizer.newton_schulz.products import CACHED_ELEMENTS
 from muonckpt.optimizer.planning.schedule import NOTE, WIRE_ALIGNMENT
 from muonckpt.optimizer.step import boxes, step as step_module
 
@@ -90,13 +90,13 @@ def peak_of_a_step(rank: int, world: int, stages: int, together: int) -> tuple[i
     """
     shapes = [(256, 64)] * 24
     _, opt = on_rows(shapes, world, stages=stages)
-    before, step_module.TOGETHER = step_module.TOGETHER, together
+    before, step_module.MAX_STACK_ELEMENTS = step_module.MAX_STACK_ELEMENTS, together
     try:
         opt.step()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
             opt.step()
     finally:
-        step_module.TOGETHER = before
+        step_module.MAX_STACK_ELEMENTS = before
     changes = [(e.start_ns(), e.nbytes()) for e in events.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
     for _, change in sorted(changes):
@@ -109,11 +109,11 @@ def peak_of_a_step(rank: int, world: int, stages: int, together: int) -> tuple[i
 
 def test_a_step_never_holds_more_than_two_stages():
     """Besides the products of the matrix, or of the small ones together, that are being orthogonalised."""
-    for stages, together in ((1, 1), (2, 1), (6, 1), (6, step_module.TOGETHER)):
+    for stages, together in ((1, 1), (2, 1), (6, 1), (6, step_module.MAX_STACK_ELEMENTS)):
         for peak, wires, matrix in run(2, peak_of_a_step, stages, together):
             assert len(wires) == stages
             most = max(a + b for a, b in zip([*wires, 0], [0, *wires], strict=True))
-            assert peak <= most + 8 * max(matrix, 2 * STACK[2] if together > 1 else 0)
+            assert peak <= most + 8 * max(matrix, 2 * CACHED_ELEMENTS[2] if together > 1 else 0)
 
 
 def many_small(rank: int, world: int, dtype: torch.dtype, stages: int | None) -> list[torch.Tensor]:
@@ -146,8 +146,8 @@ def many_small(rank: int, world: int, dtype: torch.dtype, stages: int | None) ->
 @pytest.mark.parametrize(("world", "dtype"), sweep([(2, torch.bfloat16), (3, torch.float32)], (3, torch.float32)))
 def test_many_small_matrices_together_have_the_bits_of_each_by_itself(world, dtype, monkeypatch):
     found = [many_small(0, 0, dtype, None), *run(world, many_small, dtype, 2)]
-    monkeypatch.setattr(step_module, "TOGETHER", 1)
-    monkeypatch.setattr(boxes, "LARGEST_BLOCK", 1)
+    monkeypatch.setattr(step_module, "MAX_STACK_ELEMENTS", 1)
+    monkeypatch.setattr(boxes, "MAX_BLOCK_ELEMENTS", 1)
     monkeypatch.setattr(ground, "ELEMENTS", 20)
     expected = many_small(0, 0, dtype, None)
     for mine in found:

@@ -19,7 +19,9 @@ k = kernels("triton.kernel_products")
 normal = kernels("triton.kernel_products")
 tiles = kernels("triton.multiply")
 multiply = kernels("triton.multiply").multiply
-EVERY_TILE = tuple(dict.fromkeys((*tiles.SMALL, *tiles.LARGE, *tiles.WIDE)))  # other tests use one (`conftest`)
+EVERY_TILE = tuple(
+    dict.fromkeys((*tiles.SMALL_TILES, *tiles.LARGE_TILES, *tiles.WIDE_TILES))
+)  # other tests use one (`conftest`)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 HALF = [BF16, FP16]
@@ -258,7 +260,7 @@ def compiled(dtype, mirror, tile):
     loads = re.findall(r"cp\\.async\\.c[ag]\\.shared\\.global [^;]*;", ptx)
     return found.metadata.shared, "wgmma" in ptx, len(loads), sum("0x10" in load for load in loads), staged
 
-every = dict.fromkeys((*multiply.SMALL, *multiply.LARGE, *multiply.WIDE))
+every = dict.fromkeys((*multiply.SMALL_TILES, *multiply.LARGE_TILES, *multiply.WIDE_TILES))
 print(json.dumps([compiled(("bf16", "fp16")[n % 2], n % 3 < 2, tile) for n, tile in enumerate(every)]))
 """
 
@@ -303,7 +305,7 @@ def test_offsets_beyond_31_bits() -> None:
 @pytest.mark.gpu
 @on_gpu
 def test_a_graph_is_captured_after_a_step_and_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "SMALL", EVERY_TILE)
+    monkeypatch.setattr(tiles, "SMALL_TILES", EVERY_TILE)
     x, kind = stacked([fresh(272, 528)]), k.KernelProducts(BF16)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="before capturing"), torch.cuda.graph(graph):

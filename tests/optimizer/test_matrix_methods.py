@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonckpt.optimizer import Kept, MatrixMethod, Muon, Option, Whole, orthogonalize
+from muonckpt.optimizer import MatrixMethod, MethodSlot, Muon, Option, WholeMatrix, orthogonalize
 
 EXACT = {"ns_dtype": "float32", "weight_decay": 0.0}
 
@@ -148,12 +148,12 @@ def test_equal_matrices_together_have_the_bits_of_each_alone(monkeypatch, algori
         return [held for param in params for held in (param.detach(), *opt.state[param].values())]
 
     together = trained()
-    monkeypatch.setattr("muonckpt.optimizer.step.step.TOGETHER", 1)
+    monkeypatch.setattr("muonckpt.optimizer.step.step.MAX_STACK_ELEMENTS", 1)
     for one, other in zip(trained(), together, strict=True):
         assert torch.equal(one, other)
 
 
-def halved(whole: Whole) -> torch.Tensor:
+def halved(whole: WholeMatrix) -> torch.Tensor:
     whole.state["seen"].add_(1)
     return whole.matrix * whole.options["share"]
 
@@ -161,7 +161,7 @@ def halved(whole: Whole) -> torch.Tensor:
 MINE = MatrixMethod(
     "mine",
     halved,
-    slots={"seen": Kept("[1, 1]"), "left": Kept("[m, m]", torch.bfloat16, at_owner=True)},
+    slots={"seen": MethodSlot("[1, 1]"), "left": MethodSlot("[m, m]", torch.bfloat16, at_owner=True)},
     options={"share": Option(0.5, lambda share: 0 < share <= 1, "a share in (0, 1]")},
     takes="momentum",
 )
@@ -203,28 +203,28 @@ def test_options_that_a_method_lacks_are_refused(group, message):
 )
 def test_state_that_nobody_could_keep_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Kept(**arguments)
+        MethodSlot(**arguments)
 
 
-def of_another_shape(whole: Whole) -> torch.Tensor:
+def of_another_shape(whole: WholeMatrix) -> torch.Tensor:
     return whole.matrix[:1]
 
 
-def of_another_dtype(whole: Whole) -> torch.Tensor:
+def of_another_dtype(whole: WholeMatrix) -> torch.Tensor:
     whole.state["rows"] = whole.state["rows"].double()
     return whole.matrix
 
 
-def without_a_slot(whole: Whole) -> torch.Tensor:
+def without_a_slot(whole: WholeMatrix) -> torch.Tensor:
     whole.state.pop("rows")
     return whole.matrix
 
 
-def no_number(whole: Whole) -> torch.Tensor:
+def no_number(whole: WholeMatrix) -> torch.Tensor:
     return whole.matrix * float("nan")
 
 
-def raising(whole: Whole) -> torch.Tensor:
+def raising(whole: WholeMatrix) -> torch.Tensor:
     raise KeyError("nothing here")
 
 
@@ -242,7 +242,7 @@ def told(rank: int, world: int) -> list[str]:
     for update in WRONG:
         value = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)], src_data_rank=None)
         param = nn.Parameter(value)
-        method = MatrixMethod("wrong", update, slots={"rows": Kept("[m, 1]")}, takes="gradient")
+        method = MatrixMethod("wrong", update, slots={"rows": MethodSlot("[m, 1]")}, takes="gradient")
         opt = Muon([{"params": [("up.weight", param)], "algorithm": method}])
         param.grad = value.clone()
         try:

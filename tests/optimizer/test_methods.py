@@ -11,7 +11,7 @@ from torch import nn
 
 from muonckpt import LayoutError
 from muonckpt.optimizer import Muon, orthogonalize
-from muonckpt.optimizer.methods.form import Whole
+from muonckpt.optimizer.methods.form import WholeMatrix
 from muonckpt.optimizer.methods.muon import NORMUON
 
 
@@ -22,7 +22,7 @@ def test_normuon_divides_rows_by_the_root_of_their_mean_square_and_keeps_the_nor
     moment, expected = torch.zeros(6, 1), torch.zeros(6, 1, dtype=torch.float64)
     for matrix in matrices:
         options = {"beta2": 0.9, "update_norm": "muon"}
-        found = NORMUON.update(Whole(matrix.float()[None], {"second_moment": moment[None]}, None, options))[0]
+        found = NORMUON.update(WholeMatrix(matrix.float()[None], {"second_moment": moment[None]}, None, options))[0]
         expected = 0.9 * expected + 0.1 * (matrix**2).mean(dim=1, keepdim=True)
         want = matrix / (expected.sqrt() + 1e-8)
         want *= matrix.norm() / want.norm()
@@ -59,7 +59,9 @@ def test_statistics_of_the_longer_side_need_matrices_of_one_kind():
 
 def test_normuon_of_zeros_is_zeros():
     options = {"beta2": 0.95, "update_norm": "muon"}
-    assert not NORMUON.update(Whole(torch.zeros(2, 3, 5), {"second_moment": torch.zeros(2, 3, 1)}, None, options)).any()
+    assert not NORMUON.update(
+        WholeMatrix(torch.zeros(2, 3, 5), {"second_moment": torch.zeros(2, 3, 1)}, None, options)
+    ).any()
 
 
 def halved(rows: int, columns: int) -> float:

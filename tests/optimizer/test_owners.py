@@ -22,7 +22,7 @@ from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
 from muonckpt.optimizer.newton_schulz.products import Form
 from muonckpt.optimizer.newton_schulz.recipe import flops
 from muonckpt.optimizer.planning.matrices import Fused, Slot, Spec, matrices_of, one_column, one_row, shapes_of
-from muonckpt.optimizer.planning.residence import Owned, matrix_parts, rank_copies, residence
+from muonckpt.optimizer.planning.residence import OwnedMatrices, matrix_parts, rank_copies, residence
 from muonckpt.optimizer.planning.schedule import (
     NOTE,
     Schedule,
@@ -257,7 +257,7 @@ def test_what_a_rank_copies_to_any_owner_and_back_are_shares_of_the_plans(seed, 
         resting = through(matrix, layout)
         for owner in ranks:
             whole = owned_layout(shapes_of(shape, fused)[index], owner)
-            matrices = Owned(np.array([5]), np.array([index]), np.array([owner]))
+            matrices = OwnedMatrices(np.array([5]), np.array([index]), np.array([owner]))
             for rank in ranks:
                 found = rank_copies(layout, fused, ranks, rank, matrices)
                 for tables, way in [
@@ -271,7 +271,7 @@ def test_experts_between_two_cuts_are_planned_once():
     """What is listed grows with the boxes, not with experts times ranks."""
     layout = mesh_layout((384, 2048, 8), Mesh.of(128, 8), (Shard(1), Shard(0)))
     parts = matrix_parts(layout, Fused((1024, 1024)))
-    assert len(parts.piece) == 1024 and len(set(parts.stands.tolist())) == 2 * 8
+    assert len(parts.piece) == 1024 and len(set(parts.representative.tolist())) == 2 * 8
     assert len({id(home) for home in residence(layout, Fused((1024, 1024)), tuple(range(1024)))}) == 2 * 8
 
 

@@ -11,10 +11,10 @@ import torch
 from muonckpt.optimizer.ground.tensors import Places
 from muonckpt.optimizer.newton_schulz import products
 from muonckpt.optimizer.newton_schulz.products import (
-    LARGE,
-    ROUNDED,
-    STACK,
-    WORTH,
+    CACHED_ELEMENTS,
+    MIN_ROUNDED_WORK,
+    MIN_STRIPS_WORK,
+    MIN_UNIT_WORK,
     Form,
     StripProducts,
     TorchProducts,
@@ -129,29 +129,31 @@ def test_a_cpu_multiplies_16_bits_where_it_has_units_for_them(monkeypatch: pytes
     for flag, found in (("amx_bf16", BF16), ("avx512_bf16_like", FP32)):
         products._has_units.cache_clear()
         products.CPU_INFO.write_text(f"processor\t: 0\nflags\t\t: fpu {flag} avx2\n")
-        assert by_torch(CPU, BF16, 1, ROUNDED) == TorchProducts(BF16, found, STACK[found.itemsize])
-        assert by_torch(CPU, FP16, 1, ROUNDED) == TorchProducts(FP16, FP32, STACK[4])
-        small = TorchProducts(FP32, FP32, STACK[4])
-        assert by_torch(CPU, FP16, 1, ROUNDED - 1) == by_torch(CPU, FP32, 1, ROUNDED) == small
-        assert by_torch(CPU, BF16, 1, WORTH - 1) == small
-        assert by_torch(CPU, BF16, 1, WORTH) == (TorchProducts(BF16, BF16, STACK[2]) if found is BF16 else small)
-        assert by_torch(CPU, BF16, 512, LARGE // 512**2) == StripProducts(BF16, found)
-        assert by_torch(CPU, FP32, 512, LARGE // 512**2) == StripProducts(FP32, FP32)
+        assert by_torch(CPU, BF16, 1, MIN_ROUNDED_WORK) == TorchProducts(BF16, found, CACHED_ELEMENTS[found.itemsize])
+        assert by_torch(CPU, FP16, 1, MIN_ROUNDED_WORK) == TorchProducts(FP16, FP32, CACHED_ELEMENTS[4])
+        small = TorchProducts(FP32, FP32, CACHED_ELEMENTS[4])
+        assert by_torch(CPU, FP16, 1, MIN_ROUNDED_WORK - 1) == by_torch(CPU, FP32, 1, MIN_ROUNDED_WORK) == small
+        assert by_torch(CPU, BF16, 1, MIN_UNIT_WORK - 1) == small
+        assert by_torch(CPU, BF16, 1, MIN_UNIT_WORK) == (
+            TorchProducts(BF16, BF16, CACHED_ELEMENTS[2]) if found is BF16 else small
+        )
+        assert by_torch(CPU, BF16, 512, MIN_STRIPS_WORK // 512**2) == StripProducts(BF16, found)
+        assert by_torch(CPU, FP32, 512, MIN_STRIPS_WORK // 512**2) == StripProducts(FP32, FP32)
     products._has_units.cache_clear()
-    assert by_torch(CUDA, BF16, 512, LARGE) == TorchProducts(BF16, BF16)
+    assert by_torch(CUDA, BF16, 512, MIN_STRIPS_WORK) == TorchProducts(BF16, BF16)
 
 
 @pytest.mark.parametrize("side", [384, 401, 601])
 def test_a_large_symmetric_product_by_strips_is_the_whole_one(side: int) -> None:
     """Small integers: sums are exact in any order."""
-    kind, depth = StripProducts(FP32, FP32), LARGE // side**2 + 1
+    kind, depth = StripProducts(FP32, FP32), MIN_STRIPS_WORK // side**2 + 1
     x = torch.randint(-1, 2, (side, depth)).float()
     r = kind.gram(x)
     assert torch.equal(r, x @ x.mT)
     r = r.clamp(-9, 9)
     assert torch.equal(kind.square(r, 2.0, 0.5, 1.0), torch.eye(side) + 2 * r + 0.5 * (r @ r))
     assert torch.equal(kind.commuting(r, r), r @ r)
-    assert side**3 >= LARGE  # so all three were by strips
+    assert side**3 >= MIN_STRIPS_WORK  # so all three were by strips
 
 
 def test_held_wider_or_not_the_results_are_alike() -> None:

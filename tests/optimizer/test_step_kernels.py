@@ -79,7 +79,7 @@ def test_batches_of_kernels_have_the_bits_of_one_matrix_at_a_time(monkeypatch: p
 
     counts: list[list[int]] = []
     together = trained()
-    monkeypatch.setattr("muonckpt.optimizer.step.step.LARGEST", 1)
+    monkeypatch.setattr("muonckpt.optimizer.step.step.MAX_BATCH_ELEMENTS", 1)
     assert_same_bits(trained(), together)
     assert counts == [[4, 1], [1] * 5]
 

@@ -21,8 +21,8 @@ from ...converters.look.contents import first_look
 from ...names.errors import SourceError, TargetError
 from ...names.state_forms import STATE_DTYPES, NumberForm, state_form
 from ...names.vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, MUON as DEFAULTS, STEP
-from ...optimizer.methods.form import Kept, MatrixMethod
-from ...optimizer.methods.matrix import MATRICES, as_stored, fused_of, is_matrix_method, kept_of
+from ...optimizer.methods.form import MatrixMethod, MethodSlot
+from ...optimizer.methods.matrix import MATRICES, as_stored, fused_of, is_matrix_method, method_slots
 from ...optimizer.methods.muon import MUON
 from ...optimizer.planning.matrices import Fused
 from ...programs.model_view import Role
@@ -68,9 +68,9 @@ class ModelParameter:
         return fused_of(self.options)
 
     @property
-    def kept(self) -> Mapping[str, Kept]:
+    def kept(self) -> Mapping[str, MethodSlot]:
         """What its method keeps of each matrix besides momentum, by slot."""
-        return {} if self.method is None else self.method.kept(self.options)
+        return {} if self.method is None else self.method.slots_of(self.options)
 
 
 def options_of(method: MatrixMethod, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def fresh_parameter(
         return ModelParameter(name, shape, dtype, None, {}, (*moments, StateTensor(STEP, (), "float32")), used)
     options = options_of(method, {"pieces": pieces})
     state = [StateTensor(MOMENTUM, shape, dtype)] if method.averages else []
-    for slot, (kept, reduced) in kept_of(shape, options, method).items():
+    for slot, (kept, reduced) in method_slots(shape, options, method).items():
         state.append(StateTensor(slot, reduced.shape, kept.dtype_name or dtype))
     return ModelParameter(name, shape, dtype, method, options, tuple(state), used)
 

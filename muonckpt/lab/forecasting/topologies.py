@@ -26,7 +26,7 @@ from ...layouts.mesh import AxisPlacement, Replicate, Shard, mesh_layout
 from ...names.vocabulary import MUON, ParamGroup
 from ...optimizer.ground.host_memory import AHEAD, STATE_MEMORIES, StateMemory
 from ...optimizer.methods.form import MatrixMethod, dtype_named
-from ...optimizer.methods.matrix import kept_of
+from ...optimizer.methods.matrix import method_slots
 from ...optimizer.newton_schulz.recipe import flops
 from ...optimizer.planning.matrices import SHAPES, UPDATE, WEIGHT, Fused, Slot, Spec
 from ...optimizer.planning.residence import first_replica, matrix_parts
@@ -321,7 +321,7 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
         work[unit.stage, owner] += unit.cost
         resting[owner] += _resting_bytes(parameters[unit.param], *unit.rows_columns) if spec.staying else 0
         for number, slot in enumerate(spec.slots):
-            standing = int(matrix_parts(slot.layout, slot.fused).stands[unit.index])
+            standing = int(matrix_parts(slot.layout, slot.fused).representative[unit.index])
             replica = first_replica(slot.layout, slot.fused, standing, owner)
             alike[id(spec), number, standing, unit.stage, replica].append(owner)
     slots = {id(spec): spec.slots for spec in specs}
@@ -362,7 +362,7 @@ def _spec(
     slots = [Slot(UPDATE, layout, parameter.fused, precision.there, precision.back)]
     if method.weight:
         slots.append(Slot(WEIGHT, layout, parameter.fused, own, own, returns=False))
-    for slot, (kept, reduced) in kept_of(parameter.shape, group, method).items():
+    for slot, (kept, reduced) in method_slots(parameter.shape, group, method).items():
         if not kept.at_owner:
             dtype = kept.dtype or own
             slots.append(Slot(slot, layout_of(parameter, reduced.shape), reduced.fused, dtype, dtype))
