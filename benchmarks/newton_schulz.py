@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from muonckpt.names.coefficients import COEFFICIENTS
-from muonckpt.optimizer.ground.cuda_graphs import replayed
+from muonckpt.optimizer.ground.cuda_graphs import time_replays
 from muonckpt.optimizer.ground.tensors import Places
 from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize_all
@@ -85,7 +85,7 @@ def one_by_one(function: Callable[..., Tensor]) -> Method:
     """torch.optim.Muon's function, or what is made of it, matrix by matrix."""
 
     def method(memory: Tensor, places: Places) -> Tensor:
-        done = [function(matrix, KELLER[0], STEPS, 1e-7) for matrix in places.of_memory(memory)]
+        done = [function(matrix, KELLER[0], STEPS, 1e-7) for matrix in places.split_matrices(memory)]
         return done[0].reshape(-1) if len(done) == 1 else torch.cat([matrix.reshape(-1) for matrix in done])
 
     return method
@@ -233,7 +233,7 @@ def row(
             break
     plain = times["torch.optim.Muon"]
     graphs = {
-        name: replayed(partial(method, memory, places), times=min(in_a_row, 10))
+        name: time_replays(partial(method, memory, places), times=min(in_a_row, 10))
         for name, method in running.items()
         if device.type == "cuda" and name != "torch.compile"
     }

@@ -18,7 +18,7 @@ import torch
 from machine import describe
 from torch import Tensor
 
-from muonckpt.optimizer.ground.cuda_graphs import replayed
+from muonckpt.optimizer.ground.cuda_graphs import time_replays
 from muonckpt.optimizer.ground.tensors import Places, Stack
 
 STACKS: tuple[tuple[int, int, int], ...] = (
@@ -83,7 +83,7 @@ def main() -> None:
         for name, pair in works(*stack, device).items():
             for work in pair:
                 work()
-            ours, theirs = (replayed(work) for work in pair)
+            ours, theirs = (time_replays(work) for work in pair)
             rows.append([*stack, name, ours, theirs])
             rates = [needed[name] / seconds / 1e12 for seconds in (ours, theirs)]
             print(

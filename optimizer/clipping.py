@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..layouts.tensors import is_first_copy, local_of
-from .ground.cuda_graphs import capturing
-from .ground.tensors import in_portions, rounded_once
+from .ground.cuda_graphs import is_capturing
+from .ground.tensors import cut_portions, rounded_once
 from .planning.schedule import Ranks
 from .state import check_gradients
 from .step.exchange import gather_numbers
@@ -78,9 +78,9 @@ def clip_grad_norm_(
         received = gather_numbers([squares, differs.to(squares), *limits], pipeline)
         squares, differs = received[:, 0].sum(), received[:, 1].any()
         limits = [received[:, 2].amin(), received[:, 3].amax()]
-    if (pipeline is not None or any(widest)) and not capturing():
+    if (pipeline is not None or any(widest)) and not is_capturing():
         refuse_other_limits(max_norm, torch.stack(limits))
-    if any(widest) and not capturing() and differs:
+    if any(widest) and not is_capturing() and differs:
         shared = " and ".join(f"ranks {[*ranks]}" for ranks in widest if ranks) or "another pipeline stage"
         raise ValueError(
             f"ranks would scale gradients by different norms, and what they share would drift apart: of {shared} some "
@@ -105,7 +105,7 @@ def clip_with(gradients: Sequence[Tensor], squares: Tensor, max_norm: float, err
     for gradient in gradients:
         alike[gradient.device, gradient.dtype].append(gradient)
     for (device, _), some in alike.items():
-        for portion in in_portions([some]):
+        for portion in cut_portions([some]):
             with rounded_once(*portion) as [exact]:
                 torch._foreach_mul_(exact, factor.to(device, exact[0].dtype))
     return norm

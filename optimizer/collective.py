@@ -24,7 +24,7 @@ from ..names.state_forms import stored_slot
 from ..names.vocabulary import EXP_AVG_SQ, ParamGroup
 from ..names.wording import listed
 from .given import unsaid
-from .ground.cuda_graphs import capturing
+from .ground.cuda_graphs import is_capturing
 from .state import as_numbers
 from .step.agreement import Facts, Task, refusal
 from .step.exchange import gather_texts
@@ -87,7 +87,7 @@ class CollectiveOptimizer(Optimizer):
             try:
                 return hooked(self, *args, **kwargs)
             except Exception as error:
-                if self._awaited and not capturing():
+                if self._awaited and not is_capturing():
                     self._take_part(error)
                 raise
             finally:
@@ -155,7 +155,7 @@ class NonFinite:
         Raises:
             RuntimeError: a CUDA graph is being captured.
         """
-        if capturing():
+        if is_capturing():
             raise RuntimeError(
                 "nonfinite lets the host decide whether a step is taken, and a CUDA graph does what was captured: "
                 "build the optimizer with nonfinite=None, and look at the norm of the gradients between replays"

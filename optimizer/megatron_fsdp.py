@@ -28,7 +28,7 @@ from ..layouts.flat import Cuts, uneven_layout
 from ..layouts.mesh import Mesh
 from ..layouts.tensors import local_of
 from ..names.errors import LayoutError
-from .ground.held_boxes import declare_boxes
+from .ground.dcp_hooks import declare_boxes
 from .methods.matrix import is_matrix_method
 from .muon import Muon
 

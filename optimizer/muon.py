@@ -25,8 +25,8 @@ from ..names.vocabulary import MUON, MUON_CONVENTION, ROUNDING_SEED, STEP, STEPS
 from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
 from .for_model import EXAMPLE_LINE, WITH_ALGORITHM, ForModel, refuse_no_parameters
 from .given import given_in
-from .ground.codecs import Placed, check_stored, codec_of
-from .ground.cuda_graphs import capturing
+from .ground.codecs import LocalFragments, check_stored, codec_of
+from .ground.cuda_graphs import is_capturing
 from .ground.host_memory import STATE_MEMORIES
 from .methods.form import MatrixMethod
 from .methods.matrix import Methods, Scale, Scales, is_matrix_method
@@ -136,7 +136,7 @@ class Muon(ForModel, CollectiveOptimizer):
     _warns = True
     """Warn of plain tensors on several ranks, and of steps without a gradient."""
 
-    _places: Mapping[Tensor, Placed] = MappingProxyType({})
+    _places: Mapping[Tensor, LocalFragments] = MappingProxyType({})
     """Where parameters lie that are parts of others."""
 
     @called_like(EXAMPLE_LINE, algorithm=WITH_ALGORITHM)
@@ -265,7 +265,7 @@ class Muon(ForModel, CollectiveOptimizer):
         """Return a parameter's state in the memory where it rests; a count of steps stays where it is."""
         memory = STATE_MEMORIES[self._offload]
         return {
-            slot: tensor if slot == STEP else with_local(tensor, memory.rest(local_of(tensor), param.device))
+            slot: tensor if slot == STEP else with_local(tensor, memory.store(local_of(tensor), param.device))
             for slot, tensor in slots.items()
         }
 
@@ -428,13 +428,13 @@ class Muon(ForModel, CollectiveOptimizer):
                 warn_of_no_gradient(stacklevel=6)
             if self._groups_of_model is not None:
                 self._warn_of_left_out(stacklevel=7)
-        if self._offload is not None and capturing():
+        if self._offload is not None and is_capturing():
             raise RuntimeError(
                 f"offload={self._offload!r}: a step waits until its state is back in host memory, and nothing can be "
                 "waited for while a CUDA graph is being captured; build the optimizer with offload=None"
             )
         for group in self.param_groups:
-            if group.get(ROUNDING_SEED) is not None and capturing():
+            if group.get(ROUNDING_SEED) is not None and is_capturing():
                 raise RuntimeError(
                     f"{ROUNDING_SEED}={group[ROUNDING_SEED]!r}: every replay of a CUDA graph would round with the same "
                     "noise; round to the nearest, without a seed"
@@ -583,7 +583,7 @@ class Muon(ForModel, CollectiveOptimizer):
     def _resting(self, param: Tensor, ranks: Ranks) -> TensorLayout:
         return self._layout(param) if self._layout is not None else layout_of(param, replicas=ranks)
 
-    def _placed(self, param: Tensor) -> Placed:
+    def _placed(self, param: Tensor) -> LocalFragments:
         """Return a parameter's shape, and this rank's fragments of it."""
         if param in self._places:
             return self._places[param]

@@ -22,7 +22,7 @@ from ..names.vocabulary import (
     ParamGroup,
 )
 from .ground.codecs import codec_of
-from .ground.cuda_graphs import capturable
+from .ground.cuda_graphs import is_capturable
 from .methods.form import MatrixMethod, Option
 from .methods.matrix import is_matrix_method
 from .newton_schulz.recipe import spans
@@ -210,7 +210,7 @@ def check_rates(groups: Iterable[ParamGroup], method_of: Callable[[ParamGroup], 
 
 
 def _is_far(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.device.type != "cpu" or capturable(value.device))
+    return isinstance(value, Tensor) and (value.device.type != "cpu" or is_capturable(value.device))
 
 
 def _declared(option: Option) -> list[Declaration]:

@@ -25,9 +25,8 @@ from ..layouts.boxed_tensor import Parts, parts_of
 from ..layouts.tensors import declares_boxes, layout_of, local_of, zeros_sharded_like
 from ..names.state_forms import AVERAGES, stored_parts
 from ..names.vocabulary import MOMENTUM
-from .ground.codecs import codec_of, codec_of_stored, stored_slots
-from .ground.eight_bits import in_a_dim
-from .ground.held_boxes import declare_boxes
+from .ground.codecs import codec_of, detect_codec, in_a_dim, stored_slots
+from .ground.dcp_hooks import declare_boxes
 from .methods.form import MatrixMethod
 from .methods.matrix import fused_of, method_slots
 from .methods.scalar import SCALARS, fresh_average
@@ -154,8 +153,8 @@ def in_form(mine: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> dict[str, 
             continue
         fresh = {name: torch.zeros_like(like) for name, like in stored.items()}
         kept, *others = (in_a_dim(local_of(value)) for value in fresh.values())
-        if (codec := codec_of_stored(stored)) is not None:
-            codec.keeping([kept, *others]).keep(kept, exact.to(kept.device))
+        if (codec := detect_codec(stored)) is not None:
+            codec.local_codec([kept, *others]).encode(kept, exact.to(kept.device))
             formed = {name: value for name, value in formed.items() if name not in saved} | fresh
     return formed
 
@@ -165,7 +164,7 @@ def _exact(saved: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Tensor | N
     laid out as it is ``stored`` here.
     """
     tensors = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
-    codec = codec_of_stored(tensors) if len(tensors) == len(saved) else None
+    codec = detect_codec(tensors) if len(tensors) == len(saved) else None
     if codec is None:
         return None
     like, first = (next(iter(side.values())) for side in (stored, tensors))
@@ -175,7 +174,7 @@ def _exact(saved: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Tensor | N
     shapes = [shape for shape, _ in stored_slots(codec, "", local).values()]
     if shapes != [tuple(part.shape) for part in (local, *others)]:
         return None
-    return codec.keeping([local, *others]).widened(local)
+    return codec.local_codec([local, *others]).decode(local)
 
 
 def as_numbers(value: Any) -> Any:

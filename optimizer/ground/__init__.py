@@ -1,5 +1,6 @@
 """Tools that know no optimizer.
 
-``tensors`` does many tensors together, ``rounding`` rounds them with noise, ``cuda_graphs`` says what may be done while
-a graph is captured, and ``held_boxes`` which boxes of a tensor a rank holds.  Open ``tensors`` first.
+``tensors`` does many tensors together, ``codecs`` stores averages, ``host_memory`` is where state may rest,
+``cuda_graphs`` says what may be done while a graph is captured, and ``dcp_hooks`` tells DCP the boxes of a tensor.
+Open ``tensors`` first.
 """

@@ -19,13 +19,13 @@ TURN_BYTES = 1 << 28
 """Bytes of state that come to a device together: at the 25 GB/s of a host's bus they take 10 ms, a hundred times as
 long as it takes to launch the copies."""
 
-AHEAD = 2
-"""Turns that come before they are needed: one is used then, one is ready, and one is on its way."""
+TURNS_AHEAD = 2
+"""Turns that are fetched before they are needed: one is used then, one is ready, and one is on its way."""
 
-Key = tuple[int, str]
+SlotKey = tuple[int, str]
 """A tensor of state: the number of its parameter, and its slot."""
 
-Tensors = Mapping[Key, Tensor]
+TensorsByKey = Mapping[SlotKey, Tensor]
 Wait = Callable[[], None]
 
 
@@ -33,32 +33,32 @@ class Transfers(Protocol):
     """Copies between host memory and a device."""
 
     def begin(self) -> None:
-        """Order the next copies after all that was launched before, by visits that were left in their midst too."""
+        """Order the next copies after all that was launched before, by visits that were broken off too."""
         ...
 
-    def fetch(self, resting: Sequence[Tensor]) -> tuple[list[Tensor], Wait]:
+    def fetch(self, host_tensors: Sequence[Tensor]) -> tuple[list[Tensor], Wait]:
         """Begin to copy tensors to the device; the function lets the computation wait for them, but not the host."""
         ...
 
-    def give_back(self, resting: Sequence[Tensor], here: Sequence[Tensor]) -> Wait:
-        """Begin to copy tensors to where they rest, after what was computed; the function lets the host wait."""
+    def send_back(self, host_tensors: Sequence[Tensor], device_tensors: Sequence[Tensor]) -> Wait:
+        """Begin to copy tensors to host memory, after the computation; the function lets the host wait."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TransfersInOrder:
-    """Copies that are done when they return, or by the same stream as what is computed."""
+    """Copies that are done when they return, or by the same stream as the computation."""
 
     device: torch.device
 
     def begin(self) -> None:
         return None
 
-    def fetch(self, resting: Sequence[Tensor]) -> tuple[list[Tensor], Wait]:
-        return [torch.empty_like(tensor, device=self.device).copy_(tensor) for tensor in resting], self.begin
+    def fetch(self, host_tensors: Sequence[Tensor]) -> tuple[list[Tensor], Wait]:
+        return [torch.empty_like(tensor, device=self.device).copy_(tensor) for tensor in host_tensors], self.begin
 
-    def give_back(self, resting: Sequence[Tensor], here: Sequence[Tensor]) -> Wait:
-        for target, source in zip(resting, here, strict=True):
+    def send_back(self, host_tensors: Sequence[Tensor], device_tensors: Sequence[Tensor]) -> Wait:
+        for target, source in zip(host_tensors, device_tensors, strict=True):
             target.copy_(source)
         return self.begin
 
@@ -72,61 +72,59 @@ class TransfersBeside:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._there, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._fetching, self._returning = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        self._there.wait_stream(torch.cuda.current_stream(self._device))
-        self._there.wait_stream(self._back)
+        self._fetching.wait_stream(torch.cuda.current_stream(self._device))
+        self._fetching.wait_stream(self._returning)
 
-    def fetch(self, resting: Sequence[Tensor]) -> tuple[list[Tensor], Wait]:
-        with torch.cuda.stream(self._there):
-            here = [
-                torch.empty_like(tensor, device=self._device).copy_(tensor, non_blocking=True) for tensor in resting
-            ]
-            arrived = self._there.record_event()
-        return here, lambda: torch.cuda.current_stream(self._device).wait_event(arrived)
+    def fetch(self, host_tensors: Sequence[Tensor]) -> tuple[list[Tensor], Wait]:
+        with torch.cuda.stream(self._fetching):
+            copies = [torch.empty_like(t, device=self._device).copy_(t, non_blocking=True) for t in host_tensors]
+            arrival = self._fetching.record_event()
+        return copies, lambda: torch.cuda.current_stream(self._device).wait_event(arrival)
 
-    def give_back(self, resting: Sequence[Tensor], here: Sequence[Tensor]) -> Wait:
-        self._back.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._back):
-            for target, source in zip(resting, here, strict=True):
+    def send_back(self, host_tensors: Sequence[Tensor], device_tensors: Sequence[Tensor]) -> Wait:
+        self._returning.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._returning):
+            for target, source in zip(host_tensors, device_tensors, strict=True):
                 target.copy_(source, non_blocking=True)
-            event = self._back.record_event()
+            event = self._returning.record_event()
         return lambda: event.synchronize()
 
 
 @lru_cache
 def transfers_of(device: torch.device) -> Transfers:
-    """Return what copies between host memory and a device; the same for all optimizers, as it has two streams."""
+    """Return the transfers of a device; the same for all optimizers, as they have two streams."""
     return TransfersBeside(device) if device.type == "cuda" else TransfersInOrder(device)
 
 
 class Visits(Protocol):
     """Visits of tensors, by key, in turns."""
 
-    def here(self, turn: int) -> Tensors:
-        """Return the tensors of a turn that have come to the device; others have always been there."""
+    def receive(self, turn: int) -> TensorsByKey:
+        """Return the tensors of a turn that visit the device; others are always there."""
         ...
 
-    def done(self, turn: int) -> Tensors:
-        """Return, where they rest, the tensors that leave, as neither this turn nor the next ones need them."""
+    def release(self, turn: int) -> TensorsByKey:
+        """Send back the tensors that neither this turn nor the next ones need; return them in host memory."""
         ...
 
-    def end(self) -> None:
-        """Wait until all are where they rest: the host may read them."""
+    def finish(self) -> None:
+        """Wait until all state is back in host memory, which the host may read."""
         ...
 
 
 class NoVisits:
     """State that rests on the device."""
 
-    def here(self, turn: int) -> Tensors:
+    def receive(self, turn: int) -> TensorsByKey:
         return {}
 
-    def done(self, turn: int) -> Tensors:
+    def release(self, turn: int) -> TensorsByKey:
         return {}
 
-    def end(self) -> None:
+    def finish(self) -> None:
         return None
 
 
@@ -135,92 +133,101 @@ class HostVisits:
 
     Args:
         turns: the tensors of each, which may be in several.
-        ahead: how many turns come before they are needed: then they, and the turn that is computed, are on the device.
+        ahead: how many turns are fetched before they are needed: then they, and the turn that is computed, are on the
+            device.
     """
 
-    def __init__(self, device: torch.device, turns: Sequence[Tensors], ahead: int) -> None:
+    def __init__(self, device: torch.device, turns: Sequence[TensorsByKey], ahead: int) -> None:
         self._transfers, self._turns, self._ahead = transfers_of(device), turns, ahead
-        self._here: dict[Key, Tensor] = {}
+        self._visitors: dict[SlotKey, Tensor] = {}
         self._arrivals: dict[int, Wait] = {}
-        self._leaving: list[tuple[Wait, list[Tensor]]] = []
+        self._departures: list[tuple[Wait, list[Tensor]]] = []  # with the memory that is in use until then
         self._transfers.begin()
         for turn in range(ahead):
-            self._come(turn)
+            self._fetch(turn)
 
-    def here(self, turn: int) -> Tensors:
+    def receive(self, turn: int) -> TensorsByKey:
         self._arrivals[turn]()
-        return {key: self._here[key] for key in self._turns[turn]}
+        return {key: self._visitors[key] for key in self._turns[turn]}
 
-    def done(self, turn: int) -> Tensors:
-        needed = {key for after in self._turns[turn + 1 : turn + 1 + self._ahead] for key in after}
-        gone = {key: tensor for key, tensor in self._turns[turn].items() if key not in needed}
-        here = [self._here.pop(key) for key in gone]
-        leaving = self._transfers.give_back([*gone.values()], here), here
-        # The turn that comes now takes the memory of the one before this; meanwhile the device computes this one.
-        self.end()
-        self._leaving.append(leaving)
-        self._come(turn + self._ahead)
-        return gone
+    def release(self, turn: int) -> TensorsByKey:
+        next_turns = self._turns[turn + 1 : turn + 1 + self._ahead]
+        needed = set().union(*next_turns)
+        leaving = {key: tensor for key, tensor in self._turns[turn].items() if key not in needed}
+        copies = [self._visitors.pop(key) for key in leaving]
+        departure = self._transfers.send_back([*leaving.values()], copies), copies
+        # The next turn takes the memory of the one before this; meanwhile the device computes this one.
+        self.finish()
+        self._departures.append(departure)
+        self._fetch(turn + self._ahead)
+        return leaving
 
-    def end(self) -> None:
-        while self._leaving:
-            wait, _ = self._leaving[-1]
+    def finish(self) -> None:
+        while self._departures:
+            wait, _ = self._departures[-1]
             wait()
-            del wait, _, self._leaving[-1]
+            del wait, _, self._departures[-1]
 
-    def _come(self, turn: int) -> None:
+    def _fetch(self, turn: int) -> None:
         if turn < len(self._turns):
-            coming = {key: tensor for key, tensor in self._turns[turn].items() if key not in self._here}
-            here, self._arrivals[turn] = self._transfers.fetch([*coming.values()])
-            self._here.update(zip(coming, here, strict=True))
+            coming = {key: tensor for key, tensor in self._turns[turn].items() if key not in self._visitors}
+            copies, self._arrivals[turn] = self._transfers.fetch([*coming.values()])
+            self._visitors.update(zip(coming, copies, strict=True))
 
 
-def most_here(turns: Sequence[Tensors], ahead: int) -> int:
+def peak_bytes(turns: Sequence[TensorsByKey], ahead: int) -> int:
     """Return the most bytes of visits that are on the device at once."""
-    windows = ({key: t for turn in turns[i : i + ahead + 1] for key, t in turn.items()} for i in range(len(turns)))
-    return max((sum(tensor.nbytes for tensor in window.values()) for window in windows), default=0)
-
-
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    host = tensor.cpu()
-    return host.pin_memory() if device.type == "cuda" and not host.is_pinned() else host
+    peak = 0
+    for number in range(len(turns)):
+        visitors: dict[SlotKey, Tensor] = {}
+        for turn in turns[number : number + ahead + 1]:
+            visitors |= turn
+        peak = max(peak, sum(tensor.nbytes for tensor in visitors.values()))
+    return peak
 
 
 @dataclass(frozen=True, slots=True)
 class StateMemory:
-    """Where state rests between steps.
+    """The memory in which state rests between steps.
 
     Attributes:
-        rest: returns a local tensor there, given the device that computes with it.
-        visits: begins visits to a device, given the tensors of each of so many turns, and how many come ahead.
-        most: bytes that a turn should have at most.
+        store: returns a local tensor there, given the device that computes with it.
+        begin_visits: begins visits to a device, given the tensors of each of so many turns, and how many are fetched
+            ahead.
+        turn_bytes: bytes that a turn should have at most.
     """
 
-    rest: Callable[[Tensor, torch.device], Tensor]
-    visits: Callable[[torch.device, Callable[[int], Tensors], int, int], Visits]
-    most: float
+    store: Callable[[Tensor, torch.device], Tensor]
+    begin_visits: Callable[[torch.device, Callable[[int], TensorsByKey], int, int], Visits]
+    turn_bytes: float
 
-    def in_turns(self, count: int, size: Callable[[int], int]) -> list[range]:
+    def cut_turns(self, count: int, size: Callable[[int], int]) -> list[range]:
         """Cut a list of ``count`` items, each of a number of bytes, to turns of neighbours."""
-        if self.most == math.inf:
+        if self.turn_bytes == math.inf:
             return [range(count)]
         turns: list[range] = []
-        held = 0
+        filled_bytes = 0
         for number in range(count):
-            held += size(number)
-            if turns and held <= self.most:
+            filled_bytes += size(number)
+            if turns and filled_bytes <= self.turn_bytes:
                 turns[-1] = range(turns[-1].start, number + 1)
             else:
                 turns.append(range(number, number + 1))
-                held = size(number)
+                filled_bytes = size(number)
         return turns
 
 
-ON_DEVICE = StateMemory(lambda tensor, device: tensor, lambda *of: NoVisits(), math.inf)
+def _pin(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor in host memory, pinned if a GPU copies it."""
+    host = tensor.cpu()
+    return host.pin_memory() if device.type == "cuda" and not host.is_pinned() else host
+
+
+ON_DEVICE = StateMemory(lambda tensor, device: tensor, lambda *_: NoVisits(), math.inf)
 STATE_MEMORIES: Mapping[str | None, StateMemory] = {
     None: ON_DEVICE,
     "cpu": StateMemory(
-        _pinned, lambda device, turn, count, ahead: HostVisits(device, [*map(turn, range(count))], ahead), TURN_BYTES
+        _pin, lambda device, turn, count, ahead: HostVisits(device, [*map(turn, range(count))], ahead), TURN_BYTES
     ),
 }
 """The memories of state, as ``offload`` names them."""

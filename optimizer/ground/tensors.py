@@ -31,17 +31,16 @@ numbers."""
 ELEMENTS = 2**16
 """The largest portion for each thread: five times as many float32 fit into the second cache of today's processors."""
 
-LAUNCHED = 2**26
+DEVICE_PORTION_ELEMENTS = 2**26
 """The largest portion on another device, where launching an operation costs more than its cache would save."""
 
-
 ALIGNMENT = 256
-"""Bytes: what begins at a multiple of these in a memory gets the bits that it has in a memory of its own.  Libraries
+"""Bytes: a tensor at a multiple of these in a memory gets the bits that it has in a memory of its own.  Libraries
 choose instructions by the address of an operand: MKL by 16 to 64 bytes, a GPU's reductions by 16, cuBLAS by up to 256.
 """
 
 
-def begins_aligned(tensor: Tensor) -> bool:
+def is_aligned(tensor: Tensor) -> bool:
     """Return whether a tensor begins where a memory of its own might."""
     return tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0
 
@@ -55,23 +54,23 @@ def spacing(numel: int, dtype: torch.dtype) -> int:
 def aligned_stack(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return fresh memory for matrices ``[count, rows, columns]``, each of which is aligned."""
     count, rows, columns = shape
-    apart = spacing(rows * columns, dtype)
-    return torch.empty(count * apart, dtype=dtype, device=device).as_strided(shape, (apart, columns, 1))
+    pitch = spacing(rows * columns, dtype)
+    return torch.empty(count * pitch, dtype=dtype, device=device).as_strided(shape, (pitch, columns, 1))
 
 
-def memory_of(stack: Tensor) -> Tensor:
+def stack_memory(stack: Tensor) -> Tensor:
     """Return all of the memory of an `aligned_stack`."""
     return stack.as_strided((len(stack) * stack.stride(0),), (1,))
 
 
-def aligned(matrices: Tensor) -> Tensor:
+def align_matrices(matrices: Tensor) -> Tensor:
     """Return a matrix, or each of ``[count, rows, columns]``, where a memory of its own might begin; copied only if it
     is elsewhere.
     """
     stack = matrices if matrices.ndim == 3 else matrices.unsqueeze(0)
-    apart, *strides = stack.stride()
-    together = len(stack) < 2 or apart * stack.element_size() % ALIGNMENT == 0
-    if together and strides == [stack.shape[2], 1] and begins_aligned(stack):
+    pitch, *strides = stack.stride()
+    equally_aligned = len(stack) < 2 or pitch * stack.element_size() % ALIGNMENT == 0
+    if equally_aligned and strides == [stack.shape[2], 1] and is_aligned(stack):
         return matrices
     count, rows, columns = stack.shape
     copies = aligned_stack((count, rows, columns), stack.dtype, stack.device).copy_(stack)
@@ -83,72 +82,75 @@ def exact_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def in_dtype(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+def cast_tensors(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     """Return the tensors, all of one dtype, in another: the very list if it is theirs."""
     return tensors if not tensors or tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
 
 
-class Keeping(Protocol):
-    """How the numbers of a tensor are kept in fewer bits than 32."""
+class LocalCodec(Protocol):
+    """How the numbers of a local tensor are stored in fewer bits than 32."""
 
-    def widened(self, kept: Tensor) -> Tensor:
-        """Return what is kept, as float32."""
+    def decode(self, stored: Tensor) -> Tensor:
+        """Return the stored numbers, float32."""
         ...
 
-    def keep(self, kept: Tensor, exact: Tensor) -> None:
-        """Write float32 numbers."""
+    def encode(self, stored: Tensor, exact: Tensor) -> None:
+        """Store float32 numbers."""
         ...
 
 
 @contextmanager
-def rounded_once(*lists: Tensors, by: Sequence[Keeping | None] = ()) -> Iterator[list[Tensors]]:
-    """Change lists of tensors, each of one dtype, in place: lends them, or float32 copies that are rounded into
-    them.
+def rounded_once(*lists: Tensors, codecs: Sequence[LocalCodec | None] = ()) -> Iterator[list[Tensors]]:
+    """Change lists of tensors, each of one dtype, in place: lends them, or float32 copies that are rounded into them.
 
     Args:
-        by: how each list's are kept; rounded to the nearest by default.
+        codecs: of each list; by default its numbers are rounded to the nearest.
     """
-    own = by or [None] * len(lists)
-    exact = [
-        [keeping.widened(tensor) for tensor in tensors]
-        if keeping is not None
-        else in_dtype(tensors, exact_dtype(tensors[0]))
-        if tensors
-        else tensors
-        for tensors, keeping in zip(lists, own, strict=True)
-    ]
-    yield exact
-    for tensors, changed, keeping in zip(lists, exact, own, strict=True):
-        if keeping is not None:
-            for kept, numbers in zip(tensors, changed, strict=True):
-                keeping.keep(kept, numbers)
-        elif changed is not tensors:
-            torch._foreach_copy_(list(tensors), list(changed))
+    codecs = codecs or [None] * len(lists)
+    exact_lists: list[Tensors] = []
+    for tensors, codec in zip(lists, codecs, strict=True):
+        if codec is not None:
+            exact_lists.append([codec.decode(tensor) for tensor in tensors])
+        else:
+            exact_lists.append(cast_tensors(tensors, exact_dtype(tensors[0])) if tensors else tensors)
+    yield exact_lists
+    for tensors, exact, codec in zip(lists, exact_lists, codecs, strict=True):
+        if codec is not None:
+            for stored, numbers in zip(tensors, exact, strict=True):
+                codec.encode(stored, numbers)
+        elif exact is not tensors:
+            torch._foreach_copy_(list(tensors), list(exact))
 
 
-def in_portions(lists: Sequence[Tensors]) -> Iterator[list[Tensors]]:
-    """Cut parallel lists of tensors of one device, of equal shapes at equal places, to portions of at most `ELEMENTS` a
-    thread, or `LAUNCHED`.  Larger tensors are cut to flat parts, if they are contiguous in every list.
+def portion_elements(device: torch.device) -> int:
+    """Return the most elements of a portion on a device."""
+    return ELEMENTS * torch.get_num_threads() if device.type == "cpu" else DEVICE_PORTION_ELEMENTS
+
+
+def cut_portions(lists: Sequence[Tensors]) -> Iterator[list[Tensors]]:
+    """Cut parallel lists of tensors of one device, of equal shapes at equal places, to portions of at most
+    `portion_elements`.  Larger tensors are cut to flat parts, if they are contiguous in every list.
     """
     if not lists[0]:
         return
-    most = ELEMENTS * torch.get_num_threads() if lists[0][0].device.type == "cpu" else LAUNCHED
-    begin = size = 0
+    max_elements = portion_elements(lists[0][0].device)
+    start = size = 0
     for number, tensor in enumerate(lists[0]):
         numel = tensor.numel()
-        if size + numel > most:
-            if begin < number:
-                yield [tensors[begin:number] for tensors in lists]
-            begin, size = number, 0
+        if size + numel > max_elements:
+            # The portion before this tensor is full.
+            if start < number:
+                yield [tensors[start:number] for tensors in lists]
+            start, size = number, 0
             parallel = [tensors[number] for tensors in lists]
-            if numel > most and all(tensor.is_contiguous() for tensor in parallel):
-                for first in range(0, numel, most):
-                    yield [[tensor.view(-1)[first : first + most]] for tensor in parallel]
-                begin = number + 1
+            if numel > max_elements and all(tensor.is_contiguous() for tensor in parallel):
+                for offset in range(0, numel, max_elements):
+                    yield [[tensor.view(-1)[offset : offset + max_elements]] for tensor in parallel]
+                start = number + 1
                 continue
         size += numel
-    if begin < len(lists[0]):
-        yield [tensors[begin:] for tensors in lists]
+    if start < len(lists[0]):
+        yield [tensors[start:] for tensors in lists]
 
 
 def number_like(value: float, like: Tensors) -> Tensor:
@@ -160,19 +162,19 @@ def decay(params: Tensors, updates: Tensors, rate: float, cautious: bool) -> Non
     """Decoupled weight decay in place: ``p -= rate * p`` (Loshchilov & Hutter 2019, arXiv 1711.05101).
 
     If ``cautious``, only where the update, which will be subtracted, does not move the element away from zero:
-    ``update * p >= 0`` (Chen et al. 2025, arXiv 2510.12402, algorithm 1); the others keep their bits.
+    ``update * p >= 0`` (Chen et al. 2025, arXiv 2510.12402, algorithm 1); other elements keep their bits.
 
     Args:
         updates: only their signs matter.
         rate: learning rate times weight decay.
     """
     if cautious:
-        torch._foreach_add_(params, unopposed(params, updates), alpha=-rate)
+        torch._foreach_add_(params, mask_opposed(params, updates), alpha=-rate)
     elif rate:
         torch._foreach_mul_(params, number_like(1 - rate, params))
 
 
-def unopposed(params: Tensors, updates: Tensors) -> tuple[Tensor, ...]:
+def mask_opposed(params: Tensors, updates: Tensors) -> tuple[Tensor, ...]:
     """Return parameters where their update does not move them away from zero, and zeros elsewhere; exact."""
     # Signs, as a product of small numbers may vanish.
     signs = torch._foreach_sign(updates)
@@ -182,7 +184,7 @@ def unopposed(params: Tensors, updates: Tensors) -> tuple[Tensor, ...]:
     return torch._foreach_sub(params, opposed)
 
 
-def boxes_in(tensors: Tensors, sizes: Index, strides: Index, offsets: Sequence[int]) -> list[Tensor]:
+def view_boxes(tensors: Tensors, sizes: Index, strides: Index, offsets: Sequence[int]) -> list[Tensor]:
     """Return a view of a box in each of some contiguous tensors; without offsets each box is all of its tensor."""
     if not offsets:
         return list(tensors)
@@ -192,7 +194,7 @@ def boxes_in(tensors: Tensors, sizes: Index, strides: Index, offsets: Sequence[i
     ]
 
 
-def as_one(boxes: Sequence[Tensor]) -> Tensor:
+def stack_boxes(boxes: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(boxes)) if len(boxes) > 1 else boxes[0].unsqueeze(0)
 
 
@@ -204,7 +206,7 @@ class Places:
     """Places of matrices that lie end to end in one memory, each row by row, of whatever shapes.
 
     Attributes:
-        runs: how many matrices in a row have one shape, their rows, their columns.
+        runs: ``(count, rows, columns)`` of neighbours of one shape.
 
     Raises:
         ValueError: a run of none, a negative side, or two runs of one shape next to each other.
@@ -215,12 +217,12 @@ class Places:
     def __post_init__(self) -> None:
         if any(min(run) < 0 or run[0] < 1 for run in self.runs):
             raise ValueError(f"expected runs of at least one matrix, got {self.runs}")
-        if any(run[1:] == after[1:] for run, after in pairwise(self.runs)):
+        if any(run[1:] == neighbour[1:] for run, neighbour in pairwise(self.runs)):
             raise ValueError(f"neighbouring runs are of one shape: {self.runs}")
 
     @classmethod
     def of(cls, shapes: Iterable[RowsColumns]) -> Places:
-        return cls(tuple((len(list(alike)), *shape) for shape, alike in groupby(shapes)))
+        return cls(tuple((len(list(run)), *shape) for shape, run in groupby(shapes)))
 
     def __iter__(self) -> Iterator[RowsColumns]:
         """Yield the shape of each matrix."""
@@ -251,13 +253,13 @@ class Places:
         """Return where each matrix begins, in elements, and where the last ends."""
         return list(accumulate((rows * columns for rows, columns in self), initial=0))
 
-    def of_memory(self, memory: Tensor) -> list[Tensor]:
+    def split_matrices(self, memory: Tensor) -> list[Tensor]:
         """Return each matrix, a view of ``[numel]``."""
         if len(self) == 1:  # as a CPU does them: three operators less
             return [memory.view(self.runs[0][1:])]
-        return [matrix for run in self.of_runs(memory) for matrix in run.unbind()]
+        return [matrix for run in self.split_runs(memory) for matrix in run.unbind()]
 
-    def of_runs(self, memory: Tensor) -> list[Tensor]:
+    def split_runs(self, memory: Tensor) -> list[Tensor]:
         """Return each run, a view ``[count, rows, columns]`` of ``[numel]``."""
         parts = torch.split(memory, [count * rows * columns for count, rows, columns in self.runs])
         return [part.view(run) for part, run in zip(parts, self.runs, strict=True)]
@@ -282,4 +284,4 @@ class Stack:
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield each matrix, a view."""
-        return (matrix.mT if self.turned else matrix for matrix in self.places.of_memory(self.memory))
+        return (matrix.mT if self.turned else matrix for matrix in self.places.split_matrices(self.memory))

@@ -33,7 +33,7 @@ from ..clipping import IN_BUFFERS, clip_with, refuse_other_limits, sum_of_square
 from ..collective import MOST_SKIPPED, CollectiveOptimizer, Guarded, NonFinite, largest
 from ..given import settle
 from ..ground.codecs import codec_of
-from ..ground.held_boxes import declare_boxes, declared_boxes
+from ..ground.dcp_hooks import declare_boxes, declared_boxes
 from ..ground.tensors import exact_dtype, rounded_once
 from ..methods.matrix import is_matrix_method
 from ..muon import Muon

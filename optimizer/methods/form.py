@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...algebra.box import Index
 from ...names.vocabulary import FUSION, MOMENTUM, ParamGroup
-from ..ground.tensors import aligned
+from ..ground.tensors import align_matrices
 from ..planning.matrices import PRECISIONS, SHAPES, Fused, Precision, Reduced, at_owners
 
 OPTIONS_OF_INPUT: Mapping[str, tuple[str, ...]] = {
@@ -110,7 +110,7 @@ def of_each(reduce: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
     One after the other, each where a memory of its own might begin: the order in which a GPU sums elements may depend
     on how many matrices there are, and on where they lie.
     """
-    reduced = torch.stack([reduce(matrix) for matrix in aligned(matrices).unbind()])
+    reduced = torch.stack([reduce(matrix) for matrix in align_matrices(matrices).unbind()])
     return reduced if reduced.ndim == 3 else reduced.view(-1, 1, 1)
 
 

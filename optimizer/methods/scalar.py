@@ -4,9 +4,9 @@ A sharded parameter is stepped where it lies, without communication.  The bits d
 foreach operators, in float32 at least (`tensors.rounded_once`), compute an element alike wherever a shard begins or
 ends.  torch's fused AdamW does not: on the CPU it rounds a tensor's last elements otherwise than the vectors before.
 
-Rates and counts of steps are on the host or, where steps can be captured (`cuda_graphs.capturable`), on the device, so
-that every replay of a CUDA graph reads the current ones.  torch's capturable AdamW does not serve: it reads betas that
-are tensors back, and rounds rates to the parameter's dtype.
+Rates and counts of steps are on the host or, where steps can be captured (`cuda_graphs.is_capturable`), on the device,
+so that every replay of a CUDA graph reads the current ones.  torch's capturable AdamW does not serve: it reads betas
+that are tensors back, and rounds rates to the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 from ...layouts.flat import owned_layout
 from ...layouts.tensors import local_of, locals_of, zeros_sharded_like
 from ...names.vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup
-from ..ground.codecs import IN_THEIR_DTYPE, Codec, Placed, codec_of, portions, stored_slots
-from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
-from ..ground.host_memory import AHEAD, ON_DEVICE, Key, StateMemory, most_here
-from ..ground.tensors import Tensors, decay, in_dtype, number_like, rounded_once, unopposed
+from ..ground.codecs import PARAM_DTYPE_CODEC, Codec, LocalFragments, codec_of, cut_state_portions, stored_slots
+from ..ground.cuda_graphs import is_capturable, is_capturing, refuse_absent, refuse_host
+from ..ground.host_memory import ON_DEVICE, TURNS_AHEAD, SlotKey, StateMemory, peak_bytes
+from ..ground.tensors import Tensors, cast_tensors, decay, mask_opposed, number_like, rounded_once
 
 Slots = Mapping[str, Tensors]
 
@@ -37,7 +37,7 @@ def fresh_average(param: Tensor, slot: str, codec: Codec) -> dict[str, Tensor]:
     return {first: zeros, **{name: zeros_sharded_like(param, *shape_dtype) for name, shape_dtype in others}}
 
 
-def placed_whole(param: Tensor) -> Placed:
+def placed_whole(param: Tensor) -> LocalFragments:
     """Return the place of a parameter that lies whole in this process."""
     return tuple(param.shape), owned_layout(tuple(param.shape), 0).fragments_of(0)
 
@@ -59,7 +59,7 @@ class Scalar:
     on_host: Callable[[Tensors, Tensors, Slots, float, ParamGroup], None]
     on_device: Callable[[Tensors, Tensors, Slots, ParamGroup], None]
 
-    def fresh(self, param: Tensor, codec: Codec = IN_THEIR_DTYPE) -> dict[str, Tensor]:
+    def fresh(self, param: Tensor, codec: Codec = PARAM_DTYPE_CODEC) -> dict[str, Tensor]:
         """Return the state of a new parameter."""
         state: dict[str, Tensor] = {}
         for slot, make in self.slots.items():
@@ -70,7 +70,7 @@ class Scalar:
         self,
         group: ParamGroup,
         state: Mapping[Tensor, Mapping[str, Tensor]],
-        placed: Callable[[Tensor], Placed] = placed_whole,
+        placed: Callable[[Tensor], LocalFragments] = placed_whole,
         memory: StateMemory = ON_DEVICE,
     ) -> None:
         """Step, in place, the parameters of ``group`` that have a gradient.
@@ -88,7 +88,7 @@ class Scalar:
             slot: [f"{slot}{part}" for part in codec.parts] if make is None else [slot]
             for slot, make in self.slots.items()
         }
-        if capturing():
+        if is_capturing():
             refuse_absent([tuple(p.shape) for p in group["params"]], [p.grad is not None for p in group["params"]])
         alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for param in params:
@@ -99,11 +99,11 @@ class Scalar:
                 held = {slot: locals_of(slots[first] for slots in states) for slot, (first, *_) in names.items()}
                 weights, gradients = locals_of(params), locals_of(p.grad for p in params if p.grad is not None)
                 places: list[Any] = [None] * len(params)
-                if codec.by_place:
+                if codec.depends_on_place:
                     others = [others for slot, (_, *others) in names.items() if slot != STEP]
                     local = ([(), *(locals_of(map(slots.__getitem__, parts)) for parts in others)] for slots in states)
                     places = list(zip(map(placed, params), local, strict=True))
-                if capturable(device):
+                if is_capturable(device):
                     self._step_on_device(weights, gradients, held, group, places)
                 else:
                     refuse_host(group["algorithm"], device)
@@ -115,19 +115,21 @@ class Scalar:
         if STEP in held:
             torch._foreach_add_(held[STEP], 1)
         codec = codec_of(group)
-        if not codec.by_place:
+        if not codec.depends_on_place:
             with rounded_once(weights, *held.values()) as (exact, *changed):
                 # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
-                self.on_device(exact, in_dtype(gradients, exact[0].dtype), dict(zip(held, changed, strict=True)), group)
+                self.on_device(
+                    exact, cast_tensors(gradients, exact[0].dtype), dict(zip(held, changed, strict=True)), group
+                )
             return
         moments = [slot for slot in held if slot != STEP]
         for number, place in enumerate(places):
             own = {slot: tensors[number : number + 1] for slot, tensors in held.items()}
             lists = [weights[number : number + 1], *map(own.__getitem__, moments), gradients[number : number + 1]]
-            for (*changing, given), by in portions(lists, codec, [None, *moments], [place]):
-                with rounded_once(*changing, by=by) as (exact, *changed):
+            for (*changing, given), codecs in cut_state_portions(lists, codec, [None, *moments], [place]):
+                with rounded_once(*changing, codecs=codecs) as (exact, *changed):
                     slots = own | dict(zip(moments, changed, strict=True))
-                    self.on_device(exact, in_dtype(given, exact[0].dtype), slots, group)
+                    self.on_device(exact, cast_tensors(given, exact[0].dtype), slots, group)
 
     def _step_on_host(
         self, weights: list[Tensor], gradients: list[Tensor], held: Slots, group: ParamGroup, places: Sequence[Any]
@@ -143,9 +145,9 @@ class Scalar:
             alike[tensors[-1].dtype, count].append((place, *tensors))
         for (_, count), parallel in alike.items():
             placed, *lists = zip(*parallel, strict=True)
-            for (*changing, given), by in portions(lists, codec_of(group), [None, *moments], placed):
-                with rounded_once(*changing, by=by) as (exact, *changed):
-                    given = in_dtype(given, exact[0].dtype)
+            for (*changing, given), codecs in cut_state_portions(lists, codec_of(group), [None, *moments], placed):
+                with rounded_once(*changing, codecs=codecs) as (exact, *changed):
+                    given = cast_tensors(given, exact[0].dtype)
                     self.on_host(exact, given, dict(zip(moments, changed, strict=True)), count, numbers)
 
 
@@ -155,17 +157,17 @@ States = Sequence[Mapping[str, Tensor]]
 
 def most_visiting(states: States, memory: StateMemory) -> int:
     """Return the most bytes of state that a step of parameters has on the device at once, if it rests elsewhere."""
-    return most_here([_visiting(states, numbers) for numbers in _turns(states, memory)], AHEAD)
+    return peak_bytes([_visiting(states, numbers) for numbers in _turns(states, memory)], TURNS_AHEAD)
 
 
 def _turns(states: States, memory: StateMemory) -> list[range]:
     """Cut parameters to turns of which the state comes to the device together."""
-    return memory.in_turns(
+    return memory.cut_turns(
         len(states), lambda number: sum(local_of(t).nbytes for slot, t in states[number].items() if slot != STEP)
     )
 
 
-def _visiting(states: States, numbers: range) -> dict[Key, Tensor]:
+def _visiting(states: States, numbers: range) -> dict[SlotKey, Tensor]:
     slots = ((number, slot, tensor) for number in numbers for slot, tensor in states[number].items())
     return {(number, slot): local_of(tensor) for number, slot, tensor in slots if slot != STEP}
 
@@ -173,15 +175,15 @@ def _visiting(states: States, numbers: range) -> dict[Key, Tensor]:
 def _in_turns(states: States, memory: StateMemory, device: torch.device) -> Iterator[tuple[slice, States]]:
     """Yield the state of as many parameters as come together, on the device."""
     turns = _turns(states, memory)
-    visits = memory.visits(device, lambda turn: _visiting(states, turns[turn]), len(turns), AHEAD)
+    visits = memory.begin_visits(device, lambda turn: _visiting(states, turns[turn]), len(turns), TURNS_AHEAD)
     for turn, numbers in enumerate(turns):
-        cut, here = slice(numbers.start, numbers.stop), visits.here(turn)
+        cut, here = slice(numbers.start, numbers.stop), visits.receive(turn)
         own = states[cut]
         if here:
             own = [{slot: here.get((n, slot), states[n][slot]) for slot in states[n]} for n in numbers]
         yield cut, own
-        visits.done(turn)
-    visits.end()
+        visits.release(turn)
+    visits.finish()
 
 
 def _add_number(tensors: Tensors, value: float) -> None:
@@ -249,7 +251,7 @@ def _lion_on_device(params: Tensors, gradients: Tensors, slots: Slots, group: Pa
 
 
 def _decay_on_device(params: Tensors, updates: Tensors, rate: Tensor, cautious: bool) -> None:
-    decaying = unopposed(params, updates) if cautious else params
+    decaying = mask_opposed(params, updates) if cautious else params
     torch._foreach_sub_(params, _times(decaying, rate))
 
 
@@ -277,7 +279,7 @@ def _times(tensors: Tensors, factor: Tensor) -> tuple[Tensor, ...]:
 
 def counted_on(param: Tensor) -> torch.device:
     """Return the device that counts a parameter's steps: its own if a CUDA graph may count them, else the CPU."""
-    return param.device if capturable(param.device) else torch.device("cpu")
+    return param.device if is_capturable(param.device) else torch.device("cpu")
 
 
 def _counter(param: Tensor) -> Tensor:

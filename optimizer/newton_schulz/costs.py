@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from ..ground.cuda_graphs import replayed
+from ..ground.cuda_graphs import time_replays
 from .iterations import orthogonalize
 from .products import Form, has_kernels
 from .recipe import flops
@@ -127,7 +127,7 @@ def measure(
             work()
             # Replayed as a CUDA graph: a step launches many kernels ahead, so Python does not count.
             took = (
-                replayed(work, times=2, rounds=repeats)
+                time_replays(work, times=2, rounds=repeats)
                 if stack.is_cuda
                 else median(timeit.repeat(work, number=1, repeat=repeats))
             )

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...names.errors import warn_on_rank
-from ..ground.cuda_graphs import capturable
-from ..ground.tensors import REDUCTIONS, Places, begins_aligned
+from ..ground.cuda_graphs import is_capturable
+from ..ground.tensors import REDUCTIONS, Places, is_aligned
 from .recipe import gram_is_cheaper
 
 M = TypeVar("M")
@@ -76,7 +76,7 @@ class TorchProducts:
     def over(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[Tensor], Tensor]) -> Tensor:
         done = [
             self.one(stack, dtype, work).reshape(-1)
-            for run in places.of_runs(memory)
+            for run in places.split_runs(memory)
             for stack in in_stacks(run, self.together // max(1, run[0].numel()), work)
         ]
         return done[0] if len(done) == 1 else torch.cat(done)
@@ -247,7 +247,7 @@ def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     if not (matrix.dtype is torch.float32 and dtype.itemsize <= 4 and matrix.is_contiguous()):
         # `promote_types` and two operators that do nothing take as long as the norm of a small matrix.
         matrix = matrix.to(torch.promote_types(torch.float32, dtype)).contiguous()
-    if torch.compiler.is_compiling() or begins_aligned(matrix):  # a compiler makes kernels for any address
+    if torch.compiler.is_compiling() or is_aligned(matrix):  # a compiler makes kernels for any address
         return matrix
     return matrix.clone()
 
@@ -272,7 +272,7 @@ def bounded(norm: Tensor, eps: float | Tensor, scale: float) -> Tensor:
 
 def may_overflow(norm: Tensor) -> bool:
     """Return whether squares may have overflowed, so that a `reduction` is needed.  A GPU is not asked: that waits."""
-    if capturable(norm.device) or torch.compiler.is_compiling():
+    if is_capturable(norm.device) or torch.compiler.is_compiling():
         return True
     return not math.isfinite(norm.item()) if norm.ndim == 0 else not norm.isfinite().all()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...names.coefficients import coefficient_set
 from ...names.vocabulary import HISTORY_OPTIONS, STEPS_TAKEN, ParamGroup
 from ...names.wording import listed
-from ..ground.cuda_graphs import uploaded
+from ..ground.cuda_graphs import upload_numbers
 from ..planning.schedule import NOTE
 
 Facts = Mapping[str, str]
@@ -112,7 +112,7 @@ class Intent:
 
     def note(self, device: torch.device, last: int = 0) -> Tensor:
         """Return ``NOTE`` bytes, the ``last`` of which is no part of the intent; nothing waits for the device."""
-        fixed = uploaded((*self.digest, last), torch.uint8, device)
+        fixed = upload_numbers((*self.digest, last), torch.uint8, device)
         live = torch.zeros_like(fixed[:-1])
         if self.live:
             bits = torch.stack([value.reshape(()).double() for value in self.live]).view(torch.int64)

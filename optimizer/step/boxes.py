@@ -18,7 +18,7 @@ from torch import Tensor
 from ...algebra.box import Index
 from ...algebra.overlap import IntArray, expanded
 from ...algebra.plan import Copies, dense_strides
-from ..ground.tensors import boxes_in
+from ..ground.tensors import view_boxes
 from ..planning.schedule import Schedule
 
 MAX_BLOCK_ELEMENTS = 1 << 16
@@ -128,7 +128,7 @@ class EqualBoxes:
     far: tuple[View, ...]
 
     def boxes(self, tensors: Tensors) -> list[Tensor]:
-        return boxes_in([tensors[param] for param in self.params], self.sizes, self.strides, self.offsets)
+        return view_boxes([tensors[param] for param in self.params], self.sizes, self.strides, self.offsets)
 
     def put(self, buffer: Tensor, boxes: Tensor) -> None:
         """Write ``[count, *sizes]`` to a buffer of bytes."""

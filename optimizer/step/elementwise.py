@@ -20,9 +20,9 @@ from ...algebra.plan import Copies
 from ...layouts.tensors import local_of
 from ...names.state_forms import stored_parts, stored_slot
 from ...names.vocabulary import MOMENTUM, ParamGroup
-from ..ground.codecs import Boxes, Codec, codec_of, portions
-from ..ground.host_memory import AHEAD, Key, StateMemory, Visits
-from ..ground.tensors import Tensors, as_one, decay, exact_dtype, rounded_once
+from ..ground.codecs import Boxes, Codec, codec_of, cut_state_portions
+from ..ground.host_memory import TURNS_AHEAD, SlotKey, StateMemory, Visits
+from ..ground.tensors import Tensors, decay, exact_dtype, rounded_once, stack_boxes
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
 from .boxes import BoxKind, EqualBoxes, Sizes, SlotCopies, View, blocks, carries
@@ -92,11 +92,11 @@ class LocalTensors:
         momenta = [first.get(number, given) for number, given in enumerate(taken)]
 
         def visits(returning: bool, ahead: int) -> Visits:
-            def turn(stage: int) -> dict[Key, Tensor]:
+            def turn(stage: int) -> dict[SlotKey, Tensor]:
                 active = [param for param in stages[stage] if gradients[param] is not None]
                 return state_of(active, slots, specs, returning)
 
-            return memory.visits(device, turn, len(stages), ahead)
+            return memory.begin_visits(device, turn, len(stages), ahead)
 
         computed, applied = (visits(*how) for how in VISITS)
         layouts = [spec.slots[0].layout for spec in specs]
@@ -104,17 +104,17 @@ class LocalTensors:
 
     def here(self, stage: int) -> bool:
         """Let the state of a stage be on the device, until `computed` and `applied`; false if it is always there."""
-        come = {**self.until_computed.here(stage), **self.until_applied.here(stage)}
+        come = {**self.until_computed.receive(stage), **self.until_applied.receive(stage)}
         self._place(come)
         return bool(come)
 
     def computed(self, stage: int) -> None:
-        self._place(self.until_computed.done(stage))
+        self._place(self.until_computed.release(stage))
 
     def applied(self, stage: int) -> None:
-        self._place(self.until_applied.done(stage))
+        self._place(self.until_applied.release(stage))
 
-    def _place(self, tensors: Mapping[Key, Tensor]) -> None:
+    def _place(self, tensors: Mapping[SlotKey, Tensor]) -> None:
         for (param, name), tensor in tensors.items():
             self.slots[name][param] = tensor
             if (stored := stored_slot(name)).slot == MOMENTUM and stored.is_shaped:
@@ -141,8 +141,8 @@ class LocalTensors:
                 ((layout.shape, layout.fragments_of(self.rank)), [[own for [own] in self.stored([number])[1:]]])
                 for number, layout in ((number, self.layouts[number]) for number in numbers)
             )
-            for (momenta, taken), by in portions(both, codec_of(group), [MOMENTUM], placed):
-                with rounded_once(momenta, by=by) as [exact]:
+            for (momenta, taken), codecs in cut_state_portions(both, codec_of(group), [MOMENTUM], placed):
+                with rounded_once(momenta, codecs=codecs) as [exact]:
                     given = [gradient.to(exact[0].dtype) for gradient in taken]
                     # torch takes one number for all, or a list of tensors.
                     torch._foreach_lerp_(exact, given, [rate] * len(exact) if isinstance(rate, Tensor) else rate)
@@ -172,20 +172,20 @@ class LocalTensors:
 
     def end(self) -> None:
         """Let all state be where it rests."""
-        self.until_computed.end()
-        self.until_applied.end()
+        self.until_computed.finish()
+        self.until_applied.finish()
         for own, dense in self.copied:
             own.copy_(dense)
 
 
-VISITS = ((False, AHEAD), (True, AHEAD + 1))
+VISITS = ((False, TURNS_AHEAD), (True, TURNS_AHEAD + 1))
 """Whether state returns from the owners, and how many stages ahead of its use it comes: what returns is needed until
 it is applied, which is after the next stage is computed."""
 
 
 def state_of(
     params: Collection[int], slots: Mapping[str, Mapping[int, Tensor]], specs: Sequence[Spec], returning: bool
-) -> dict[Key, Tensor]:
+) -> dict[SlotKey, Tensor]:
     """Return the state of parameters that returns from the owners, or all other."""
     return {
         (param, name): having[param]
@@ -353,7 +353,7 @@ class TorchElementwise:
         return self._specs[self._units[unit].param]
 
     def _gradients(self, local: LocalTensors, block: EqualBoxes) -> Tensor:
-        return as_one(block.boxes(cast("Sequence[Tensor]", local.gradients)))
+        return stack_boxes(block.boxes(cast("Sequence[Tensor]", local.gradients)))
 
     def _update(self, local: LocalTensors, block: EqualBoxes, momenta: Tensor) -> Tensor:
         """Return the updates of a block's momenta, with Nesterov's look ahead."""
@@ -368,7 +368,7 @@ class TorchElementwise:
         group = local.groups[block.params[0]]
         rate = float(group["lr"])
         boxes = block.boxes(local.weights)
-        stack = as_one(boxes)
+        stack = stack_boxes(boxes)
         exact = stack.to(exact_dtype(stack))
         change = results.to(exact.dtype)
         decay([exact], [change], rate * group["weight_decay"], group["cautious"])

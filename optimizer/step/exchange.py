@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ...names.errors import lost_ranks
 from ...ranks import requests
-from ..ground.cuda_graphs import capturable
+from ..ground.cuda_graphs import is_capturable
 from ..planning.schedule import NOTE, Route
 from .agreement import AgreedError, Facts, Intent, refusal
 from .rank_sets import in_order, members, one_of_each
@@ -255,7 +255,7 @@ class Notes:
 
     def settle(self, intent: Intent, differing: Tensor, at_once: bool = False) -> None:
         """Raise an `AgreedError`, on every rank, if notes differ, or let `read` do so on a GPU, unless ``at_once``."""
-        if not at_once and capturable(self.device):
+        if not at_once and is_capturable(self.device):
             self._unread.append(differing)
         elif differing:
             raise AgreedError(disagreement(intent, self.group))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.plan import Copies
-from ..ground.cuda_graphs import capturing, uploaded
+from ..ground.cuda_graphs import is_capturing, upload_numbers
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
 from ..triton import updates
@@ -148,7 +148,7 @@ class KernelElementwise:
             one = replace(table, source=np.zeros_like(table.source))
             self._carried[key] = Segments.of(one, 1, stack.dtype, self._device) if len(table) else None
         if (segments := self._carried[key]) is not None:
-            where = TensorTable(uploaded((stack.data_ptr(),), torch.int64, self._device), stack.dtype)
+            where = TensorTable(upload_numbers((stack.data_ptr(),), torch.int64, self._device), stack.dtype)
             updates.carry(segments, where, wire, back=back)
 
     def _planned(
@@ -195,9 +195,9 @@ class KernelElementwise:
         """Return numbers on the device, sent when they change; a captured graph reads them as long as it lives."""
         held = self._tables.get(name)
         if held is None or held[0] != values:
-            held = values, uploaded(values, dtype, self._device)
-            if not capturing():
+            held = values, upload_numbers(values, dtype, self._device)
+            if not is_capturing():
                 self._tables[name] = held
-        if capturing():
+        if is_capturing():
             self._captured.append(held[1])
         return held[1]

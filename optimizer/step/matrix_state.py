@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.plan import Copies
-from ..ground.tensors import aligned_stack, as_one, memory_of, spacing
+from ..ground.tensors import aligned_stack, spacing, stack_boxes, stack_memory
 from ..planning.matrices import SHAPES, WEIGHT, Slot, Spec, rows_columns
 from ..planning.schedule import Schedule
 from .boxes import BoxKind, EqualBoxes, SlotCopies, Tensors, View, blocks, carries
@@ -66,7 +66,7 @@ class MatrixState:
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for number, copies in self._copies.items():
             for block in self._together(local, number, stage, copies.leaving[stage], back=False):
-                block.put(wire, as_one(block.boxes(_tensors(local, block.kind.others))))
+                block.put(wire, stack_boxes(block.boxes(_tensors(local, block.kind.others))))
 
     def assemble(self, local: LocalTensors, stage: int, units: tuple[int, ...], wire: Tensor) -> dict[str, Tensor]:
         """Return the state of equal matrices that this rank owns, an `aligned_stack` of each slot."""
@@ -75,9 +75,9 @@ class MatrixState:
         state = {}
         for slot in self._equal[units]:
             state[slot.name] = aligned_stack(slot.shape, slot.dtype, self._device)
-            memory = memory_of(state[slot.name])
+            memory = stack_memory(state[slot.name])
             for block in slot.own:
-                block.put(memory.view(torch.uint8), as_one(block.boxes(_tensors(local, slot.name))))
+                block.put(memory.view(torch.uint8), stack_boxes(block.boxes(_tensors(local, slot.name))))
             for here, there in slot.arriving:
                 here.of(memory).copy_(there.of(wire.view(slot.dtype)))
         return state
@@ -87,7 +87,7 @@ class MatrixState:
         for slot in self._equal[units]:
             if not slot.returns:
                 continue
-            memory = memory_of(state[slot.name])
+            memory = stack_memory(state[slot.name])
             for here, there in slot.released:
                 there.of(wire.view(memory.dtype)).copy_(here.of(memory))
             for block in slot.own:

@@ -71,7 +71,7 @@ class Planner:
             with paused_collector():
                 specs = self._specs(held, groups, lambda member: self._slots(member, groups, state, ranks))
                 memory = STATE_MEMORIES[self.offload]
-                schedule = make_schedule(specs, ranks, rank, self.stages, memory.most)
+                schedule = make_schedule(specs, ranks, rank, self.stages, memory.turn_bytes)
             weights = [local_of(param) for param in params]
             options = [groups[member.group] for member in held.matrices]
             apart = [number for number, own in enumerate(options) if guarded or codec_of(own).noise]

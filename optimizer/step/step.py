@@ -22,9 +22,9 @@ from torch import Tensor
 from ...layouts.tensors import local_of
 from ...names.coefficients import coefficient_set
 from ...names.vocabulary import ParamGroup
-from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
-from ..ground.host_memory import StateMemory, most_here
-from ..ground.tensors import Places, RowsColumns, aligned
+from ..ground.cuda_graphs import is_capturable, is_capturing, refuse_absent, refuse_host
+from ..ground.host_memory import StateMemory, peak_bytes
+from ..ground.tensors import Places, RowsColumns, align_matrices
 from ..methods.form import MatrixMethod, WholeMatrix
 from ..newton_schulz.iterations import orthogonalize_all
 from ..newton_schulz.products import Form
@@ -240,9 +240,9 @@ class Step:
         self._begun += 1
         if failure is not None:
             intent = intent.failed(failure, self._rank)
-        if captured := capturing():
+        if captured := is_capturing():
             refuse_absent([tuple(param.shape) for param in self._params], [p.grad is not None for p in self._params])
-            if not capturable(self._device):
+            if not is_capturable(self._device):
                 refuse_host("muon", self._device)
         with torch.autocast(self._device.type, enabled=False):  # it would round what is meant to be exact
             # A graph is captured on all ranks or on none, and nothing can be read meanwhile.
@@ -295,7 +295,7 @@ class Step:
         """Take part in this plan for the last time, with notes only.  Collective; raises an `AgreedError` on all ranks
         if not all of them plan anew, or one of them fails.
         """
-        if self._notes is None or capturing():
+        if self._notes is None or is_capturing():
             return
         self._notes.read()
         intent = Intent.of(
@@ -314,7 +314,7 @@ class Step:
             for name, tensor in state[param].items():
                 slots[name][number] = local_of(tensor)
         return sum(
-            most_here([state_of(params, slots, self._specs, returning) for params in self._params_of_stages], ahead)
+            peak_bytes([state_of(params, slots, self._specs, returning) for params in self._params_of_stages], ahead)
             for returning, ahead in VISITS
         )
 
@@ -381,10 +381,10 @@ class Step:
                 made = True
             self._state.release(local, units, state, back)
             first, begin = first + count, end
-        if made and not capturable(self._device) and not results.sum(dtype=torch.float32).isfinite():
+        if made and not is_capturable(self._device) and not results.sum(dtype=torch.float32).isfinite():
             # On a device the host does not wait to look.  A sum takes a tenth of the time of looking at each element.
             matrices = batch.orthogonalized(self._elementwise.assemble(local, stage, batch.sizes, arrived))
-            pairs = zip(batch.places.of_memory(matrices), batch.places.of_memory(results), strict=True)
+            pairs = zip(batch.places.split_matrices(matrices), batch.places.split_matrices(results), strict=True)
             for unit, (matrix, result) in zip(batch.numbers, pairs, strict=True):
                 if matrix.isfinite().all() and not result.isfinite().all():
                     raise self._failure(unit, batch.method, "the update of a finite matrix is not finite")
@@ -405,7 +405,7 @@ class Step:
         unit = self.schedule.units[units[0]]
         kept = {slot: tensor if method.stacked else tensor[0] for slot, tensor in state.items()}
         shape = (len(units), *unit.rows_columns) if method.stacked else unit.rows_columns
-        return WholeMatrix(aligned(memory.view(shape)), kept, kept.pop(WEIGHT, None), local.groups[unit.param])
+        return WholeMatrix(align_matrices(memory.view(shape)), kept, kept.pop(WEIGHT, None), local.groups[unit.param])
 
     def _apply(self, exchange: StepExchange, local: LocalTensors, stage: int, returning: Wire) -> None:
         returning.arrive()
@@ -499,7 +499,7 @@ class Steps:
                 try:
                     work(held)
                 except AgreedError as agreed:
-                    if capturing():
+                    if is_capturing():
                         raise agreed.error from None
                     failure = failure or agreed.error
         skipped = skip is not None and (begun[-1][1].skipped if begun else bool(skip))

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ground.cuda_graphs import settled
+from ..ground.cuda_graphs import refuse_new_tables
 from ..ground.tensors import REDUCTIONS, Places, Stack
 from .launches import INTERPRETED, as_fp32, launcher, narrowed, on_device
 from .multiply import LOAD_MULTIPLE, multiply
@@ -139,7 +139,7 @@ def moved(memory: Tensor, places: Places, there: Places) -> Tensor:
 def _chunks(places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the chunks of all matrices, int64 ``[chunks, 3]``: begin, elements, matrix; and the first chunk of each
     matrix, with the end, ``[B + 1]``."""
-    settled("matrices of these shapes have not been cut into chunks")
+    refuse_new_tables("matrices of these shapes have not been cut into chunks")
     begins = np.array(places.begins(), np.int64)
     counts = -(-np.diff(begins) // CHUNK)
     firsts = np.concatenate([[0], counts.cumsum()])
@@ -152,7 +152,7 @@ def _chunks(places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
 @cache
 def _pairs(here: Places, there: Places, device: torch.device) -> Tensor:
     """Return for each matrix, int64 ``[B, 5]``: begin, rows and columns here, begin and columns there."""
-    settled("matrices of these shapes have not been padded")
+    refuse_new_tables("matrices of these shapes have not been padded")
     rows = [
         (begin, *shape, target, columns)
         for shape, begin, (_, columns), target in zip(here, here.begins(), there, there.begins(), strict=False)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ground.cuda_graphs import replayed, settled
+from ..ground.cuda_graphs import refuse_new_tables, time_replays
 from ..ground.tensors import Places, Stack
 from .launches import INTERPRETED, as_fp32, launcher, narrowed
 
@@ -181,7 +181,7 @@ class _Products:
     def _by(self, tile: Tile) -> Callable[..., None]:
         if tile in self._launches:
             return self._launches[tile]
-        settled("no list of tiles has been made for these shapes")
+        refuse_new_tables("no list of tiles has been made for these shapes")
         kind = self._kind
         # Of each program the matrix, and the row and column of its tile.
         tiles = [
@@ -221,7 +221,7 @@ def fastest(what: object, tiles: Sequence[Tile], launch: Callable[[Tile], None])
     """
     if len(tiles) == 1:
         return tiles[0]
-    settled(f"no tile has been timed for {what}")
+    refuse_new_tables(f"no tile has been timed for {what}")
     torch.cuda.synchronize()  # what is under way, a collective say, would be timed, too
     times = {}
     for tile in tiles:
@@ -229,7 +229,7 @@ def fastest(what: object, tiles: Sequence[Tile], launch: Callable[[Tile], None])
             launch(tile)
         except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError):
             continue  # too little shared memory for it, or no code
-        times[tile] = replayed(partial(launch, tile))
+        times[tile] = time_replays(partial(launch, tile))
     if not times:
         raise RuntimeError(f"none of the tiles {tiles} fits this GPU")
     return min(times, key=times.__getitem__)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...algebra.overlap import expanded
 from ...algebra.plan import Copies
-from ..ground.cuda_graphs import settled, uploaded
+from ..ground.cuda_graphs import refuse_new_tables, upload_numbers
 from .launches import as_fp32, fused, narrowed, on_device
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -58,7 +58,7 @@ class Segments:
         Raises:
             ValueError: a copy of another tensor than the ``tensors``.
         """
-        settled("copies have not been cut into segments")
+        refuse_new_tables("copies have not been cut into segments")
         for tensor in copies.source[(copies.source < 0) | (copies.source >= tensors)].tolist():
             raise ValueError(f"a copy of tensor {tensor}, of {tensors}")
         table = _segments(copies, dtype.itemsize)
@@ -79,7 +79,7 @@ class TensorTable:
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], device: torch.device) -> TensorTable:
         """Return the addresses of tensors, which must live until the launch is over."""
-        return cls(uploaded(addresses(tensors, device), torch.int64, device), one_dtype(tensors))
+        return cls(upload_numbers(addresses(tensors, device), torch.int64, device), one_dtype(tensors))
 
 
 def addresses(tensors: Sequence[Tensor | None], device: torch.device) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ def test_a_step_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("step.kernels")
     monkeypatch.setattr(planner, "has_kernels", lambda device, dtype: True)
     for module in (options, scalar, products, step_module):
-        monkeypatch.setattr(module, "capturable", lambda device: True)
+        monkeypatch.setattr(module, "is_capturable", lambda device: True)
     params, opt = whole_step(rates := live_rates())
     give_gradients(params)
     opt.step()
@@ -104,7 +104,7 @@ def test_a_missing_gradient_is_refused_while_a_graph_is_captured(monkeypatch: py
     params, opt = matrices()
     give_gradients(params)
     params[1].grad = None
-    monkeypatch.setattr(step_module, "capturing", lambda: True)
+    monkeypatch.setattr(step_module, "is_capturing", lambda: True)
     before = [param.detach().clone() for param in params]
     with pytest.raises(RuntimeError, match="1 of 3 parameters"):
         opt.step()
@@ -118,7 +118,7 @@ def test_what_a_graph_would_leave_out_is_refused(algorithm: str, monkeypatch: py
     opt = Muon([{"params": params, "algorithm": algorithm}])
     params[0].grad = torch.ones(3, 3)
     for module in (capture, scalar, step_module):
-        monkeypatch.setattr(module, "capturing", lambda: True)
+        monkeypatch.setattr(module, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="1 of 2 parameters have no gradient"):
         opt.step()
     params[1].grad = torch.ones(3, 3)
@@ -149,7 +149,7 @@ class Recorded(NothingIsRead):
 
 def test_a_replayed_step_of_the_rest_follows_gradients_rates_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (options, scalar):
-        monkeypatch.setattr(module, "capturable", lambda device: True)
+        monkeypatch.setattr(module, "is_capturable", lambda device: True)
 
     def trained(recorded: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -173,12 +173,12 @@ def test_a_replayed_step_of_the_rest_follows_gradients_rates_and_counts(monkeypa
 
 def test_numbers_are_uploaded_the_same_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     for values, dtype in (((1, 2**62 + 1), torch.int64), ((0.1, -1e300), torch.float64), ((0, 255), torch.uint8)):
-        found = capture.uploaded(values, dtype, DEVICE)
+        found = capture.upload_numbers(values, dtype, DEVICE)
         with monkeypatch.context() as patch:
-            patch.setattr(capture, "capturing", lambda: True)
-            assert torch.equal(capture.uploaded(values, dtype, DEVICE), found)
+            patch.setattr(capture, "is_capturing", lambda: True)
+            assert torch.equal(capture.upload_numbers(values, dtype, DEVICE), found)
             with pytest.raises(RuntimeError, match="run one step"):
-                capture.settled("nothing has been made")
+                capture.refuse_new_tables("nothing has been made")
         assert found.tolist() == list(values)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from muonckpt import load, save
 from muonckpt.names.errors import LayoutError, SourceError
 from muonckpt.optimizer import LayerWise, Muon
-from muonckpt.optimizer.ground.eight_bits import Blocks, CodeTable, magnitudes
+from muonckpt.optimizer.ground.codecs import Blocks, CodeTable, magnitudes
 
 KINDS = [
     ((13, 128), {"momentum_dtype": "8bit"}),
@@ -93,16 +93,16 @@ def test_each_number_becomes_the_nearest_code_and_stays_it(dtype):
     given = given if dtype is torch.int8 else given.square()
     given[2, 16:24] = 0
     codes, blocks = torch.zeros(7, 37, dtype=dtype), Blocks(torch.zeros(7, 5), 8)
-    blocks.keep(codes, given)
+    blocks.encode(codes, given)
     assert torch.equal(blocks.scales[:, 4], given[:, 32:].abs().amax(1))
-    found, table = blocks.widened(codes), CodeTable.of(dtype, torch.device("cpu")).values
+    found, table = blocks.decode(codes), CodeTable.of(dtype, torch.device("cpu")).values
     every = table * blocks.scales.repeat_interleave(8, 1)[:, :37].unsqueeze(-1)
     nearest = (every - given.unsqueeze(-1)).abs().amin(-1)
     kept = given != 0 if dtype is torch.int8 else (given > 0) & (codes > 1)
     torch.testing.assert_close((found - given).abs()[kept], nearest[kept], rtol=1e-6, atol=0)
     assert not found[given == 0].any()
     again = torch.zeros_like(codes), Blocks(torch.zeros(7, 5), 8)
-    again[1].keep(again[0], found)
+    again[1].encode(again[0], found)
     assert torch.equal(codes, again[0])
     assert torch.equal(blocks.scales, again[1].scales)
 
@@ -110,7 +110,7 @@ def test_each_number_becomes_the_nearest_code_and_stays_it(dtype):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
 def test_a_number_next_to_the_middle_of_two_codes_falls_on_its_side(dtype):
     table = CodeTable.of(dtype, torch.device("cpu"))
-    middles = table.between[:-1]
+    middles = table.midpoints[:-1]
     beside = [torch.nextafter(middles, torch.tensor(end)) for end in (2.0, -2.0)]
     given = torch.cat([middles, *beside, table.values, torch.tensor([torch.nan, -0.0])])
     assert torch.equal(table.nearest(given), torch.bucketize(given, middles, out_int32=True))
@@ -120,7 +120,7 @@ def test_a_square_beside_large_ones_does_not_become_zero():
     """AdamW would divide its mean by eps."""
     given = torch.tensor([[1.0, 1e-12, 0.0, 1e-30]])
     codes, blocks = torch.zeros(1, 4, dtype=torch.uint8), Blocks(torch.zeros(1, 1), 8)
-    blocks.keep(codes, given)
+    blocks.encode(codes, given)
     assert codes.tolist() == [[255, 1, 0, 1]]
 
 
@@ -130,8 +130,8 @@ def test_noise_rounds_to_either_neighbour_and_is_unbiased():
     for _ in range(600):
         noise = torch.randint(0, 2**16, (1, 64), generator=dice)
         blocks = Blocks(torch.zeros(1, 8), 8, lambda noise=noise: noise)
-        blocks.keep(codes, given)
-        tries.append(blocks.widened(codes))
+        blocks.encode(codes, given)
+        tries.append(blocks.decode(codes))
     found = torch.stack(tries).double()
     width = found.amax(0) - found.amin(0)
     assert ((found.mean(0) - given).abs() <= 5 * 0.5 * width / 600**0.5 + 1e-6).all()
@@ -142,8 +142,8 @@ def test_what_is_not_finite_is_seen():
     given = torch.ones(1, 24)
     given[0, 3], given[0, 9] = torch.nan, torch.inf
     codes, blocks = torch.zeros(1, 24, dtype=torch.int8), Blocks(torch.zeros(1, 3), 8)
-    blocks.keep(codes, given)
-    found = blocks.widened(codes)
+    blocks.encode(codes, given)
+    found = blocks.decode(codes)
     assert not found[0, [3, 9]].isfinite().any()
     assert torch.equal(found[0, 16:], given[0, 16:])
 
@@ -342,7 +342,7 @@ def test_a_loaded_state_is_widened_and_narrowed():
     other.load_state_dict(opt.state_dict())
     for name, slot in (("m", "momentum_buffer"), ("v", "exp_avg"), ("v", "exp_avg_sq")):
         slots = opt.state[kept[name]]
-        expected = Blocks(slots[f"{slot}_scales"], 16).widened(slots[f"{slot}_codes"])
+        expected = Blocks(slots[f"{slot}_scales"], 16).decode(slots[f"{slot}_codes"])
         assert torch.equal(other.state[wide[name]][slot], expected)
     for block in (16, 8):
         params, back = trained("8bit", block)

@@ -35,7 +35,7 @@ class LateTransfers(TransfersInOrder):
     Between the two there is only NaN (in codes, 85) where a tensor rests.
     """
 
-    bytes_here = most_here = most_together = 0
+    bytes_here = peak_bytes = most_together = 0
 
     def fetch(self, resting: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         here, wait = super().fetch(resting)
@@ -45,14 +45,14 @@ class LateTransfers(TransfersInOrder):
             home.fill_(math.nan if home.is_floating_point() else 85)
             cls.bytes_here += tensor.nbytes
             weakref.finalize(tensor, cls.left, tensor.nbytes)
-        cls.most_here = max(cls.most_here, cls.bytes_here)
+        cls.peak_bytes = max(cls.peak_bytes, cls.bytes_here)
         return here, wait
 
-    def give_back(self, resting: Sequence[Tensor], here: Sequence[Tensor]) -> Callable[[], None]:
+    def send_back(self, resting: Sequence[Tensor], here: Sequence[Tensor]) -> Callable[[], None]:
         targets, sources = list(resting), list(here)
 
         def wait() -> None:
-            TransfersInOrder.give_back(self, targets, sources)
+            TransfersInOrder.send_back(self, targets, sources)
             sources.clear()
 
         return wait
@@ -65,8 +65,8 @@ class LateTransfers(TransfersInOrder):
 def late(patch: pytest.MonkeyPatch) -> type[LateTransfers]:
     """Let copies be late, and state come a little at a time."""
     patch.setattr(host_memory, "transfers_of", LateTransfers)
-    patch.setitem(STATE_MEMORIES, "cpu", replace(STATE_MEMORIES["cpu"], most=MOST))
-    LateTransfers.bytes_here = LateTransfers.most_here = LateTransfers.most_together = 0
+    patch.setitem(STATE_MEMORIES, "cpu", replace(STATE_MEMORIES["cpu"], turn_bytes=MOST))
+    LateTransfers.bytes_here = LateTransfers.peak_bytes = LateTransfers.most_together = 0
     return LateTransfers
 
 
@@ -107,7 +107,7 @@ def test_a_process_has_the_same_bits(dtype: torch.dtype, stages: int | None, mon
     expected = trained(dtype, stages=3)
     copies = late(monkeypatch)
     assert_same_bits(trained(dtype, offload="cpu", stages=stages), expected)
-    assert copies.most_here and not copies.bytes_here
+    assert copies.peak_bytes and not copies.bytes_here
 
 
 def on_ranks(rank: int, world: int, names: list[str], expected: list[Tensor]) -> None:
@@ -122,7 +122,7 @@ def on_ranks(rank: int, world: int, names: list[str], expected: list[Tensor]) ->
                     param.grad = place(number, g)
                 opt.step()
             assert_same_bits(snapshot(params, opt), expected)
-            assert copies.most_here and not copies.bytes_here
+            assert copies.peak_bytes and not copies.bytes_here
 
 
 def test_ranks_have_the_bits_of_a_process_with_state_on_its_device() -> None:
@@ -171,10 +171,10 @@ def test_three_turns_of_state_are_on_the_device_at_most(algorithm: str, monkeypa
         param.grad = torch.randn(15, 16)
     opt.step()
     state = sum(tensor.nbytes for slots in opt.state.values() for tensor in slots.values() if tensor.ndim)
-    assert copies.most_together <= MOST and copies.most_here <= 3 * copies.most_together < state / 2
+    assert copies.most_together <= MOST and copies.peak_bytes <= 3 * copies.most_together < state / 2
     report = opt.report()
-    assert (report.state, report.visiting) == (state + 4 * 20 * (algorithm == "adamw"), copies.most_here)
-    assert f"; it rests in host memory, and a step has at most {copies.most_here:,} bytes" in str(report)
+    assert (report.state, report.visiting) == (state + 4 * 20 * (algorithm == "adamw"), copies.peak_bytes)
+    assert f"; it rests in host memory, and a step has at most {copies.peak_bytes:,} bytes" in str(report)
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [(None, "cpu"), ("cpu", None)])
@@ -199,6 +199,6 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Muon(params, offload="disk")
     opt = Muon(params, offload="cpu")
     params[0].grad = torch.ones(3, 3)
-    monkeypatch.setattr(muon_module, "capturing", lambda: True)
+    monkeypatch.setattr(muon_module, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"offload='cpu': a step waits .* CUDA graph"):
         opt.step()

@@ -22,7 +22,7 @@ from muonckpt import load, save
 from muonckpt.algebra.box import Box, row_major
 from muonckpt.algebra.layout import Fragment, Place, TensorLayout
 from muonckpt.optimizer import LayerWise, Muon
-from muonckpt.optimizer.ground.rounding import Noise, NoisyBox
+from muonckpt.optimizer.ground.codecs import Noise, NoisyBox
 from muonckpt.optimizer.step import planner
 
 BF16 = torch.bfloat16

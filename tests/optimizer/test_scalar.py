@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonckpt.optimizer import Muon, restoration
 from muonckpt.optimizer.ground import tensors as ground
-from muonckpt.optimizer.ground.tensors import in_portions
+from muonckpt.optimizer.ground.tensors import cut_portions
 from muonckpt.optimizer.methods import scalar
 from muonckpt.optimizer.methods.scalar import SCALARS, decay
 
@@ -28,7 +28,7 @@ KINDS = [(algorithm, cautious) for algorithm in SCALARS for cautious in (False, 
 @pytest.fixture(params=["host", "device"])
 def numbers(request, monkeypatch) -> None:
     """Rates and counts on the host, and as on a GPU, on the device: the same operators, run by the CPU."""
-    monkeypatch.setattr(scalar, "capturable", lambda device: request.param == "device")
+    monkeypatch.setattr(scalar, "is_capturable", lambda device: request.param == "device")
 
 
 def noise(count: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_adamw_with_numbers_on_the_device_is_the_one_with_numbers_on_the_host(ca
     starts = [noise(40, 0, torch.float64), noise(7, 1, torch.float64), torch.zeros(5, dtype=torch.float64)]
     found = {}
     for device in (False, True):
-        monkeypatch.setattr(scalar, "capturable", lambda _, device=device: device)
+        monkeypatch.setattr(scalar, "is_capturable", lambda _, device=device: device)
         params = [nn.Parameter(start.clone()) for start in starts]
         opt = Muon([{"params": params, "algorithm": "adamw", "cautious": cautious}])
         for step in range(60):
@@ -188,7 +188,7 @@ def test_portions_are_every_tensor_once_and_no_larger_than_asked_for(monkeypatch
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     sizes = [7, 40, 41, 0, 30, 10, 1, 200, 0, 3]
     tensors = [torch.arange(size) + 1000 * number for number, size in enumerate(sizes)]
-    both = list(in_portions([tensors, tensors]))
+    both = list(cut_portions([tensors, tensors]))
     assert all(torch.equal(a, b) for mine, others in both for a, b in zip(mine, others, strict=True))
     seen = [mine for mine, _ in both]
     assert torch.equal(torch.cat([t for portion in seen for t in portion]), torch.cat(tensors))

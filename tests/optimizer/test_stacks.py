@@ -62,7 +62,7 @@ def test_matrices_of_any_shapes_have_the_bits_that_they_have_alone(
     places = Places.of(shape[::-1] if tall else shape for shape in shapes)
     memory = torch.randn(places.numel, device=DEVICE)
     found = orthogonalize_all(memory, places, Recipe(steps=2, gram=gram), by_kernels)
-    for matrix, done in zip(places.of_memory(memory), places.of_memory(found), strict=True):
+    for matrix, done in zip(places.split_matrices(memory), places.split_matrices(found), strict=True):
         alone = orthogonalize(matrix, gram=gram, steps=2, form=by_kernels)
         assert torch.equal(done, alone)
         # Turned, the norm is summed in another order; a square has another Gram matrix.

@@ -24,7 +24,7 @@ from ...layouts.buffers.placements import PlacementRequest
 from ...layouts.flat import owned_layout
 from ...layouts.mesh import AxisPlacement, Replicate, Shard, mesh_layout
 from ...names.vocabulary import MUON, ParamGroup
-from ...optimizer.ground.host_memory import AHEAD, STATE_MEMORIES, StateMemory
+from ...optimizer.ground.host_memory import STATE_MEMORIES, TURNS_AHEAD, StateMemory
 from ...optimizer.methods.form import MatrixMethod, dtype_named
 from ...optimizer.methods.matrix import method_slots
 from ...optimizer.newton_schulz.recipe import flops
@@ -117,7 +117,7 @@ def topology_of(
     memory["wires"] = step.wires
     host = {} if options.offload is None else {"host": memory["state"]}
     if host:
-        memory["state"] = math.ceil(memory["state"] * min(1, (AHEAD + 1) / len(step.work)))
+        memory["state"] = math.ceil(memory["state"] * min(1, (TURNS_AHEAD + 1) / len(step.work)))
     if traffic.resident is not None:
         memory["weights"] = round(traffic.resident)
     written = ranks.written
@@ -310,7 +310,7 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     specs = _specs(parameters, layout_of, options)
     everyone = tuple(range(ranks))
     with paused_collector():
-        schedule = make_schedule(specs, everyone, 0, options.stages, options.memory.most)
+        schedule = make_schedule(specs, everyone, 0, options.stages, options.memory.turn_bytes)
     stages = len(schedule.stages)
     notes = NOTE * (ranks - 1)
     sent, received = np.full((2, stages, 2, ranks), notes, np.int64)
@@ -332,7 +332,7 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     with paused_collector():
         own = schedule
         if busiest:
-            own = make_schedule(specs, everyone, busiest, options.stages, options.memory.most)
+            own = make_schedule(specs, everyone, busiest, options.stages, options.memory.turn_bytes)
     return StepPlan(
         len(schedule.units), sent, received, work, resting, busiest, leaving_bytes(own, busiest), most_wires(own.stages)
     )

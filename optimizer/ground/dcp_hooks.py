@@ -1,4 +1,4 @@
-"""The boxes of a DTensor that this rank holds, where placements do not say it: told to DCP by its documented hooks."""
+"""DCP's documented hooks on a DTensor, which tell it the boxes of this rank where placements do not."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _ADVICE = "save it on all ranks, by muonckpt.save or torch.distributed.checkpoin
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hooks:
-    """Tell DCP which boxes a local tensor has.  A deep copy of the tensor has hooks, and views, of its own.
+    """The boxes of a local tensor, for DCP.  A deep copy of the tensor has hooks, and views, of its own.
 
     Attributes:
         views: of the tensor's memory, by the first index of each box.
-        size: of the whole tensor.
+        size: the global shape.
     """
 
     chunks: list[ChunkStorageMetadata]
@@ -68,8 +68,8 @@ class Hooks:
 
 
 def declare_boxes(value: DTensor, boxes: Sequence[Box]) -> None:
-    """Put DCP's hooks on the local tensor: its boxes, which lie dense, one after the other; none if it is empty."""
-    whole: Any = value
+    """Put DCP's hooks on a local tensor, whose boxes lie dense, one after the other; none if it is empty."""
+    dtensor: Any = value
     local: Any = value._local_tensor
     views, offset = {}, 0
     for box in boxes:
@@ -80,7 +80,7 @@ def declare_boxes(value: DTensor, boxes: Sequence[Box]) -> None:
     local.__create_chunk_list__ = hooks.chunk_list
     local.__create_write_items__ = hooks.write_items
     local.__get_tensor_shard__ = hooks.shard
-    whole.full_tensor = whole.redistribute = hooks.refuse_gathering
+    dtensor.full_tensor = dtensor.redistribute = hooks.refuse_gathering
 
 
 def declared_boxes(value: Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
