@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..names.errors import ADVICE, ArgumentError, DamageError, SourceError, called_like, warn_on_rank
 from ..names.keys import key_of
-from ..names.resumption import CAST, IN_A_TRAINER, LOAD_LINES, NAMES_OF_GROUPS, Extra, Globs, LoadReport
+from ..names.resumption import CAST_ADVICE, IN_A_TRAINER, LOAD_LINES, NAMES_OF_GROUPS, Globs, LoadReport
 from ..names.vocabulary import HISTORY_OPTIONS, has_our_options
 from ..programs.detection import detect, with_slots
 from ..record.columns import UNKNOWN
@@ -83,7 +83,7 @@ class _JointLoad:
         """Keys of the checkpoint that ``allow_extra`` leaves there; on the coordinator alone."""
 
     @cached_property
-    def _checked(self) -> tuple[Location, Extra, Globs]:
+    def _checked(self) -> tuple[Location, Globs, Globs]:
         """The checked arguments; made once, as globs may come from an iterator."""
         if self.check not in (None, "before", "while"):
             raise ArgumentError(f"check is 'before', 'while' or None; got {self.check!r}")
@@ -208,7 +208,7 @@ class _JointLoad:
         state = {key: entry for key, entry in entries.items() if key in tensors and key.startswith(prefixes)}
         dtypes = {tensors[key] for key, entry in state.items() if getattr(entry, "dtype", tensors[key]) != tensors[key]}
         if not has_weights or len(dtypes) != 1 or not dtypes <= {*_STATE_DTYPES}:
-            return CAST
+            return CAST_ADVICE
         [dtype] = dtypes
         line = f"muonckpt convert {self._reader.place} NEW --state-dtype {dtype}"
         return f"The weights fit, and state alone is cast: {line} ({_STATE_DTYPES[dtype]})"

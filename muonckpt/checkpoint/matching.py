@@ -21,7 +21,6 @@ from ..names.resumption import (
     GONE,
     NAMES_OF_GROUPS,
     UNGROUPED,
-    Extra,
     Globs,
     LoadReport,
     ParameterMatcher,
@@ -40,14 +39,14 @@ from .template import LoadTemplate, Matching, OwnParameter, Stored
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
-def selection(allow_extra: bool | Iterable[str], fresh: Iterable[str]) -> tuple[Extra, Globs]:
+def selection(allow_extra: bool | Iterable[str], fresh: Iterable[str]) -> tuple[Globs, Globs]:
     """Return what a user has given as ``allow_extra=`` and ``fresh=``.
 
     Raises:
         ArgumentError: one of them is something else.
     """
     try:
-        return Extra.of(allow_extra), Globs.of(fresh)
+        return Globs.of_extra(allow_extra), Globs.of(fresh)
     except TypeError as error:
         raise ArgumentError(str(error)) from error
 
@@ -475,7 +474,7 @@ class RankRequest:
     globs: Globs
 
 
-def judge(requests: Sequence[RankRequest], stored: Stored, extra: Extra) -> tuple[Matching, LoadReport]:
+def judge(requests: Sequence[RankRequest], stored: Stored, extra: Globs) -> tuple[Matching, LoadReport]:
     """Decide what all ranks together take, with all that does not fit.
 
     Args:

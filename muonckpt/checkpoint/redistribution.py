@@ -24,7 +24,7 @@ from ..algebra.fingerprint import as_hex, combine
 from ..algebra.overlap import IntArray
 from ..algebra.plan import Plan, make_plan
 from ..names.errors import AttestError, LayoutError, SourceError, TargetError, about, warn_on_rank
-from ..names.resumption import Extra, Globs, LoadReport
+from ..names.resumption import Globs, LoadReport
 from ..names.wording import listed
 from ..store.reading.dtypes import itemsize
 from .all_ranks import (
@@ -175,7 +175,7 @@ def _redistribute(
     source: LiveState
     target: LiveState
     carrier: Carrier
-    chosen: tuple[Extra, Globs]
+    chosen: tuple[Globs, Globs]
 
     def offer() -> Offer:
         nonlocal source, chosen
@@ -252,7 +252,7 @@ def _redistribute(
     return done, target, mine.sources, joint_sources([(request.state, request.rank.matching) for request in requests])
 
 
-def _asked(source: LiveState, target: LiveState, stored: Stored, extra: Extra, globs: Globs, memory: int) -> _Request:
+def _asked(source: LiveState, target: LiveState, stored: Stored, extra: Globs, globs: Globs, memory: int) -> _Request:
     """Return what this rank asks for, after checking that it would overwrite nothing that it has to give."""
     template = LoadTemplate.of(target, extra.matches_all)
     matching = match(template, stored, globs)

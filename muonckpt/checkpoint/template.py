@@ -14,9 +14,9 @@ import torch
 from ..layouts.boxed_tensor import whole_shape
 from ..names.keys import NamedOptimizer, StateForm, key_of, numbered_optimizers, option_prefix, rank_in
 from ..names.resumption import (
-    CAST,
-    KEPT,
-    UNCAST,
+    CAST_ADVICE,
+    KEEP_ADVICE,
+    NO_CAST,
     as_tuples,
     describe_differences,
     explain_differences,
@@ -88,7 +88,7 @@ class LoadTemplate:
             if entry.shape != tuple(value.shape):
                 yield f"has shape {entry.shape}, expected {tuple(value.shape)}"
             if entry.dtype != dtype_name(value.dtype):
-                yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} ({UNCAST})"
+                yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} ({NO_CAST})"
             convention = self.conventions.get(key)
             if entry.convention and convention and entry.convention != convention:
                 yield "is " + option_difference(CONVENTION, entry.convention, convention)
@@ -214,7 +214,7 @@ class Matching:
 
         return cls(*(join([getattr(part, name) for part in parts]) for name in cls.__slots__))
 
-    def misfit(self, cure: str, kept: str = KEPT, cast: str = CAST) -> str:
+    def misfit(self, cure: str, kept: str = KEEP_ADVICE, cast: str = CAST_ADVICE) -> str:
         """Return all that does not fit, in one sentence.
 
         Args:
@@ -222,9 +222,9 @@ class Matching:
             kept: what keeps the state of parameters that differ.
             cast: how state of another dtype is loaded.
         """
-        if self.faults and all(UNCAST in fault for fault in (*self.faults, *self.differences.values())):
+        if self.faults and all(NO_CAST in fault for fault in (*self.faults, *self.differences.values())):
             told = describe_differences(self.differences, self.names) if self.differences else ""
-            return f"{'; '.join(filter(None, (listed(self.faults, 12, '; '), told)))}. {CAST}"
+            return f"{'; '.join(filter(None, (listed(self.faults, 12, '; '), told)))}. {CAST_ADVICE}"
         differences = explain_differences(self.differences, self.names, cure, kept, cast) if self.differences else ""
         return "; ".join(filter(None, (listed(self.faults, 12, "; "), differences)))
 

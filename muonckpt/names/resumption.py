@@ -1,6 +1,6 @@
-"""Resuming with other parameters than were saved: what starts fresh, what groups take over, what is refused.
+"""Decides, when a run resumes with other parameters than were saved, what is loaded, starts fresh or is refused.
 
-`ParameterMatcher` decides it, for ``checkpoint`` of what lies in files, for the optimizer of state dicts.
+`ParameterMatcher` does it, for ``checkpoint`` with state in files, for the optimizer with state dicts.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
+from itertools import chain
 from typing import Any, NamedTuple
 
 from .vocabulary import ALGORITHM, CONVENTION, FUSION, PARAMS, ZERO_SLOTS, depends_on_fusion
 from .wording import unnumbered
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
-"""Keys of a parameter group that say what it consists of and how it is called; the rest are its options."""
+"""Keys of a parameter group that are not options: its parameters and its name."""
 
 NEW = "new, without state in the checkpoint"
 GONE = "only in the checkpoint"
@@ -31,21 +32,33 @@ def meaning_options(slots: Collection[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Globs:
-    """Patterns of the names of parameters that start fresh: ``*`` stands for any characters, dots among them."""
+    """Patterns of names or keys: ``*`` stands for any characters, dots among them."""
 
     patterns: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, patterns: Iterable[str]) -> Globs:
-        """Read a user's ``fresh=``.
+    def of(cls, fresh: Iterable[str]) -> Globs:
+        """Read a user's ``fresh=``, the names of parameters that start fresh.
 
         Raises:
             TypeError: it is not a list of strings; a string is not one either.
         """
-        given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in given):
-            raise TypeError(f"fresh={patterns!r}: expected a list of globs, such as fresh=[{str(given[0])!r}]")
-        return cls(given)
+        return cls(_patterns("fresh", fresh, "a list of globs"))
+
+    @classmethod
+    def of_extra(cls, allow_extra: bool | Iterable[str]) -> Globs:
+        """Read a user's ``allow_extra=``, the keys that a checkpoint may have besides those asked for.
+
+        Raises:
+            TypeError: it is neither a bool nor a list of strings.
+        """
+        if isinstance(allow_extra, bool):
+            return cls(("*",) if allow_extra else ())
+        return cls(_patterns("allow_extra", allow_extra, "True or a list of globs", "lr_scheduler.*"))
+
+    @property
+    def matches_all(self) -> bool:
+        return "*" in self.patterns
 
     def match(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
@@ -56,29 +69,12 @@ class Globs:
         return [pattern for pattern in self.patterns if not any(fnmatchcase(name, pattern) for name in names)]
 
 
-@dataclass(frozen=True, slots=True)
-class Extra(Globs):
-    """Patterns of the keys that a checkpoint may have besides those that are asked for."""
-
-    @classmethod
-    def of(cls, patterns: bool | Iterable[str]) -> Extra:
-        """Read a user's ``allow_extra=``: everything, nothing, or globs.
-
-        Raises:
-            TypeError: it is neither a bool nor a list of strings.
-        """
-        if isinstance(patterns, bool):
-            return cls(("*",) if patterns else ())
-        given = () if isinstance(patterns, str) else tuple(patterns)
-        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in given):
-            raise TypeError(
-                f"allow_extra={patterns!r}: expected True or a list of globs, such as allow_extra=['lr_scheduler.*']"
-            )
-        return cls(given)
-
-    @property
-    def matches_all(self) -> bool:
-        return "*" in self.patterns
+def _patterns(argument: str, value: Iterable[str], expected: str, example: str = "") -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        example = example or str(patterns[0])
+        raise TypeError(f"{argument}={value!r}: expected {expected}, such as {argument}=[{example!r}]")
+    return patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +104,11 @@ class LoadReport:
             "dropped, only in the checkpoint": self.dropped,
             "weights kept, not in the checkpoint": self.kept,
         }
-        others = {*self.loaded, *self.fresh}
+        parameters = {*self.loaded, *self.fresh}
         lines = [f"state loaded: {len(self.loaded)}"]
-        for what, names in rows.items():
+        for title, names in rows.items():
             if names:
-                lines.append(f"{what}: {len(names)} ({', '.join(in_globs(names, others - {*names}))})")
+                lines.append(f"{title}: {len(names)} ({', '.join(in_globs(names, parameters - {*names}))})")
         if self.own_options:
             lines.append(f"options of the running optimizer, not in the checkpoint: {'; '.join(self.own_options)}")
         return "\n".join(lines)
@@ -121,24 +117,24 @@ class LoadReport:
 def in_globs(names: Collection[str], others: Iterable[str]) -> list[str]:
     """Return names as globs for ``fresh=``: one for names that differ only in numbers, unless it matches others too."""
     others = list(others)
-    alike: defaultdict[str, list[str]] = defaultdict(list)
+    members_by_glob: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
-        alike[unnumbered(escape(name))].append(name)
+        members_by_glob[unnumbered(escape(name))].append(name)
     globs: list[str] = []
-    for glob, members in alike.items():
-        one = len(members) > 1 and not any(fnmatchcase(other, glob) for other in others)
-        globs += [glob] if one else map(escape, members)
+    for glob, members in members_by_glob.items():
+        is_common = len(members) > 1 and not any(fnmatchcase(other, glob) for other in others)
+        globs += [glob] if is_common else map(escape, members)
     return globs
 
 
-UNCAST = "nothing is cast silently"
-CAST = (
+NO_CAST = "nothing is cast silently"
+CAST_ADVICE = (
     "Write model.to(...) of the dtype of the checkpoint, load, and cast the model then: its state follows, and nothing "
     "is lost"
 )
 """How weights and state of another dtype are loaded."""
 
-KEPT = "Their state is kept where names, groups and rules are those of the saved run"
+KEEP_ADVICE = "Their state is kept where names, groups and rules are those of the saved run"
 
 
 def describe_differences(differences: Mapping[str, str], names: Collection[str]) -> str:
@@ -152,14 +148,18 @@ def describe_differences(differences: Mapping[str, str], names: Collection[str])
 
 
 def _by_reason(differences: Mapping[str, str]) -> defaultdict[str, list[str]]:
-    of_reason: defaultdict[str, list[str]] = defaultdict(list)
+    names_by_reason: defaultdict[str, list[str]] = defaultdict(list)
     for name, reason in differences.items():
-        of_reason[reason].append(name)
-    return of_reason
+        names_by_reason[reason].append(name)
+    return names_by_reason
 
 
 def explain_differences(
-    differences: Mapping[str, str], names: Collection[str], cure: str, kept: str = KEPT, cast: str = CAST
+    differences: Mapping[str, str],
+    names: Collection[str],
+    cure: str,
+    keep_advice: str = KEEP_ADVICE,
+    cast_advice: str = CAST_ADVICE,
 ) -> str:
     """Return a message that lists what differs, by reason and name, and says what to do.
 
@@ -167,22 +167,25 @@ def explain_differences(
         differences: the reason, by parameter.
         names: all parameters on both sides.
         cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
-        kept: how parameters keep their state.
-        cast: how state of another dtype is loaded.
+        keep_advice: how parameters keep their state.
+        cast_advice: how state of another dtype is loaded.
     """
-    of_reason = _by_reason(differences)
-    globs = in_globs(differences, set(names) - differences.keys())
-    wrapped = describe_wrappers(of_reason[NEW], of_reason[GONE])
-    told = f"{describe_differences(differences, names)}{f'. {wrapped}' if wrapped else ''}"
-    if all(UNCAST in reason for reason in differences.values()):  # something else keeps all of it
-        return f"{told}. {cast}"
-    if kept == KEPT and {*differences.values()} == {NEW} and not wrapped:
-        kept = "It has none to lose"
+    names_by_reason = _by_reason(differences)
+    wrappers = describe_wrappers(names_by_reason[NEW], names_by_reason[GONE])
+    message = describe_differences(differences, names) + (f". {wrappers}" if wrappers else "")
+    # State that only has another dtype is kept by a cast: nothing has to start fresh.
+    if all(NO_CAST in reason for reason in differences.values()):
+        return f"{message}. {cast_advice}"
+    if keep_advice == KEEP_ADVICE and {*differences.values()} == {NEW} and not wrappers:
+        keep_advice = "It has none to lose"
+    # Parameters whose algorithm has changed keep their state by a rule that restores it.
     for family, kind in (("adamw", "other"), ("muon", "matrix")):
-        if members := of_reason.get(option_difference("algorithm", family, "muon" if family == "adamw" else "adamw")):
+        reason = option_difference(ALGORITHM, family, "muon" if family == "adamw" else "adamw")
+        if members := names_by_reason.get(reason):
             rule = f"Rule({kind!r}, {tuple(in_globs(members, set(names) - {*members}))!r})"
-            kept += f", as by rules=[[{rule}], RULES] where RULES are those given now"
-    return f"{told}. {kept}. To go on without their state: {cure.format(f'fresh={globs!r}')}"
+            keep_advice += f", as by rules=[[{rule}], RULES] where RULES are those given now"
+    globs = in_globs(differences, set(names) - differences.keys())
+    return f"{message}. {keep_advice}. To go on without their state: {cure.format(f'fresh={globs!r}')}"
 
 
 STATE_LINE = "weights, state = get_state_dict(model, optimizer)"
@@ -195,82 +198,85 @@ IN_A_TRAINER = " (in a trainer, to muon(...), MuonckptStrategy(...) or MuonckptM
 """Where ``fresh`` is given to what loads without being asked by the user."""
 
 
-def describe_wrappers(mine: Collection[str], theirs: Collection[str]) -> str | None:
-    """Return what wrappers have put into the names of one side, and the cure; None if that is not why they differ.
+def describe_wrappers(live_names: Collection[str], saved_names: Collection[str]) -> str | None:
+    """Describe what wrappers have put into the names of one side, with the cure; None if that is not why they differ.
 
     Args:
-        mine: names that only the program has.
-        theirs: names that only the checkpoint has.
+        live_names: names that only the program has.
+        saved_names: names that only the checkpoint has.
     """
-    for longer, shorter, where in ((theirs, mine, "checkpoint"), (mine, theirs, "program")):
-        if inserted := _inserted({*longer}, {*shorter}):
-            prefix, word = inserted
+    for longer, shorter, side in ((saved_names, live_names, "checkpoint"), (live_names, saved_names, "program")):
+        if insertion := _find_insertion({*longer}, {*shorter}):
+            prefix, word = insertion
             long, short = (f"{prefix}{{p*}}", "{p*}") if prefix else (f"{{a*}}.{word}.{{b*}}", "{a*}.{b*}")
-            what = f"begin with {prefix!r}" if prefix else f"contain {f'{word}.'!r}"
-            old, new = (long, short) if longer is theirs else (short, long)
+            difference = f"begin with {prefix!r}" if prefix else f"contain {f'{word}.'!r}"
+            old, new = (long, short) if longer is saved_names else (short, long)
             rule = f"muonckpt convert OLD NEW --to-format dcp --rules FILE, with [[rule]] from = {old!r}, to = {new!r}"
             unwrapped = "get_state_dict, and the names of the model without its wrapper, do not have it"
             cure = f"{unwrapped}; or {rule}" if prefix else unwrapped
-            return f"names in the {where} {what}, the others do not: {rule if longer is theirs else cure}"
+            return f"names in the {side} {difference}, the others do not: {rule if side == 'checkpoint' else cure}"
     return None
 
 
-def match_subtrees(
-    mine: Collection[tuple[Any, ...]], theirs: Collection[tuple[Any, ...]]
-) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """Return the places, here and there, of parts that are the same but for what stands before them.
-
-    Args:
-        mine: paths that only the program has.
-        theirs: paths that only the checkpoint has.
-    """
-    left, known, places = {*mine}, {*theirs}, []
-    ending: defaultdict[Any, list[tuple[Any, ...]]] = defaultdict(list)
-    for path in theirs:
-        ending[path[-1]].append(path)
-
-    def before(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[int, int]:
-        alike = 0
-        while alike < min(len(one), len(other)) and one[-1 - alike] == other[-1 - alike]:
-            alike += 1
-        return len(one) - alike, len(other) - alike
-
-    while left:
-        first = min(left, key=str)
-        cuts = {(first[:here], other[:there]) for other in ending[first[-1]] for here, there in [before(first, other)]}
-        for here, there in sorted(cuts, key=lambda cut: (len(cut[0]) + len(cut[1]), str(cut))):
-            part = {path for path in left if path[: len(here)] == here}
-            if len(here) <= 1 and len(there) <= 2 and all((*there, *path[len(here) :]) in known for path in part):
-                places.append((here, there))
-                left -= part
-                break
-        else:
-            left = {path for path in left if path[0] != first[0]}
-    return places
-
-
-def _inserted(longer: set[str], shorter: set[str]) -> tuple[str, str] | None:
+def _find_insertion(longer: set[str], shorter: set[str]) -> tuple[str, str] | None:
     """Return the prefix, or else the part inside, without which the longer names are all of the shorter ones."""
-    first = min(shorter, default=None)
-    if first is None:
+    example = min(shorter, default=None)
+    if example is None:
         return None
-    for prefix in sorted(name.removesuffix(first) for name in longer if name.endswith(f".{first}")):
+    for prefix in sorted(name.removesuffix(example) for name in longer if name.endswith(f".{example}")):
         if all(f"{prefix}{name}" in longer for name in shorter):
             return prefix, ""
-    parts = [{part for name in names for part in name.split(".")} for names in (longer, shorter)]
-    for word in sorted(parts[0] - parts[1]):
-        if {".".join(part for part in name.split(".") if part != word) for name in longer} >= shorter:
+    long_parts, short_parts = ({*chain.from_iterable(name.split(".") for name in names)} for names in (longer, shorter))
+    for word in sorted(long_parts - short_parts):
+        if {".".join(filter(word.__ne__, name.split("."))) for name in longer} >= shorter:
             return "", word
     return None
 
 
-def option_difference(option: str, then: Any, now: Any) -> str:
+def match_subtrees(
+    live_paths: Collection[tuple[Any, ...]], saved_paths: Collection[tuple[Any, ...]]
+) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """Find subtrees that differ only by what stands before them: pairs of a prefix here and one in the checkpoint.
+
+    Args:
+        live_paths: paths that only the program has.
+        saved_paths: paths that only the checkpoint has.
+    """
+    unmatched, saved, prefixes = {*live_paths}, {*saved_paths}, []
+    saved_by_leaf: defaultdict[Any, list[tuple[Any, ...]]] = defaultdict(list)
+    for path in saved_paths:
+        saved_by_leaf[path[-1]].append(path)
+    while unmatched:
+        path = min(unmatched, key=str)
+        # A path and a saved one with the same end suggest prefixes; the shortest go with the largest subtrees.
+        candidates = {_prefixes(path, saved_path) for saved_path in saved_by_leaf[path[-1]]}
+        for here, there in sorted(candidates, key=lambda pair: (len(pair[0]) + len(pair[1]), str(pair))):
+            subtree = {path for path in unmatched if path[: len(here)] == here}
+            is_saved = all((*there, *path[len(here) :]) in saved for path in subtree)
+            if len(here) <= 1 and len(there) <= 2 and is_saved:
+                prefixes.append((here, there))
+                unmatched -= subtree
+                break
+        else:  # nothing under this root was only moved
+            unmatched = {other for other in unmatched if other[0] != path[0]}
+    return prefixes
+
+
+def _prefixes(live_path: tuple[Any, ...], saved_path: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return what stands in two paths before their longest common end."""
+    common = 0
+    while common < min(len(live_path), len(saved_path)) and live_path[-1 - common] == saved_path[-1 - common]:
+        common += 1
+    return live_path[: len(live_path) - common], saved_path[: len(saved_path) - common]
+
+
+def option_difference(option: str, saved: Any, live: Any) -> str:
     """Return why state does not fit: an option of its group differs."""
     if option == ALGORITHM:
-        return f"moved from {then!r} to {now!r}"
+        return f"moved from {saved!r} to {live!r}"
     if option == CONVENTION:
-        return f"of momentum convention {then}, expected {now} (convert it first: m_ema = (1 - momentum) * m_sum)"
-    return f"{option}={then!r} in the checkpoint, {now!r} now"
+        return f"of momentum convention {saved}, expected {live} (convert it first: m_ema = (1 - momentum) * m_sum)"
+    return f"{option}={saved!r} in the checkpoint, {live!r} now"
 
 
 def as_tuples(value: Any) -> Any:
@@ -278,11 +284,11 @@ def as_tuples(value: Any) -> Any:
     return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
-def same_value(one: Any, other: Any) -> bool:
+def same_value(a: Any, b: Any) -> bool:
     """Return whether two hyper-parameters are equal, but for the rounding of one that was a tensor of float32."""
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(same_value, one, other))
-    return math.isclose(one, other, rel_tol=1e-6)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(same_value, a, b))
+    return math.isclose(a, b, rel_tol=1e-6)
 
 
 class ParameterState(NamedTuple):
@@ -290,9 +296,9 @@ class ParameterState(NamedTuple):
 
     Attributes:
         slots: its state: tensors, or the keys of tensors.
-        options: those of its group; of the saved one, at least those on which the meaning of its state depends.
-        groups: the numbers of its groups in the saved run; of several, if ranks that had it had it together with other
-            parameters.  None where options are kept by parameter.
+        options: those of its group; for a saved one at least those on which the meaning of its state depends.
+        groups: the numbers of its groups in the saved run; several if ranks grouped it with different parameters.  None
+            where options are kept by parameter.
     """
 
     slots: Mapping[str, Any]
@@ -306,8 +312,8 @@ class Continuation(NamedTuple):
     Attributes:
         differences: why the state of a parameter cannot be loaded, by name.
         faults: what else does not fit.
-        origins: for each parameter group the number of the saved one whose options it takes; None if it keeps its own,
-            because all of it starts fresh.
+        origins: for each parameter group the number of the saved one whose options it takes; None if all of it starts
+            fresh, so that it keeps its own.
     """
 
     report: LoadReport
@@ -322,8 +328,8 @@ class ParameterMatcher:
 
     Attributes:
         groups: the names of the parameters of each live group; empty where options are kept by parameter.
-        group_options: returns the options of a saved group in which others may not differ that become one with it.
-        slot_fault: returns why the second cannot be loaded as the first of a slot, in words that follow the slot.
+        group_options: returns the options of a saved group that have to be equal in groups which become one.
+        slot_fault: returns why a saved slot (second) cannot be loaded as a live one, in words that follow the slot.
         is_zeroed: returns whether a live parameter's slot begins as zeros, so that it can start fresh.
         partial: saved parameters may have more slots than live ones.
     """
@@ -336,23 +342,20 @@ class ParameterMatcher:
     is_zeroed: Callable[[ParameterState, str], bool]
     partial: bool = False
 
-    def match(self, globs: Globs) -> Continuation:
-        """Decide how each parameter goes on, and which saved group each of the live groups takes.
-
-        Args:
-            globs: names of the parameters that start fresh.
-        """
+    def match(self, fresh_globs: Globs) -> Continuation:
+        """Decide how each parameter goes on, and which saved group each of the live groups takes."""
         loaded, fresh, discarded, faults = [], [], [], []
         differences: dict[str, str] = {}
+        # Each live parameter starts fresh if the user says so, and is otherwise loaded if it fits.
         for name, parameter in self.live.items():
             reason = self._difference(parameter, self.saved.get(name))
-            if globs.match(name):
+            if fresh_globs.match(name):
                 fresh.append(name)
                 discarded += [name] if parameter.slots and not reason else []
-                if begun := [slot for slot in parameter.slots if not self.is_zeroed(parameter, slot)]:
+                if unknown_slots := [slot for slot in parameter.slots if not self.is_zeroed(parameter, slot)]:
                     faults.append(
-                        f"{name!r} cannot start fresh: it is not known how its {', '.join(begun)} begins, only that "
-                        f"tensors {', '.join(sorted(ZERO_SLOTS))} begin as zeros; load it"
+                        f"{name!r} cannot start fresh: it is not known how its {', '.join(unknown_slots)} begins, only "
+                        f"that tensors {', '.join(sorted(ZERO_SLOTS))} begin as zeros; load it"
                     )
             elif reason:
                 differences[name] = reason
@@ -360,64 +363,69 @@ class ParameterMatcher:
                 loaded.append(name)
         # Nothing takes the state of parameters that only the saved run has: users have to say so.
         only_saved = [name for name, parameter in self.saved.items() if name not in self.live and parameter.slots]
-        dropped = [name for name in only_saved if globs.match(name)]
+        dropped = [name for name in only_saved if fresh_globs.match(name)]
         differences |= {name: GONE for name in only_saved if name not in dropped}
         # Each group goes on as the one where most of its loaded parameters were; the others had to have its options.
-        homes = {name: groups[0] for name in loaded if (groups := self.saved[name].groups)}
+        saved_groups = {name: groups[0] for name in loaded if (groups := self.saved[name].groups)}
         origins: list[int | None] = []
         for names in self.groups:
-            counts = Counter(homes[name] for name in names if name in homes)
-            numbers = sorted(counts, key=lambda number: (-counts[number], number))
-            origins.append(next(iter(numbers), None))
-            for other in numbers[1:]:
-                if options := self._differing_options(numbers[0], other):
+            counts = Counter(saved_groups[name] for name in names if name in saved_groups)
+            by_count = sorted(counts, key=lambda number: (-counts[number], number))
+            origins.append(by_count[0] if by_count else None)
+            for number in by_count[1:]:
+                if options := self._option_differences(by_count[0], number):
                     reason = f"from a group with other options than the rest of theirs ({options})"
-                    differences |= {name: reason for name in names if homes.get(name) == other}
+                    differences |= {name: reason for name in names if saved_groups.get(name) == number}
         report = LoadReport(*map(tuple, (loaded, fresh, discarded, dropped)))
         return Continuation(report, differences, tuple(faults), tuple(origins))
 
     def _difference(self, live: ParameterState, saved: ParameterState | None) -> str | None:
         """Return why a parameter's saved state cannot be loaded, or None."""
+        # Its groups: one, or several with the same options.
         if saved is None or (live.slots and not saved.slots):
             return NEW
         if saved.groups is not None and not saved.groups:
             return UNGROUPED
-        first, *others = saved.groups or (0,)
-        if any(self._differing_options(first, number) for number in others):
+        origin, *others = saved.groups or (0,)
+        if any(self._option_differences(origin, number) for number in others):
             return "in several parameter groups of the checkpoint, with different options"
-        # State that means something else often has another form as well, and the meaning is why.
+        # Its meaning, before its form: state that means something else often has another form as well.
         for option in meaning_options(saved.slots):
             if option in live.options and option in saved.options:
-                then, now = as_tuples(saved.options[option]), as_tuples(live.options[option])
-                if then != now:
-                    return option_difference(option, then, now)
-        here, there = live.slots.keys(), saved.slots.keys()
-        if here != there and not (self.partial and here <= there):
-            return f"with {', '.join(sorted(there))} in the checkpoint, expected {', '.join(sorted(here)) or 'nothing'}"
-        faults = ((slot, self.slot_fault(live.slots[slot], saved.slots[slot])) for slot in here)
-        return next((f"whose {slot} {fault}" for slot, fault in faults if fault), None)
+                saved_value, live_value = as_tuples(saved.options[option]), as_tuples(live.options[option])
+                if saved_value != live_value:
+                    return option_difference(option, saved_value, live_value)
+        # Its form: the same slots, each of which fits.
+        live_slots, saved_slots = live.slots.keys(), saved.slots.keys()
+        if live_slots != saved_slots and not (self.partial and live_slots <= saved_slots):
+            expected = ", ".join(sorted(live_slots)) or "nothing"
+            return f"with {', '.join(sorted(saved_slots))} in the checkpoint, expected {expected}"
+        for slot in live_slots:
+            if fault := self.slot_fault(live.slots[slot], saved.slots[slot]):
+                return f"whose {slot} {fault}"
+        return None
 
-    def _differing_options(self, origin: int, other: int) -> str:
+    def _option_differences(self, origin: int, number: int) -> str:
         """Return in which options a saved group differs from another, with the values of both; empty if in none."""
-        common, others = self.group_options(origin), self.group_options(other)
-        keys = [key for key in sorted(common.keys() | others.keys()) if common.get(key) != others.get(key)]
-        return ", ".join(f"{key}={common.get(key)!r}, theirs {others.get(key)!r}" for key in keys)
+        expected, options = self.group_options(origin), self.group_options(number)
+        keys = [key for key in sorted(expected.keys() | options.keys()) if expected.get(key) != options.get(key)]
+        return ", ".join(f"{key}={expected.get(key)!r}, theirs {options.get(key)!r}" for key in keys)
 
 
-def scheduler_misfit(saved: Sequence[Any], now: Sequence[Any]) -> str | None:
+def scheduler_misfit(saved: Sequence[Any], live: Sequence[Any]) -> str | None:
     """Return why the state of a saved run's scheduler does not fit these groups; None if it does, or there was none.
 
     Args:
         saved: the ``initial_lr`` of each saved group, which a scheduler writes; None where it has none.
-        now: the same of each group after the saved state has been loaded; None where it is not known.
+        live: the same of each group after the saved state has been loaded; None where it is not known.
     """
-    then, here = ([None if rate is None else float(rate) for rate in rates] for rates in (saved, now))
-    alike = len(then) == len(here) and all(None in pair or same_value(*pair) for pair in zip(then, here, strict=True))
-    if alike or set(then) == {None}:
+    then, now = ([None if rate is None else float(rate) for rate in rates] for rates in (saved, live))
+    fits = len(then) == len(now) and all(None in pair or same_value(*pair) for pair in zip(then, now, strict=True))
+    if fits or set(then) == {None}:
         return None
     return (
         f"schedulers know groups by their numbers: the saved run has groups with initial_lr {then}, this optimizer "
-        f"{here}, so that the scheduler of the saved run would give groups rates of others, or fail. Build the groups "
+        f"{now}, so that the scheduler of the saved run would give groups rates of others, or fail. Build the groups "
         "of the saved run, by the same rules and kinds=; or load the optimizer before a scheduler is made, and then "
         "make a new one for these groups (last_epoch=...) instead of loading its state"
     )

@@ -36,7 +36,7 @@ from ...names.errors import (
     called_like,
     warn_on_rank,
 )
-from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Extra, Globs
+from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Globs
 from ...programs.signs import METADATA_FILE
 from ...store.io.location import location
 from ...store.verify.run import StepName
@@ -371,7 +371,7 @@ class Series:
             SourceError, LayoutError, ArgumentError, LostRankError: as in `muonckpt.load`; or the series is empty, and
                 must not be.
         """
-        patterns, extra = Globs.of(fresh).patterns, Extra.of(allow_extra).patterns
+        patterns, extra = Globs.of(fresh).patterns, Globs.of_extra(allow_extra).patterns
         faults: dict[StepName, str] = {}
         refuse_crossed(self._group, "Series.restore")
         copies = self._copies()
@@ -444,7 +444,7 @@ class Series:
         Raises:
             SourceError, LayoutError, ArgumentError, LostRankError: as in `restore`.
         """
-        patterns, extra = Globs.of(fresh).patterns, Extra.of(allow_extra).patterns
+        patterns, extra = Globs.of(fresh).patterns, Globs.of_extra(allow_extra).patterns
         refuse_crossed(self._group, "Series.restore_copy")
         return self._from_memory(self._copies(), self._ask_first(lambda: since), state_dict, extra, patterns)
 
