@@ -98,7 +98,7 @@ class Job:
         stored = np.maximum(self.rows.columns.payload_length(), 0)
         avoided = 0
         for file in self.files:
-            touched = np.zeros(len(self.rows) + 1, np.bool_)  # one more, for what is in memory
+            touched = np.zeros(len(self.rows), np.bool_)
             for plan, numbers in file.chunks.alike().items():
                 alike = defaultdict[tuple[str, ...], list[OutputTensor]](list)
                 for number in numbers:
@@ -107,8 +107,8 @@ class Job:
                     for buffer, length in plan.amounts(dtypes).items():
                         rows = self.rows.rows(outputs, buffer)
                         touched[rows] = True
-                        avoided -= length * int(np.count_nonzero(rows >= 0))
-            avoided += int(stored[touched[:-1]].sum())
+                        avoided -= int(np.minimum(stored[rows], length).sum())  # a constant fills many elements
+            avoided += int(stored[touched].sum())
         return avoided
 
     def digest(self) -> str:
@@ -125,7 +125,7 @@ class Job:
         tensors = {output.key: number for number, output in enumerate(self.outputs)}
         plans: dict[ChunkPlan, int] = {}
         for output in self.outputs:
-            made_of = [own if isinstance(own, bytes) else (self.rows.first(own), len(own)) for own in output.sources]
+            made_of = [(self.rows.first(chunks), len(chunks)) for chunks in output.sources]
             # The tensor without its chunks, and without its former layout, which nobody uses.
             record = tuple(value for name, value in record_fields(output.record).items() if name != "layout")
             yield _text(record, made_of, tuple(map(layout_digest, output.layouts)), output.making)

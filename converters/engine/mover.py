@@ -71,8 +71,7 @@ def is_small(plan: ChunkPlan, output: OutputTensor) -> bool:
     for term, name in zip(plan.terms, output.dtypes, strict=True):
         for buffer in term.table.source.tolist():
             source, number = output.located(buffer)
-            length = len(source) if isinstance(source, bytes) else source.boxes.numel[number] * itemsize(name)
-            if length > SMALL_BYTES:
+            if source.boxes.numel[number] * itemsize(name) > SMALL_BYTES:
                 return False
     return True
 
@@ -313,9 +312,6 @@ class Mover:
     def _stored(self, outputs: Sequence[OutputTensor], buffer: Buffer, size: int) -> Bytes:
         """Return all elements, of ``size`` bytes, of a buffer of outputs of one kind, after checking them."""
         source, number = outputs[0].located(buffer)
-        if isinstance(source, bytes):
-            held = [output.located(buffer)[0] for output in outputs]
-            return np.stack([np.frombuffer(raw, np.uint8) for raw in held if isinstance(raw, bytes)])
         rows, columns = self.unchecked.rows.rows(outputs, buffer), self.unchecked.rows.columns
         length = int(source.boxes.numel[number]) * size
         for row in rows[columns.payload_length(rows) != length].tolist():
@@ -369,13 +365,13 @@ class Mover:
         for fragment in plan.terms[0].fragments():
             buffer, first, before = fragment.place.buffer, fragment.place.offset, sums.checksum
             row, start = self.unchecked.rows.row(chunk.output, buffer), first
-            reads = self._reads if row >= 0 and not adds_up else unseen
+            reads = unseen if adds_up else self._reads
             for band in bands(fragment.box, self._band_numel(fragment.box, size)):
                 for box in band.boxes:
                     raw = chunk.output.read(self._payloads, buffer, name, start, box.numel, reads)
                     yield as_words(raw, name, box.shape), box.lo
                     start += box.numel
-            if adds_up and row >= 0 and self.unchecked.rows.columns.crc32[row] != UNKNOWN:
+            if adds_up and self.unchecked.rows.columns.crc32[row] != UNKNOWN:
                 crc32 = crc32_joined(before, sums.checksum, fragment.box.numel * size)
                 self._copied.add(row, first * size, start * size, crc32)
 

@@ -249,12 +249,12 @@ class OutputChunks:
 
     def sources(self, rows: SourceRows, numbers: Iterable[int] | None = None) -> Mask:
         """Return a mask of the rows of the source from which all chunks, or these, are copied."""
-        used = np.zeros(len(rows) + 1, np.bool_)  # one more, for what is in memory
+        used = np.zeros(len(rows), np.bool_)
         for plan, alike in self.alike(numbers).items():
             outputs = [self.outputs[number] for number in alike]
             for buffer in plan.buffers:
                 used[rows.rows(outputs, buffer)] = True
-        return used[:-1]
+        return used
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ from ...names.errors import SourceError
 from ...programs.signs import NAMES_FILE, NUMBERED
 from ...record.chunks import Chunks
 from ...record.key_search import match_keys, names_of
-from ...record.record import Blob, Extent, Manifest, StateRecord
-from ...store.reading.blocks import bands, span, strided, within
+from ...record.record import Blob, Chunk, Extent, Manifest, StateRecord
+from ...store.io.checksums import xxh3_128
+from ...store.reading.blocks import bands, within
 from ...store.reading.dtypes import dtype, itemsize
-from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of
+from ...store.reading.payloads import Payloads, check_chunk, payload_of
 from .arithmetic import Words, scaled
 
 
@@ -107,8 +108,8 @@ def unseen(chunks: Chunks, number: int, start: int, raw: memoryview) -> None:
 class OutputTensor:
     """A tensor to write: ``record`` describes it (its chunks do not count), ``layout`` says where its elements lie.
 
-    The layout's buffers are numbers, counted through ``sources``: each chunk of the source counts as one, and so do
-    bytes in memory.  Tensors of one geometry so share a layout, whichever chunks they are in.
+    The layout's buffers are numbers of chunks, counted through ``sources``.  Tensors of one geometry so share a layout,
+    whichever chunks they are in.
 
     Elements have the dtype ``held``, or if that is None ``record.dtype``.  They are multiplied by ``scale``, and
     rounded once to ``record.dtype``; if neither changes them, they are copied bit for bit.
@@ -116,7 +117,7 @@ class OutputTensor:
 
     record: StateRecord
     layout: TensorLayout
-    sources: tuple[Chunks | bytes, ...] = ()
+    sources: tuple[Chunks, ...] = ()
     scale: float | None = None
     held: str | None = None
 
@@ -154,8 +155,8 @@ class OutputTensor:
 
     @property
     def boxes(self) -> Hashable:
-        """A key of the sources: equal for tensors whose sources have equal boxes, and as many bytes in memory."""
-        return tuple([len(own) if isinstance(own, bytes) else own.boxes for own in self.sources])
+        """A key of the sources: equal for tensors whose sources have equal boxes."""
+        return tuple([chunks.boxes for chunks in self.sources])
 
     def compute(self, terms: Sequence[Words]) -> Words:
         """Return the elements to write, given those of each term as words of its dtype, in any shape."""
@@ -163,14 +164,13 @@ class OutputTensor:
             return terms[0]
         return scaled(terms[0], self.dtypes[0], 1.0 if self.scale is None else self.scale, self.record.dtype)
 
-    def located(self, buffer: Buffer) -> tuple[Chunks | bytes, int]:
+    def located(self, buffer: Buffer) -> tuple[Chunks, int]:
         """Return the source to which a buffer belongs, and the buffer's number there."""
         assert isinstance(buffer, int), "buffers of outputs are numbers"
         for source in self.sources:
-            count = 1 if isinstance(source, bytes) else len(source)
-            if buffer < count:
+            if buffer < len(source):
                 return source, buffer
-            buffer -= count
+            buffer -= len(source)
         raise AssertionError("layouts have no other buffers")
 
     def read(
@@ -178,8 +178,6 @@ class OutputTensor:
     ) -> memoryview:
         """Return the bytes of elements from element ``start`` of a buffer; the next call may overwrite them."""
         size, (source, number) = itemsize(name), self.located(buffer)
-        if isinstance(source, bytes):
-            return memoryview(source)[start * size : (start + numel) * size]
         payload = self._payload(source, number, name)
         raw = payloads.glance(Extent(payload.file, payload.offset + start * size, numel * size))
         reads(source, number, start * size, raw)
@@ -232,11 +230,6 @@ class OutputTensor:
     def _copy_from(self, payloads: Payloads, name: str, place: Place, shape: Index, out: Words, reads: Reads) -> None:
         """Copy the elements of a box of this shape; read nothing before the first or after the last of them."""
         source, number = self.located(place.buffer)
-        if isinstance(source, bytes):
-            numel = span(shape, place.strides)
-            words = as_words(self.read(payloads, place.buffer, name, place.offset, numel), name, (numel,))
-            out[...] = strided(words, place.strides, shape)
-            return
         payload = self._payload(source, number, name)
         payloads.gather_into(
             out, payload, name, place, shape, lambda offset, raw: reads(source, number, offset - payload.offset, raw)
@@ -250,7 +243,7 @@ class OutputTensor:
         """
         record = dataclasses.replace(self.record, dtype=self.dtypes[0])
         for source in self.sources:
-            for chunk in () if isinstance(source, bytes) else source:
+            for chunk in source:
                 if chunk.box.numel:
                     check_chunk(payloads, record, chunk)
 
@@ -259,6 +252,14 @@ class OutputTensor:
         if payload is None or payload.length != chunks.boxes.numel[number] * itemsize(name):
             return payload_of(dataclasses.replace(self.record, dtype=name), chunks[number])  # says what is wrong
         return payload
+
+
+def constant(payloads: Payloads, name: str, element: bytes = b"") -> StateRecord:
+    """Return a tensor of one element of this dtype that is in no file, zero if none is given; ``payloads`` keep it."""
+    raw, box = element or bytes(itemsize(name)), Box.of((1,))
+    extent = payloads.keep(raw)
+    chunks = Chunks.of([Chunk(box, extent, extent, xxh3_128([raw]))], 1)
+    return StateRecord(extent.file, (extent.file,), box.shape, name, chunks)
 
 
 @lru_cache(maxsize=1024)
@@ -295,7 +296,8 @@ class OutputItem:
 class Outputs:
     """Everything that a destination holds, and the keys of the source that it does not hold (``left_out``).
 
-    ``notes`` are sentences about what was decided, ``checklist`` says what became of each thing.
+    ``notes`` are sentences about what was decided, ``checklist`` says what became of each thing.  ``constants`` are
+    the tensors that outputs are made of and the source's files do not have, as `constant` makes them.
 
     Raises:
         SourceError: two tensors or items have the same key.
@@ -306,6 +308,7 @@ class Outputs:
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     checklist: tuple[Check, ...] = ()
+    constants: tuple[StateRecord, ...] = ()
 
     def __post_init__(self) -> None:
         duplicates = [key for key, count in Counter(self.keys).items() if count > 1]
@@ -339,12 +342,12 @@ class Outputs:
         return dataclasses.replace(self, items=(), left_out=(*self.left_out, *(item.key for item in self.items)))
 
     def used(self, manifest: Manifest) -> Manifest:
-        """Return the part of the source's manifest that these outputs are made from."""
-        every = (source for tensor in self.tensors for source in tensor.sources)
-        places = {source.place for source in every if not isinstance(source, bytes) and len(source)}
+        """Return the part of the source's manifest that these outputs are made from, and their constants."""
+        places = {source.place for tensor in self.tensors for source in tensor.sources if len(source)}
+        tensors = (*manifest.tensors, *self.constants)
         blobs = {item.source for item in self.items}
         return dataclasses.replace(
             manifest,
-            tensors=tuple(t for t in manifest.tensors if len(t.chunks) and t.chunks.place in places),
+            tensors=tuple(tensor for tensor in tensors if len(tensor.chunks) and tensor.chunks.place in places),
             blobs=tuple(blob for blob in manifest.blobs if blob in blobs),
         )

@@ -46,9 +46,10 @@ class SourceRows:
         return self._first[chunks.place] if len(chunks) else 0
 
     def row(self, output: OutputTensor, buffer: Buffer) -> int:
-        """Return the row of an output's buffer; -1 if it is in memory."""
+        """Return the row of an output's buffer."""
         source, number = output.located(buffer)
-        return -1 if isinstance(source, bytes) else self._first[source.place] + number
+        first: int = self._first[source.place]
+        return first + number
 
     def rows(self, outputs: Sequence[OutputTensor], buffer: Buffer) -> Column:
         return np.array([self.row(output, buffer) for output in outputs], np.int64)
@@ -59,8 +60,8 @@ class SourceRows:
         return tensor, tensor.chunks[row - int(self._ends[number]) + len(tensor.chunks)]
 
     def of(self, output: OutputTensor, buffers: Iterable[Buffer]) -> list[int]:
-        """Return the rows of an output's buffers that are not in memory, in the order in which they lie in files."""
-        rows = {self.row(output, buffer) for buffer in buffers} - {-1}
+        """Return the rows of an output's buffers in the order in which they lie in files."""
+        rows = {self.row(output, buffer) for buffer in buffers}
         return sorted(rows, key=lambda row: (self.columns.file[row], self.columns.item[row]))
 
 

@@ -30,7 +30,7 @@ from ...store.open_checkpoint import OpenCheckpoint, check_blob
 from ...store.reading.payloads import payload_of
 from ...store.verify.damage import Damage
 from ...store.verify.diagnosis import Diagnosis
-from ..engine.outputs import OutputItem, Outputs, OutputTensor
+from ..engine.outputs import OutputItem, Outputs, OutputTensor, constant
 from ..look.contents import FirstLook, recorded_step
 from .joined import JoinedCheckpoints, JoinedPayloads
 from .same_save import (
@@ -333,14 +333,17 @@ class Filling:
             Manifest(tuple(tensors), tuple(own)).renamed(f"{number}/{{}}".format)
             for number, (tensors, own) in enumerate(zip(given, blobs, strict=True))
         ]
+        payloads = JoinedPayloads([one.payloads for one in opened])
+        zeros = [constant(payloads, name) for name in dict.fromkeys(tensor.dtype for tensor in self.kept)]
         moved = [{tensor.key: tensor.chunks for tensor in manifest.tensors} for manifest in manifests]
-        tensors = [self._output(tensor, moved) for tensor in self.kept]
+        zeros_of = {tensor.dtype: tensor.chunks for tensor in zeros}
+        tensors = [self._output(tensor, moved, zeros_of[tensor.dtype]) for tensor in self.kept]
         items = {blob.key: blob for manifest in manifests for blob in manifest.blobs}
         listed = [OutputItem(blob.key, blob.path, items[blob.key]) for blob in self.broken.outline.blobs]
         base = self._provenance()
         provenance = {**base, "salvaged": [*base.get("salvaged", ()), self._entry()]}
-        payloads = JoinedPayloads([one.payloads for one in opened])
-        return JoinedCheckpoints(self.broken.path, payloads, manifests, provenance), Outputs(tensors, listed)
+        source = JoinedCheckpoints(self.broken.path, payloads, manifests, provenance)
+        return source, Outputs(tensors, listed, constants=tuple(zeros))
 
     def _provenance(self) -> dict[str, Any]:
         """Return what is known of the save: what the checkpoint says, or a source of the same save if it cannot."""
@@ -353,13 +356,13 @@ class Filling:
         step = recorded_step(same.look.manifest)
         return {**({} if step is None else {"step": step}), **self.broken.provenance}
 
-    def _output(self, record: StateRecord, moved: Sequence[Mapping[str, Chunks]]) -> OutputTensor:
+    def _output(self, record: StateRecord, moved: Sequence[Mapping[str, Chunks]], zeros: Chunks) -> OutputTensor:
         parts = [part for part in self.parts.get(record.key, ()) if part.source]
-        sources: list[Chunks | bytes] = [moved[0][record.key]]
+        sources = [moved[0][record.key]]
         pieces: list[_Piece] = []
         for part in parts:
             if part.record is None:
-                sources.append(bytes(_LARGEST_ELEMENT))
+                sources.append(zeros)
                 pieces.append((None, None, part.taken))
             else:
                 sources.append(moved[part.source][part.record.key])
@@ -455,8 +458,6 @@ class Filling:
 
 
 _MOST_NAMED = 6
-
-_LARGEST_ELEMENT = 16
 
 _MIXED = "together they are the state of no moment of the run, and to go back to one whole step is usually better"
 

@@ -29,6 +29,10 @@ class JoinedPayloads(Payloads):
         part, own = self._part(name)
         return part.place(own)
 
+    def keep(self, raw: bytes) -> Extent:
+        extent = self._parts[0].keep(raw)
+        return replace(extent, file=f"0/{extent.file}")
+
     def is_held(self, name: str) -> bool:
         part, own = self._part(name)
         return part.is_held(own)

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class AveragedTensor(OutputTensor):
 
     @property
     def layouts(self) -> tuple[TensorLayout, ...]:
-        buffers = (sum(1 if isinstance(s, bytes) else len(s) for s in term.sources) for term in self.terms)
+        buffers = (sum(map(len, term.sources)) for term in self.terms)
         firsts = accumulate(buffers, initial=0)
         return tuple(renumbered(term.layout, first) for term, first in zip(self.terms, firsts, strict=False))
 
@@ -118,7 +118,13 @@ class MergeRequest:
         left -= {*base.others, *base.items}
         tensors += base.others.values()
         notes = tuple(f"{one.name}: {note}" for one in inputs for note in one.notes)
-        return Outputs(tensors, list(base.items.values()), tuple(sorted(left)), (*self._sentences(inputs), *notes))
+        return Outputs(
+            tensors,
+            list(base.items.values()),
+            tuple(sorted(left)),
+            (*self._sentences(inputs), *notes),
+            constants=tuple(chain.from_iterable(outputs.constants for outputs in of_inputs)),
+        )
 
     def _average(self, terms: Sequence[OutputTensor], names: Sequence[str]) -> AveragedTensor:
         first = terms[0].record

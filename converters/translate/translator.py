@@ -10,13 +10,13 @@ import math
 import re
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from ...algebra.box import Box, Index
-from ...algebra.layout import Fragment, Place, TensorLayout, dense
+from ...algebra.layout import Fragment, Place, TensorLayout
 from ...names.errors import SourceError
 from ...names.keys import PARAM_GROUPS, key_of
 from ...names.vocabulary import HISTORY_OPTIONS, MASTER, PARAMS, KeyPath
@@ -27,7 +27,7 @@ from ...record.record import Blob, Manifest, StateRecord, no_chunks
 from ...store.formats.torch_save.inert_pickle import Record
 from ...store.formats.torch_save.plain_item import plain_item
 from ...store.open_checkpoint import Values
-from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, sorted_checks
+from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, constant, sorted_checks
 from .conventions import Overrides, agreed_convention, momentum_factor
 from .groups import (
     GroupTemplate,
@@ -50,7 +50,6 @@ _AS_THE_PARAMETER = frozenset({"momentum", "first", "second"})
 _COUNTS_TO: Mapping[str, int] = {"bfloat16": 256, "float16": 2048}
 """The number to which a counter of this dtype counts: adding one to it changes nothing."""
 
-_ONE_ELEMENT = TensorLayout.of((), (dense(Box((), ()), 0),))
 
 _FILLED = Action.SET, "state that was missing", "written as zeros; masters, where there are, as the weights"
 _WITHOUT_STATE = (
@@ -99,7 +98,9 @@ def translate(
         raise SourceError(f"checkpoints of {target.name} can be read but not written; choose another program with --to")
     neutral = parse(manifest, values, detected, target, rules or NameRules(), overrides or Overrides(), drop)
     findings = Findings()
-    tensors, items = _Renderer(neutral, target, like, findings).outputs()
+    renderer = _Renderer(neutral, target, like, findings)
+    tensors, items = renderer.outputs()
+    constants = tuple(renderer.constants.values())
     momenta: list[str] = []
     counts = Counter(neutral.convention(param) for param in neutral.stateful if "momentum" in param.slots)
     for (convention, reason), count in counts.items():
@@ -112,10 +113,11 @@ def translate(
     _report_losses(neutral, target, findings)
     _report_arguments(manifest, values, detected.dialect, target, findings)
     _check_off(tensors, items, "; ".join(momenta), findings)
-    summary = (f"source: {detected}", f"target: {target.name} ({target.who})", *momenta, *_sentences(tensors, items))
-    notes = (*summary, *(f"note: {note}" for note in sorted(findings.notes)))
+    programs = f"source: {detected}", f"target: {target.name} ({target.who})"
+    sentences = _sentences(tensors, items, constants)
+    notes = (*programs, *momenta, *sentences, *(f"note: {note}" for note in sorted(findings.notes)))
     left_out = (*neutral.left_out, *neutral.private)
-    return Outputs(tensors, items, left_out, notes, sorted_checks(findings.checks))
+    return Outputs(tensors, items, left_out, notes, sorted_checks(findings.checks), constants)
 
 
 def _program(manifest: Manifest, values: Values) -> Detected:
@@ -133,6 +135,7 @@ class _Renderer:
         like: the groups of the run that the result is for, if they are given.
         findings: gets every difference from the source.
         numbers: what keys of state have in place of names, if the target knows parameters by number.
+        constants: tensors of one element that the source does not have, by dtype and bytes.
     """
 
     source: NeutralOptimizer
@@ -140,6 +143,7 @@ class _Renderer:
     like: GroupTemplate | None
     findings: Findings
     numbers: dict[str, str] = field(default_factory=dict)
+    constants: dict[tuple[str, bytes], StateRecord] = field(default_factory=dict)
     _methods: dict[str, StoredMethod] = field(default_factory=dict)
 
     @property
@@ -253,7 +257,14 @@ class _Renderer:
         if param.step is None:
             raise self._unknown_steps(param)
         record = StateRecord(key_of(path), path, (), "float32", no_chunks(0), name=param.name, slot=slot)
-        return OutputTensor(record, _ONE_ELEMENT, (struct.pack("<f", param.step),))
+        return self._filled(record, struct.pack("<f", param.step))
+
+    def _filled(self, record: StateRecord, element: bytes = b"") -> OutputTensor:
+        """Return a tensor of which every element has these bytes, or is zero if none are given."""
+        content = record.dtype, element
+        if content not in self.constants:
+            self.constants[content] = constant(self.source.values.payloads, *content)
+        return OutputTensor(record, _repeated(record.shape), (self.constants[content].chunks,))
 
     def _report_counter(self, counter: StateRecord, step: int | None) -> None:
         last = _COUNTS_TO.get(counter.dtype)
@@ -297,13 +308,11 @@ class _Renderer:
             dtypes = (tensor.dtype for (other, _), tensor in self.source.records.items() if other == own)
             asked = self.source.overrides.state_dtype if common in _AS_THE_PARAMETER else None
             shape = (*weight.shape[:-1], 1) if common == "dion_rows" else weight.shape
-            box = Box.of(shape)
-            fragments = (Fragment(box, Place(0, 0, (0,) * box.ndim)),) if box.numel else ()
             record = replace(record, shape=shape, dtype=asked or next(dtypes, weight.dtype))
             if common == "momentum":  # zeros are the same in any convention, so they are in that of the others
                 known = self.target.convention, self.source.overrides.target, self.source.dialect.convention
                 record = replace(record, convention=next(filter(None, known), None))
-            yield OutputTensor(record, TensorLayout.of(shape, fragments), (bytes(16),))
+            yield self._filled(record)
 
     # Groups.
 
@@ -552,6 +561,14 @@ class _Renderer:
         return tensors, items
 
 
+@lru_cache(maxsize=1024)
+def _repeated(shape: Index) -> TensorLayout:
+    """Return the layout of a tensor whose elements are all the one of buffer 0."""
+    box = Box.of(shape)
+    fragments = (Fragment(box, Place(0, 0, (0,) * box.ndim)),) if box.numel else ()
+    return TensorLayout.of(shape, fragments)
+
+
 def _steps(params: Iterable[NeutralParameter]) -> set[int]:
     return {param.step for param in params if param.step is not None and not param.stateless}
 
@@ -631,8 +648,9 @@ def _check_off(tensors: list[OutputTensor], items: list[OutputItem], momenta: st
         findings.check(Action.CARRIED, "items that are no tensors", f"{copied}", reason="byte for byte")
 
 
-def _sentences(tensors: list[OutputTensor], items: list[OutputItem]) -> Iterator[str]:
-    new = [tensor.key for tensor in tensors if any(isinstance(source, bytes) for source in tensor.sources)]
+def _sentences(tensors: list[OutputTensor], items: list[OutputItem], constants: Sequence[StateRecord]) -> Iterator[str]:
+    places = {constant.chunks.place for constant in constants}
+    new = [tensor.key for tensor in tensors if not places.isdisjoint(chunks.place for chunks in tensor.sources)]
     scales = Counter(tensor.scale for tensor in tensors if tensor.scale is not None)
     moved, copied = len(tensors) - len(new), sum(item.source is not None for item in items)
     exact = moved - sum(tensor.computed for tensor in tensors)

@@ -75,7 +75,7 @@ class Values:
     """Reads small items of one checkpoint, each checked before it is used; raises `SourceError` for damaged ones."""
 
     def __init__(self, payloads: Payloads, tensors: TensorReader) -> None:
-        self._payloads = payloads
+        self.payloads = payloads
         self._tensors = tensors
         self._known: dict[Blob, Any] = {}
 
@@ -85,14 +85,14 @@ class Values:
     def item(self, blob: Blob) -> Any:
         """Read an item: None, a bool, number or string, or lists, tuples and string-keyed dicts of these."""
         if blob not in self._known:
-            raw = checked_blob(self._payloads, blob)
+            raw = checked_blob(self.payloads, blob)
             with about(f"item {blob.key!r}"):
                 self._known[blob] = plain_value(raw)
         return self._known[blob]
 
     def parts(self, blob: Blob) -> Any:
         """Read an item of which only parts need to be plain data; the rest become inert `Record`s."""
-        return plain_value(checked_blob(self._payloads, blob), Anything())
+        return plain_value(checked_blob(self.payloads, blob), Anything())
 
     def part(self, blob: Blob, key: str, value: object) -> Blob:
         """Return a part of an item as an item of its own, which `item` reads."""

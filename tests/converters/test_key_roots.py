@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.commands import called
-from support.translated import W, executed, options, saved
+from support.translated import W, executed, opened, options, saved
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
@@ -62,7 +62,7 @@ PLACES = {
 @pytest.mark.parametrize("case", PLACES)
 def test_state_is_found_under_any_root_and_form_and_put_back_there(case, tmp_path):
     manifest, path = saved(tmp_path, PLACES[case])
-    values = muonckpt.open(path).values
+    values = opened(path).values
     assert {(t.name, t.slot) for t in with_slots(manifest).tensors if t.slot} == {
         (name, slot) for name, slots in STATE.items() for slot in slots
     }
@@ -185,7 +185,7 @@ def test_of_a_runs_checkpoints_none_is_taken_silently(tmp_path):
 def test_momentum_of_float16_is_not_rescaled_into_infinities_or_zeros(tmp_path):
     state = {"model": {"w": W}, "optimizer": {"state.w.momentum_buffer": W.half() * 6000}}
     manifest, path = saved(tmp_path, state)
-    values = muonckpt.open(path).values
+    values = opened(path).values
     asked = {"source": DIALECTS["dcp"], "overrides": Overrides(muonckpt.names.vocabulary.Convention.EMA, mu=0.95)}
     with pytest.raises(SourceError, match=r"'w': its momentum is float16.*may overflow or vanish"):
         translate(manifest, values, DIALECTS["dion"], **asked)

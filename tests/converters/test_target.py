@@ -21,7 +21,7 @@ import muonckpt
 from muonckpt import DestinationError, OpenCheckpoint, TargetError
 from muonckpt.algebra.layout import stacked, through
 from muonckpt.converters.engine.output_files import is_direct
-from muonckpt.converters.engine.outputs import OutputItem, Outputs, OutputTensor
+from muonckpt.converters.engine.outputs import OutputItem, Outputs, OutputTensor, constant
 from muonckpt.converters.engine.rank_files import lay_out
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import LAYOUTS, ShardRule, Target
@@ -217,9 +217,11 @@ def halves_and_more(source: OpenCheckpoint) -> Outputs:
         for end, fragment, scale in zip(("_w", "_v"), two.fragments, (None, 0.1), strict=True):
             part = through(stacked([fragment.box], 0), each.layout)
             tensors.append(OutputTensor(tensor(each.key + end, *part.shape), part, each.sources, scale=scale))
-    step = OutputTensor(tensor("step"), owned_layout((), 0), (struct.pack("<f", 3),))
+    three = constant(source.payloads, "float32", struct.pack("<f", 3))
+    step = OutputTensor(tensor("step"), owned_layout((), 0), (three.chunks,))
     moved = [OutputItem("moved", ("moved",), item.source) for item in plain.items]
-    return Outputs([*tensors, step], [*moved, OutputItem("new", ("new",), data=plain_item({"lr": 0.5}))])
+    items = [*moved, OutputItem("new", ("new",), data=plain_item({"lr": 0.5}))]
+    return Outputs([*tensors, step], items, constants=(three,))
 
 
 def test_a_translation_may_rename_split_scale_and_add(tmp_path):
@@ -229,7 +231,7 @@ def test_a_translation_may_rename_split_scale_and_add(tmp_path):
     source = saved("stock columns3")
     whole = elements_of(source)["t.float32"]
     job = make_job(source, Target({"dp": 3}), ["t.float32*", "step", "moved", "new"], halves_and_more)
-    assert [tensor.key for tensor in job.manifest.tensors] == ["t.float32"]
+    assert [tensor.shape for tensor in job.manifest.tensors] == [(13, 5), (1,)]  # t.float32, and what fills the counter
     done = run_job(job, tmp_path / "out", verify=True)
     assert [(t.key, t.shape) for t in done.tensors] == [("t.float32_w", (7, 5)), ("t.float32_v", (6, 5)), ("step", ())]
     found = elements_of(tmp_path / "out")

@@ -16,11 +16,12 @@ from support.translated import (
     TARGETS,
     TORCH,
     W,
+    constants,
     copied,
     executed,
     expected,
-    in_memory,
     nested,
+    opened,
     options,
     read,
     saved,
@@ -55,7 +56,7 @@ def test_any_program_to_any_other(source, target):
     assert bool(scales) == (target != "dcp" and (source in SUMS) != (target in SUMS))
     for key, words in want.items():
         assert words_apart(found[key], words) <= 1 if key in scales else np.array_equal(found[key], words), key
-    for record in (output.record for output in result.tensors if not in_memory(output)):
+    for record in (output.record for output in result.tensors):
         path_of = record.path
         assert ".".join(map(str, path_of)) == record.key
         assert not record.chunks
@@ -148,7 +149,7 @@ def test_in_its_own_words_nothing_changes(source):
     result = translated(folder, source.split()[0])
     assert not (options(result) or result.left_out or any(note.startswith("note: ") for note in result.notes))
     assert copied(result) == {blob.key: blob for blob in manifest.blobs}
-    assert {output.key: (output.record.path, output.scale) for output in result.tensors if not in_memory(output)} == {
+    assert {output.key: (output.record.path, output.scale) for output in result.tensors} == {
         tensor.key: (tensor.path, None) for tensor in manifest.tensors
     }
     assert executed(path, result).keys() == {tensor.key for tensor in manifest.tensors}
@@ -177,24 +178,22 @@ def unknown(tmp_path):
 def test_a_convention_that_nobody_declared_is_never_assumed(unknown):
     manifest, path = unknown
     with pytest.raises(SourceError, match=r"parameter 'w'.*--convention ema or --convention sum"):
-        translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
+        translate(manifest, opened(path).values, DIALECTS["torch"])
     with pytest.raises(SourceError, match=r"parameter 'w'.*sum to ema.*--mu"):
-        translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], overrides=Overrides(Convention.SUM))
-    same = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], overrides=Overrides(Convention.EMA))
+        translate(manifest, opened(path).values, DIALECTS["torch"], overrides=Overrides(Convention.SUM))
+    same = translate(manifest, opened(path).values, DIALECTS["torch"], overrides=Overrides(Convention.EMA))
     assert [output.scale for output in same.tensors] == [None, None]
-    other = translate(
-        manifest, muonckpt.open(path).values, DIALECTS["torch"], overrides=Overrides(Convention.SUM, mu=0.75)
-    )
+    other = translate(manifest, opened(path).values, DIALECTS["torch"], overrides=Overrides(Convention.SUM, mu=0.75))
     momentum = executed(path, other)["optimizer.state.w.momentum_buffer"].view("<f4")
     assert np.array_equal(momentum, W.numpy() * np.float32(0.25))
-    kept = translate(manifest, muonckpt.open(path).values, DIALECTS["dcp"])
+    kept = translate(manifest, opened(path).values, DIALECTS["dcp"])
     assert {output.record.convention for output in kept.tensors} == {None}
 
 
 def test_a_target_without_a_convention_of_its_own_takes_the_one_asked_for(unknown):
     manifest, path = unknown
     overrides = Overrides(Convention.EMA, target=Convention.SUM, mu=0.5)
-    outputs = translate(manifest, muonckpt.open(path).values, DIALECTS["dcp"], overrides=overrides)
+    outputs = translate(manifest, opened(path).values, DIALECTS["dcp"], overrides=overrides)
     (momentum,) = (output for output in outputs.tensors if output.record.slot)
     assert (momentum.scale, momentum.record.convention) == (2.0, Convention.SUM)
 
@@ -216,9 +215,9 @@ def test_a_step_that_is_nowhere_must_be_given(tmp_path):
     }
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match=r"'w'.*stores the number of steps.*give --step"):
-        translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
-    outputs = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], overrides=Overrides(step=7))
-    (counter,) = (output for output in outputs.tensors if in_memory(output))
+        translate(manifest, opened(path).values, DIALECTS["torch"])
+    outputs = translate(manifest, opened(path).values, DIALECTS["torch"], overrides=Overrides(step=7))
+    (counter,) = constants(outputs)
     assert counter.key == "optimizer.state.w.step"
     assert executed(path, outputs)[counter.key].tobytes() == np.float32(7).tobytes()
 
@@ -226,7 +225,7 @@ def test_a_step_that_is_nowhere_must_be_given(tmp_path):
 def test_a_parameter_without_dims_keeps_all_of_its_state(tmp_path):
     slots = {"exp_avg": torch.tensor(0.25), "exp_avg_sq": torch.tensor(0.5), "step": torch.tensor(3.0)}
     manifest, path = saved(tmp_path, nested(slots))
-    result = translate(manifest, muonckpt.open(path).values, DIALECTS["dion"], source=DIALECTS["torch"])
+    result = translate(manifest, opened(path).values, DIALECTS["dion"], source=DIALECTS["torch"])
     moved = {key: value.view("<f4").item() for key, value in executed(path, result).items() if value.ndim == 0}
     assert moved == {f"optimizer.state.w.{slot}": value
                      for slot, value in (("momentum", 0.25), ("variance", 0.5), ("step_dev", 3.0))}  # fmt: skip
@@ -263,7 +262,7 @@ def test_two_things_under_one_key_are_refused(tmp_path):
     state["model"] = {"x": W.clone()}
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match="two tensors or items would get the key 'x'"):
-        translate(manifest, muonckpt.open(path).values, DIALECTS["titan"])
+        translate(manifest, opened(path).values, DIALECTS["titan"])
 
 
 @pytest.mark.parametrize("step", [None, "x", 2.5, float("nan"), [1]])
@@ -271,14 +270,14 @@ def test_a_step_that_is_no_whole_number_is_refused(step, tmp_path):
     state = nested({"exp_avg": W.clone(), "exp_avg_sq": W.clone(), "step": step}, lr=0.1, betas=(0.9, 0.9))
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match="expected a whole number of steps"):
-        translate(manifest, muonckpt.open(path).values, DIALECTS["dion"], source=DIALECTS["torch"])
+        translate(manifest, opened(path).values, DIALECTS["dion"], source=DIALECTS["torch"])
 
 
 @pytest.mark.parametrize("target", ["torch_dist", "muonckpt"])
 def test_masters_of_layer_wise_training_are_state_of_ours(target, tmp_path):
     masters = {"momentum_buffer": W.clone(), "fp32_param": W.clone()}
     manifest, path = saved(tmp_path, nested(masters, lr=0.1, momentum=0.9, algorithm="muon", convention="ema"))
-    made = translate(manifest, muonckpt.open(path).values, DIALECTS[target], source=DIALECTS["muonckpt"])
+    made = translate(manifest, opened(path).values, DIALECTS[target], source=DIALECTS["muonckpt"])
     assert {output.record.slot for output in made.tensors} >= {"momentum_buffer", "fp32_param"}
 
 
@@ -319,22 +318,19 @@ def two_groups(lr: float) -> dict:
 def test_parts_of_groups_that_differ_are_not_joined(tmp_path):
     rules = NameRules((NameRule(("a", "b"), ("ab",)),))
     manifest, path = saved(tmp_path / "same", two_groups(0.1))
-    result = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], rules=rules)
+    result = translate(manifest, opened(path).values, DIALECTS["torch"], rules=rules)
     assert options(result) == {"optimizer.param_groups.0.params": ["ab"], "optimizer.param_groups.1.params": []}
     manifest, path = saved(tmp_path / "other", two_groups(0.2))
     with pytest.raises(SourceError, match=r"parts of 'ab' are in groups with lr=0.1 and lr=0.2"):
-        translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], rules=rules)
+        translate(manifest, opened(path).values, DIALECTS["torch"], rules=rules)
 
 
 def test_an_option_that_is_a_tensor_is_read_and_carried(tmp_path):
     state = nested({"momentum_buffer": W.clone()}, **(TORCH | {"lr": torch.tensor(0.25), "momentum": 0.5}))
     manifest, path = saved(tmp_path, state)
-    same = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
+    same = translate(manifest, opened(path).values, DIALECTS["torch"])
     assert executed(path, same)["optimizer.param_groups.0.lr"].view("<f4") == 0.25
-    assert (
-        options(translate(manifest, muonckpt.open(path).values, DIALECTS["dion"]))["optimizer.param_groups.0.lr"]
-        == 0.25
-    )
+    assert options(translate(manifest, opened(path).values, DIALECTS["dion"]))["optimizer.param_groups.0.lr"] == 0.25
 
 
 def test_a_parameter_without_state_stays_in_its_group(tmp_path):
@@ -342,6 +338,6 @@ def test_a_parameter_without_state_stays_in_its_group(tmp_path):
     state["optimizer"]["param_groups"][0]["params"] = ["new", "w"]  # the one has not seen a gradient yet
     manifest, path = saved(tmp_path, state)
     for target in ("dion", "fsdp_dtensor", "torch_dist"):
-        said = options(translate(manifest, muonckpt.open(path).values, DIALECTS[target]))
+        said = options(translate(manifest, opened(path).values, DIALECTS[target]))
         assert said.get("optimizer.param_groups.0.params", ["new", "w"]) == ["new", "w"]
         assert target != "fsdp_dtensor" or said["optimizer.param_to_group_meta.module.module.module.new.lr"] == 0.1

@@ -16,7 +16,7 @@ from muonckpt.converters.translate.translator import translate
 from muonckpt.programs.registry import DIALECTS
 from muonckpt.record.record import Blob
 from muonckpt.store.formats.torch_save.plain_item import plain_value
-from muonckpt.store.reading.payloads import Payloads, elements
+from muonckpt.store.reading.payloads import elements
 from support.golden import golden
 
 PEERS = {"torch": "torch_fsdp4", "dion": "dion_fsdp4", "xtuner": "xtuner_fsdp4", "titan": "titan_fsdp4",
@@ -32,33 +32,32 @@ FLAT = {"titan", "veomni"}
 MEGATRON = "megatron/fsdp_dtensor/{}/iter_0000010"
 
 
-@cache
+opened = cache(muonckpt.open)
+
+
 def read(name: str):
     path = golden(name)
-    return path, muonckpt.open(path).manifest
+    return path, opened(path).manifest
 
 
 def translated(name: str, target: str, **how) -> Outputs:
     path, manifest = read(name)
-    return translate(manifest, muonckpt.open(path).values, DIALECTS[target], **how)
+    return translate(manifest, opened(path).values, DIALECTS[target], **how)
 
 
-def in_memory(output: OutputTensor) -> bool:
-    """Whether a tensor is made of bytes that are not the source's."""
-    return isinstance(output.sources[0], bytes)
+def constants(outputs: Outputs) -> list[OutputTensor]:
+    """The tensors that are made of elements that the source does not have."""
+    places = {tensor.chunks.place for tensor in outputs.constants}
+    return [output for output in outputs.tensors if output.sources[0].place in places]
 
 
 def executed(path, outputs: Outputs) -> dict[str, np.ndarray]:
     """Every target tensor as unsigned words, moved by following the layouts, an element at a time."""
-    manifest = muonckpt.open(path).manifest
-    owners = {chunk: tensor for tensor in manifest.tensors for chunk in tensor.chunks}
+    tensors = (*opened(path).manifest.tensors, *outputs.constants)
+    owners = {chunk: tensor for tensor in tensors for chunk in tensor.chunks}
     found = {}
-    with Payloads(path) as payloads:
+    with opened(path).payloads as payloads:
         for output in outputs.tensors:
-            if in_memory(output):
-                [payload] = output.sources
-                found[output.key] = np.frombuffer(payload, "<u4").reshape(output.record.shape)
-                continue
             itemsize = getattr(torch, output.record.dtype).itemsize
             out = np.zeros(output.record.shape, f"<u{itemsize}")
             seen = np.zeros(output.record.shape, bool)

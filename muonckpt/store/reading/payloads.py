@@ -149,6 +149,12 @@ class Payloads:
     def place(self, name: str) -> Location:
         return self.directory / name
 
+    def keep(self, raw: bytes) -> Extent:
+        """Keep bytes in memory, to be read as those of a file with the name that is returned; workers get the same."""
+        name = xxh3_128([raw])
+        self._in_memory.setdefault(name, Held(raw))
+        return Extent(name, 0, len(raw))
+
     def is_held(self, name: str) -> bool:
         """Return True if a name stands for bytes in memory that are no file."""
         return name in self._in_memory and not self.place(name).exists()
