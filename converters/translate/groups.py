@@ -211,7 +211,7 @@ def common_options(own: Mapping[str, Any], dialect: Dialect, method: StoredMetho
         with suppress(ValueError, TypeError):  # a value that is no set of coefficients stays as it is
             known["ns"] = plain_coefficients(known["ns"])
     return GroupOptions(
-        known | {option: own[option] for option in HISTORY_OPTIONS if option in own},
+        known | {option: value for option, value in own.items() if option in HISTORY_OPTIONS},
         {option: value for option, value in own.items() if option not in named} | unread,
         misfits,
     )
@@ -242,8 +242,9 @@ def write_options(
         else:
             said |= written
     facts = target.facts.get(method.name, {})
-    lost |= {name: known[name] for name in known.keys() - named if known[name] not in (facts.get(name), OFF.get(name))}
-    said |= {option: known[option] for option in HISTORY_OPTIONS if option in known}
+    unnamed = [name for name in known if name not in named]
+    lost |= {name: known[name] for name in unnamed if known[name] not in (facts.get(name), OFF.get(name))}
+    said |= {option: value for option, value in known.items() if option in HISTORY_OPTIONS}
     groups = f"{method.name} groups"
 
     def report(action: Action, option: str, reason: str, *values: object) -> None:

@@ -58,7 +58,7 @@ def _method(name: str, extra: Mapping[str, str]) -> StoredMethod:
     return StoredMethod(
         name,
         {**SLOTS[name], **extra},
-        {_COMMON.get(option, option): option for option in defaults.keys() - {*coding.options, *_CONVENTION}},
+        {_COMMON.get(option, option): option for option in defaults if option not in {*coding.options, *_CONVENTION}},
         (coding,),
         _CONVENTION if matrices else {},
         {option: value for option, value in defaults.items() if option not in RUN_OPTIONS | {*_CONVENTION}},

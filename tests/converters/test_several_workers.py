@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.distributed
 from support import workers
+from support.commands import cli
 from support.forked import Scripts
+from support.golden import golden
 from support.launched import STRUCK, Commands, environment, free_port, together
 from support.resharded import contents, make_job, nothing_but, once, plan_job, tensors_only
 from support.sharded import edit
@@ -335,3 +337,18 @@ def test_without_locks_a_run_that_lost_its_lock_neither_publishes_nor_removes(no
 
 def interrupt() -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ["deepspeed_zero1", "deepspeed_bf16"])
+def test_processes_whose_sets_have_other_orders_plan_the_same_job(name, tmp_path):
+    for seed in "12":
+        done = cli(
+            "convert",
+            golden(name) / "global_step3",
+            tmp_path / seed,
+            "--to",
+            "muonckpt",
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        assert done.returncode == 0, done.stderr
+    assert tree(tmp_path / "1") == tree(tmp_path / "2")
