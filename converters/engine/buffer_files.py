@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class BufferFiles(RankFiles):
     Each tensor is at its place in the buffers; non-tensor items are end to end in a file of their own.
     """
 
-    name: ClassVar[str] = "buffers"
+    name = "buffers"
 
     frame_of = staticmethod(bare)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ...names.errors import TargetError
 from ...names.version import PROGRAM
@@ -54,8 +54,8 @@ class Container(ABC):
         of_ranks: whether each rank of a mesh has a file of its own; otherwise tensors are written whole.
     """
 
-    name: ClassVar[str]
-    of_ranks: ClassVar[bool]
+    name: str
+    of_ranks: bool
 
     @property
     def root(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from ...algebra.box import Index
 from ...algebra.layout import Buffer, TensorLayout
@@ -53,7 +53,7 @@ class LocalBoxes:
 class RankFiles(Container):
     """Tensors laid out by the target, in a file for each rank."""
 
-    of_ranks: ClassVar[bool] = True
+    of_ranks = True
 
     def arrange(self, request: WriteRequest) -> Arranged:
         outputs, target = request.outputs, request.target
@@ -93,7 +93,7 @@ class DcpFiles(RankFiles):
     Each chunk is an item as torch saves it; non-tensor items are in the first rank's file.
     """
 
-    name: ClassVar[str] = "dcp"
+    name = "dcp"
 
     @staticmethod
     def frame_of(dtype: str, shape: Index) -> PayloadFrame:
@@ -120,7 +120,7 @@ class TorchDistFiles(DcpFiles):
     If the source had the common state in a file of its own, where Megatron looks for it, so has the destination.
     """
 
-    name: ClassVar[str] = "torch_dist"
+    name = "torch_dist"
 
     def fill(
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]

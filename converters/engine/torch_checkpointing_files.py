@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from io import BytesIO
-from typing import Any, ClassVar
+from typing import Any
 
 from ...algebra.box import row_major
 from ...layouts.buffers.records import GroupBuffer
@@ -89,7 +89,7 @@ class TorchCheckpointingFiles(RankFiles):
     Items are in every rank's files as part of the state dicts, and once more, byte for byte, in a file of their own.
     """
 
-    name: ClassVar[str] = "torch_checkpointing"
+    name = "torch_checkpointing"
 
     frame_of = staticmethod(bare)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class WholeFiles(Container):
     """
 
     shard_bytes: int | None = None
-    of_ranks: ClassVar[bool] = False
+    of_ranks = False
 
     def arrange(self, request: WriteRequest) -> Arranged:
         outputs = request.outputs
@@ -62,7 +62,7 @@ class WholeFiles(Container):
 class SafetensorsFile(WholeFiles):
     """One file.  In an object store, too, it appears under its name only when it is complete."""
 
-    name: ClassVar[str] = "safetensors"
+    name = "safetensors"
 
     @property
     def root(self) -> str:
@@ -84,7 +84,7 @@ class SafetensorsFolder(WholeFiles):
     """A folder of files of at most ``shard_bytes`` of elements, and an index."""
 
     shard_bytes: int
-    name: ClassVar[str] = "safetensors"
+    name = "safetensors"
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
         records = [output.record for output in tensors]
@@ -123,7 +123,7 @@ class ZarrFiles(WholeFiles):
     """A zarr hierarchy with chunks of at most ``chunk_bytes``, which is the least that zarr reads at a time."""
 
     chunk_bytes: int = zarr_writer.CHUNK_BYTES
-    name: ClassVar[str] = "zarr"
+    name = "zarr"
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
         arrays = self._arrays([output.record for output in tensors])

@@ -17,8 +17,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -45,7 +46,7 @@ from .outputs import OutputTensor
 _VERSION = "0.19.8"
 """The version of DeepSpeed whose files these are."""
 
-_BAND = 1 << 24
+_BAND_BYTES = 1 << 24
 
 T = TypeVar("T")
 
@@ -73,28 +74,33 @@ def _new(archive: Archive, dtype: str, shape: Index) -> tuple[Record, _Place]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A parameter group: its parameters in the order of the partitions, their weights and their state."""
+    """A parameter group: its parameters in the order of the partitions, their weights and their state.
+
+    ``masters`` are the places where each rank's part of the weights begins.
+    """
 
     layout: BufferLayout
     weights: Mapping[str, OutputTensor]
     state: Mapping[str, Mapping[str, OutputTensor]]
+    masters: list[_Place] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
         return [placed.name for placed in self.layout.parameters]
 
-    def shapes(self) -> dict[str, Record]:
-        return {name: sizes(self.weights[name].record.shape) for name in self.names}
+    def shapes(self) -> Record:
+        return ordered({name: sizes(self.weights[name].record.shape) for name in self.names})
 
-    def slots(self) -> Iterator[tuple[str, dict[str, OutputTensor]]]:
-        """Yield each slot of state, with the parameters' tensors by name."""
+    def slots(self) -> Iterator[tuple[str, str, dict[str, OutputTensor]]]:
+        """Yield each slot of state, its dtype, and the parameters' tensors by name."""
         for slot in self.state.get(self.names[0], ()):
-            yield slot, {name: self.state[name][slot] for name in self.names}
+            outputs = {name: self.state[name][slot] for name in self.names}
+            yield slot, _dtype_of(f"dtype of {slot}", outputs), outputs
 
 
 @dataclass(eq=False)
-class _Planned:
-    """What goes where: elements that are written to archives, and bytes that are copied between them afterwards."""
+class _FolderPlan:
+    """Elements that are written to archives, and bytes that are copied between these afterwards."""
 
     chunks: defaultdict[str, list[tuple[_Place, OutputTensor, ChunkPlan]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -115,7 +121,7 @@ class _Planned:
         self.copies += [(places[0], place, size) for place in places[1:]]
 
     def write_unread(self, output: OutputTensor, archive: Archive) -> None:
-        """Write a tensor that others stand for to a storage that no tensor uses."""
+        """Write a tensor that another one stands for to a storage that no tensor uses."""
         self.write_whole(output, [_new(archive, output.record.dtype, output.record.shape)[1]])
 
     def write_parts(self, output: OutputTensor, name: str, layout: BufferLayout, parts: Sequence[_Place]) -> None:
@@ -128,37 +134,42 @@ class _Planned:
             places.append(parts[fragment.place.buffer].behind(fragment.place.offset * size))
         self.write(output, boxes, places)
 
-    def copy_parts(
-        self, output: OutputTensor, placed: PlacedParameter, layout: BufferLayout, parts: Sequence[_Place], to: _Place
-    ) -> None:
-        """Copy a parameter of a layout from the ranks' parts, one behind the other."""
+    def write_step(self, output: OutputTensor, places: Sequence[_Place], payloads: Payloads) -> None:
+        """Write a step counter, and note the largest of all."""
+        self.write_whole(output, places)
+        self.step = max(self.step, int(_scalar(output, payloads)))
+
+    def copy_parts(self, output: OutputTensor, placed: PlacedParameter, group: _Group, target: _Place) -> None:
+        """Copy a parameter of a group from the ranks' parts of the weights, one behind the other."""
         size = itemsize(output.record.dtype)
-        for shard in layout.shards_of(placed):
-            lo, hi = max(placed.start, shard.start), min(placed.stop, shard.stop)
-            source = parts[rank_of(shard)].behind((shard.offset + lo - shard.start) * size)
-            self.copies.append((source, to.behind((lo - placed.start) * size), (hi - lo) * size))
+        for rank, start, stop, offset in _parts(group.layout, placed):
+            source = group.masters[rank].behind(offset * size)
+            self.copies.append((source, target.behind((start - placed.start) * size), (stop - start) * size))
 
     def file(self, archive: Archive) -> OutputFile:
         """Return the file of an archive that has been sealed."""
         self.archives.append(archive)
-        own = sorted(self.chunks[archive.name], key=lambda chunk: chunk[0].offset)
-        offsets = np.array([place.offset for place, _, _ in own], np.int64)
-        chunks = OutputChunks(archive.name, [output for _, output, _ in own], [plan for _, _, plan in own], offsets)
-        return OutputFile(archive.name, (), chunks, archive.length)
+        columns = sorted(self.chunks[archive.name], key=lambda chunk: chunk[0].offset)
+        offsets = np.array([place.offset for place, _, _ in columns], np.int64)
+        outputs, plans = [output for _, output, _ in columns], [plan for _, _, plan in columns]
+        return OutputFile(archive.name, (), OutputChunks(archive.name, outputs, plans, offsets), archive.length)
 
     def finish(self, folder: Location) -> None:
         """Copy what is to be copied, then fill in the archives' own bytes, and wait until they are on disk."""
         with ExitStack() as stack:
-            files = {own.name: stack.enter_context(Path(str(folder / own.name)).open("r+b")) for own in self.archives}
+            files: dict[str, BinaryIO] = {}
+            for archive in self.archives:
+                files[archive.name] = stack.enter_context(Path(str(folder / archive.name)).open("r+b"))
             for source, target, size in self.copies:
-                for start in range(0, size, _BAND):
+                for start in range(0, size, _BAND_BYTES):
                     files[source.archive.name].seek(source.offset + start)
-                    data = files[source.archive.name].read(min(_BAND, size - start))
+                    data = files[source.archive.name].read(min(_BAND_BYTES, size - start))
                     files[target.archive.name].seek(target.offset + start)
                     files[target.archive.name].write(data)
+            # The checksums are of storages as they are after the copies.
             for archive in self.archives:
                 file = files[archive.name]
-                sums = [_crc32(file, *where) for where in zip(archive.offsets, archive.lengths, strict=True)]
+                sums = [_crc32(file, *extent) for extent in zip(archive.offsets, archive.lengths, strict=True)]
                 for offset, data in archive.around(sums):
                     file.seek(offset)
                     file.write(data)
@@ -169,9 +180,132 @@ class _Planned:
 def _crc32(file: BinaryIO, offset: int, length: int) -> int:
     file.seek(offset)
     checksum = 0
-    for start in range(0, length, _BAND):
-        checksum = zlib.crc32(file.read(min(_BAND, length - start)), checksum)
+    for start in range(0, length, _BAND_BYTES):
+        checksum = zlib.crc32(file.read(min(_BAND_BYTES, length - start)), checksum)
     return checksum
+
+
+def _parts(layout: BufferLayout, placed: PlacedParameter) -> Iterator[tuple[int, int, int, int]]:
+    """Yield for each rank with elements of a parameter: the rank, their range in the group, and where they begin."""
+    for shard in layout.shards_of(placed):
+        start, stop = max(placed.start, shard.start), min(placed.stop, shard.stop)
+        yield rank_of(shard), start, stop, shard.offset + start - shard.start
+
+
+class _Archives(Container):
+    """A folder of archives that are finished where they lie."""
+
+    def __init__(self) -> None:
+        self._plan = _FolderPlan()
+
+    def staged(self, destination: Location) -> Location:
+        if isinstance(destination, Remote):
+            raise DestinationError(
+                f"{destination}: format {self.name} is finished in place, which an object store does not allow: write "
+                "to a folder, and copy that"
+            )
+        return super().staged(destination)
+
+    def arrange(self, request: WriteRequest) -> Arranged:
+        self._plan = _FolderPlan()
+        archives = self.place(self._plan, _Content.of(request), request)
+        step = {"mesh": dict(request.target.mesh)} if self.of_ranks else {}
+        provenance = extended_provenance(request, "resharded", step, [], ())
+        layouts = dict.fromkeys(output.key for output in request.outputs.tensors)
+        return Arranged(tuple(map(self._plan.file, archives)), layouts, provenance)
+
+    @abstractmethod
+    def place(self, plan: _FolderPlan, content: _Content, request: WriteRequest) -> list[Archive]:
+        """Return the archives, sealed, after all elements have got places in them."""
+
+    def describe(self, manifest: Manifest, folder: Location) -> None:
+        """Finish the archives: copy what several of them hold, and fill in their own bytes."""
+        self._plan.finish(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What is to be written: weights by name, state by name and slot, options of groups, and values of the run."""
+
+    weights: Mapping[str, OutputTensor]
+    state: Mapping[str, Mapping[str, OutputTensor]]
+    options: Mapping[int, Mapping[str, Any]]
+    run: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, request: WriteRequest) -> _Content:
+        """Sort the outputs of a request.
+
+        Raises:
+            SourceError: DeepSpeed's files have no place for one of them, or need groups that there are not.
+        """
+        weights: dict[str, OutputTensor] = {}
+        state: defaultdict[str, dict[str, OutputTensor]] = defaultdict(dict)
+        for output in request.outputs.tensors:
+            match output.record.path:
+                case ("model", str(name)):
+                    weights[name] = output
+                case ("optimizer", "state", str(name), str(slot)):
+                    state[name][slot] = output
+                case path:
+                    raise _no_place_for("the tensor", path)
+        options: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+        run: dict[str, Any] = {}
+        for item in request.outputs.items:
+            data = item.data if item.source is None else checked_blob(request.payloads, item.source)
+            match item.path:
+                case ("optimizer", "param_groups", int(number), str(option)):
+                    options[number][option] = plain_value(data)
+                case ("deepspeed", str(name)):
+                    run[name] = plain_value(data)
+                case path:
+                    raise _no_place_for("item", path)
+        if not options or any(PARAMS not in group for group in options.values()):
+            raise SourceError(
+                "DeepSpeed's files need parameter groups that list their parameters: convert with "
+                '`to_dialect="deepspeed"` from a checkpoint that has groups'
+            )
+        return cls(weights, state, options, run)
+
+    def names(self, number: int) -> list[str]:
+        """Return the parameters of a group, in DeepSpeed's order.
+
+        Raises:
+            SourceError: one has no weight, or another set of slots than its siblings.
+        """
+        names = list(map(str, self.options[number][PARAMS]))
+        slot_sets = {tuple(sorted(self.state.get(name, ()))): name for name in names}
+        weightless = [name for name in names if name not in self.weights]
+        if weightless or len(slot_sets) > 1:
+            several = " and ".join(map(repr, slot_sets.values()))
+            fault = f"none of {weightless[0]!r}" if weightless else f"other slots of {several}"
+            raise SourceError(f"group {number}: expected a weight and the same state for each parameter, found {fault}")
+        if any(MOMENTUM in slots for slots in slot_sets):  # DeepSpeed's Muon sorts them so
+            names.sort(key=lambda name: self.weights[name].record.shape, reverse=True)
+        return names
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups as the optimizer of the partitions has them, each with one parameter."""
+        return [{**self.options[number], PARAMS: [position]} for position, number in enumerate(sorted(self.options))]
+
+    def of_model(self, **entries: object) -> dict[str, object]:
+        """Return the content of a file of the model: these entries, and those of every such file."""
+        return {
+            "optimizer": None,
+            "lr_scheduler": None,
+            "skipped_steps": 0,
+            "ds_config": {},
+            "buffer_names": [],
+            "shared_params": {},
+            **self.run,
+            "mp_world_size": 1,
+            "ds_version": _VERSION,
+            **entries,
+        }
+
+
+def _no_place_for(noun: str, path: Sequence[str | int]) -> SourceError:
+    return SourceError(f"DeepSpeed has no place for {noun} {key_of(tuple(path))!r}: leave it out by `select=`")
 
 
 @dataclass(eq=False)
@@ -189,361 +323,227 @@ class _Rank:
         return place
 
 
-class _Archives(Container):
-    """A folder of archives that are finished where they lie."""
+@dataclass(eq=False)
+class _ModelFile:
+    """A file of the model: its archive, the tensors of the module, and under ZeRO 3 the parts of frozen parameters."""
 
-    def __init__(self) -> None:
-        self._planned = _Planned()
-
-    def staged(self, destination: Location) -> Location:
-        if isinstance(destination, Remote):
-            raise DestinationError(
-                f"{destination}: format {self.name} is finished in place, which an object store does not allow: write "
-                "to a folder, and copy that"
-            )
-        return super().staged(destination)
-
-    def arrange(self, request: WriteRequest) -> Arranged:
-        outputs, target = request.outputs, request.target
-        self._planned = _Planned()
-        archives = self.place(self._planned, _Content.of(request), request)
-        files = tuple(self._planned.file(archive) for archive in archives)
-        step = {"mesh": dict(target.mesh)} if self.of_ranks else {}
-        provenance = extended_provenance(request, "resharded", step, [], ())
-        return Arranged(files, dict.fromkeys(output.key for output in outputs.tensors), provenance)
-
-    @abstractmethod
-    def place(self, planned: _Planned, content: _Content, request: WriteRequest) -> list[Archive]:
-        """Return the archives, sealed, after all elements have got places in them."""
-
-    def describe(self, manifest: Manifest, folder: Location) -> None:
-        """Finish the archives: copy what several of them hold, and fill in their own bytes."""
-        self._planned.finish(folder)
-
-
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """What is to be written: weights by name, state by name and slot, options of groups, and values of the run."""
-
-    weights: Mapping[str, OutputTensor]
-    state: Mapping[str, Mapping[str, OutputTensor]]
-    options: Mapping[int, Mapping[str, Any]]
-    run: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, request: WriteRequest) -> _Content:
-        weights: dict[str, OutputTensor] = {}
-        state: defaultdict[str, dict[str, OutputTensor]] = defaultdict(dict)
-        for output in request.outputs.tensors:
-            match output.record.path:
-                case ("model", str(name)):
-                    weights[name] = output
-                case ("optimizer", "state", str(name), str(slot)):
-                    state[name][slot] = output
-                case path:
-                    raise SourceError(
-                        f"DeepSpeed has no place for the tensor {key_of(path)!r}: leave it out by `select=`"
-                    )
-        options: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-        run: dict[str, Any] = {}
-        for item in request.outputs.items:
-            data = item.data if item.source is None else checked_blob(request.payloads, item.source)
-            match item.path:
-                case ("optimizer", "param_groups", int(number), str(option)):
-                    options[number][option] = plain_value(data)
-                case ("deepspeed", str(name)):
-                    run[name] = plain_value(data)
-                case path:
-                    raise SourceError(f"DeepSpeed has no place for item {key_of(path)!r}: leave it out by `select=`")
-        if not options or any(PARAMS not in group for group in options.values()):
-            raise SourceError(
-                "DeepSpeed's files need parameter groups that list their parameters: convert with "
-                '`to_dialect="deepspeed"` from a checkpoint that has groups'
-            )
-        return cls(weights, state, options, run)
-
-    def names(self, number: int) -> list[str]:
-        """Return the parameters of a group, in DeepSpeed's order.
-
-        Raises:
-            SourceError: one has no weight, or other state than the rest.
-        """
-        names = list(map(str, self.options[number][PARAMS]))
-        kinds = {tuple(sorted(self.state.get(name, ()))): name for name in names}
-        if (lost := [name for name in names if name not in self.weights]) or len(kinds) > 1:
-            found = f"none of {lost[0]!r}" if lost else f"other slots of {' and '.join(map(repr, kinds.values()))}"
-            raise SourceError(f"group {number}: expected a weight and the same state for each parameter, found {found}")
-        if any(MOMENTUM in slots for slots in kinds):  # DeepSpeed's Muon sorts them so
-            names.sort(key=lambda name: self.weights[name].record.shape, reverse=True)
-        return names
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the groups as the optimizer of the partitions has them, each with one parameter."""
-        return [{**self.options[number], PARAMS: [position]} for position, number in enumerate(sorted(self.options))]
-
-    def of_model(self, **others: object) -> dict[str, object]:
-        """Return what is in every file of the model."""
-        return {
-            "optimizer": None,
-            "lr_scheduler": None,
-            "skipped_steps": 0,
-            "ds_config": {},
-            "buffer_names": [],
-            "shared_params": {},
-            **self.run,
-            "mp_world_size": 1,
-            "ds_version": _VERSION,
-            **others,
-        }
+    archive: Archive
+    module: dict[str, object] = field(default_factory=dict)
+    fragments: dict[str, object] = field(default_factory=dict)
 
 
 class ZeroFiles(_Archives):
     """The folder of a tag.
 
-    Attributes:
+    Args:
+        name: the name of the format.
         stage: of ZeRO.
         prefix: of the optimizer's files.
-        whole: whether a rank has Muon's momentum of a parameter whole, or as it has the weight.
+        momentum_is_whole: whether a rank has Muon's momentum of a parameter whole, or as it has the weight.
     """
 
-    of_ranks: ClassVar[bool] = True
-    stage: ClassVar[int]
-    prefix: ClassVar[str] = ""
-    whole: ClassVar[bool] = True
+    of_ranks = True
 
-    def place(self, planned: _Planned, content: _Content, request: WriteRequest) -> list[Archive]:
+    def __init__(self, name: str, stage: int, prefix: str = "", momentum_is_whole: bool = True) -> None:
+        super().__init__()
+        self.name, self.stage, self.prefix, self.momentum_is_whole = name, stage, prefix, momentum_is_whole
+
+    def place(self, plan: _FolderPlan, content: _Content, request: WriteRequest) -> list[Archive]:
         target = request.target
         if target.rules or target.layout != ROWS:
             raise TargetError(f"format {self.name} cuts tensors as ZeRO does: leave out `shard=` and `layout=`")
         name = f"{self.prefix}zero_pp_rank_{{}}_mp_rank_00_optim_states.pt"
         ranks = [_Rank(Archive(name.format(rank))) for rank in range(target.ranks)]
-        cut = partitioned_parameters if self.stage == 3 else partitioned_group
+        lay_out = partitioned_parameters if self.stage == 3 else partitioned_group
         groups = []
         for number in sorted(content.options):
             weights = {name: content.weights[name] for name in content.names(number)}
             parameters = [Parameter(name, output.record.shape) for name, output in weights.items()]
-            groups.append(_Group(cut(parameters, len(ranks)), weights, content.state))
-        masters = [self._place(planned, group, ranks, request) for group in groups]
+            groups.append(_Group(lay_out(parameters, len(ranks)), weights, content.state))
+        # Files of the model copy from the optimizer's, so these come first.
+        for group in groups:
+            self._place_weights(plan, group, ranks)
+            self._place_state(plan, group, ranks, request.payloads)
         for number, rank in enumerate(ranks):
             zero = self._zero(number, rank, groups, content.groups(), len(ranks))
             config = content.run.get("ds_config", {})
             rank.archive.seal({"optimizer_state_dict": zero, "ds_config": config, "ds_version": _VERSION})
-        models = self._place_model(planned, groups, masters, content, len(ranks))
+        models = self._place_model(plan, groups, content, len(ranks))
         return [*(rank.archive for rank in ranks), *models]
 
-    def _place(self, planned: _Planned, group: _Group, ranks: Sequence[_Rank], request: WriteRequest) -> list[_Place]:
-        """Place the weights and the state of a group; return where each rank's part of the weights begins."""
+    def _place_weights(self, plan: _FolderPlan, group: _Group, ranks: Sequence[_Rank]) -> None:
+        """Place the parts of a group's weights, and note how much padding each has."""
         layout, numel = group.layout, part_numel(group.layout)
         filled = layout.parameters[-1].stop
+        dtype = _dtype_of("dtype", group.weights)
         for number, rank in enumerate(ranks):
             rank.paddings.append(min(max((number + 1) * numel - filled, 0), numel) if self.stage < 3 else 0)
             rank.states.append({})
-        trimmed = self.stage < 3 and self.whole
-        dtype = _one("dtype", {name: output.record.dtype for name, output in group.weights.items()})
-        parts = []
-        for rank in ranks:
-            master, place = _new(rank.archive, dtype, (numel - rank.paddings[-1] * trimmed,))
+            is_trimmed = self.stage < 3 and self.momentum_is_whole
+            master, place = _new(rank.archive, dtype, (numel - rank.paddings[-1] * is_trimmed,))
             rank.masters.append(master)
-            parts.append(place)
+            group.masters.append(place)
         for name, output in group.weights.items():
-            planned.write_parts(output, name, layout, parts)
-        for slot, outputs in group.slots():
-            dtype = _one(f"dtype of {slot}", {name: output.record.dtype for name, output in outputs.items()})
+            plan.write_parts(output, name, layout, group.masters)
+
+    def _place_state(self, plan: _FolderPlan, group: _Group, ranks: Sequence[_Rank], payloads: Payloads) -> None:
+        """Place a group's state: a step for all parameters, momentum perhaps whole, and other slots as the weights."""
+        layout = group.layout
+        for slot, dtype, outputs in group.slots():
             if slot == STEP:
-                step = _one(slot, {name: _scalar(o, request.payloads) for name, o in outputs.items()})
-                planned.step = max(planned.step, int(step))
-                first, *others = outputs.values()
-                planned.write_whole(first, [rank.add(slot, dtype, ()) for rank in ranks])
-                for output in others:
-                    planned.write_unread(output, ranks[0].archive)
-            elif slot == MOMENTUM and trimmed:
+                _common(slot, {name: _scalar(output, payloads) for name, output in outputs.items()})
+                first, *copies = outputs.values()
+                plan.write_step(first, [rank.add(slot, dtype, ()) for rank in ranks], payloads)
+                for output in copies:
+                    plan.write_unread(output, ranks[0].archive)
+            elif slot == MOMENTUM and self.stage < 3 and self.momentum_is_whole:
                 places: defaultdict[str, list[_Place]] = defaultdict(list)
-                for rank, held in zip(ranks, touched_parameters(layout), strict=True):
-                    whole = [rank.add(slot, dtype, (held[-1].stop,))] if held else []
-                    for one in held:
-                        places[one.name].append(whole[0].behind(one.start * itemsize(dtype)))
+                for rank, parameters in zip(ranks, touched_parameters(layout), strict=True):
+                    if not parameters:
+                        continue
+                    buffer = rank.add(slot, dtype, (parameters[-1].stop,))
+                    for placed in parameters:
+                        places[placed.name].append(buffer.behind(placed.start * itemsize(dtype)))
                 for name, output in outputs.items():
-                    planned.write_whole(output, places[name])
+                    plan.write_whole(output, places[name])
             else:
-                cut = [rank.add(slot, dtype, (numel,)) for rank in ranks]
+                parts = [rank.add(slot, dtype, (part_numel(layout),)) for rank in ranks]
                 for name, output in outputs.items():
-                    planned.write_parts(output, name, layout, cut)
-        return parts
+                    plan.write_parts(output, name, layout, parts)
 
     def _zero(
-        self, number: int, rank: _Rank, groups: Sequence[_Group], listed: Sequence[object], ranks: int
+        self, number: int, rank: _Rank, groups: Sequence[_Group], options: Sequence[object], ranks: int
     ) -> dict[str, object]:
         """Return what ZeRO's optimizer restores a rank from."""
-        below = {STATE: dict(enumerate(rank.states)), PARAM_GROUPS: list(listed)}
+        below = {STATE: dict(enumerate(rank.states)), PARAM_GROUPS: list(options)}
         stage = Record(Global("deepspeed.runtime.zero.config ZeroStageEnum"), (self.stage,))
         if self.stage == 3:
-            scaler = Record(
-                Global("deepspeed.runtime.fp16.loss_scaler LossScaler"), (), {"cur_scale": 1.0, "dynamic": False}
-            )
+            scaler = Global("deepspeed.runtime.fp16.loss_scaler LossScaler")
             return {
                 "zero_stage": stage,
-                "loss_scaler": scaler,
+                "loss_scaler": Record(scaler, (), {"cur_scale": 1.0, "dynamic": False}),
                 "dynamic_loss_scale": False,
                 "overflow": False,
                 "partition_count": ranks,
                 "optimizer_state_dict": below,
                 "fp32_flat_groups": rank.masters,
             }
+        alignment = [[0] * len(group.names) for group in groups]
         return {
-            **({"zero_stage": stage} if self.whole else {}),
+            **({"zero_stage": stage} if self.momentum_is_whole else {}),
             "base_optimizer_state": below,
             "single_partition_of_fp32_groups": rank.masters,
             "group_paddings": rank.paddings,
-            **({"param_alignment_paddings": [[0] * len(group.names) for group in groups]} if self.whole else {}),
+            **({"param_alignment_paddings": alignment} if self.momentum_is_whole else {}),
             "partition_count": [ranks] * len(groups),
             "ds_version": _VERSION,
             "param_slice_mappings": [ordered(_addresses(group.layout, number)) for group in groups],
         }
 
-    def _place_model(
-        self,
-        planned: _Planned,
-        groups: Sequence[_Group],
-        masters: Sequence[Sequence[_Place]],
-        content: _Content,
-        ranks: int,
-    ) -> list[Archive]:
+    def _place_model(self, plan: _FolderPlan, groups: Sequence[_Group], content: _Content, ranks: int) -> list[Archive]:
         """Place the other weights, and copy those of the optimizer where files of the model have them whole."""
-        parted = self.stage == 3
-        count, name = (
-            (ranks, "zero_pp_rank_{}_mp_rank_00_model_states.pt") if parted else (1, "mp_rank_00_model_states.pt")
-        )
-        archives = [Archive(name.format(rank)) for rank in range(count)]
-        modules: list[dict[str, object]] = [{} for _ in archives]
-        fragments: list[dict[str, object]] = [{} for _ in archives]
-        frozen: dict[str, object] = {}
-        trained = {one.name: (one, group.layout, parts) for group, parts in zip(groups, masters, strict=True)
-                   for one in group.layout.parameters}  # fmt: skip
+        is_zero3 = self.stage == 3
+        name = "zero_pp_rank_{}_mp_rank_00_model_states.pt" if is_zero3 else "mp_rank_00_model_states.pt"
+        files = [_ModelFile(Archive(name.format(rank))) for rank in range(ranks if is_zero3 else 1)]
+        trained: dict[str, tuple[PlacedParameter, _Group]] = {}
+        for group in groups:
+            trained |= {placed.name: (placed, group) for placed in group.layout.parameters}
+        aliases = content.run.get("shared_params") or _aliases(content.weights, trained)
         buffers: Sequence[str] | None = content.run.get("buffer_names")
-        prints = {
-            output.record.fingerprint: name
-            for name, output in content.weights.items()
-            if name in trained and output.record.fingerprint
-        }
-        aliases = content.run.get("shared_params") or {
-            name: prints[output.record.fingerprint]
-            for name, output in content.weights.items()
-            if name not in trained and output.record.fingerprint in prints
-        }
+        frozen: dict[str, object] = {}
         for key, output in content.weights.items():
             shape, dtype = output.record.shape, output.record.dtype
-            empty = parted and (key in trained or key in aliases or (buffers is not None and key not in buffers))
+            # Under ZeRO 3 a module has empty tensors for parameters, whose parts are elsewhere, and its buffers whole.
+            is_empty = is_zero3 and (key in trained or key in aliases or (buffers is not None and key not in buffers))
             places = []
-            for archive, module in zip(archives, modules, strict=True):
-                module[key], place = _new(archive, dtype, (0,) if empty else shape)
+            for file in files:
+                file.module[key], place = _new(file.archive, dtype, (0,) if is_empty else shape)
                 places.append(place)
-            if not empty and key in trained:
-                planned.copy_parts(output, *trained[key], places[0])
-            elif not empty:
-                planned.write_whole(output, places)
+            if not is_empty and key in trained:
+                plan.copy_parts(output, *trained[key], places[0])
+            elif not is_empty:
+                plan.write_whole(output, places)
             elif key in aliases:
-                planned.write_unread(output, archives[0])
+                plan.write_unread(output, files[0].archive)
             elif key not in trained:
                 layout, parts = partitioned_parameters([Parameter(key, shape)], ranks), []
-                for archive, own in zip(archives, fragments, strict=True):
-                    own[key], place = _new(archive, dtype, (part_numel(layout),))
+                for file in files:
+                    file.fragments[key], place = _new(file.archive, dtype, (part_numel(layout),))
                     parts.append(place)
-                planned.write_parts(output, key, layout, parts)
+                plan.write_parts(output, key, layout, parts)
                 frozen[key] = sizes(shape)
         if buffers is None:
             buffers = [key for key in content.weights if key not in trained and key not in aliases]
-        for archive, module, own in zip(archives, modules, fragments, strict=True):
-            archive.seal(
-                content.of_model(
-                    module=ordered(module),
-                    param_shapes=[ordered(group.shapes()) for group in groups],
-                    frozen_param_shapes=ordered(frozen) if parted else None,
-                    frozen_param_fragments=ordered(own) if parted else None,
-                    buffer_names=[key for key in module if key not in (*trained, *aliases)]
-                    if buffers is None
-                    else buffers,
-                    shared_params=aliases,
-                    global_steps=content.run.get("global_steps", planned.step),
-                    dp_world_size=ranks,
-                )
+        for file in files:
+            entries = content.of_model(
+                module=ordered(file.module),
+                param_shapes=[group.shapes() for group in groups],
+                frozen_param_shapes=ordered(frozen) if is_zero3 else None,
+                frozen_param_fragments=ordered(file.fragments) if is_zero3 else None,
+                buffer_names=buffers,
+                shared_params=aliases,
+                global_steps=content.run.get("global_steps", plan.step),
+                dp_world_size=ranks,
             )
-        return archives
+            file.archive.seal(entries)
+        return [file.archive for file in files]
+
+
+def _aliases(weights: Mapping[str, OutputTensor], trained: Mapping[str, object]) -> dict[str, str]:
+    """Return the weights that are tied to a trained one, which has the same fingerprint, by name."""
+    fingerprints = {name: output.record.fingerprint for name, output in weights.items() if output.record.fingerprint}
+    names = {fingerprint: name for name, fingerprint in fingerprints.items() if name in trained}
+    tied = {name: names.get(fingerprint) for name, fingerprint in fingerprints.items() if name not in trained}
+    return {name: alias for name, alias in tied.items() if alias is not None}
 
 
 def _addresses(layout: BufferLayout, rank: int) -> dict[str, Record]:
     """Return where a rank's parts of parameters lie, as DeepSpeed's universal checkpoints use it."""
     kind, places = Global("deepspeed.utils.tensor_fragment fragment_address"), {}
     for placed in layout.parameters:
-        for shard in layout.shards_of(placed):
-            if rank_of(shard) == rank:
-                lo, hi = max(placed.start, shard.start), min(placed.stop, shard.stop)
-                places[placed.name] = Record(kind, (), {"numel": hi - lo, "start": shard.offset + lo - shard.start})
+        for part_rank, start, stop, offset in _parts(layout, placed):
+            if part_rank == rank:
+                places[placed.name] = Record(kind, (), {"numel": stop - start, "start": offset})
     return places
+
+
+_SCALARS = {"float32": "<f4", "int64": "<i8", "float64": "<f8"}
+"""numpy's names of the dtypes of step counters."""
 
 
 def _scalar(output: OutputTensor, payloads: Payloads) -> float:
     words = output.elements(payloads, [layout.fragments for layout in output.layouts], Box.of(()))
-    return float(
-        words.reshape(-1).view(f"<{ {'float32': 'f4', 'int64': 'i8', 'float64': 'f8'}[output.record.dtype] }")[0]
-    )
+    return float(words.reshape(-1).view(_SCALARS[output.record.dtype])[0])
 
 
-def _one(what: str, values: Mapping[str, T]) -> T:
-    """Return what all parameters of a group have.
+def _dtype_of(noun: str, outputs: Mapping[str, OutputTensor]) -> str:
+    return _common(noun, {name: output.record.dtype for name, output in outputs.items()})
+
+
+def _common(noun: str, values: Mapping[str, T]) -> T:
+    """Return the value that all parameters of a group have.
 
     Raises:
-        SourceError: two have something else.
+        SourceError: two have different ones.
     """
-    (name, first), *others = values.items()
-    for other, value in others:
-        if value != first:
+    (name, value), *_ = values.items()
+    for other_name, other in values.items():
+        if other != value:
             raise SourceError(
-                f"ZeRO has one {what} for a group, found {first} for {name!r} and {value} for {other!r}: put them into "
-                "groups of their own"
+                f"ZeRO has one {noun} for a group, found {value} for {name!r} and {other} for {other_name!r}: put them "
+                "into groups of their own"
             )
-    return first
+    return value
 
 
-class Zero1(ZeroFiles):
-    """ZeRO 1 in float32 or float16."""
+zero1, zero2, zero3 = (partial(ZeroFiles, f"zero{stage}", stage) for stage in (1, 2, 3))
+"""ZeRO in float32 or float16."""
 
-    name, stage = "zero1", 1
+zero1_bf16, zero2_bf16, zero3_bf16 = (partial(ZeroFiles, f"zero{stage}-bf16", stage, "bf16_") for stage in (1, 2, 3))
+"""ZeRO in bfloat16."""
 
-
-class Zero2(ZeroFiles):
-    """ZeRO 2 in float32 or float16."""
-
-    name, stage = "zero2", 2
-
-
-class Zero3(ZeroFiles):
-    """ZeRO 3 in float32 or float16."""
-
-    name, stage = "zero3", 3
-
-
-class Zero1Bf16(Zero1):
-    """ZeRO 1 in bfloat16."""
-
-    name, prefix = "zero1-bf16", "bf16_"
-
-
-class Zero2Bf16(Zero2):
-    """ZeRO 2 in bfloat16."""
-
-    name, prefix = "zero2-bf16", "bf16_"
-
-
-class Zero3Bf16(Zero3):
-    """ZeRO 3 in bfloat16."""
-
-    name, prefix = "zero3-bf16", "bf16_"
-
-
-class Bf16Optimizer(Zero1Bf16):
-    """BF16_Optimizer: ZeRO 1 in bfloat16 whose gradients are summed in float32."""
-
-    name, whole = "bf16-optimizer", False
+bf16_optimizer = partial(ZeroFiles, "bf16-optimizer", 1, "bf16_", momentum_is_whole=False)
+"""BF16_Optimizer: ZeRO 1 in bfloat16 whose gradients are summed in float32."""
 
 
 class Universal(_Archives):
@@ -551,32 +551,35 @@ class Universal(_Archives):
 
     name, of_ranks = "universal", False
 
-    def place(self, planned: _Planned, content: _Content, request: WriteRequest) -> list[Archive]:
-        archives = []
-        model = Archive("mp_rank_00_model_states.pt")
-        module: dict[str, object] = {}
-        shapes: list[object] = []
-        written: set[str] = set()
+    def place(self, plan: _FolderPlan, content: _Content, request: WriteRequest) -> list[Archive]:
+        # An archive for each weight and each slot of a parameter of a group.
+        archives: list[Archive] = []
+        shapes: list[Record] = []
+        grouped: dict[str, Record] = {}
         for number in sorted(content.options):
             names = content.names(number)
-            shapes.append(ordered({name: sizes(content.weights[name].record.shape) for name in names}))
-            written.update(names)
+            shapes_by_name = {name: sizes(content.weights[name].record.shape) for name in names}
+            shapes.append(ordered(shapes_by_name))
+            grouped |= shapes_by_name
             for name in names:
                 for slot, output in {"fp32": content.weights[name], **content.state.get(name, {})}.items():
                     archive = Archive(f"zero/{name}/{slot}.pt")
                     tensor, place = _new(archive, output.record.dtype, output.record.shape)
-                    planned.write_whole(output, [place])
-                    archive.seal(tensor if slot == STEP else {"param": tensor, "cat_dim": 0})
                     if slot == STEP:
-                        planned.step = max(planned.step, int(_scalar(output, request.payloads)))
+                        plan.write_step(output, [place], request.payloads)
+                    else:
+                        plan.write_whole(output, [place])
+                    archive.seal(tensor if slot == STEP else {"param": tensor, "cat_dim": 0})
                     archives.append(archive)
+        # Other weights, such as buffers, are in the file of the model.
+        model, module = Archive("mp_rank_00_model_states.pt"), dict[str, object]()
         for name, output in content.weights.items():
-            if name not in written:
+            if name not in grouped:
                 module[name], place = _new(model, output.record.dtype, output.record.shape)
-                planned.write_whole(output, [place])
+                plan.write_whole(output, [place])
         groups = Archive("zero/optimizer_state.pt")
         groups.seal({PARAM_GROUPS: content.groups(), "ds_version": _VERSION})
-        steps = content.run.get("global_steps", planned.step)
+        steps = content.run.get("global_steps", plan.step)
         model.seal(content.of_model(module=ordered(module), param_shapes=shapes, global_steps=steps, dp_world_size=1))
         return [*archives, groups, model]
 

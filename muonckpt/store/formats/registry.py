@@ -119,13 +119,9 @@ ZERO_WRITTEN = tuple(
         f"DeepSpeed's ZeRO files, {word}",
         f"{_FORMATS}.trainers.zero_state:reader",
         written_as=word,
-        writer=f"{_WRITERS}.zero_files:{writer}",
+        writer=f"{_WRITERS}.zero_files:{word.replace('-', '_')}",
     )
-    for word, writer in (
-        *((f"zero{stage}", f"Zero{stage}") for stage in (1, 2, 3)),
-        *((f"zero{stage}-bf16", f"Zero{stage}Bf16") for stage in (1, 2, 3)),
-        ("bf16-optimizer", "Bf16Optimizer"),
-    )
+    for word in ("zero1", "zero2", "zero3", "zero1-bf16", "zero2-bf16", "zero3-bf16", "bf16-optimizer")
 )
 UNIVERSAL = Format(
     "DeepSpeed's universal folder",

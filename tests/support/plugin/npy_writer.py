@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -21,7 +21,7 @@ from muonckpt.store.io.location import Location
 class NpyFiles(WholeFiles):
     """Whole tensors, each in the file ``KEY.npy``; other items go beside the folder, as for safetensors."""
 
-    name: ClassVar[str] = "npy"
+    name = "npy"
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
         return [file_of(tensor) for tensor in tensors]
