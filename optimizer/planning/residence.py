@@ -173,12 +173,12 @@ class RankCopies:
     Attributes:
         gives, takes_back: parts that it holds of others' matrices.
         takes, gives_back: parts of its own matrices that others hold.
-        own: parts that it holds of its own matrices, from its tensor to the matrix.
+        local: parts that it holds of its own matrices, from its tensor to the matrix.
     """
 
     gives: Copies
     takes: Copies
-    own: Copies
+    local: Copies
     gives_back: Copies
     takes_back: Copies
 

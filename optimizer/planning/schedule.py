@@ -56,14 +56,14 @@ class Route:
     Attributes:
         send_counts, receive_counts: bytes to and from each rank of the group.
         sends, receives: between tensors and the wire, with offsets in bytes and positions of ranks.
-        own: from a tensor to its matrix on the same rank, or back.
+        local: from a tensor to its matrix on the same rank, or back.
     """
 
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     sends: Copies = NO_COPIES
     receives: Copies = NO_COPIES
-    own: Copies = NO_COPIES
+    local: Copies = NO_COPIES
 
     @property
     def bytes(self) -> int:
@@ -103,7 +103,7 @@ class Schedule:
         """Return, by stage, the parameters of which this rank holds or owns something that the stage needs."""
         of_unit = np.array([unit.param for unit in self.units], np.int64)
         numbers = (
-            (stage.gather.sends.source, stage.gather.own.source, stage.scatter.receives.target, stage.owned)
+            (stage.gather.sends.source, stage.gather.local.source, stage.scatter.receives.target, stage.owned)
             for stage in self.stages
         )
         return [
@@ -199,7 +199,7 @@ def _stages(
     there, back = [slot.there.itemsize for slot, _ in kinds], [slot.back.itemsize for slot, _ in kinds]
     gives = _by_stage([copies.gives for _, copies in kinds], there, turn)
     takes = _by_stage([copies.takes.inverse() for _, copies in kinds], there, turn)
-    own = _by_stage([copies.own for _, copies in kinds], there, turn)
+    own = _by_stage([copies.local for _, copies in kinds], there, turn)
     gives_back = _by_stage([copies.gives_back for _, copies in kinds], back, turn)
     takes_back = _by_stage([copies.takes_back.inverse() for _, copies in kinds], back, turn)
     for stage, (mine, _) in enumerate(own):

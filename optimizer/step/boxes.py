@@ -1,7 +1,7 @@
 """Copies between tensors of parameters and memories, as few operators: equal boxes together, and views evenly apart.
 
 What travels in a step, the update and each slot besides, is copied by a table of its own (`SlotCopies`), whose rows
-`blocks` and `carries` sort out once for a set of parameters with gradients.
+`equal_boxes` and `view_pairs` sort out once for a set of parameters with gradients.
 """
 
 from __future__ import annotations
@@ -44,50 +44,60 @@ class View:
 
 
 class SlotCopies:
-    """A schedule's copies of one of the slots that travel, by default the update, as backends execute them: from units,
-    in a rank's tensors or end to end in a memory, to buffers with offsets in bytes; copies back are turned.
+    """A schedule's copies of one slot that travels, by default the update, as backends execute them.
+
+    Their source are units, in a rank's tensors or end to end in a memory; their target are buffers, with offsets in
+    bytes.  Copies that go the other way are turned.
 
     Attributes:
-        leaving: from tensors to the wire, by stage.
-        returning: from the wire to tensors, turned.
+        update_sends: by stage, from tensors to the wire that goes to the owners.
+        result_receives: by stage, from the wire that comes back to tensors, turned.
     """
 
     def __init__(self, schedule: Schedule, slot: int = 0) -> None:
-        self._units = len(schedule.units)
+        self._num_units = len(schedule.units)
+        self.update_sends: list[Copies] = []
+        self.result_receives: list[Copies] = []
+        self._update_receives: list[Copies] = []
+        self._result_sends: list[Copies] = []
+        self._local: list[Copies] = []
 
         def of_slot(copies: Copies) -> Copies:
-            chosen = copies.source // max(self._units, 1) == slot
-            copies = copies if chosen.all() else copies.rows(chosen)
-            return replace(copies, source=copies.source - slot * self._units) if slot else copies
+            is_of_slot = copies.source // max(self._num_units, 1) == slot
+            copies = copies if is_of_slot.all() else copies.rows(is_of_slot)
+            return replace(copies, source=copies.source - slot * self._num_units) if slot else copies
 
-        self.leaving = [of_slot(stage.gather.sends) for stage in schedule.stages]
-        self.returning = [of_slot(stage.scatter.receives.inverse()) for stage in schedule.stages]
-        self._arriving = [of_slot(stage.gather.receives.inverse()) for stage in schedule.stages]
-        self._own = [of_slot(stage.gather.own) for stage in schedule.stages]
-        self._released = [of_slot(stage.scatter.sends) for stage in schedule.stages]
+        for stage in schedule.stages:
+            self.update_sends.append(of_slot(stage.gather.sends))
+            self._update_receives.append(of_slot(stage.gather.receives.inverse()))
+            self._local.append(of_slot(stage.gather.local))
+            self._result_sends.append(of_slot(stage.scatter.sends))
+            self.result_receives.append(of_slot(stage.scatter.receives.inverse()))
 
-    def own(self, stage: int, sizes: Sizes, itemsize: int) -> Copies:
-        """Return the copies from tensors to a memory in which units lie end to end."""
-        copies, begin = _of_units(self._own[stage], sizes)
-        return replace(copies, target_offset=(copies.target_offset + begin) * itemsize)
+    def local(self, stage: int, sizes: Sizes, itemsize: int) -> Copies:
+        """Return the copies from this rank's tensors to a memory in which units lie end to end."""
+        copies, start = _rows_of_units(self._local[stage], sizes)
+        return replace(copies, target_offset=(copies.target_offset + start) * itemsize)
 
-    def arriving(self, stage: int, sizes: Sizes) -> Copies:
+    def update_receives(self, stage: int, sizes: Sizes) -> Copies:
         """Return the copies from the wire to a memory in which units lie end to end, turned."""
-        return _from_memory(self._arriving[stage], sizes)
+        copies, start = _rows_of_units(self._update_receives[stage], sizes)
+        return replace(copies, source_offset=copies.source_offset + start)
 
-    def released(self, stage: int, sizes: Sizes) -> Copies:
+    def result_sends(self, stage: int, sizes: Sizes) -> Copies:
         """Return the copies of results from a memory in which units lie end to end to the wire."""
-        return _from_memory(self._released[stage], sizes)
+        copies, start = _rows_of_units(self._result_sends[stage], sizes)
+        return replace(copies, source_offset=copies.source_offset + start)
 
-    def sent(self) -> IntArray:
+    def sent_elements(self) -> IntArray:
         """Return how many elements of each unit's update this rank sends to owners, or has for itself."""
-        sent = np.zeros(self._units, np.int64)
-        for copies in (*self.leaving, *self._own):
-            np.add.at(sent, copies.source, copies.numel)
-        return sent
+        elements = np.zeros(self._num_units, np.int64)
+        for copies in (*self.update_sends, *self._local):
+            np.add.at(elements, copies.source, copies.numel)
+        return elements
 
 
-def _of_units(copies: Copies, sizes: Sizes) -> tuple[Copies, IntArray]:
+def _rows_of_units(copies: Copies, sizes: Sizes) -> tuple[Copies, IntArray]:
     """Return the rows of units that lie end to end, and the element at which each row's unit begins."""
     units = np.array(list(sizes), np.int64)
     first = np.searchsorted(copies.source, units)
@@ -95,17 +105,14 @@ def _of_units(copies: Copies, sizes: Sizes) -> tuple[Copies, IntArray]:
     return copies.rows(rows), np.cumsum([0, *sizes.values()])[unit]
 
 
-def _from_memory(copies: Copies, sizes: Sizes) -> Copies:
-    copies, begin = _of_units(copies, sizes)
-    return replace(copies, source_offset=copies.source_offset + begin)
-
-
 class BoxKind(NamedTuple):
-    """The common properties of a block's boxes: dtype on the wire, learning-rate factor, what else must be equal."""
+    """The common properties of a block's boxes: dtype on the wire, learning-rate factor, and whatever else has to be
+    equal.
+    """
 
-    wire: torch.dtype
+    wire_dtype: torch.dtype
     scale: float = 1.0
-    others: Hashable = ()
+    tag: Hashable = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,7 @@ class EqualBoxes:
         params: the number of each box's parameter.
         offsets: where the boxes begin in local tensors; none: each is all of its tensor.
         sizes, strides: of each box there.
-        far: views of a buffer of ``kind.wire`` elements, ``[count, *sizes]`` together.
+        wire_views: views of a buffer of ``kind.wire_dtype`` elements, ``[count, *sizes]`` together.
     """
 
     kind: BoxKind
@@ -125,98 +132,114 @@ class EqualBoxes:
     offsets: tuple[int, ...]
     sizes: Index
     strides: Index
-    far: tuple[View, ...]
+    wire_views: tuple[View, ...]
 
     def boxes(self, tensors: Tensors) -> list[Tensor]:
         return view_boxes([tensors[param] for param in self.params], self.sizes, self.strides, self.offsets)
 
-    def put(self, buffer: Tensor, boxes: Tensor) -> None:
+    def write(self, buffer: Tensor, boxes: Tensor) -> None:
         """Write ``[count, *sizes]`` to a buffer of bytes."""
-        memory, first = buffer.view(self.kind.wire), 0
-        for view in self.far:
+        memory, first = buffer.view(self.kind.wire_dtype), 0
+        for view in self.wire_views:
             count = view.sizes[0]
             view.of(memory).copy_(boxes if count == len(boxes) else boxes[first : first + count])
             first += count
 
-    def taken(self, buffer: Tensor) -> Tensor:
-        views = [view.of(buffer.view(self.kind.wire)) for view in self.far]
-        return views[0] if len(views) == 1 else torch.cat(views)
+    def read(self, buffer: Tensor) -> Tensor:
+        """Return ``[count, *sizes]`` of a buffer of bytes."""
+        memory = buffer.view(self.kind.wire_dtype)
+        if len(self.wire_views) == 1:
+            return self.wire_views[0].of(memory)
+        return torch.cat([view.of(memory) for view in self.wire_views])
 
 
-def blocks(
-    copies: Copies, kind: IntArray, kinds: Sequence[BoxKind], shape_of: Callable[[int], Sequence[int]]
-) -> Iterator[EqualBoxes]:
-    """Yield copies, whose sources are parameters, as blocks of equal boxes of one kind, of up to `MAX_BLOCK_ELEMENTS`
-    elements, or of one box.
+def equal_boxes(
+    copies: Copies,
+    params: IntArray,
+    is_active: Sequence[bool],
+    kind_of: Callable[[int], BoxKind],
+    shape_of: Callable[[int], Sequence[int]],
+) -> list[EqualBoxes]:
+    """Return copies, whose sources are units, as blocks of equal boxes of one kind, of up to `MAX_BLOCK_ELEMENTS`, or
+    of one box.
 
     Args:
-        kind: of each row.
+        params: the parameter of each unit.
+        is_active: whether a parameter takes part in the step; rows of others are left out.
+        kind_of: the kind of a unit's boxes.
         shape_of: the shape of a parameter's local tensor.
     """
+    copies = copies.rows(np.array(is_active, bool)[params[copies.source]])
     if not len(copies):
-        return
+        return []
+    # Kinds get numbers, so that rows are told apart by columns of integers.
+    units, row_unit = np.unique(copies.source, return_inverse=True)
+    kinds: dict[BoxKind, int] = {}
+    unit_kind = [kinds.setdefault(kind_of(unit), len(kinds)) for unit in units.tolist()]
+    row_kind, kind_list = np.array(unit_kind, np.int64)[row_unit], list(kinds)
+    copies = replace(copies, source=params[copies.source])
+
+    # A box that is all of its tensor needs no view of it, and keeps the tensor's own dims.
     width, dense = copies.sizes.shape[1], dense_strides(copies.sizes)
-    params, number = np.unique(copies.source, return_inverse=True)
-    shapes = [tuple(shape_of(param)) for param in params.tolist()]
-    filled_up = np.array([((1,) * (width - len(shape)) + shape)[-width:] for shape in shapes], np.int64)
-    same = (filled_up[number] == copies.sizes) & ((copies.source_strides == dense) | (copies.sizes == 1))
-    whole = same.all(axis=1) & (copies.source_offset == 0)
-    ndim = np.array([len(shape) for shape in shapes], np.int64)[number]
-    kinds_of_rows = np.column_stack((kind, np.where(whole, ndim, width), whole))
-    for rows in _equal(
-        np.column_stack((kinds_of_rows, copies.sizes, copies.source_strides, copies.target_strides)), copies
-    ):
-        kind_number, dims, all_of_it = kinds_of_rows[rows[0]].tolist()
-        sizes, strides, far_strides = (
-            tuple(column[rows[0], width - dims :].tolist())
-            for column in (copies.sizes, copies.source_strides, copies.target_strides)
-        )
-        wire = kinds[kind_number].wire.itemsize
-        count = max(1, MAX_BLOCK_ELEMENTS // max(1, int(copies.numel[rows[0]])))
+    numbers, row_param = np.unique(copies.source, return_inverse=True)
+    shapes = [tuple(shape_of(param)) for param in numbers.tolist()]
+    wide_shapes = np.array([((1,) * (width - len(shape)) + shape)[-width:] for shape in shapes], np.int64)
+    is_dense = (copies.source_strides == dense) | (copies.sizes == 1)
+    is_tensor = ((wide_shapes[row_param] == copies.sizes) & is_dense).all(axis=1) & (copies.source_offset == 0)
+    ndim = np.where(is_tensor, np.array([len(shape) for shape in shapes], np.int64)[row_param], width)
+
+    # Rows that agree in all of this are done together.
+    keys = np.column_stack((row_kind, ndim, is_tensor, copies.sizes, copies.source_strides, copies.target_strides))
+    blocks = []
+    for rows in _equal_rows(keys, copies):
+        head, kind = rows[0], kind_list[row_kind[rows[0]]]
+        dims = slice(width - int(ndim[head]), None)
+        sizes, strides = tuple(copies.sizes[head, dims].tolist()), tuple(copies.source_strides[head, dims].tolist())
+        wire_strides = tuple(copies.target_strides[head, dims].tolist())
+        count = max(1, MAX_BLOCK_ELEMENTS // max(1, int(copies.numel[head])))
         for first in range(0, len(rows), count):
-            cut = rows[first : first + count]
-            begin = copies.target_offset[cut] // wire
-            far = (
-                View((stop - start, *sizes), (apart, *far_strides), int(begin[start]))
-                for start, stop, (apart,) in _evenly(begin[:, None])
-            )
-            offsets = () if all_of_it else tuple(copies.source_offset[cut].tolist())
-            yield EqualBoxes(
-                kinds[kind_number], tuple(copies.source[cut].tolist()), offsets, sizes, strides, tuple(far)
-            )
+            part = rows[first : first + count]
+            offset = copies.target_offset[part] // kind.wire_dtype.itemsize
+            views = [
+                View((stop - start, *sizes), (step, *wire_strides), int(offset[start]))
+                for start, stop, (step,) in _even_runs(offset[:, None])
+            ]
+            offsets = () if is_tensor[head] else tuple(copies.source_offset[part].tolist())
+            blocks.append(EqualBoxes(kind, tuple(copies.source[part].tolist()), offsets, sizes, strides, tuple(views)))
+    return blocks
 
 
-def carries(copies: Copies, itemsize: int) -> Iterator[tuple[View, View]]:
-    """Yield copies between one memory and a buffer of bytes, of elements of one size, as pairs of views."""
-    for rows in _equal(np.column_stack((copies.sizes, copies.source_strides, copies.target_strides)), copies):
-        sizes, near, far = (
+def view_pairs(copies: Copies, itemsize: int) -> list[tuple[View, View]]:
+    """Return copies between one memory and a buffer of bytes, of elements of one size, as pairs of views."""
+    pairs = []
+    for rows in _equal_rows(np.column_stack((copies.sizes, copies.source_strides, copies.target_strides)), copies):
+        sizes, *strides = (
             tuple(column[rows[0]].tolist()) for column in (copies.sizes, copies.source_strides, copies.target_strides)
         )
-        begin = np.column_stack((copies.source_offset[rows], copies.target_offset[rows] // itemsize))
-        for start, stop, apart in _evenly(begin):
-            here, there = (
-                View((stop - start, *sizes), (step, *strides), offset)
-                for step, strides, offset in zip(apart, (near, far), begin[start].tolist(), strict=True)
-            )
-            yield here, there
+        offsets = np.column_stack((copies.source_offset[rows], copies.target_offset[rows] // itemsize))
+        for start, stop, steps in _even_runs(offsets):
+            sides = zip(steps, strides, offsets[start].tolist(), strict=True)
+            memory, buffer = (View((stop - start, *sizes), (step, *along), offset) for step, along, offset in sides)
+            pairs.append((memory, buffer))
+    return pairs
 
 
-def _equal(keys: IntArray, copies: Copies) -> Iterator[IntArray]:
+def _equal_rows(keys: IntArray, copies: Copies) -> Iterator[IntArray]:
+    """Yield the numbers of rows with equal keys, in the order of their places in the target."""
     if not len(keys):
         return
     order = np.lexsort((copies.target_offset, *keys.T[::-1]))
     ordered = keys[order]
-    cuts = np.flatnonzero((ordered[1:] != ordered[:-1]).any(axis=1)) + 1
-    yield from np.split(order, cuts)
+    yield from np.split(order, np.flatnonzero((ordered[1:] != ordered[:-1]).any(axis=1)) + 1)
 
 
-def _evenly(places: IntArray) -> Iterator[tuple[int, int, list[int]]]:
+def _even_runs(places: IntArray) -> Iterator[tuple[int, int, list[int]]]:
     """Yield runs of places ``[n, k]``, equally far apart and none before the last: first, end, how far."""
-    apart = np.diff(places, axis=0)
-    changes = [*(np.flatnonzero((apart[1:] != apart[:-1]).any(axis=1)) + 2).tolist(), len(places)]
+    steps = np.diff(places, axis=0)
+    changes = [*(np.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 2).tolist(), len(places)]
     start = 0
     while start < len(places):
-        forward = start + 1 < len(places) and apart[start].min() >= 0
-        stop = changes[bisect_right(changes, start + 1)] if forward else start + 1
-        yield start, stop, apart[start].tolist() if forward else [0] * places.shape[1]
+        is_forward = start + 1 < len(places) and steps[start].min() >= 0
+        stop = changes[bisect_right(changes, start + 1)] if is_forward else start + 1
+        yield start, stop, steps[start].tolist() if is_forward else [0] * places.shape[1]
         start = stop

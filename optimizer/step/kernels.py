@@ -1,7 +1,7 @@
 """The element-wise parts of a step by Triton kernels, in a few launches.
 
 One pass over gradients and momenta writes updates to the wire or the stack, one pass applies results.  Where this rank
-sends all elements of a parameter, its momentum takes the gradient in on the way.  This file needs Triton.
+sends all elements of a parameter, its momentum accumulates the gradient on the way.  This file needs Triton.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..planning.schedule import Schedule
 from ..triton import updates
 from ..triton.updates import Segments, TensorTable, addresses
 from .boxes import Sizes, SlotCopies
-from .elementwise import LocalTensors, beginning
+from .elementwise import LocalTensors, params_by_first_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class KernelElementwise:
     Args:
         specs: of the schedule's parameters.
         numels: elements of each parameter that rest on this rank.
-        apart: parameters whose momenta torch's operators let take the gradient in: all where updates are sent ahead of
-            momenta, and those that are rounded with noise.
+        accumulated_before: parameters whose momenta torch's operators let accumulate the gradient: all where updates
+            are sent ahead of momenta, and those that are rounded with noise.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class KernelElementwise:
         numels: Sequence[int],
         device: torch.device,
         *,
-        apart: Collection[int] = (),
+        accumulated_before: Collection[int] = (),
     ) -> None:
         self._copies, self._specs, self._device = SlotCopies(schedule), specs, device
         entries = list(dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units))
@@ -60,25 +60,30 @@ class KernelElementwise:
         self._params = [param for param, _ in entries]
         self._scales = [specs[param].scale(*shape) for param, shape in entries]
         self._entry = np.array([number[unit.param, unit.rows_columns] for unit in schedule.units], np.int64)
+        # A kernel that sends all elements of a parameter can accumulate its gradient in the same pass.
         sent = np.zeros(len(specs), np.int64)
-        np.add.at(sent, [unit.param for unit in schedule.units], self._copies.sent())
-        whole = (param for param, numel in enumerate(numels) if sent[param] == numel)
-        self._accumulated = frozenset(whole) - frozenset(apart)
-        self._beginning = beginning(schedule, len(specs))
+        np.add.at(sent, [unit.param for unit in schedule.units], self._copies.sent_elements())
+        sent_params = {param for param, numel in enumerate(numels) if sent[param] == numel}
+        self._accumulated_by_kernels = frozenset(sent_params) - frozenset(accumulated_before)
+        self._params_of_stages = params_by_first_stage(schedule, len(specs))
+        # Launches are planned once for each list of kinds, tables sent to the device when they change.
         self._kinds: list[LaunchKind] = []
         self._numbers_of_kinds: dict[LaunchKind, int] = {}
         self._number_of_kind = np.empty(0, np.int64)
         self._segments: dict[Hashable, list[tuple[LaunchKind, Segments]]] = {}
-        self._carried: dict[Hashable, Segments | None] = {}
+        self._wire_segments: dict[Hashable, Segments | None] = {}
         self._tables: dict[Hashable, tuple[tuple[float, ...], Tensor]] = {}
-        self._captured: list[Tensor] = []
+        self._captured_tables: list[Tensor] = []
 
     def begin(self, local: LocalTensors) -> None:
+        # Launches serve as long as the dtypes are those of the step before.
         kinds = [self._kind(local, param) for param in self._params]
         if kinds != self._kinds:
-            self._kinds, self._segments, self._carried = kinds, {}, {}
+            self._kinds, self._segments, self._wire_segments = kinds, {}, {}
             self._numbers_of_kinds = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
             self._number_of_kind = np.array([self._numbers_of_kinds[kind] for kind in kinds], np.int64)
+
+        # Tensors are found by address, 0 where the parameter takes no part.
         gradients = [local.gradients[param] for param in self._params]
         pairs = list(zip(self._params, gradients, strict=True))
         momenta = [None if gradient is None else local.momenta[param] for param, gradient in pairs]
@@ -88,11 +93,12 @@ class KernelElementwise:
         self._weights = {kind: self._tensors("weights", kind, kind.weight, weights) for kind in set(kinds)}
         # Kernels write behind torch's back: autograd must know that what it saved is no longer there.
         torch.autograd.graph.increment_version([t for t in (*momenta, *weights) if t is not None])
+
+        # Rates are read on the device, so that a captured graph follows them.
         groups = [local.groups[param] for param in self._params]
         momentum = self._numbers("momentum", [group.get("momentum", 0.0) for group in groups])
-        looks = self._numbers("nesterov", [bool(group.get("nesterov")) for group in groups])
-        ahead = torch.where(looks > 0, momentum, 1.0)
-        self._averaging = torch.stack([1 - momentum, ahead], dim=1).float()
+        nesterov = self._numbers("nesterov", [bool(group.get("nesterov")) for group in groups])
+        self._averaging = torch.stack([1 - momentum, torch.where(nesterov > 0, momentum, 1.0)], dim=1).float()
         self._rates = updates.rate_table(
             self._numbers("lr", [group["lr"] for group in groups]),
             self._numbers("scale", self._scales),
@@ -101,68 +107,73 @@ class KernelElementwise:
         )
 
     def locate(self, local: LocalTensors) -> None:
-        both = [(local.gradients[param], local.momenta[param]) for param in self._params]
-        momenta = [m if gradient is not None and m.device == self._device else None for gradient, m in both]
+        pairs = [(local.gradients[param], local.momenta[param]) for param in self._params]
+        momenta = [m if gradient is not None and m.device == self._device else None for gradient, m in pairs]
         kinds = set(self._kinds)
         self._momenta = {kind: self._tensors("momenta", kind, kind.momentum, momenta) for kind in kinds}
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        self._send(("leaving", stage), lambda: self._copies.leaving[stage], wire)
+        self._send(("update", stage), lambda: self._copies.update_sends[stage], wire)
 
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        self._send(("leaving", stage), lambda: self._copies.leaving[stage], wire, ahead=True)
+        self._send(("update", stage), lambda: self._copies.update_sends[stage], wire, ahead=True)
 
     def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
-        local.accumulate(local.alike(param for param in self._beginning[stage] if param not in self._accumulated))
+        numbers = [param for param in self._params_of_stages[stage] if param not in self._accumulated_by_kernels]
+        local.accumulate(local.equal_momenta(numbers))
 
     def assemble(self, local: LocalTensors, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
         dtype = self._kinds[self._entry[next(iter(sizes))]].there
         stack = torch.empty(sum(sizes.values()), dtype=dtype, device=self._device)
-        own = lambda: self._copies.own(stage, sizes, dtype.itemsize)  # noqa: E731
-        self._send(("own", stage, *sizes), own, stack.view(torch.uint8))
-        self._carry(("arriving", stage, *sizes), lambda: self._copies.arriving(stage, sizes), stack, wire, back=True)
+        copies = lambda: self._copies.local(stage, sizes, dtype.itemsize)  # noqa: E731
+        self._send(("local", stage, *sizes), copies, stack.view(torch.uint8))
+        receives = lambda: self._copies.update_receives(stage, sizes)  # noqa: E731
+        self._carry(("receives", stage, *sizes), receives, stack, wire, back=True)
         return stack
 
     def release(self, local: LocalTensors, stage: int, sizes: Sizes, results: Tensor, wire: Tensor) -> None:
-        itemsize = results.element_size()
-        self._carry(("released", stage, *sizes), lambda: self._copies.released(stage, sizes), results, wire, back=False)
-        own = lambda: self._copies.own(stage, sizes, itemsize)  # noqa: E731
-        self._apply(("own back", stage, *sizes), own, results.view(torch.uint8))
+        sends = lambda: self._copies.result_sends(stage, sizes)  # noqa: E731
+        self._carry(("sends", stage, *sizes), sends, results, wire, back=False)
+        copies = lambda: self._copies.local(stage, sizes, results.element_size())  # noqa: E731
+        self._apply(("local back", stage, *sizes), copies, results.view(torch.uint8))
 
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        self._apply(("returning", stage), lambda: self._copies.returning[stage], wire)
+        self._apply(("result", stage), lambda: self._copies.result_receives[stage], wire)
 
     def _send(self, key: Hashable, copies: Callable[[], Copies], buffer: Tensor, *, ahead: bool = False) -> None:
-        for kind, segments in self._planned(key, copies, lambda kind: kind.there):
+        for kind, segments in self._planned_segments(key, copies, lambda kind: kind.there):
             momenta, gradients = self._momenta[kind], self._gradients[kind]
-            how = updates.AHEAD if ahead else kind.accumulate
-            updates.send(segments, momenta, gradients, self._averaging, buffer, kind.there, accumulate=how)
+            accumulate = updates.AHEAD if ahead else kind.accumulate
+            updates.send(segments, momenta, gradients, self._averaging, buffer, kind.there, accumulate=accumulate)
 
     def _apply(self, key: Hashable, copies: Callable[[], Copies], buffer: Tensor) -> None:
-        for kind, segments in self._planned(key, copies, lambda kind: kind.back):
+        for kind, segments in self._planned_segments(key, copies, lambda kind: kind.back):
             updates.apply(segments, self._weights[kind], self._rates, buffer, kind.back)
 
     def _carry(self, key: Hashable, copies: Callable[[], Copies], stack: Tensor, wire: Tensor, *, back: bool) -> None:
-        if key not in self._carried:
+        if key not in self._wire_segments:
             table = copies()
-            one = replace(table, source=np.zeros_like(table.source))
-            self._carried[key] = Segments.of(one, 1, stack.dtype, self._device) if len(table) else None
-        if (segments := self._carried[key]) is not None:
-            where = TensorTable(upload_numbers((stack.data_ptr(),), torch.int64, self._device), stack.dtype)
-            updates.carry(segments, where, wire, back=back)
+            one_source = replace(table, source=np.zeros_like(table.source))
+            segments = Segments.of(one_source, 1, stack.dtype, self._device) if len(table) else None
+            self._wire_segments[key] = segments
+        if (segments := self._wire_segments[key]) is not None:
+            stack_table = TensorTable(upload_numbers((stack.data_ptr(),), torch.int64, self._device), stack.dtype)
+            updates.carry(segments, stack_table, wire, back=back)
 
-    def _planned(
+    def _planned_segments(
         self, key: Hashable, copies: Callable[[], Copies], dtype: Callable[[LaunchKind], torch.dtype]
     ) -> list[tuple[LaunchKind, Segments]]:
+        """Return the launches of copies, one for each kind of tensors that has some."""
         if key not in self._segments:
             table = copies()
             table = replace(table, source=self._entry[table.source])
-            kind = self._number_of_kind[table.source]
-            self._segments[key] = [
-                (some, Segments.of(table.rows(kind == number), len(self._params), dtype(some), self._device))
-                for some, number in self._numbers_of_kinds.items()
-                if (kind == number).any()
-            ]
+            row_kind = self._number_of_kind[table.source]
+            self._segments[key] = []
+            for kind, number in self._numbers_of_kinds.items():
+                if (row_kind == number).any():
+                    rows = table.rows(row_kind == number)
+                    segments = Segments.of(rows, len(self._params), dtype(kind), self._device)
+                    self._segments[key].append((kind, segments))
         return self._segments[key]
 
     def _kind(self, local: LocalTensors, param: int) -> LaunchKind:
@@ -173,31 +184,33 @@ class KernelElementwise:
             weight.dtype,
             update.there,
             update.back,
-            param in self._accumulated,
+            param in self._accumulated_by_kernels,
         )
 
     def _tensors(
         self, name: str, kind: LaunchKind, dtype: torch.dtype, tensors: Sequence[Tensor | None]
     ) -> TensorTable:
-        chosen = [t if mine == kind else None for t, mine in zip(tensors, self._kinds, strict=True)]
-        return TensorTable(self._table((name, kind), addresses(chosen, self._device), torch.int64), dtype)
+        of_kind = [
+            tensor if tensor_kind == kind else None for tensor, tensor_kind in zip(tensors, self._kinds, strict=True)
+        ]
+        return TensorTable(self._table((name, kind), addresses(of_kind, self._device), torch.int64), dtype)
 
     def _numbers(self, name: str, values: Sequence[float | Tensor]) -> Tensor:
         """Return a number for each entry, fp64; tensors on the device are read there."""
         live = {id(value): value for value in values if isinstance(value, Tensor) and value.device == self._device}
         numbers = self._table(name, tuple(0.0 if id(v) in live else float(v) for v in values), torch.float64)
         for key, value in live.items():
-            these = self._table((name, key), tuple(float(id(v) == key) for v in values), torch.float64)
-            numbers = torch.where(these > 0, value.reshape(()).double(), numbers)
+            is_value = self._table((name, key), tuple(float(id(v) == key) for v in values), torch.float64)
+            numbers = torch.where(is_value > 0, value.reshape(()).double(), numbers)
         return numbers
 
     def _table(self, name: Hashable, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
         """Return numbers on the device, sent when they change; a captured graph reads them as long as it lives."""
-        held = self._tables.get(name)
-        if held is None or held[0] != values:
-            held = values, upload_numbers(values, dtype, self._device)
+        cached = self._tables.get(name)
+        if cached is None or cached[0] != values:
+            cached = values, upload_numbers(values, dtype, self._device)
             if not is_capturing():
-                self._tables[name] = held
+                self._tables[name] = cached
         if is_capturing():
-            self._captured.append(held[1])
-        return held[1]
+            self._captured_tables.append(cached[1])
+        return cached[1]

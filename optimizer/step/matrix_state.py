@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -13,28 +13,28 @@ from torch import Tensor
 
 from ...algebra.plan import Copies
 from ..ground.tensors import aligned_stack, spacing, stack_boxes, stack_memory
-from ..planning.matrices import SHAPES, WEIGHT, Slot, Spec, rows_columns
+from ..planning.matrices import SHAPES, WEIGHT, Spec, rows_columns
 from ..planning.schedule import Schedule
-from .boxes import BoxKind, EqualBoxes, SlotCopies, Tensors, View, blocks, carries
+from .boxes import BoxKind, EqualBoxes, SlotCopies, Tensors, View, equal_boxes, view_pairs
 from .elementwise import LocalTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StateOfEqual:
+class StackedSlot:
     """One slot of equal matrices: together in the memory of an `aligned_stack`, in the order of their units.
 
     Attributes:
         shape: ``[B, rows, columns]``.
-        own: from where it rests on this rank to the memory; and back, if it ``returns``.
-        arriving, released: pairs of views of the memory and of the wire, there and back.
+        local: from where it rests on this rank to the memory; and back, if it ``returns``.
+        receives, sends: pairs of views of the memory and of the wire, there and back.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, int, int]
-    own: Sequence[EqualBoxes]
-    arriving: Sequence[tuple[View, View]] = ()
-    released: Sequence[tuple[View, View]] = ()
+    local: Sequence[EqualBoxes]
+    receives: Sequence[tuple[View, View]] = ()
+    sends: Sequence[tuple[View, View]] = ()
     returns: bool = True
 
 
@@ -47,119 +47,114 @@ class MatrixState:
     def __init__(self, schedule: Schedule, specs: Sequence[Spec], rank: int, device: torch.device) -> None:
         self._units, self._specs, self._device = schedule.units, specs, device
         self._params = np.array([unit.param for unit in schedule.units], np.int64)
+        # Slot 0 is the update, which a backend of the element-wise parts copies.
         numbers = range(1, max((len(spec.slots) for spec in specs), default=0))
         self._copies = {number: SlotCopies(schedule, number) for number in numbers}
-        self._begins: dict[tuple[int, str], int] = {}  # where staying state lies, by unit
-        ends: defaultdict[tuple[int, str], int] = defaultdict(int)
+        # State that stays: where each unit's begins in the local tensor of its parameter.
+        self._offsets: dict[tuple[int, str], int] = {}
+        lengths: defaultdict[tuple[int, str], int] = defaultdict(int)
         for number, unit in enumerate(schedule.units):
             for slot, shape in specs[unit.param].staying if unit.owner == rank else ():
                 rows, columns = SHAPES[shape].of_matrix(*unit.rows_columns)
-                self._begins[number, slot] = ends[unit.param, slot]
-                ends[unit.param, slot] += rows * columns
+                self._offsets[number, slot] = lengths[unit.param, slot]
+                lengths[unit.param, slot] += rows * columns
         self._blocks: dict[Hashable, list[EqualBoxes]] = {}
-        self._equal: dict[tuple[int, ...], list[StateOfEqual]] = {}
+        self._stacked_slots: dict[tuple[int, ...], list[StackedSlot]] = {}
 
-    def forget(self) -> None:
+    def forget_blocks(self) -> None:
         """Forget which copies go together: other parameters have gradients."""
-        self._blocks, self._equal = {}, {}
+        self._blocks, self._stacked_slots = {}, {}
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for number, copies in self._copies.items():
-            for block in self._together(local, number, stage, copies.leaving[stage], back=False):
-                block.put(wire, stack_boxes(block.boxes(_tensors(local, block.kind.others))))
+            for block in self._wire_blocks(local, number, stage, copies.update_sends[stage], back=False):
+                block.write(wire, stack_boxes(block.boxes(_tensors(local, block.kind.tag))))
 
     def assemble(self, local: LocalTensors, stage: int, units: tuple[int, ...], wire: Tensor) -> dict[str, Tensor]:
         """Return the state of equal matrices that this rank owns, an `aligned_stack` of each slot."""
-        if units not in self._equal:
-            self._equal[units] = list(chain(self._travelling(local, stage, units), self._staying(local, units)))
+        if units not in self._stacked_slots:
+            slots = chain(self._travelling_slots(local, stage, units), self._staying_slots(local, units))
+            self._stacked_slots[units] = list(slots)
         state = {}
-        for slot in self._equal[units]:
+        for slot in self._stacked_slots[units]:
             state[slot.name] = aligned_stack(slot.shape, slot.dtype, self._device)
             memory = stack_memory(state[slot.name])
-            for block in slot.own:
-                block.put(memory.view(torch.uint8), stack_boxes(block.boxes(_tensors(local, slot.name))))
-            for here, there in slot.arriving:
-                here.of(memory).copy_(there.of(wire.view(slot.dtype)))
+            for block in slot.local:
+                block.write(memory.view(torch.uint8), stack_boxes(block.boxes(_tensors(local, slot.name))))
+            for memory_view, wire_view in slot.receives:
+                memory_view.of(memory).copy_(wire_view.of(wire.view(slot.dtype)))
         return state
 
     def release(self, local: LocalTensors, units: tuple[int, ...], state: Mapping[str, Tensor], wire: Tensor) -> None:
         """Write the state of equal matrices to the wire, and to where it rests on this rank."""
-        for slot in self._equal[units]:
+        for slot in self._stacked_slots[units]:
             if not slot.returns:
                 continue
             memory = stack_memory(state[slot.name])
-            for here, there in slot.released:
-                there.of(wire.view(memory.dtype)).copy_(here.of(memory))
-            for block in slot.own:
-                _put_back(block, _tensors(local, slot.name), memory.view(torch.uint8))
+            for memory_view, wire_view in slot.sends:
+                wire_view.of(wire.view(memory.dtype)).copy_(memory_view.of(memory))
+            for block in slot.local:
+                _write_back(block, _tensors(local, slot.name), memory.view(torch.uint8))
 
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         for number, copies in self._copies.items():
-            for block in self._together(local, number, stage, copies.returning[stage], back=True):
-                _put_back(block, _tensors(local, block.kind.others), wire)
+            for block in self._wire_blocks(local, number, stage, copies.result_receives[stage], back=True):
+                _write_back(block, _tensors(local, block.kind.tag), wire)
 
-    def _together(
+    def _wire_blocks(
         self, local: LocalTensors, number: int, stage: int, copies: Copies, *, back: bool
     ) -> list[EqualBoxes]:
         """Return a stage's copies of a slot, by its number in specs, between the wire and tensors."""
         key = number, stage, back
+
+        def kind_of(unit: int) -> BoxKind:
+            slot = self._specs[self._params[unit]].slots[number]
+            return BoxKind(slot.back if back else slot.there, tag=slot.name)
+
+        def shape_of(param: int) -> Sequence[int]:
+            return _tensors(local, self._specs[param].slots[number].name)[param].shape
+
         if key not in self._blocks:
-            active = np.array([gradient is not None for gradient in local.gradients], bool)
-            table = replace(copies, source=self._params[copies.source])
-            table = table.rows(active[table.source])
-            params, at = np.unique(table.source, return_inverse=True)
-            kinds: dict[BoxKind, int] = {}
-            kind = [kinds.setdefault(self._kind(param, number, back=back), len(kinds)) for param in params.tolist()]
-            shape_of = lambda param: _tensors(local, self._slot(param, number).name)[param].shape  # noqa: E731
-            self._blocks[key] = list(blocks(table, np.array(kind, np.int64)[at], list(kinds), shape_of))
+            self._blocks[key] = equal_boxes(copies, self._params, local.is_active, kind_of, shape_of)
         return self._blocks[key]
 
-    def _slot(self, param: int, number: int) -> Slot:
-        return self._specs[param].slots[number]
-
-    def _kind(self, param: int, number: int, *, back: bool) -> BoxKind:
-        slot = self._slot(param, number)
-        return BoxKind(slot.back if back else slot.there, others=slot.name)
-
-    def _travelling(self, local: LocalTensors, stage: int, units: Sequence[int]) -> Iterable[StateOfEqual]:
+    def _travelling_slots(self, local: LocalTensors, stage: int, units: Sequence[int]) -> Iterator[StackedSlot]:
         unit = self._units[units[0]]
         for number, slot in enumerate(self._specs[unit.param].slots):
             if number:
                 rows, columns = rows_columns(slot.shapes[unit.index])
                 sizes, copies = dict.fromkeys(units, spacing(rows * columns, slot.there)), self._copies[number]
-                own = copies.own(stage, sizes, slot.there.itemsize)
-                yield StateOfEqual(
+                yield StackedSlot(
                     slot.name,
                     slot.there,
                     (len(units), rows, columns),
-                    self._own(local, slot.name, replace(own, source=self._params[own.source]), slot.there),
-                    list(carries(copies.arriving(stage, sizes), slot.there.itemsize)),
-                    list(carries(copies.released(stage, sizes), slot.back.itemsize)),
+                    self._local_blocks(local, slot.name, copies.local(stage, sizes, slot.there.itemsize), slot.there),
+                    view_pairs(copies.update_receives(stage, sizes), slot.there.itemsize),
+                    view_pairs(copies.result_sends(stage, sizes), slot.back.itemsize),
                     slot.returns,
                 )
 
-    def _staying(self, local: LocalTensors, units: Sequence[int]) -> Iterable[StateOfEqual]:
-        unit = self._units[units[0]]
+    def _staying_slots(self, local: LocalTensors, units: Sequence[int]) -> Iterator[StackedSlot]:
+        unit, count = self._units[units[0]], len(units)
         for name, shape in self._specs[unit.param].staying:
             rows, columns = SHAPES[shape].of_matrix(*unit.rows_columns)
             dtype = local.slots[name][unit.param].dtype
-            count = len(units)
             sizes, strides = np.tile((1, rows, columns), (count, 1)), np.tile((rows * columns, columns, 1), (count, 1))
-            begins = np.array([self._begins[number, name] for number in units], np.int64)
+            offsets = np.array([self._offsets[number, name] for number in units], np.int64)
             places = np.arange(count) * (spacing(rows * columns, dtype) * dtype.itemsize)
-            params = self._params[list(units)]
-            own = Copies(sizes, params, begins, strides, params, places, strides)
-            yield StateOfEqual(name, dtype, (count, rows, columns), self._own(local, name, own, dtype))
+            numbers = np.array(units, np.int64)
+            copies = Copies(sizes, numbers, offsets, strides, numbers, places, strides)
+            yield StackedSlot(name, dtype, (count, rows, columns), self._local_blocks(local, name, copies, dtype))
 
-    def _own(self, local: LocalTensors, name: str, copies: Copies, dtype: torch.dtype) -> list[EqualBoxes]:
+    def _local_blocks(self, local: LocalTensors, name: str, copies: Copies, dtype: torch.dtype) -> list[EqualBoxes]:
         tensors = _tensors(local, name)
-        kind = np.zeros(len(copies), np.int64)
-        return list(blocks(copies, kind, [BoxKind(dtype)], lambda param: tensors[param].shape))
+        shape_of = lambda param: tensors[param].shape  # noqa: E731
+        return equal_boxes(copies, self._params, local.is_active, lambda unit: BoxKind(dtype), shape_of)
 
 
 def _tensors(local: LocalTensors, slot: Hashable) -> Tensors:
     return local.weights if slot == WEIGHT else local.slots[str(slot)]
 
 
-def _put_back(block: EqualBoxes, tensors: Tensors, buffer: Tensor) -> None:
-    torch._foreach_copy_(block.boxes(tensors), list(block.taken(buffer).unbind()))
+def _write_back(block: EqualBoxes, tensors: Tensors, buffer: Tensor) -> None:
+    torch._foreach_copy_(block.boxes(tensors), list(block.read(buffer).unbind()))

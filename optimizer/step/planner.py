@@ -195,5 +195,5 @@ def elementwise(
         else:
             if {*momentum_dtypes, *(weight.dtype for weight in weights)} <= {*KERNEL_DTYPES}:
                 numels = [weight.numel() for weight in weights]
-                return KernelElementwise(schedule, specs, numels, device, apart=apart)
+                return KernelElementwise(schedule, specs, numels, device, accumulated_before=apart)
     return TorchElementwise(schedule, specs, [weight.shape for weight in weights], device)

@@ -32,7 +32,7 @@ from ..newton_schulz.recipe import Recipe
 from ..planning.matrices import WEIGHT, Spec, Unit
 from ..planning.schedule import Ranks, Schedule
 from .agreement import AGREE_ON_STEP, PLAN_FACT, AgreedError, Facts, Intent
-from .elementwise import VISITS, Elementwise, LocalTensors, beginning, state_of
+from .elementwise import VISITS, Elementwise, LocalTensors, params_by_first_stage, state_of
 from .exchange import Link, Notes, StepExchange, Wire
 from .matrix_state import MatrixState
 from .rank_sets import RankSet, State, crossing, rank_sets, refuse_ended
@@ -162,7 +162,7 @@ class PendingStep:
 
     def leave(self) -> None:
         """Leave it undone, but wait for what is under way."""
-        self.local.restore()
+        self.local.restore_momenta()
         for wire in list(self.coming)[1:]:
             wire.arrive()
 
@@ -205,7 +205,7 @@ class Step:
             (weight.device, *(slot.there for slot in spec.slots)) for weight, spec in zip(params, specs, strict=True)
         ]
         self._ahead, self._keeps = guarded and not noisy, guarded and noisy
-        self._beginning = beginning(schedule, len(params))
+        self._params_by_first_stage = params_by_first_stage(schedule, len(params))
         self._notes = Notes(group, device) if group is not None else None
         self._active: tuple[bool, ...] = ()
         self._batches: list[list[Batch]] = []
@@ -254,7 +254,7 @@ class Step:
                 skipped = exchange.check_first(coming[0])
             except AgreedError:
                 if local is not None:
-                    local.restore()
+                    local.restore_momenta()
                 raise
         assert local is not None, "all ranks stop at the first check if one has failed"
         return PendingStep(exchange, local, coming, skipped)
@@ -322,7 +322,7 @@ class Step:
         """Return the tensors of this step."""
         stages = self._params_of_stages, self._memory, self._device
         local = LocalTensors.of(self._params, groups, state, self._specs, self._rank, *stages)
-        active = tuple(gradient is not None for gradient in local.gradients)
+        active = local.is_active
         if self._active != active:
             units = self.schedule.units
             of_param = groups.__getitem__, self._methods.__getitem__, self._kinds.__getitem__
@@ -330,7 +330,7 @@ class Step:
                 in_batches(units, (n for n in stage.owned if active[units[n].param]), *of_param)
                 for stage in self.schedule.stages
             ]
-            self._state.forget()
+            self._state.forget_blocks()
             self._active = active
         self._elementwise.begin(local)
         return local
@@ -344,11 +344,11 @@ class Step:
     def _gather(self, exchange: StepExchange, local: LocalTensors | None, stage: int) -> Wire:
         wire = Wire(self.schedule.stages[stage].gather, self._links[stage][0], self._device)
         if local is not None:
-            if exchange.attempt(local.here, stage):
+            if exchange.attempt(local.fetch_state, stage):
                 exchange.attempt(self._elementwise.locate, local)
             first = stage < STAGES_IN_FLIGHT
             if first and self._keeps:
-                exchange.attempt(local.keep, self._beginning[stage])
+                exchange.attempt(local.save_momenta, self._params_by_first_stage[stage])
             if not (ahead := first and self._ahead):
                 exchange.attempt(self._elementwise.accumulate_gradients, local, stage)
             send = self._elementwise.send_ahead if ahead else self._elementwise.send

@@ -261,8 +261,8 @@ def test_what_a_rank_copies_to_any_owner_and_back_are_shares_of_the_plans(seed, 
             for rank in ranks:
                 found = rank_copies(layout, fused, ranks, rank, matrices)
                 for tables, way in [
-                    ((found.gives, found.takes, found.own), (resting, whole)),
-                    ((found.gives_back, found.takes_back, found.own.inverse()), (whole, resting)),
+                    ((found.gives, found.takes, found.local), (resting, whole)),
+                    ((found.gives_back, found.takes_back, found.local.inverse()), (whole, resting)),
                 ]:
                     assert_share(tables, make_share(*way, rank), rank)
 
