@@ -15,8 +15,7 @@ from typing import Any
 Triple = tuple[float, float, float]
 
 Plain = str | Triple | tuple[tuple[str, Any], ...]
-"""Coefficients as plain values: the name of a published set, a triple for every step, or the fields of a set of the
-user's own."""
+"""Coefficients as plain values: the name of a published set, a triple for every step, or the fields of a user's set."""
 
 #: The classic quintic, ``p(1) = 1`` and ``p'(1) = p''(1) = 0``: it draws any singular value between 0 and 1.5
 #: towards 1, so appending it never undoes what the steps before it reached.
@@ -67,9 +66,9 @@ class CoefficientSet:
         return self.steps[:steps] + (self.tail,) * (steps - len(self.steps))
 
 
-def _damped(steps: tuple[Triple, ...], by: float) -> tuple[Triple, ...]:
-    """Return ``p(x / by)`` for every polynomial: a singular value pushed above 1 by rounding then does no harm."""
-    return tuple((a / by, b / by**3, c / by**5) for a, b, c in steps)
+def _damp(steps: tuple[Triple, ...], margin: float) -> tuple[Triple, ...]:
+    """Return ``p(x / margin)`` for every polynomial: a singular value pushed above 1 by rounding then does no harm."""
+    return tuple((a / margin, b / margin**3, c / margin**5) for a, b, c in steps)
 
 
 _SETS = (
@@ -119,7 +118,7 @@ _SETS = (
     ),
     CoefficientSet(
         "polar_express_gram",
-        _damped(
+        _damp(
             (
                 (8.28721201814563, -23.595886519098837, 17.300387312530933),
                 (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -127,13 +126,13 @@ _SETS = (
                 (3.3184196573706015, -2.488488024314874, 0.51004894012372),
                 (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
             ),
-            by=1.05,
+            margin=1.05,
         ),
         "Polar Express, arXiv 2505.16932, damped by 1.05 as in Dao-AILab/gram-newton-schulz",
     ),
     CoefficientSet(
         "cans",
-        _damped(
+        _damp(
             (
                 (8.4703, -25.1081, 18.6293),
                 (4.1828, -3.1087, 0.5806),
@@ -143,7 +142,7 @@ _SETS = (
             ),
             # As published it lives on the very edge: values that round to more than 1 at its maxima grow by 12 a step,
             # up to infinity in 16 bits for matrices of one or two large singular values.
-            by=1.01,
+            margin=1.01,
         ),
         "CANS (Remez, adaptive interval), arXiv 2506.10935, as in Emerging-Optimizers, but damped by 1.01",
     ),
@@ -176,7 +175,7 @@ _SETS = (
 )
 
 #: The published sets by name, with the numbers of their sources, digit by digit.
-COEFFICIENTS: Mapping[str, CoefficientSet] = MappingProxyType({chosen.name: chosen for chosen in _SETS})
+COEFFICIENTS: Mapping[str, CoefficientSet] = MappingProxyType({published.name: published for published in _SETS})
 
 
 Coefficients = str | CoefficientSet | Triple | Sequence[Triple] | Plain
@@ -196,8 +195,8 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
         return coefficients
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENTS:
-            known = ", ".join(COEFFICIENTS)
-            raise ValueError(f"unknown Newton-Schulz coefficients {coefficients!r}, expected one of {known}")
+            names = ", ".join(COEFFICIENTS)
+            raise ValueError(f"unknown Newton-Schulz coefficients {coefficients!r}, expected one of {names}")
         return COEFFICIENTS[coefficients]
     numbers: Any = coefficients
     try:
@@ -213,14 +212,14 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
 
 def plain_coefficients(coefficients: Coefficients) -> Plain:
     """Return coefficients as plain values for a parameter group: a published set's name, or the numbers of another."""
-    chosen = coefficient_set(coefficients)
-    numbers = chosen.steps, chosen.tail, chosen.norm_scale
+    polynomials = coefficient_set(coefficients)
+    fields = tuple((field, getattr(polynomials, field)) for field in ("steps", "tail", "norm_scale"))
     for name, published in COEFFICIENTS.items():
-        if (published.steps, published.tail, published.norm_scale) == numbers:
+        if all(getattr(published, field) == value for field, value in fields):
             return name
-    if chosen.steps == (chosen.tail,) and chosen.norm_scale == 1:
-        return chosen.tail
-    return (("steps", chosen.steps), ("tail", chosen.tail), ("norm_scale", chosen.norm_scale))
+    if polynomials.steps == (polynomials.tail,) and polynomials.norm_scale == 1:
+        return polynomials.tail
+    return fields
 
 
 def _triple(numbers: Sequence[float]) -> Triple:

@@ -1,7 +1,6 @@
-"""Errors that a user can meet.
+"""Errors that a user can meet; the command line maps the families to exit codes, and nothing else depends on them.
 
-Each message says what is wrong, what was expected, what was found, where, and what to do.  The command line maps the
-families to exit codes; nothing else depends on the hierarchy.
+Each message says what is wrong, what was expected, what was found, where, and what to do.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import chain
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -38,7 +38,7 @@ class DamageError(SourceError):
     """A checkpoint is not what was written: a file is missing or cut, or its bytes are others.
 
     Attributes:
-        fault: what is wrong, without the advice on what to do, with which the message may end.
+        fault: the message without the advice with which it may end.
     """
 
     def __init__(self, fault: str, advice: str = "") -> None:
@@ -47,15 +47,15 @@ class DamageError(SourceError):
 
 
 class LostFileError(DamageError):
-    """A file of a checkpoint is missing or cut: what it held is lost, and all else may be whole."""
+    """A file of a checkpoint is missing or cut: its contents are lost, and all else may be whole."""
 
 
 class UnlistedError(LostFileError):
-    """What described some tensors is lost: another checkpoint of the same model says what they were.
+    """The description of some tensors is lost: another checkpoint of the same model says what they were.
 
     Attributes:
-        keys: of these tensors; None if nothing tells.
-        count: how many they are; None if nothing tells.
+        keys: of these tensors; None if unknown.
+        count: of these tensors; None if unknown.
     """
 
     def __init__(self, fault: str, keys: Collection[str] | None = None, count: int | None = None) -> None:
@@ -75,7 +75,7 @@ ADVICE = "What to do: "
 
 
 class ArgumentError(MuonckptError, TypeError, ValueError):
-    """An argument of a collective call is not what it may be on some rank, or ranks have given different ones."""
+    """An argument of a collective call is wrong on some rank, or differs between ranks."""
 
 
 class DestinationError(MuonckptError):
@@ -87,7 +87,7 @@ class UnsyncedError(DestinationError):
 
 
 class AttestError(MuonckptError):
-    """Memory does not hold what it has to: a checkpoint's state, another process's, or that of the other replicas."""
+    """Memory differs from a checkpoint's state, another process's, or that of the other replicas."""
 
 
 class Interrupted(MuonckptError):
@@ -100,7 +100,7 @@ class LostRankError(Interrupted):
 
 @contextmanager
 def lost_ranks() -> Iterator[None]:
-    """Say in words of ours that the one collective in the block has failed: torch's are of pairs of sockets.
+    """Raise our error where the one collective in the block fails: torch's message is about a pair of sockets.
 
     Raises:
         LostRankError: another rank was killed, or does not answer.
@@ -130,25 +130,28 @@ def warn_on_rank(message: str, category: type[Warning] = UserWarning, stacklevel
         print(f"{category.__name__}: {message}", file=sys.stderr, flush=True)
 
 
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """The end of an error message: the known words that are closest to one; empty if none is close."""
+def did_you_mean(word: str, candidates: Sequence[str]) -> str:
+    """Return the end of an error message: the candidates that are closest to a word; empty if none is close."""
     from difflib import get_close_matches  # few programs need it
 
-    bare = word.strip("*?")
-    close = get_close_matches(bare, known[:20_000], n=3, cutoff=0.6)
-    close = close or [key for key in known if bare and bare.casefold() in key.casefold()][:3]
-    parts = dict.fromkeys(part for key in known[:20_000] for part in key.split("."))
-    close = close or get_close_matches(bare, list(parts), n=3, cutoff=0.6)
+    # Whole names first, then names that contain the word, then parts of names between dots.
+    word = word.strip("*?")
+    close = get_close_matches(word, candidates[:20_000], n=3, cutoff=0.6)
+    close = close or [name for name in candidates if word and word.casefold() in name.casefold()][:3]
+    if not close:
+        parts = dict.fromkeys(chain.from_iterable(name.split(".") for name in candidates[:20_000]))
+        close = get_close_matches(word, list(parts), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function of the public API with a call: arguments that it does not take are refused with that line.
+    """Decorate a function of the public API with an example of its call, with which unknown arguments are refused.
 
-    Those that belong ``elsewhere`` are refused with a line of their own.
+    Args:
+        elsewhere: arguments of other functions, each with the line to write instead.
     """
 
-    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
 
         @wraps(function)
@@ -160,14 +163,14 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
                     signature.bind(*args, **kwargs)
                 except TypeError as misfit:
                     name = str(misfit).rpartition("argument ")[2].strip("'")
-                    near = did_you_mean(name, [*signature.parameters])
-                    write = elsewhere.get(name, line)
-                    raise TypeError(f"{function.__qualname__}: {misfit}{near or '.'} Write {write}") from None
+                    hint = did_you_mean(name, [*signature.parameters]) or "."
+                    cure = elsewhere.get(name, line)
+                    raise TypeError(f"{function.__qualname__}: {misfit}{hint} Write {cure}") from None
                 raise
 
         return call
 
-    return decorated
+    return decorate
 
 
 @contextmanager

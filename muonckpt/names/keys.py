@@ -52,10 +52,7 @@ class OptimizerPlace:
 
 
 class OptimizerKey(NamedTuple):
-    """One way to read a path.
-
-    ``name`` is a parameter, or the number of a group in the nested form; ``leaf`` is the slot or the option.
-    """
+    """A reading of a path: ``name`` is a parameter, or a group's number if nested; ``leaf`` is a slot or an option."""
 
     place: OptimizerPlace
     name: str
@@ -63,12 +60,12 @@ class OptimizerKey(NamedTuple):
 
     @classmethod
     def of_slot(cls, path: KeyPath) -> Iterator[OptimizerKey]:
-        """Yield the ways to read a path as that of a slot, the shortest prefix first."""
+        """Yield the readings of a path as that of a slot, the shortest prefix first."""
         return cls._readings(path, STATE)
 
     @classmethod
     def of_option(cls, path: KeyPath) -> Iterator[OptimizerKey]:
-        """Yield the ways to read a path as that of an option, likewise."""
+        """Yield the readings of a path as that of an option, likewise."""
         return (key for key in cls._readings(path, PARAM_GROUPS) if key.place.flat or NUMBER.fullmatch(key.name))
 
     @classmethod
@@ -87,7 +84,7 @@ _AFTER_DOT = {word: re.compile(rf"(?:(?<=\.)|^){word}\.") for word in (STATE, PA
 
 
 def optimizers_of(paths: Iterable[KeyPath]) -> set[OptimizerPlace]:
-    """Return the places of all optimizers: those of parameter groups, which may be one item."""
+    """Return the places of all optimizers, by their parameter groups, which may be one item."""
     places = set[OptimizerPlace]()
     for path in paths:
         if PARAM_GROUPS in path:
@@ -115,16 +112,16 @@ _RANK = re.compile("(0|[1-9][0-9]*)-of-([1-9][0-9]*)")
 
 
 def rank_key(key: str, path: KeyPath, rank: int, ranks: int) -> tuple[str, KeyPath]:
-    """Return key and path of the value of one of so many ranks, of an item that differs from rank to rank.
+    """Return the key and the path of one rank's value of an item that differs from rank to rank.
 
-    Its parts are strings, also where the item is in a list, of which the others may have no such value.
+    The parts of the path are strings: other ranks may have no such value, so a position in a list is not one there.
     """
     name = f"{rank}-of-{ranks}"
     return f"{BY_RANK}.{name}.{key}", (BY_RANK, name, *map(str, path))
 
 
 class RankValue(NamedTuple):
-    """Whose value of an item a path is: that of one of so many ranks."""
+    """A value of an item at ``path`` that one of ``ranks`` ranks saved."""
 
     rank: int
     ranks: int
@@ -159,8 +156,8 @@ def slots_of(node: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, str, str, Mappi
                     yield (STATE, str(name), str(slot)), str(name), str(slot), group_of.get(name, {})
         case _:
             for key in node:
-                prefix, _, rest = str(key).partition(".")
-                name, _, slot = rest.rpartition(".")
+                prefix, _, suffix = str(key).partition(".")
+                name, _, slot = suffix.rpartition(".")
                 options = f"{PARAM_GROUPS}.{name}."
                 if prefix == STATE and name and f"{options}lr" in node:
                     yield (str(key),), name, slot, {o: node.get(options + o) for o in ("convention", "pieces")}
@@ -192,22 +189,22 @@ class NamedOptimizer:
         """The beginning of the keys of its parameter groups."""
         return option_prefix(self.key)
 
-    def state_of_names(self, keys: Iterable[str], known: Collection[str]) -> dict[str, dict[str, str]]:
+    def state_of_names(self, keys: Iterable[str], names: Collection[str]) -> dict[str, dict[str, str]]:
         """Return the keys of its state, by parameter and slot.
 
         Args:
-            known: names of parameters; in a key that begins with none of them, only the last part is the slot.
+            names: parameters; in a key that begins with none of them, only the last part is the slot.
         """
         prefix = self.state
         state: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for key in keys:
             if key.startswith(prefix):
-                rest = key.removeprefix(prefix)
-                name = rest.rpartition(".")[0]
-                while name and name not in known:
+                suffix = key.removeprefix(prefix)
+                name = suffix.rpartition(".")[0]
+                while name and name not in names:
                     name = name.rpartition(".")[0]
-                name = name or rest.rpartition(".")[0]
-                state[name][rest.removeprefix(f"{name}.")] = key
+                name = name or suffix.rpartition(".")[0]
+                state[name][suffix.removeprefix(f"{name}.")] = key
         return dict(state)
 
     def options_of_names(self, keys: Iterable[str]) -> dict[str, dict[str, str]]:

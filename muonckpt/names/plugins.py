@@ -1,4 +1,4 @@
-"""What other packages give: values in groups of entry points, such as formats and programs."""
+"""Plug-ins: values that other packages register in groups of entry points, such as formats and programs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import TypeVar
 
 from .errors import SourceError
 
-Given = TypeVar("Given")
+T = TypeVar("T")
 
 
-def load_plugins(group: str, kind: type[Given], of: str) -> dict[str, Given]:
-    """Import the values that plug-ins give in a group of entry points, by the names that messages use.
+def load_plugins(group: str, kind: type[T], noun: str) -> dict[str, T]:
+    """Import the values that plug-ins register in a group of entry points, by the names that messages use.
 
     Args:
-        of: what they are, such as "formats", for messages.
+        noun: names the values in messages, such as "formats".
 
     Raises:
         SourceError: a plug-in cannot be imported, or gives a value of another kind.
@@ -25,12 +25,12 @@ def load_plugins(group: str, kind: type[Given], of: str) -> dict[str, Given]:
         package = "an unknown package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
         plugin = f"plug-in {point.name!r} ({point.value}) of {package}"
         try:
-            given = point.load()
+            value = point.load()
         except Exception as error:  # whatever other people's code raises
             raise SourceError(
-                f"the {plugin} for {of} cannot be imported: {type(error).__name__}: {error}; repair or uninstall it"
+                f"the {plugin} for {noun} cannot be imported: {type(error).__name__}: {error}; repair or uninstall it"
             ) from error
-        if not isinstance(given, kind):
-            raise SourceError(f"the {plugin} for {of}: expected a {kind.__name__}, found {type(given).__name__}")
-        plugins[plugin] = given
+        if not isinstance(value, kind):
+            raise SourceError(f"the {plugin} for {noun}: expected a {kind.__name__}, found {type(value).__name__}")
+        plugins[plugin] = value
     return plugins

@@ -114,15 +114,15 @@ class LoadReport:
         return "\n".join(lines)
 
 
-def in_globs(names: Collection[str], others: Iterable[str]) -> list[str]:
+def in_globs(names: Collection[str], other_names: Iterable[str]) -> list[str]:
     """Return names as globs for ``fresh=``: one for names that differ only in numbers, unless it matches others too."""
-    others = list(others)
+    other_names = list(other_names)
     members_by_glob: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         members_by_glob[unnumbered(escape(name))].append(name)
     globs: list[str] = []
     for glob, members in members_by_glob.items():
-        is_common = len(members) > 1 and not any(fnmatchcase(other, glob) for other in others)
+        is_common = len(members) > 1 and not any(fnmatchcase(name, glob) for name in other_names)
         globs += [glob] if is_common else map(escape, members)
     return globs
 
@@ -248,17 +248,19 @@ def match_subtrees(
         saved_by_leaf[path[-1]].append(path)
     while unmatched:
         path = min(unmatched, key=str)
+        root = path[0]
         # A path and a saved one with the same end suggest prefixes; the shortest go with the largest subtrees.
         candidates = {_prefixes(path, saved_path) for saved_path in saved_by_leaf[path[-1]]}
-        for here, there in sorted(candidates, key=lambda pair: (len(pair[0]) + len(pair[1]), str(pair))):
-            subtree = {path for path in unmatched if path[: len(here)] == here}
-            is_saved = all((*there, *path[len(here) :]) in saved for path in subtree)
-            if len(here) <= 1 and len(there) <= 2 and is_saved:
-                prefixes.append((here, there))
+        for live_prefix, saved_prefix in sorted(candidates, key=lambda pair: (len(pair[0]) + len(pair[1]), str(pair))):
+            depth = len(live_prefix)
+            subtree = {path for path in unmatched if path[:depth] == live_prefix}
+            is_saved = all((*saved_prefix, *path[depth:]) in saved for path in subtree)
+            if depth <= 1 and len(saved_prefix) <= 2 and is_saved:
+                prefixes.append((live_prefix, saved_prefix))
                 unmatched -= subtree
                 break
         else:  # nothing under this root was only moved
-            unmatched = {other for other in unmatched if other[0] != path[0]}
+            unmatched = {path for path in unmatched if path[0] != root}
     return prefixes
 
 
@@ -386,8 +388,8 @@ class ParameterMatcher:
             return NEW
         if saved.groups is not None and not saved.groups:
             return UNGROUPED
-        origin, *others = saved.groups or (0,)
-        if any(self._option_differences(origin, number) for number in others):
+        origin, *numbers = saved.groups or (0,)
+        if any(self._option_differences(origin, number) for number in numbers):
             return "in several parameter groups of the checkpoint, with different options"
         # Its meaning, before its form: state that means something else often has another form as well.
         for option in meaning_options(saved.slots):

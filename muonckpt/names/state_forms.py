@@ -1,7 +1,6 @@
 """The forms in which an optimizer stores averages: numbers of a dtype, or codes of 8 bits with scales of their blocks.
 
 A form says which slots an average takes, of which shapes and dtypes; `optimizer.ground.codecs` reads and writes them.
-Whoever meets a stored slot asks `stored_slot` what it is a part of.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ STATE_DTYPES = ("float32", "bfloat16", EIGHT_BITS)
 """The values of these options."""
 
 BLOCK_SIZE = "block_size"
-"""An option of groups whose state is in 8 bits: how many elements along the last dim have a scale in common."""
+"""An option of groups whose state is in 8 bits: the number of elements along the last dim that share a scale."""
 
 BLOCK = 256
-"""Its default, as in bitsandbytes and torchao."""
+"""The default block size, as in bitsandbytes and torchao."""
 
 BLOCK_SIZES = tuple(2**power for power in range(3, 17))
-"""What it can be: smaller blocks take no less memory than bfloat16, and larger ones are not computed at once."""
+"""Block sizes allowed: smaller blocks take no less memory than bfloat16, and larger ones are not computed at once."""
 
 
 class SlotPart(StrEnum):
-    """What a stored slot has of an average; its value ends the slot's name.
+    """The part of an average that a stored slot has; its value ends the slot's name.
 
     Codes have a name of their own, so that nothing takes them for numbers, nor loads them where numbers belong.
     """
@@ -54,7 +53,7 @@ class SlotPart(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoredSlot:
-    """What a slot in a checkpoint or in an optimizer's state is: a ``part`` of ``slot``."""
+    """A slot in a checkpoint or in an optimizer's state, as a ``part`` of ``slot``."""
 
     slot: str
     part: SlotPart = SlotPart.NUMBERS
@@ -79,12 +78,12 @@ _STORED = {f"{slot}{part}": StoredSlot(slot, part) for slot in AVERAGES for part
 
 
 def stored_slot(name: str | None) -> StoredSlot:
-    """Return what a stored slot is; any that is no part of an average is a slot by itself."""
+    """Parse the name of a stored slot; one that is no part of an average is a slot by itself."""
     return _STORED.get(name or "") or StoredSlot(name or "")
 
 
 def stored_parts(slots: Mapping[str, T], slot: str) -> dict[str, T]:
-    """Return the parts that are stored of a slot; the first of them is shaped like the parameter."""
+    """Return the stored parts of a slot; the first of them is shaped like the parameter."""
     return {name: slots[name] for name in (f"{slot}{part}" for part in SlotPart) if name in slots}
 
 

@@ -48,22 +48,22 @@ PARAMS = "params"
 GIVEN_KEYS: Mapping[str, str] = MappingProxyType(
     {option: f"given_{option}" for option in ("lr", "weight_decay", "momentum", "betas", "beta2")}
 )
-"""Options of state dicts that say what the code gave, where a schedule has changed the option (the key) since."""
+"""The keys of state dicts that have the value that code gave to an option, where a schedule has changed it since."""
 
 SCHEDULER_OPTIONS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """Options that torch's schedulers write to parameter groups for themselves."""
 
 HISTORY_OPTIONS = SCHEDULER_OPTIONS | {*GIVEN_KEYS.values()}
-"""Options that no update reads, and that tell how schedules got where they are."""
+"""Options that no update reads: they tell how schedules got where they are."""
 
 RUN_OPTIONS = frozenset({"lr", "weight_decay", "momentum", "betas"})
 """Options that schedules change during a run, so that no other run can stand in for a checkpoint that lacks them."""
 
 ELEMENTWISE = frozenset({EXP_AVG, EXP_AVG_SQ})
-"""Slots of which no rank needs a whole tensor, because no element's update depends on another element."""
+"""Slots whose elements are updated independently, so that no rank needs a whole tensor."""
 
 ZERO_SLOTS = frozenset({MOMENTUM, SECOND_MOMENT, EXP_AVG, EXP_AVG_SQ, STEP})
-"""Slots that are zeros before a parameter's first update, whichever program's."""
+"""Slots that are zeros before a parameter's first update, in every program."""
 
 ALGORITHM = "algorithm"
 """The option by which a parameter group of our optimizer names its algorithm."""
@@ -82,16 +82,12 @@ def has_our_options(keys: Iterable[str]) -> bool:
 
 
 def begins_as_zeros(slot: str, options: Collection[str]) -> bool:
-    """Return whether a slot is zeros before the first update, given the options of its group: in our optimizer all but
-    masters are, whatever the method.
-    """
+    """Return whether a slot is zeros before the first update: in groups with our options all slots but masters are."""
     return slot in ZERO_SLOTS or ({*options} >= OUR_OPTIONS and slot != MASTER)
 
 
 def depends_on_fusion(slot: str) -> bool:
-    """Return whether the meaning of a slot depends on which matrices are fused in the parameter: unless it is kept for
-    each element by itself, or counts steps.
-    """
+    """Return whether a slot means something else if other matrices are fused in the parameter."""
     return slot not in ELEMENTWISE | {MOMENTUM, MASTER, STEP}
 
 

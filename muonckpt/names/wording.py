@@ -1,4 +1,4 @@
-"""How results are told: findings about what is wrong, lists, numbers with their units, and JSON."""
+"""Text of results: findings about what is wrong, lists, numbers with their units, and JSON."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def listed(words: Iterable[object], most: int = 8, separator: str = ", ") -> str:
+def listed(words: Iterable[object], limit: int = 8, separator: str = ", ") -> str:
     """Return the first words of a list, and how many there are besides: ``a, b and 3 more``."""
-    every = list(words)
-    text = separator.join(map(str, every[:most]))
-    return f"{text}{separator.strip(', ')} and {len(every) - most} more" if len(every) > most else text
+    words = list(words)
+    text = separator.join(map(str, words[:limit]))
+    return f"{text}{separator.strip(', ')} and {len(words) - limit} more" if len(words) > limit else text
 
 
 def unnumbered(name: str) -> str:
@@ -45,14 +45,14 @@ def common_name(names: Sequence[str]) -> str:
 
 
 def find_heads(names: Sequence[str], matrices: Sequence[str]) -> set[str]:
-    """Return which of these names likely are output heads: the last that no other layer repeats, or else a list of
-    layers alike at the end of all ``matrices``, of which others are left.
+    """Find the likely output heads among these names: the last one that no other layer repeats, or else the layers of
+    one pattern with which ``matrices`` end, unless these are all.
     """
-    alike = [unnumbered(name) for name in names]
-    counts = Counter(alike)
-    if single := [name for name, layer in zip(names, alike, strict=True) if counts[layer] == 1]:
-        return {single[-1]}
-    layers = [name for name, layer in zip(names, alike, strict=True) if layer == alike[-1]]
+    patterns = [unnumbered(name) for name in names]
+    counts = Counter(patterns)
+    if unique := [name for name, pattern in zip(names, patterns, strict=True) if counts[pattern] == 1]:
+        return {unique[-1]}
+    layers = [name for name, pattern in zip(names, patterns, strict=True) if pattern == patterns[-1]]
     if {*layers} != {*matrices[-len(layers) :]}:
         return set()
     return {*layers} if len(matrices) > len(names) else {*layers[-1:]}
@@ -60,10 +60,10 @@ def find_heads(names: Sequence[str], matrices: Sequence[str]) -> set[str]:
 
 def folded(rows: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
     """Merge rows whose names differ only in numbers, as layers' do; return names with ``*`` there, and counts."""
-    alike: defaultdict[tuple[str, T], list[str]] = defaultdict(list)
+    names_by_row: defaultdict[tuple[str, T], list[str]] = defaultdict(list)
     for name, cells in rows:
-        alike[unnumbered(name), cells].append(name)
-    return [(common_name(names), len(names), cells) for (_, cells), names in alike.items()]
+        names_by_row[unnumbered(name), cells].append(name)
+    return [(common_name(names), len(names), cells) for (_, cells), names in names_by_row.items()]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -98,9 +98,9 @@ class Finding:
 
     Attributes:
         kind: one word for programs.
-        message: what was found, what was expected, and where.
+        message: the fault, what was expected, and where.
         names: the tensors, items, parameters, files or ranks that it concerns.
-        means: what that usually means, and what to do; empty where the message says it.
+        means: the usual cause, and what to do; empty where the message says it.
     """
 
     kind: str
