@@ -184,7 +184,7 @@ def _with_unlisted(broken: OpenCheckpoint, others: Sequence[OpenCheckpoint]) -> 
             ]
             if known & {tensor.key for tensor in other.outline.tensors} and fault.count in (None, len(lost)):
                 alike = (StateRecord(t.key, (t.key,), t.shape, t.dtype, t.chunks) for t in lost)
-                return broken.having_lost(alike if only_keys else lost)
+                return broken.with_lost_tensors(alike if only_keys else lost)
         tried = f"; those given ({', '.join(str(other.path) for other in others)}) do not" if others else ""
         raise SourceError(
             f"{broken.path}: {str(fault).removeprefix(f'{broken.path}: ')}. Nothing was written. {ADVICE}give a "

@@ -14,7 +14,7 @@ from ...store.formats.registry import BUILT_IN, format_written_as
 from ...store.io import publish
 from ...store.io.location import Location
 from ...store.reading.payloads import Payloads
-from ...store.reading.reader import imported
+from ...store.reading.reader import import_named
 from ..target.topology import Target
 from .item_file import ItemFile
 from .output_files import OutputFile
@@ -110,7 +110,7 @@ def container_of(name: str, shard_bytes: int | None = None) -> Container:
     format = format_written_as(name)
     if format is None:
         raise TargetError(f"unknown format {name!r}; expected one of {', '.join(FORMATS)}, or of a plug-in")
-    make: Callable[..., Container] = imported(format.writer)
+    make: Callable[..., Container] = import_named(format.writer)
     container = make()
     if shard_bytes is None:
         return container

@@ -22,7 +22,7 @@ from ...record.record import Blob, Manifest, StateRecord, record_fields
 from ...store.io import publish
 from ...store.io.checksums import xxh3_128
 from ...store.io.limits import gc_paused
-from ...store.io.location import Location, at_each
+from ...store.io.location import Location, map_each
 from ...store.io.regular import open_regular
 from ...store.reading.payloads import Payloads
 from ..target.topology import Target
@@ -212,12 +212,12 @@ def file_states(payloads: Payloads, columns: Columns, blobs: Sequence[Blob]) -> 
     names = columns.files_of() | {blob.item.file for blob in blobs}
 
     def state(name: str) -> tuple[object, ...]:
-        if payloads.is_held(name):
+        if payloads.is_in_memory(name):
             return (name,)
         with open_regular(payloads.place(name)) as file:
             return name, *file.state
 
-    return tuple(at_each(payloads.directory, state, sorted(names)))
+    return tuple(map_each(payloads.directory, state, sorted(names)))
 
 
 @dataclass(frozen=True, slots=True)

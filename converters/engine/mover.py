@@ -29,11 +29,11 @@ from ...record.columns import UNKNOWN, Column, Columns
 from ...record.record import Extent
 from ...store.io.checksums import Sums, crc32_of, xxh3_128
 from ...store.io.location import Remote
-from ...store.io.new_file import Writing, drafted
-from ...store.io.ranges import crc32_joined, joined
+from ...store.io.new_file import Writing, draft_file
+from ...store.io.ranges import join_crc32, join_ranges
 from ...store.io.regular import READ_BYTES, open_regular
 from ...store.open_checkpoint import check_blob
-from ...store.reading.blocks import bands, span
+from ...store.reading.blocks import bands, strided_span
 from ...store.reading.dtypes import dtype, itemsize
 from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of
 from .arithmetic import Words
@@ -102,11 +102,11 @@ def payload_rows(payloads: Payloads, columns: Columns, rows: Column, length: int
     order = np.lexsort((payload, columns.file[rows]))
     file, start = columns.file[rows][order], payload[order]
     found = np.empty((len(rows), length), np.uint8)
-    runs = joined(start, start + length, _GAP, _MOST, file)
+    runs = join_ranges(start, start + length, _GAP, _MOST, file)
     files, starts, numbers = file.tolist(), start.tolist(), order.tolist()
     for begin, end, members in zip(runs.start.tolist(), runs.stop.tolist(), runs.members(len(rows)), strict=True):
         extent = Extent(columns.names[files[members[0]]], begin, end - begin)
-        raw = np.frombuffer(payloads.glance(extent), np.uint8)
+        raw = np.frombuffer(payloads.read_scratch(extent), np.uint8)
         for member in members:
             place = starts[member] - begin
             found[numbers[member]] = raw[place : place + length]
@@ -193,7 +193,7 @@ class Mover:
         self._raise_if_stopped()
         for folder in reversed(PurePosixPath(file.name).parents[:-1]):  # the staging directory itself exists
             (self._staged / str(folder)).mkdir(exist_ok=True)
-        with drafted(self._staged / file.name, file.length, self._drafts) as output:
+        with draft_file(self._staged / file.name, file.length, self._drafts) as output:
             draft = Draft(file, output)
             yield draft
             if file.header and output.rewinds:
@@ -372,7 +372,7 @@ class Mover:
                     yield as_words(raw, name, box.shape), box.lo
                     start += box.numel
             if adds_up and self.unchecked.rows.columns.crc32[row] != UNKNOWN:
-                crc32 = crc32_joined(before, sums.checksum, fragment.box.numel * size)
+                crc32 = join_crc32(before, sums.checksum, fragment.box.numel * size)
                 self._copied.add(row, first * size, start * size, crc32)
 
     def _reads(self, chunks: Chunks, number: int, start: int, raw: memoryview) -> None:
@@ -384,7 +384,7 @@ class Mover:
         fragments = [list(term.fragments()) for term in plan.terms]
         size, numel = itemsize(plan.dtype), self._band_numel(plan.box, itemsize(plan.dtype))
         for fragment in chain.from_iterable(fragments):  # so many of its elements can be gathered by one read
-            reach = size * span(fragment.box.shape, fragment.place.strides)
+            reach = size * strided_span(fragment.box.shape, fragment.place.strides)
             numel = max(min(numel, self._read_bytes * fragment.box.numel // reach), 1)
         for band in bands(plan.box, numel):
             for box in band.boxes:

@@ -20,7 +20,7 @@ from ...record.chunks import Chunks
 from ...record.key_search import match_keys, names_of
 from ...record.record import Blob, Chunk, Extent, Manifest, StateRecord
 from ...store.io.checksums import xxh3_128
-from ...store.reading.blocks import bands, within
+from ...store.reading.blocks import bands, slices_within
 from ...store.reading.dtypes import dtype, itemsize
 from ...store.reading.payloads import Payloads, check_chunk, payload_of
 from .arithmetic import Words, scaled
@@ -179,7 +179,7 @@ class OutputTensor:
         """Return the bytes of elements from element ``start`` of a buffer; the next call may overwrite them."""
         size, (source, number) = itemsize(name), self.located(buffer)
         payload = self._payload(source, number, name)
-        raw = payloads.glance(Extent(payload.file, payload.offset + start * size, numel * size))
+        raw = payloads.read_scratch(Extent(payload.file, payload.offset + start * size, numel * size))
         reads(source, number, start * size, raw)
         return raw
 
@@ -205,7 +205,7 @@ class OutputTensor:
             for part in band.boxes:
                 named = zip(fragments, self.dtypes, strict=True)
                 terms = [self._gathered(payloads, own, name, part, reads) for own, name in named]
-                words[within(part, box.lo)] = self.compute(terms)
+                words[slices_within(part, box.lo)] = self.compute(terms)
         return words
 
     def _gathered(
@@ -223,7 +223,7 @@ class OutputTensor:
         for fragment in fragments:
             common = fragment.box & box
             if common is not None:
-                part: tuple[Any, ...] = (*within(common, box.lo), ...)  # so that without dims it is a view, too
+                part: tuple[Any, ...] = (*slices_within(common, box.lo), ...)  # so that without dims it is a view, too
                 self._copy_from(payloads, name, fragment.place_at(common.lo), common.shape, words[part], reads)
         return words
 

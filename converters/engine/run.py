@@ -219,7 +219,7 @@ def _publish(
             raise DestinationError(f"{place / file.name} is not what its worker wrote; nothing was published")
     manifest = _describe(job, files_done)
     with (
-        publish.published_first(items_beside(destination), job.items.data, place / "items.json")
+        publish.publish_first(items_beside(destination), job.items.data, place / "items.json")
         if job.items
         else nullcontext()
     ):

@@ -32,7 +32,7 @@ from ...names.errors import DestinationError, Interrupted, MuonckptError
 from ...store.io import lock, publish
 from ...store.io.checksums import xxh3_128
 from ...store.io.location import Location, Remote
-from ...store.io.new_file import new_lines, read_lines
+from ...store.io.new_file import open_lines, read_lines
 
 SUMS = np.dtype([("digest", "V16"), ("checksum", "<u4"), ("share", "<u8")])
 """Sums of the elements of a chunk, computed while they are written: xxh3-128, the checksum that the frame stores, and
@@ -65,7 +65,7 @@ class Journal:
     """Writes the journal of one worker; safe to use from several threads."""
 
     def __init__(self, place: Location, job: str) -> None:
-        self._lines, self._job = new_lines(place), job
+        self._lines, self._job = open_lines(place), job
         self._adding = Lock()
         self.close = self._lines.close
 

@@ -33,22 +33,22 @@ class JoinedPayloads(Payloads):
         extent = self._parts[0].keep(raw)
         return replace(extent, file=f"0/{extent.file}")
 
-    def is_held(self, name: str) -> bool:
+    def is_in_memory(self, name: str) -> bool:
         part, own = self._part(name)
-        return part.is_held(own)
+        return part.is_in_memory(own)
 
     def close(self) -> None:
         super().close()
         for part in self._parts:
             part.close()
 
-    def is_checked(self, chunk: Chunk) -> bool:
+    def has_checksum(self, chunk: Chunk) -> bool:
         part, own = self._part(chunk.item.file)
-        return part.is_checked(replace(chunk, item=replace(chunk.item, file=own)))
+        return part.has_checksum(replace(chunk, item=replace(chunk.item, file=own)))
 
-    def check_inside(self, item: Extent) -> None:
+    def check_item(self, item: Extent) -> None:
         part, own = self._part(item.file)
-        part.check_inside(replace(item, file=own))
+        part.check_item(replace(item, file=own))
 
     def on_disk(self, name: str) -> int:
         part, own = self._part(name)
@@ -56,7 +56,7 @@ class JoinedPayloads(Payloads):
 
     def _bytes(self, name: str) -> FileBytes:
         part, own = self._part(name)
-        return part.reaching(own, 0)
+        return part.open_file(own, 0)
 
     def _part(self, name: str) -> tuple[Payloads, str]:
         number, _, own = name.partition("/")

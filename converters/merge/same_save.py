@@ -81,7 +81,7 @@ class FillingSource:
                 return False
             try:
                 payload = payload_of(tensor, chunk)
-                self.opened.payloads.reaching(payload.file, payload.end)  # there may be no checksum
+                self.opened.payloads.open_file(payload.file, payload.end)  # there may be no checksum
                 check_chunk(self.opened.payloads, tensor, chunk)
             except MuonckptError:
                 return False

@@ -31,7 +31,7 @@ from ..layouts.boxed_tensor import BoxedTensor, parts_of, whole_shape
 from ..layouts.tensors import declares_boxes, local_of
 from ..names.errors import DestinationError, Interrupted, LostRankError, MuonckptError, warn_on_rank
 from ..ranks.new_group import new_group, time_out
-from ..store.io.location import lasting
+from ..store.io.location import absolute_name
 from .all_ranks import decide_on_first, refuse_crossed
 from .live_state import LiveState, nested_state, refuse_no_state_dict
 from .saving import AgreedPlans, JointSave, SaveProgress, as_json
@@ -294,7 +294,7 @@ def async_save(
     """
     if isinstance(path, Mapping):
         refuse_no_state_dict(state_dict, "to save")
-    place = lasting(path)  # training goes on, perhaps in another working directory
+    place = absolute_name(path)  # training goes on, perhaps in another working directory
     return save_in_thread(
         state_dict,
         place,

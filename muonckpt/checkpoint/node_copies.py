@@ -27,7 +27,7 @@ from ..record.record import MANIFEST_FILE, Extent
 from ..store.formats import native
 from ..store.io import publish
 from ..store.io.checksums import xxh3_128
-from ..store.io.new_file import Writing, created, write_synced
+from ..store.io.new_file import Writing, create_file, write_synced
 from ..store.reading.payloads import Payloads
 from ..store.verify.run import StepName
 from .all_ranks import decide_on_first, exchange, gather_on_all, group_ranks, place_in
@@ -228,7 +228,7 @@ class NodeCopy:
                     own = os.open(self._staged / rank_file(here), os.O_RDONLY | os.O_CLOEXEC)
                     files.callback(os.close, own)
                 for place in origins:
-                    outputs += [files.enter_context(created(self._staged / rank_file(place), sizes[place]))]
+                    outputs += [files.enter_context(create_file(self._staged / rank_file(place), sizes[place]))]
             except OSError as error:
                 failure = error
             for start in range(0, max(sizes), _BAND_BYTES):

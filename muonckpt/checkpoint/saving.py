@@ -34,7 +34,7 @@ from ..store.formats.torch_save.stored_zip import aligned
 from ..store.io import lock, publish
 from ..store.io.checksums import Sums, xxh3_128
 from ..store.io.location import Location, location
-from ..store.io.new_file import created
+from ..store.io.new_file import create_file
 from .all_ranks import decide_on_first, place_in, refuse_crossed, refuse_differing, scatter_from_first
 from .bits import bits_of, dtype_name
 from .live_state import Digests, Item, LiveState, RankState
@@ -167,7 +167,7 @@ class JointSave:
             publish.remove_abandoned(self._destination)
             self._staged = publish.reserve(self._destination)
             if isinstance(self._staged, Path):
-                self._held = lock.holding(self._staged)
+                self._held = lock.lock_directory(self._staged)
         except lock.InUse:
             raise DestinationError(f"{self._destination} is being written by another save; choose another") from None
         except OSError as error:
@@ -333,13 +333,13 @@ def write_items(live: LiveState, items: Sequence[Item], file: Location, progress
     progress.total = end
     rows = []
     try:
-        with created(file, end) as output:
+        with create_file(file, end) as output:
             for blob, start in zip(blobs, starts, strict=False):
                 progress.written = output.write(blob, start)
                 rows.append(receipt_row(xxh3_128([blob]), length=len(blob)))
             for (part, lo), frame, start in zip(tensors, frames, starts[len(blobs) :], strict=True):
                 sums, end = Sums(), output.write(frame.head, start)
-                for band in sums.passing(bits_of(_on_host(part)), lo):
+                for band in sums.add_chunk(bits_of(_on_host(part)), lo):
                     end = progress.written = output.write(band, end)
                 progress.written = output.write(frame.tail(sums.checksum), end)
                 rows.append(receipt_row(sums.digest, sums.share, frame.length, sums.checksum))
@@ -353,7 +353,7 @@ def _witness(live: LiveState, item: Item) -> bytes:
     key, lo = item
     assert lo is not None, "objects were compared before"
     sums = Sums()
-    for _ in sums.passing(bits_of(_on_host(live.parts[key][lo])), lo):
+    for _ in sums.add_chunk(bits_of(_on_host(live.parts[key][lo])), lo):
         pass
     return receipt_row(sums.digest)
 

@@ -28,7 +28,7 @@ from ..checkpoint.signals import On, Signals
 from ..names.errors import SourceError, warn_on_rank
 from ..names.resumption import LoadReport
 from ..runs.series.series import Series
-from ..store.io.location import lasting, location
+from ..store.io.location import absolute_name, location
 from ..store.open_checkpoint import OpenCheckpoint
 
 TRAINER = "trainer"
@@ -131,7 +131,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         if self._saving is None:
             super().remove_checkpoint(filepath)
         else:
-            self._outdated.append(lasting(filepath))
+            self._outdated.append(absolute_name(filepath))
 
     def teardown(self) -> None:
         """Tear down when the last save has ended, and remove copies in memory that are no newer.

@@ -15,10 +15,10 @@ from ..record.record import MANIFEST_FILE
 from ..store.io import publish
 from ..store.io.checksums import xxh3_128
 from ..store.io.limits import gc_paused
-from ..store.io.location import Location, Remote, at_each
+from ..store.io.location import Location, Remote, map_each
 from ..store.io.new_file import write_synced
 from ..store.io.publish import CLAIM
-from ..store.io.regular import read_whole
+from ..store.io.regular import read_text_file
 from ..store.verify.damage import rank_in_name
 from ..store.verify.run import RunStep, StepName, look_at_step
 from ..store.verify.verification import read_verifications
@@ -71,7 +71,7 @@ class StepFolder:
                 return None
             self.place.mkdir(parents=True, exist_ok=True)
             write_synced(file, secrets.token_hex(16).encode())
-        return xxh3_128([read_whole(file), str(self.place.resolve()).encode()])[:16]
+        return xxh3_128([read_text_file(file), str(self.place.resolve()).encode()])[:16]
 
     def newest(self, damaged: Collection[StepName]) -> Newest:
         """Find the newest checkpoint of which nothing is lost, without reading data.
@@ -208,7 +208,7 @@ class StepFolder:
             is_saved = any(file in _DESCRIPTIONS or rank_in_name(file) is not None for file in files)
             return name, files if is_saved and not unfinished else set()
 
-        return {name: files for name, files in at_each(self.place, files_of, names) if files}
+        return {name: files for name, files in map_each(self.place, files_of, names) if files}
 
 
 def superfluous(

@@ -28,11 +28,11 @@ from .formats.torch_save.stored_zip import read_members
 from .io import limits
 from .io.checksums import crc32, xxh3_128
 from .io.limits import gc_paused
-from .io.location import Location, at_each
+from .io.location import Location, map_each
 from .io.regular import open_regular
-from .reading.blocks import within
+from .reading.blocks import slices_within
 from .reading.dtypes import dtype
-from .reading.payloads import Payloads, check_chunk, checked_elements, compare, payload_of
+from .reading.payloads import Payloads, check_chunk, checked_elements, compare_checksums, payload_of
 from .reading.reader import Format, LocatedReader, Reader
 
 
@@ -44,7 +44,7 @@ def check_blob(payloads: Payloads, blob: Blob) -> None:
     """
     with about(f"item {blob.key!r} in {payloads.place(blob.item.file)} is damaged"):
         if blob.digest is not None:
-            compare("digest", xxh3_128(payloads.bands(blob.item)), blob.digest)
+            compare_checksums("digest", xxh3_128(payloads.bands(blob.item)), blob.digest)
             return
         item = blob.item
 
@@ -54,7 +54,7 @@ def check_blob(payloads: Payloads, blob: Blob) -> None:
         for member in read_members(lambda offset, length: bytes(payloads.view(part(offset, length))), item.length):
             if member.crc32 is not None:
                 checksum = crc32(payloads.bands(part(member.offset, member.length)))
-                compare(f"CRC-32 of {member.name}", f"{checksum:08x}", f"{member.crc32:08x}")
+                compare_checksums(f"CRC-32 of {member.name}", f"{checksum:08x}", f"{member.crc32:08x}")
 
 
 def checked_blob(payloads: Payloads, blob: Blob) -> bytes:
@@ -202,12 +202,12 @@ class TensorReader:
         kind, chunks = dtype(tensor.dtype), self._chunks(tensor, box)
         for chunk in chunks:  # before memory is taken for them
             payload = payload_of(tensor, chunk)
-            self._reader.payloads.reaching(payload.file, payload.end)
+            self._reader.payloads.open_file(payload.file, payload.end)
         words = np.empty((*box.shape, *(2,) * (kind.itemsize > 8)), kind.bits)
         for chunk in chunks:
             common = chunk.box & box
             assert common is not None, "the chunk was chosen because they have elements in common"
-            words[within(common, box.lo)] = self._elements(tensor, chunk, common)
+            words[slices_within(common, box.lo)] = self._elements(tensor, chunk, common)
         return words
 
     def parts(self, tensor: StateRecord, box: Box) -> tuple[StoredPart, ...]:
@@ -218,7 +218,7 @@ class TensorReader:
             common, payload = chunk.box & box, payload_of(tensor, chunk)
             assert common is not None, "the chunk was chosen because they have elements in common"
             place = chunk.stored("").place_at(common.lo)
-            offset = payload.offset + place.offset * size if payloads.is_raw(payload.file) else None
+            offset = payload.offset + place.offset * size if payloads.is_verbatim(payload.file) else None
             parts.append(StoredPart(common, payload.file, offset, tuple(size * s for s in place.strides), size))
         return tuple(parts)
 
@@ -383,7 +383,7 @@ class OpenCheckpoint:
     def __repr__(self) -> str:
         return f"<{self.format.name} checkpoint at {self.path}: {len(self.outline.tensors)} tensors>"
 
-    def having_lost(self, tensors: Iterable[StateRecord]) -> OpenCheckpoint:
+    def with_lost_tensors(self, tensors: Iterable[StateRecord]) -> OpenCheckpoint:
         """Return the checkpoint as one that has lost these tensors of another one, too."""
         lost = (replace(tensor, chunks=Chunks.of((), len(tensor.shape)), fingerprint=None) for tensor in tensors)
         outline = replace(self.outline, tensors=(*self.outline.tensors, *lost))
@@ -467,7 +467,7 @@ class OpenCheckpoint:
         expected = {**dict.fromkeys(manifest.files, 0), **ends}
 
         def size(name: str) -> int | None:
-            if payloads.is_held(name):
+            if payloads.is_in_memory(name):
                 return expected[name]
             try:
                 with open_regular(payloads.place(name)) as file:
@@ -475,7 +475,7 @@ class OpenCheckpoint:
             except SourceError:
                 return None
 
-        sizes = zip(expected, at_each(payloads.directory, size, expected), strict=True)
+        sizes = zip(expected, map_each(payloads.directory, size, expected), strict=True)
         return {name: length for name, length in sizes if length is None or length < expected[name]}
 
     @property

@@ -16,15 +16,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import muonckpt
 from muonckpt import SourceError
 from muonckpt.checkpoint.chunk_reader import ByteRun, ChunkReader, PartlyRead, holds, run_of
-from muonckpt.store.io.ranges import crc32_joined
+from muonckpt.store.io.ranges import join_crc32
 from muonckpt.store.io.regular import LocalBytes
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 1 << 40))
 def test_the_sum_of_two_runs_is_that_of_both_end_to_end(first, second, far):
-    assert crc32_joined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
-    in_two_steps = crc32_joined(crc32_joined(zlib.crc32(first), 0, far), 0, 5)
-    assert crc32_joined(zlib.crc32(first), 0, far + 5) == in_two_steps
+    assert join_crc32(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+    in_two_steps = join_crc32(join_crc32(zlib.crc32(first), 0, far), 0, 5)
+    assert join_crc32(zlib.crc32(first), 0, far + 5) == in_two_steps
 
 
 @st.composite

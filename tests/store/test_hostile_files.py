@@ -106,7 +106,7 @@ def test_a_file_that_is_cut_while_it_is_read_gives_an_error_that_names_it(tmp_pa
     """Had it been mapped, this process would end here."""
     (tmp_path / "a").write_bytes(bytes(8 << 20))
     with Payloads(tmp_path) as payloads:
-        file, memory = payloads.reaching("a", 8 << 20), memoryview(bytearray(8 << 20))
+        file, memory = payloads.open_file("a", 8 << 20), memoryview(bytearray(8 << 20))
         bands = payloads.bands(Extent("a", 0, 8 << 20))
         next(bands)
         (tmp_path / "a").write_bytes(bytes(5 << 20))

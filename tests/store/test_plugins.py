@@ -13,7 +13,7 @@ import muonckpt
 from muonckpt.converters.engine.container import FORMATS, Container
 from muonckpt.programs.registry import with_plugins
 from muonckpt.store.formats.registry import BUILT_IN
-from muonckpt.store.reading.reader import imported
+from muonckpt.store.reading.reader import import_named
 
 PLUGIN = Path(__file__).parents[1] / "support" / "plugin"
 
@@ -73,9 +73,9 @@ def test_a_plugin_writes(tiny_checkpoint, tmp_path, monkeypatch):
 def test_a_format_is_registered_as_a_plugin_is():
     """What built-in formats name by import path is there, and no word means two formats."""
     for format in BUILT_IN:
-        assert callable(imported(format.reader))
+        assert callable(import_named(format.reader))
         assert (format.written_as is None) is (format.writer is None)
-        assert format.writer is None or issubclass(type(imported(format.writer)()), Container)
+        assert format.writer is None or issubclass(type(import_named(format.writer)()), Container)
     assert len({format.written_as for format in BUILT_IN if format.written_as}) == len(FORMATS)
 
 

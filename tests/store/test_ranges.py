@@ -16,7 +16,7 @@ from muonckpt import DamageError
 from muonckpt.algebra.box import row_major
 from muonckpt.record.record import Extent
 from muonckpt.store.io.location import PART, part_bytes
-from muonckpt.store.io.ranges import JoinedCrc, joined
+from muonckpt.store.io.ranges import JoinedCrc, join_ranges
 from muonckpt.store.reading.blocks import batches, blocks
 from muonckpt.store.reading.payloads import Payloads
 
@@ -55,7 +55,7 @@ def test_joined_ranges_are_covered_by_few_runs_that_keep_to_their_bounds(places,
     places.sort()
     file, start, length = np.array(places, np.int64).reshape(-1, 3).T
     stop = start + length
-    runs = joined(start, stop, gap, most, file)
+    runs = join_ranges(start, stop, gap, most, file)
     members = list(runs.members(len(places)))
     assert [number for run in members for number in run] == list(range(len(places)))
     for run, lo, hi in zip(members, runs.start, runs.stop, strict=True):

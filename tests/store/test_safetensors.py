@@ -33,7 +33,7 @@ from muonckpt.store.formats.registry import SAFETENSORS, format_of
 from muonckpt.store.formats.safetensors import CODE_OF_DTYPE
 from muonckpt.store.io.location import Remote, location
 from muonckpt.store.reading.dtypes import DTYPES
-from muonckpt.store.reading.payloads import Payloads, nonfinite
+from muonckpt.store.reading.payloads import Payloads, count_nonfinite
 
 LOADABLE = sorted(CODE_OF_DTYPE.keys() - {"float8_e8m0fnu"})
 """What the stock library loads into torch: F8_E8M0 it can write only."""
@@ -98,7 +98,7 @@ def test_elements_are_read_by_box_even_where_they_are_not_aligned(tmp_path):
     with Payloads(tmp_path) as payloads:
         part = assemble(payloads, tensor, Box((1, 0, 2), (3, 4, 4)))
     assert (part.view("<f4") == data.reshape(3, 4, 5)[1:3, :, 2:4]).all()
-    assert nonfinite(part, "float32") == 0
+    assert count_nonfinite(part, "float32") == 0
 
 
 def test_an_index_and_its_files_are_read_and_written_as_hugging_face_libraries_do(tmp_path):

@@ -26,7 +26,7 @@ from muonckpt.record.record import StateRecord
 from muonckpt.store.formats.registry import ZARR, format_of
 from muonckpt.store.formats.zarr import nodes, stored_as
 from muonckpt.store.reading.dtypes import DTYPES, itemsize
-from muonckpt.store.reading.payloads import elements
+from muonckpt.store.reading.payloads import chunk_elements
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -94,7 +94,7 @@ def test_we_read_what_we_write(written):
         for tensor in manifest.tensors:
             tensor.chunk_layout()
             for chunk in tensor.chunks:  # straight from the file
-                assert elements(payloads, tensor, chunk).tobytes() == raw_bytes(path, chunk.payload)
+                assert chunk_elements(payloads, tensor, chunk).tobytes() == raw_bytes(path, chunk.payload)
 
 
 def test_small_chunks_really_are_small(tmp_path):

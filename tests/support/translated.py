@@ -16,7 +16,7 @@ from muonckpt.converters.translate.translator import translate
 from muonckpt.programs.registry import DIALECTS
 from muonckpt.record.record import Blob
 from muonckpt.store.formats.torch_save.plain_item import plain_value
-from muonckpt.store.reading.payloads import elements
+from muonckpt.store.reading.payloads import chunk_elements
 from support.golden import golden
 
 PEERS = {"torch": "torch_fsdp4", "dion": "dion_fsdp4", "xtuner": "xtuner_fsdp4", "titan": "titan_fsdp4",
@@ -65,7 +65,7 @@ def executed(path, outputs: Outputs) -> dict[str, np.ndarray]:
                 source, number = output.located(fragment.place.buffer)
                 chunk = source[number]
                 assert owners[chunk].dtype == output.record.dtype
-                words = elements(payloads, owners[chunk], chunk).reshape(-1)
+                words = chunk_elements(payloads, owners[chunk], chunk).reshape(-1)
                 for index in np.ndindex(*fragment.box.shape):
                     at = sum(i * stride for i, stride in zip(index, fragment.place.strides, strict=True))
                     where = tuple(lo + i for lo, i in zip(fragment.box.lo, index, strict=True))

@@ -18,7 +18,7 @@ from muonckpt.converters.target.topology import Target
 from muonckpt.layouts.flat import owned_layout
 from muonckpt.record.chunks import no_chunks
 from muonckpt.record.record import MANIFEST_FILE, Manifest, StateRecord
-from muonckpt.store.reading.blocks import within
+from muonckpt.store.reading.blocks import slices_within
 from muonckpt.store.reading.dtypes import dtype
 from muonckpt.store.reading.payloads import Payloads, payload_of
 from support.resharded import make_job
@@ -53,5 +53,5 @@ def assemble(payloads: Payloads, tensor: StateRecord, box: Box) -> np.ndarray:
         if common is not None:
             place = dense(chunk.box, chunk.item.file).place_at(common.lo)
             found = payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, common.shape)
-            words[within(common, box.lo)] = found
+            words[slices_within(common, box.lo)] = found
     return words

@@ -27,7 +27,7 @@ from ...optimizer.methods.muon import MUON
 from ...optimizer.planning.matrices import Fused
 from ...programs.model_view import Role
 from ...store.io.location import Location
-from ...store.io.regular import read_whole
+from ...store.io.regular import read_text_file
 from ...store.reading.dtypes import itemsize
 from ...store.verify.diagnosis import open
 
@@ -405,7 +405,7 @@ def model_of_config(file: Location, dtype: str | None = None, method: MatrixMeth
         if not file.is_file():
             raise SourceError(f"{file}: there is no such file; give a checkpoint as --ckpt (checkpoint=), not --model")
     try:
-        data = json.loads(read_whole(file.resolve()))  # Hugging Face's cache is made of links
+        data = json.loads(read_text_file(file.resolve()))  # Hugging Face's cache is made of links
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{file}: expected a config.json of Hugging Face's, found no JSON: {error}") from error
     if not isinstance(data, dict):

@@ -33,7 +33,7 @@ from ...record.record import Blob, Extent, Manifest, StateRecord
 from ..io import limits
 from ..io.checksums import xxh3_128
 from ..io.location import Location, folders_with
-from ..io.ranges import joined
+from ..io.ranges import join_ranges
 from ..io.regular import File, extent_faults, open_regular
 from ..reading.payloads import Payloads
 from .dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
@@ -42,7 +42,7 @@ from .torch_save.tensor_item import ItemTemplate
 from .unread import unread_format
 
 
-def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
+def locate_chunks(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
     """Return tensors with ``payload``, ``crc32`` and ``strides`` of each chunk, as its item says.
 
     Raises:
@@ -119,7 +119,7 @@ class _Surroundings:
         self._file = file
         ends = chain.from_iterable(span for item in items for span in _spans(*item))
         start, stop = np.fromiter(ends, np.int64).reshape(-1, 2).T
-        runs = joined(start, stop, file.gap, file.most)
+        runs = join_ranges(start, stop, file.gap, file.most)
         self._runs = zip(runs.start.tolist(), runs.stop.tolist(), strict=True)
         self._start = self._stop = 0
         self._data = b""
@@ -169,7 +169,7 @@ class DcpReader:
             raise SourceError(f"cannot read {path}: {error}") from error
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        return located(self.payloads.directory, tensors)
+        return locate_chunks(self.payloads.directory, tensors)
 
 
 def common_file(path: Location) -> tuple[Blob, ...]:
@@ -315,7 +315,7 @@ class SiblingsReader:
         )
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        return located(self.payloads.directory, tensors)
+        return locate_chunks(self.payloads.directory, tensors)
 
 
 def _numbers(name: str) -> list[int]:

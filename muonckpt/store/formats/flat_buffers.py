@@ -20,7 +20,7 @@ from ...record.chunks import in_columns
 from ...record.record import Chunk, Extent, Manifest, StateRecord
 from ..io.location import Location
 from ..io.new_file import write_synced
-from ..io.regular import extent_faults, read_whole
+from ..io.regular import extent_faults, read_text_file
 from ..reading.dtypes import itemsize
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader
@@ -111,7 +111,7 @@ def reader(path: Location) -> LocatedReader:
     if not file.exists():
         raise DamageError(f"its {FLAT_BUFFERS_FILE} is missing, which says where in the other files each element is")
     try:
-        text = read_whole(file).decode()
+        text = read_text_file(file).decode()
     except UnicodeDecodeError as error:
         raise DamageError(f"{file}: expected UTF-8: {error}") from error
     try:

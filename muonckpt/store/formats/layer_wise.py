@@ -24,7 +24,7 @@ from ...names.keys import key_of
 from ...names.vocabulary import MASTER, PARAMS
 from ...record.record import Manifest, StateRecord
 from ..io.location import Location
-from ..reading.payloads import Payloads, as_words, elements
+from ..reading.payloads import Payloads, as_words, chunk_elements
 from ..reading.reader import LocatedReader
 from .dcp import DcpReader
 from .layer_wise_names import (
@@ -267,7 +267,9 @@ class ModelWeights:
                 rows = slice(max(1, _COMPARED_ELEMENTS * box.shape[0] // box.numel)) if box.shape else ()
                 words = as_words(payloads.view(master.chunk.item), master.dtype, master.shape)
                 part = words[tuple(map(slice, box.lo, box.hi))][rows]
-                if not np.array_equal(_rounded(part, weight.dtype), elements(weight_payloads, weight, chunks[0])[rows]):
+                if not np.array_equal(
+                    _rounded(part, weight.dtype), chunk_elements(weight_payloads, weight, chunks[0])[rows]
+                ):
                     raise SourceError(
                         f"the master of {name!r} in {master.chunk.item.file} does not round to that in {self.folder}: "
                         "another algorithm, another order of the parameters, or weights of another step"

@@ -31,7 +31,7 @@ from ...programs import signs
 from ...record.record import Chunks, Extent, StateRecord
 from ..io import limits
 from ..io.location import Location
-from ..io.regular import read_whole
+from ..io.regular import read_text_file
 from .torch_save import torch_file
 from .torch_save.inert_pickle import Record, expect
 from .torch_save.torch_file import SavedTensor, TorchFile
@@ -357,7 +357,7 @@ def read_description(path: Location) -> Description | None:
         file = path / name
         if file.is_file():
             try:
-                text = read_whole(file).decode()
+                text = read_text_file(file).decode()
                 limits.check_limit(max(line.count(".") for line in text.split("\n")), limits.DOTS, "dots in a line")
                 return _description(parse(text))
             except RecursionError:

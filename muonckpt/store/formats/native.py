@@ -25,7 +25,7 @@ from ...record.record import DIGEST, FINGERPRINT, MANIFEST_FILE, MANIFEST_VERSIO
 from ..io.checksums import xxh3_128
 from ..io.location import Location
 from ..io.new_file import write_parts, write_synced
-from ..io.regular import read_whole
+from ..io.regular import read_text_file
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader, Reader
 
@@ -44,7 +44,7 @@ def read_native(path: Location) -> Manifest:
     file = path / MANIFEST_FILE
     try:
         with about(file):
-            return Manifest.from_json(read_whole(file))
+            return Manifest.from_json(read_text_file(file))
     except OSError as error:
         raise SourceError(f"cannot read {file}: {error}") from error
 
@@ -125,7 +125,7 @@ def reader_of_lines(path: Location) -> DigestedReader:
     from .dcp import DcpReader  # not needed where nothing is wrong
 
     stock = DcpReader(path)
-    lines = _readable_lines(read_whole(path / MANIFEST_FILE))
+    lines = _readable_lines(read_text_file(path / MANIFEST_FILE))
     if not lines:
         raise DamageError(f"{path / MANIFEST_FILE}: no line of it can be read")
     outline = stock.outline

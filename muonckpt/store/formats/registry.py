@@ -189,7 +189,7 @@ def format_of(path: Location) -> Format:
             return _plugin_showing([path.name]) or SAFETENSORS
         if not path.is_dir():  # said now: it may be published before the next look, and seem to lack what was not there
             raise SourceError(f"expected a checkpoint directory, found no directory {path}")
-        return shown_by(path) or _without_description(path) or DCP
+        return format_shown(path) or _without_description(path) or DCP
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
 
@@ -203,7 +203,7 @@ def _without_description(path: Location) -> Format | None:
     return ZARR if lacks_root(path) else None
 
 
-def shown_by(path: Location) -> Format | None:
+def format_shown(path: Location) -> Format | None:
     """Return the format of which a directory shows a sign; None if it shows none.
 
     Raises:

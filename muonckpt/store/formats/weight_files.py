@@ -22,7 +22,7 @@ from ...names.wording import counted, listed
 from ...record.json_fields import check_digest
 from ...record.record import Extent
 from ..io.location import Location
-from ..io.regular import read_whole
+from ..io.regular import read_text_file
 
 INDEX_NAME = re.compile(r"(?P<stem>.+)(?P<ending>\.safetensors|\.bin)\.index(?P<variant>\.[^.]+)?\.json")
 """The name of an index; transformers writes a variant before ``.json``."""
@@ -106,7 +106,7 @@ class WeightIndex:
         """
         with about(place):
             try:
-                index = cls._of(json.loads(read_whole(place)))
+                index = cls._of(json.loads(read_text_file(place)))
             except (ValueError, RecursionError) as error:
                 raise DamageError(f"damaged index: {error}") from error
             for name in index.names:

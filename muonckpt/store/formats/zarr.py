@@ -32,7 +32,7 @@ from ...record.json_fields import check_digest, digest_of
 from ...record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ..io import limits
 from ..io.location import Location, listing
-from ..io.regular import FileBytes, Held, open_regular, read_whole
+from ..io.regular import FileBytes, Held, open_regular, read_text_file
 from ..reading.dtypes import DTYPES, itemsize
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader
@@ -300,13 +300,13 @@ class ZarrPayloads(Payloads):
     def _bytes(self, name: str) -> FileBytes:
         return Held(self._decode(name)) if name in self._encoded else super()._bytes(name)
 
-    def is_raw(self, name: str) -> bool:
+    def is_verbatim(self, name: str) -> bool:
         return name not in self._encoded
 
-    def is_checked(self, chunk: Chunk) -> bool:
+    def has_checksum(self, chunk: Chunk) -> bool:
         return chunk.item.file in self._checked
 
-    def check_inside(self, item: Extent) -> None:
+    def check_item(self, item: Extent) -> None:
         """Check the CRC-32C behind an unencoded chunk; decoding checks that of an encoded one."""
         from google_crc32c import value as crc32c
 
@@ -375,7 +375,7 @@ def lacks_root(path: Location) -> bool:
             pending += [f"{node}/{name}" for name in below[:1]]
             continue
         try:
-            fields = parse_node(read_whole(path / node / ZARR_FILE))
+            fields = parse_node(read_text_file(path / node / ZARR_FILE))
             entry = fields["attributes"].get(MANIFEST_ATTRIBUTE)
             if fields["node_type"] == "array":
                 return isinstance(entry, dict) and nodes([tensor_of(entry)]) == [node]
@@ -465,7 +465,7 @@ def _nodes(
             if ZARR_FILE not in files:
                 raise DamageError(f"its {ZARR_FILE}{f' of {node}' * bool(node)} is missing")
             with about(place / ZARR_FILE):
-                fields = parse_node(read_whole(place / ZARR_FILE))
+                fields = parse_node(read_text_file(place / ZARR_FILE))
                 if not node:
                     attributes, consolidated = fields["attributes"], _consolidated(fields)
                 if fields["node_type"] == "array":

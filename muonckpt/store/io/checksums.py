@@ -50,7 +50,7 @@ class Sums:
         self.share = combine(self.share, fingerprint(words, origin + (0,) * (words.ndim - len(origin))))
         return raw
 
-    def passing(self, words: NDArray[Any], origin: Index) -> Iterator[memoryview]:
+    def add_chunk(self, words: NDArray[Any], origin: Index) -> Iterator[memoryview]:
         """Add a whole dense chunk band by band, and yield the bytes of each band."""
         if words.ndim == 0 or words.nbytes <= _BAND_BYTES:
             yield self.add(words, origin)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...names.errors import SourceError
-from .location import Location, Remote, asking
+from .location import Location, Remote, store_errors
 
 SWITCH = "MUONCKPT_LIMITS"
 
@@ -109,7 +109,7 @@ def check_text(data: bytes) -> None:
 def _sizes_beside(file: Location) -> Iterator[int]:
     """Yield the sizes of all other files in the folder of a file and below it, each file once."""
     if isinstance(file, Remote):
-        with asking(file):
+        with store_errors(file):
             sizes = file.parent.fs.find(file.parent.path, detail=True)
         yield from (int(info["size"] or 0) for path, info in sizes.items() if path != file.path)
         return

@@ -84,25 +84,25 @@ class Remote:
         return False
 
     def exists(self) -> bool:
-        with asking(self):
+        with store_errors(self):
             return bool(self.fs.exists(self.path))
 
     def is_file(self) -> bool:
-        with asking(self):
+        with store_errors(self):
             return bool(self.fs.isfile(self.path))
 
     def is_dir(self) -> bool:
-        with asking(self):
+        with store_errors(self):
             return bool(self.fs.isdir(self.path))
 
     def iterdir(self) -> Iterator[Remote]:
-        with asking(self):
+        with store_errors(self):
             paths = self.fs.ls(self.path, detail=False)
         yield from (Remote(self.fs, path.rstrip("/")) for path in paths if path.rstrip("/") != self.path)
 
     def listing(self) -> tuple[list[str], list[str]]:
         """Return the names of the objects in it, and of the directories in it, by one request."""
-        with asking(self):
+        with store_errors(self):
             described = self.fs.ls(self.path, detail=True)
         names: dict[bool, list[str]] = {False: [], True: []}
         for info in described:
@@ -113,12 +113,12 @@ class Remote:
 
     def below(self) -> list[Remote]:
         """Return every object in it, at any depth."""
-        with asking(self):
+        with store_errors(self):
             return [Remote(self.fs, path) for path in self.fs.find(self.path)]
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Return the store's description of every object in it, or of itself, by the name in this place."""
-        with asking(self):
+        with store_errors(self):
             found: dict[str, dict[str, Any]] = self.fs.find(self.path, detail=True)
         return {path.removeprefix(self.path).lstrip("/"): info for path, info in found.items()}
 
@@ -130,50 +130,50 @@ class Remote:
         """Do nothing: a directory exists as soon as it contains an object."""
 
     def unlink(self, missing_ok: bool = False) -> None:
-        with asking(self):
+        with store_errors(self):
             if not missing_ok or self.fs.exists(self.path):
                 self.fs.rm_file(self.path)
 
     def remove(self) -> None:
-        with asking(self):
-            at_each(self, self.fs.rm_file, [place.path for place in self.below()])  # rm() treats names as patterns
+        with store_errors(self):
+            map_each(self, self.fs.rm_file, [place.path for place in self.below()])  # rm() treats names as patterns
 
     def write(self, data: bytes) -> None:
-        with asking(self):
+        with store_errors(self):
             self.fs.pipe_file(self.path, data)
 
     def create(self, data: bytes) -> None:
         """Write a small object; raise `FileExistsError` if it exists."""
         try:
-            with asking(self):
+            with store_errors(self):
                 self.fs.pipe_file(self.path, data, mode="create")
         except FileNotFoundError as error:  # there is no such bucket
             raise OSError(str(error)) from error
 
     def copy_to(self, other: Remote) -> None:
         """Copy an object inside the store, so that it appears whole."""
-        with asking(other):
+        with store_errors(other):
             self.fs.cp_file(self.path, other.path)
 
     def open(self) -> RemoteFile:
         """Open an object for reading; raise `DamageError` if it does not exist."""
-        with reading(self):
+        with read_errors(self):
             info = self.fs.info(self.path)
         return RemoteFile(self, info)
 
     @contextmanager
     def upload(self, length: int) -> Iterator[Upload]:
         """Write an object of ``length`` bytes, which appears when everything has been written, or not at all."""
-        with asking(self):
+        with store_errors(self):
             stream = self.fs.open(self.path, "wb", block_size=part_bytes(length))
         upload = Upload(self, stream)
         try:
             yield upload
             upload.fill(length)
-            with asking(self):
+            with store_errors(self):
                 stream.close()
         except BaseException:
-            with suppress(OSError), asking(self):
+            with suppress(OSError), store_errors(self):
                 stream.discard()
             stream.forced = True  # tells fsspec that close() has nothing left to write
             stream.close()
@@ -202,7 +202,7 @@ def listing(folder: Location) -> tuple[list[str], list[str]]:
     return files, folders
 
 
-def at_each(place: Location, function: Callable[[T], R], things: Iterable[T]) -> list[R]:
+def map_each(place: Location, function: Callable[[T], R], things: Iterable[T]) -> list[R]:
     """Apply a function to each thing, in order; in a store, which is slow to answer, many calls run at once."""
     if not isinstance(place, Remote):
         return list(map(function, things))
@@ -242,7 +242,7 @@ def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = Val
     return Remote(fs, path.rstrip("/"))
 
 
-def lasting(name: str | os.PathLike[str]) -> str:
+def absolute_name(name: str | os.PathLike[str]) -> str:
     """Return a path as text that names the same place after `os.chdir`; a URL as it is."""
     text = os.fsdecode(name)
     with suppress(OSError, RuntimeError):  # there is no working directory, or no home: whoever goes there will say so
@@ -280,7 +280,7 @@ class RemoteFile:
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         path, spans = self._place.path, [(start, start + length) for start, length in ranges if length]
-        with reading(self._place):
+        with read_errors(self._place):
             starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
             parts = iter(self._place.fs.cat_ranges([path] * len(spans), starts, stops, on_error="raise"))
         views = [memoryview(next(parts) if length else b"") for _, length in ranges]
@@ -323,7 +323,7 @@ class Upload:
     def write(self, data: bytes | memoryview, offset: int) -> int:
         """Write at byte ``offset``, not before the end of what has been written; return the new end."""
         self.fill(offset)
-        with asking(self._place):
+        with store_errors(self._place):
             self._stream.write(data)
         self._at += len(data)
         return self._at
@@ -331,7 +331,7 @@ class Upload:
     def fill(self, offset: int) -> None:
         if offset < self._at:
             raise ValueError(f"an object is written front to back, and byte {offset} lies before {self._at}")
-        with asking(self._place):
+        with store_errors(self._place):
             while self._at < offset:
                 self._at += self._stream.write(bytes(min(offset - self._at, 1 << 20)))
 
@@ -353,7 +353,7 @@ def check_memory(source: Location, destination: Location, longest: int, threads:
 
 
 @contextmanager
-def asking(place: Remote) -> Iterator[None]:
+def store_errors(place: Remote) -> Iterator[None]:
     """Turn exceptions of a store's library into an `OSError` that names the place."""
     try:
         yield
@@ -364,10 +364,10 @@ def asking(place: Remote) -> Iterator[None]:
 
 
 @contextmanager
-def reading(place: Remote) -> Iterator[None]:
+def read_errors(place: Remote) -> Iterator[None]:
     """Turn exceptions of a store's library into a `SourceError`, a `DamageError` if the object is missing."""
     try:
-        with asking(place):
+        with store_errors(place):
             yield
     except FileNotFoundError as error:
         raise DamageError(f"cannot read {error}") from error

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from .location import Location, Remote
-from .new_file import content
+from .new_file import read_object
 
 
 class InUse(Exception):
@@ -26,7 +26,7 @@ def open_lock(folder: Location, name: str) -> FileLock | ObjectLock:
     return ObjectLock(folder / name) if isinstance(folder, Remote) else FileLock(folder, name)
 
 
-def holding(folder: Path) -> int | None:
+def lock_directory(folder: Path) -> int | None:
     """Lock a directory until the returned handle is closed; None where there are no such locks.
 
     Raises:
@@ -42,7 +42,7 @@ def holding(folder: Path) -> int | None:
 
 
 @contextmanager
-def waiting(folder: Path) -> Iterator[None]:
+def wait_for_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a directory, as soon as no other process does; where there are no such locks do without."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -118,7 +118,7 @@ class ObjectLock:
 
     def __init__(self, place: Remote) -> None:
         self._place, self._line = place, b""
-        self.earlier = [content(place)] if place.exists() else None
+        self.earlier = [read_object(place)] if place.exists() else None
 
     def sign(self, line: bytes) -> None:
         self._line = line
@@ -132,7 +132,7 @@ class ObjectLock:
 
     def is_mine(self) -> bool:
         with suppress(FileNotFoundError):
-            return content(self._place) == self._line
+            return read_object(self._place) == self._line
         return False
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import local
 
-from .location import Location, Remote, Upload, asking, at_each
+from .location import Location, Remote, Upload, map_each, store_errors
 
 _STRIDE = 2 << 20
 """Bytes after which the disk is asked to write."""
@@ -19,24 +19,24 @@ _AT_ONCE = 256 << 10
 memory to its host must request again: measured at 4 GB, half the time in the kernel."""
 
 
-def created(file: Location, length: int) -> AbstractContextManager[Writing]:
+def create_file(file: Location, length: int) -> AbstractContextManager[Writing]:
     """Make a file of ``length`` bytes, zeros where nothing is written; it is on the disk when the block has ended."""
     return file.upload(length) if isinstance(file, Remote) else Output(file, length)
 
 
 @contextmanager
-def drafted(file: Location, length: int, drafts: Location) -> Iterator[Writing]:
-    """Make a file as `created` does, which appears when the block has succeeded, and replaces an earlier one.
+def draft_file(file: Location, length: int, drafts: Location) -> Iterator[Writing]:
+    """Make a file as `create_file` does, which appears when the block has succeeded, and replaces an earlier one.
 
     Until then a local file lies in the directory ``drafts`` of the same file system.
     """
     if isinstance(file, Remote) or isinstance(drafts, Remote):
-        with created(file, length) as output:
+        with create_file(file, length) as output:
             yield output
         return
     draft = drafts / uuid.uuid4().hex
     try:
-        with created(draft, length) as output:
+        with create_file(draft, length) as output:
             yield output
         draft.replace(file)
     except BaseException:
@@ -108,7 +108,7 @@ Writing = Output | Upload
 """A file that is being written; if it ``rewinds``, bytes before the last write may still be written."""
 
 
-def new_lines(place: Location) -> LineFile | LineObjects:
+def open_lines(place: Location) -> LineFile | LineObjects:
     """Open a new place for lines."""
     return LineObjects(place) if isinstance(place, Remote) else LineFile(place)
 
@@ -117,11 +117,11 @@ def read_lines(place: Location) -> list[bytes]:
     """Read all lines, without their ends.  The last may have been cut off by a crash."""
     if isinstance(place, Path):
         return place.read_bytes().splitlines()
-    return at_each(place, content, sorted(place.iterdir(), key=lambda line: line.name))
+    return map_each(place, read_object, sorted(place.iterdir(), key=lambda line: line.name))
 
 
-def content(place: Remote) -> bytes:
-    with asking(place):
+def read_object(place: Remote) -> bytes:
+    with store_errors(place):
         return bytes(place.fs.cat_file(place.path))
 
 

@@ -16,8 +16,8 @@ from datetime import datetime
 from pathlib import Path
 
 from ...names.errors import DestinationError, SourceError, UnsyncedError
-from .location import Location, Remote, asking, at_each
-from .lock import InUse, holding
+from .location import Location, Remote, map_each, store_errors
+from .lock import InUse, lock_directory
 from .new_file import write_synced
 from .regular import open_regular
 
@@ -162,7 +162,7 @@ def refuse_other(place: Location, data: bytes) -> None:
 
 
 @contextmanager
-def published_first(place: Location, data: bytes, draft: Location) -> Iterator[None]:
+def publish_first(place: Location, data: bytes, draft: Location) -> Iterator[None]:
     """Write a small file before the block publishes the checkpoint beside it, and remove it if the block fails.
 
     Args:
@@ -231,8 +231,8 @@ def finish_removal(place: Location, descriptions: Collection[str]) -> None:
         shutil.rmtree(place)
         return
     objects = [entry for entry in place.below() if entry.name != MARK]
-    at_each(place, Remote.unlink, [entry for entry in objects if entry.name in descriptions])
-    at_each(place, Remote.unlink, [entry for entry in objects if entry.name not in descriptions])
+    map_each(place, Remote.unlink, [entry for entry in objects if entry.name in descriptions])
+    map_each(place, Remote.unlink, [entry for entry in objects if entry.name not in descriptions])
     (place / MARK).unlink(missing_ok=True)
 
 
@@ -261,7 +261,7 @@ def remove_abandoned(destination: Location) -> None:
         match = STAGING.fullmatch(entry.name)
         if match and match["name"] == destination.name:
             with suppress(InUse, FileNotFoundError):  # somebody writes there, or removes it as well
-                held = holding(entry)
+                held = lock_directory(entry)
                 if held is not None:
                     discard(entry)
                     os.close(held)
@@ -275,7 +275,7 @@ def is_stale(place: Location, folder: Location) -> bool:
         if isinstance(place, Path):
             changed = max(entry.lstat().st_mtime for entry in (place, *place.iterdir()))
         else:
-            changed = max(at_each(place, _modified, place.below()))
+            changed = max(map_each(place, _modified, place.below()))
     except FileNotFoundError:  # it has been published, or removed, since it was listed
         return False
     if isinstance(folder, Path):
@@ -289,6 +289,6 @@ def is_stale(place: Location, folder: Location) -> bool:
 
 
 def _modified(place: Remote) -> float:
-    with asking(place):
+    with store_errors(place):
         changed: datetime = place.fs.modified(place.path)
         return changed.timestamp()

@@ -31,7 +31,7 @@ class Runs:
         return map(range, first, [*first[1:], ranges])
 
 
-def joined(start: Column, stop: Column, gap: int, most: int = sys.maxsize, file: Numbers | None = None) -> Runs:
+def join_ranges(start: Column, stop: Column, gap: int, most: int = sys.maxsize, file: Numbers | None = None) -> Runs:
     """Join ranges of bytes, given in the order of ``file`` and ``start``, into runs that are each read at once.
 
     Args:
@@ -68,7 +68,7 @@ class JoinedCrc:
             self._waiting.setdefault(start, (stop, crc32))
         while waiting := self._waiting.pop(self.reached, None):
             stop, crc32 = waiting
-            self.reached, self.crc32 = stop, crc32_joined(self.crc32, crc32, stop - self.reached)
+            self.reached, self.crc32 = stop, join_crc32(self.crc32, crc32, stop - self.reached)
 
 
 _POLYNOMIAL = 0xEDB88320
@@ -77,7 +77,7 @@ _POLYNOMIAL = 0xEDB88320
 _X0 = 1 << 31
 
 
-def crc32_joined(first: int, second: int, length: int) -> int:
+def join_crc32(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of two runs of bytes end to end; ``length`` is the second's.
 
     A CRC is a polynomial over GF(2) modulo a fixed one, and to append bytes multiplies it by a power of x (Mark Adler,

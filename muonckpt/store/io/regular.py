@@ -18,7 +18,7 @@ import numpy as np
 from ...names.errors import DamageError, LostFileError, SourceError, about
 from ...record.record import Extent
 from .limits import check_description, check_text, on_disk
-from .location import Location, Remote, RemoteFile, at_each
+from .location import Location, Remote, RemoteFile, map_each
 from .pace import Pace
 
 READ_BYTES = 8 << 20
@@ -245,7 +245,7 @@ def open_regular(file: Location) -> Iterator[File]:
         os.close(handle)
 
 
-def read_whole(file: Location) -> bytes:
+def read_text_file(file: Location) -> bytes:
     """Read a JSON or TOML text that describes the files beside it; raises as `open_regular`.
 
     Raises:
@@ -282,14 +282,14 @@ def extent_faults(path: Location, named: Iterable[tuple[Extent, str]]) -> Iterat
             return error
 
     names = sorted(items)
-    are_there = dict(zip(names, at_each(path, is_there, names), strict=True))
+    are_there = dict(zip(names, map_each(path, is_there, names), strict=True))
     missing = [name for name in names if not are_there[name]]
     if missing:
         yield LostFileError(
             f"expected {len(items)} files in {path}, found {len(missing)} missing: {', '.join(missing)}"
         )
     present = [name for name in names if are_there[name]]
-    for name, size in zip(present, at_each(path, size_of, present), strict=True):
+    for name, size in zip(present, map_each(path, size_of, present), strict=True):
         if isinstance(size, SourceError):
             yield size
             continue

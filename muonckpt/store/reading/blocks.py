@@ -32,7 +32,7 @@ def bands(chunk: Box, most: int) -> Iterator[Band]:
         yield Band(start, stop, tuple(box.shift(chunk.lo) for box in flat_boxes(chunk.shape, start, stop)))
 
 
-def within(box: Box, origin: Index) -> tuple[slice, ...]:
+def slices_within(box: Box, origin: Index) -> tuple[slice, ...]:
     """Return the slices that select ``box`` from an array whose first element has the global index ``origin``."""
     return tuple(slice(lo - o, hi - o) for lo, hi, o in zip(box.lo, box.hi, origin, strict=True))
 
@@ -47,7 +47,7 @@ class Block:
     span: int
 
 
-def span(shape: Index, strides: Index) -> int:
+def strided_span(shape: Index, strides: Index) -> int:
     """Return the number of elements from the first to the last of a box that is not empty."""
     return 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
 
@@ -89,7 +89,7 @@ def batches(parts: Iterable[Block], most: int) -> Iterator[list[Block]]:
     yield batch
 
 
-def strided(flat: NDArray[Any], strides: Index, shape: Index) -> NDArray[Any]:
+def strided_view(flat: NDArray[Any], strides: Index, shape: Index) -> NDArray[Any]:
     """View the elements of a box that begins with the first of ``flat``; read-only.  A last dim of halves stays."""
     if not math.prod(shape):
         return np.empty((*shape, *flat.shape[1:]), flat.dtype)

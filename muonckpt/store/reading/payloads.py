@@ -24,7 +24,7 @@ from ..io.limits import check_holes
 from ..io.location import Location
 from ..io.pace import Pace
 from ..io.regular import READ_BYTES, FileBytes, Held, PacedBytes, open_regular
-from .blocks import bands, batches, blocks, span, strided
+from .blocks import bands, batches, blocks, strided_span, strided_view
 from .dtypes import PARTS, dtype, itemsize
 
 Reads = Callable[[int, memoryview], None]
@@ -155,17 +155,17 @@ class Payloads:
         self._in_memory.setdefault(name, Held(raw))
         return Extent(name, 0, len(raw))
 
-    def is_held(self, name: str) -> bool:
+    def is_in_memory(self, name: str) -> bool:
         """Return True if a name stands for bytes in memory that are no file."""
         return name in self._in_memory and not self.place(name).exists()
 
-    def is_raw(self, name: str) -> bool:
+    def is_verbatim(self, name: str) -> bool:
         """Return True if the bytes under a name are those of the file, and not made of them."""
         return name not in self._in_memory
 
     def view(self, extent: Extent) -> memoryview:
         """Return the bytes of an extent; raise `SourceError` if there is no such regular file, or it is too short."""
-        return self.reaching(extent.file, extent.end).view(extent.offset, extent.length)
+        return self.open_file(extent.file, extent.end).view(extent.offset, extent.length)
 
     def gather(self, payload: Extent, name: str, place: Place, shape: Index) -> NDArray[Any]:
         """Read a box of this shape at a place in a payload; elements as `as_words` gives them."""
@@ -188,8 +188,8 @@ class Payloads:
         bytes that are read.
         """
         size = itemsize(name)
-        start, reach = payload.offset + place.offset * size, size * span(shape, place.strides)
-        file = self.reaching(payload.file, start + reach)
+        start, reach = payload.offset + place.offset * size, size * strided_span(shape, place.strides)
+        file = self.open_file(payload.file, start + reach)
         if reach == math.prod(shape) * size:
             if place.strides == row_major(shape) and out.flags.c_contiguous and out.dtype == dtype(name).bits:
                 raw = out.reshape(-1).view(np.uint8).data
@@ -214,12 +214,12 @@ class Payloads:
             for block, raw in zip(batch, views, strict=True):
                 out[block.slices] = _strided_words(raw, name, place.strides, block.shape)
 
-    def glance(self, extent: Extent) -> memoryview:
+    def read_scratch(self, extent: Extent) -> memoryview:
         """Return the bytes of an extent, in memory that the next call of this thread overwrites.
 
         Fresh memory for every band costs a tenth of the time of a check.
         """
-        file = self.reaching(extent.file, extent.end)
+        file = self.open_file(extent.file, extent.end)
         raw = self._memory(extent.length)
         file.fill(raw, extent.offset)
         return raw
@@ -227,14 +227,14 @@ class Payloads:
     def bands(self, extent: Extent) -> Iterator[memoryview]:
         """Yield the bytes of an extent in order, `BAND_BYTES` at a time, in memory that the next ones overwrite."""
         for start in range(extent.offset, extent.end, BAND_BYTES):
-            yield self.glance(Extent(extent.file, start, min(BAND_BYTES, extent.end - start)))
+            yield self.read_scratch(Extent(extent.file, start, min(BAND_BYTES, extent.end - start)))
 
-    def whole(self, extent: Extent, check: Callable[[Iterator[memoryview]], None]) -> memoryview:
+    def read_checked(self, extent: Extent, check: Callable[[Iterator[memoryview]], None]) -> memoryview:
         """Return the bytes of an extent, after ``check`` got them part by part while they are in the processor's cache.
 
         They are in memory that the next call of this thread overwrites.
         """
-        file, buffer = self.reaching(extent.file, extent.end), self._memory(extent.length)
+        file, buffer = self.open_file(extent.file, extent.end), self._memory(extent.length)
 
         def parts() -> Iterator[memoryview]:
             for start in range(0, extent.length, BAND_BYTES):
@@ -245,11 +245,11 @@ class Payloads:
         check(parts())
         return buffer
 
-    def is_checked(self, chunk: Chunk) -> bool:
+    def has_checksum(self, chunk: Chunk) -> bool:
         """Return True if `check_chunk` has a checksum to compare a chunk's bytes with."""
         return chunk.digest is not None or chunk.crc32 is not None
 
-    def check_inside(self, item: Extent) -> None:
+    def check_item(self, item: Extent) -> None:
         """Compare an item with the checksum that its format keeps inside, if any.
 
         Raises:
@@ -271,7 +271,7 @@ class Payloads:
         raw: memoryview = self._scratch.bytes[:length]
         return raw
 
-    def reaching(self, name: str, end: int) -> FileBytes:
+    def open_file(self, name: str, end: int) -> FileBytes:
         """Open a file; raise `DamageError` if it has fewer than ``end`` bytes."""
         file = self._bytes(name)
         if end > file.size:
@@ -300,7 +300,7 @@ class Payloads:
             return PacedBytes(contents, self.pace) if self.pace else contents
 
 
-def elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
+def chunk_elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
     """Read a chunk's elements in the shape of its box, as `as_words` gives them."""
     return _elements(payloads.view(payload_of(tensor, chunk)), tensor, chunk)
 
@@ -313,9 +313,11 @@ def checked_elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> N
     with _damage(payloads, tensor, chunk):
         payload = payload_of(tensor, chunk)
         if chunk.digest is None and chunk.crc32 is None:
-            payloads.check_inside(chunk.item)
-            return _elements(payloads.glance(payload), tensor, chunk)
-        return _elements(payloads.whole(payload, lambda parts: _compare_sums(payloads, chunk, parts)), tensor, chunk)
+            payloads.check_item(chunk.item)
+            return _elements(payloads.read_scratch(payload), tensor, chunk)
+        return _elements(
+            payloads.read_checked(payload, lambda parts: _compare_sums(payloads, chunk, parts)), tensor, chunk
+        )
 
 
 def _elements(raw: memoryview, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
@@ -323,7 +325,7 @@ def _elements(raw: memoryview, tensor: StateRecord, chunk: Chunk) -> NDArray[Any
 
 
 def _strided_words(raw: memoryview, name: str, strides: Index, shape: Index) -> NDArray[Any]:
-    return strided(as_words(raw, name, (len(raw) // itemsize(name),)), strides, shape)
+    return strided_view(as_words(raw, name, (len(raw) // itemsize(name),)), strides, shape)
 
 
 def as_words(raw: memoryview, name: str, shape: Index) -> NDArray[Any]:
@@ -343,7 +345,7 @@ def chunk_bands(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> Iterat
         for box in band.boxes:
             if chunk.strides is None:
                 part = Extent(payload.file, offset, box.numel * size)
-                yield as_words(payloads.glance(part), tensor.dtype, box.shape), box.lo
+                yield as_words(payloads.read_scratch(part), tensor.dtype, box.shape), box.lo
                 offset = part.end
             else:
                 yield payloads.gather(payload, tensor.dtype, chunk.stored("").place_at(box.lo), box.shape), box.lo
@@ -373,14 +375,14 @@ def _damage(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> AbstractCo
 
 def _compare_sums(payloads: Payloads, chunk: Chunk, parts: Iterable[memoryview]) -> None:
     if chunk.digest is not None:
-        compare("digest", xxh3_128(parts), chunk.digest)
+        compare_checksums("digest", xxh3_128(parts), chunk.digest)
     elif chunk.crc32 is not None:
-        compare("CRC-32", f"{crc32(parts):08x}", f"{chunk.crc32:08x}")
+        compare_checksums("CRC-32", f"{crc32(parts):08x}", f"{chunk.crc32:08x}")
     else:
-        payloads.check_inside(chunk.item)
+        payloads.check_item(chunk.item)
 
 
-def compare(kind: str, actual: str, expected: str) -> None:
+def compare_checksums(kind: str, actual: str, expected: str) -> None:
     """Raise `DamageError` if two checksums of one kind differ."""
     if actual != expected:
         raise DamageError(f"{kind} {actual}, expected {expected}")
@@ -402,7 +404,7 @@ _NONFINITE |= {"float8_e4m3fn": (0x7F, 0x7F), "float8_e8m0fnu": (0xFF, 0xFF)}
 _NONFINITE |= {"float8_e4m3fnuz": (0xFF, 0x80), "float8_e5m2fnuz": (0xFF, 0x80)}
 
 
-def nonfinite(words: NDArray[Any], name: str) -> int:
+def count_nonfinite(words: NDArray[Any], name: str) -> int:
     """Count the elements, given as raw bits, that are infinite or NaN; 0 for types that have neither."""
     parts = PARTS.get(name, name)
     flat = words.reshape(-1).view(dtype(parts).bits)

@@ -82,7 +82,7 @@ class Format:
         """Return the format that reads what is left without these files; None if ``reader`` does so itself."""
         if self.remains is None:
             return None
-        return replace(self, reader=lambda path: imported(self.remains)(path, files), remains=None)
+        return replace(self, reader=lambda path: import_named(self.remains)(path, files), remains=None)
 
     def read(self, path: Location) -> Reader:
         """Read a checkpoint's metadata.
@@ -90,14 +90,14 @@ class Format:
         Raises:
             SourceError: they are missing or damaged, or the operating system cannot read them.
         """
-        reader: Callable[[Location], Reader] = imported(self.reader)
+        reader: Callable[[Location], Reader] = import_named(self.reader)
         try:
             return reader(path)
         except OSError as error:
             raise SourceError(f"cannot read {path}: {error}") from error
 
 
-def imported(value: Any) -> Any:
+def import_named(value: Any) -> Any:
     """Import what a path names; return other values as they are."""
     if not isinstance(value, str):
         return value

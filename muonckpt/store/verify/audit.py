@@ -27,10 +27,10 @@ from ..formats.registry import DCP, OWN
 from ..io.checksums import Sums, crc32, xxh3_128
 from ..io.location import Location, Remote, items_beside, location
 from ..io.pace import Pace
-from ..io.regular import open_regular, read_whole
+from ..io.regular import open_regular, read_text_file
 from ..open_checkpoint import OpenCheckpoint, check_blob
 from ..reading.dtypes import itemsize
-from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, nonfinite, payload_of
+from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
 from .damage import Damage, damage_of_files, faults_of, misplaced_files
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
 from .small_tensors import examined
@@ -62,7 +62,7 @@ def description_faults(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Fin
                 f"{items} is missing, in which hyper-parameters and other items were written beside this checkpoint; "
                 "restore it from a copy, or write one without items with --tensors-only",
             )
-        elif (actual := xxh3_128([read_whole(items)])) != digest:
+        elif (actual := xxh3_128([read_text_file(items)])) != digest:
             yield Finding("items", f"{items}: digest {actual}, expected {digest}: it is damaged, or of another save")
 
 
@@ -75,7 +75,7 @@ def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Find
         yield from _against(checkpoint)
     for name in sorted(others.keys() - {METADATA_FILE}):
         try:
-            actual = xxh3_128([read_whole(checkpoint.path / name)])
+            actual = xxh3_128([read_text_file(checkpoint.path / name)])
         except (SourceError, OSError) as error:
             actual = str(error)
         if actual != others[name]:
@@ -107,7 +107,7 @@ def _is_as_written(checkpoint: OpenCheckpoint) -> bool:
     if (extents[:-1, 2] > extents[1:, 1])[same_file].any() or checkpoint.lost_files:
         return False
     try:
-        data, position = read_whole(checkpoint.path / METADATA_FILE), 0
+        data, position = read_text_file(checkpoint.path / METADATA_FILE), 0
         for part in stock_metadata(manifest):
             if data[position : position + len(part)] != part:
                 return False
@@ -292,7 +292,7 @@ def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) 
             batch, errors = _located(checkpoint, opening, of_files)
             unlocated |= errors
             unchecked += sum(
-                chunk.box.numel > 0 and not payloads.is_checked(chunk)
+                chunk.box.numel > 0 and not payloads.has_checksum(chunk)
                 for tensor in batch
                 if tensor.fingerprint is None
                 for chunk in tensor.chunks
@@ -409,14 +409,14 @@ def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: 
     try:
         for words, origin in chunk_bands(payloads, tensor, chunk):
             sums.add(words, origin)
-            bad += nonfinite(words, tensor.dtype)
+            bad += count_nonfinite(words, tensor.dtype)
             passed(words.nbytes)
         checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload_of(tensor, chunk)))
     except MuonckptError as error:
         return _unread(tensor, chunk, error)
     findings = []
     try:
-        payloads.check_inside(chunk.item)
+        payloads.check_item(chunk.item)
     except SourceError as error:
         findings.append(Finding("crc32c", f"{where}: {error}", (tensor.key,)))
     if chunk.digest not in (None, sums.digest):
@@ -453,7 +453,7 @@ def _against_integrity(path: Location) -> Iterator[Finding]:
     if not listing.is_file():
         return
     try:
-        recorded = json.loads(read_whole(listing))
+        recorded = json.loads(read_text_file(listing))
         files: dict[str, object] = dict(recorded["files"]) if recorded["algorithm"] == "sha256" else {}
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         yield Finding("integrity", f"{listing}: expected JSON with algorithm and files, found other data ({error})")

@@ -336,7 +336,7 @@ def _is_in(checkpoint: OpenCheckpoint, damage: Damage, row: int, file: str) -> b
         check_chunk(checkpoint.payloads, placed, placed.chunks[0])
     except SourceError:
         return False
-    return checkpoint.payloads.is_checked(placed.chunks[0])
+    return checkpoint.payloads.has_checksum(placed.chunks[0])
 
 
 def _unopened(checkpoint: OpenCheckpoint, files: Mapping[str, int | None]) -> Iterator[tuple[str, str]]:

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 
 from ...names.errors import DamageError, SourceError
 from ...programs.signs import METADATA_FILE
-from ..formats.registry import SIBLINGS, shown_by
+from ..formats.registry import SIBLINGS, format_shown
 from ..io import publish
-from ..io.location import Location, at_each, folders_with
+from ..io.location import Location, folders_with, map_each
 from ..io.regular import open_regular
 from ..open_checkpoint import OpenCheckpoint
 from .damage import damage_of_files, findings_by_files, sentence_of, unexplained
@@ -175,7 +175,7 @@ def _is_checkpoint(path: Location) -> bool:
     Of folders side by side that DCP reads, those of one checkpoint share a number: ``pytorch_model_fsdp_0`` and
     ``optimizer_0``.
     """
-    format = shown_by(path)
+    format = format_shown(path)
     if format is not SIBLINGS:
         return format is not None
     stems = defaultdict(set)
@@ -198,7 +198,7 @@ def look_at_folder(path: Location, visit: Visit = _ignore) -> Run:
                 return name.stem, look_at_step(entry, name.step, verifications.get(entry.name), visit)
         return None
 
-    seen = [result for result in at_each(path, look, entries) if result is not None]
+    seen = [result for result in map_each(path, look, entries) if result is not None]
     # Other folders may end with a number, too: the run's are named as what holds checkpoints.
     stems = {stem for stem, step in seen if step.state != "incomplete"}
     steps = [step for stem, step in seen if not stems or stem in stems]
@@ -343,9 +343,9 @@ def _checkpoint_in(place: Location) -> Location | None:
     Raises:
         SourceError: it cannot be listed, or there are several.
     """
-    if place.is_file() or shown_by(place) is not None:
+    if place.is_file() or format_shown(place) is not None:
         return place
-    folders = [entry for entry in place.iterdir() if entry.is_dir() and shown_by(entry) is not None]
+    folders = [entry for entry in place.iterdir() if entry.is_dir() and format_shown(entry) is not None]
     if len(folders) > 1:
         names = ", ".join(sorted(entry.name for entry in folders))
         raise SourceError(f"{place} holds several checkpoints, {names}: look at each by itself")

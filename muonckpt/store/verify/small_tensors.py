@@ -22,10 +22,10 @@ from ...record.chunks import Boxes, columns_of
 from ...record.columns import UNKNOWN, Column, Columns
 from ...record.record import Extent, StateRecord
 from ..io.checksums import crc32_of
-from ..io.ranges import joined
-from ..reading.blocks import within
+from ..io.ranges import join_ranges
+from ..reading.blocks import slices_within
 from ..reading.dtypes import dtype
-from ..reading.payloads import BAND_BYTES, Payloads, nonfinite
+from ..reading.payloads import BAND_BYTES, Payloads, count_nonfinite
 
 if TYPE_CHECKING:
     from ..formats.torch_save.tensor_item import ItemTemplate
@@ -162,7 +162,7 @@ def stacked(payloads: Payloads, tensors: Sequence[StateRecord]) -> Iterator[tupl
                 if not place.elements or not len(good):
                     continue
                 elements = read.taken(every[good], place.length)
-                part: tuple[Any, ...] = (good, *within(place.box, (0,) * len(shape)))
+                part: tuple[Any, ...] = (good, *slices_within(place.box, (0,) * len(shape)))
                 words[part] = elements.view(words.dtype).reshape(-1, *place.box.shape)
                 agree = _sums_agree(columns, every[good], elements)
                 bare = ~columns.has_digest[every[good]] & (columns.crc32[every[good]] == UNKNOWN)
@@ -214,14 +214,14 @@ class _Bytes:
         order = np.lexsort((start, columns.file[rows]))
         rows, start = rows[order], start[order]
         file, length = columns.file[rows], columns.item_length(rows) if ours else columns.payload_length(rows)
-        runs = joined(start, start + length, _GAP, file=file)
+        runs = join_ranges(start, start + length, _GAP, file=file)
         bounds = np.append(0, np.cumsum(runs.stop - runs.start))
         raw = np.empty(int(bounds[-1]), np.uint8)
         at[rows] = start + np.repeat(bounds[:-1] - runs.start, np.diff(np.append(runs.first, len(rows))))
         places = zip(file[runs.first].tolist(), runs.start.tolist(), runs.stop.tolist(), bounds.tolist(), strict=False)
         for (named, lo, hi, here), members in zip(places, runs.members(len(rows)), strict=True):
             try:
-                payloads.reaching(columns.names[named], hi).fill(raw[here : here + hi - lo].data, lo)
+                payloads.open_file(columns.names[named], hi).fill(raw[here : here + hi - lo].data, lo)
             except MuonckptError:
                 at[rows[members.start : members.stop]] = UNKNOWN
         return cls(raw, at)
@@ -258,8 +258,8 @@ def _judged(
         elements = np.ascontiguousarray(raw[:, place.head : place.head + place.elements])
         words = elements.view(kind.bits).reshape(len(own), *place.box.shape)
         good = _sums_agree(columns, own, elements)
-        if nonfinite(words, name):
-            good &= [not nonfinite(part, name) for part in words]
+        if count_nonfinite(words, name):
+            good &= [not count_nonfinite(part, name) for part in words]
         if place.around:
             alike, recorded = place.around.recorded(raw)
             framed &= bool(is_read.all() and alike.all() and (recorded == columns.crc32[own]).all())
@@ -283,7 +283,7 @@ def _sums_agree(columns: Columns, rows: Column, elements: _Raw) -> _Flags:
 def _hold_inside(payloads: Payloads, columns: Columns, rows: Column) -> list[bool]:
     def holds(item: Extent) -> bool:
         try:
-            payloads.check_inside(item)
+            payloads.check_item(item)
         except MuonckptError:
             return False
         return True
@@ -298,8 +298,8 @@ def _is_framed(payloads: Payloads, tensor: StateRecord) -> bool:
             own = place.around
             if own is None or (own.length, item + len(own.head)) != (length, payload):
                 return False
-            head = bytes(payloads.glance(Extent(file, item, len(own.head))))
-            tail = bytes(payloads.glance(Extent(file, item + own.tail_offset, length - own.tail_offset)))
+            head = bytes(payloads.read_scratch(Extent(file, item, len(own.head))))
+            tail = bytes(payloads.read_scratch(Extent(file, item + own.tail_offset, length - own.tail_offset)))
             if own.crc32_of(head, tail) != crc32:
                 return False
     except MuonckptError:

@@ -22,9 +22,9 @@ import xxhash
 from ...names.errors import SourceError
 from ...names.version import VERSION
 from ...names.wording import fields_of
-from ..io.location import Location, Remote, at_each
-from ..io.lock import waiting
-from ..io.new_file import content, write_synced
+from ..io.location import Location, Remote, map_each
+from ..io.lock import wait_for_lock
+from ..io.new_file import read_object, write_synced
 from ..io.regular import open_regular
 
 RECORD = ".muonckpt-verified.json"
@@ -164,7 +164,7 @@ def read_verifications(folder: Location) -> Mapping[str, Verification]:
         place = folder / RECORD
         try:
             objects = list(place.iterdir())
-            parts = at_each(place, content, objects)
+            parts = map_each(place, read_object, objects)
         except OSError:
             return {}
         return _valid_entries({entry.name: _parse(part) for entry, part in zip(objects, parts, strict=True)})
@@ -231,7 +231,7 @@ def _add_entry(folder: Location, name: str, entry: Verification) -> None:
     if isinstance(folder, Remote):
         (folder / RECORD / name).write(json.dumps(fields_of(entry)).encode())
         return
-    with waiting(folder):
+    with wait_for_lock(folder):
         # Checkpoints that are gone leave the record.
         entries = {key: value for key, value in read_verifications(folder).items() if (folder / key).exists()}
         entries[name] = entry

@@ -22,7 +22,7 @@ from ...io.checksums import crc32
 from ...io.location import Location
 from ...io.regular import open_regular
 from ...reading.dtypes import itemsize
-from ...reading.payloads import Payloads, compare
+from ...reading.payloads import Payloads, compare_checksums
 from .inert_pickle import Anything, Global, Record, unpickle
 from .stored_zip import ZipMember, member_data, read_members
 from .tensor_item import described, is_row_major
@@ -41,15 +41,15 @@ class MemberPayloads(Payloads):
         self._checksums = checksums
         self._sound: set[Extent] = set()
 
-    def is_checked(self, chunk: Chunk) -> bool:
-        return super().is_checked(chunk) or chunk.item in self._checksums
+    def has_checksum(self, chunk: Chunk) -> bool:
+        return super().has_checksum(chunk) or chunk.item in self._checksums
 
-    def check_inside(self, item: Extent) -> None:
+    def check_item(self, item: Extent) -> None:
         """Compare a whole storage with its CRC-32, once."""
         expected = self._checksums.get(item)
         if expected is None or item in self._sound:
             return
-        compare("CRC-32", f"{crc32(self.bands(item)):08x}", f"{expected:08x}")
+        compare_checksums("CRC-32", f"{crc32(self.bands(item)):08x}", f"{expected:08x}")
         self._sound.add(item)
 
 

@@ -28,7 +28,7 @@ from ....programs.signs import NAMES_FILE
 from ....record.record import Chunk, Extent, Manifest, StateRecord
 from ...io import limits
 from ...io.location import Location
-from ...io.regular import read_whole
+from ...io.regular import read_text_file
 from ...reading.reader import LocatedReader
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
 from ..torch_save.plain_item import HeldItems, PlainParts
@@ -182,7 +182,7 @@ class NamesFile:
             return cls({})
         with about(file):
             try:
-                data = json.loads(read_whole(file))
+                data = json.loads(read_text_file(file))
             except (ValueError, RecursionError) as error:
                 raise SourceError(f"expected JSON, {error}") from error
             lists = {"optimizer": data} if isinstance(data, list) else data

@@ -183,23 +183,23 @@ class _ZeroPayloads(MemberPayloads):
         super().__init__(directory, in_memory, checksums)
         self._copies = copies
 
-    def is_checked(self, chunk: Chunk) -> bool:
-        return super().is_checked(chunk) or chunk.item in self._copies
+    def has_checksum(self, chunk: Chunk) -> bool:
+        return super().has_checksum(chunk) or chunk.item in self._copies
 
-    def check_inside(self, item: Extent) -> None:
+    def check_item(self, item: Extent) -> None:
         """Compare a storage with its CRC-32, or the copies of a parameter with each other and so their storages."""
         if item not in self._copies:
-            super().check_inside(item)
+            super().check_item(item)
             return
         copies = self._copies[item]
         (first, _, one), *others = copies.places
         for _, storage, _ in copies.places:
-            super().check_inside(storage)
+            super().check_item(storage)
         for rank, _, other in others:
             for start in range(0, one.length, BAND_BYTES):
                 band = min(BAND_BYTES, one.length - start)
-                expected = bytes(self.glance(Extent(one.file, one.offset + start, band)))
-                if expected != self.glance(Extent(other.file, other.offset + start, band)):
+                expected = bytes(self.read_scratch(Extent(one.file, one.offset + start, band)))
+                if expected != self.read_scratch(Extent(other.file, other.offset + start, band)):
                     raise DamageError(
                         f"ranks {first} and {rank} both hold the whole momentum of {copies.name!r}, which their "
                         f"partitions cut, and {one.file} and {other.file} differ in it: one of them is wrong"
