@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.methods.muon import MUON
-from muonckpt.optimizer.step.step import Batch, in_batches
+from muonckpt.optimizer.step.step import Batch, make_batches
 
 AIM = 1.3
 BYTES = 4 + 4 + 4 + 2 + 2 + 4 + 4
@@ -108,7 +108,7 @@ def newton_schulz(opt: Muon, device: torch.device) -> Callable[[], object]:
     batches = [
         batch
         for stage in schedule.stages
-        for batch in in_batches(schedule.units, stage.owned, lambda param: group, lambda param: MUON)
+        for batch in make_batches(schedule.units, stage.owned, lambda param: group, lambda param: MUON)
     ]
     memory = torch.randn(max(batch.places.numel for batch in batches), device=device).bfloat16()
 

@@ -18,7 +18,7 @@ from .ground.tensors import cut_portions, rounded_once
 from .planning.schedule import Ranks
 from .state import check_gradients
 from .step.exchange import gather_numbers
-from .step.rank_sets import group_of, groups_of_mesh, in_order, ranks_of
+from .step.rank_sets import collective_order, group_of, groups_of_mesh, ranks_of
 
 NORM_EPS = 1e-6
 """Added to the norm that clipping divides by, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -147,7 +147,7 @@ def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> tuple[Tensor, 
     differs = torch.zeros((), dtype=torch.bool, device=device)
     limits = [terms[0] + max_norm] * 2
     # Sorted: every rank uses the groups that it shares with others in one global order.
-    for ranks, members in sorted(sharing.items(), key=lambda item: in_order(item[0])):
+    for ranks, members in sorted(sharing.items(), key=lambda item: collective_order(item[0])):
         # Each gradient counts where its first copy is.
         own = [local_of(p.grad) for p in members if p.grad is not None and is_first_copy(p.grad)]
         squares = sum_of_squares(own, members[0].device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from .step.exchange import gathered
+from .step.exchange import gather_tensor
 
 LOGITS_AT_A_TIME = 1 << 24
 """The most logits that `largest_logits` has in memory at once."""
@@ -90,7 +90,7 @@ class MaxLogits:
             packed[row, 0, : counts[row]] = self._largest[name]
         axes = mesh.mesh_dim_names or (None,) * mesh.ndim
         placements: list[Placement] = [Shard(1) if heads and axis == heads else Partial("max") for axis in axes]
-        of_all = gathered(DTensor.from_local(packed, mesh, placements, run_check=False))
+        of_all = gather_tensor(DTensor.from_local(packed, mesh, placements, run_check=False))
         self._largest = {}
         everywhere = [Replicate()] * mesh.ndim
         return {

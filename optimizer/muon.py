@@ -72,7 +72,7 @@ from .state import (
     fresh_state,
     owned_state,
 )
-from .step.agreement import Facts, fixed
+from .step.agreement import Facts, plan_options
 from .step.exchange import LINKS
 from .step.planner import Planner
 from .step.rank_sets import RankSet, ordinals, rank_sets, ranks_of
@@ -249,7 +249,7 @@ class Muon(ForModel, CollectiveOptimizer):
         for param, slots in fresh.items():
             self.state.setdefault(param, {}).update(slots)
         self._steps.plan_anew()
-        self._fixed.append(fixed(group))
+        self._fixed.append(plan_options(group))
         self.given.append(given_in(group))
         self._seen.append(Seen.of(group["params"], self.state))
         self._inheriting = inheriting
@@ -351,7 +351,7 @@ class Muon(ForModel, CollectiveOptimizer):
         unplanned = not self.schedules and any(is_matrix_method(group["algorithm"]) for group in self.param_groups)
         if self._offload is None or unplanned:
             return None
-        parts = [step.most_visiting(self.state) for step in self._steps.planned.values()]
+        parts = [step.peak_state_bytes(self.state) for step in self._steps.planned.values()]
         for group in self.param_groups:
             if group["algorithm"] in SCALARS and group["params"]:
                 states = [self.state[param] for param in group["params"]]
@@ -520,7 +520,7 @@ class Muon(ForModel, CollectiveOptimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _follow_options(self) -> None:
         """Check groups and plan again if options other than rates have changed."""
-        if self._fixed == [fixed(group) for group in self.param_groups]:
+        if self._fixed == [plan_options(group) for group in self.param_groups]:
             check_rates(self.param_groups, self._method_of)
             return
         for before, group in zip(self._fixed, self.param_groups, strict=True):
@@ -536,7 +536,7 @@ class Muon(ForModel, CollectiveOptimizer):
                 method = self._methods[group["algorithm"]]
                 check_state(param, self._resting(param, (0,)), group, self.state[param], method)
         self._steps.plan_anew()
-        self._fixed = [fixed(group) for group in self.param_groups]
+        self._fixed = [plan_options(group) for group in self.param_groups]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _take_part(self, failure: Exception | None) -> bool:
@@ -552,7 +552,7 @@ class Muon(ForModel, CollectiveOptimizer):
                 **dropped,
             }
 
-        taken = self._steps.take(self.param_groups, self.state, self._replicas, self._plan, failure, skip, constants)
+        taken = self._steps.update(self.param_groups, self.state, self._replicas, self._plan, failure, skip, constants)
         self._begun_anew = {}  # all ranks have planned with it
         if self._nonfinite is not None:
             self._nonfinite.settle(taken, guarded(self.param_groups, self.state), self._steps.widest)

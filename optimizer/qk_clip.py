@@ -12,7 +12,7 @@ from ..layouts.tensors import local_of, rows_of
 from ..names.errors import LayoutError
 from .ground.tensors import rounded_once
 from .groups import WHOLE, Split
-from .step.exchange import gathered, largest_of_all
+from .step.exchange import gather_tensor, max_over_ranks
 from .step.rank_sets import group_of, groups_of_mesh, ranks_of
 
 
@@ -109,10 +109,10 @@ def qk_clip(
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha!r}: expected a number in [0, 1]")
     queries, keys = (side if isinstance(side, Projection) else Projection(side) for side in (query, key))
-    largest = gathered(max_logit).double()
+    largest = gather_tensor(max_logit).double()
     if isinstance(queries.weight, DTensor) and not isinstance(max_logit, DTensor):
         group = group_of(ranks_of(queries.weight, None), *groups_of_mesh(queries.weight.device_mesh))
-        largest = largest_of_all(largest.to(local_of(queries.weight).device), group).to(largest.device)
+        largest = max_over_ranks(largest.to(local_of(queries.weight).device), group).to(largest.device)
     heads, key_heads = _heads(queries, keys, largest)
     gamma = torch.where(largest > threshold, threshold / largest, 1.0).where(largest.isfinite(), torch.nan)
     shared = gamma.view(key_heads, -1).amin(dim=1)

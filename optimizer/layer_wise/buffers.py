@@ -26,7 +26,7 @@ from ...names.errors import LayoutError, did_you_mean, lost_ranks
 from ...names.wording import listed
 from ..ground.tensors import exact_dtype
 from ..methods.matrix import is_matrix_method
-from ..step.agreement import Facts, fixed_options
+from ..step.agreement import Facts, plan_facts
 from ..step.exchange import ALL_GATHER
 
 SharingGroup = dist.ProcessGroup | None
@@ -110,7 +110,7 @@ class Members:
         }
         # The buffers stand for all that decides on them: placement, bucket size, previous owners.
         digest = hashlib.blake2b(json.dumps([*map(to_json, buffers)]).encode(), digest_size=8).hexdigest()
-        return {**numbers, **fixed_options(dict(enumerate(groups))), "the layout of buffers": digest}
+        return {**numbers, **plan_facts(dict(enumerate(groups))), "the layout of buffers": digest}
 
     def group_of_buffer(self, buffer: BufferLayout) -> SharingGroup:
         return self.group_of[buffer.parameters[0].parameter.name]

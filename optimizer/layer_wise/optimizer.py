@@ -48,11 +48,11 @@ from ..step.agreement import (
     CLEARED,
     Facts,
     Intent,
-    fixed_options,
+    plan_facts,
     step_intent,
 )
-from ..step.exchange import GroupAgreement, Notes, any_has, gather_numbers
-from ..step.rank_sets import crossing, members as sorted_ranks, one_of_each, ordinals, refuse_ended
+from ..step.exchange import GroupAgreement, Notes, gather_numbers, reduce_flags
+from ..step.rank_sets import crossing_error, ordinals, ranks_of_group, refuse_ended_groups, unique_groups
 from .buffers import (
     Gathers,
     Gradients,
@@ -128,11 +128,13 @@ class LayerWise(CollectiveOptimizer):
         most_skipped: int = MOST_SKIPPED,
         **options: Any,
     ) -> None:
-        group, expert_group = one_of_each(group or (dist.group.WORLD if dist.is_initialized() else None), expert_group)
+        group, expert_group = unique_groups(
+            group or (dist.group.WORLD if dist.is_initialized() else None), expert_group
+        )
         self._group, self._overlap, self._fixed = group, overlap, False
         self._device = next((param.device for param in model.parameters()), torch.device("cpu"))
         self._agreement = GroupAgreement((group, expert_group), self._device)
-        self._outside = sorted({*sorted_ranks(expert_group)} - {*sorted_ranks(group)})
+        self._outside = sorted({*ranks_of_group(expert_group)} - {*ranks_of_group(group)})
         self._nonfinite: NonFinite | None = None
         self._layout = layout if isinstance(layout, str) else "recorded"
         intent = Intent.of(AGREE_ON_PLAN, {})
@@ -142,7 +144,7 @@ class LayerWise(CollectiveOptimizer):
             check_value("bucket_size", bucket_size, COUNT_OR_NONE)
             if nonfinite is not None:
                 self._nonfinite = NonFinite(nonfinite, most_skipped)
-                if refusal := crossing([sorted_ranks(shared) for shared in self._agreement.groups]):
+                if refusal := crossing_error([ranks_of_group(shared) for shared in self._agreement.groups]):
                     raise refusal
             Optimizer.__init__(self, groups, {})
             self._members = Members.of(model, self.param_groups, group, experts, expert_group)
@@ -268,7 +270,7 @@ class LayerWise(CollectiveOptimizer):
             raise intent.error
 
     def _finish(self, failure: Exception | None) -> None:
-        refuse_ended(*self._agreement.groups)
+        refuse_ended_groups(*self._agreement.groups)
         self._agreement.read()
         try:
             self._refuse_closed()
@@ -300,15 +302,15 @@ class LayerWise(CollectiveOptimizer):
             names = [name for name, group in named.items() if group is notes.group]
             flags = torch.tensor([name in seen for name in names], dtype=torch.uint8, device=notes.device)
             asked = torch.tensor([requests.made() & bit > 0 for bit in requests.BITS]).to(flags)
-            flags, differing = any_has(torch.cat([flags, asked, skip.view(1).to(flags)]), intent, notes.group)
-            notes.settle(intent, differing, at_once=True)
+            flags, differing = reduce_flags(torch.cat([flags, asked, skip.view(1).to(flags)]), intent, notes.group)
+            notes.check(intent, differing, at_once=True)
             *told, skip = torch.split(flags, [len(names), len(asked), 1])
             agreed.update(name for name, flag in zip(names, told[0].tolist(), strict=True) if flag)
             notes.report(told[1].tolist())
 
         groups = dict(enumerate(self.param_groups))
         constants = {
-            **fixed_options(groups),
+            **plan_facts(groups),
             "the optimizer, of those built of equal parameters": f"number {self._ordinal}",
             **self._cleared,
         }
@@ -336,7 +338,7 @@ class LayerWise(CollectiveOptimizer):
         self.finish_gradients()
         if self._outside:
             raise ValueError(
-                f"the ranks {self._outside} of expert_group are not in group, which has {sorted_ranks(self._group)}: "
+                f"the ranks {self._outside} of expert_group are not in group, which has {ranks_of_group(self._group)}: "
                 "they would have another norm; give a group that contains expert_group, or do not clip"
             )
         gradients = [part.gradient for part in self._parts.values()]

@@ -146,17 +146,17 @@ def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
     return RuntimeError(f"{task.failure}. {complaint}. {task.advice}")
 
 
-def fixed(group: ParamGroup) -> dict[str, Any]:
+def plan_options(group: ParamGroup) -> dict[str, Any]:
     """Return the options that plans are made of: all but rates.  If they change, plans are made anew."""
     return {key: value for key, value in group.items() if key not in RATES | HISTORY_OPTIONS | NAMES}
 
 
-def fixed_options(groups: Mapping[int, ParamGroup]) -> Facts:
+def plan_facts(groups: Mapping[int, ParamGroup]) -> Facts:
     """Return the options of groups (by number) that hold as long as a plan; coefficients as numbers."""
     return {
         f"{name} of group {number}": repr(coefficient_set(value) if name == "ns_coefficients" else value)
         for number, group in groups.items()
-        for name, value in fixed(group).items()
+        for name, value in plan_options(group).items()
     }
 
 

@@ -21,7 +21,7 @@ from ...ranks import requests
 from ..ground.cuda_graphs import is_capturable
 from ..planning.schedule import NOTE, Route
 from .agreement import AgreedError, Facts, Intent, refusal
-from .rank_sets import in_order, members, one_of_each
+from .rank_sets import collective_order, ranks_of_group, unique_groups
 
 R = TypeVar("R")
 
@@ -158,7 +158,7 @@ def gather_numbers(numbers: Sequence[Tensor], group: dist.ProcessGroup) -> Tenso
     return table.view(-1, len(mine))
 
 
-def largest_of_all(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def max_over_ranks(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the largest of each number over a group; infinite where any rank has NaN.  Collective."""
     largest = numbers.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if group is not None:
@@ -167,7 +167,7 @@ def largest_of_all(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return largest
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def gather_tensor(tensor: Tensor) -> Tensor:
     """Return the whole tensor on every rank of its mesh, ``Partial`` reduced.  Collective if it is a DTensor."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -193,7 +193,7 @@ def differ(intent: Intent, group: dist.ProcessGroup, device: torch.device) -> Te
     return (torch.stack(_of_all(mine, group)) != mine).any()
 
 
-def any_has(flags: Tensor, intent: Intent, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def reduce_flags(flags: Tensor, intent: Intent, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Return which flags (0 or 1, uint8) any rank of a group has set, and `differ`.  One collective."""
     note = intent.note(flags.device)
     # The largest of each byte and of its complement: this rank's, unless notes differ.
@@ -246,14 +246,14 @@ class Notes:
         self.group, self.device = group, device
         self.bits = torch.tensor([1, *(bit << 1 for bit in requests.BITS)], dtype=torch.uint8, device=device)
         """The bits that the last byte of a note can have: one skips the step, and `requests.BITS`."""
-        self._ranks = frozenset(members(group))
+        self._ranks = frozenset(ranks_of_group(group))
         self._unread: list[Tensor] = []
 
     def report(self, asked: Sequence[bool | int]) -> None:
         """Report which of `requests.BITS` any rank of the group has sent."""
         requests.report(self._ranks, sum(bit for bit, said in zip(requests.BITS, asked, strict=True) if said))
 
-    def settle(self, intent: Intent, differing: Tensor, at_once: bool = False) -> None:
+    def check(self, intent: Intent, differing: Tensor, at_once: bool = False) -> None:
         """Raise an `AgreedError`, on every rank, if notes differ, or let `read` do so on a GPU, unless ``at_once``."""
         if not at_once and is_capturable(self.device):
             self._unread.append(differing)
@@ -261,8 +261,8 @@ class Notes:
             raise AgreedError(disagreement(intent, self.group))
 
     def compare(self, intent: Intent, at_once: bool = False) -> None:
-        """Send notes and `settle` them.  Collective."""
-        self.settle(intent, differ(intent, self.group, self.device), at_once)
+        """Send notes and `check` them.  Collective."""
+        self.check(intent, differ(intent, self.group, self.device), at_once)
 
     def read(self) -> None:
         """Raise an `AgreedError` if some rank failed in the last step."""
@@ -336,7 +336,7 @@ class StepExchange:
     def check(self, wire: Wire) -> None:
         """Settle the notes that have arrived."""
         if self._notes is not None:
-            self._notes.settle(self._intent, wire.differing())
+            self._notes.check(self._intent, wire.differing())
 
     def end(self) -> None:
         """Raise this rank's error as an `AgreedError`, if it has one: all exchanges are done."""
@@ -350,8 +350,8 @@ class GroupAgreement:
     """
 
     def __init__(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-        some = {group: None for group in one_of_each(*groups) if group is not None}
-        self.groups = sorted(some, key=lambda group: in_order(members(group)))
+        some = {group: None for group in unique_groups(*groups) if group is not None}
+        self.groups = sorted(some, key=lambda group: collective_order(ranks_of_group(group)))
         self._notes = [Notes(group, device) for group in self.groups]
 
     @property

@@ -20,7 +20,7 @@ from ..newton_schulz.products import Choice, has_kernels, missing_triton
 from ..newton_schulz.recipe import flops
 from ..planning.matrices import UPDATE, WEIGHT, Slot, Spec
 from ..planning.schedule import Ranks, Schedule, choose_owners, make_schedule, paused_collector
-from .agreement import AGREE_ON_PLAN, CLEARED, Intent, fixed_options
+from .agreement import AGREE_ON_PLAN, CLEARED, Intent, plan_facts
 from .elementwise import Elementwise, TorchElementwise
 from .exchange import agree, connect, link
 from .rank_sets import Member, RankSet, State, group_of, groups_of_mesh
@@ -83,11 +83,11 @@ class Planner:
             named = zip(held.members, held.labels, strict=True)
             facts[CLEARED] = ", ".join(label for member, label in named if member.param in self.begun_anew) or "none"
             for index, (member, label) in enumerate(zip(held.members, held.labels, strict=True)):
-                about = f"{tuple(member.param.shape)} {member.param.dtype} in group {held.numbers[member.group]}"
+                about = f"{tuple(member.param.shape)} {member.param.dtype} in group {held.group_numbers[member.group]}"
                 facts[f"parameter {index}"] = about if member.name is None else f"{label}, {about}"
-            facts |= fixed_options(held.groups(groups))
+            facts |= plan_facts(held.groups(groups))
             for param, (rows, columns) in dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units):
-                number = held.numbers[held.matrices[param].group]
+                number = held.group_numbers[held.matrices[param].group]
                 scale = specs[param].scale(rows, columns)
                 facts[f"adjust_lr_fn of group {number} for {rows} x {columns}"] = repr(scale)
             # What only the others' cost, form or layout can make different.

@@ -31,24 +31,24 @@ def ranks_of(param: Tensor, replicas: dist.ProcessGroup | None) -> Ranks:
     """Return the global ranks that hold parts or copies of a parameter, sorted; none for this process alone."""
     if isinstance(param, DTensor):
         return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
-    return members(replicas)
+    return ranks_of_group(replicas)
 
 
-def members(group: dist.ProcessGroup | None) -> Ranks:
+def ranks_of_group(group: dist.ProcessGroup | None) -> Ranks:
     """Return the global ranks of a process group, sorted; none for this process alone."""
     return tuple(sorted(dist.get_process_group_ranks(group))) if group is not None else ()
 
 
-def refuse_ended(*groups: dist.ProcessGroup | None) -> None:
+def refuse_ended_groups(*groups: dist.ProcessGroup | None) -> None:
     """Raise RuntimeError for a process group that was destroyed, or has another number of ranks than it was made for.
 
     It would wait for ranks that are gone until it times out.
     """
     for group in groups:
         try:
-            if group is None or len(members(group)) == group.size():
+            if group is None or len(ranks_of_group(group)) == group.size():
                 continue
-            what = f"has {group.size()} ranks now, and was made for {len(members(group))}"
+            what = f"has {group.size()} ranks now, and was made for {len(ranks_of_group(group))}"
         except KeyError:
             what = "has been destroyed"
         raise RuntimeError(
@@ -59,13 +59,13 @@ def refuse_ended(*groups: dist.ProcessGroup | None) -> None:
         )
 
 
-def one_of_each(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup | None]:
+def unique_groups(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup | None]:
     """Return groups, each replaced by the first one of the same ranks: ``new_group`` makes a new object every time."""
     first: dict[Ranks, dist.ProcessGroup] = {}
-    return [first.setdefault(members(group), group) if group is not None else None for group in groups]
+    return [first.setdefault(ranks_of_group(group), group) if group is not None else None for group in groups]
 
 
-def in_order(ranks: Ranks) -> tuple[int, int, Ranks]:
+def collective_order(ranks: Ranks) -> tuple[int, int, Ranks]:
     """Return the key by which every rank sorts its sets of ranks, for collectives in one global order.
 
     A set comes before those that contain it, and a mesh axis before those outside of it, so that news reaches all ranks
@@ -74,9 +74,9 @@ def in_order(ranks: Ranks) -> tuple[int, int, Ranks]:
     return ranks[-1] - ranks[0] if ranks else -1, len(ranks), ranks
 
 
-def crossing(sets: Sequence[Ranks]) -> ValueError | None:
-    """Return why ranks could not decide alike on a step: no set that this rank is in (`in_order`) has all ranks of the
-    others.
+def crossing_error(sets: Sequence[Ranks]) -> ValueError | None:
+    """Return why ranks could not decide alike on a step: none of this rank's sets, in `collective_order`, has all ranks
+    of the others.
     """
     for ranks in sets:
         if not {*ranks} <= {*sets[-1]}:
@@ -110,7 +110,7 @@ def group_of(ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessG
         return None
     for group in (world, *existing):
         # The groups of unused mesh axes are fake and carry nothing.
-        if members(group) == ranks and (dist.get_backend(group) == "fake") == (dist.get_backend() == "fake"):
+        if ranks_of_group(group) == ranks and (dist.get_backend(group) == "fake") == (dist.get_backend() == "fake"):
             return group
     made = _made.setdefault(world, {})
     if ranks not in made:
@@ -151,7 +151,7 @@ class RankSet:
         return [member for member in self.members if is_matrix_method(member.algorithm)]
 
     @property
-    def alone(self) -> bool:
+    def is_alone(self) -> bool:
         return len(self.ranks) < 2
 
     @property
@@ -166,7 +166,7 @@ class RankSet:
         return next(meshes, None)
 
     @cached_property
-    def numbers(self) -> dict[int, int]:
+    def group_numbers(self) -> dict[int, int]:
         """The numbers of groups that all ranks have in common, by those on this rank."""
         return {group: number for number, group in enumerate(dict.fromkeys(member.group for member in self.members))}
 
@@ -194,7 +194,7 @@ class RankSet:
 
     def groups(self, all_groups: Sequence[ParamGroup]) -> dict[int, ParamGroup]:
         """Return the groups of its parameters, by their common numbers."""
-        return {number: all_groups[group] for group, number in self.numbers.items()}
+        return {number: all_groups[group] for group, number in self.group_numbers.items()}
 
 
 _built: WeakKeyDictionary[dist.ProcessGroup, Counter[Hashable]] = WeakKeyDictionary()
@@ -220,8 +220,8 @@ def rank_sets(
     """Return the parameters of groups by their ranks, in the global order of collectives."""
     held: defaultdict[Ranks, list[Member]] = defaultdict(list)
     if replicas is not None:
-        held[members(replicas)] = []
+        held[ranks_of_group(replicas)] = []
     for number, group in enumerate(groups):
         for param, name in zip_longest(group["params"], group.get("param_names", ())[: len(group["params"])]):
             held[ranks_of(param, replicas)].append(Member(param, number, group["algorithm"], name))
-    return [RankSet(ranks, tuple(held[ranks]), state) for ranks in sorted(held, key=in_order)]
+    return [RankSet(ranks, tuple(held[ranks]), state) for ranks in sorted(held, key=collective_order)]

@@ -35,7 +35,7 @@ from .agreement import AGREE_ON_STEP, PLAN_FACT, AgreedError, Facts, Intent
 from .elementwise import VISITS, Elementwise, LocalTensors, params_by_first_stage, state_of
 from .exchange import Link, Notes, StepExchange, Wire
 from .matrix_state import MatrixState
-from .rank_sets import RankSet, State, crossing, rank_sets, refuse_ended
+from .rank_sets import RankSet, State, crossing_error, rank_sets, refuse_ended_groups
 
 MAX_BATCH_ELEMENTS = 1 << 25
 """Elements of a batch by kernels: two matrices of 4096 x 4096, which is more than a GPU does at a time."""
@@ -67,7 +67,7 @@ class Batch:
         ValueError: no unit, or not as many as there are places.
     """
 
-    numbers: tuple[int, ...]
+    units: tuple[int, ...]
     places: Places
     form: Form
     method: MatrixMethod
@@ -75,13 +75,13 @@ class Batch:
     portions: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.numbers or len(self.numbers) != len(self.places):
-            raise ValueError(f"a batch of {len(self.numbers)} matrices, with {len(self.places)} places")
+        if not self.units or len(self.units) != len(self.places):
+            raise ValueError(f"a batch of {len(self.units)} matrices, with {len(self.places)} places")
 
     @cached_property
     def sizes(self) -> dict[int, int]:
         """The number of elements of each unit, in their order."""
-        return {number: rows * columns for number, (rows, columns) in zip(self.numbers, self.places, strict=True)}
+        return {number: rows * columns for number, (rows, columns) in zip(self.units, self.places, strict=True)}
 
     def orthogonalized(self, memory: Tensor) -> Tensor:
         """Return the matrices of ``[places.numel]`` as the method takes them."""
@@ -97,7 +97,7 @@ def fills_gpu(rows: int, columns: int, copies: int) -> bool:
     return copies * side * (side + 1) // 2 >= MIN_TILES
 
 
-def in_batches(
+def make_batches(
     units: Sequence[Unit],
     numbers: Iterable[int],
     group_of: Callable[[int], ParamGroup],
@@ -234,7 +234,7 @@ class Step:
         if self._notes is not None:
             self._notes.read()
         intent = Intent.of(AGREE_ON_STEP, {})
-        if not held.alone:
+        if not held.is_alone:
             constants = {**constants, "the number of steps by this plan": str(self._begun)}
             intent = held.step_intent(groups, constants)
         self._begun += 1
@@ -307,7 +307,7 @@ class Step:
         for wire in others:
             wire.arrive()
 
-    def most_visiting(self, state: State) -> int:
+    def peak_state_bytes(self, state: State) -> int:
         """Return the most bytes of state that a step has on the device at once, if it rests elsewhere."""
         slots: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
         for number, param in enumerate(self._params):
@@ -327,7 +327,7 @@ class Step:
             units = self.schedule.units
             of_param = groups.__getitem__, self._methods.__getitem__, self._kinds.__getitem__
             self._batches = [
-                in_batches(units, (n for n in stage.owned if active[units[n].param]), *of_param)
+                make_batches(units, (n for n in stage.owned if active[units[n].param]), *of_param)
                 for stage in self.schedule.stages
             ]
             self._state.forget_blocks()
@@ -360,13 +360,13 @@ class Step:
     def _update(self, batch: Batch, local: LocalTensors, stage: int, arrived: Tensor, back: Tensor) -> None:
         """Make the updates of whole matrices, and write them to the wire or apply them here."""
         matrices = batch.orthogonalized(self._elementwise.assemble(local, stage, batch.sizes, arrived))
-        param = self.schedule.units[batch.numbers[0]].param
+        param = self.schedule.units[batch.units[0]].param
         dtype = self._specs[param].slots[0].back
         results = matrices if matrices.dtype == dtype else torch.empty_like(matrices, dtype=dtype)
         first = begin = 0
         made = False
         for count in batch.portions:
-            units, end = batch.numbers[first : first + count], begin + count * batch.sizes[batch.numbers[first]]
+            units, end = batch.units[first : first + count], begin + count * batch.sizes[batch.units[first]]
             state = self._state.assemble(local, stage, units, arrived)
             given = self._whole(batch.method, units, local, state, matrices[begin:end])
             try:
@@ -385,7 +385,7 @@ class Step:
             # On a device the host does not wait to look.  A sum takes a tenth of the time of looking at each element.
             matrices = batch.orthogonalized(self._elementwise.assemble(local, stage, batch.sizes, arrived))
             pairs = zip(batch.places.split_matrices(matrices), batch.places.split_matrices(results), strict=True)
-            for unit, (matrix, result) in zip(batch.numbers, pairs, strict=True):
+            for unit, (matrix, result) in zip(batch.units, pairs, strict=True):
                 if matrix.isfinite().all() and not result.isfinite().all():
                     raise self._failure(unit, batch.method, "the update of a finite matrix is not finite")
         self._elementwise.release(local, stage, batch.sizes, results, back)
@@ -442,7 +442,7 @@ class Steps:
         held = [held for held in self._sets or () if held.members and held.ranks in self.planned]
         return self.planned[held[-1].ranks].group if held else None
 
-    def take(
+    def update(
         self,
         groups: Sequence[ParamGroup],
         state: State,
@@ -466,12 +466,12 @@ class Steps:
         Raises:
             Exception: on all ranks, if one of them fails; at once, without the other sets, if it is not `AgreedError`.
         """
-        refuse_ended(replicas, *(step.group for step in self.planned.values()))
+        refuse_ended_groups(replicas, *(step.group for step in self.planned.values()))
         sets = self._sets or rank_sets(groups, replicas, state)
         if failure is None:  # which may be that groups are not as they should be
             self._sets = sets
         if skip is not None:
-            failure = failure or crossing([held.ranks for held in sets if held.members and not held.alone])
+            failure = failure or crossing_error([held.ranks for held in sets if held.members and not held.is_alone])
         begun: list[tuple[Step, PendingStep]] = []
 
         def make_plan(held: RankSet) -> None:
@@ -494,7 +494,7 @@ class Steps:
         # All plans before the first exchange: then all connections are made.
         for work in (make_plan, begin) if missing else (begin,):
             for held in sets:
-                if held.alone and (failure or not held.matrices):
+                if held.is_alone and (failure or not held.matrices):
                     continue
                 try:
                     work(held)

@@ -235,7 +235,7 @@ def read_later(rank: int, world: int) -> tuple[list[str], bool]:
     params = [rows(mesh, 16, 40) for _ in range(4 * world)]
     opt = Muon(params, stages=2)
     opt.step()
-    with patch.object(exchange_module, "capturable", lambda device: True):
+    with patch.object(exchange_module, "is_capturable", lambda device: True):
         if rank == ODD:
             with OutOfMemory(7):
                 return [raised(opt.step)], True

@@ -19,7 +19,7 @@ from muonckpt.optimizer import Muon
 from muonckpt.optimizer.methods.muon import MUON
 from muonckpt.optimizer.newton_schulz.products import Form
 from muonckpt.optimizer.step import planner
-from muonckpt.optimizer.step.step import in_batches
+from muonckpt.optimizer.step.step import make_batches
 
 kernels("step.kernels")
 
@@ -73,8 +73,8 @@ def test_batches_of_kernels_have_the_bits_of_one_matrix_at_a_time(monkeypatch: p
             param.grad = torch.randn(param.shape, generator=generator).to(DEVICE)
         opt.step()
         [units] = [schedule.units for schedule in opt.schedules.values()]
-        batches = in_batches(units, range(5), lambda param: opt.param_groups[0], lambda param: MUON)
-        counts.append([len(batch.numbers) for batch in batches])
+        batches = make_batches(units, range(5), lambda param: opt.param_groups[0], lambda param: MUON)
+        counts.append([len(batch.units) for batch in batches])
         return snapshot(params, opt)
 
     counts: list[list[int]] = []
