@@ -177,7 +177,7 @@ class Chunks(Sequence[Chunk]):
     @property
     def rows(self) -> Iterator[Row]:
         """The row of each chunk."""
-        return self.columns.rows(self.start, self.stop)
+        return self.columns.rows(slice(self.start, self.stop))
 
     @property
     def place(self) -> tuple[int, int]:
@@ -216,7 +216,7 @@ class Chunks(Sequence[Chunk]):
         if isinstance(index, slice):
             return self.select(range(len(self))[index])
         number = range(len(self))[index]
-        (row,) = self.columns.rows(self.start + number, self.start + number + 1)
+        (row,) = self.columns.rows(slice(self.start + number, self.start + number + 1))
         return _chunk(self.boxes[number], row, None if self.strides is None else self.strides[number])
 
     def __iter__(self) -> Iterator[Chunk]:

@@ -24,7 +24,7 @@ Column = NDArray[np.int64]
 _T = TypeVar("_T")
 
 Rows = slice | Column | int
-"""Which rows of a column."""
+"""A selection of rows of a column."""
 
 _ALL = slice(None)
 
@@ -34,11 +34,7 @@ Row = tuple[str, int, int, int, int, str | None, int]
 
 @lru_cache(maxsize=4096)
 def check_name(file: str) -> None:
-    """Check that a name stays inside a directory.
-
-    Raises:
-        SourceError: it does not.
-    """
+    """Raise `SourceError` unless the name of a file stays inside its directory."""
     # People's names have spaces and signs (epoch=3-step=100.ckpt); what a terminal would obey is not printable.
     if not (file.isprintable() and all(map(_COMPONENT.fullmatch, file.split("/")))):
         raise SourceError(f"refused file name {file!r:.300}: expected plain names inside the checkpoint")
@@ -52,9 +48,9 @@ class Columns:
 
     Attributes:
         names: the names of files.
-        file: which of the names.
+        file: the index of the file's name.
         item: the offset of the item, in bytes.
-        frame: which of the frames.
+        frame: the index of the frame.
         frames: the length of the item, the offset of the payload in it, and the length of the payload, in bytes, which
             is `UNKNOWN` where there is no payload, ``[frames, 3]``.
         digest: xxh3-128 as 16 bytes, ``[chunks, 16]``.
@@ -79,26 +75,24 @@ class Columns:
         if not len(self) or int(self.item.max()) + 2 * int(np.abs(self.frames).max()) <= MAX_ELEMENTS:
             return  # and no column had to be made for that
         for offset, length in ((self.item, self.item_length()), (self.payload(), self.payload_length())):
-            if len(far := np.flatnonzero(offset + length > MAX_ELEMENTS)):
-                raise SourceError(f"refused byte range {offset[far[0]]}+{length[far[0]]}")
+            if len(too_far := np.flatnonzero(offset + length > MAX_ELEMENTS)):
+                raise SourceError(f"refused byte range {offset[too_far[0]]}+{length[too_far[0]]}")
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Columns:
-        """These rows as columns.
+        """Make columns of rows.
 
         Raises:
             SourceError: the name of a file is refused, or a range of bytes ends too far away.
         """
         files, *numbers, digests, crc32 = zip(*rows, strict=True) if (rows := list(rows)) else ((),) * 7
-        names = {name: number for number, name in enumerate(dict.fromkeys(files))}
+        names: dict[str, int] = {}
+        file = _number(names, files)
         for name in names:
             check_name(name)
-        known = np.array([digest is not None for digest in digests], np.bool_)
-        raw = bytes.fromhex("".join([digest or _NO_DIGEST for digest in digests]))
-        file, digest = np.array([names[name] for name in files], np.int32), np.frombuffer(raw, np.uint8).reshape(-1, 16)
-        item, item_length, payload, payload_length = (np.array(column, np.int64) for column in numbers)
-        sums = np.array(crc32, np.int64)
-        return cls.of_extents(tuple(names), file, item, item_length, payload, payload_length, digest, known, sums)
+        item, item_length, payload, payload_length, sums = (np.array(c, np.int64) for c in (*numbers, crc32))
+        extents = item, item_length, payload, payload_length
+        return cls.of_extents(tuple(names), file, *extents, *digest_rows(digests), sums)
 
     @classmethod
     def of_extents(
@@ -113,16 +107,18 @@ class Columns:
         has_digest: NDArray[np.bool_],
         crc32: Column,
     ) -> Columns:
-        """Return the columns of chunks with these extents; both numbers of a payload that is not known are `UNKNOWN`.
+        """Make the columns of chunks with these extents; both numbers of an unknown payload are `UNKNOWN`.
 
         Raises:
             SourceError: a range of bytes ends too far away.
         """
         inside = np.where(payload_length == UNKNOWN, 0, payload - item)
-        each = np.stack([item_length, inside, payload_length], axis=1)
-        first = np.flatnonzero(np.append(True, (each[1:] != each[:-1]).any(axis=1))[: len(each)])  # of a run of equals
-        frames, number = np.unique(each[first], axis=0, return_inverse=True)
-        frame: NDArray[np.int32] = np.repeat(number.reshape(-1).astype(np.int32), np.diff(np.append(first, len(each))))
+        lengths = np.stack([item_length, inside, payload_length], axis=1)
+        # Equal frames come in runs: only the first of a run is sorted.
+        heads = np.flatnonzero(np.append(True, (lengths[1:] != lengths[:-1]).any(axis=1))[: len(lengths)])
+        frames, number = np.unique(lengths[heads], axis=0, return_inverse=True)
+        runs = np.diff(np.append(heads, len(lengths)))
+        frame: NDArray[np.int32] = np.repeat(number.reshape(-1).astype(np.int32), runs)
         return cls(names, file, item, frame, frames, digest, has_digest, crc32)
 
     def __len__(self) -> int:
@@ -130,12 +126,12 @@ class Columns:
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """What each row has, in the order of the attributes."""
+        """The columns of all rows, in the order of the attributes."""
         return (self.file, self.item, self.frame, self.digest, self.has_digest, self.crc32)
 
     def item_length(self, rows: Rows = _ALL) -> Column:
         """Return the lengths of items, of all rows or of these, in bytes."""
-        return self._of_frames(0, rows)
+        return self._frame_field(0, rows)
 
     def item_end(self, rows: Rows = _ALL) -> Column:
         """Return the offsets behind items, in bytes."""
@@ -143,35 +139,35 @@ class Columns:
 
     def payload(self, rows: Rows = _ALL) -> Column:
         """Return the offsets of payloads, in bytes; `UNKNOWN` where there is none."""
-        return np.where(self.payload_length(rows) == UNKNOWN, UNKNOWN, self.item[rows] + self._of_frames(1, rows))
+        return np.where(self.payload_length(rows) == UNKNOWN, UNKNOWN, self.item[rows] + self._frame_field(1, rows))
 
     def payload_length(self, rows: Rows = _ALL) -> Column:
         """Return the lengths of payloads, in bytes; `UNKNOWN` where there is none."""
-        return self._of_frames(2, rows)
+        return self._frame_field(2, rows)
 
     def payload_at(self, row: int) -> tuple[int, int] | None:
         """Return the offset and the length of the payload of one row, in bytes; None where there is none."""
         _, inside, length = self.frames[self.frame[row]].tolist()
         return None if length == UNKNOWN else (int(self.item[row]) + inside, length)
 
-    def _of_frames(self, which: int, rows: Rows) -> Column:
-        return np.asarray(self.frames[self.frame[rows], which])
+    def _frame_field(self, field: int, rows: Rows) -> Column:
+        return np.asarray(self.frames[self.frame[rows], field])
 
-    def select(self, numbers: slice | Column) -> Columns:
-        """The rows with these numbers."""
-        file, item, frame, *others = (column[numbers] for column in self.arrays)
-        return Columns(self.names, file, item, frame, self.frames, *others)
+    def select(self, rows: slice | Column) -> Columns:
+        """Return some rows."""
+        file, item, frame, *checksums = (column[rows] for column in self.arrays)
+        return Columns(self.names, file, item, frame, self.frames, *checksums)
 
     def files_of(self, rows: slice | Column | NDArray[np.bool_] = _ALL) -> frozenset[str]:
         """Return the names of the files of some rows, by number or by flag."""
         return frozenset(self.names[number] for number in np.unique(self.file[rows]).tolist())
 
     def is_in(self, files: Collection[str]) -> NDArray[np.bool_]:
-        """Return for each row whether it lies in one of these files."""
+        """Return a mask of the rows that lie in these files."""
         return np.isin(self.file, [number for number, name in enumerate(self.names) if name in files])
 
     def renamed(self, name_of: Callable[[str], str]) -> Columns:
-        """The same rows in files of other names.
+        """Return the same rows in files of other names.
 
         Raises:
             SourceError: a name is refused.
@@ -181,29 +177,40 @@ class Columns:
             check_name(name)
         return replace(self, names=names)
 
-    def rows(self, start: int, stop: int) -> Iterator[Row]:
-        """The rows from ``start`` to ``stop``."""
-        return self._rows(slice(start, stop))
-
-    def rows_at(self, numbers: Sequence[int]) -> Iterator[Row]:
-        """The rows with these numbers."""
-        return self._rows(np.array(numbers, np.int64))
-
-    def _rows(self, span: slice | Column) -> Iterator[Row]:
-        digests = self.digest[span].tobytes().hex()
+    def rows(self, rows: slice | Column) -> Iterator[Row]:
+        """Return some rows as tuples."""
         return zip(
-            map(self.names.__getitem__, self.file[span].tolist()),
-            self.item[span].tolist(),
-            self.item_length(span).tolist(),
-            self.payload(span).tolist(),
-            self.payload_length(span).tolist(),
-            (
-                digests[32 * number : 32 * number + 32] if known else None
-                for number, known in enumerate(self.has_digest[span].tolist())
-            ),
-            self.crc32[span].tolist(),
+            map(self.names.__getitem__, self.file[rows].tolist()),
+            self.item[rows].tolist(),
+            self.item_length(rows).tolist(),
+            self.payload(rows).tolist(),
+            self.payload_length(rows).tolist(),
+            self.digests(rows),
+            self.crc32[rows].tolist(),
             strict=True,
         )
+
+    def digests(self, rows: slice | Column) -> list[str | None]:
+        """Return the digests of some rows in hex; None where there is none."""
+        text = self.digest[rows].tobytes().hex()
+        pairs = enumerate(self.has_digest[rows].tolist())
+        return [text[32 * number : 32 * number + 32] if has_digest else None for number, has_digest in pairs]
+
+
+def digest_rows(digests: Sequence[Any]) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """Return digests in hex as rows of 16 bytes, and whether there is one.
+
+    Raises:
+        ValueError, TypeError: one is not 32 lower-case hexadecimal digits.
+    """
+    has_digest = np.array([digest is not None for digest in digests], np.bool_)
+    texts = digests if has_digest.all() else [_NO_DIGEST if digest is None else digest for digest in digests]
+    if {*map(type, texts)} <= {str} and {*map(len, texts)} <= {32}:
+        text = "".join(texts)
+        raw = bytes.fromhex(text)  # accepts upper case and spaces, too
+        if raw.hex() == text:
+            return np.frombuffer(raw, np.uint8).reshape(-1, 16), has_digest
+    raise ValueError(f"expected digests of 32 hexadecimal digits, found {digests[:8]!r:.300}")
 
 
 _NO_DIGEST = "0" * 32
@@ -220,35 +227,35 @@ class ColumnsBuilder:
         self._files_of: dict[tuple[str, ...], NDArray[np.int32]] = {}
         self._frames: dict[tuple[int, ...], int] = {}
         self._frames_of: dict[int, tuple[NDArray[np.int64], NDArray[np.int32]]] = {}  # by the array's id, and the array
-        self._grown = [bytearray() for _ in _NO_ROWS.arrays]
+        self._bytes = [bytearray() for _ in _NO_ROWS.arrays]
         self.rows = 0
 
     def add(self, columns: Columns, start: int, stop: int) -> None:
         """Add the rows from ``start`` to ``stop``."""
         if columns.names not in self._files_of:
-            self._files_of[columns.names] = _numbered(self._files, columns.names)
+            self._files_of[columns.names] = _number(self._files, columns.names)
         if id(columns.frames) not in self._frames_of:
-            numbers = _numbered(self._frames, map(tuple, columns.frames.tolist()))
+            numbers = _number(self._frames, map(tuple, columns.frames.tolist()))
             self._frames_of[id(columns.frames)] = columns.frames, numbers
-        file, item, frame, *others = (column[start:stop] for column in columns.arrays)
+        file, item, frame, *checksums = (column[start:stop] for column in columns.arrays)
         file, frame = self._files_of[columns.names][file], self._frames_of[id(columns.frames)][1][frame]
-        for grown, column in zip(self._grown, (file, item, frame, *others), strict=True):
-            grown += np.ascontiguousarray(column).data.cast("B") if column.size else b""
+        for buffer, column in zip(self._bytes, (file, item, frame, *checksums), strict=True):
+            buffer += np.ascontiguousarray(column).data.cast("B") if column.size else b""
         self.rows += stop - start
 
     def build(self) -> Columns:
-        """All rows, in the order in which they were added."""
-        pairs = zip(self._grown, _NO_ROWS.arrays, strict=True)
-        file, item, frame, *others = (
-            np.frombuffer(grown, none.dtype).reshape(-1, *none.shape[1:]) for grown, none in pairs
+        """Return all rows, in the order in which they were added."""
+        pairs = zip(self._bytes, _NO_ROWS.arrays, strict=True)
+        file, item, frame, *checksums = (
+            np.frombuffer(buffer, empty.dtype).reshape(-1, *empty.shape[1:]) for buffer, empty in pairs
         )
         frames = np.array(list(self._frames), np.int64).reshape(-1, 3)
-        return Columns(tuple(self._files), file, item, frame, frames, *others)
+        return Columns(tuple(self._files), file, item, frame, frames, *checksums)
 
 
-def _numbered(known: dict[_T, int], values: Iterable[_T]) -> NDArray[np.int32]:
-    """Return the number of each value; those that are new get the next ones."""
-    return np.array([known.setdefault(value, len(known)) for value in values], np.int32)
+def _number(numbers: dict[_T, int], values: Iterable[_T]) -> NDArray[np.int32]:
+    """Return the number of each value; new values get the next numbers."""
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values], np.int32)
 
 
 _NO_ROWS = Columns.of(())

@@ -288,7 +288,7 @@ def _hold_inside(payloads: Payloads, columns: Columns, rows: Column) -> list[boo
             return False
         return True
 
-    return [holds(Extent(file, offset, length)) for file, offset, length, *_ in columns.rows_at(rows.tolist())]
+    return [holds(Extent(file, offset, length)) for file, offset, length, *_ in columns.rows(rows)]
 
 
 def _is_framed(payloads: Payloads, tensor: StateRecord) -> bool:
