@@ -16,8 +16,7 @@ from ..names.errors import called_like, warn_on_rank
 from ..names.resumption import in_globs
 from ..names.vocabulary import GROUP_OPTIONS
 from .groups import EXAMPLE, FAMILIES, KINDS, WRAPPERS, Decisions, Rules, layers_of, rules_to_write, sort_parameters
-from .options import FLAG, check_value
-from .state import as_numbers
+from .options import FLAG, as_numbers, check_value
 
 
 @dataclass(frozen=True, slots=True, eq=False)

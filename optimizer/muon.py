@@ -22,9 +22,8 @@ from ..names.coefficients import Coefficients
 from ..names.errors import LayoutError, called_like
 from ..names.resumption import LOAD_LINES, Globs, LoadReport
 from ..names.vocabulary import MUON, MUON_CONVENTION, ROUNDING_SEED, STEP, STEPS_TAKEN
-from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
+from .collective import MAX_SKIPPED_STEPS, CollectiveOptimizer, NonFinite, guard_gradients
 from .for_model import EXAMPLE_LINE, WITH_ALGORITHM, ForModel, refuse_no_parameters
-from .given import given_in
 from .ground.codecs import LocalFragments, check_stored, codec_of
 from .ground.cuda_graphs import is_capturing
 from .ground.host_memory import STATE_MEMORIES
@@ -36,41 +35,42 @@ from .newton_schulz.products import Choice, prefer_kernels
 from .newton_schulz.recipe import flops
 from .options import (
     COUNT_OR_NONE,
-    CYCLED,
-    as_plain,
-    check,
+    CYCLED_OPTIONS,
+    check_group,
     check_rates,
     check_value,
-    cycled,
-    options_of_state,
+    cycled_defaults,
+    options_in_code,
+    parse_coefficients,
     refuse_repeated,
     refuse_shared_rate,
     refuse_unknown,
+    state_options,
 )
 from .planning.schedule import Ranks, Schedule
 from .report import (
     MuonReport,
-    bytes_at_owners,
-    bytes_sent,
-    doubts_of,
-    group_report,
-    matrices_of_ranks,
+    count_matrices,
+    count_owner_bytes,
+    count_sent_bytes,
+    find_doubts,
+    report_group,
     warn_if_unshared,
     warn_of_no_gradient,
 )
 from .restoration import load_fitting
 from .state import (
-    Seen,
-    SeenSlots,
+    GroupSnapshot,
+    SlotSnapshot,
     carry_over,
-    changes,
     check_gradients,
     check_state,
-    check_values,
-    cleared,
-    declare_owned,
+    declare_owner_boxes,
+    find_changes,
+    find_cleared,
     fresh_state,
-    owned_state,
+    owner_state,
+    refuse_meta,
 )
 from .step.agreement import Facts, plan_options
 from .step.exchange import LINKS
@@ -136,8 +136,8 @@ class Muon(ForModel, CollectiveOptimizer):
     _warns = True
     """Warn of plain tensors on several ranks, and of steps without a gradient."""
 
-    _places: Mapping[Tensor, LocalFragments] = MappingProxyType({})
-    """Where parameters lie that are parts of others."""
+    _param_fragments: Mapping[Tensor, LocalFragments] = MappingProxyType({})
+    """The places of parameters that are parts of others."""
 
     @called_like(EXAMPLE_LINE, algorithm=WITH_ALGORITHM)
     def __init__(
@@ -166,7 +166,7 @@ class Muon(ForModel, CollectiveOptimizer):
         layout: Callable[[Tensor], TensorLayout] | None = None,
         offload: str | None = None,
         nonfinite: str | None = None,
-        most_skipped: int = MOST_SKIPPED,
+        most_skipped: int = MAX_SKIPPED_STEPS,
     ) -> None:
         refuse_no_parameters(params)
         if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
@@ -185,14 +185,14 @@ class Muon(ForModel, CollectiveOptimizer):
         self._nonfinite = NonFinite(nonfinite, most_skipped) if nonfinite is not None else None
         self._scales, self._methods, self._steps = Scales(), Methods(), Steps()
         self._owners: dict[Tensor, tuple[int, ...]] = {}  # of parameters with state at the owners of their matrices
-        self._fixed: list[dict[str, Any]] = []
-        self.given = []
-        self._seen: list[Seen] = []
-        self._slots = SeenSlots()
-        self._begun_anew: dict[Tensor, Mapping[str, Tensor]] = {}  # state that took the place of cleared state
-        self._used = False  # true once state may differ from fresh state
-        self._inheriting: str | None = None  # the algorithm of a group that does not say its rate
-        self._matrices = {
+        self._planned_options: list[dict[str, Any]] = []
+        self.code_options = []
+        self._group_snapshots: list[GroupSnapshot] = []
+        self._slot_snapshot = SlotSnapshot()
+        self._restarted: dict[Tensor, Mapping[str, Tensor]] = {}  # state that took the place of cleared state
+        self._has_history = False  # true once state may differ from fresh state
+        self._rateless_algorithm: str | None = None  # of a group that does not say its rate
+        self._matrix_defaults = {
             "momentum": momentum,
             "nesterov": nesterov,
             "adjust_lr_fn": adjust_lr_fn,
@@ -211,57 +211,71 @@ class Muon(ForModel, CollectiveOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and create the state of its parameters.  If it is refused, nothing is changed."""
-        before = len(self.param_groups)
-        for option in CYCLED:  # torch would give it to a group that has none
+        number = len(self.param_groups)
+        for option in CYCLED_OPTIONS:  # torch would give it to a group that has none
             self.defaults.pop(option, None)
         try:
+            # The options of its algorithm, and defaults for those that it lacks.
             algorithm = self._methods.name_of(param_group.get("algorithm", "muon"))
             method = self._methods[algorithm] if is_matrix_method(algorithm) else None
             if method is not None:
-                defaults = method.defaults(self._matrices)
+                defaults = method.defaults(self._matrix_defaults)
             else:
                 defaults = {**SCALARS[algorithm].defaults, "cautious": self.defaults["cautious"]}
-            refuse_unknown(param_group, algorithm, {*defaults, *self.defaults, *options_of_state(method)})
+            refuse_unknown(param_group, algorithm, {*defaults, *self.defaults, *state_options(method)})
             if isinstance(params := param_group.get("params", ()), Iterator):
                 param_group = {**param_group, "params": list(params)}
             refuse_repeated([*self.param_groups, {"params": (), **param_group}])
             super().add_param_group({**defaults, **param_group, "algorithm": algorithm})
             group = self.param_groups[-1]
-            self._settle(group)
-            inherits = algorithm in SCALARS and "lr" not in param_group and group["params"]
-            inheriting = algorithm if inherits else self._inheriting
-            if inheriting is not None:
-                refuse_shared_rate(self.param_groups, inheriting, self.defaults["lr"])
+            self._complete_options(group)
+            has_no_rate = algorithm in SCALARS and "lr" not in param_group and group["params"]
+            rateless_algorithm = algorithm if has_no_rate else self._rateless_algorithm
+            if rateless_algorithm is not None:
+                refuse_shared_rate(self.param_groups, rateless_algorithm, self.defaults["lr"])
+            # Fresh state, in the memory where it rests.
             fresh = {}
-            for number, param in enumerate(group["params"]):
-                name = group.get("param_names", {number: f"parameter {number} of group {before}"})[number]
+            for index, param in enumerate(group["params"]):
+                name = group.get("param_names", {index: f"parameter {index} of group {number}"})[index]
                 try:
                     fresh[param] = self._fresh_state(param, group)
                 except LayoutError as error:
                     raise LayoutError(f"{name}: {error}. To have a model's parameters sorted: {EXAMPLE_LINE}") from None
                 self._refuse_cut_blocks(name, param, group)
-            self._place_owned(fresh)
+            self._add_owner_state(fresh)
         except Exception:
-            del self.param_groups[before:]
+            del self.param_groups[number:]
             raise
         finally:
-            self.defaults.update(cycled(self.param_groups))
+            self.defaults.update(cycled_defaults(self.param_groups))
         for param, slots in fresh.items():
             self.state.setdefault(param, {}).update(slots)
         self._steps.plan_anew()
-        self._fixed.append(plan_options(group))
-        self.given.append(given_in(group))
-        self._seen.append(Seen.of(group["params"], self.state))
-        self._inheriting = inheriting
+        self._planned_options.append(plan_options(group))
+        self.code_options.append(options_in_code(group))
+        self._group_snapshots.append(GroupSnapshot.of(group["params"], self.state))
+        self._rateless_algorithm = rateless_algorithm
 
-    def _fresh_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return self._at_rest(param, fresh_state(param, self._resting(param, (0,)), group, self._method_of(group)))
+    def _complete_options(self, group: dict[str, Any]) -> None:
+        """Write a group's options as state dicts have them, and check them."""
+        method = self._method_of(group)
+        if method is not None:
+            group["adjust_lr_fn"] = self._scales.name_of(group["adjust_lr_fn"])
+            if method.orthogonalizes:
+                group["ns_coefficients"] = parse_coefficients(group["ns_coefficients"])
+        if group.get(ROUNDING_SEED) is not None:
+            group.setdefault(STEPS_TAKEN, 0)
+        check_group(group, self._scales.names, method)
 
     def _method_of(self, group: Mapping[str, Any]) -> MatrixMethod | None:
         """Return the method of a group of matrices, None for one of element-wise algorithms."""
         return self._methods[group["algorithm"]] if is_matrix_method(group["algorithm"]) else None
 
-    def _at_rest(self, param: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _fresh_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        slots = fresh_state(param, self._layout_of(param, (0,)), group, self._method_of(group))
+        return self._store_state(param, slots)
+
+    def _store_state(self, param: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a parameter's state in the memory where it rests; a count of steps stays where it is."""
         memory = STATE_MEMORIES[self._offload]
         return {
@@ -279,35 +293,34 @@ class Muon(ForModel, CollectiveOptimizer):
                 "whole: keep its state in bfloat16"
             )
         try:
-            codec.refuse_cut(self._resting(param, (0,)))
+            codec.refuse_cut(self._layout_of(param, (0,)))
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from None
 
-    def _place_owned(self, fresh: Mapping[Tensor, dict[str, Tensor]]) -> None:
-        """Choose owners for new parameters whose methods keep state there, and add that state to the rest."""
-        if not any(map(self._keeps_at_owner, self.param_groups)):
+    def _add_owner_state(self, fresh: Mapping[Tensor, dict[str, Tensor]]) -> None:
+        """Choose owners for new parameters whose methods keep state there, and add that state to the ``fresh`` one."""
+        if not any(map(self._has_owner_state, self.param_groups)):
             return  # the sets of ranks are those of all parameters: too much for each of many groups
         chosen: dict[Tensor, tuple[int, ...]] = {}
-        for held in rank_sets(self.param_groups, self._replicas):
-            methods = [self._methods[self.param_groups[member.group]["algorithm"]] for member in held.matrices]
-            groups = [self.param_groups[member.group] for member in held.matrices]
-            stay = [
-                member.param in fresh and self._keeps_at_owner(group)
-                for member, group in zip(held.matrices, groups, strict=True)
-            ]
-            if any(stay):
-                owners = self._planner.owners_of(held, self.param_groups)
-                for member, method, group, of, owned in zip(held.matrices, methods, groups, owners, stay, strict=True):
-                    if owned:
-                        own = owned_state(member.param, group, method, of, self._replicas)
-                        fresh[member.param].update(self._at_rest(member.param, own))
-                        declare_owned(member.param, group, method, of, fresh[member.param])
-                        chosen[member.param] = of
+        for rank_set in rank_sets(self.param_groups, self._replicas):
+            groups = [self.param_groups[member.group] for member in rank_set.matrices]
+            params = [member.param for member in rank_set.matrices]
+            is_new = [p in fresh and self._has_owner_state(group) for p, group in zip(params, groups, strict=True)]
+            if not any(is_new):
+                continue
+            param_owners = self._planner.owners_of(rank_set, self.param_groups)
+            for param, group, owners, new in zip(params, groups, param_owners, is_new, strict=True):
+                if new:
+                    method = self._methods[group["algorithm"]]
+                    slots = owner_state(param, group, method, owners, self._replicas)
+                    fresh[param].update(self._store_state(param, slots))
+                    declare_owner_boxes(param, group, method, owners, fresh[param])
+                    chosen[param] = owners
         self._owners |= chosen
 
-    def _keeps_at_owner(self, group: dict[str, Any]) -> bool:
-        name = group["algorithm"]
-        return is_matrix_method(name) and any(kept.at_owner for kept in self._methods[name].slots_of(group).values())
+    def _has_owner_state(self, group: dict[str, Any]) -> bool:
+        method = self._method_of(group)
+        return method is not None and any(slot.at_owner for slot in method.slots_of(group).values())
 
     @property
     def schedules(self) -> Mapping[Ranks, Schedule]:
@@ -332,40 +345,41 @@ class Muon(ForModel, CollectiveOptimizer):
         schedules, numbered = list(self.schedules.values()), enumerate(self.param_groups)
         names = {decision.parameter: decision.names[0] for decision in self.decisions() or ()}
         report = MuonReport(
-            groups=tuple(group_report(number, group, self._scales, self._methods, names) for number, group in numbered),
-            owned=matrices_of_ranks(schedules),
-            sent=bytes_sent(schedules),
-            state=sum(local_of(tensor).nbytes for slots in self.state.values() for tensor in slots.values()),
-            at_owners=bytes_at_owners(self.param_groups, self._methods, self._owners, self._replicas),
+            groups=tuple(report_group(number, group, self._scales, self._methods, names) for number, group in numbered),
+            matrices_by_rank=count_matrices(schedules),
+            sent_bytes=count_sent_bytes(schedules),
+            state_bytes=sum(local_of(tensor).nbytes for slots in self.state.values() for tensor in slots.values()),
+            owner_bytes=count_owner_bytes(self.param_groups, self._methods, self._owners, self._replicas),
             offload=self._offload,
-            visiting=self._most_visiting(),
-            skipped=self.skipped_steps,
-            doubts=tuple(doubts_of(self.param_groups, most_elementwise)),
+            visiting_bytes=self._visiting_bytes(),
+            skipped_steps=self.skipped_steps,
+            doubts=tuple(find_doubts(self.param_groups, most_elementwise)),
         )
         for doubt in report.doubts:
             warnings.warn(doubt, RuntimeWarning, stacklevel=2)
         return report
 
-    def _most_visiting(self) -> int | None:
-        """Return `MuonReport.visiting`."""
-        unplanned = not self.schedules and any(is_matrix_method(group["algorithm"]) for group in self.param_groups)
-        if self._offload is None or unplanned:
+    def _visiting_bytes(self) -> int | None:
+        """Return `MuonReport.visiting_bytes`."""
+        is_unplanned = not self.schedules and any(is_matrix_method(group["algorithm"]) for group in self.param_groups)
+        if self._offload is None or is_unplanned:
             return None
-        parts = [step.peak_state_bytes(self.state) for step in self._steps.planned.values()]
+        sizes = [step.peak_state_bytes(self.state) for step in self._steps.planned.values()]
         for group in self.param_groups:
             if group["algorithm"] in SCALARS and group["params"]:
                 states = [self.state[param] for param in group["params"]]
-                parts.append(most_visiting(states, STATE_MEMORIES[self._offload]))
-        return max(parts, default=0)
+                sizes.append(most_visiting(states, STATE_MEMORIES[self._offload]))
+        return max(sizes, default=0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies, without plans, which refer to this optimizer's parameters."""
         copied = (
-            "_ordinals _matrices _replicas _exchange _stages _offload _layout _cost _form _nonfinite _scales _methods "
-            "_owners _fixed _seen _used _inheriting given"
+            "_ordinals _matrix_defaults _replicas _exchange _stages _offload _layout _cost _form _nonfinite _scales "
+            "_methods _owners _planned_options _group_snapshots _has_history _rateless_algorithm code_options"
         )
-        own = {name: getattr(self, name) for name in copied.split()}
-        return {**super().__getstate__(), **own, "_steps": Steps(), "_slots": SeenSlots(), "_begun_anew": {}}
+        attributes = {name: getattr(self, name) for name in copied.split()}
+        made_anew = {"_steps": Steps(), "_slot_snapshot": SlotSnapshot(), "_restarted": {}}
+        return {**super().__getstate__(), **attributes, **made_anew}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
         """Copy the optimizer, but not its process group."""
@@ -380,9 +394,13 @@ class Muon(ForModel, CollectiveOptimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param in self._owners:
-                    method = self._methods[group["algorithm"]]
-                    declare_owned(param, group, method, self._owners[param], self.state[param])
+                    self._declare_owner_boxes(param, group)
         return super().state_dict()
+
+    def _declare_owner_boxes(self, param: Tensor, group: Mapping[str, Any]) -> None:
+        """Declare the boxes of state at owners, as loaded state has no hooks."""
+        method = self._methods[group["algorithm"]]
+        declare_owner_boxes(param, group, method, self._owners[param], self.state[param])
 
     def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:  # type: ignore[override]
         """Load state, and the hyper-parameters that schedules change (`RESTORED`).  If refused, nothing is changed.
@@ -402,8 +420,8 @@ class Muon(ForModel, CollectiveOptimizer):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict: expected a state dict, found {type(state_dict).__name__}. Write {LOAD_LINES}")
         self._follow_parameters()
-        report = load_fitting(self, super().load_state_dict, state_dict, Globs.of(fresh), self._at_rest)
-        self._used, self._slots, self._begun_anew = True, SeenSlots.of(self.state), {}
+        report = load_fitting(self, super().load_state_dict, state_dict, Globs.of(fresh), self._store_state)
+        self._has_history, self._slot_snapshot, self._restarted = True, SlotSnapshot.of(self.state), {}
         self._steps.plan_anew()
         return report
 
@@ -428,6 +446,7 @@ class Muon(ForModel, CollectiveOptimizer):
                 warn_of_no_gradient(stacklevel=6)
             if self._groups_of_model is not None:
                 self._warn_of_left_out(stacklevel=7)
+        # Refuse what no step can do before ranks meet.
         if self._offload is not None and is_capturing():
             raise RuntimeError(
                 f"offload={self._offload!r}: a step waits until its state is back in host memory, and nothing can be "
@@ -439,13 +458,15 @@ class Muon(ForModel, CollectiveOptimizer):
                     f"{ROUNDING_SEED}={group[ROUNDING_SEED]!r}: every replay of a CUDA graph would round with the same "
                     "noise; round to the nearest, without a seed"
                 )
-            check_values(group["params"])
+            refuse_meta(group["params"])
             check_gradients(group["params"], [param.grad for param in group["params"]])
-        self._used = True
-        if self._take_part(None):
+        # Matrices together with other ranks; then, if no rank skips the step, elements by itself.
+        self._has_history = True
+        if self._step_with_ranks(None):
             for group in self.param_groups:
                 if group["algorithm"] in SCALARS:
-                    SCALARS[group["algorithm"]].step(group, self.state, self._placed, STATE_MEMORIES[self._offload])
+                    memory = STATE_MEMORIES[self._offload]
+                    SCALARS[group["algorithm"]].step(group, self.state, self._local_fragments, memory)
                 if STEPS_TAKEN in group:
                     group[STEPS_TAKEN] += 1
         return loss
@@ -454,114 +475,114 @@ class Muon(ForModel, CollectiveOptimizer):
     @torch.no_grad()
     def _follow_parameters(self) -> None:
         """Move state to parameters that have been replaced, cast or moved, and let those without state begin anew."""
-        changed = list(changes(self._seen, self.param_groups))
+        changes = list(find_changes(self._group_snapshots, self.param_groups))
         self._follow_state()
-        if not changed:
+        if not changes:
             return
-        renewed = {}
-        for change in changed:
+        # Fresh state for the new parameters, which keep their owners if these still hold them.
+        fresh = {}
+        for change in changes:
             group = self.param_groups[change.group]
-            renewed[change.current] = self._fresh_state(change.current, group)
+            fresh[change.current] = self._fresh_state(change.current, group)
             self._refuse_cut_blocks(change.name, change.current, group)
-            if (owners := self._owners.pop(change.former, None)) is not None:
-                if change.former not in self._begun_anew:
-                    # What was loaded has no hooks until state_dict() declares them.
-                    method = self._methods[group["algorithm"]]
-                    declare_owned(change.former, group, method, owners, self.state[change.former])
-                there = {*owners} <= {*(ranks_of(change.current, self._replicas) or (0,))}
-                if there and change.current.shape == change.former.shape:
-                    self._owners[change.current] = owners  # state stays where it is
-        self._place_owned(renewed)
-        for change in changed if self._used else ():
-            if change.former not in self._begun_anew:
-                carry_over(change, self.state[change.former], renewed[change.current])
-        for change in changed:
+            if change.former in self._owners:
+                if change.former not in self._restarted:
+                    self._declare_owner_boxes(change.former, group)
+                owners = self._owners.pop(change.former)
+                has_owners = {*owners} <= {*(ranks_of(change.current, self._replicas) or (0,))}
+                if has_owners and change.current.shape == change.former.shape:
+                    self._owners[change.current] = owners
+        self._add_owner_state(fresh)
+        # The former state, unless nothing has happened to it yet.
+        for change in changes if self._has_history else ():
+            if change.former not in self._restarted:
+                carry_over(change, self.state[change.former], fresh[change.current])
+        for change in changes:
             del self.state[change.former]
-            if self._begun_anew.pop(change.former, None) is not None:
-                self._begun_anew[change.current] = renewed[change.current]
-        self.state.update(renewed)
-        self._look_at_state()
+            if self._restarted.pop(change.former, None) is not None:
+                self._restarted[change.current] = fresh[change.current]
+        self.state.update(fresh)
+        self._take_snapshots()
         self._steps.plan_anew()
 
     def _follow_state(self) -> None:
         """Let parameters begin anew whose state was cleared, as a step of torch's optimizers does."""
-        if self._slots.still(self.state):
+        if self._slot_snapshot.is_current(self.state):
             return
-        members = list(cleared(self._seen, self._slots, self.param_groups, self.state))
-        fresh = {param: self._fresh_state(param, self.param_groups[number]) for param, number in members}
-        self._place_owned(fresh)
+        cleared = list(find_cleared(self._group_snapshots, self._slot_snapshot, self.param_groups, self.state))
+        fresh = {param: self._fresh_state(param, self.param_groups[number]) for param, number in cleared}
+        self._add_owner_state(fresh)
         for param, slots in fresh.items():
             self.state.setdefault(param, {}).update(slots)
-        self._begun_anew = {
-            param: self.state[param]
-            for param in (*self._begun_anew, *fresh)
-            if param in fresh or self.state.get(param) is self._begun_anew[param]
-        }
-        self._slots = SeenSlots.of(self.state)
+        # Restarted are these, and earlier ones whose state nobody has replaced.
+        unreplaced = {p: slots for p, slots in self._restarted.items() if self.state.get(p) is slots}
+        self._restarted = {**unreplaced, **{param: self.state[param] for param in fresh}}
+        self._slot_snapshot = SlotSnapshot.of(self.state)
         if fresh:
             self._steps.plan_anew()
         else:
             self._steps.look_anew()
 
-    def _begin_anew(self) -> None:
+    def _reset_state(self) -> None:
         """Replace all state by new state for the groups' present parameters."""
         self.state.clear()
         self._owners.clear()
         fresh = {param: self._fresh_state(param, group) for group in self.param_groups for param in group["params"]}
-        self._place_owned(fresh)
+        self._add_owner_state(fresh)
         self.state.update(fresh)
-        self._look_at_state()
+        self._take_snapshots()
         self._steps.plan_anew()
 
-    def _look_at_state(self) -> None:
-        self._seen = [Seen.of(group["params"], self.state) for group in self.param_groups]
-        self._slots = SeenSlots.of(self.state)
+    def _take_snapshots(self) -> None:
+        self._group_snapshots = [GroupSnapshot.of(group["params"], self.state) for group in self.param_groups]
+        self._slot_snapshot = SlotSnapshot.of(self.state)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _follow_options(self) -> None:
         """Check groups and plan again if options other than rates have changed."""
-        if self._fixed == [plan_options(group) for group in self.param_groups]:
+        if self._planned_options == [plan_options(group) for group in self.param_groups]:
             check_rates(self.param_groups, self._method_of)
             return
-        for before, group in zip(self._fixed, self.param_groups, strict=True):
-            if group["algorithm"] != before["algorithm"]:
+        for planned, group in zip(self._planned_options, self.param_groups, strict=True):
+            if group["algorithm"] != planned["algorithm"]:
                 raise ValueError(
-                    f"algorithm={group['algorithm']!r}: the group has state of {before['algorithm']!r}, so it cannot "
+                    f"algorithm={group['algorithm']!r}: the group has state of {planned['algorithm']!r}, so it cannot "
                     "change; build a new optimizer"
                 )
-            self._settle(group)
+            self._complete_options(group)
+            method = self._method_of(group)
             for param in group["params"]:
                 check_stored(param, codec_of(group), self.state[param])
-            for param in group["params"] if is_matrix_method(group["algorithm"]) else ():
-                method = self._methods[group["algorithm"]]
-                check_state(param, self._resting(param, (0,)), group, self.state[param], method)
+                if method is not None:
+                    check_state(param, self._layout_of(param, (0,)), group, self.state[param], method)
         self._steps.plan_anew()
-        self._fixed = [plan_options(group) for group in self.param_groups]
+        self._planned_options = [plan_options(group) for group in self.param_groups]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _take_part(self, failure: Exception | None) -> bool:
-        self._awaited = False
+    def _step_with_ranks(self, failure: Exception | None) -> bool:
+        self._has_waiting_peers = False
         skip: Tensor | None = None
         if self._nonfinite is not None:
-            skip, failure = self._nonfinite.look(guarded(self.param_groups, self.state), failure)
-        dropped = self._gradients_taken()
+            skip, failure = self._nonfinite.check(guard_gradients(self.param_groups, self.state), failure)
+        history = self._consume_gradients()
 
         def constants(ranks: Ranks) -> Facts:
-            return {
-                "the optimizer, of those built of equal parameters": f"number {self._ordinals.get(ranks)}",
-                **dropped,
-            }
+            ordinal = f"number {self._ordinals.get(ranks)}"
+            return {"the optimizer, of those built of equal parameters": ordinal, **history}
 
-        taken = self._steps.update(self.param_groups, self.state, self._replicas, self._plan, failure, skip, constants)
-        self._begun_anew = {}  # all ranks have planned with it
+        is_taken = self._steps.update(
+            self.param_groups, self.state, self._replicas, self._plan, failure, skip, constants
+        )
+        self._restarted = {}  # all ranks have planned with it
         if self._nonfinite is not None:
-            self._nonfinite.settle(taken, guarded(self.param_groups, self.state), self._steps.widest)
-        return taken
+            gradients = guard_gradients(self.param_groups, self.state)
+            self._nonfinite.record_step(not is_taken, gradients, self._steps.widest)
+        return is_taken
 
-    def _plan(self, held: RankSet, failure: Exception | None) -> Step:
+    def _plan(self, rank_set: RankSet, failure: Exception | None) -> Step:
         if self._warns and self._replicas is None:
-            warn_if_unshared(held)
-        return self._planner.plan(held, self.param_groups, self.state, failure)
+            warn_if_unshared(rank_set)
+        return self._planner.plan(rank_set, self.param_groups, self.state, failure)
 
     @property
     def _planner(self) -> Planner:
@@ -569,7 +590,7 @@ class Muon(ForModel, CollectiveOptimizer):
             self._replicas,
             self._exchange,
             self._stages,
-            self._resting,
+            self._layout_of,
             self._cost,
             self._form,
             self._scales.factor,
@@ -577,27 +598,16 @@ class Muon(ForModel, CollectiveOptimizer):
             self._owners,
             self._offload,
             self._nonfinite.policy if self._nonfinite is not None else None,
-            self._begun_anew.keys(),
+            self._restarted.keys(),
         )
 
-    def _resting(self, param: Tensor, ranks: Ranks) -> TensorLayout:
+    def _layout_of(self, param: Tensor, ranks: Ranks) -> TensorLayout:
+        """Return the layout of a parameter, if a plain one is replicated over these ranks."""
         return self._layout(param) if self._layout is not None else layout_of(param, replicas=ranks)
 
-    def _placed(self, param: Tensor) -> LocalFragments:
-        """Return a parameter's shape, and this rank's fragments of it."""
-        if param in self._places:
-            return self._places[param]
+    def _local_fragments(self, param: Tensor) -> LocalFragments:
+        if param in self._param_fragments:
+            return self._param_fragments[param]
         ranks = ranks_of(param, self._replicas) or (0,)
-        layout = self._resting(param, ranks)
+        layout = self._layout_of(param, ranks)
         return layout.shape, layout.fragments_of(dist.get_rank() if len(ranks) > 1 else ranks[0])
-
-    def _settle(self, group: dict[str, Any]) -> None:
-        method = None
-        if is_matrix_method(group["algorithm"]):
-            method = self._methods[group["algorithm"]]
-            group["adjust_lr_fn"] = self._scales.name_of(group["adjust_lr_fn"])
-            if method.orthogonalizes:
-                group["ns_coefficients"] = as_plain(group["ns_coefficients"])
-        if group.get(ROUNDING_SEED) is not None:
-            group.setdefault(STEPS_TAKEN, 0)
-        check(group, self._scales.names, method)

@@ -1,4 +1,10 @@
-"""Checks of parameter group options.  Their defaults are in `vocabulary`."""
+"""Options of parameter groups: their checks, and those that the code gave, of which a resume tells what it overrides.
+
+Their defaults are in `names.vocabulary`.  A loaded state brings the rates of the saved run, which schedules have
+changed, so the code's present ones have no effect; they were changed on purpose if they differ from the code's at that
+time.  A group does not say those once a schedule has changed them, other than by ``initial_lr``, so state dicts have
+`GIVEN_KEYS`.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +16,26 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..names.coefficients import Coefficients, Plain, plain_coefficients
+from ..names.errors import warn_on_rank
+from ..names.resumption import as_tuples, same_value
 from ..names.state_forms import BLOCK_SIZE, BLOCK_SIZES, MOMENTUM_DTYPE, STATE_DTYPE, STATE_DTYPES
 from ..names.vocabulary import (
+    GIVEN_KEYS,
     HISTORY_OPTIONS,
     MUON_CONVENTION,
     ROUNDING_SEED,
+    SCHEDULER_OPTIONS,
     STEPS_TAKEN,
     ParamGroup,
 )
+from ..names.wording import listed
 from .ground.codecs import codec_of
 from .ground.cuda_graphs import is_capturable
-from .methods.form import MatrixMethod, Option
+from .methods.form import MatrixMethod
 from .methods.matrix import is_matrix_method
 from .newton_schulz.recipe import spans
 from .planning.matrices import PRECISIONS
@@ -32,24 +44,31 @@ from .step.agreement import NAMES
 FOREIGN = frozenset({"amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize"})
 """Options of torch's optimizers that no algorithm here has; a group may have them if they are off."""
 
-CYCLED = ("momentum", "betas")
+SHOWN_GROUPS = 4
+"""Groups whose differences are told; others are counted."""
+
+CYCLED_OPTIONS = ("momentum", "betas")
 """Options that torch's OneCycleLR and CyclicLR set in every group, even in one without them: the first of the betas if
 ``Optimizer.defaults`` has betas, else momentum if the defaults have that."""
 
 
-def options_of_state(method: MatrixMethod | None) -> Collection[str]:
-    """Return the options of groups, besides those of their algorithm, that say in which dtype their state is kept.
+def as_numbers(value: Any) -> Any:
+    """Return a hyper-parameter with tensors as numbers."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(as_numbers, value))
+    return value.item() if isinstance(value, Tensor) else value
 
-    A group has those that it was given.
-    """
+
+def state_options(method: MatrixMethod | None) -> Collection[str]:
+    """Return the options that say how a group stores its state; they have no defaults."""
     if method is None:
         return STATE_DTYPE, BLOCK_SIZE, ROUNDING_SEED, STEPS_TAKEN
     return (MOMENTUM_DTYPE, BLOCK_SIZE, ROUNDING_SEED, STEPS_TAKEN) if method.averages else ()
 
 
-def cycled(groups: Sequence[ParamGroup]) -> dict[str, Any]:
+def cycled_defaults(groups: Sequence[ParamGroup]) -> dict[str, Any]:
     """Return the defaults for these schedulers: only options that all groups have."""
-    return {key: groups[0][key] for key in CYCLED if groups and all(key in group for group in groups)}
+    return {key: groups[0][key] for key in CYCLED_OPTIONS if groups and all(key in group for group in groups)}
 
 
 def refuse_unknown(group: ParamGroup, algorithm: str, options: Collection[str]) -> None:
@@ -64,11 +83,7 @@ def refuse_unknown(group: ParamGroup, algorithm: str, options: Collection[str]) 
 
 
 def refuse_repeated(groups: Sequence[ParamGroup]) -> None:
-    """Refuse a parameter that groups have twice, which a step would move twice.
-
-    Raises:
-        ValueError: names both its places.
-    """
+    """Raise ValueError for a parameter that groups have twice, which a step would move twice."""
     places: dict[Tensor, str] = {}
     for number, group in enumerate(groups):
         params = group["params"]
@@ -84,7 +99,8 @@ def refuse_repeated(groups: Sequence[ParamGroup]) -> None:
                 )
 
 
-def as_plain(coefficients: Coefficients) -> Plain:
+def parse_coefficients(coefficients: Coefficients) -> Plain:
+    """Return Newton-Schulz coefficients as a group has them; raise ValueError for anything else."""
     try:
         return plain_coefficients(coefficients)
     except ValueError as error:
@@ -107,10 +123,10 @@ def refuse_shared_rate(groups: Iterable[ParamGroup], algorithm: str, lr: float |
 
 
 Declaration = tuple[Callable[[Any], bool], str]
-"""What an option may be: whether a value is that, and in words."""
+"""A condition on the values of an option, and in words the values that meet it."""
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -121,11 +137,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(_is_whole(count) and count >= 1 for count in value)
+    return isinstance(value, Sequence) and all(_is_integer(count) and count >= 1 for count in value)
 
 
-def _in_list(what: str) -> Declaration:
-    expected = f"None, or whole numbers of at least 1 in a list: the {what} of each matrix that is fused in a parameter"
+def _count_list(unit: str) -> Declaration:
+    expected = f"None, or whole numbers of at least 1 in a list: the {unit} of each matrix that is fused in a parameter"
     return lambda counts: counts is None or (_are_counts(counts) and len(counts) > 0), expected
 
 
@@ -134,7 +150,7 @@ def _none_or(values: Collection[Any]) -> Declaration:
 
 
 FLAG: Declaration = (lambda value: isinstance(value, bool), "True or False")
-COUNT: Declaration = (lambda value: _is_whole(value) and value >= 1, "a whole number of at least 1")
+COUNT: Declaration = (lambda value: _is_integer(value) and value >= 1, "a whole number of at least 1")
 COUNT_OR_NONE: Declaration = (lambda value: value is None or COUNT[0](value), f"None, or {COUNT[1]}")
 _TYPES: Mapping[tuple[type, ...], Declaration] = {(bool,): FLAG, (int, float): (_is_number, "a number")}
 _FRACTION: Declaration = (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)")
@@ -148,9 +164,9 @@ _RATES: Mapping[str, Declaration] = {
         lambda betas: isinstance(betas, Sequence) and len(betas) == 2 and all(map(_FRACTION[0], betas)),
         "two numbers in [0, 1)",
     ),
-    STEPS_TAKEN: (lambda steps: _is_whole(steps) and steps >= 0, "a number of steps"),
+    STEPS_TAKEN: (lambda steps: _is_integer(steps) and steps >= 0, "a number of steps"),
 }
-"""What schedules change between steps."""
+"""Options that schedules change between steps."""
 
 _DECLARATIONS: Mapping[str, Declaration] = {
     **_RATES,
@@ -163,31 +179,31 @@ _DECLARATIONS: Mapping[str, Declaration] = {
     "ns_steps": (COUNT[0], "at least one step, as a whole number"),
     "ns_dtype": (PRECISIONS.__contains__, f"one of {sorted(PRECISIONS)}"),
     "gram": (lambda gram: gram is None or _are_counts(gram), "None, or the steps of restarts in a list"),
-    "pieces": _in_list("rows"),
-    "columns": _in_list("columns"),
+    "pieces": _count_list("rows"),
+    "columns": _count_list("columns"),
     "interleaved": COUNT,
     MOMENTUM_DTYPE: _none_or(STATE_DTYPES),
     STATE_DTYPE: _none_or(STATE_DTYPES),
     BLOCK_SIZE: (BLOCK_SIZES.__contains__, f"a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}"),
-    ROUNDING_SEED: (lambda seed: seed is None or _is_whole(seed), "an integer, or None"),
+    ROUNDING_SEED: (lambda seed: seed is None or _is_integer(seed), "an integer, or None"),
 }
-"""What options of groups may be, where that does not depend on the algorithm."""
+"""Options of groups, where their values do not depend on the algorithm."""
 
 _EPS: Mapping[bool, Declaration] = {
     True: (lambda eps: _is_number(eps) and 0 < eps < math.inf, "a positive number"),
     False: (lambda eps: _is_number(eps) and 0 <= eps < math.inf, "a finite number >= 0"),
 }
-"""The same of ``eps``: of matrices, which are divided by their norm, and of elements."""
+"""``eps`` of matrices, which are divided by their norm, and of elements."""
 
 
 def check_value(name: str, value: Any, declaration: Declaration) -> None:
     """Raise ValueError for a value that is not as declared."""
     is_expected, expected = declaration
     try:
-        holds = is_expected(value)
+        is_valid = is_expected(value)
     except (TypeError, ValueError, RuntimeError, AttributeError):  # of another type than the condition is for
-        holds = False
-    if not holds:
+        is_valid = False
+    if not is_valid:
         raise ValueError(f"{name}={value!r}: expected {expected}")
 
 
@@ -196,52 +212,85 @@ def check_rates(groups: Iterable[ParamGroup], method_of: Callable[[ParamGroup], 
 
     Tensors on a device are not looked at, as that would wait for it.
     """
+
+    def is_on_device(value: Any) -> bool:
+        return isinstance(value, Tensor) and (value.device.type != "cpu" or is_capturable(value.device))
+
     for number, group in enumerate(groups):
         method = method_of(group)
-        for name, declaration in _RATES.items():
+        for name in _RATES:
             values = group.get(name, ())
-            if name not in group or any(map(_is_far, values if isinstance(values, tuple | list) else (values,))):
-                continue
-            option = method.options.get(name) if method is not None else None
-            try:
-                _check(name, group[name], [declaration] if option is None else _declared(option))
-            except ValueError as error:
-                raise ValueError(f"group {number}: {error}") from None
+            if name in group and not any(map(is_on_device, values if isinstance(values, tuple | list) else (values,))):
+                try:
+                    _check_option(name, group, method)
+                except ValueError as error:
+                    raise ValueError(f"group {number}: {error}") from None
 
 
-def _is_far(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.device.type != "cpu" or is_capturable(value.device))
-
-
-def _declared(option: Option) -> list[Declaration]:
-    """Return the declarations of a method's option: the type of its default, and its condition."""
-    kinds = [kind for types, kind in _TYPES.items() if type(option.default) in types]
-    return [*kinds, (option.holds, option.expected)]
-
-
-def _check(name: str, value: Any, declarations: Iterable[Declaration]) -> None:
-    for declaration in declarations:
-        check_value(name, value, declaration)
-
-
-def check(group: ParamGroup, scales: Collection[str], method: MatrixMethod | None) -> None:
+def check_group(group: ParamGroup, scales: Collection[str], method: MatrixMethod | None) -> None:
     """Raise ValueError for an option that is not as declared.
 
     Args:
         scales: the names that ``adjust_lr_fn`` may have.
         method: None for element-wise algorithms.
     """
-    options = {} if method is None else method.options
-    for name, declaration in _DECLARATIONS.items():
-        if name in group and name not in options:
-            check_value(name, group[name], declaration)
-    for name, option in options.items():
-        _check(name, group[name], _declared(option))
+    for name in dict.fromkeys([*_DECLARATIONS, "eps", *(method.options if method is not None else ())]):
+        if name in group:
+            _check_option(name, group, method)
     codec_of(group)
-    if "eps" in group and "eps" not in options:
-        check_value("eps", group["eps"], _EPS[method is not None])
     if method is None:
         return
     check_value("adjust_lr_fn", group["adjust_lr_fn"], (scales.__contains__, f"a function, or one of {sorted(scales)}"))
     if group.get("gram") is not None:
         spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)
+
+
+def _check_option(name: str, group: ParamGroup, method: MatrixMethod | None) -> None:
+    if method is not None and name in method.options:
+        # An option of a user's method: the type of its default, and its condition.
+        option = method.options[name]
+        declarations = [declaration for types, declaration in _TYPES.items() if type(option.default) in types]
+        declarations.append((option.holds, option.expected))
+    else:
+        declarations = [_EPS[method is not None] if name == "eps" else _DECLARATIONS[name]]
+    for declaration in declarations:
+        check_value(name, group[name], declaration)
+
+
+def options_in_code(group: ParamGroup) -> dict[str, Any]:
+    """Return the options that the code gave a group, as far as the group can tell."""
+    options = {**group, "lr": group.get("initial_lr", group["lr"])}
+    options |= {option: group[key] for option, key in GIVEN_KEYS.items() if key in group}
+    return {option: as_tuples(as_numbers(options[option])) for option in GIVEN_KEYS if option in options}
+
+
+def keys_of_code_options(group: ParamGroup, code_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a state dict needs, so that `options_in_code` tells the code's options."""
+    told = options_in_code(group)
+    return {GIVEN_KEYS[key]: value for key, value in code_options.items() if key in told and told[key] != value}
+
+
+def adopt_saved_options(
+    groups: Sequence[dict[str, Any]], former_groups: Sequence[ParamGroup], code_options: Sequence[dict[str, Any]]
+) -> None:
+    """Warn, on the first rank, of options of the code that loaded groups override, and take over the saved run's."""
+    overridden = []
+    for number, (group, former, options) in enumerate(zip(groups, former_groups, code_options, strict=True)):
+        saved = {option: group.pop(key) for option, key in GIVEN_KEYS.items() if key in group}
+        # Compare the options of both codes, and what schedulers have written.
+        live = options | {option: as_numbers(former[option]) for option in SCHEDULER_OPTIONS & former.keys()}
+        loaded = saved | {option: as_numbers(group[option]) for option in SCHEDULER_OPTIONS & group.keys()}
+        differing = {option for option in live.keys() & loaded.keys() if not same_value(live[option], loaded[option])}
+        if "lr" in differing:  # which it follows
+            differing.discard("initial_lr")
+        if differing:
+            changes = ", ".join(f"{option}={loaded[option]!r}, not {live[option]!r}" for option in sorted(differing))
+            overridden.append(f"group {number} ({group['algorithm']}): {changes}")
+        options.update(saved)
+    if overridden and not (dist.is_initialized() and dist.get_rank()):
+        warn_on_rank(
+            "hyper-parameters are those of the saved run, which the loaded state brings, and not those that the code "
+            f"gives now: {listed(overridden, SHOWN_GROUPS, '; ')}. To train with the code's, set them in "
+            "optimizer.param_groups after loading; with a scheduler set initial_lr and its base_lrs as well",
+            stacklevel=2,
+        )

@@ -36,7 +36,7 @@ from .planning.matrices import Reduced, matrices_of
 def fresh_state(
     param: Tensor, layout: TensorLayout, group: dict[str, Any], method: MatrixMethod | None
 ) -> dict[str, Tensor]:
-    """Return the state that rests with a parameter which has not been stepped; refuses what could not be stepped later.
+    """Return the state beside a parameter that has not been stepped; raise ValueError if it never could be.
 
     Args:
         method: None for element-wise algorithms.
@@ -55,22 +55,25 @@ def fresh_state(
     state: dict[str, Tensor] = {}
     if method.averages:
         state |= fresh_average(param, MOMENTUM, codec)
-    for slot, (kept, reduced) in method_slots(tuple(param.shape), group, method).items():
-        dtype = kept.dtype or param.dtype
-        if kept.shape == "[m, n]" and not kept.at_owner:
-            state[slot] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
-        elif not kept.at_owner:
-            state[slot] = zeros_sharded_like(param, reduced.shape, dtype)
+    for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
+        dtype = slot.dtype or param.dtype
+        if slot.shape == "[m, n]" and not slot.at_owner:
+            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+        elif not slot.at_owner:
+            state[name] = zeros_sharded_like(param, reduced.shape, dtype)
     return state
 
 
-def owned_boxes(reduced: Reduced, owners: Sequence[int], rank: int) -> list[Box]:
-    """Return the boxes that a rank has of a slot which rests at the owners of a parameter's matrices."""
-    matrices = zip(matrices_of(reduced.shape, reduced.fused), owners, strict=True)
-    return [piece.box for pieces, owner in matrices if owner == rank for piece in pieces]
+def owner_boxes(reduced: Reduced, owners: Sequence[int]) -> list[Box]:
+    """Return this rank's boxes of a slot that rests at the owners of a parameter's matrices."""
+    rank, boxes = dist.get_rank(), list[Box]()
+    for pieces, owner in zip(matrices_of(reduced.shape, reduced.fused), owners, strict=True):
+        if owner == rank:
+            boxes += [piece.box for piece in pieces]
+    return boxes
 
 
-def owned_state(
+def owner_state(
     param: Tensor,
     group: Mapping[str, Any],
     method: MatrixMethod,
@@ -79,49 +82,48 @@ def owned_state(
 ) -> dict[str, Tensor]:
     """Return the state of a parameter that rests at its owners, as zeros: matrix after matrix, each row by row.
 
-    It is a DTensor on the mesh of the parameter, or of the ``replicas`` that share a plain one; `declare_owned` says
-    where its boxes are.  What no other rank holds is a plain tensor.
+    It is a DTensor on the mesh of the parameter, or of the ``replicas`` that share a plain one; `declare_owner_boxes`
+    says where its boxes are.  A parameter of this rank alone has plain tensors.
     """
     mesh = param.device_mesh if isinstance(param, DTensor) else None
     if mesh is None and replicas is not None and dist.get_world_size(replicas) > 1:
         mesh = DeviceMesh.from_group(replicas, param.device.type)
     state: dict[str, Tensor] = {}
-    for slot, (kept, reduced) in method_slots(tuple(param.shape), group, method).items():
-        if not kept.at_owner:
+    for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
+        if not slot.at_owner:
             continue
-        shape, dtype = reduced.shape, kept.dtype or param.dtype
+        shape, dtype = reduced.shape, slot.dtype or param.dtype
         if mesh is None:
-            state[slot] = torch.zeros(shape, dtype=dtype, device=param.device)
+            state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
             continue
-        numel = sum(box.numel for box in owned_boxes(reduced, owners, dist.get_rank()))
-        here = shape if numel == math.prod(shape) else (numel, *(1,) * (len(shape) - 1))
-        state[slot] = DTensor.from_local(
-            torch.zeros(here, dtype=dtype, device=param.device),
+        numel = sum(box.numel for box in owner_boxes(reduced, owners))
+        local_shape = shape if numel == math.prod(shape) else (numel, *(1,) * (len(shape) - 1))
+        state[name] = DTensor.from_local(
+            torch.zeros(local_shape, dtype=dtype, device=param.device),
             mesh,
             [Shard(0)] * mesh.ndim,
             run_check=False,
             shape=torch.Size(shape),
             stride=row_major(shape),
         )
-    declare_owned(param, group, method, owners, state)
     return state
 
 
-def declare_owned(
+def declare_owner_boxes(
     param: Tensor,
     group: Mapping[str, Any],
     method: MatrixMethod,
     owners: Sequence[int],
     state: Mapping[str, Tensor],
 ) -> None:
-    """Tell DCP which boxes this rank has of the slots that rest at owners."""
-    for slot, (kept, reduced) in method_slots(tuple(param.shape), group, method).items():
-        if kept.at_owner and isinstance(value := state[slot], DTensor):
-            declare_boxes(value, owned_boxes(reduced, owners, dist.get_rank()))
+    """Tell DCP this rank's boxes of the slots that rest at owners."""
+    for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
+        if slot.at_owner and isinstance(tensor := state[name], DTensor):
+            declare_boxes(tensor, owner_boxes(reduced, owners))
 
 
 def check_state(
-    param: Tensor, layout: TensorLayout, group: Mapping[str, Any], held: Mapping[str, Tensor], method: MatrixMethod
+    param: Tensor, layout: TensorLayout, group: Mapping[str, Any], state: Mapping[str, Tensor], method: MatrixMethod
 ) -> None:
     """Refuse options of a group of matrices that do not fit a parameter's existing state.
 
@@ -129,37 +131,39 @@ def check_state(
         LayoutError, ValueError: the options do not fit the parameter's shape; they need state of another shape.
     """
     matrices_of(layout.shape, fused_of(group))
-    for slot, (kept, reduced) in method_slots(tuple(param.shape), group, method).items():
-        own = held.get(slot)
-        if own is None or own.shape != reduced.shape or own.dtype != (kept.dtype or param.dtype):
-            options = ", ".join(f"{name}={group[name]!r}" for name in ("columns", *method.options))
-            actual = "missing" if own is None else f"{own.dtype} {tuple(own.shape)}"
+    for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
+        tensor = state.get(name)
+        if tensor is None or tensor.shape != reduced.shape or tensor.dtype != (slot.dtype or param.dtype):
+            options = ", ".join(f"{option}={group[option]!r}" for option in ("columns", *method.options))
+            actual = "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ValueError(
-                f"{options} of a parameter of shape {tuple(param.shape)} need a {slot} of shape {reduced.shape}, and "
+                f"{options} of a parameter of shape {tuple(param.shape)} need a {name} of shape {reduced.shape}, and "
                 f"it is {actual}: they cannot change once there is state; build a new optimizer"
             )
 
 
-def in_form(mine: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> dict[str, Any]:
+def convert_averages(state: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> dict[str, Any]:
     """Return a loaded state with averages stored by the codecs of this state: decoded, and rounded to the nearest.
 
-    What does not fit otherwise stays as it is, for `fault` to say why.
+    An average that does not fit otherwise is unchanged, for `tensor_misfit` to say why.
     """
-    formed = {**loaded}
+    converted = {**loaded}
     for slot in AVERAGES:
-        stored, saved = stored_parts(mine, slot), stored_parts(loaded, slot)
-        placings = ({name: placing(value) for name, value in side.items()} for side in (stored, saved))
-        if not stored or next(placings) == next(placings) or (exact := _exact(saved, stored)) is None:
+        stored, saved = stored_parts(state, slot), stored_parts(loaded, slot)
+        layouts, saved_layouts = (
+            {name: describe_layout(value) for name, value in parts.items()} for parts in (stored, saved)
+        )
+        if not stored or layouts == saved_layouts or (exact := _decode_loaded(saved, stored)) is None:
             continue
-        fresh = {name: torch.zeros_like(like) for name, like in stored.items()}
-        kept, *others = (in_a_dim(local_of(value)) for value in fresh.values())
+        fresh = {name: torch.zeros_like(part) for name, part in stored.items()}
+        numbers, *scales = (in_a_dim(local_of(part)) for part in fresh.values())
         if (codec := detect_codec(stored)) is not None:
-            codec.local_codec([kept, *others]).encode(kept, exact.to(kept.device))
-            formed = {name: value for name, value in formed.items() if name not in saved} | fresh
-    return formed
+            codec.local_codec([numbers, *scales]).encode(numbers, exact.to(numbers.device))
+            converted = {name: value for name, value in converted.items() if name not in saved} | fresh
+    return converted
 
 
-def _exact(saved: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Tensor | None:
+def _decode_loaded(saved: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Tensor | None:
     """Return this rank's part of a loaded average as float32, in one dim at least; None if it is incomplete, or not
     laid out as it is ``stored`` here.
     """
@@ -167,27 +171,20 @@ def _exact(saved: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Tensor | N
     codec = detect_codec(tensors) if len(tensors) == len(saved) else None
     if codec is None:
         return None
-    like, first = (next(iter(side.values())) for side in (stored, tensors))
-    local, *others = (in_a_dim(local_of(value)) for value in tensors.values())
-    if not laid_out_alike(first, like) or local.shape != in_a_dim(local_of(like)).shape:
+    expected, actual = (next(iter(parts.values())) for parts in (stored, tensors))
+    parts = [in_a_dim(local_of(part)) for part in tensors.values()]
+    if not has_same_layout(actual, expected) or parts[0].shape != in_a_dim(local_of(expected)).shape:
         return None
-    shapes = [shape for shape, _ in stored_slots(codec, "", local).values()]
-    if shapes != [tuple(part.shape) for part in (local, *others)]:
+    shapes = [shape for shape, _ in stored_slots(codec, "", parts[0]).values()]
+    if shapes != [tuple(part.shape) for part in parts]:
         return None
-    return codec.local_codec([local, *others]).decode(local)
+    return codec.local_codec(parts).decode(parts[0])
 
 
-def as_numbers(value: Any) -> Any:
-    """Return a hyper-parameter with tensors as numbers."""
-    if isinstance(value, tuple | list):
-        return type(value)(map(as_numbers, value))
-    return value.item() if isinstance(value, Tensor) else value
-
-
-def fault(tensor: Tensor, loaded: Any) -> str | None:
+def tensor_misfit(tensor: Tensor, loaded: Any) -> str | None:
     """Return why a loaded tensor cannot replace one of the state, in words that follow its slot, or None."""
-    if not isinstance(loaded, Tensor) or not laid_out_alike(loaded, tensor):
-        return f"is {placing(loaded)}, expected {placing(tensor)}"
+    if not isinstance(loaded, Tensor) or not has_same_layout(loaded, tensor):
+        return f"is {describe_layout(loaded)}, expected {describe_layout(tensor)}"
     if declares_boxes(tensor) and local_of(loaded).shape != local_of(tensor).shape:
         return CUT_OTHERWISE
     return None
@@ -196,14 +193,14 @@ def fault(tensor: Tensor, loaded: Any) -> str | None:
 CUT_OTHERWISE = "is cut otherwise; load it through a checkpoint"
 
 
-def laid_out_alike(a: Tensor, b: Tensor) -> bool:
+def has_same_layout(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same shape, mesh and placements."""
     if not isinstance(a, DTensor) or not isinstance(b, DTensor):
         return isinstance(a, DTensor) == isinstance(b, DTensor) and a.shape == b.shape
     return a.shape == b.shape and a.device_mesh == b.device_mesh and a.placements == b.placements
 
 
-def placing(value: Any) -> str:
+def describe_layout(value: Any) -> str:
     """Describe a tensor's shape, and a DTensor's mesh and placements, for messages."""
     shape = tuple(getattr(value, "shape", ()))
     if isinstance(value, DTensor):
@@ -211,7 +208,7 @@ def placing(value: Any) -> str:
     return f"{shape}, not distributed" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def check_values(params: Iterable[Tensor]) -> None:
+def refuse_meta(params: Iterable[Tensor]) -> None:
     """Raise RuntimeError for a parameter on the meta device."""
     for param in params:
         if param.is_meta:
@@ -231,38 +228,42 @@ def check_gradients(params: Iterable[Tensor], gradients: Iterable[Tensor | None]
                 f"Muon does not take sparse gradients, as of the parameter of shape {tuple(param.shape)}. Write "
                 "nn.Embedding(..., sparse=False)"
             )
-        if not laid_out_alike(gradient, param):
-            actual, expected = placing(gradient), placing(param)
+        if not has_same_layout(gradient, param):
+            actual, expected = describe_layout(gradient), describe_layout(param)
             raise RuntimeError(f"a gradient is {actual}, its parameter {expected}; redistribute the gradient first")
 
 
+TensorKind = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def _kind_of(tensor: Tensor) -> TensorKind:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """The parameters of a group when their state was made: each with its shape, dtype and device, and the names of the
-    slots that all have.
-    """
+class GroupSnapshot:
+    """The parameters of a group when their state was made, their kinds then, and the slots that all of them have."""
 
     params: Sequence[Tensor]
-    kinds: Sequence[tuple[torch.Size, torch.dtype, torch.device]]
+    kinds: Sequence[TensorKind]
     slots: frozenset[str]
 
     @classmethod
-    def of(cls, params: Iterable[Tensor], state: Mapping[Tensor, Mapping[str, Tensor]]) -> Seen:
+    def of(cls, params: Iterable[Tensor], state: Mapping[Tensor, Mapping[str, Tensor]]) -> GroupSnapshot:
         params = tuple(params)
-        return cls(params, _kinds(params), frozenset(state[params[0]] if params else ()))
+        return cls(params, [*map(_kind_of, params)], frozenset(state[params[0]] if params else ()))
 
-    def still(self, params: Sequence[Tensor]) -> bool:
+    def is_current(self, params: Sequence[Tensor]) -> bool:
         """Return whether these are the same parameters, unchanged."""
-        same = len(params) == len(self.params) and all(map(is_, params, self.params))
-        return same and _kinds(params) == self.kinds
-
-
-def _kinds(params: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
-    return [(param.shape, param.dtype, param.device) for param in params]
+        return (
+            len(params) == len(self.params)
+            and all(map(is_, params, self.params))
+            and [*map(_kind_of, params)] == self.kinds
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Change:
+class ParameterChange:
     """A parameter that has replaced another in a group, or that has another shape, dtype or device now."""
 
     group: int
@@ -271,7 +272,7 @@ class Change:
     current: Tensor
 
 
-def changes(seen: Sequence[Seen], groups: Sequence[Mapping[str, Any]]) -> Iterator[Change]:
+def find_changes(snapshots: Sequence[GroupSnapshot], groups: Sequence[Mapping[str, Any]]) -> Iterator[ParameterChange]:
     """Yield the parameters that were replaced or changed since their state was made.
 
     Replaced ones are matched by their order among those of their group that were replaced.
@@ -280,29 +281,31 @@ def changes(seen: Sequence[Seen], groups: Sequence[Mapping[str, Any]]) -> Iterat
         ValueError: there are more or fewer groups than there were, or they are in another order; or a group has more or
             fewer parameters than it had.
     """
-    if len(seen) != len(groups):
+    if len(snapshots) != len(groups):
         raise ValueError(
-            f"the optimizer had {len(seen)} parameter groups, and now it has {len(groups)}: {_KEEP_GROUPS}"
+            f"the optimizer had {len(snapshots)} parameter groups, and now it has {len(groups)}: {_KEEP_GROUPS}"
         )
-    for number, (before, group) in enumerate(zip(seen, groups, strict=True)):
+    for number, (snapshot, group) in enumerate(zip(snapshots, groups, strict=True)):
         params = group["params"]
-        if before.still(params):
+        if snapshot.is_current(params):
             continue
+        # The group must have its members, and as many.
         members = set(map(id, params))
-        for other, place in enumerate(seen):
-            if other != number and not members.isdisjoint(map(id, place.params)):
-                raise ValueError(f"group {number} has parameters that were in group {other}: {_KEEP_GROUPS}")
-        if len(before.params) != len(params):
+        for other_number, other in enumerate(snapshots):
+            if other_number != number and not members.isdisjoint(map(id, other.params)):
+                raise ValueError(f"group {number} has parameters that were in group {other_number}: {_KEEP_GROUPS}")
+        if len(snapshot.params) != len(params):
             raise ValueError(
-                f"group {number} had {len(before.params)} parameters, and now it has {len(params)}: add parameters "
+                f"group {number} had {len(snapshot.params)} parameters, and now it has {len(params)}: add parameters "
                 "with add_param_group(), and keep those that are not to be trained, with requires_grad_(False)"
             )
-        kinds, current = dict(zip(map(id, before.params), before.kinds, strict=True)), set(map(id, params))
-        replaced = iter([former for former in before.params if id(former) not in current])
-        for index, (param, kind) in enumerate(zip(params, _kinds(params), strict=True)):
-            former = param if id(param) in kinds else next(replaced)
-            if former is not param or kinds[id(param)] != kind:
-                yield Change(number, _name_of(group, number, index), former, param)
+        # Those that are new here stand for those that are gone, in order.
+        former_kinds = dict(zip(map(id, snapshot.params), snapshot.kinds, strict=True))
+        replaced = iter([former for former in snapshot.params if id(former) not in members])
+        for index, param in enumerate(params):
+            former = param if id(param) in former_kinds else next(replaced)
+            if former is not param or former_kinds[id(param)] != _kind_of(param):
+                yield ParameterChange(number, _name_of(group, number, index), former, param)
 
 
 _KEEP_GROUPS = (
@@ -320,28 +323,31 @@ def _name_of(group: Mapping[str, Any], number: int, index: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SeenSlots:
-    """The slots of all parameters when they were last looked at, and how many each had."""
+class SlotSnapshot:
+    """The slots of all parameters at one time, and how many each had."""
 
     params: Sequence[Tensor] = ()
     slots: Sequence[Mapping[str, Tensor]] = ()
     counts: Sequence[int] = ()
 
     @classmethod
-    def of(cls, state: Mapping[Tensor, Mapping[str, Tensor]]) -> SeenSlots:
+    def of(cls, state: Mapping[Tensor, Mapping[str, Tensor]]) -> SlotSnapshot:
         slots = tuple(state.values())
         return cls(tuple(state), slots, [*map(len, slots)])
 
-    def still(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> bool:
+    def is_current(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> bool:
         """Return whether these are the same slots, with none less or more: without looking parameters up."""
-        same = isinstance(state, Mapping) and len(state) == len(self.slots)
-        same = same and all(map(is_, state.values(), self.slots))
-        return same and [*map(len, self.slots)] == self.counts
+        return (
+            isinstance(state, Mapping)
+            and len(state) == len(self.slots)
+            and all(map(is_, state.values(), self.slots))
+            and [*map(len, self.slots)] == self.counts
+        )
 
 
-def cleared(
-    seen: Sequence[Seen],
-    seen_slots: SeenSlots,
+def find_cleared(
+    snapshots: Sequence[GroupSnapshot],
+    slot_snapshot: SlotSnapshot,
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[Tensor, Mapping[str, Tensor]],
 ) -> Iterator[tuple[Tensor, int]]:
@@ -351,93 +357,93 @@ def cleared(
         ValueError: a parameter has a part of its state; or a dict is none; or a slot of another dict has another shape,
             dtype or device than it had.
     """
-    former_slots = dict(zip(seen_slots.params, seen_slots.slots, strict=True))
     if not isinstance(state, Mapping):
         raise ValueError(
             f"optimizer.state is a {type(state).__name__}, expected a dict. To let all state begin anew write "
             "optimizer.state = {}"
         )
-    for number, (before, group) in enumerate(zip(seen, groups, strict=True)):
-        for index, param in enumerate(before.params):
-            present = state.get(param, {})
-            if not isinstance(present, Mapping):
+    former_slots = dict(zip(slot_snapshot.params, slot_snapshot.slots, strict=True))
+    for number, (snapshot, group) in enumerate(zip(snapshots, groups, strict=True)):
+        for index, param in enumerate(snapshot.params):
+            name, current = _name_of(group, number, index), state.get(param, {})
+            if not isinstance(current, Mapping):
                 raise ValueError(
-                    f"the state of {_name_of(group, number, index)} is a {type(present).__name__}, expected a dict. To "
-                    "let it begin anew write optimizer.state.pop(parameter)"
+                    f"the state of {name} is a {type(current).__name__}, expected a dict. To let it begin anew write "
+                    "optimizer.state.pop(parameter)"
                 )
-            slots = {slot for slot in before.slots & present.keys() if isinstance(present[slot], Tensor)}
-            if slots and slots != before.slots:
+            # All slots, or none.
+            slots = {slot for slot in snapshot.slots & current.keys() if isinstance(current[slot], Tensor)}
+            if slots and slots != snapshot.slots:
                 raise ValueError(
-                    f"{_name_of(group, number, index)} has lost {sorted(before.slots - slots)} of its state and kept "
-                    f"{sorted(slots)}: expected all or none. To let it begin anew write optimizer.state.pop(parameter)"
+                    f"{name} has lost {sorted(snapshot.slots - slots)} of its state and kept {sorted(slots)}: expected "
+                    "all or none. To let it begin anew write optimizer.state.pop(parameter)"
                 )
-            if before.slots and not slots:
+            if snapshot.slots and not slots:
                 yield param, number
-            former = former_slots.get(param, present)
-            for slot in sorted(slots & former.keys()) if former is not present else ():
-                _refuse_other_kind(f"{slot} of {_name_of(group, number, index)}", present[slot], former[slot])
+            # Slots of another dict must be as the former ones were.
+            former = former_slots.get(param, current)
+            for slot in sorted(slots & former.keys()) if former is not current else ():
+                kind, former_kind = _kind_of(current[slot]), _kind_of(former[slot])
+                if kind != former_kind:
+                    raise ValueError(
+                        f"{slot} of {name} was replaced by one of {_describe_kind(kind)}, expected "
+                        f"{_describe_kind(former_kind)}: cast it, or to let it begin anew write "
+                        "optimizer.state.pop(parameter)"
+                    )
 
 
-def _refuse_other_kind(name: str, current: Tensor, former: Tensor) -> None:
-    kind, former_kind = _kinds([current, former])
-    if kind != former_kind:
-        raise ValueError(
-            f"{name} was replaced by one of {_in_words(kind)}, expected {_in_words(former_kind)}: cast it, or to let "
-            "it begin anew write optimizer.state.pop(parameter)"
-        )
-
-
-def _in_words(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+def _describe_kind(kind: TensorKind) -> str:
     shape, dtype, device = kind
     return f"shape {tuple(shape)}, {str(dtype).removeprefix('torch.')}, on {device}"
 
 
-def carry_over(change: Change, former: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
+def carry_over(change: ParameterChange, former: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
     """Copy a parameter's former state to its new state.
 
     Raises:
-        ValueError: the shapes differ, or other ranks hold what belongs here now.
+        ValueError: the shapes differ, or this rank does not hold all of its new part.
     """
     for slot, target in current.items():
         source = former[slot]
         if source.is_meta:
             continue  # it never had values
-        if source.shape != target.shape or not _copied(source, target):
+        if source.shape != target.shape or not _copy_local(source, target):
             raise ValueError(
-                f"{change.name} was replaced after it had been stepped: its {slot} is {placing(source)} and belongs "
-                f"{placing(target)} now, which this rank cannot make from what it holds. Save a checkpoint before the "
-                "change and load it afterwards, or build the optimizer when the model is sharded"
+                f"{change.name} was replaced after it had been stepped: its {slot} is {describe_layout(source)} and "
+                f"belongs {describe_layout(target)} now, which this rank cannot make from what it holds. Save a "
+                "checkpoint before the change and load it afterwards, or build the optimizer when the model is sharded"
             )
 
 
-def _copied(source: Tensor, target: Tensor) -> bool:
+def _copy_local(source: Tensor, target: Tensor) -> bool:
     """Copy this rank's part of a tensor to another layout; False if this rank does not hold all of it."""
     if declares_boxes(target) or declares_boxes(source):
-        return _copied_in_boxes(parts_of(source), parts_of(target))
+        return _copy_boxes(parts_of(source), parts_of(target))
     rank = dist.get_rank() if dist.is_initialized() else 0
     meshes = [tensor.device_mesh for tensor in (target, source) if isinstance(tensor, DTensor)]
-    everywhere = tuple(meshes[0].mesh.flatten().tolist()) if meshes else (rank,)
-    takes = make_share(layout_of(source, everywhere), layout_of(target, (rank,)), rank).takes
-    if any(copy.source.buffer != rank for copy in takes):
+    ranks = tuple(meshes[0].mesh.flatten().tolist()) if meshes else (rank,)
+    copies = make_share(layout_of(source, ranks), layout_of(target, (rank,)), rank).takes
+    if any(copy.source.buffer != rank for copy in copies):
         return False
-    for copy in takes:
-        to, of = (
+    for copy in copies:
+        source_view, target_view = (
             local.as_strided(copy.box.shape, place.strides, local.storage_offset() + place.offset)
-            for local, place in ((local_of(target), copy.target), (local_of(source), copy.source))
+            for local, place in ((local_of(source), copy.source), (local_of(target), copy.target))
         )
-        to.copy_(of)
+        target_view.copy_(source_view)
     return True
 
 
-def _copied_in_boxes(source: Parts, target: Parts) -> bool:
+def _copy_boxes(source: Parts, target: Parts) -> bool:
     """Copy the boxes of a tensor that are whole in one of another; False if some are not."""
-    for lo, part in target.items():
-        wanted = Box.of(tuple(part.shape)).shift(lo)
-        holding = ((at, given) for at, given in source.items() if wanted in Box.of(tuple(given.shape)).shift(at))
-        found = next(holding, None)
-        if found is None:
+    for corner, part in target.items():
+        box = Box.of(tuple(part.shape)).shift(corner)
+        for source_corner, source_part in source.items():
+            if box in Box.of(tuple(source_part.shape)).shift(source_corner):
+                starts = [a - b for a, b in zip(corner, source_corner, strict=True)]
+                slices = [slice(start, start + size) for start, size in zip(starts, part.shape, strict=True)]
+                part.copy_(source_part[tuple(slices)])
+                break
+        else:
             return False
-        at, given = found
-        begins = (a - b for a, b in zip(lo, at, strict=True))
-        part.copy_(given[tuple(slice(begin, begin + n) for begin, n in zip(begins, part.shape, strict=True))])
     return True

@@ -86,8 +86,8 @@ class MegatronMuon(Muon):
         self.param_groups[-1].update(words)
 
     def _follow_parameters(self) -> None:
-        if not self._used:
-            self._begin_anew()
+        if not self._has_history:
+            self._reset_state()
         super()._follow_parameters()
 
     def _init_group(self, group: Mapping[str, Any], skip_non_grad_params: bool = True) -> None:

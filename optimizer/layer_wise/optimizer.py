@@ -30,17 +30,16 @@ from ...names.state_forms import MOMENTUM_DTYPE, STATE_DTYPE
 from ...names.vocabulary import MASTER, MUON, STEPS_TAKEN
 from ...ranks import requests
 from ..clipping import IN_BUFFERS, clip_with, refuse_other_limits, sum_of_squares
-from ..collective import MOST_SKIPPED, CollectiveOptimizer, Guarded, NonFinite, largest
-from ..given import settle
+from ..collective import MAX_SKIPPED_STEPS, CollectiveOptimizer, GuardedGradient, NonFinite, max_gradient
 from ..ground.codecs import codec_of
 from ..ground.dcp_hooks import declare_boxes, declared_boxes
 from ..ground.tensors import exact_dtype, rounded_once
 from ..methods.matrix import is_matrix_method
 from ..muon import Muon
-from ..options import COUNT_OR_NONE, FLAG, check_rates, check_value
+from ..options import COUNT_OR_NONE, FLAG, adopt_saved_options, check_rates, check_value
 from ..report import warn_of_no_gradient
-from ..restoration import fitting
-from ..state import CUT_OTHERWISE, Seen, SeenSlots, cleared, fault
+from ..restoration import fit_state_dict
+from ..state import CUT_OTHERWISE, GroupSnapshot, SlotSnapshot, find_cleared, tensor_misfit
 from ..step.agreement import (
     AGREE_ON_LOAD,
     AGREE_ON_PLAN,
@@ -125,7 +124,7 @@ class LayerWise(CollectiveOptimizer):
         overlap: bool = False,
         previous: Mapping[str, int | None] | None = None,
         nonfinite: str | None = None,
-        most_skipped: int = MOST_SKIPPED,
+        most_skipped: int = MAX_SKIPPED_STEPS,
         **options: Any,
     ) -> None:
         group, expert_group = unique_groups(
@@ -165,8 +164,8 @@ class LayerWise(CollectiveOptimizer):
         self._parts, buckets = filled(self.buffers, self._members, gradient_dtype, exact)
         self._template, self._inner = example, self._stepper(example, lr, options)
         self._share_state(self._members.name_of)
-        self._seen = [Seen.of(group["params"], self.state) for group in self.param_groups]
-        self._slots, self._begun_anew = SeenSlots.of(self.state), list[str]()
+        self._seen = [GroupSnapshot.of(group["params"], self.state) for group in self.param_groups]
+        self._slots, self._begun_anew = SlotSnapshot.of(self.state), list[str]()
         self._addresses = {param: param.data_ptr() for param in self._members.name_of}
         self._gradients, self._gathers = Gradients(self._members.named, buckets), Gathers(buckets)
         self._active: set[str] | None = None
@@ -190,7 +189,7 @@ class LayerWise(CollectiveOptimizer):
                     f"{STATE_DTYPE}={dtype!r}: buffers cut parameters of AdamW and Lion anywhere, and blocks with "
                     f"them: keep their state in bfloat16. Matrices have whole owners; {MOMENTUM_DTYPE}={dtype!r} fits"
                 )
-        self.defaults, self.given = dict(example.defaults), example.given
+        self.defaults, self.code_options = dict(example.defaults), example.code_options
         for mine, complete in zip(self.param_groups, example.param_groups, strict=True):
             mine.update(options_of(complete))
         return example
@@ -207,7 +206,7 @@ class LayerWise(CollectiveOptimizer):
         own = groups_with(held, self.param_groups)
         given = [{**group, **example._scales.as_given(group), **example._methods.as_given(group)} for group in own]
         inner = Muon(given, lr, **options)
-        inner._places = {
+        inner._param_fragments = {
             part.stepped: (tuple(members.named[name].shape), part.fragments) for name, part in self._parts.items()
         }
         inner._warns = False  # no other rank has these tensors, and at times none has a gradient
@@ -231,16 +230,16 @@ class LayerWise(CollectiveOptimizer):
 
     def _follow_state(self) -> None:
         """Let parameters begin anew whose state was cleared, as `Muon` does; masters stay."""
-        if self._slots.still(self.state):
+        if self._slots.is_current(self.state):
             return
-        params = {param for param, _ in cleared(self._seen, self._slots, self.param_groups, self.state)}
+        params = {param for param, _ in find_cleared(self._seen, self._slots, self.param_groups, self.state)}
         names = [self._members.name_of[param] for param in params]
         for name in names:
             self._inner.state.pop(self._parts[name].stepped, None)
         self._inner._follow_parameters()
         self._share_state(params)
         self._begun_anew = sorted({*self._begun_anew, *names})
-        self._slots = SeenSlots.of(self.state)
+        self._slots = SlotSnapshot.of(self.state)
 
     @property
     def _cleared(self) -> Facts:
@@ -295,7 +294,7 @@ class LayerWise(CollectiveOptimizer):
         agreed = {name for name, group in named.items() if group is None and name in seen}
         skip = torch.zeros((), dtype=torch.bool)
         if self._nonfinite is not None:
-            skip, failure = self._nonfinite.look(self._guarded(), failure)
+            skip, failure = self._nonfinite.check(self._guarded(), failure)
 
         def compare(notes: Notes, intent: Intent) -> None:
             nonlocal skip
@@ -321,10 +320,10 @@ class LayerWise(CollectiveOptimizer):
         self._skipped = bool(skip)
         return agreed
 
-    def _guarded(self) -> Iterator[Guarded]:
+    def _guarded(self) -> Iterator[GuardedGradient]:
         for name, part in self._parts.items():
             if part.gradient.numel():
-                yield Guarded(part.gradient, largest(self._inner.state[part.stepped]), name)
+                yield GuardedGradient(part.gradient, max_gradient(self._inner.state[part.stepped]), name)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
@@ -364,7 +363,7 @@ class LayerWise(CollectiveOptimizer):
         self._refuse_strangers()
         if self._active is not None:
             self._gradients.take_written()
-        self._take_part(None)
+        self._step_with_ranks(None)
         return loss
 
     def _refuse_closed(self) -> None:
@@ -406,8 +405,8 @@ class LayerWise(CollectiveOptimizer):
         """The number of steps that were skipped (`Muon.skipped_steps`)."""
         return self._nonfinite.skipped if self._nonfinite is not None else 0
 
-    def _take_part(self, failure: Exception | None) -> bool:
-        self._awaited = False
+    def _step_with_ranks(self, failure: Exception | None) -> bool:
+        self._has_waiting_peers = False
         if self._active is None:
             self._finish(failure)
         if failure is None and not self._active:
@@ -415,7 +414,7 @@ class LayerWise(CollectiveOptimizer):
         if self._nonfinite is not None and failure is None:
             if self._skipped:
                 self.zero_grad()  # which writes no memory
-            self._nonfinite.settle(not self._skipped, self._guarded(), self._agreement.widest)
+            self._nonfinite.record_step(self._skipped, self._guarded(), self._agreement.widest)
             if self._skipped:
                 return False
         self.wait()  # for parameters that no forward pass has used
@@ -567,18 +566,18 @@ def _placed(like: Tensor, held: Tensor | None, part: Part, mesh: DeviceMesh) -> 
 
 
 def restoring(
-    optimizer: CollectiveOptimizer, given: dict[str, Any], fresh: Globs
+    optimizer: CollectiveOptimizer, state_dict: dict[str, Any], fresh: Globs
 ) -> tuple[Callable[[], None], LoadReport]:
     """Return a function that copies a state dict into an optimizer, and the report of that load.
 
     Masters of parameters that start ``fresh`` keep their values.
 
     Raises:
-        ValueError: as `fitting`; or a slot has another dtype, or lies elsewhere.
+        ValueError: as `fit_state_dict`; or a slot has another dtype, or lies elsewhere.
     """
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        given = before(optimizer, given) or given
-    loaded = fitting(optimizer, given, _misfit, fresh, {MASTER})
+        state_dict = before(optimizer, state_dict) or state_dict
+    loaded = fit_state_dict(optimizer, state_dict, _misfit, fresh, {MASTER})
     copies = [
         (local_of(value), local_of(loaded.state[key][slot]))
         for mine, group in zip(optimizer.param_groups, loaded.groups, strict=True)
@@ -592,7 +591,7 @@ def restoring(
         former = [{**group} for group in optimizer.param_groups]
         for mine, group in zip(optimizer.param_groups, loaded.groups, strict=True):
             mine.update(options_of(group))
-        settle(optimizer.param_groups, former, optimizer.given)
+        adopt_saved_options(optimizer.param_groups, former, optimizer.code_options)
         for after in optimizer._optimizer_load_state_dict_post_hooks.values():
             after(optimizer)
 
@@ -601,7 +600,7 @@ def restoring(
 
 def _misfit(tensor: Tensor, loaded: Any) -> str | None:
     """Return why a loaded tensor does not lie element for element where this one does, or None."""
-    if reason := fault(tensor, loaded):
+    if reason := tensor_misfit(tensor, loaded):
         return reason
     if loaded.dtype != tensor.dtype:
         return f"is {loaded.dtype}, expected {tensor.dtype}"

@@ -156,7 +156,7 @@ def test_the_groups_of_a_checkpoint_say_what_its_matrices_cost(options, tmp_path
     [found] = muonckpt.forecast([{"dp": 1}], checkpoint=tmp_path / "run").topologies
     [schedule] = opt.schedules.values()
     assert found.newton_schulz["mean"] == sum(unit.cost for unit in schedule.units)
-    assert found.memory["state"] == opt.report().state
+    assert found.memory["state"] == opt.report().state_bytes
 
 
 def test_a_checkpoint_has_the_bytes_that_were_said(tmp_path):

@@ -164,7 +164,7 @@ def test_state_in_another_dtype_is_forecast_as_the_optimizer_keeps_it(dtype, tmp
         option = "momentum_dtype" if parameter.method else "state_dtype"
         groups.append({"params": [torch.nn.Parameter(torch.zeros(parameter.shape))], option: kept, **own})
     [found] = prospect_of(with_state_in(model, dtype), [{"dp": 1}], {}, MuonOptions()).topologies
-    assert found.memory["state"] == Muon(groups).report(most_elementwise=1).state
+    assert found.memory["state"] == Muon(groups).report(most_elementwise=1).state_bytes
     with pytest.raises(muonckpt.TargetError, match="unknown state_dtype 'int4'; expected one of float32, bfloat16, 8"):
         with_state_in(model, "int4")
 

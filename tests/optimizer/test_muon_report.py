@@ -54,7 +54,7 @@ def test_groups_and_the_size_of_their_updates():
         ("", "lion", 1, 0, 16),
         ("", "adamw", 1, 0, 160),
     ]
-    assert (report.owned, report.sent, report.doubts) == (None, None, ())
+    assert (report.matrices_by_rank, report.sent_bytes, report.doubts) == (None, None, ())
     before = [param.detach().clone() for param in net.parameters()]
     for param in net.parameters():
         param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(1))
@@ -64,7 +64,7 @@ def test_groups_and_the_size_of_their_updates():
         if number < 3:
             low, high = report.groups[number].update_rms
             assert low * 0.6 <= float((param.detach() - start).square().mean().sqrt()) <= high * 1.2, number
-    assert (report.owned, report.sent) == ((4, 4, 4), 0)
+    assert (report.matrices_by_rank, report.sent_bytes) == ((4, 4, 4), 0)
     assert "owners are known" not in str(report) and "attention  muon" in str(report)
 
 
@@ -96,7 +96,7 @@ def sharded(rank: int, world: int) -> tuple[tuple[int, int, int] | None, int | N
     net = Net()
     fully_shard(net)
     report = stepped(net, optimizer(net))
-    return report.owned, report.sent
+    return report.matrices_by_rank, report.sent_bytes
 
 
 def test_owners_and_bytes_of_every_rank():

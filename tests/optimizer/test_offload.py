@@ -173,7 +173,7 @@ def test_three_turns_of_state_are_on_the_device_at_most(algorithm: str, monkeypa
     state = sum(tensor.nbytes for slots in opt.state.values() for tensor in slots.values() if tensor.ndim)
     assert copies.most_together <= MOST and copies.peak_bytes <= 3 * copies.most_together < state / 2
     report = opt.report()
-    assert (report.state, report.visiting) == (state + 4 * 20 * (algorithm == "adamw"), copies.peak_bytes)
+    assert (report.state_bytes, report.visiting_bytes) == (state + 4 * 20 * (algorithm == "adamw"), copies.peak_bytes)
     assert f"; it rests in host memory, and a step has at most {copies.peak_bytes:,} bytes" in str(report)
 
 

@@ -137,7 +137,7 @@ def misreported(mine: Model, world: int) -> list[str]:
     everywhere: list[int] = [0] * world
     dist.all_gather_object(everywhere, here)
     report = mine.opt.report()
-    return [] if report.at_owners == (min(everywhere), max(everywhere)) else [f"{report.at_owners}: {everywhere}"]
+    return [] if report.owner_bytes == (min(everywhere), max(everywhere)) else [f"{report.owner_bytes}: {everywhere}"]
 
 
 def resumed(

@@ -95,7 +95,7 @@ def set_by_hand(
             (opt.state[parameter][slot], value) for slot, value in state.get(name, {}).items()
         ]:
             target.copy_(placed_as(source, target))
-    for group, given, rate in zip(opt.param_groups, opt.given, RATES, strict=True):
+    for group, given, rate in zip(opt.param_groups, opt.code_options, RATES, strict=True):
         group["lr"] = given["lr"] = rate
 
 

@@ -18,7 +18,7 @@ from ...names.coefficients import plain_coefficients
 from ...names.errors import SourceError
 from ...names.resumption import in_globs
 from ...names.vocabulary import GROUP_OPTIONS, PARAMS
-from ...optimizer.state import as_numbers
+from ...optimizer.options import as_numbers
 from ...programs import ours
 from ...programs.codings import FACTORS
 from ...programs.dialect import StoredMethod
