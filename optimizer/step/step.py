@@ -3,13 +3,13 @@
 Stages overlap: while the matrices of one are orthogonalised, the next one's updates are on their way to their owners
 and the previous one's results on their way back, so at most two are in memory.
 
-A `Batch` is orthogonalised together, a `Step` is for one set of ranks, and `Steps` takes those of all sets in order.
+A `Batch` is orthogonalised together, a `Step` is for one set of ranks, and `Steps` updates those of all sets in order.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -52,7 +52,7 @@ STAGES_IN_FLIGHT = 2
 
 
 Kind = tuple[Form, str, Recipe | None]
-"""What matrices of one batch have in common besides their shapes: form, name of the method, recipe."""
+"""The common properties of a batch's matrices besides their shapes: form, name of the method, recipe."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Batch:
 
     Attributes:
         recipe: None: the method takes them as they are.
-        portions: how many of them at a time the method takes, in their order.
+        stack_sizes: how many of them at a time the method updates, in their order.
 
     Raises:
         ValueError: no unit, or not as many as there are places.
@@ -72,7 +72,7 @@ class Batch:
     form: Form
     method: MatrixMethod
     recipe: Recipe | None
-    portions: tuple[int, ...]
+    stack_sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if not self.units or len(self.units) != len(self.places):
@@ -87,8 +87,8 @@ class Batch:
         """Return the matrices of ``[places.numel]`` as the method takes them."""
         if self.recipe is None:
             return memory
-        given = memory if self.method.before is None else self.method.before(memory)
-        return orthogonalize_all(given, self.places, self.recipe, self.form)
+        matrices = memory if self.method.before is None else self.method.before(memory)
+        return orthogonalize_all(matrices, self.places, self.recipe, self.form)
 
 
 def fills_gpu(rows: int, columns: int, copies: int) -> bool:
@@ -102,7 +102,7 @@ def make_batches(
     numbers: Iterable[int],
     group_of: Callable[[int], ParamGroup],
     method_of: Callable[[int], MatrixMethod],
-    state_of: Callable[[int], Hashable] = lambda param: None,
+    state_kind_of: Callable[[int], Hashable] = lambda param: None,
 ) -> list[Batch]:
     """Return units, by number, in batches.
 
@@ -110,9 +110,11 @@ def make_batches(
     together, tall ones apart.  torch's products take up to `MAX_STACK_ELEMENTS`, of matrices of one shape.
 
     Args:
-        group_of, method_of, state_of: by number of the parameter; a method takes together what has equal ``state_of``.
+        group_of, method_of, state_kind_of: by number of the parameter; a method updates together matrices of one group
+            and kind of state.
     """
-    alike: defaultdict[tuple[RowsColumns, Kind], list[int]] = defaultdict(list)
+    # Matrices of one shape that are done in the same way.
+    by_shape: defaultdict[tuple[RowsColumns, Kind], list[int]] = defaultdict(list)
     methods: dict[str, MatrixMethod] = {}
     for number in numbers:
         unit, group = units[number], group_of(units[number].param)
@@ -122,48 +124,58 @@ def make_batches(
             dtype = method.precision(group).compute
             recipe = Recipe(coefficient_set(group["ns_coefficients"]), group["ns_steps"], dtype, group["eps"], gram)
         methods[method.name] = method
-        alike[unit.rows_columns, (unit.form, method.name, recipe)].append(number)
-    together: defaultdict[tuple[RowsColumns | bool, Kind], list[int]] = defaultdict(list)
-    for (shape, kind), members in alike.items():
+        by_shape[unit.rows_columns, (unit.form, method.name, recipe)].append(number)
+
+    # Kernels do matrices of several shapes in one launch, where those of one shape leave a GPU idle.
+    by_launch: defaultdict[tuple[RowsColumns | bool, Kind], list[int]] = defaultdict(list)
+    for (shape, kind), members in by_shape.items():
         rows, columns = shape
-        alone = not kind[0].kernels or kind[2] is None or fills_gpu(rows, columns, len(members))
-        together[shape if alone else rows > columns, kind] += members
+        is_alone = not kind[0].kernels or kind[2] is None or fills_gpu(rows, columns, len(members))
+        by_launch[shape if is_alone else rows > columns, kind] += members
+
+    # Batches are cut to a size, and within them the method updates equal neighbours as one stack.
     batches = []
-    for (_, kind), members in together.items():
-        most = MAX_BATCH_ELEMENTS if kind[0].kernels else MAX_STACK_ELEMENTS
-        cuts: list[list[int]] = []
-        held = 0
-        for number in members:
-            rows, columns = units[number].rows_columns
-            if not cuts or held + rows * columns > most:
-                cuts.append([])
-                held = 0
-            cuts[-1].append(number)
-            held += rows * columns
-        form, name, recipe = kind
-        for cut in cuts:
-            shapes = [units[number].rows_columns for number in cut]
-            portions = (1,) * len(cut)
+    for (_, (form, name, recipe)), members in by_launch.items():
+        sizes = [rows * columns for rows, columns in (units[number].rows_columns for number in members)]
+        for part in _cut(members, sizes, MAX_BATCH_ELEMENTS if form.kernels else MAX_STACK_ELEMENTS):
+            shapes = [units[number].rows_columns for number in part]
+            stack_sizes = (1,) * len(part)
             if methods[name].stacked:
-                kept = [(id(group_of(param)), state_of(param)) for param in (units[number].param for number in cut)]
-                portions = tuple(len(list(same)) for _, same in groupby(zip(shapes, kept, strict=True)))
-            batches.append(Batch(tuple(cut), Places.of(shapes), form, methods[name], recipe, portions))
+                params = [units[number].param for number in part]
+                kinds = [(id(group_of(param)), state_kind_of(param)) for param in params]
+                stack_sizes = tuple(len(list(stack)) for _, stack in groupby(zip(shapes, kinds, strict=True)))
+            batches.append(Batch(tuple(part), Places.of(shapes), form, methods[name], recipe, stack_sizes))
     return batches
+
+
+def _cut(members: Sequence[int], sizes: Sequence[int], max_elements: int) -> Iterator[list[int]]:
+    """Yield members in parts of at most so many elements, or of one member."""
+    part: list[int] = []
+    elements = 0
+    for member, size in zip(members, sizes, strict=True):
+        if part and elements + size > max_elements:
+            yield part
+            part, elements = [], 0
+        part.append(member)
+        elements += size
+    yield part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingStep:
-    """A step of which the first notes, and the first of the updates ``coming`` to their owners, have arrived."""
+    """A started step, to be finished or aborted: its first notes, and the first of its ``wires`` to the owners, have
+    arrived.
+    """
 
     exchange: StepExchange
     local: LocalTensors
-    coming: deque[Wire]
+    wires: deque[Wire]
     skipped: bool
 
-    def leave(self) -> None:
-        """Leave it undone, but wait for what is under way."""
+    def abort(self) -> None:
+        """Restore momenta, and wait for what is under way."""
         self.local.restore_momenta()
-        for wire in list(self.coming)[1:]:
+        for wire in list(self.wires)[1:]:
             wire.arrive()
 
 
@@ -176,7 +188,7 @@ class Step:
         memory: where state rests.
         guarded: whether a step may be skipped: then momenta change only after the first notes have arrived.
         noisy: whether momenta are rounded with noise.  Then they cannot be known before they change, so those that are
-            needed for the first notes are kept.
+            needed for the first notes are saved.
     """
 
     def __init__(
@@ -201,19 +213,19 @@ class Step:
         self._params, self._rank, self._links, self._device = tuple(params), rank, links, device
         self._elementwise, self._state = elementwise, MatrixState(schedule, specs, rank, device)
         self._specs, self._methods, self._labels = specs, methods, labels
-        self._kinds = [
+        self._state_kinds = [
             (weight.device, *(slot.there for slot in spec.slots)) for weight, spec in zip(params, specs, strict=True)
         ]
-        self._ahead, self._keeps = guarded and not noisy, guarded and noisy
+        self._sends_ahead, self._saves_momenta = guarded and not noisy, guarded and noisy
         self._params_by_first_stage = params_by_first_stage(schedule, len(params))
         self._notes = Notes(group, device) if group is not None else None
-        self._active: tuple[bool, ...] = ()
+        self._is_active: tuple[bool, ...] = ()
         self._batches: list[list[Batch]] = []
-        self._begun = 0
+        self._num_steps = 0
 
     def begin(
         self,
-        held: RankSet,
+        rank_set: RankSet,
         groups: Sequence[ParamGroup],
         state: State,
         failure: Exception | None,
@@ -223,7 +235,7 @@ class Step:
         """Begin to update those parameters that have a gradient, up to where the first notes have arrived.  Collective.
 
         Args:
-            held: all parameters of these ranks, matrices or not.
+            rank_set: all parameters of these ranks, matrices or not.
             failure: of this rank; the others learn of it.
             skip: see `StepExchange`.
             constants: facts that must be the same on all ranks.
@@ -231,63 +243,82 @@ class Step:
         Raises:
             AgreedError: on all ranks, if their intents differ, or one of them fails.
         """
+        # On a GPU, failures in the last step are heard here: reading notes earlier would have made the host wait.
         if self._notes is not None:
             self._notes.read()
+
+        # What this rank is about to do: all compare it, before anything depends on it.
         intent = Intent.of(AGREE_ON_STEP, {})
-        if not held.is_alone:
-            constants = {**constants, "the number of steps by this plan": str(self._begun)}
-            intent = held.step_intent(groups, constants)
-        self._begun += 1
+        if not rank_set.is_alone:
+            constants = {**constants, "the number of steps by this plan": str(self._num_steps)}
+            intent = rank_set.step_intent(groups, constants)
+        self._num_steps += 1
         if failure is not None:
             intent = intent.failed(failure, self._rank)
         if captured := is_capturing():
             refuse_absent([tuple(param.shape) for param in self._params], [p.grad is not None for p in self._params])
             if not is_capturable(self._device):
                 refuse_host("muon", self._device)
+
         with torch.autocast(self._device.type, enabled=False):  # it would round what is meant to be exact
             # A graph is captured on all ranks or on none, and nothing can be read meanwhile.
             exchange = StepExchange(intent, None if captured else self._notes, skip)
-            groups_of_matrices = [groups[member.group] for member in held.matrices]
+
+            # Momenta accumulate gradients, and the updates of the first stages leave, with notes in front.
+            groups_of_matrices = [groups[member.group] for member in rank_set.matrices]
             local = exchange.attempt(self._read_gradients, groups_of_matrices, state)
-            coming = self._first_wires(exchange, local)
+            wires = self._first_wires(exchange, local)
+
+            # All ranks have the same notes, so they go on, skip the step, or raise alike.
             try:
-                skipped = exchange.check_first(coming[0])
+                skipped = exchange.check_first(wires[0])
             except AgreedError:
                 if local is not None:
                     local.restore_momenta()
                 raise
         assert local is not None, "all ranks stop at the first check if one has failed"
-        return PendingStep(exchange, local, coming, skipped)
+        return PendingStep(exchange, local, wires, skipped)
 
     def finish(self, pending: PendingStep, failure: Exception | None = None) -> None:
         """Do the rest of a step.  Collective; raises an `AgreedError` on all ranks if one of them fails."""
-        exchange, local, coming = pending.exchange, pending.local, pending.coming
+        exchange, local, wires = pending.exchange, pending.local, pending.wires
         if failure is not None:
             exchange.fail(failure)
+        stages = self.schedule.stages if self.schedule.units else ()
         with torch.autocast(self._device.type, enabled=False):
-            if self._ahead:
-                for ahead in range(len(coming)):
-                    exchange.attempt(self._elementwise.accumulate_gradients, local, ahead)
-            returning: Wire | None = None
-            stages = self.schedule.stages if self.schedule.units else ()
+            # The step is taken, so momenta accumulate the gradients of updates that were sent ahead of them.
+            if self._sends_ahead:
+                for number in range(len(wires)):
+                    exchange.attempt(self._elementwise.accumulate_gradients, local, number)
+
+            results: Wire | None = None
             for number, stage in enumerate(stages):
+                # The next stage's updates travel while this one's are computed; the first two already do.
                 if 0 < number < len(stages) - 1:
-                    coming.append(self._gather(exchange, local, number + 1))
-                arrived = coming.popleft()
+                    wires.append(self._gather(exchange, local, number + 1))
+
+                # This stage's updates have come to their owners, with notes that say whether all ranks are well.
+                updates = wires.popleft()
                 if number:
-                    arrived.arrive()
-                    exchange.check(arrived)
-                back = Wire(stage.scatter, self._links[number][1], self._device)
+                    updates.arrive()
+                    exchange.check(updates)
+
+                # Owners orthogonalise, batch by batch; results for parts of this rank are applied at once.
+                next_results = Wire(stage.scatter, self._links[number][1], self._device)
                 for batch in self._batches[number]:
-                    exchange.attempt(self._update, batch, local, number, arrived.memory, back.memory)
-                del arrived
-                exchange.start(back)
+                    exchange.attempt(self._update, batch, local, number, updates.memory, next_results.memory)
+                del updates  # two stages are in memory, not three
+
+                # All other results travel back while those of the stage before are applied.
+                exchange.start(next_results)
                 exchange.attempt(local.computed, number)
-                if returning:
-                    self._apply(exchange, local, number - 1, returning)
-                returning = back
-            if returning:
-                self._apply(exchange, local, len(stages) - 1, returning)
+                if results:
+                    self._apply(exchange, local, number - 1, results)
+                results = next_results
+
+            # The last results have nothing to hide behind.
+            if results:
+                self._apply(exchange, local, len(stages) - 1, results)
                 exchange.attempt(local.end)
             exchange.end()
 
@@ -302,9 +333,10 @@ class Step:
             AGREE_ON_STEP, {PLAN_FACT: "made anew, as options or groups have changed or a state was loaded"}
         )
         exchange = StepExchange(intent if failure is None else intent.failed(failure, self._rank), self._notes)
-        first, *others = self._first_wires(exchange, None)
+        # Ranks that do not plan anew send updates, so the wires are those of a step.
+        first, *other_wires = self._first_wires(exchange, None)
         exchange.check_first(first)
-        for wire in others:
+        for wire in other_wires:
             wire.arrive()
 
     def peak_state_bytes(self, state: State) -> int:
@@ -313,45 +345,51 @@ class Step:
         for number, param in enumerate(self._params):
             for name, tensor in state[param].items():
                 slots[name][number] = local_of(tensor)
-        return sum(
-            peak_bytes([state_of(params, slots, self._specs, returning) for params in self._params_of_stages], ahead)
-            for returning, ahead in VISITS
-        )
+        peak = 0
+        for returning, ahead in VISITS:
+            turns = [state_of(params, slots, self._specs, returning) for params in self._params_of_stages]
+            peak += peak_bytes(turns, ahead)
+        return peak
 
     def _read_gradients(self, groups: Sequence[ParamGroup], state: State) -> LocalTensors:
-        """Return the tensors of this step."""
+        """Return the tensors of this step; batches are made anew if other parameters have gradients."""
         stages = self._params_of_stages, self._memory, self._device
         local = LocalTensors.of(self._params, groups, state, self._specs, self._rank, *stages)
-        active = local.is_active
-        if self._active != active:
+        if self._is_active != local.is_active:
             units = self.schedule.units
-            of_param = groups.__getitem__, self._methods.__getitem__, self._kinds.__getitem__
-            self._batches = [
-                make_batches(units, (n for n in stage.owned if active[units[n].param]), *of_param)
-                for stage in self.schedule.stages
-            ]
+            by_param = groups.__getitem__, self._methods.__getitem__, self._state_kinds.__getitem__
+            self._batches = []
+            for stage in self.schedule.stages:
+                numbers = [number for number in stage.owned if local.is_active[units[number].param]]
+                self._batches.append(make_batches(units, numbers, *by_param))
             self._state.forget_blocks()
-            self._active = active
+            self._is_active = local.is_active
         self._elementwise.begin(local)
         return local
 
     def _first_wires(self, exchange: StepExchange, local: LocalTensors | None) -> deque[Wire]:
+        """Start to gather the first stages, and wait for the first of them."""
         stages = range(min(STAGES_IN_FLIGHT, len(self.schedule.stages)))
-        coming = deque(self._gather(exchange, local, stage) for stage in stages)
-        coming[0].arrive()
-        return coming
+        wires = deque([self._gather(exchange, local, stage) for stage in stages])
+        wires[0].arrive()
+        return wires
 
     def _gather(self, exchange: StepExchange, local: LocalTensors | None, stage: int) -> Wire:
+        """Start to send the updates of a stage to their owners, and the state that goes with them."""
         wire = Wire(self.schedule.stages[stage].gather, self._links[stage][0], self._device)
         if local is not None:
+            # State that rests in host memory has come to the device, where kernels have to find it.
             if exchange.attempt(local.fetch_state, stage):
                 exchange.attempt(self._elementwise.locate, local)
-            first = stage < STAGES_IN_FLIGHT
-            if first and self._keeps:
+            # Until the first notes have arrived, the step may be skipped: momenta stay, or can be restored.
+            is_first = stage < STAGES_IN_FLIGHT
+            if is_first and self._saves_momenta:
                 exchange.attempt(local.save_momenta, self._params_by_first_stage[stage])
-            if not (ahead := first and self._ahead):
+            if is_first and self._sends_ahead:
+                send = self._elementwise.send_ahead
+            else:
                 exchange.attempt(self._elementwise.accumulate_gradients, local, stage)
-            send = self._elementwise.send_ahead if ahead else self._elementwise.send
+                send = self._elementwise.send
             exchange.attempt(send, local, stage, wire.memory)
             exchange.attempt(self._state.send, local, stage, wire.memory)
         exchange.start(wire)
@@ -363,26 +401,30 @@ class Step:
         param = self.schedule.units[batch.units[0]].param
         dtype = self._specs[param].slots[0].back
         results = matrices if matrices.dtype == dtype else torch.empty_like(matrices, dtype=dtype)
-        first = begin = 0
-        made = False
-        for count in batch.portions:
-            units, end = batch.units[first : first + count], begin + count * batch.sizes[batch.units[first]]
+
+        # The method's own update, a stack of equal matrices at a time, in the memory of the results.
+        first = start = 0
+        has_changed = False
+        for count in batch.stack_sizes:
+            units, end = batch.units[first : first + count], start + count * batch.sizes[batch.units[first]]
             state = self._state.assemble(local, stage, units, arrived)
-            given = self._whole(batch.method, units, local, state, matrices[begin:end])
+            stack = self._stack(batch.method, units, local, state, matrices[start:end])
             try:
-                update = batch.method.updated(given)
+                update = batch.method.updated(stack)
             except Exception as error:
                 raise self._failure(units[0], batch.method, f"{type(error).__name__}: {error}") from error
-            place = results[begin:end].view(given.matrix.shape)
-            if update is not given.matrix or update.data_ptr() != place.data_ptr():
+            result = results[start:end].view(stack.matrix.shape)
+            if update is not stack.matrix or update.data_ptr() != result.data_ptr():
                 # A view of the matrix, such as its transpose, is not written over itself.
-                alias = update.untyped_storage().data_ptr() == results.untyped_storage().data_ptr()
-                place.copy_(update.clone() if alias else update)
-                made = True
+                is_view = update.untyped_storage().data_ptr() == results.untyped_storage().data_ptr()
+                result.copy_(update.clone() if is_view else update)
+                has_changed = True
             self._state.release(local, units, state, back)
-            first, begin = first + count, end
-        if made and not is_capturable(self._device) and not results.sum(dtype=torch.float32).isfinite():
-            # On a device the host does not wait to look.  A sum takes a tenth of the time of looking at each element.
+            first, start = first + count, end
+
+        # A method that makes finite matrices infinite is told by name.  On a device the host does not wait to look.  A
+        # sum takes a tenth of the time of looking at each element.
+        if has_changed and not is_capturable(self._device) and not results.sum(dtype=torch.float32).isfinite():
             matrices = batch.orthogonalized(self._elementwise.assemble(local, stage, batch.sizes, arrived))
             pairs = zip(batch.places.split_matrices(matrices), batch.places.split_matrices(results), strict=True)
             for unit, (matrix, result) in zip(batch.units, pairs, strict=True):
@@ -390,10 +432,10 @@ class Step:
                     raise self._failure(unit, batch.method, "the update of a finite matrix is not finite")
         self._elementwise.release(local, stage, batch.sizes, results, back)
 
-    def _failure(self, unit: int, method: MatrixMethod, what: str) -> RuntimeError:
-        return RuntimeError(f"{self._labels[self.schedule.units[unit].param]}, method {method.name!r}: {what}")
+    def _failure(self, unit: int, method: MatrixMethod, problem: str) -> RuntimeError:
+        return RuntimeError(f"{self._labels[self.schedule.units[unit].param]}, method {method.name!r}: {problem}")
 
-    def _whole(
+    def _stack(
         self,
         method: MatrixMethod,
         units: Sequence[int],
@@ -401,17 +443,18 @@ class Step:
         state: Mapping[str, Tensor],
         memory: Tensor,
     ) -> WholeMatrix:
-        """Return what a method takes at a time: equal matrices, of one group, that lie end to end in a memory."""
+        """Return what a method updates at a time: equal matrices, of one group, that lie end to end in a memory."""
         unit = self.schedule.units[units[0]]
-        kept = {slot: tensor if method.stacked else tensor[0] for slot, tensor in state.items()}
+        slots = {slot: tensor if method.stacked else tensor[0] for slot, tensor in state.items()}
         shape = (len(units), *unit.rows_columns) if method.stacked else unit.rows_columns
-        return WholeMatrix(align_matrices(memory.view(shape)), kept, kept.pop(WEIGHT, None), local.groups[unit.param])
+        matrix = align_matrices(memory.view(shape))
+        return WholeMatrix(matrix, slots, slots.pop(WEIGHT, None), local.groups[unit.param])
 
-    def _apply(self, exchange: StepExchange, local: LocalTensors, stage: int, returning: Wire) -> None:
-        returning.arrive()
-        exchange.check(returning)
-        exchange.attempt(self._elementwise.apply, local, stage, returning.memory)
-        exchange.attempt(self._state.apply, local, stage, returning.memory)
+    def _apply(self, exchange: StepExchange, local: LocalTensors, stage: int, results: Wire) -> None:
+        results.arrive()
+        exchange.check(results)
+        exchange.attempt(self._elementwise.apply, local, stage, results.memory)
+        exchange.attempt(self._state.apply, local, stage, results.memory)
         exchange.attempt(local.applied, stage)
 
 
@@ -419,7 +462,7 @@ class Steps:
     """One `Step` for each `RankSet` of an optimizer.
 
     Attributes:
-        planned: by ranks; made by the first step, and anew after `plan_anew`.
+        planned: by ranks; made by the first update, and anew after `plan_anew`.
     """
 
     def __init__(self) -> None:
@@ -428,19 +471,19 @@ class Steps:
         self._sets: list[RankSet] | None = None
 
     def plan_anew(self) -> None:
-        """Let the next step make new plans, once ranks have seen that all of them do."""
+        """Let the next update make new plans, once ranks have seen that all of them do."""
         self._outdated |= self.planned
         self.planned, self._sets = {}, None
 
     def look_anew(self) -> None:
-        """Let the next step take what parameters have as state from where it is now."""
+        """Let the next update take what parameters have as state from where it is now."""
         self._sets = None
 
     @property
     def widest(self) -> dist.ProcessGroup | None:
         """The group of all ranks that decide together whether a step is taken."""
-        held = [held for held in self._sets or () if held.members and held.ranks in self.planned]
-        return self.planned[held[-1].ranks].group if held else None
+        sets = [rank_set for rank_set in self._sets or () if rank_set.members and rank_set.ranks in self.planned]
+        return self.planned[sets[-1].ranks].group if sets else None
 
     def update(
         self,
@@ -466,49 +509,56 @@ class Steps:
         Raises:
             Exception: on all ranks, if one of them fails; at once, without the other sets, if it is not `AgreedError`.
         """
+        # The sets of ranks, in the one order in which all of them exchange.
         refuse_ended_groups(replicas, *(step.group for step in self.planned.values()))
         sets = self._sets or rank_sets(groups, replicas, state)
         if failure is None:  # which may be that groups are not as they should be
             self._sets = sets
-        if skip is not None:
-            failure = failure or crossing_error([held.ranks for held in sets if held.members and not held.is_alone])
-        begun: list[tuple[Step, PendingStep]] = []
+        if skip is not None and failure is None:
+            failure = crossing_error(
+                [rank_set.ranks for rank_set in sets if rank_set.members and not rank_set.is_alone]
+            )
+        pending_steps: list[tuple[Step, PendingStep]] = []
 
-        def make_plan(held: RankSet) -> None:
-            if held.ranks not in self.planned:
-                if held.ranks in self._outdated:
-                    self._outdated[held.ranks].retire(failure)
-                self.planned[held.ranks] = plan(held, failure)
-                self._outdated.pop(held.ranks, None)
+        def make_plan(rank_set: RankSet) -> None:
+            if rank_set.ranks not in self.planned:
+                # Ranks that would step by the old plan hear there that this one plans anew.
+                if rank_set.ranks in self._outdated:
+                    self._outdated[rank_set.ranks].retire(failure)
+                self.planned[rank_set.ranks] = plan(rank_set, failure)
+                self._outdated.pop(rank_set.ranks, None)
 
-        def begin(held: RankSet) -> None:
-            if held.members and held.ranks in self.planned:
-                step = self.planned[held.ranks]
-                pending = step.begin(held, groups, state, failure, skip, constants(held.ranks))
+        def begin(rank_set: RankSet) -> None:
+            if rank_set.members and rank_set.ranks in self.planned:
+                step = self.planned[rank_set.ranks]
+                pending = step.begin(rank_set, groups, state, failure, skip, constants(rank_set.ranks))
                 if skip is None:
                     step.finish(pending)
                 else:
-                    begun.append((step, pending))
+                    pending_steps.append((step, pending))
 
-        missing = {held.ranks for held in sets} - self.planned.keys()
-        # All plans before the first exchange: then all connections are made.
-        for work in (make_plan, begin) if missing else (begin,):
-            for held in sets:
-                if held.is_alone and (failure or not held.matrices):
+        # All plans come before the first exchange: then all connections are made.  What fails in one set is told in the
+        # next, so that no rank of any waits.
+        is_planned = self.planned.keys() >= {rank_set.ranks for rank_set in sets}
+        for work in (begin,) if is_planned else (make_plan, begin):
+            for rank_set in sets:
+                if rank_set.is_alone and (failure or not rank_set.matrices):
                     continue
                 try:
-                    work(held)
+                    work(rank_set)
                 except AgreedError as agreed:
                     if is_capturing():
                         raise agreed.error from None
                     failure = failure or agreed.error
-        skipped = skip is not None and (begun[-1][1].skipped if begun else bool(skip))
+
+        # Where the step may be skipped, the last set has heard of all ranks.
+        skipped = skip is not None and (pending_steps[-1][1].skipped if pending_steps else bool(skip))
         is_stopped = skipped or failure is not None
-        for step, pending in begun:
+        for step, pending in pending_steps:
             if is_stopped:
-                pending.leave()
+                pending.abort()
                 continue
-            try:  # what fails in one set of ranks is told in the next
+            try:
                 step.finish(pending, failure)
             except AgreedError as agreed:
                 failure = failure or agreed.error
