@@ -1,4 +1,4 @@
-"""What a checkpoint has lost, in terms of a run: one description, whoever looks; `diagnosis` adds what to do about it.
+"""The damage of a checkpoint in terms of a run: what it has lost, whoever looks; `diagnosis` adds what to do about it.
 
 `verify` finds damage by reading everything; `inspect`, `diff`, `report` and `load` by the presence and the sizes of
 files alone.
@@ -50,7 +50,7 @@ def rank_in_name(file: str) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Damage:
-    """What of a checkpoint is lost.
+    """The losses of a checkpoint.
 
     Attributes:
         manifest: of the checkpoint, as far as it could be read.
@@ -96,10 +96,9 @@ class Damage:
     @cached_property
     def by_file(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each file of ``manifest.columns``, how many of its chunks are lost, and how many it has with elements."""
-        columns = self.manifest.columns
-        of_lost, of_all = columns.file[self.chunks], columns.file[self.manifest.elements > 0]
-        count = len(columns.names)
-        return np.bincount(of_lost, minlength=count), np.bincount(of_all, minlength=count)
+        files, count = self.manifest.columns.file, len(self.manifest.columns.names)
+        lost, stored = files[self.chunks], files[self.manifest.elements > 0]
+        return np.bincount(lost, minlength=count), np.bincount(stored, minlength=count)
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -107,48 +106,47 @@ class Damage:
         return np.cumsum([0, *(len(tensor.chunks) for tensor in self.manifest.tensors)], dtype=np.int64)
 
     @cached_property
+    def _losses(self) -> list[tuple[StateRecord, Boxes, tuple[Box, ...]]]:
+        """The tensors that have lost elements, with the boxes of their lost chunks, and their holes."""
+        counts = np.diff(np.concatenate([[0], np.cumsum(self.chunks)])[self.starts])
+        losses = []
+        for tensor, start, count in zip(self.manifest.tensors, self.starts.tolist(), counts.tolist(), strict=False):
+            holes = self.holes.get(tensor.key)
+            if count or holes is not None:
+                numbers = np.flatnonzero(self.chunks[start : start + len(tensor.chunks)])
+                losses.append((tensor, tensor.boxes.select(numbers), holes or ()))
+        return losses
+
+    @cached_property
     def tensors(self) -> tuple[StateRecord, ...]:
         """The tensors that have lost elements."""
-        lost = np.diff(np.concatenate([[0], np.cumsum(self.chunks)])[self.starts])
-        pairs = zip(self.manifest.tensors, lost.tolist(), strict=True)
-        return tuple(tensor for tensor, count in pairs if count or tensor.key in self.holes)
+        return tuple(tensor for tensor, _, _ in self._losses)
 
     def lost_boxes(self) -> Iterator[tuple[StateRecord, tuple[Box, ...]]]:
         """Yield the tensors that have lost elements, and the boxes of these."""
-        for tensor in self.tensors:
-            yield tensor, (*self._boxes_of(tensor), *self.holes.get(tensor.key, ()))
-
-    @cached_property
-    def _places(self) -> Mapping[str, int]:
-        return {tensor.key: number for number, tensor in enumerate(self.manifest.tensors)}
-
-    def _boxes_of(self, tensor: StateRecord) -> Boxes:
-        """Return the boxes of the chunks that a tensor has lost."""
-        start = self.starts[self._places[tensor.key]]
-        return tensor.boxes.select(np.flatnonzero(self.chunks[start : start + len(tensor.chunks)]))
+        for tensor, boxes, holes in self._losses:
+            yield tensor, (*boxes, *holes)
 
     @cached_property
     def bytes(self) -> int:
         """The bytes of the elements that are lost."""
-        sizes = np.array([itemsize(tensor.dtype) for tensor in self.manifest.tensors], np.int64)
-        elements = np.where(self.chunks, self.manifest.elements, 0)
-        sums = np.diff(np.concatenate([[0], np.cumsum(elements)])[self.starts])
-        of_holes = (sum(b.numel for b in boxes) * sizes[self._places[key]] for key, boxes in self.holes.items())
-        return int((sums * sizes).sum() + sum(of_holes))
+        total = 0
+        for tensor, boxes, holes in self._losses:
+            total += (boxes.elements + sum(hole.numel for hole in holes)) * itemsize(tensor.dtype)
+        return total
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is lost as plain data; the lost boxes are columns, with the number of their tensor."""
-        numbers, lo, hi = list[int](), list[list[int]](), list[list[int]]()
-        for number, tensor in enumerate(self.tensors):
-            own, holes = self._boxes_of(tensor), self.holes.get(tensor.key, ())
-            numbers += [number] * (len(own) + len(holes))
-            lo += [*own.lo.tolist(), *(list(hole.lo) for hole in holes)]
-            hi += [*own.hi.tolist(), *(list(hole.hi) for hole in holes)]
+        """Return the losses as plain data; the lost boxes are columns, with the number of their tensor."""
+        columns: dict[str, list[Any]] = {"tensor": [], "lo": [], "hi": []}
+        for number, (_, boxes, holes) in enumerate(self._losses):
+            columns["tensor"] += [number] * (len(boxes) + len(holes))
+            columns["lo"] += [*boxes.lo.tolist(), *(list(hole.lo) for hole in holes)]
+            columns["hi"] += [*boxes.hi.tolist(), *(list(hole.hi) for hole in holes)]
         return {
             "bytes": self.bytes,
             "chunks": int(self.chunks.sum()),
             "tensors": [tensor.key for tensor in self.tensors],
-            "boxes": {"tensor": numbers, "lo": lo, "hi": hi},
+            "boxes": columns,
             "items": sorted(self.items),
             "files": dict(self.files),
             "read": self.read,
@@ -156,7 +154,7 @@ class Damage:
 
     @cached_property
     def without_misplaced(self) -> Damage:
-        """What is lost beside the bytes that are under other names."""
+        """The losses beside the bytes that are under other names."""
         names = self.misplaced.keys()
         items = frozenset(blob.key for blob in self.manifest.blobs if blob.item.file not in names) & self.items
         files = {name: length for name, length in self.files.items() if name not in names}
@@ -165,68 +163,65 @@ class Damage:
 
     @property
     def sentence(self) -> str:
-        """What is lost, as one sentence for people."""
+        """The losses, as one sentence for people."""
+        num_lost, num_stored = int(self.chunks.sum()), int((self.manifest.elements > 0).sum())
         if self.misplaced:
-            moved = [f"that of {name} is called {other}" for name, other in sorted(self.misplaced.items())]
-            said = f"{counted(len(moved), 'file')} with other names than when it was saved: {listed(moved, 4)}"
+            moves = [f"that of {name} is called {other}" for name, other in sorted(self.misplaced.items())]
+            text = f"{counted(len(moves), 'file')} with other names than when it was saved: {listed(moves, 4)}"
             besides = self.without_misplaced
-            return f"{said}; {besides.sentence if besides else 'nothing else is wrong, and nothing is lost'}"
-        parts = []
-        if self.tensors:
-            parts.append(self._lost_elements())
-        if self.items:
-            keys = sorted(self.items)
-            parts.append(f"{len(keys)} of {len(self.manifest.blobs)} items that are not tensors ({listed(keys, 2)})")
+            return f"{text}; {besides.sentence if besides else 'nothing else is wrong, and nothing is lost'}"
         if self.mixed_up:
-            found, stored = int(self.chunks.sum()), int((self.manifest.elements > 0).sum())
             files = _files(sorted(self.manifest.columns.names))
-            return f"{MANIFEST_FILE} is of another save than {files}: {found} of {stored} chunks have other bytes"
-        if not parts:
-            rest = "tensors and items are whole" if self.read else "all other files are long enough"
-            return f"{'; '.join(self._causes())}; {rest}"
-        lost = f"{' and '.join(parts)} {'is' if int(self.chunks.sum()) + len(self.items) == 1 else 'are'} lost"
-        rest = "all else is whole" if self.read else "all other files are long enough"
-        return f"{'; '.join(self._causes()) or 'bytes are not those that were written'}: {lost}; {rest}"
+            return (
+                f"{MANIFEST_FILE} is of another save than {files}: {num_lost} of {num_stored} chunks have other bytes"
+            )
+        losses = []
+        if self.tensors:
+            lost_chunks = f"{num_lost} of {num_stored} chunks ({size(self.bytes)}: " if num_lost else ""
+            losses.append(f"{lost_chunks or f'{size(self.bytes)} ('}{self._lost_kinds()})")
+        if self.items:
+            keys = listed(sorted(self.items), 2)
+            losses.append(f"{len(self.items)} of {len(self.manifest.blobs)} items that are not tensors ({keys})")
+        causes = "; ".join(self._causes())
+        if not losses:
+            return f"{causes}; {'tensors and items are whole' if self.read else 'all other files are long enough'}"
+        lost = f"{' and '.join(losses)} {'is' if num_lost + len(self.items) == 1 else 'are'} lost"
+        remainder = "all else is whole" if self.read else "all other files are long enough"
+        return f"{causes or 'bytes are not those that were written'}: {lost}; {remainder}"
 
-    def _lost_elements(self) -> str:
-        chunks, stored = int(self.chunks.sum()), int((self.manifest.elements > 0).sum())
-        kinds = Counter(map(self.view.noun, self.tensors))
-        (first, count), *others = kinds.items()
-        named = [f"{first} of {counted(count, 'tensor')}", *(f"{name} of {count}" for name, count in others)]
-        whose = ", ".join(named).replace("tensors of ", "")
-        if not chunks:
-            return f"{size(self.bytes)} ({whose})"
-        return f"{chunks} of {stored} chunks ({size(self.bytes)}: {whose})"
+    def _lost_kinds(self) -> str:
+        """Return how many tensors of each kind have lost elements: ``weights of 2 tensors, momenta of 3``."""
+        (kind, count), *others = Counter(map(self.view.noun, self.tensors)).items()
+        counts = [f"{kind} of {counted(count, 'tensor')}", *(f"{kind} of {count}" for kind, count in others)]
+        return ", ".join(counts).replace("tensors of ", "")
 
     def _causes(self) -> Iterator[str]:
+        # Files that are not there, too short, or that the system does not open.
         missing = sorted(name for name, length in self.files.items() if length is None and name not in self.unopened)
         cut = sorted(name for name, length in self.files.items() if length is not None)
-        for names, fate in ((missing, "missing"), (cut, "cut short")):
-            if names:
-                yield f"{_files(names)} {'is' if len(names) == 1 else 'are'} {fate}{self._lengths(names)}"
+        if missing:
+            yield f"{_files(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        if len(cut) == 1:
+            yield f"{_files(cut)} is cut short ({self.files[cut[0]]} of {_ends(self.manifest)[cut[0]]} bytes)"
+        elif cut:
+            yield f"{_files(cut)} are cut short"
         for name in sorted(self.unopened)[:1]:
             yield f"{_files(sorted(self.unopened))} cannot be opened: {self.unopened[name]}"
-        columns = self.manifest.columns
-        damaged, every = self.by_file
-        of_items = {blob.item.file for blob in self.manifest.blobs if blob.key in self.items}
-        others = {columns.names[number] for number in np.flatnonzero(damaged)} | of_items
-        others -= self.files.keys() | self.strays
-        swapped = {columns.names[number] for number in np.flatnonzero((damaged == every) & (every > 1))}
+        # Files of the right size with other bytes; in some of several chunks not one is right.
+        names = np.array(self.manifest.columns.names, object)
+        lost, stored = self.by_file
+        damaged = {*names[lost > 0]} | {blob.item.file for blob in self.manifest.blobs if blob.key in self.items}
+        damaged -= self.files.keys() | self.strays
+        swapped = damaged & {*names[(lost == stored) & (stored > 1)]}
         for group, fate in (
             (self.strays, "the bytes of another save than all other files"),
-            (others & swapped, "none of the bytes that were written (another save's, perhaps)"),
-            (others - swapped, "damaged bytes"),
+            (swapped, "none of the bytes that were written (another save's, perhaps)"),
+            (damaged - swapped, "damaged bytes"),
         ):
             if group:
                 yield f"{_files(sorted(group))} {'has' if len(group) == 1 else 'have'} {fate}"
         if self.holes:
             yield f"no file has some elements of {counted(len(self.holes), 'tensor')}"
-
-    def _lengths(self, names: Sequence[str]) -> str:
-        """Return how long a file is, and how long it was, in brackets, if it is one and not missing."""
-        if len(names) > 1 or (length := self.files[names[0]]) is None:
-            return ""
-        return f" ({length} of {_ends(self.manifest)[names[0]]} bytes)"
 
 
 def _ends(manifest: Manifest) -> dict[str, int]:
@@ -234,46 +229,67 @@ def _ends(manifest: Manifest) -> dict[str, int]:
     columns = manifest.columns
     ends = np.zeros(len(columns.names), np.int64)
     np.maximum.at(ends, columns.file, columns.item_end())
-    needed = dict(zip(columns.names, ends.tolist(), strict=True))
+    needs = dict(zip(columns.names, ends.tolist(), strict=True))
     for blob in manifest.blobs:
-        needed[blob.item.file] = max(needed.get(blob.item.file, 0), blob.item.end)
-    return needed
+        needs[blob.item.file] = max(needs.get(blob.item.file, 0), blob.item.end)
+    return needs
 
 
 def _files(names: Sequence[str]) -> str:
     ranks = [rank for rank in map(rank_in_name, names) if rank is not None]
-    shown = listed(names, 3)
+    text = listed(names, 3)
     if len(ranks) < len(names):
-        return f"{counted(len(names), 'file')} ({shown})" if len(names) > 1 else f"the file {shown}"
+        return f"{counted(len(names), 'file')} ({text})" if len(names) > 1 else f"the file {text}"
     if len(names) == 1:
-        return f"rank {ranks[0]}'s file {shown}"
-    return f"the files of ranks {listed(sorted({*ranks}))} ({shown})"
+        return f"rank {ranks[0]}'s file {text}"
+    return f"the files of ranks {listed(sorted({*ranks}))} ({text})"
 
 
 NOTHING_LOST = Damage(Manifest(()), np.zeros(0, np.bool_))
 
 
-_MOST_HOLES = 256
+_MAX_HOLES = 256
 """The most holes of a tensor that are listed, else none: lost files leave few, hostile boxes very many."""
 
 
 def damage_of_files(checkpoint: OpenCheckpoint) -> Damage:
-    """Return what is lost with files that are missing or cut, by their names and sizes alone."""
+    """Return the losses with files that are missing or cut, by their names and sizes alone."""
     manifest, files = checkpoint.outline, checkpoint.lost_files
     columns = manifest.columns
-    ends = np.array([_length(files, name) for name in columns.names] or [0], np.int64)
-    lost = (columns.item_end() > ends[columns.file]) & (manifest.elements > 0)
-    items = frozenset(blob.key for blob in manifest.blobs if blob.item.end > _length(files, blob.item.file))
+
+    def length(name: str) -> int:
+        return (files[name] or 0) if name in files else np.iinfo(np.int64).max
+
+    # Chunks and items that reach beyond the ends of their files.
+    ends = np.array([length(name) for name in columns.names] or [0], np.int64)
+    chunks = (columns.item_end() > ends[columns.file]) & (manifest.elements > 0)
+    items = frozenset(blob.key for blob in manifest.blobs if blob.item.end > length(blob.item.file))
+    # Elements that no file has.
     holes = {}
     for tensor in manifest.tensors:
-        if tensor.boxes.elements < Box.of(tensor.shape).numel:
-            left = holes_in(Box.of(tensor.shape), tensor.boxes, _MOST_HOLES)
-            holes[tensor.key] = tuple(left) if len(left) <= _MOST_HOLES else ()
-    damage = Damage(manifest, lost, items, files, dict(_unopened(checkpoint, files)), holes)
+        box = Box.of(tensor.shape)
+        if tensor.boxes.elements < box.numel:
+            boxes = holes_in(box, tensor.boxes, _MAX_HOLES)
+            holes[tensor.key] = tuple(boxes) if len(boxes) <= _MAX_HOLES else ()
+    damage = Damage(manifest, chunks, items, files, _refusals(checkpoint, files), holes)
     return replace(damage, misplaced=misplaced_files(checkpoint, damage)) if files else damage
 
 
-_MOST_PAIRS = 1 << 16
+def _refusals(checkpoint: OpenCheckpoint, files: Mapping[str, int | None]) -> dict[str, str]:
+    """Return why files that count as missing, and are there, cannot be opened."""
+    refusals = {}
+    for name, length in files.items():
+        place = checkpoint.payloads.place(name)
+        if length is None and (place.is_symlink() or place.exists()):
+            try:
+                with open_regular(place):
+                    pass
+            except SourceError as error:
+                refusals[name] = str(error)
+    return refusals
+
+
+_MAX_PAIRS = 1 << 16
 """The most pairs of a name and a file that are looked at: some seconds."""
 
 _SAMPLES = 8
@@ -296,30 +312,30 @@ def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str
     rows_by_name = dict(zip(names, np.split(order, np.cumsum(stored)[:-1]), strict=True)) if names else {}
 
     @cache
-    def has(file: str, name: str) -> bool:
+    def has_chunks(file: str, name: str) -> bool:
         """Return whether a file has the chunks that were written under a name."""
-        rows = rows_by_name[name]
-        sample = rows[np.unique(np.linspace(0, len(rows) - 1, _SAMPLES).astype(np.int64))]
-        return all(_is_in(checkpoint, damage, row, file) for row in sample.tolist())
+        rows = rows_by_name.get(name, ())
+        sample = np.unique(np.linspace(0, len(rows) - 1, _SAMPLES).astype(np.int64)) if len(rows) else ()
+        return len(sample) > 0 and all(_is_in(checkpoint, damage, int(rows[number]), file) for number in sample)
 
-    # Which names have lost everything, and which files may have it.
+    # The names that have lost everything, and the files that may have it.
     is_short = np.array([name in damage.files for name in names], np.bool_)
     numbers = np.flatnonzero((stored > 0) & ((lost == stored) | is_short))
     lost_names = (names[number] for number in numbers if "/" not in names[number])
     suspects = [name for name in lost_names if name not in damage.unopened]
     descriptions = {MANIFEST_FILE, METADATA_FILE, *manifest.files}
     candidates = [e.name for e in checkpoint.path.iterdir() if e.is_file() and e.name not in descriptions]
-    if len(suspects) * len(candidates) > _MOST_PAIRS:
+    if len(suspects) * len(candidates) > _MAX_PAIRS:
         return {}
     # Where a file is under another name, that name's own bytes are looked for, too.
     places: dict[str, str] = {}
     while suspects:
         name = suspects.pop()
         for file in candidates:
-            is_named = len(rows_by_name.get(file, ())) > 0
-            if file != name and file not in places.values() and has(file, name) and not (is_named and has(file, file)):
+            if file != name and file not in places.values() and has_chunks(file, name) and not has_chunks(file, file):
                 places[name] = file
-                suspects += [file] if is_named and file not in places and file not in suspects else []
+                if len(rows_by_name.get(file, ())) and file not in places and file not in suspects:
+                    suspects.append(file)
                 break
     return places
 
@@ -330,33 +346,17 @@ def _is_in(checkpoint: OpenCheckpoint, damage: Damage, row: int, file: str) -> b
     tensor = damage.manifest.tensors[number]
     chunk = tensor.chunks[row - int(damage.starts[number])]
     payload = chunk.payload and replace(chunk.payload, file=file)
-    moved = replace(chunk, item=replace(chunk.item, file=file), payload=payload)
+    chunk = replace(chunk, item=replace(chunk.item, file=file), payload=payload)
     try:
-        (placed,) = checkpoint.locate([replace(tensor, chunks=Chunks.of([moved], len(tensor.shape)))])
-        check_chunk(checkpoint.payloads, placed, placed.chunks[0])
+        (tensor,) = checkpoint.locate([replace(tensor, chunks=Chunks.of([chunk], len(tensor.shape)))])
+        check_chunk(checkpoint.payloads, tensor, tensor.chunks[0])
     except SourceError:
         return False
-    return checkpoint.payloads.has_checksum(placed.chunks[0])
-
-
-def _unopened(checkpoint: OpenCheckpoint, files: Mapping[str, int | None]) -> Iterator[tuple[str, str]]:
-    for name in (name for name, length in files.items() if length is None):
-        place = checkpoint.payloads.place(name)
-        if place.is_symlink() or place.exists():
-            try:
-                with open_regular(place):
-                    pass
-            except SourceError as error:
-                yield name, str(error)
-
-
-def _length(files: Mapping[str, int | None], name: str) -> int:
-    """Return the bytes that a file has, where it is one of these; all there can be for any other."""
-    return files[name] or 0 if name in files else np.iinfo(np.int64).max
+    return checkpoint.payloads.has_checksum(tensor.chunks[0])
 
 
 def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
-    """Return what the reader has found, and which descriptions are missing."""
+    """Return the faults that the reader has met, and the descriptions that are missing."""
     findings = faults_of(checkpoint)
     if checkpoint.lacks_manifest:
         findings.append(Finding("manifest", f"{checkpoint.path} has lost its {MANIFEST_FILE}"))
@@ -366,7 +366,7 @@ def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
 
 
 def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
-    """Return the faults that its reader has found."""
+    """Return the faults that its reader has met."""
 
     def kind(fault: SourceError) -> str:
         if not isinstance(fault, UnlistedError):
@@ -378,23 +378,8 @@ def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
     return [Finding(kind(fault), str(fault).removeprefix(f"{checkpoint.path}: ")) for fault in checkpoint.faults]
 
 
-def sentence_of(damage: Damage, findings: Sequence[Finding]) -> str:
-    """Say what is wrong with a checkpoint, in terms of a run; empty if nothing is.
-
-    Args:
-        findings: what the damage does not explain.
-    """
-    return "; ".join([*([damage.sentence] if damage else []), *_said(findings)])
-
-
 def unexplained(damage: Damage, findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings that the sentence about damage has not said already."""
-    keys, explained = {tensor.key for tensor in damage.tensors} | damage.items, _explained(damage)
-    return [one for one in findings if one.kind not in explained and not (one.kind == "metadata" and one.key in keys)]
-
-
-def _explained(damage: Damage) -> frozenset[str]:
-    """Return the kinds of findings that the sentence about damage has said already."""
     kinds = set[str]()
     if damage.files:  # the reader of `.metadata` stops at files that are missing, and says so
         kinds |= {"files", "missing_file", "cut_file", "metadata", "description"}
@@ -404,10 +389,12 @@ def _explained(damage: Damage) -> frozenset[str]:
         kinds.add("blob")
     if damage.holes:
         kinds |= {"coverage", "hole", "fingerprint"}
-    return frozenset(kinds)
+    keys = {tensor.key for tensor in damage.tensors} | damage.items
+    findings = [finding for finding in findings if finding.kind not in kinds]
+    return [finding for finding in findings if not (finding.kind == "metadata" and finding.key in keys)]
 
 
-_SAID: Mapping[str, str] = MappingProxyType(
+_SENTENCES: Mapping[str, str] = MappingProxyType(
     {
         "nonfinite": "{tensors} {have} infinite or NaN elements, and no bytes say that these were others when it was "
         "saved",
@@ -420,13 +407,21 @@ _SAID: Mapping[str, str] = MappingProxyType(
 """Sentences about findings by their kind; of other kinds the message is the sentence."""
 
 
-def _said(findings: Sequence[Finding]) -> Iterator[str]:
+def sentence_of(damage: Damage, findings: Sequence[Finding]) -> str:
+    """Say what is wrong with a checkpoint, in terms of a run; empty if nothing is.
+
+    Args:
+        findings: what the damage does not explain.
+    """
+    sentences = [damage.sentence] if damage else []
     by_kind = defaultdict[str, list[Finding]](list)
     for finding in findings:
         by_kind[finding.kind].append(finding)
-    for kind, alike in by_kind.items():
-        tensors = len({finding.key for finding in alike})
-        if kind in _SAID:
-            yield _SAID[kind].format(tensors=counted(tensors, "tensor"), have="has" if tensors == 1 else "have")
+    for kind, group in by_kind.items():
+        count = len({finding.key for finding in group})
+        if kind in _SENTENCES:
+            have = "has" if count == 1 else "have"
+            sentences.append(_SENTENCES[kind].format(tensors=counted(count, "tensor"), have=have))
         else:
-            yield listed([finding.message for finding in alike], 1, "; ")
+            sentences.append(listed([finding.message for finding in group], 1, "; "))
+    return "; ".join(sentences)

@@ -188,7 +188,8 @@ def _is_checkpoint(path: Location) -> bool:
 def look_at_folder(path: Location, visit: Visit = _ignore) -> Run:
     """Look at a folder that is that of a run, whatever else lies in it; raises as `run_of`."""
     with as_source_error(path):
-        entries = sorted(path.iterdir(), key=lambda entry: entry.name)
+        entries: list[Location] = list(path.iterdir())
+    entries.sort(key=lambda entry: entry.name)
     verifications = read_verifications(path)
 
     def look(entry: Location) -> tuple[str, RunStep] | None:
