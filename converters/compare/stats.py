@@ -24,7 +24,7 @@ from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
 from ...store.verify.diagnosis import open
-from ...store.verify.small_tensors import stacked
+from ...store.verify.small_tensors import stack_small
 from ..engine.outputs import OutputTensor
 from ..look.contents import FirstLook, first_look
 from .elements import StoredSide, Tolerance, compare_elements
@@ -174,7 +174,7 @@ def measured(
         """Measure a large tensor, or several small ones."""
         found: dict[int, TensorFigures] = {}
         small = [records[n] for n in batch if _is_small(records[n], most)]
-        for members, words in stacked(opened.payloads, small):
+        for members, words in stack_small(opened.payloads, small):
             step = max(most // (2 * ELEMENT_BYTES * math.prod(words.shape[1:])), 1)
             for start in range(0, len(members), step):
                 own, part = [batch[member] for member in members[start : start + step]], words[start : start + step]

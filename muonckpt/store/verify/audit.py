@@ -33,7 +33,7 @@ from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
 from .damage import Damage, damage_of_files, faults_of, misplaced_files
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
-from .small_tensors import examined
+from .small_tensors import examine_small
 
 
 def description_faults(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
@@ -299,7 +299,7 @@ def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) 
             )
             bounds = [len(batch) * part // jobs for part in range(jobs + 1)]
             parts = [batch[lo:hi] for lo, hi in pairwise(bounds)]
-            examinations = list(pool.map(partial(examined, payloads, ours=checkpoint.format is OWN), parts))
+            examinations = list(pool.map(partial(examine_small, payloads, ours=checkpoint.format is OWN), parts))
             framed = framed and all(part_framed for _, part_framed in examinations)
             examinees = chain.from_iterable(of_part for of_part, _ in examinations)
             for tensor, known in zip(batch, examinees, strict=True):

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -30,13 +30,13 @@ from ..reading.payloads import BAND_BYTES, Payloads, count_nonfinite
 if TYPE_CHECKING:
     from ..formats.torch_save.tensor_item import ItemTemplate
 
-_MOST = 4 * BAND_BYTES
+_MAX_RUN_BYTES = 4 * BAND_BYTES
 """Bytes that are read at a time."""
 
-_GAP = 512
+_GAP_BYTES = 512
 """Most bytes between two ranges of a file that are read together, because a call costs as much."""
 
-_FRAME = 2048
+_FRAME_BYTES = 2048
 """More bytes than an item has besides its elements."""
 
 _Raw = NDArray[np.uint8]
@@ -44,8 +44,8 @@ _Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
-    """What is known of a tensor.
+class Examination:
+    """The outcome of comparing a tensor with its record.
 
     Attributes:
         fingerprint: its fingerprint, if it agrees with all its checksums and its fingerprint, and has each element once
@@ -58,39 +58,63 @@ class Examined:
     shares: Mapping[int, int] = field(default_factory=dict)
 
 
-_UNKNOWN = Examined()
-
-
-def examined(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> tuple[list[Examined], bool]:
+def examine_small(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> tuple[list[Examination], bool]:
     """Read the small ones of these tensors, and compare them with their records.
 
     Args:
         ours: the chunks are in items that this package writes, of which all bytes are compared.
 
     Returns:
-        What is known of each tensor, nothing of large ones.  And whether the items are *framed*: they are those of
-        their boxes, with elements and CRC-32 where the manifest says.
+        The examination of each tensor, an empty one of large ones.  And whether the items are *framed*: they are those
+        of their boxes, with elements and CRC-32 where the manifest says.
     """
-    known = [_UNKNOWN] * len(tensors)
+    examinations = [Examination()] * len(tensors)
     framed = True
-    for run in _runs(tensors):
-        members = [tensors[number] for number in run]
-        columns, groups, read = _read_run(payloads, members, ours)
-        for (name, _, boxes), (numbers, rows) in groups.items():
-            sound, group_framed, shares = _judged(payloads, columns, rows, read, _places(name, boxes, ours), name)
+    for numbers in _runs(tensors):
+        run = _Run.read(payloads, [tensors[number] for number in numbers], ours)
+        for group in run.groups:
+            sound, shares, group_framed = run.check(group)
             framed &= group_framed
-            every = np.all(sound, axis=1) if _tiles(members[numbers[0]]) else np.zeros(len(numbers), np.bool_)
-            computed = map(as_hex, shares.sum(axis=1, dtype=np.uint64).tolist())
-            for row, (number, good, own) in enumerate(zip(numbers, every.tolist(), computed, strict=True)):
-                if good and members[number].fingerprint in (None, own):
-                    known[run[number]] = Examined(own)
+            sums = map(as_hex, shares.sum(axis=1, dtype=np.uint64).tolist())
+            for row, (member, fingerprint) in enumerate(zip(group.members, sums, strict=True)):
+                number = numbers[member]
+                if group.tiles and sound[row].all() and tensors[number].fingerprint in (None, fingerprint):
+                    examinations[number] = Examination(fingerprint)
                 else:
-                    found = np.flatnonzero(sound[row])
-                    of_chunks = zip(found.tolist(), shares[row, found].tolist(), strict=True)
-                    known[run[number]] = Examined(None, dict(of_chunks))
+                    chunks = np.flatnonzero(sound[row])
+                    chunk_shares = zip(chunks.tolist(), shares[row, chunks].tolist(), strict=True)
+                    examinations[number] = Examination(None, dict(chunk_shares))
     if ours and framed:
         framed = all(_is_framed(payloads, tensor) for tensor in tensors if not _is_small(tensor))
-    return known, framed
+    return examinations, framed
+
+
+def stack_small(payloads: Payloads, tensors: Sequence[StateRecord]) -> Iterator[tuple[Sequence[int], NDArray[Any]]]:
+    """Yield the words of small tensors that are cut alike, ``[tensors, *shape]``, with the numbers of the tensors.
+
+    Chunks are compared with their checksums.  Tensors that are large, or not as they should be, are left out.
+    """
+    for numbers in _runs(tensors):
+        run = _Run.read(payloads, [tensors[number] for number in numbers], False)
+        for group in run.groups:
+            words = np.empty((len(group.members), *group.shape), dtype(group.dtype).bits)
+            sound = np.full(len(group.members), group.tiles)
+            for place, rows in zip(group.places, group.rows.T, strict=True):
+                if not place.elements:
+                    continue
+                sound &= run.start[rows] != UNKNOWN
+                if not sound.any():
+                    break
+                rows = rows[sound]
+                elements = run.items(rows, place.length)
+                part: tuple[Any, ...] = (sound, *slices_within(place.box, (0,) * len(group.shape)))
+                words[part] = elements.view(words.dtype).reshape(-1, *place.box.shape)
+                agree = run.sums_agree(rows, elements)
+                # Where nothing else is recorded, the item may have a checksum inside.
+                bare = ~run.columns.has_digest[rows] & (run.columns.crc32[rows] == UNKNOWN)
+                agree[bare] &= run.insides_agree(rows[bare])
+                sound[sound] = agree
+            yield [numbers[member] for member in np.array(group.members)[sound]], words[sound]
 
 
 def _is_small(tensor: StateRecord) -> bool:
@@ -99,42 +123,159 @@ def _is_small(tensor: StateRecord) -> bool:
 
 
 def _runs(tensors: Sequence[StateRecord]) -> Iterator[list[int]]:
+    """Yield the numbers of small tensors, as many at a time as are read at once."""
     run: list[int] = []
     length = 0
     for number, tensor in enumerate(tensors):
         if _is_small(tensor):
             run.append(number)
-            length += tensor.boxes.elements * dtype(tensor.dtype).itemsize + _FRAME * len(tensor.boxes)
-            if length > _MOST:
+            length += tensor.boxes.elements * dtype(tensor.dtype).itemsize + _FRAME_BYTES * len(tensor.boxes)
+            if length > _MAX_RUN_BYTES:
                 yield run
                 run, length = [], 0
     if run:
         yield run
 
 
-_Groups = dict[tuple[str, Index, Boxes], tuple[list[int], Column]]
-"""Tensors of one dtype and shape that are cut alike: their numbers, and rows of their chunks ``[tensors, boxes]``."""
+class _Place(NamedTuple):
+    """The place of a chunk's elements among its bytes, of which ``elements`` are theirs.
+
+    ``template`` is the item's if whole items are read.
+    """
+
+    box: Box
+    head: int
+    elements: int
+    length: int
+    template: ItemTemplate | None
 
 
-def _read_run(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> tuple[Columns, _Groups, _Bytes]:
-    """Read the chunks of tensors that have as many bytes, at the place in their items, as their boxes say."""
-    columns = columns_of(tensor.chunks for tensor in tensors)
-    starts = np.cumsum([0, *(len(tensor.boxes) for tensor in tensors)])
-    members: defaultdict[tuple[str, Index, Boxes], list[int]] = defaultdict(list)
-    for number, tensor in enumerate(tensors):
-        members[tensor.dtype, tensor.shape, tensor.boxes].append(number)
-    groups = {
-        key: (numbers, starts[numbers][:, np.newaxis] + np.arange(len(key[2]))) for key, numbers in members.items()
-    }
-    fits = np.zeros(len(columns), np.bool_)
-    for (name, _, boxes), (_, rows) in groups.items():
-        places = _places(name, boxes, ours)
-        elements, head, length = np.array([(p.elements, p.head, p.length) for p in places], np.int64).reshape(-1, 3).T
-        fits[rows] = (columns.payload_length(rows) == elements) & (elements > 0)
-        if any(place.around for place in places):
-            items = columns.item[rows]
-            fits[rows] &= (columns.item_length(rows) == length) & (columns.payload(rows) == items + head)
-    return columns, groups, _Bytes.of(payloads, columns, fits, ours)
+@lru_cache(maxsize=64)
+def _places(name: str, boxes: Boxes, ours: bool) -> tuple[_Place, ...]:
+    if ours:
+        from ..formats.torch_save.tensor_item import template  # `stats` and other formats do without
+    places = []
+    for box in boxes:
+        elements = box.numel * dtype(name).itemsize
+        item = template(name, box.shape) if ours else None
+        head, length = (len(item.head), item.length) if item else (0, elements)
+        places.append(_Place(box, head, elements, length, item))
+    return tuple(places)
+
+
+class _Group(NamedTuple):
+    """Tensors of one dtype and shape that are cut alike.
+
+    Attributes:
+        members: their numbers in the run.
+        rows: those of their chunks in the columns of the run, ``[tensors, boxes]``.
+        places: of each box.
+        tiles: whether the boxes have each element once.
+    """
+
+    dtype: str
+    shape: Index
+    members: Sequence[int]
+    rows: Column
+    places: Sequence[_Place]
+    tiles: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Small tensors of which the chunks were read together.
+
+    Attributes:
+        raw: the bytes: whole items if they are ours, else payloads.
+        start: where those of each row of the columns begin; `UNKNOWN` where they are not read, or not as many, or not
+            at the place in their items, as their boxes say.
+    """
+
+    payloads: Payloads
+    columns: Columns
+    groups: Sequence[_Group]
+    raw: _Raw
+    start: Column
+
+    @classmethod
+    def read(cls, payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> _Run:
+        columns = columns_of(tensor.chunks for tensor in tensors)
+        first_rows = np.cumsum([0, *(len(tensor.boxes) for tensor in tensors)])
+        members: defaultdict[tuple[str, Index, Boxes], list[int]] = defaultdict(list)
+        for number, tensor in enumerate(tensors):
+            members[tensor.dtype, tensor.shape, tensor.boxes].append(number)
+        groups = []
+        fits = np.zeros(len(columns), np.bool_)
+        for (name, shape, boxes), numbers in members.items():
+            rows = first_rows[numbers][:, np.newaxis] + np.arange(len(boxes))
+            places = _places(name, boxes, ours)
+            groups.append(_Group(name, shape, numbers, rows, places, _tiles(tensors[numbers[0]])))
+            # Only chunks of the length and at the place of their boxes are read.
+            sizes = [(place.elements, place.head, place.length) for place in places]
+            elements, head, length = np.array(sizes, np.int64).reshape(-1, 3).T
+            fits[rows] = (columns.payload_length(rows) == elements) & (elements > 0)
+            if any(place.template for place in places):
+                items = columns.item[rows]
+                fits[rows] &= (columns.item_length(rows) == length) & (columns.payload(rows) == items + head)
+        return cls(payloads, columns, groups, *_read_rows(payloads, columns, np.flatnonzero(fits), ours))
+
+    def items(self, rows: Column, length: int) -> _Raw:
+        """Return the bytes of rows that were read, ``[rows, length]``."""
+        windows = np.lib.stride_tricks.as_strided(self.raw, (len(self.raw) - length + 1, length), (1, 1))
+        items: _Raw = windows[self.start[rows]]
+        return items
+
+    def check(self, group: _Group) -> tuple[_Flags, NDArray[np.uint64], bool]:
+        """Return which chunks ``[tensors, boxes]`` are sound, their fingerprint shares, and whether all are framed."""
+        sound, framed = np.ones(group.rows.shape, np.bool_), True
+        shares = np.zeros(group.rows.shape, np.uint64)
+        for number, (place, rows) in enumerate(zip(group.places, group.rows.T, strict=True)):
+            if not place.elements:
+                framed = False
+                continue
+            is_read = self.start[rows] != UNKNOWN
+            sound[:, number] = is_read
+            framed &= bool(is_read.all())
+            if not is_read.any():
+                continue
+            rows = rows[is_read]
+            items = self.items(rows, place.length)
+            elements = np.ascontiguousarray(items[:, place.head : place.head + place.elements])
+            words = elements.view(dtype(group.dtype).bits).reshape(len(rows), *place.box.shape)
+            agree = self.sums_agree(rows, elements)
+            if count_nonfinite(words, group.dtype):
+                agree &= [not count_nonfinite(part, group.dtype) for part in words]
+            if place.template:
+                has_frame, checksums = place.template.recorded(items)
+                framed &= bool(has_frame.all() and (checksums == self.columns.crc32[rows]).all())
+            else:
+                agree &= self.insides_agree(rows)
+            sound[is_read, number] = agree
+            shares[is_read, number] = box_shares(words, place.box.lo)
+        return sound, shares, framed
+
+    def sums_agree(self, rows: Column, elements: _Raw) -> _Flags:
+        """Compare elements ``[rows, bytes]`` with the digests and CRC-32s of the rows, where they have any."""
+        length, raw = elements.shape[1], elements.reshape(-1).data
+        parts = [raw[start : start + length] for start in range(0, len(raw), length)]
+        digests, checksums = self.columns.digest[rows], self.columns.crc32[rows]
+        actual = np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, parts)), np.uint8).reshape(-1, 16)
+        agree: _Flags = (digests == actual).all(axis=1) | ~self.columns.has_digest[rows]
+        agree &= (checksums == UNKNOWN) | (checksums == np.array([crc32_of(part, 0) for part in parts], np.int64))
+        return agree
+
+    def insides_agree(self, rows: Column) -> _Flags:
+        """Compare the items of rows with the checksums that their format keeps inside."""
+
+        def agrees(item: Extent) -> bool:
+            try:
+                self.payloads.check_item(item)
+            except MuonckptError:
+                return False
+            return True
+
+        items = [Extent(file, offset, length) for file, offset, length, *_ in self.columns.rows(rows)]
+        return np.array([agrees(item) for item in items], np.bool_)
 
 
 def _tiles(tensor: StateRecord) -> bool:
@@ -145,162 +286,43 @@ def _tiles(tensor: StateRecord) -> bool:
     return True
 
 
-def stacked(payloads: Payloads, tensors: Sequence[StateRecord]) -> Iterator[tuple[Sequence[int], NDArray[Any]]]:
-    """Yield the words of small tensors that are cut alike, ``[tensors, *shape]``, with the numbers of the tensors.
-
-    Chunks are compared with their checksums.  Tensors that are large, or not as they should be, are left out.
-    """
-    for run in _runs(tensors):
-        members = [tensors[number] for number in run]
-        columns, groups, read = _read_run(payloads, members, False)
-        for (name, shape, boxes), (numbers, rows) in groups.items():
-            words = np.empty((len(numbers), *shape), dtype(name).bits)
-            sound = np.full(len(numbers), _tiles(members[numbers[0]]))
-            for place, every in zip(_places(name, boxes, False), rows.T, strict=True):
-                sound &= (read.at[every] != UNKNOWN) | (place.elements == 0)
-                good = np.flatnonzero(sound)
-                if not place.elements or not len(good):
-                    continue
-                elements = read.taken(every[good], place.length)
-                part: tuple[Any, ...] = (good, *slices_within(place.box, (0,) * len(shape)))
-                words[part] = elements.view(words.dtype).reshape(-1, *place.box.shape)
-                agree = _sums_agree(columns, every[good], elements)
-                bare = ~columns.has_digest[every[good]] & (columns.crc32[every[good]] == UNKNOWN)
-                if bare.any():
-                    agree[bare] &= _hold_inside(payloads, columns, every[good][bare])
-                sound[good] = agree
-            yield [run[number] for number, own in zip(numbers, sound.tolist(), strict=True) if own], words[sound]
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a chunk's elements lie among its bytes; ``around`` is the item's template if whole items are read."""
-
-    box: Box
-    head: int
-    elements: int
-    length: int
-    around: ItemTemplate | None
-
-
-@lru_cache(maxsize=64)
-def _places(name: str, boxes: Boxes, ours: bool) -> tuple[_Place, ...]:
-    if ours:
-        from ..formats.torch_save.tensor_item import template  # `stats` and other formats do without
-    places = []
-    for box in boxes:
-        elements = box.numel * dtype(name).itemsize
-        around = template(name, box.shape) if ours else None
-        head, length = (len(around.head), around.length) if around else (0, elements)
-        places.append(_Place(box, head, elements, length, around))
-    return tuple(places)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bytes:
-    """Bytes that were read, and where each row begins in them; `UNKNOWN` where it was not read."""
-
-    raw: _Raw
-    at: Column
-
-    @classmethod
-    def of(cls, payloads: Payloads, columns: Columns, wanted: _Flags, ours: bool) -> _Bytes:
-        """Read the items of the wanted rows if they are ``ours``, else only the payloads."""
-        at = np.full(len(columns), UNKNOWN, np.int64)
-        rows = np.flatnonzero(wanted)
-        if not len(rows):
-            return cls(np.zeros(0, np.uint8), at)
-        start = columns.item[rows] if ours else columns.payload(rows)
-        order = np.lexsort((start, columns.file[rows]))
-        rows, start = rows[order], start[order]
-        file, length = columns.file[rows], columns.item_length(rows) if ours else columns.payload_length(rows)
-        runs = join_ranges(start, start + length, _GAP, file=file)
-        bounds = np.append(0, np.cumsum(runs.stop - runs.start))
-        raw = np.empty(int(bounds[-1]), np.uint8)
-        at[rows] = start + np.repeat(bounds[:-1] - runs.start, np.diff(np.append(runs.first, len(rows))))
-        places = zip(file[runs.first].tolist(), runs.start.tolist(), runs.stop.tolist(), bounds.tolist(), strict=False)
-        for (named, lo, hi, here), members in zip(places, runs.members(len(rows)), strict=True):
-            try:
-                payloads.open_file(columns.names[named], hi).fill(raw[here : here + hi - lo].data, lo)
-            except MuonckptError:
-                at[rows[members.start : members.stop]] = UNKNOWN
-        return cls(raw, at)
-
-    def taken(self, rows: Column, length: int) -> _Raw:
-        every = np.lib.stride_tricks.as_strided(self.raw, (len(self.raw) - length + 1, length), (1, 1))
-        taken: _Raw = every[self.at[rows]]
-        return taken
-
-
-def _judged(
-    payloads: Payloads, columns: Columns, rows: Column, read: _Bytes, places: Sequence[_Place], name: str
-) -> tuple[_Flags, bool, NDArray[np.uint64]]:
-    """Return which chunks of tensors cut alike are sound, whether all are framed, and their fingerprint shares.
-
-    Args:
-        rows: ``[tensors, boxes]``.
-    """
-    kind = dtype(name)
-    sound, framed = np.ones(rows.shape, np.bool_), True
-    shares = np.zeros(rows.shape, np.uint64)
-    for number, place in enumerate(places):
-        if not place.elements:
-            framed = False
-            continue
-        every = rows[:, number]
-        is_read = read.at[every] != UNKNOWN
-        own = every[is_read]
-        sound[:, number] = is_read
-        if not len(own):
-            framed = False
-            continue
-        raw = read.taken(own, place.length)
-        elements = np.ascontiguousarray(raw[:, place.head : place.head + place.elements])
-        words = elements.view(kind.bits).reshape(len(own), *place.box.shape)
-        good = _sums_agree(columns, own, elements)
-        if count_nonfinite(words, name):
-            good &= [not count_nonfinite(part, name) for part in words]
-        if place.around:
-            alike, recorded = place.around.recorded(raw)
-            framed &= bool(is_read.all() and alike.all() and (recorded == columns.crc32[own]).all())
-        else:
-            good &= _hold_inside(payloads, columns, own)
-        sound[is_read, number] = good
-        shares[is_read, number] = box_shares(words, place.box.lo)
-    return sound, framed, shares
-
-
-def _sums_agree(columns: Columns, rows: Column, elements: _Raw) -> _Flags:
-    length, raw = elements.shape[1], elements.reshape(-1).data
-    parts = [raw[start : start + length] for start in range(0, len(raw), length)]
-    digests, sums = columns.digest[rows], columns.crc32[rows]
-    actual = np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, parts)), np.uint8).reshape(-1, 16)
-    agree: _Flags = (digests == actual).all(axis=1) | ~columns.has_digest[rows]
-    agree &= (sums == UNKNOWN) | (sums == np.array([crc32_of(part, 0) for part in parts], np.int64))
-    return agree
-
-
-def _hold_inside(payloads: Payloads, columns: Columns, rows: Column) -> list[bool]:
-    def holds(item: Extent) -> bool:
+def _read_rows(payloads: Payloads, columns: Columns, rows: Column, ours: bool) -> tuple[_Raw, Column]:
+    """Return the bytes of rows, whole items if they are ``ours``, and where each row of the columns begins in them."""
+    starts = np.full(len(columns), UNKNOWN, np.int64)
+    if not len(rows):
+        return np.zeros(0, np.uint8), starts
+    # Ranges near each other are read together, file by file.
+    offset = columns.item[rows] if ours else columns.payload(rows)
+    order = np.lexsort((offset, columns.file[rows]))
+    rows, offset = rows[order], offset[order]
+    file, length = columns.file[rows], columns.item_length(rows) if ours else columns.payload_length(rows)
+    ranges = join_ranges(offset, offset + length, _GAP_BYTES, file=file)
+    bounds = np.append(0, np.cumsum(ranges.stop - ranges.start))
+    raw = np.empty(int(bounds[-1]), np.uint8)
+    starts[rows] = offset + np.repeat(bounds[:-1] - ranges.start, np.diff(np.append(ranges.first, len(rows))))
+    # What cannot be read counts as not read.
+    places = zip(
+        file[ranges.first].tolist(), ranges.start.tolist(), ranges.stop.tolist(), bounds.tolist(), strict=False
+    )
+    for (number, lo, hi, start), members in zip(places, ranges.members(len(rows)), strict=True):
         try:
-            payloads.check_item(item)
+            payloads.open_file(columns.names[number], hi).fill(raw[start : start + hi - lo].data, lo)
         except MuonckptError:
-            return False
-        return True
-
-    return [holds(Extent(file, offset, length)) for file, offset, length, *_ in columns.rows(rows)]
+            starts[rows[members.start : members.stop]] = UNKNOWN
+    return raw, starts
 
 
 def _is_framed(payloads: Payloads, tensor: StateRecord) -> bool:
+    """Return whether the items of a large tensor have the bytes around their elements that we write."""
     places = _places(tensor.dtype, tensor.boxes, True)
     try:
         for (file, item, length, payload, _, _, crc32), place in zip(tensor.chunks.rows, places, strict=True):
-            own = place.around
-            if own is None or (own.length, item + len(own.head)) != (length, payload):
+            template = place.template
+            if template is None or (template.length, item + len(template.head)) != (length, payload):
                 return False
-            head = bytes(payloads.read_scratch(Extent(file, item, len(own.head))))
-            tail = bytes(payloads.read_scratch(Extent(file, item + own.tail_offset, length - own.tail_offset)))
-            if own.crc32_of(head, tail) != crc32:
+            head = bytes(payloads.read_scratch(Extent(file, item, len(template.head))))
+            tail = bytes(payloads.read_scratch(Extent(file, item + template.tail_offset, length - template.tail_offset)))
+            if template.crc32_of(head, tail) != crc32:
                 return False
     except MuonckptError:
         return False
