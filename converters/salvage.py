@@ -17,7 +17,7 @@ from ..record.record import MANIFEST_FILE, StateRecord
 from ..store.formats.registry import DCP, OWN, OWN_LINES, format_of
 from ..store.io.location import Location, Remote, location
 from ..store.open_checkpoint import OpenCheckpoint
-from ..store.verify.audit import audit, payload_bytes
+from ..store.verify.audit import audit
 from ..store.verify.damage import Damage
 from ..store.verify.diagnosis import command, diagnosis_of
 from ..store.verify.run import StepName, new_attempt, newer_steps, same_step
@@ -89,8 +89,7 @@ def salvage(
         check_use(container, target.mesh, False, ROWS)
         for one in (broken, *opened):
             check_destination(one.path, place, container)
-        size = payload_bytes(broken.outline)
-        audited = partial(audit, passed=lambda count: execution.progress(count, 3 * size), jobs=execution.jobs)
+        audited = partial(audit, progress=lambda count, size: execution.progress(count, 3 * size), jobs=execution.jobs)
         # What of it is whole, by its own records.
         found = audited(broken)
         if found.damage.mixed_up and (stock := next(descriptions, None)) is not None:
@@ -115,7 +114,7 @@ def salvage(
         salvaged, outputs = work.outputs()
         job = make_job(salvaged, target, (), lambda _: outputs, container)
         entry = salvaged.provenance["salvaged"][-1]
-        later = replace(execution, progress=lambda count, total: execution.progress(count, size + total))
+        later = replace(execution, progress=lambda count, total: execution.progress(count, found.payload_bytes + total))
         report = later.run(job, place, (entry["damage"], *entry["notes"], *notes_on_unread(broken)), workers)
         return report and replace(report, salvaged=entry, advice=tuple(_advice(broken.path, place)))
 

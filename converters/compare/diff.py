@@ -158,13 +158,12 @@ def diff(
 
 def _verified(opened: OpenCheckpoint, jobs: int, progress: Progress) -> int:
     """Read a checkpoint whole; return the bytes of its elements."""
-    from ...store.verify.audit import audit, payload_bytes  # imports what nothing else of `diff` needs
+    from ...store.verify.audit import audit  # imports what nothing else of `diff` needs
 
-    total = payload_bytes(opened.outline)
-    report = audit(opened, lambda count: progress(count, total), jobs)
+    report = audit(opened, progress, jobs)
     if faults := [finding.message for finding in report.findings if finding.kind != "nonfinite"]:
         raise DamageError(f"{opened.path} is damaged: {listed(faults, 1, '; ')}")
-    return total
+    return report.payload_bytes
 
 
 def diff_of(

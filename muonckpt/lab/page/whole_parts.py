@@ -56,10 +56,9 @@ class Looked:
 
     def read_whole(self, jobs: int, progress: Progress) -> Looked:
         """Read everything, to find all that is lost."""
-        from ...store.verify.audit import audit, payload_bytes  # not needed where nothing is damaged
+        from ...store.verify.audit import audit  # not needed where nothing is damaged
 
-        total = payload_bytes(self.opened.outline)
-        diagnosis = audit(self.opened, lambda count: progress(count, total), jobs).diagnosis
+        diagnosis = audit(self.opened, progress, jobs).diagnosis
         return replace(self, diagnosis=diagnosis, left_out=_left_out(self.opened.outline, diagnosis.damage))
 
 

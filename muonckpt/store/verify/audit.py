@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from itertools import chain, compress, pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 import numpy as np
@@ -33,134 +33,8 @@ from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
 from .damage import Damage, damage_of_files, faults_of, misplaced_files
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
-from .small_tensors import examine_small
-
-
-def description_faults(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
-    """Yield the damage that the descriptions, and the names and sizes of the files, show.
-
-    Args:
-        framed: the items of a checkpoint of ours are known to be what its manifest says.
-    """
-    yield from faults_of(checkpoint)
-    if checkpoint.lacks_manifest:
-        message = f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing; restore it from a copy"
-        yield Finding("manifest", message)
-    if checkpoint.format is DCP:
-        # DCP's own planner makes keys by joining paths.  Where most are such, the others are damaged.
-        entries: tuple[StateRecord | Blob, ...] = (*checkpoint.outline.tensors, *checkpoint.outline.blobs)
-        strange = {entry.key: path for entry in entries if (path := ".".join(map(str, entry.path))) != entry.key}
-        for key, path in strange.items() if 2 * len(strange) < len(entries) else ():
-            yield Finding("key", f"{key!r} in {METADATA_FILE} has the path of {path!r}; expected the same", (key,))
-    if checkpoint.format is OWN:
-        yield from _against_metadata(checkpoint, framed)
-    if (digest := checkpoint.items_digest) is not None:
-        items = items_beside(checkpoint.path)
-        if not items.exists():
-            yield Finding(
-                "items",
-                f"{items} is missing, in which hyper-parameters and other items were written beside this checkpoint; "
-                "restore it from a copy, or write one without items with --tensors-only",
-            )
-        elif (actual := xxh3_128([read_text_file(items)])) != digest:
-            yield Finding("items", f"{items}: digest {actual}, expected {digest}: it is damaged, or of another save")
-
-
-def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
-    """Compare DCP's metadata, which describe the checkpoint to other programs, with the manifest."""
-    others = dict(checkpoint.outline.files)
-    if TORCH_CHECKPOINTING_FILE in others:
-        yield from _archives(checkpoint)
-    elif not (framed and _is_as_written(checkpoint)):
-        yield from _against(checkpoint)
-    for name in sorted(others.keys() - {METADATA_FILE}):
-        try:
-            actual = xxh3_128([read_text_file(checkpoint.path / name)])
-        except (SourceError, OSError) as error:
-            actual = str(error)
-        if actual != others[name]:
-            message = f"its {name} is damaged: digest {actual}, expected {others[name]}, as {MANIFEST_FILE} has it"
-            yield Finding("description", message)
-
-
-def _archives(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
-    """Read the directory and the pickle of each of torch_checkpointing's files with tensors; they have checksums."""
-    from ..formats.torch_save.torch_file import read_torch_file  # other checkpoints have none
-
-    names = {*checkpoint.outline.columns.names} - {*checkpoint.lost_files}
-    for name in sorted(name for name in names if name.endswith(".pt")):
-        try:
-            read_torch_file(checkpoint.path, name)
-        except SourceError as error:
-            yield Finding("archive", str(error))
-
-
-def _is_as_written(checkpoint: OpenCheckpoint) -> bool:
-    """Return True if no file is cut, no items overlap, and DCP's metadata are the bytes that we write."""
-    manifest, columns = checkpoint.manifest, checkpoint.manifest.columns
-    numbers = {name: number for number, name in enumerate(columns.names)}
-    of_blobs = [(numbers.setdefault(b.item.file, len(numbers)), b.item.offset, b.item.end) for b in manifest.blobs]
-    of_chunks = np.stack([columns.file, columns.item, columns.item_end()], axis=1)
-    extents = np.concatenate([of_chunks, np.array(of_blobs, np.int64).reshape(-1, 3)])
-    extents = extents[np.lexsort((extents[:, 1], extents[:, 0]))]
-    same_file = extents[:-1, 0] == extents[1:, 0]
-    if (extents[:-1, 2] > extents[1:, 1])[same_file].any() or checkpoint.lost_files:
-        return False
-    try:
-        data, position = read_text_file(checkpoint.path / METADATA_FILE), 0
-        for part in stock_metadata(manifest):
-            if data[position : position + len(part)] != part:
-                return False
-            position += len(part)
-        return position == len(data) and manifest.files.get(METADATA_FILE) in (None, xxh3_128([data]))
-    except (MuonckptError, OSError):
-        return False  # `_against` finds out what is wrong
-
-
-def _against(checkpoint: OpenCheckpoint) -> list[Finding]:
-    from ..formats.dcp import DcpReader  # not needed where nothing is wrong
-
-    file = checkpoint.path / METADATA_FILE
-    try:
-        reader = DcpReader(checkpoint.path)
-    except MuonckptError as error:
-        return [Finding("description", f"its {METADATA_FILE} cannot be read: {str(error).removeprefix(f'{file}: ')}")]
-    try:
-        for fault in reader.faults:
-            raise fault
-        stock = _described(replace(reader.outline, tensors=reader.locate(reader.outline.tensors)))
-        own = _described(checkpoint.manifest)
-    except MuonckptError as error:
-        return [Finding("metadata", f"{file}: {error}")]
-    findings = []
-    for key in sorted(own.keys() | stock.keys()):
-        if key not in own or key not in stock:
-            only = MANIFEST_FILE if key in own else METADATA_FILE
-            message = f"{key!r} is in {only} only, expected it in {MANIFEST_FILE} and {METADATA_FILE}"
-            findings.append(Finding("metadata", message, (key,)))
-            continue
-        for fact, _ in sorted(own[key].items() ^ stock[key].items(), key=str)[:1]:
-            values = f"{own[key].get(fact)} in {MANIFEST_FILE}, {stock[key].get(fact)} in {METADATA_FILE}"
-            findings.append(Finding("metadata", f"{key!r}: {fact} {values}; expected the same", (key,)))
-    if checkpoint.outline.files.get(METADATA_FILE) not in (None, reader.digest) and not findings:
-        findings.append(Finding("metadata", f"{file}: digest {reader.digest}, {MANIFEST_FILE} has another"))
-    return findings
-
-
-def _described(manifest: Manifest) -> dict[str, dict[str, object]]:
-    """Return the facts that both descriptions state, by key."""
-    described: dict[str, dict[str, object]] = {}
-    for tensor in manifest.tensors:
-        known = described[tensor.key] = {"dtype": tensor.dtype, "shape": tensor.shape, "path": tensor.path}
-        known |= {f"box {chunk.box}": (chunk.payload, chunk.crc32) for chunk in tensor.chunks if chunk.box.numel}
-    for blob in manifest.blobs:
-        described[blob.key] = {"path": blob.path, "place": blob.item}
-    return described
-
-
-_BATCHES = 1 << 11, 1 << 14
-"""Chunks that are opened and distributed to threads at a time: few enough to have an object for each, and to show
-progress soon."""
+from .small_tensors import Examination, examine_small
+from .verification import as_source_error
 
 Verdict = Literal["whole", "readable, unchecked", "faulty"]
 
@@ -199,32 +73,6 @@ class AuditReport:
         return "faulty" if self.findings else "readable, unchecked" if self.unchecked else "whole"
 
 
-@dataclass(frozen=True, slots=True)
-class _ChunkResult:
-    """``share`` (of the fingerprint) is None if the chunk could not be read; ``where`` names tensor, box and file."""
-
-    where: str
-    share: int | None
-    nonfinite: int
-    findings: tuple[Finding, ...]
-
-
-def payload_bytes(manifest: Manifest) -> int:
-    return sum(tensor.boxes.elements * itemsize(tensor.dtype) for tensor in manifest.tensors)
-
-
-def _batches(tensors: Sequence[StateRecord]) -> Iterator[Sequence[StateRecord]]:
-    batch: list[StateRecord] = []
-    count, enough = 0, _BATCHES[0]
-    for tensor in tensors:
-        batch.append(tensor)
-        count += len(tensor.chunks)
-        if count >= enough:
-            yield batch
-            batch, count, enough = [], 0, min(2 * enough, _BATCHES[1])
-    yield batch
-
-
 def verify(
     path: str | os.PathLike[str] | Remote,
     *,
@@ -251,166 +99,207 @@ def verify(
     try:
         opened = OpenCheckpoint(place)
     except DamageError as error:
+        remainder = remains(place)
         reasons = (Finding("description", str(error)),)
-        if (rest := remains(place)) is None:
+        if remainder is None:
             return AuditReport(0, 0, 0, 0, 0, {}, reasons, (), diagnosis_of_unreadable(place, error))
-        opened, reasons = rest, () if rest.faults else reasons
+        opened, reasons = remainder, () if remainder.faults else reasons
     with opened as checkpoint:
         checkpoint.payloads.pace = pace
-        total = payload_bytes(checkpoint.outline)
-        report = audit(checkpoint, lambda count: progress(count, total), jobs)
+        report = audit(checkpoint, progress, jobs)
     return replace(report, findings=reasons + report.findings)
 
 
-def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) -> AuditReport:
-    """Verify a checkpoint that is already open; ``passed`` is called with the bytes read since its last call."""
-    path, payloads = checkpoint.path, checkpoint.payloads
-    manifest = checkpoint.outline
-    findings: list[Finding] = []
-    strangers = _orphans(path, manifest) if checkpoint.format in (OWN, DCP) else []
-    notes = [f"{name} belongs to no item of this checkpoint" for name in strangers]
+def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditReport:
+    """Verify a checkpoint that is already open; arguments as of `verify`."""
+    path, manifest = checkpoint.path, checkpoint.outline
+    total = sum(tensor.boxes.elements * itemsize(tensor.dtype) for tensor in manifest.tensors)
+    of_one_folder = checkpoint.format in (OWN, DCP)
+    orphans = _orphans(path, manifest) if of_one_folder else ()
+    notes = [f"{name} belongs to no item of this checkpoint" for name in orphans]
     notes += [f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else []
-    fingerprints: dict[str, str] = {}
     by_files = damage_of_files(checkpoint)
-    lost, row, lost_items = by_files.chunks.copy(), 0, set(by_files.items)
-    unchecked = 0
-    unlocated: dict[tuple[str, Index], SourceError] = {}
-    framed = True
-
-    def audited(stored: tuple[StateRecord, Chunk, int | None]) -> _ChunkResult:
-        tensor, chunk, share = stored
-        if share is not None:
-            passed(chunk.box.numel * itemsize(tensor.dtype))
-            return _ChunkResult("", share, 0, ())
-        if error := unlocated.get((tensor.key, chunk.box.lo)):
-            return _unread(tensor, chunk, error)
-        return _audit_chunk(payloads, tensor, chunk, passed)
-
+    # Read all tensors, and all items.
     with ThreadPoolExecutor(jobs) as pool:
-        for opening in _batches(manifest.tensors):
-            of_files = by_files.chunks[row : row + sum(len(tensor.chunks) for tensor in opening)]
-            batch, errors = _located(checkpoint, opening, of_files)
-            unlocated |= errors
-            unchecked += sum(
-                chunk.box.numel > 0 and not payloads.has_checksum(chunk)
-                for tensor in batch
-                if tensor.fingerprint is None
-                for chunk in tensor.chunks
-            )
-            bounds = [len(batch) * part // jobs for part in range(jobs + 1)]
-            parts = [batch[lo:hi] for lo, hi in pairwise(bounds)]
-            examinations = list(pool.map(partial(examine_small, payloads, ours=checkpoint.format is OWN), parts))
-            framed = framed and all(part_framed for _, part_framed in examinations)
-            examinees = chain.from_iterable(of_part for of_part, _ in examinations)
-            for tensor, known in zip(batch, examinees, strict=True):
-                if (fingerprint := known.fingerprint) is None:
-                    chunks = [
-                        (tensor, chunk, known.shares.get(number))
-                        for number, chunk in enumerate(tensor.chunks)
-                        if chunk.box.numel
-                    ]
-                    read = [share is None for *_, share in chunks]
-                    others = iter(list(pool.map(audited, compress(chunks, read))))
-                    results = [
-                        next(others) if is_read else audited(own) for own, is_read in zip(chunks, read, strict=True)
-                    ]
-                    sums = [result.share for result in results if result.share is not None]
-                    fingerprint = as_hex(combine(*sums)) if len(sums) == len(chunks) else None
-                    own = list(_audit_tensor(tensor, results, fingerprint))
-                    bad = [result.share is None or bool(result.findings) for result in results]
-                    of_tensor = lost[row : row + len(tensor.chunks)]
-                    # Elements that agree with their fingerprint, or with all digests, are those that were written,
-                    # whatever the other says: one of the two records is damaged.
-                    if fingerprint is None or fingerprint != tensor.fingerprint:
-                        of_tensor[tensor.boxes.numel > 0] |= np.array(bad, np.bool_)
-                        digested = all(chunk.digest is not None for _, chunk, _ in chunks)
-                        if not (any(bad) or digested) and any(finding.kind == "fingerprint" for finding in own):
-                            of_tensor[:] = True  # one of its chunks, and nothing tells which
-                    findings += own
-                else:
-                    passed(tensor.boxes.elements * itemsize(tensor.dtype))
-                row += len(tensor.chunks)
-                if fingerprint is not None:
-                    fingerprints[tensor.key] = fingerprint
-        for blob in manifest.blobs:
-            try:
-                check_blob(payloads, blob)
-            except MuonckptError as error:
-                findings.append(Finding("blob", str(error), (blob.key,)))
-                lost_items.add(blob.key)
-    if checkpoint.format in (OWN, DCP):
-        findings += _against_integrity(path)
-    every = (*description_faults(checkpoint, framed), *findings)
-    damage = replace(by_files, chunks=lost, items=frozenset(lost_items), read=True)
+        work = _Audit(checkpoint, lambda count: progress(count, total), pool, by_files.chunks.copy())
+        for tensors in _batches(manifest.tensors):
+            work.check_tensors(tensors, jobs)
+        lost_items = by_files.items | set(work.check_items(manifest))
+    # Compare descriptions with each other, and with files.
+    if of_one_folder:
+        work.findings += _against_integrity(path)
+    findings = (*_description_findings(checkpoint, work.framed), *work.findings)
+    # Say what is lost, or where else it is.
+    damage = replace(by_files, chunks=work.lost, items=lost_items, read=True)
     damage = replace(damage, misplaced=misplaced_files(checkpoint, damage) if damage else {})
     damage = replace(damage, mixed_up=not damage.misplaced and _is_of_another_save(checkpoint, damage))
     return AuditReport(
         tensors=len(manifest.tensors),
         chunks=int((manifest.elements > 0).sum()),
         blobs=len(manifest.blobs),
-        payload_bytes=payload_bytes(manifest),
-        unchecked=unchecked,
-        fingerprints=fingerprints,
-        findings=every,
+        payload_bytes=total,
+        unchecked=work.unchecked,
+        fingerprints=work.fingerprints,
+        findings=findings,
         notes=tuple(notes),
-        diagnosis=diagnosis_of(checkpoint, damage, every),
+        diagnosis=diagnosis_of(checkpoint, damage, findings),
     )
 
 
-def _is_of_another_save(checkpoint: OpenCheckpoint, damage: Damage) -> bool:
-    """Return whether files are whole by DCP's description and their own checksums, and mostly not what ours says."""
-    lost, every = damage.by_file
-    if checkpoint.format is not OWN or damage.files or not lost.any() or (2 * lost <= every)[every > 0].any():
-        return False
-    try:
-        with OpenCheckpoint(checkpoint.path, DCP) as stock:
-            for tensor in stock.locate(stock.outline.tensors):
-                for number in np.flatnonzero(tensor.boxes.numel)[:1].tolist():
-                    check_chunk(stock.payloads, tensor, tensor.chunks[number])
-            return not stock.faults
-    except MuonckptError:
-        return False
+_BATCHES = 1 << 11, 1 << 14
+"""Chunks that are opened and distributed to threads at a time: few enough to have an object for each, and to show
+progress soon."""
 
 
-def _located(
+def _batches(tensors: Sequence[StateRecord]) -> Iterator[Sequence[StateRecord]]:
+    batch: list[StateRecord] = []
+    count, limit = 0, _BATCHES[0]
+    for tensor in tensors:
+        batch.append(tensor)
+        count += len(tensor.chunks)
+        if count >= limit:
+            yield batch
+            batch, count, limit = [], 0, min(2 * limit, _BATCHES[1])
+    yield batch
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkResult:
+    """``share`` (of the fingerprint) is None if the chunk could not be read; ``where`` names tensor, box and file."""
+
+    where: str
+    share: int | None
+    nonfinite: int
+    findings: tuple[Finding, ...]
+
+
+@dataclass(slots=True)
+class _Audit:
+    """The comparison of all bytes with their records, and its findings so far.
+
+    Attributes:
+        advance: called with the bytes that were read.
+        lost: for each chunk of the manifest whether it is lost, at first by the files' sizes alone.
+        row: of the next tensor's first chunk.
+        framed: whether the items of ours are those of their boxes, with elements where the manifest says.
+    """
+
+    checkpoint: OpenCheckpoint
+    advance: Callable[[int], None]
+    pool: ThreadPoolExecutor
+    lost: NDArray[np.bool_]
+    row: int = 0
+    unchecked: int = 0
+    framed: bool = True
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def check_tensors(self, tensors: Sequence[StateRecord], jobs: int) -> None:
+        """Compare the next tensors of the manifest with their records: small ones together, others by their chunks."""
+        payloads = self.checkpoint.payloads
+        # Find the elements of chunks in their items.
+        is_lost = self.lost[self.row : self.row + sum(len(tensor.chunks) for tensor in tensors)]
+        tensors, errors = _locate(self.checkpoint, tensors, is_lost)
+        for tensor in tensors:
+            if tensor.fingerprint is None:
+                self.unchecked += sum(chunk.box.numel > 0 and not payloads.has_checksum(chunk) for chunk in tensor.chunks)
+        # Each thread examines the small ones of its part.
+        bounds = [len(tensors) * part // jobs for part in range(jobs + 1)]
+        parts = [tensors[lo:hi] for lo, hi in pairwise(bounds)]
+        examine = partial(examine_small, payloads, ours=self.checkpoint.format is OWN)
+        examinations, framed = zip(*self.pool.map(examine, parts), strict=True)
+        self.framed &= all(framed)
+        # The others are read chunk by chunk.
+        for tensor, examination in zip(tensors, chain.from_iterable(examinations), strict=True):
+            fingerprint = examination.fingerprint
+            if fingerprint is None:
+                fingerprint = self._check_chunks(tensor, examination, errors)
+            else:
+                self.advance(tensor.boxes.elements * itemsize(tensor.dtype))
+            if fingerprint is not None:
+                self.fingerprints[tensor.key] = fingerprint
+            self.row += len(tensor.chunks)
+
+    def _check_chunks(
+        self, tensor: StateRecord, examination: Examination, errors: Mapping[tuple[str, Index], SourceError]
+    ) -> str | None:
+        """Compare a tensor with its records; return its fingerprint, None if a chunk cannot be read."""
+
+        def check(number: int) -> _ChunkResult:
+            chunk = tensor.chunks[number]
+            share = examination.shares.get(number)
+            if share is not None:
+                self.advance(chunk.box.numel * itemsize(tensor.dtype))
+                return _ChunkResult("", share, 0, ())
+            if error := errors.get((tensor.key, chunk.box.lo)):
+                return _unread(tensor, chunk, error)
+            return _check_chunk(self.checkpoint.payloads, tensor, chunk, self.advance)
+
+        numbers = np.flatnonzero(tensor.boxes.numel).tolist()
+        results = list(self.pool.map(check, numbers))
+        shares = [result.share for result in results if result.share is not None]
+        fingerprint = as_hex(combine(*shares)) if len(shares) == len(results) else None
+        findings = list(_tensor_findings(tensor, results, fingerprint))
+        self.findings += findings
+        # Elements that agree with their fingerprint, or with all digests, are those that were written, whatever the
+        # other says: one of the two records is damaged.
+        if fingerprint is None or fingerprint != tensor.fingerprint:
+            lost = self.lost[self.row : self.row + len(tensor.chunks)]
+            bad = [result.share is None or bool(result.findings) for result in results]
+            lost[numbers] |= np.array(bad, np.bool_)
+            digested = all(tensor.chunks[number].digest is not None for number in numbers)
+            if not (any(bad) or digested) and any(finding.kind == "fingerprint" for finding in findings):
+                lost[:] = True  # one of its chunks, and nothing tells which
+        return fingerprint
+
+    def check_items(self, manifest: Manifest) -> Iterator[str]:
+        """Yield the keys of damaged items."""
+        for blob in manifest.blobs:
+            try:
+                check_blob(self.checkpoint.payloads, blob)
+            except MuonckptError as error:
+                self.findings.append(Finding("blob", str(error), (blob.key,)))
+                yield blob.key
+
+
+def _locate(
     checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord], lost: NDArray[np.bool_]
 ) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], SourceError]]:
     """Do the same as `OpenCheckpoint.locate_each`, without looking for chunks that are known to be lost."""
     if not lost.any():
         return checkpoint.locate_each(tensors)
-    ends = np.cumsum([len(tensor.chunks) for tensor in tensors])
-    flags = np.split(lost, ends[:-1])
-    parts, errors = checkpoint.locate_each(
-        with_chunks(tensors, [np.flatnonzero(~is_lost).tolist() for is_lost in flags])
-    )
-    batch = []
+    flags = np.split(lost, np.cumsum([len(tensor.chunks) for tensor in tensors])[:-1])
+    numbers = [np.flatnonzero(~is_lost).tolist() for is_lost in flags]
+    parts, errors = checkpoint.locate_each(with_chunks(tensors, numbers))
+    located = []
     for tensor, part, is_lost in zip(tensors, parts, flags, strict=True):
-        places, chunks = iter(part.chunks), list[Chunk]()
+        remaining, chunks = iter(part.chunks), list[Chunk]()
         for chunk, is_chunk_lost in zip(tensor.chunks, is_lost.tolist(), strict=True):
-            chunks.append(chunk if is_chunk_lost else next(places))
+            chunks.append(chunk if is_chunk_lost else next(remaining))
             if is_chunk_lost:
                 errors[tensor.key, chunk.box.lo] = DamageError("its file is missing, or was cut")
-        batch.append(replace(tensor, chunks=Chunks.of(chunks, len(tensor.shape))))
-    return batch, errors
+        located.append(replace(tensor, chunks=Chunks.of(chunks, len(tensor.shape))))
+    return located, errors
 
 
 def _where(tensor: StateRecord, chunk: Chunk) -> str:
     return f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}"
 
 
-def _unread(tensor: StateRecord, chunk: Chunk, why: MuonckptError) -> _ChunkResult:
+def _unread(tensor: StateRecord, chunk: Chunk, error: MuonckptError) -> _ChunkResult:
     where = _where(tensor, chunk)
-    return _ChunkResult(where, None, 0, (Finding("unreadable", f"{where}: {why}", (tensor.key,)),))
+    return _ChunkResult(where, None, 0, (Finding("unreadable", f"{where}: {error}", (tensor.key,)),))
 
 
-def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: Callable[[int], None]) -> _ChunkResult:
+def _check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, advance: Callable[[int], None]) -> _ChunkResult:
+    """Compare a chunk with its digest, its CRC-32 and the checksum inside its item, in one pass over its elements."""
     where = _where(tensor, chunk)
-    sums, bad = Sums(), 0
+    sums, num_nonfinite = Sums(), 0
     try:
         for words, origin in chunk_bands(payloads, tensor, chunk):
             sums.add(words, origin)
-            bad += count_nonfinite(words, tensor.dtype)
-            passed(words.nbytes)
+            num_nonfinite += count_nonfinite(words, tensor.dtype)
+            advance(words.nbytes)
         checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload_of(tensor, chunk)))
     except MuonckptError as error:
         return _unread(tensor, chunk, error)
@@ -424,10 +313,10 @@ def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: 
     if chunk.crc32 not in (None, checksum):
         message = f"{where}: CRC-32 {checksum:08x}, expected {chunk.crc32:08x}"
         findings.append(Finding("crc32", message, (tensor.key,)))
-    return _ChunkResult(where, sums.share, bad, tuple(findings))
+    return _ChunkResult(where, sums.share, num_nonfinite, tuple(findings))
 
 
-def _audit_tensor(tensor: StateRecord, results: list[_ChunkResult], fingerprint: str | None) -> Iterator[Finding]:
+def _tensor_findings(tensor: StateRecord, results: list[_ChunkResult], fingerprint: str | None) -> Iterator[Finding]:
     try:
         tensor.chunk_layout()
     except LayoutError as error:
@@ -437,11 +326,150 @@ def _audit_tensor(tensor: StateRecord, results: list[_ChunkResult], fingerprint:
     if fingerprint and tensor.fingerprint not in (None, fingerprint):
         message = f"tensor {tensor.key!r}: fingerprint {fingerprint}, expected {tensor.fingerprint}"
         yield Finding("fingerprint", message, (tensor.key,))
-    bad = [result for result in results if result.nonfinite]
-    if bad:
-        count = sum(result.nonfinite for result in bad)
-        message = f"{count} elements of tensor {tensor.key!r} are infinite or NaN, the first in {bad[0].where}"
+    places = [result.where for result in results if result.nonfinite]
+    if places:
+        count = sum(result.nonfinite for result in results)
+        message = f"{count} elements of tensor {tensor.key!r} are infinite or NaN, the first in {places[0]}"
         yield Finding("nonfinite", message, (tensor.key,))
+
+
+def _is_of_another_save(checkpoint: OpenCheckpoint, damage: Damage) -> bool:
+    """Return whether files are whole by DCP's description and their own checksums, and mostly not what ours says."""
+    lost, stored = damage.by_file
+    if checkpoint.format is not OWN or damage.files or not lost.any() or (2 * lost <= stored)[stored > 0].any():
+        return False
+    try:
+        with OpenCheckpoint(checkpoint.path, DCP) as stock:
+            for tensor in stock.locate(stock.outline.tensors):
+                for number in np.flatnonzero(tensor.boxes.numel)[:1].tolist():
+                    check_chunk(stock.payloads, tensor, tensor.chunks[number])
+            return not stock.faults
+    except MuonckptError:
+        return False
+
+
+# --- descriptions -----------------------------------------------------------------------------------------------------
+
+
+def _description_findings(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
+    """Yield the damage that the descriptions, and the names and sizes of the files, show.
+
+    Args:
+        framed: the items of a checkpoint of ours are known to be what its manifest says.
+    """
+    yield from faults_of(checkpoint)
+    if checkpoint.lacks_manifest:
+        message = f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing; restore it from a copy"
+        yield Finding("manifest", message)
+    if checkpoint.format is DCP:
+        # DCP's own planner makes keys by joining paths.  Where most are such, the others are damaged.
+        entries: tuple[StateRecord | Blob, ...] = (*checkpoint.outline.tensors, *checkpoint.outline.blobs)
+        paths = {entry.key: ".".join(map(str, entry.path)) for entry in entries}
+        strange = [key for key, path in paths.items() if path != key]
+        for key in strange if 2 * len(strange) < len(entries) else ():
+            message = f"{key!r} in {METADATA_FILE} has the path of {paths[key]!r}; expected the same"
+            yield Finding("key", message, (key,))
+    if checkpoint.format is OWN:
+        yield from _against_metadata(checkpoint, framed)
+    if (digest := checkpoint.items_digest) is not None:
+        items = items_beside(checkpoint.path)
+        if not items.exists():
+            yield Finding(
+                "items",
+                f"{items} is missing, in which hyper-parameters and other items were written beside this checkpoint; "
+                "restore it from a copy, or write one without items with `tensors_only=True`",
+            )
+        elif (actual := xxh3_128([read_text_file(items)])) != digest:
+            yield Finding("items", f"{items}: digest {actual}, expected {digest}: it is damaged, or of another save")
+
+
+def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
+    """Compare the files that describe the checkpoint to other programs with the manifest."""
+    digests = dict(checkpoint.outline.files)
+    if TORCH_CHECKPOINTING_FILE in digests:
+        # torch_checkpointing's files with tensors have a directory and a pickle, which have checksums.
+        from ..formats.torch_save.torch_file import read_torch_file  # other checkpoints have none
+
+        for name in sorted({*checkpoint.outline.columns.names} - {*checkpoint.lost_files}):
+            try:
+                if name.endswith(".pt"):
+                    read_torch_file(checkpoint.path, name)
+            except SourceError as error:
+                yield Finding("archive", str(error))
+    elif not (framed and _is_as_written(checkpoint)):
+        yield from _against_dcp(checkpoint)
+    for name in sorted(digests.keys() - {METADATA_FILE}):
+        try:
+            actual = xxh3_128([read_text_file(checkpoint.path / name)])
+        except (SourceError, OSError) as error:
+            actual = str(error)
+        if actual != digests[name]:
+            message = f"its {name} is damaged: digest {actual}, expected {digests[name]}, as {MANIFEST_FILE} has it"
+            yield Finding("description", message)
+
+
+def _is_as_written(checkpoint: OpenCheckpoint) -> bool:
+    """Return True if no file is cut, no items overlap, and DCP's metadata are the bytes that we write."""
+    manifest, columns = checkpoint.manifest, checkpoint.manifest.columns
+    # The extents of all items, file by file, in order.
+    numbers = {name: number for number, name in enumerate(columns.names)}
+    blobs = [(numbers.setdefault(b.item.file, len(numbers)), b.item.offset, b.item.end) for b in manifest.blobs]
+    chunks = np.stack([columns.file, columns.item, columns.item_end()], axis=1)
+    extents = np.concatenate([chunks, np.array(blobs, np.int64).reshape(-1, 3)])
+    file, start, end = extents[np.lexsort((extents[:, 1], extents[:, 0]))].T
+    if ((end[:-1] > start[1:]) & (file[:-1] == file[1:])).any() or checkpoint.lost_files:
+        return False
+    try:
+        data, position = read_text_file(checkpoint.path / METADATA_FILE), 0
+        for part in stock_metadata(manifest):
+            if data[position : position + len(part)] != part:
+                return False
+            position += len(part)
+        return position == len(data) and manifest.files.get(METADATA_FILE) in (None, xxh3_128([data]))
+    except (MuonckptError, OSError):
+        return False  # `_against_dcp` finds out what is wrong
+
+
+def _against_dcp(checkpoint: OpenCheckpoint) -> list[Finding]:
+    """Compare what DCP's metadata say of every tensor, chunk and item with the manifest."""
+    from ..formats.dcp import DcpReader  # not needed where nothing is wrong
+
+    file = checkpoint.path / METADATA_FILE
+    try:
+        reader = DcpReader(checkpoint.path)
+    except MuonckptError as error:
+        return [Finding("description", f"its {METADATA_FILE} cannot be read: {str(error).removeprefix(f'{file}: ')}")]
+    try:
+        for fault in reader.faults:
+            raise fault
+        stock = _facts_by_key(replace(reader.outline, tensors=reader.locate(reader.outline.tensors)))
+        ours = _facts_by_key(checkpoint.manifest)
+    except MuonckptError as error:
+        return [Finding("metadata", f"{file}: {error}")]
+    findings = []
+    for key in sorted(ours.keys() | stock.keys()):
+        if key not in ours or key not in stock:
+            only = MANIFEST_FILE if key in ours else METADATA_FILE
+            message = f"{key!r} is in {only} only, expected it in {MANIFEST_FILE} and {METADATA_FILE}"
+            findings.append(Finding("metadata", message, (key,)))
+            continue
+        for fact, _ in sorted(ours[key].items() ^ stock[key].items(), key=str)[:1]:
+            values = f"{ours[key].get(fact)} in {MANIFEST_FILE}, {stock[key].get(fact)} in {METADATA_FILE}"
+            findings.append(Finding("metadata", f"{key!r}: {fact} {values}; expected the same", (key,)))
+    if checkpoint.outline.files.get(METADATA_FILE) not in (None, reader.digest) and not findings:
+        findings.append(Finding("metadata", f"{file}: digest {reader.digest}, {MANIFEST_FILE} has another"))
+    return findings
+
+
+def _facts_by_key(manifest: Manifest) -> dict[str, dict[str, object]]:
+    """Return the facts that both descriptions state, by key."""
+    facts: dict[str, dict[str, object]] = {}
+    for tensor in manifest.tensors:
+        boxes = {f"box {chunk.box}": (chunk.payload, chunk.crc32) for chunk in tensor.chunks if chunk.box.numel}
+        facts[tensor.key] = {"dtype": tensor.dtype, "shape": tensor.shape, "path": tensor.path, **boxes}
+    for blob in manifest.blobs:
+        facts[blob.key] = {"path": blob.path, "place": blob.item}
+    return facts
 
 
 def _against_integrity(path: Location) -> Iterator[Finding]:
@@ -476,18 +504,14 @@ def _against_integrity(path: Location) -> Iterator[Finding]:
             yield Finding("integrity", message)
 
 
-def _orphans(path: Location, manifest: Manifest) -> list[str]:
-    used = {*manifest.columns.names}
-    used |= {blob.item.file for blob in manifest.blobs} | {*manifest.files}
+def _orphans(path: Location, manifest: Manifest) -> Iterator[str]:
+    """Yield the names of files that are not empty, and that nothing describes."""
+    used = {*manifest.columns.names, *(blob.item.file for blob in manifest.blobs), *manifest.files}
     used |= {MANIFEST_FILE, METADATA_FILE, MEGATRON_FILE, INTEGRITY_FILE}
-    try:
-        names = [file.name for file in path.iterdir()]
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
-    orphans = []
-    for name in sorted({*names} - used):
+    with as_source_error(path):
+        names = {file.name for file in path.iterdir()}
+    for name in sorted(names - used):
         with suppress(SourceError), open_regular(path / name) as file:  # what is no regular file is not an empty one
             if file.size == 0:
                 continue
-        orphans.append(name)
-    return orphans
+        yield name
