@@ -202,7 +202,9 @@ class _Audit:
         tensors, errors = _locate(self.checkpoint, tensors, is_lost)
         for tensor in tensors:
             if tensor.fingerprint is None:
-                self.unchecked += sum(chunk.box.numel > 0 and not payloads.has_checksum(chunk) for chunk in tensor.chunks)
+                self.unchecked += sum(
+                    chunk.box.numel > 0 and not payloads.has_checksum(chunk) for chunk in tensor.chunks
+                )
         # Each thread examines the small ones of its part.
         bounds = [len(tensors) * part // jobs for part in range(jobs + 1)]
         parts = [tensors[lo:hi] for lo, hi in pairwise(bounds)]

@@ -321,7 +321,9 @@ def _is_framed(payloads: Payloads, tensor: StateRecord) -> bool:
             if template is None or (template.length, item + len(template.head)) != (length, payload):
                 return False
             head = bytes(payloads.read_scratch(Extent(file, item, len(template.head))))
-            tail = bytes(payloads.read_scratch(Extent(file, item + template.tail_offset, length - template.tail_offset)))
+            tail = bytes(
+                payloads.read_scratch(Extent(file, item + template.tail_offset, length - template.tail_offset))
+            )
             if template.crc32_of(head, tail) != crc32:
                 return False
     except MuonckptError:
