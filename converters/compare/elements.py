@@ -15,8 +15,7 @@ from ...algebra.box import Box
 from ...store.reading.blocks import bands
 from ...store.reading.dtypes import DTYPES, PARTS, itemsize
 from ...store.reading.payloads import Payloads
-from ..engine.arithmetic import Words
-from ..engine.outputs import OutputTensor
+from ..engine.outputs import OutputTensor, Words
 
 F64 = NDArray[np.float64]
 

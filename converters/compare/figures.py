@@ -15,7 +15,7 @@ from ...algebra.box import Box
 from ...record.record import StateRecord
 from ...store.reading.blocks import bands
 from ...store.reading.dtypes import DTYPES, PARTS, itemsize
-from ..engine.arithmetic import Words
+from ..engine.outputs import Words
 from .elements import F64, StoredSide, as_float64
 
 ELEMENT_BYTES = 40

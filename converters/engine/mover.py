@@ -36,10 +36,9 @@ from ...store.open_checkpoint import check_blob
 from ...store.reading.blocks import bands, strided_span
 from ...store.reading.dtypes import dtype, itemsize
 from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of
-from .arithmetic import Words
 from .in_step import Draft, FilesInStep, Part
 from .output_files import ChunkPlan, OutputChunk, OutputChunks, OutputFile, PlacedItem, is_direct
-from .outputs import OutputTensor, unseen
+from .outputs import OutputTensor, Words, unseen
 from .source_rows import CopiedRuns, Unchecked
 from .staging import SUMS, ChunkSums, FinishedFile, Staging
 

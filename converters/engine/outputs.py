@@ -1,4 +1,7 @@
-"""What a destination holds: tensors made from the source's elements, and non-tensor items."""
+"""What a destination holds: tensors made from the source's elements, and non-tensor items.
+
+Elements that change are computed in float64, and rounded once to the dtype that is written.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...algebra.box import Box, Index
 from ...algebra.layout import Buffer, Fragment, Place, TensorLayout
@@ -23,7 +28,6 @@ from ...store.io.checksums import xxh3_128
 from ...store.reading.blocks import bands, slices_within
 from ...store.reading.dtypes import dtype, itemsize
 from ...store.reading.payloads import Payloads, check_chunk, payload_of
-from .arithmetic import Words, scaled
 
 
 def unnamed_state(provenance: Mapping[str, object], number: str) -> SourceError:
@@ -90,6 +94,69 @@ def sorted_checks(checks: Iterable[Check]) -> tuple[Check, ...]:
     return tuple(sorted(checks, key=lambda check: (order.index(check.action), check.subject, check.values)))
 
 
+Words = NDArray[Any]
+"""Raw elements as unsigned words of their size; elements of 16 bytes as two words each, in a last dim of 2."""
+
+Values64 = NDArray[np.float64]
+
+NATIVE_FLOATS: Mapping[str, str] = MappingProxyType({"float64": "<f8", "float32": "<f4", "float16": "<f2"})
+"""The floating-point dtypes that numpy has, by torch's names."""
+
+FLOATS = (*NATIVE_FLOATS, "bfloat16")
+"""The dtypes whose elements are computed with."""
+
+
+def bfloat16_words(values: Values64) -> Words:
+    """Return the bits of the nearest numbers of bfloat16, ties to even.
+
+    Rounds to float32 first.  That changes the second rounding only where it gives the middle of two numbers of
+    bfloat16, and the value is not it: there the float32 number beside it, on the value's side, is taken.
+    """
+    near = values.astype("<f4")
+    bits = near.view("<u4")
+    middle = (bits & 0xFFFF) == 0x8000
+    if middle.any():
+        back = near.astype(np.float64)
+        inexact = middle & (back != values)
+        if inexact.any():
+            above = np.abs(values) > np.abs(back)
+            bits = bits + (inexact & above).astype("<u4") - (inexact & ~above).astype("<u4")
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    words: Words = rounded.astype("<u2")
+    nans = np.isnan(values)
+    if nans.any():
+        words[nans] = near.view("<u4")[nans] >> 16 | 0x40
+    return words
+
+
+def rounded(values: Values64, to: str) -> Words:
+    """Return the bits of the nearest numbers of a dtype of `FLOATS`, ties to even."""
+    if to == "bfloat16":
+        return bfloat16_words(values)
+    numbers = values.astype(NATIVE_FLOATS[to])
+    return numbers.view(f"<u{numbers.itemsize}")
+
+
+def scaled(words: Words, dtype: str, by: float, to: str | None = None) -> Words:
+    """Return elements multiplied by a factor, each rounded once (to nearest, ties to even).
+
+    Args:
+        words: the raw elements, of any shape.
+        dtype: torch's name of their dtype.
+        to: that of the result; None: the same.
+
+    Raises:
+        SourceError: elements of these dtypes cannot be computed.
+    """
+    to = to or dtype
+    for name in (dtype, to):
+        if name not in FLOATS:
+            raise SourceError(f"state of dtype {name} cannot be scaled or cast; expected one of {', '.join(FLOATS)}")
+    values = (words.astype("<u4") << 16).view("<f4") if dtype == "bfloat16" else words.view(NATIVE_FLOATS[dtype])
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return rounded(values.astype(np.float64) * by, to)
+
+
 Reads = Callable[[Chunks, int, int, memoryview], None]
 """Receives the chunks of a tensor, the number of one, a byte of its payload, and the bytes read from there on."""
 
@@ -111,7 +178,7 @@ class OutputTensor:
     The layout's buffers are numbers of chunks, counted through ``sources``.  Tensors of one geometry so share a layout,
     whichever chunks they are in.
 
-    Elements have the dtype ``held``, or if that is None ``record.dtype``.  They are multiplied by ``scale``, and
+    Elements have the dtype ``source_dtype``, or if that is None ``record.dtype``.  They are multiplied by ``scale``, and
     rounded once to ``record.dtype``; if neither changes them, they are copied bit for bit.
     """
 
@@ -119,7 +186,7 @@ class OutputTensor:
     layout: TensorLayout
     sources: tuple[Chunks, ...] = ()
     scale: float | None = None
-    held: str | None = None
+    source_dtype: str | None = None
 
     @classmethod
     def copy_of(cls, record: StateRecord) -> OutputTensor:
@@ -136,7 +203,7 @@ class OutputTensor:
 
     @property
     def computed(self) -> bool:
-        return self.scale is not None or self.held is not None
+        return self.scale is not None or self.source_dtype is not None
 
     @property
     def layouts(self) -> tuple[TensorLayout, ...]:
@@ -146,12 +213,12 @@ class OutputTensor:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """The dtype of the elements in each of `layouts`."""
-        return (self.held or self.record.dtype,)
+        return (self.source_dtype or self.record.dtype,)
 
     @property
     def making(self) -> Hashable:
         """A key of how elements are computed: equal for tensors for which `compute` does the same."""
-        return self.scale, self.held, self.record.dtype
+        return self.scale, self.source_dtype, self.record.dtype
 
     @property
     def boxes(self) -> Hashable:

@@ -30,8 +30,7 @@ from ...store.reading.dtypes import dtype
 from ...store.reading.payloads import Payloads
 from ..compare.diff import same_value
 from ..compare.elements import F64, StoredSide, as_float64
-from ..engine.arithmetic import FLOATS, Words, rounded
-from ..engine.outputs import ELEMENTS_AT_A_TIME, OutputItem, Outputs, OutputTensor, renumbered
+from ..engine.outputs import ELEMENTS_AT_A_TIME, FLOATS, OutputItem, Outputs, OutputTensor, Words, renumbered, rounded
 
 _INDIVISIBLE = ("float", "complex", "bits")
 """Types of numbers, beside those of `FLOATS`, that have an average which we cannot compute."""
@@ -56,7 +55,7 @@ class AveragedTensor(OutputTensor):
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        return tuple(term.held or term.record.dtype for term in self.terms)
+        return tuple(term.source_dtype or term.record.dtype for term in self.terms)
 
     @property
     def making(self) -> Hashable:

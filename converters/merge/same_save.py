@@ -30,7 +30,7 @@ from ...store.reading.payloads import Payloads, check_chunk, chunk_share, payloa
 from ...store.verify.audit import AuditReport
 from ...store.verify.damage import Damage
 from ..compare.diff import same_value
-from ..engine.arithmetic import Words
+from ..engine.outputs import Words
 from ..look.contents import FirstLook, first_look
 
 Name = tuple[str, str | None]

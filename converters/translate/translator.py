@@ -228,7 +228,7 @@ class _Renderer:
         if held is not None:
             record = replace(record, dtype=wanted, fingerprint=None)
         if common != "momentum":
-            return _made_of(record, tensor, held=held)
+            return _made_of(record, tensor, source_dtype=held)
         about = f"parameter {param.name!r}"
         source, _ = self.source.convention(param)
         says = {self.target.name: self.target.convention, "--target-convention": self.source.overrides.target}
@@ -302,7 +302,7 @@ class _Renderer:
             path, none = self._path(param, slot), no_chunks(len(weight.shape))
             record = StateRecord(key_of(path), path, weight.shape, "float32", none, name=param.name, slot=slot)
             if common == "master":
-                yield _made_of(record, weight, held=None if weight.dtype == "float32" else weight.dtype)
+                yield _made_of(record, weight, source_dtype=None if weight.dtype == "float32" else weight.dtype)
                 continue
             own = param.method.slots[common]
             dtypes = (tensor.dtype for (other, _), tensor in self.source.records.items() if other == own)
@@ -578,10 +578,10 @@ def _under(record: StateRecord, path: KeyPath) -> StateRecord:
 
 
 def _made_of(
-    record: StateRecord, tensor: TranslatedTensor, scale: float | None = None, held: str | None = None
+    record: StateRecord, tensor: TranslatedTensor, scale: float | None = None, source_dtype: str | None = None
 ) -> OutputTensor:
-    """Return the output of a tensor's elements, which are stored as ``held`` if that is another dtype."""
-    return OutputTensor(record, tensor.layout, tensor.sources, scale, held)
+    """Return the output of a tensor's elements, which are stored as ``source_dtype`` if that is another dtype."""
+    return OutputTensor(record, tensor.layout, tensor.sources, scale, source_dtype)
 
 
 def _item(path: KeyPath, value: object) -> OutputItem:
@@ -634,7 +634,7 @@ def _report_losses(neutral: NeutralOptimizer, target: Dialect, findings: Finding
 
 def _check_off(tensors: list[OutputTensor], items: list[OutputItem], momenta: str, findings: Findings) -> None:
     """Add to the checklist what became of tensors and items; ``momenta`` says what the momentum is, and why."""
-    kinds = Counter((t.record.slot or "weights and others", t.scale, t.held, t.record.dtype) for t in tensors)
+    kinds = Counter((t.record.slot or "weights and others", t.scale, t.source_dtype, t.record.dtype) for t in tensors)
     carried = Counter(tensor.record.slot or "weights and others" for tensor in tensors if not tensor.computed)
     for slot, count in carried.items():
         findings.check(Action.CARRIED, slot, counted(count, "tensor"))

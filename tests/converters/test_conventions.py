@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from muonckpt import SourceError
-from muonckpt.converters.engine.arithmetic import scaled
+from muonckpt.converters.engine.outputs import scaled
 from muonckpt.converters.translate.conventions import Overrides, agreed_convention, momentum_factor
 from muonckpt.names.vocabulary import Convention
 

@@ -10,8 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import muonckpt
-from muonckpt.converters.engine.arithmetic import scaled
-from muonckpt.converters.engine.outputs import Outputs, OutputTensor
+from muonckpt.converters.engine.outputs import Outputs, OutputTensor, scaled
 from muonckpt.converters.translate.translator import translate
 from muonckpt.programs.registry import DIALECTS
 from muonckpt.record.record import Blob
