@@ -246,7 +246,7 @@ def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assi
     shared = checked & of_others
     if worker.coordinates:
         checked |= ~of_others
-    unchecked.keep(checked, shared)
+    unchecked.restrict(checked, shared)
     return Assignment(unchecked, own)
 
 

@@ -34,7 +34,7 @@ from ...store.io.ranges import join_crc32, join_ranges
 from ...store.io.regular import READ_BYTES, open_regular
 from ...store.open_checkpoint import check_blob
 from ...store.reading.blocks import bands, strided_span
-from ...store.reading.dtypes import dtype, itemsize
+from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of
 from .in_step import Draft, FilesInStep, Part
 from .output_files import ChunkPlan, OutputChunk, OutputChunks, OutputFile, PlacedItem, is_direct
@@ -48,7 +48,7 @@ SMALL_BYTES = 64 << 10
 _GAP = 16 << 10
 """Bytes between two ranges that are read along, because a call costs as much."""
 
-_MOST = 1 << 20
+_MAX_RUN_BYTES = 1 << 20
 """Bytes of small chunks that are read at a time."""
 
 LARGEST_BAND = 2 << 20
@@ -69,26 +69,28 @@ def is_small(plan: ChunkPlan, output: OutputTensor) -> bool:
         return False
     for term, name in zip(plan.terms, output.dtypes, strict=True):
         for buffer in term.table.source.tolist():
-            source, number = output.located(buffer)
+            source, number = output.locate(buffer)
             if source.boxes.numel[number] * itemsize(name) > SMALL_BYTES:
                 return False
     return True
 
 
-def windows(chunks: OutputChunks, numbers: range, most: int) -> Iterator[range]:
-    """Yield numbers of a file's chunks in order: neighbours that are small, up to ``most`` bytes; others alone."""
-    known: dict[Hashable, bool] = {}
+def windows(chunks: OutputChunks, numbers: range, max_bytes: int) -> Iterator[range]:
+    """Yield numbers of a file's chunks in order: neighbours that are small, up to ``max_bytes``; others alone."""
+    small_kinds: dict[Hashable, bool] = {}
     offsets, start = chunks.offsets.tolist(), numbers.start
     for number in numbers:
         output, plan = chunks.outputs[number], chunks.plans[number]
-        small = plan.in_runs
-        if small:
+        joins = plan.in_runs
+        if joins:
             kind = plan, output.dtypes, output.boxes
-            small = known[kind] if kind in known else known.setdefault(kind, is_small(plan, output))
-        if start < number and (not small or offsets[number] + plan.frame.length - offsets[start] > most):
+            if kind not in small_kinds:
+                small_kinds[kind] = is_small(plan, output)
+            joins = small_kinds[kind]
+        if start < number and (not joins or offsets[number] + plan.frame.length - offsets[start] > max_bytes):
             yield range(start, number)
             start = number
-        if not small:
+        if not joins:
             yield range(number, number + 1)
             start = number + 1
     if start < numbers.stop:
@@ -97,31 +99,30 @@ def windows(chunks: OutputChunks, numbers: range, most: int) -> Iterator[range]:
 
 def payload_rows(payloads: Payloads, columns: Columns, rows: Column, length: int) -> Bytes:
     """Return the payloads of rows, all of this length in bytes, as ``[rows, length]``."""
+    # Neighbours in a file are read by one call.
     payload = columns.payload(rows)
     order = np.lexsort((payload, columns.file[rows]))
     file, start = columns.file[rows][order], payload[order]
-    found = np.empty((len(rows), length), np.uint8)
-    runs = join_ranges(start, start + length, _GAP, _MOST, file)
+    elements = np.empty((len(rows), length), np.uint8)
+    runs = join_ranges(start, start + length, _GAP, _MAX_RUN_BYTES, file)
     files, starts, numbers = file.tolist(), start.tolist(), order.tolist()
-    for begin, end, members in zip(runs.start.tolist(), runs.stop.tolist(), runs.members(len(rows)), strict=True):
-        extent = Extent(columns.names[files[members[0]]], begin, end - begin)
+    for offset, end, members in zip(runs.start.tolist(), runs.stop.tolist(), runs.members(len(rows)), strict=True):
+        extent = Extent(columns.names[files[members[0]]], offset, end - offset)
         raw = np.frombuffer(payloads.read_scratch(extent), np.uint8)
         for member in members:
-            place = starts[member] - begin
-            found[numbers[member]] = raw[place : place + length]
-    return found
+            place = starts[member] - offset
+            elements[numbers[member]] = raw[place : place + length]
+    return elements
 
 
 def sums_of(plan: ChunkPlan, elements: Bytes) -> ChunkSums:
     """Return the sums of the elements of chunks of one plan."""
-    kind, length, checksum_of = dtype(plan.dtype), elements.shape[1], plan.frame.checksum_of
-    halves = (2,) if kind.itemsize > 8 else ()
-    words = elements.view(kind.bits).reshape(len(elements), *plan.box.shape, *halves)
-    raw, sums = elements.reshape(-1).data, np.empty(len(elements), SUMS)
+    raw, length, checksum_of = elements.reshape(-1).data, elements.shape[1], plan.frame.checksum_of
+    words, sums = as_words(raw, plan.dtype, (len(elements), *plan.box.shape)), np.empty(len(elements), SUMS)
     parts = [raw[start : start + length] for start in range(0, len(raw), length)]
     sums["digest"] = np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, parts)), "V16")
     sums["checksum"] = [checksum_of(part, 0) for part in parts]
-    sums["share"] = box_shares(words, plan.box.lo + (0,) * len(halves))
+    sums["share"] = box_shares(words, plan.box.lo + (0,) * (words.ndim - 1 - plan.box.ndim))  # halves of 16 bytes
     return sums
 
 
@@ -139,7 +140,7 @@ class Mover:
         self._staged, self._drafts = staging.place, staging.drafts
         self.unchecked = unchecked
         self._payloads = payloads
-        self._gathered = threading.local()
+        self._thread = threading.local()
         self._copied = CopiedRuns(payloads, unchecked, progress)
         payloads.window_bytes = min(band_bytes, payloads.window_bytes)
         self._band_bytes = min(band_bytes, LARGEST_BAND)
@@ -179,12 +180,12 @@ class Mover:
             The files, finished and synced, for the last thread that works on them.
         """
 
-        def written(part: Part) -> None:
+        def write_part(part: Part) -> None:
             writings = [self._write(draft, numbers) for draft, numbers in part]
-            while writings:
+            while writings:  # a band of each; a generator that has ended returns the default
                 writings = [writing for writing in writings if next(writing, writing) is None]
 
-        return group.write(self._draft, written)
+        return group.write(self._draft, write_part)
 
     @contextmanager
     def _draft(self, file: OutputFile) -> Iterator[Draft]:
@@ -205,25 +206,33 @@ class Mover:
         """Write chunks of a file in order, before the first of them its items; pauses after every band."""
         self._raise_if_stopped()
         file, output = draft.file, draft.output
-        first_sums: ChunkSums | None = None
+        sums_of_header: ChunkSums | None = None
         if numbers.start == 0:
-            if file.header and not output.rewinds:  # its sums are written first, so they need a pass of their own
-                first_sums = np.empty(len(file.chunks), SUMS)
+            # A header in front of chunks that cannot be written last needs a pass for their sums.
+            if file.header and not output.rewinds:
+                sums_of_header = np.empty(len(file.chunks), SUMS)
                 for number, chunk in enumerate(file.chunks):
-                    first_sums[number] = yield from self._pass(chunk)
-                output.write(file.header(first_sums), 0)
+                    sums_of_header[number] = yield from self._pass(chunk)
+                output.write(file.header(sums_of_header), 0)
             draft.items = tuple(self._write_item(output, item) for item in file.items)
-        yield from self._written(output, file.chunks, numbers, draft.sums)
-        if first_sums is not None and not np.array_equal(first_sums, draft.sums):
+        # Small neighbours are written together, other chunks band by band.
+        for window in windows(file.chunks, numbers, self._band_bytes // 4):
+            if len(window) > 1:
+                self._write_window(output, file.chunks, window, draft.sums)
+                yield
+            else:
+                draft.sums[window[0]] = yield from self._write_chunk(output, file.chunks[window[0]])
+        if sums_of_header is not None and not np.array_equal(sums_of_header, draft.sums):
             raise SourceError(f"the source of {file.name} changed between two reads; nothing was published")
 
     def is_finished(self, file: OutputFile, finished: FinishedFile | None) -> bool:
         """Return whether a file that the journal names still holds, in every byte, what was written."""
         if finished is None or (len(finished.items), len(finished.chunks)) != (len(file.items), len(file.chunks)):
             return False
-        if whole := self._holds(file, finished):
-            self._progress(file.payload)
-        return whole
+        if not self._is_intact(file, finished):
+            return False
+        self._progress(file.payload)
+        return True
 
     def verify(self, file: OutputFile, finished: FinishedFile) -> None:
         """Read a written file back, from the disk where the file system can read past its cache, and compare all sums.
@@ -232,19 +241,19 @@ class Mover:
             DestinationError: it does not hold what was written.
         """
         self._raise_if_stopped()
-        if not self._holds(file, finished):
+        if not self._is_intact(file, finished):
             place = self._staged / file.name
             raise DestinationError(f"{place} does not hold what was written to it: the disk or its driver lost data")
         self._progress(file.payload)
 
-    def _holds(self, file: OutputFile, finished: FinishedFile) -> bool:
+    def _is_intact(self, file: OutputFile, finished: FinishedFile) -> bool:
         try:
-            with open_regular(self._staged / file.name) as written:
-                content = _Content(written.in_order())
-                return written.size == file.length and all(
-                    xxh3_128(content.following(extent.length)) == digest
-                    for extent, digest in expected_parts(file, finished)
-                )
+            with open_regular(self._staged / file.name) as content:
+                if content.size != file.length:
+                    return False
+                parts = _InOrder(content.in_order())
+                expected = expected_parts(file, finished)
+                return all(xxh3_128(parts.take(extent.length)) == digest for extent, digest in expected)
         except SourceError:  # it is gone, too short, or not a regular file
             return False
 
@@ -255,41 +264,32 @@ class Mover:
             return xxh3_128([item.output.data])
         check_blob(self._payloads, source)
 
-        def written() -> Iterator[memoryview]:
+        def copy() -> Iterator[memoryview]:
             position = item.blob.item.offset
             for raw in self._payloads.bands(source.item):
                 position = output.write(raw, position)
                 yield raw
 
-        return xxh3_128(written())
-
-    def _written(
-        self, output: Writing, chunks: OutputChunks, numbers: range, sums: ChunkSums
-    ) -> Generator[None, None, None]:
-        """Write chunks in order, and note their sums; pauses after every band or window of small chunks."""
-        for window in windows(chunks, numbers, self._band_bytes // 4):
-            if len(window) > 1:
-                self._write_window(output, chunks, window, sums)
-                yield
-            else:
-                sums[window[0]] = yield from self._write_chunk(output, chunks[window[0]])
+        return xxh3_128(copy())
 
     def _write_window(self, output: Writing, chunks: OutputChunks, window: Sequence[int], sums: ChunkSums) -> None:
+        """Write small neighbours by one call, each plan's elements gathered together."""
         self._raise_if_stopped()
         start = chunks[window[0]].offset
-        whole = bytearray(chunks[window[-1]].item.end - start)
-        for plan, numbers in chunks.made_alike(window):
+        data = bytearray(chunks[window[-1]].item.end - start)
+        for plan, numbers in chunks.grouped(window):
             elements = self._elements(plan, [chunks.outputs[number] for number in numbers])
             sums[numbers] = sums_of(plan, elements)
             places, checksums = (chunks.offsets[numbers] - start).tolist(), sums["checksum"][numbers].tolist()
             for place, raw, checksum in zip(places, elements, checksums, strict=True):
                 item = b"".join((plan.frame.head, raw.data, plan.frame.tail(checksum)))
-                whole[place : place + len(item)] = item
-        output.write(memoryview(whole), start)
+                data[place : place + len(item)] = item
+        output.write(memoryview(data), start)
         self._progress(sum(chunks.plans[number].frame.payload_length for number in window))
 
     def _elements(self, plan: ChunkPlan, outputs: Sequence[OutputTensor]) -> Bytes:
         """Return the elements of small chunks of one plan and kind, ``[chunks, payload_length]``."""
+        # Of equal boxes the copies are equal, so each is made for all chunks at once.
         terms = []
         for term, name in zip(plan.terms, outputs[0].dtypes, strict=True):
             size, table = itemsize(name), term.table
@@ -303,28 +303,28 @@ class Mover:
         if not outputs[0].computed:
             return terms[0]
         words = [
-            raw.view(dtype(name).bits).reshape(-1, *(2,) * (dtype(name).itemsize > 8))
-            for raw, name in zip(terms, outputs[0].dtypes, strict=True)
+            as_words(raw.reshape(-1).data, name, (-1,)) for raw, name in zip(terms, outputs[0].dtypes, strict=True)
         ]
         return np.ascontiguousarray(outputs[0].compute(words)).view(np.uint8).reshape(len(outputs), -1)
 
     def _stored(self, outputs: Sequence[OutputTensor], buffer: Buffer, size: int) -> Bytes:
         """Return all elements, of ``size`` bytes, of a buffer of outputs of one kind, after checking them."""
-        source, number = outputs[0].located(buffer)
+        source, number = outputs[0].locate(buffer)
         rows, columns = self.unchecked.rows.rows(outputs, buffer), self.unchecked.rows.columns
         length = int(source.boxes.numel[number]) * size
         for row in rows[columns.payload_length(rows) != length].tolist():
             payload_of(*self.unchecked.rows.at(row))  # says what is wrong
-        read = payload_rows(self._payloads, columns, rows, length)
-        to_check = np.flatnonzero(self.unchecked.take(rows)).tolist()
-        for number in to_check:
+        elements = payload_rows(self._payloads, columns, rows, length)
+        # Whoever reads a chunk first checks it: by its digest, or in the way of `check_chunk` without one.
+        unchecked_numbers = np.flatnonzero(self.unchecked.take(rows)).tolist()
+        for number in unchecked_numbers:
             row = int(rows[number])
             digest = columns.digest[row].tobytes() if columns.has_digest[row] else None
-            if xxhash.xxh3_128_digest(read[number]) != digest:
+            if xxhash.xxh3_128_digest(elements[number]) != digest:
                 check_chunk(self._payloads, *self.unchecked.rows.at(row))
-        if to_check:
-            self._progress(len(to_check) * length)
-        return read
+        if unchecked_numbers:
+            self._progress(len(unchecked_numbers) * length)
+        return elements
 
     def _write_chunk(self, output: Writing, chunk: OutputChunk) -> Generator[None, None, tuple[bytes, int, int]]:
         frame = chunk.plan.frame
@@ -344,7 +344,8 @@ class Mover:
     ) -> Generator[None, None, tuple[bytes, int, int]]:
         """Compute the `SUMS` of a chunk's elements, and pass their bytes on in order; pauses after every band."""
         sums, rows = Sums(chunk.plan.frame.checksum_of), self.unchecked.rows
-        for row in rows.of(chunk.output, chunk.plan.buffers):  # of what is shared, no process reads all to copy it
+        # A chunk without a CRC-32, or that other processes copy from, too, is not checked by what is read of it here.
+        for row in rows.in_file_order(chunk.output, chunk.plan.buffers):
             if rows.columns.crc32[row] == UNKNOWN or self.unchecked.is_shared(row):
                 self.check([row])
         parts = self._direct(chunk, sums) if is_direct(chunk.output, chunk.plan) else self._assembled(chunk)
@@ -364,6 +365,7 @@ class Mover:
         for fragment in plan.terms[0].fragments():
             buffer, first, before = fragment.place.buffer, fragment.place.offset, sums.checksum
             row, start = self.unchecked.rows.row(chunk.output, buffer), first
+            # The CRC-32 of what is written is that of what was read, so the source's follows from it.
             reads = unseen if adds_up else self._reads
             for band in bands(fragment.box, self._band_numel(fragment.box, size)):
                 for box in band.boxes:
@@ -382,7 +384,8 @@ class Mover:
         plan = chunk.plan
         fragments = [list(term.fragments()) for term in plan.terms]
         size, numel = itemsize(plan.dtype), self._band_numel(plan.box, itemsize(plan.dtype))
-        for fragment in chain.from_iterable(fragments):  # so many of its elements can be gathered by one read
+        # A band has no more elements than one read of each fragment can gather.
+        for fragment in chain.from_iterable(fragments):
             reach = size * strided_span(fragment.box.shape, fragment.place.strides)
             numel = max(min(numel, self._read_bytes * fragment.box.numel // reach), 1)
         for band in bands(plan.box, numel):
@@ -392,9 +395,9 @@ class Mover:
     def _room(self, shape: Index, bits: str) -> Words:
         """Return memory of this thread, which the next band overwrites: fresh memory is slower."""
         length = math.prod(shape) * np.dtype(bits).itemsize
-        if len(getattr(self._gathered, "bytes", b"")) < length:
-            self._gathered.bytes = np.empty(length, np.uint8)
-        memory: Bytes = self._gathered.bytes
+        if len(getattr(self._thread, "memory", b"")) < length:
+            self._thread.memory = np.empty(length, np.uint8)
+        memory: Bytes = self._thread.memory
         return memory[:length].view(bits).reshape(shape)
 
     def _band_numel(self, box: Box, size: int) -> int:
@@ -407,20 +410,20 @@ class Mover:
             raise Interrupted("stopped")
 
 
-class _Content:
+class _InOrder:
     """The bytes of a file, which come in order in parts of any length."""
 
     def __init__(self, parts: Iterator[memoryview]) -> None:
         self._parts = parts
-        self._left = memoryview(b"")
+        self._remainder = memoryview(b"")
 
-    def following(self, length: int) -> Iterator[memoryview]:
+    def take(self, length: int) -> Iterator[memoryview]:
         """Yield the next bytes, so many or until the last."""
         while length:
-            self._left = self._left or next(self._parts, self._left)
-            if not self._left:
+            self._remainder = self._remainder or next(self._parts, self._remainder)
+            if not self._remainder:
                 return
-            raw, self._left = self._left[:length], self._left[length:]
+            raw, self._remainder = self._remainder[:length], self._remainder[length:]
             length -= len(raw)
             yield raw
 
@@ -428,31 +431,29 @@ class _Content:
 def expected_parts(file: OutputFile, finished: FinishedFile) -> Iterator[tuple[Extent, str]]:
     """Yield the parts of a written file from its first byte to its last, with the digest of each."""
     end = 0
+    for extent, digest in _contents(file, finished):
+        yield from _zeros(file.name, end, extent.offset)
+        yield extent, digest
+        end = extent.end
 
-    def known(content: bytes) -> tuple[Extent, str]:
-        return Extent(file.name, end, len(content)), xxh3_128([content])
+
+def _contents(file: OutputFile, finished: FinishedFile) -> Iterator[tuple[Extent, str]]:
+    """Yield the parts of a written file without the zeros between them."""
+
+    def part(content: bytes, offset: int) -> tuple[Extent, str]:
+        return Extent(file.name, offset, len(content)), xxh3_128([content])
 
     if file.header:
-        header = file.header(finished.chunks)
-        yield known(header)
-        end = len(header)
+        yield part(file.header(finished.chunks), 0)
     for item, digest in zip(file.items, finished.items, strict=True):
-        yield from _zeros(file.name, end, item.blob.item.offset)
         yield item.blob.item, digest
-        end = item.blob.item.end
     for chunk, (digest, checksum, _) in zip(file.chunks, finished.chunks.tolist(), strict=True):
         frame, payload = chunk.plan.frame, chunk.payload
-        yield from _zeros(file.name, end, chunk.offset)
-        end = chunk.offset
-        yield known(frame.head)
+        yield part(frame.head, chunk.offset)
         yield payload, digest.hex()
-        end = payload.end
-        yield known(frame.tail(checksum))
-        end = chunk.item.end
+        yield part(frame.tail(checksum), payload.end)
     footer = file.footer(finished.chunks) if file.footer else b""
-    yield from _zeros(file.name, end, file.length - len(footer))
-    end = file.length - len(footer)
-    yield known(footer)
+    yield part(footer, file.length - len(footer))
 
 
 @lru_cache

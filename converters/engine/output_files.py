@@ -239,7 +239,7 @@ class OutputChunks:
             groups[self.plans[number]].append(number)
         return groups
 
-    def made_alike(self, numbers: Iterable[int]) -> Iterator[tuple[ChunkPlan, list[int]]]:
+    def grouped(self, numbers: Iterable[int]) -> Iterator[tuple[ChunkPlan, list[int]]]:
         """Group these numbers by plan, and by how their elements are made, of source chunks with equal boxes."""
         for plan, alike in self.alike(numbers).items():
             kinds: defaultdict[Hashable, list[int]] = defaultdict(list)

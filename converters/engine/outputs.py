@@ -31,7 +31,7 @@ from ...store.reading.payloads import Payloads, check_chunk, payload_of
 
 
 def unnamed_state(provenance: Mapping[str, object], number: str) -> SourceError:
-    """Return the error that state is of a parameter that is known by its number only, where names are needed."""
+    """Return the error that state is known by the number of its parameter only, where names are needed."""
     if isinstance(optimizers := provenance.get(NUMBERED), list):
         lists = ", ".join(f'"{optimizer}": ["…"]' for optimizer in optimizers)
         several = f", for each optimizer a list: {{{lists}}}" if len(optimizers) > 1 else ""
@@ -63,7 +63,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """An entry of a checklist: what became of a subject, the values found, and why."""
+    """An entry of a checklist: what became of a subject, the values of both sides, and why."""
 
     action: Action
     subject: str
@@ -71,8 +71,8 @@ class Check:
     reason: str = ""
 
     def __str__(self) -> str:
-        found = f": {', '.join(self.values)}" if self.values else ""
-        return f"{self.action}: {self.subject}{found}{f' ({self.reason})' if self.reason else ''}"
+        values = f": {', '.join(self.values)}" if self.values else ""
+        return f"{self.action}: {self.subject}{values}{f' ({self.reason})' if self.reason else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +107,23 @@ FLOATS = (*NATIVE_FLOATS, "bfloat16")
 
 
 def bfloat16_words(values: Values64) -> Words:
-    """Return the bits of the nearest numbers of bfloat16, ties to even.
-
-    Rounds to float32 first.  That changes the second rounding only where it gives the middle of two numbers of
-    bfloat16, and the value is not it: there the float32 number beside it, on the value's side, is taken.
-    """
-    near = values.astype("<f4")
-    bits = near.view("<u4")
-    middle = (bits & 0xFFFF) == 0x8000
-    if middle.any():
-        back = near.astype(np.float64)
-        inexact = middle & (back != values)
-        if inexact.any():
-            above = np.abs(values) > np.abs(back)
-            bits = bits + (inexact & above).astype("<u4") - (inexact & ~above).astype("<u4")
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    words: Words = rounded.astype("<u2")
+    """Return the bits of the nearest numbers of bfloat16, ties to even."""
+    floats = values.astype("<f4")
+    bits = floats.view("<u4")
+    # Where the first rounding gives the middle of two numbers of bfloat16, and the value is not it, the second one
+    # would go by even bits: there the float32 number beside it, on the value's side, is rounded.
+    is_middle = (bits & 0xFFFF) == 0x8000
+    if is_middle.any():
+        doubles = floats.astype(np.float64)
+        is_inexact = is_middle & (doubles != values)
+        if is_inexact.any():
+            is_above = np.abs(values) > np.abs(doubles)
+            bits = bits + (is_inexact & is_above).astype("<u4") - (is_inexact & ~is_above).astype("<u4")
+    words: Words = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    # The addition could carry a NaN into infinity; this keeps it, and makes it quiet.
     nans = np.isnan(values)
     if nans.any():
-        words[nans] = near.view("<u4")[nans] >> 16 | 0x40
+        words[nans] = floats.view("<u4")[nans] >> 16 | 0x40
     return words
 
 
@@ -178,8 +176,8 @@ class OutputTensor:
     The layout's buffers are numbers of chunks, counted through ``sources``.  Tensors of one geometry so share a layout,
     whichever chunks they are in.
 
-    Elements have the dtype ``source_dtype``, or if that is None ``record.dtype``.  They are multiplied by ``scale``, and
-    rounded once to ``record.dtype``; if neither changes them, they are copied bit for bit.
+    Elements of ``source_dtype`` (None: ``record.dtype``) are multiplied by ``scale``, and rounded once to
+    ``record.dtype``; without either they are copied bit for bit.
     """
 
     record: StateRecord
@@ -231,8 +229,8 @@ class OutputTensor:
             return terms[0]
         return scaled(terms[0], self.dtypes[0], 1.0 if self.scale is None else self.scale, self.record.dtype)
 
-    def located(self, buffer: Buffer) -> tuple[Chunks, int]:
-        """Return the source to which a buffer belongs, and the buffer's number there."""
+    def locate(self, buffer: Buffer) -> tuple[Chunks, int]:
+        """Return the chunks among which a buffer is, and its number there."""
         assert isinstance(buffer, int), "buffers of outputs are numbers"
         for source in self.sources:
             if buffer < len(source):
@@ -244,7 +242,7 @@ class OutputTensor:
         self, payloads: Payloads, buffer: Buffer, name: str, start: int, numel: int, reads: Reads = unseen
     ) -> memoryview:
         """Return the bytes of elements from element ``start`` of a buffer; the next call may overwrite them."""
-        size, (source, number) = itemsize(name), self.located(buffer)
+        size, (source, number) = itemsize(name), self.locate(buffer)
         payload = self._payload(source, number, name)
         raw = payloads.read_scratch(Extent(payload.file, payload.offset + start * size, numel * size))
         reads(source, number, start * size, raw)
@@ -266,16 +264,16 @@ class OutputTensor:
             room: has the memory for the result.
         """
         if len(fragments) == 1:
-            return self.compute([self._gathered(payloads, fragments[0], self.dtypes[0], box, reads, room)])
+            return self.compute([self._gather(payloads, fragments[0], self.dtypes[0], box, reads, room)])
         words = room(box.shape, dtype(self.record.dtype).bits)
         for band in bands(box, ELEMENTS_AT_A_TIME):
             for part in band.boxes:
                 named = zip(fragments, self.dtypes, strict=True)
-                terms = [self._gathered(payloads, own, name, part, reads) for own, name in named]
+                terms = [self._gather(payloads, term, name, part, reads) for term, name in named]
                 words[slices_within(part, box.lo)] = self.compute(terms)
         return words
 
-    def _gathered(
+    def _gather(
         self,
         payloads: Payloads,
         fragments: Sequence[Fragment],
@@ -296,7 +294,7 @@ class OutputTensor:
 
     def _copy_from(self, payloads: Payloads, name: str, place: Place, shape: Index, out: Words, reads: Reads) -> None:
         """Copy the elements of a box of this shape; read nothing before the first or after the last of them."""
-        source, number = self.located(place.buffer)
+        source, number = self.locate(place.buffer)
         payload = self._payload(source, number, name)
         payloads.gather_into(
             out, payload, name, place, shape, lambda offset, raw: reads(source, number, offset - payload.offset, raw)
@@ -378,11 +376,9 @@ class Outputs:
     constants: tuple[StateRecord, ...] = ()
 
     def __post_init__(self) -> None:
-        duplicates = [key for key, count in Counter(self.keys).items() if count > 1]
-        if duplicates:
-            raise SourceError(
-                f"two tensors or items would get the key {duplicates[0]!r}; add a rule that renames one of them"
-            )
+        key, count = Counter(self.keys).most_common(1)[0] if self.keys else ("", 0)
+        if count > 1:
+            raise SourceError(f"two tensors or items would get the key {key!r}; add a rule that renames one of them")
 
     @property
     def keys(self) -> list[str]:
@@ -397,11 +393,11 @@ class Outputs:
         if not globs:
             return self
         names = names_of(tensor.record for tensor in self.tensors)
-        chosen = match_keys(globs, self.keys, names, "key", " of the checkpoint")
+        selected_keys = match_keys(globs, self.keys, names, "key", " of the checkpoint")
         return dataclasses.replace(
             self,
-            tensors=[tensor for tensor in self.tensors if tensor.key in chosen],
-            items=[item for item in self.items if item.key in chosen],
+            tensors=[tensor for tensor in self.tensors if tensor.key in selected_keys],
+            items=[item for item in self.items if item.key in selected_keys],
         )
 
     def tensors_only(self) -> Outputs:
@@ -410,7 +406,9 @@ class Outputs:
 
     def used(self, manifest: Manifest) -> Manifest:
         """Return the part of the source's manifest that these outputs are made from, and their constants."""
-        places = {source.place for tensor in self.tensors for source in tensor.sources if len(source)}
+        places = set[tuple[int, int]]()
+        for tensor in self.tensors:
+            places.update(chunks.place for chunks in tensor.sources if len(chunks))
         tensors = (*manifest.tensors, *self.constants)
         blobs = {item.source for item in self.items}
         return dataclasses.replace(

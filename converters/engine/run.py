@@ -35,7 +35,7 @@ THREADS = 3
 """The default number of threads.  On two cores three took 0.84 to 0.95 of the time of two for rows of 1 GB (medians of
 alternating runs), because some work while another waits for the disk; four took no less."""
 
-_MOST_TASKS = 1024
+_MAX_TASKS = 1024
 """The most parts into which a million small tasks are divided, because each part is handed to a thread."""
 
 
@@ -168,7 +168,7 @@ def _finished_files(
             ):
                 files_done.update((file.name, finished) for file, finished in done)
                 yield from done
-            unchecked = mover.unchecked.shared_out(_MOST_TASKS)  # of the files that were finished before
+            unchecked = mover.unchecked.split(_MAX_TASKS)  # of the files that were finished before
             for _ in _results(pool, workers, mover.check, unchecked):
                 pass
             if verify:

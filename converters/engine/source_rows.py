@@ -35,9 +35,8 @@ class SourceRows:
         self.columns = manifest.columns
         self.has_elements: Mask = manifest.elements > 0
         self._ends = np.cumsum([len(tensor.chunks) for tensor in self._tensors])
-        ends = self._ends.tolist()
-        listed = zip(self._tensors, [0, *ends], strict=False)
-        self._first = {tensor.chunks.place: first for tensor, first in listed if len(tensor.chunks)}
+        starts = zip(self._tensors, [0, *self._ends.tolist()], strict=False)
+        self._first = {tensor.chunks.place: start for tensor, start in starts if len(tensor.chunks)}
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -47,7 +46,7 @@ class SourceRows:
 
     def row(self, output: OutputTensor, buffer: Buffer) -> int:
         """Return the row of an output's buffer."""
-        source, number = output.located(buffer)
+        source, number = output.locate(buffer)
         first: int = self._first[source.place]
         return first + number
 
@@ -59,8 +58,8 @@ class SourceRows:
         tensor = self._tensors[number]
         return tensor, tensor.chunks[row - int(self._ends[number]) + len(tensor.chunks)]
 
-    def of(self, output: OutputTensor, buffers: Iterable[Buffer]) -> list[int]:
-        """Return the rows of an output's buffers in the order in which they lie in files."""
+    def in_file_order(self, output: OutputTensor, buffers: Iterable[Buffer]) -> list[int]:
+        """Return the rows of an output's buffers, as they follow one another in files."""
         rows = {self.row(output, buffer) for buffer in buffers}
         return sorted(rows, key=lambda row: (self.columns.file[row], self.columns.item[row]))
 
@@ -80,22 +79,23 @@ class Unchecked:
     def __iter__(self) -> Iterator[int]:
         return iter(np.flatnonzero(self._waiting).tolist())
 
-    def keep(self, chosen: Mask, shared: Mask) -> None:
-        """Check only the chosen rows; other processes copy from the shared ones as well."""
-        self._waiting &= chosen
+    def restrict(self, selected: Mask, shared: Mask) -> None:
+        """Check only the selected rows; other processes copy from the shared ones as well."""
+        self._waiting &= selected
         self._shared = shared
 
-    def shared_out(self, most: int) -> Iterator[list[int]]:
-        """Yield the rows that are still to be checked, in at most so many parts."""
+    def split(self, max_parts: int) -> Iterator[list[int]]:
+        """Yield the rows that are still to be checked, in parts."""
         waiting = np.flatnonzero(self._waiting)
-        yield from (rows.tolist() for rows in np.array_split(waiting, max(min(most, len(waiting)), 1)))
+        for rows in np.array_split(waiting, max(min(max_parts, len(waiting)), 1)):
+            yield rows.tolist()
 
     def take(self, rows: Column) -> Mask:
         """Mark rows as checked, and return a mask of those that were not yet."""
         with self._taking:
-            taken: Mask = self._waiting[rows]
+            waiting: Mask = self._waiting[rows]
             self._waiting[rows] = False
-        return taken
+        return waiting
 
     def waits(self, row: int) -> bool:
         return bool(self._waiting[row])
@@ -124,9 +124,9 @@ class CopiedRuns:
 
     def read(self, row: int, start: int, raw: memoryview) -> None:
         """Add bytes that were read from byte ``start`` of a chunk's payload, if the chunk has a CRC-32."""
-        known = self._runs.get(row)
-        another_thread_did = known is not None and start < known.reached
-        if self._columns.crc32[row] != UNKNOWN and not another_thread_did and self._unchecked.waits(row):
+        runs = self._runs.get(row)
+        is_repeated = runs is not None and start < runs.reached  # another thread has read it
+        if self._columns.crc32[row] != UNKNOWN and not is_repeated and self._unchecked.waits(row):
             self.add(row, start, start + len(raw), crc32_of(raw, 0))
 
     def add(self, row: int, start: int, stop: int, crc32: int) -> None:
@@ -138,6 +138,7 @@ class CopiedRuns:
             SourceError: the chunk is damaged, or changed while it was read.
         """
         length = max(int(self._columns.payload_length(row)), 0)
+        # Only who adds the last bytes goes on, and only if no one has checked the chunk otherwise.
         with self._adding:
             runs = self._runs.setdefault(row, JoinedCrc())
             runs.add(start, stop, crc32)

@@ -84,7 +84,7 @@ def unfinished(uninterrupted, tmp_path):
     source = saved("own rows4")
     job = plan_job(source, 3)
     two_files = sum(file.payload for file in job.files[:2])
-    with pytest.raises(Interrupted, match=r"2 of 3 files.*--resume"):
+    with pytest.raises(Interrupted, match=r"2 of 3 files.*resume=True"):
         run_job(job, tmp_path / "out", threads=1, progress=Stop(job.bytes_to_check + two_files + 1))
     return source, tmp_path / "out", tmp_path / ".out.reshard.tmp", uninterrupted
 
@@ -177,7 +177,7 @@ def test_resume_does_not_write_again_what_is_finished(unfinished):
 def test_unfinished_work_is_neither_overwritten_nor_mixed_with_that_of_another_job(unfinished):
     source, destination, staged, _ = unfinished
     before = tree(staged)
-    with pytest.raises(DestinationError, match="--resume"):
+    with pytest.raises(DestinationError, match="resume=True"):
         reshard(source, destination, 3)
     for other, ranks in ((source, 2), (saved("own rows3"), 3)):
         with pytest.raises(DestinationError, match="another job"):

@@ -61,7 +61,7 @@ def executed(path, outputs: Outputs) -> dict[str, np.ndarray]:
             out = np.zeros(output.record.shape, f"<u{itemsize}")
             seen = np.zeros(output.record.shape, bool)
             for fragment in output.layout.fragments:
-                source, number = output.located(fragment.place.buffer)
+                source, number = output.locate(fragment.place.buffer)
                 chunk = source[number]
                 assert owners[chunk].dtype == output.record.dtype
                 words = chunk_elements(payloads, owners[chunk], chunk).reshape(-1)
