@@ -37,14 +37,14 @@ SHOWN = 4
 """Differences that a rank tells; the others are counted."""
 
 LONGEST_COMPLAINT = 500
-"""Characters of what a rank tells."""
+"""Characters of a rank's complaint."""
 
 PLAN_FACT = "the plan"
 """The subject that says whether ranks step by the plan that they have."""
 
 
 CLEARED = "the parameters whose state was cleared"
-"""The subject of what begins anew: on all ranks or on none."""
+"""The subject of state that begins anew: on all ranks or on none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +112,14 @@ class Intent:
 
     def note(self, device: torch.device, last: int = 0) -> Tensor:
         """Return ``NOTE`` bytes, the ``last`` of which is no part of the intent; nothing waits for the device."""
-        fixed = upload_numbers((*self.digest, last), torch.uint8, device)
-        live = torch.zeros_like(fixed[:-1])
+        host_bytes = upload_numbers((*self.digest, last), torch.uint8, device)
+        live_digest = torch.zeros_like(host_bytes[:-1])
         if self.live:
+            # Numbers on the device are digested there: sums of products with odd numbers, as integers that wrap around.
             bits = torch.stack([value.reshape(()).double() for value in self.live]).view(torch.int64)
-            # Sums of products with odd numbers, as integers that wrap around.
-            odd = torch.arange(1, 2 * len(bits), 2, device=device) * 0x9E3779B97F4A7C1
-            live = (bits * odd).sum().view(1).view(torch.uint8)
-        return torch.cat([fixed[:-1], live[:-1], fixed[-1:]])
+            factors = torch.arange(1, 2 * len(bits), 2, device=device) * 0x9E3779B97F4A7C1
+            live_digest = (bits * factors).sum().view(1).view(torch.uint8)
+        return torch.cat([host_bytes[:-1], live_digest[:-1], host_bytes[-1:]])
 
     def complaint(self, first: int, reference: Facts | None) -> str:
         """Return this rank's error, or how its facts differ from the first rank's; empty if they do not."""
@@ -127,13 +127,12 @@ class Intent:
             return _cut(f"raised {type(self.error).__name__}: {self.error}")
         if reference is None:
             return ""
-        facts = self.facts()
-        differing = [
-            f"{subject} is {facts.get(subject, 'unknown')}, on rank {first} {reference.get(subject, 'unknown')}"
-            for subject in dict.fromkeys((*reference, *facts))
-            if facts.get(subject) != reference.get(subject)
-        ]
-        return _cut(listed(differing, SHOWN, "; "))
+        facts, differences = self.facts(), []
+        for subject in dict.fromkeys((*reference, *facts)):
+            if facts.get(subject) != reference.get(subject):
+                fact, first_fact = facts.get(subject, "unknown"), reference.get(subject, "unknown")
+                differences.append(f"{subject} is {fact}, on rank {first} {first_fact}")
+        return _cut(listed(differences, SHOWN, "; "))
 
 
 def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
@@ -142,8 +141,10 @@ def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
     for rank, text in complaints.items():
         if text:
             by_text[text].append(rank)
-    complaint = "; ".join(f"{_listed(ranks)}: {text}" for text, ranks in list(by_text.items())[:SHOWN])
-    return RuntimeError(f"{task.failure}. {complaint}. {task.advice}")
+    shown = [
+        f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}: {text}" for text, ranks in list(by_text.items())[:SHOWN]
+    ]
+    return RuntimeError(f"{task.failure}. {'; '.join(shown)}. {task.advice}")
 
 
 def plan_options(group: ParamGroup) -> dict[str, Any]:
@@ -153,11 +154,11 @@ def plan_options(group: ParamGroup) -> dict[str, Any]:
 
 def plan_facts(groups: Mapping[int, ParamGroup]) -> Facts:
     """Return the options of groups (by number) that hold as long as a plan; coefficients as numbers."""
-    return {
-        f"{name} of group {number}": repr(coefficient_set(value) if name == "ns_coefficients" else value)
-        for number, group in groups.items()
-        for name, value in plan_options(group).items()
-    }
+    facts = {}
+    for number, group in groups.items():
+        for name, value in plan_options(group).items():
+            facts[f"{name} of group {number}"] = repr(coefficient_set(value) if name == "ns_coefficients" else value)
+    return facts
 
 
 def _live_options(groups: Mapping[int, ParamGroup]) -> Iterator[tuple[str, Any]]:
@@ -167,19 +168,15 @@ def _live_options(groups: Mapping[int, ParamGroup]) -> Iterator[tuple[str, Any]]
             yield from ((f"{name} of group {number}", value) for value in values)
 
 
-_NUMBERED = {None: 0} | {
-    dtype: number
-    for number, dtype in enumerate(
-        sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str), 1
-    )
-}
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate((None, *_DTYPES))}
 
 Dtypes = tuple[torch.dtype | None, ...]
 
 
 @lru_cache(maxsize=16)
-def _numbered(gradients: Dtypes, momenta: Dtypes) -> bytes:
-    return bytes([_NUMBERED[dtype] for dtype in gradients + momenta])
+def _dtype_bytes(gradients: Dtypes, momenta: Dtypes) -> bytes:
+    return bytes([_DTYPE_NUMBERS[dtype] for dtype in gradients + momenta])
 
 
 def step_intent(
@@ -199,36 +196,34 @@ def step_intent(
         gradients, momenta: dtypes by parameter; None for a missing gradient.
         labels: names the parameters, where ranks differ.
     """
+    # Rates that are tensors on a device are compared there: to read them would wait for it.
     options = [value for _, value in _live_options(groups)]
-    far = [value for value in options if isinstance(value, Tensor) and value.device == device and device.type != "cpu"]
-    distant = set(map(id, far))
-    near = np.array([np.nan if id(value) in distant else _as_number(value) for value in options])
+    on_device = [value for value in options if isinstance(value, Tensor) and value.device == device]
+    on_device = on_device if device.type != "cpu" else []
+    device_ids = set(map(id, on_device))
+    numbers = np.array([np.nan if id(value) in device_ids else _as_number(value) for value in options])
 
     def facts() -> Facts:
         dtypes = {}
-        for label, given, kept in zip(labels(), gradients, momenta, strict=True):
-            dtypes[f"the gradient of {label}"] = "missing" if given is None else f"there, {given}"
-            dtypes[f"the momentum of {label}"] = str(kept)
+        for label, gradient, momentum in zip(labels(), gradients, momenta, strict=True):
+            dtypes[f"the gradient of {label}"] = "missing" if gradient is None else f"there, {gradient}"
+            dtypes[f"the momentum of {label}"] = str(momentum)
         rates: defaultdict[str, list[str]] = defaultdict(list)
         for subject, value in _live_options(groups):
             rates[subject].append(str(_as_number(value)))
-        shown = {subject: ", ".join(values) for subject, values in rates.items()}
-        return {PLAN_FACT: "kept", **constants, **dtypes, **shown}
+        shown_rates = {subject: ", ".join(values) for subject, values in rates.items()}
+        return {PLAN_FACT: "kept", **constants, **dtypes, **shown_rates}
 
-    numbers = _numbered(gradients, momenta) + near.tobytes() + repr(sorted(constants.items())).encode()
-    return Intent(AGREE_ON_STEP, _digest(numbers), far, facts)
+    content = _dtype_bytes(gradients, momenta) + numbers.tobytes() + repr(sorted(constants.items())).encode()
+    return Intent(AGREE_ON_STEP, _digest(content), on_device, facts)
 
 
 def _as_number(value: Any) -> float:
-    """Return a rate as a number; NaN for what is none, of which its rank tells the others as of any error."""
+    """Return a rate as a number; NaN if it is none, which its rank tells the others as it tells any error."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         return math.nan
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}"
 
 
 def _cut(text: str) -> str:

@@ -36,12 +36,12 @@ the bytes received, laid out by ``receive_counts``."""
 
 def all_to_all(route: Route, group: dist.ProcessGroup, device: torch.device) -> Link:
     """Return a link by ``all_to_all_single`` with exact splits: nothing travels that need not."""
-    counts = list(route.receive_counts), list(route.send_counts)
+    splits = list(route.receive_counts), list(route.send_counts)
 
     def start(send: Tensor) -> Callable[[], Tensor]:
         received = send.new_empty(sum(route.receive_counts))
         with lost_ranks():
-            work = dist.all_to_all_single(received, send, *counts, group, async_op=True)
+            work = dist.all_to_all_single(received, send, *splits, group, async_op=True)
 
         def arrive() -> Tensor:
             with lost_ranks():
@@ -57,8 +57,8 @@ def all_gather(route: Route, group: dist.ProcessGroup, device: torch.device) -> 
     """Return a link for networks that do not stand all-to-all at scale: every rank sends its whole wire to all, up to
     as many times the bytes as there are ranks.  Collective.
     """
-    table = torch.stack(_of_all(torch.tensor(route.send_counts, dtype=torch.int64, device=device), group))
     # Where each rank's wire has the part for this one, and the size of the longest wire; in bytes.
+    table = torch.stack(_gather(torch.tensor(route.send_counts, dtype=torch.int64, device=device), group))
     starts, largest = table[:, : dist.get_rank(group)].sum(dim=1).tolist(), int(table.sum(dim=1).max())
 
     def start(send: Tensor) -> Callable[[], Tensor]:
@@ -71,8 +71,8 @@ def all_gather(route: Route, group: dist.ProcessGroup, device: torch.device) -> 
         def arrive() -> Tensor:
             with lost_ranks():
                 work.wait()
-            cut = zip(wires, starts, route.receive_counts, strict=True)
-            return torch.cat([wire[start : start + count] for wire, start, count in cut])
+            parts = zip(wires, starts, route.receive_counts, strict=True)
+            return torch.cat([wire[start : start + count] for wire, start, count in parts])
 
         return arrive
 
@@ -86,11 +86,13 @@ LINKS: Mapping[str, Callable[[Route, dist.ProcessGroup, torch.device], Link]] = 
 
 
 def link(route: Route, group: dist.ProcessGroup | None, device: torch.device, kind: str) -> Link:
-    """Return a link of this kind, or one that this process alone receives by.  Collective for some kinds."""
+    """Return a link of this kind; without a group, one by which this process receives what it sends.  Collective for
+    some kinds.
+    """
     return LINKS[kind](route, group, device) if group is not None else lambda send: lambda: send
 
 
-_connected: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+_connected_kinds: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 """The kinds of links for which `connect` has made the connections of a process group."""
 
 
@@ -99,7 +101,7 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, kind: str) ->
 
     NCCL makes them at their first use, where amid a step some ranks may wait for others that wait elsewhere.
     """
-    if group is None or kind in (kinds := _connected.setdefault(group, set())):
+    if group is None or kind in (kinds := _connected_kinds.setdefault(group, set())):
         return
     bytes_each = (1,) * dist.get_world_size(group)
     send = torch.zeros(len(bytes_each), dtype=torch.uint8, device=device)
@@ -113,7 +115,7 @@ class Wire:
 
     def __init__(self, route: Route, link: Link, device: torch.device) -> None:
         self._route, self._link = route, link
-        self._note: Tensor | None = None
+        self._sent_note: Tensor | None = None
         self._buffer: Tensor | None = torch.empty(sum(route.send_counts), dtype=torch.uint8, device=device)
         self._arrive: Callable[[], Tensor] | None = None
 
@@ -129,7 +131,7 @@ class Wire:
         if note is not None:
             for start in _starts(self._route.send_counts):
                 self._buffer.narrow(0, start, NOTE).copy_(note)
-        self._note = note
+        self._sent_note = note
         self._arrive = self._link(self._buffer)
 
     def arrive(self) -> None:
@@ -143,19 +145,19 @@ class Wire:
         starts = _starts(self._route.receive_counts)
         return torch.stack([self.memory.narrow(0, start, NOTE) for start in starts])
 
-    def differing(self) -> Tensor:
-        """Return whether any note differs from the one sent, but for the last byte; a bool on the device."""
-        assert self._note is not None, "no notes have arrived"
-        return (self.notes() != self._note)[:, :-1].any()
+    def differ(self, notes: Tensor) -> Tensor:
+        """Return whether any of the notes differs from the one sent, but for the last byte; a bool on the device."""
+        assert self._sent_note is not None, "no notes were sent"
+        return (notes != self._sent_note)[:, :-1].any()
 
 
 def gather_numbers(numbers: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
     """Return the numbers of every rank of a group, ``[ranks, numbers]``.  Collective."""
-    mine = torch.stack([*numbers])
-    table = mine.new_empty(dist.get_world_size(group) * len(mine))
+    row = torch.stack([*numbers])
+    table = row.new_empty(dist.get_world_size(group) * len(row))
     with lost_ranks():
-        ALL_GATHER(table, mine, group=group)
-    return table.view(-1, len(mine))
+        ALL_GATHER(table, row, group=group)
+    return table.view(-1, len(row))
 
 
 def max_over_ranks(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -189,24 +191,25 @@ def agree(intent: Intent, group: dist.ProcessGroup | None, device: torch.device)
 
 def differ(intent: Intent, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """Return whether any two ranks of a group intend different things; a bool on the device.  Collective."""
-    mine = intent.note(device)
-    return (torch.stack(_of_all(mine, group)) != mine).any()
+    note = intent.note(device)
+    return (torch.stack(_gather(note, group)) != note).any()
 
 
 def reduce_flags(flags: Tensor, intent: Intent, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Return which flags (0 or 1, uint8) any rank of a group has set, and `differ`.  One collective."""
     note = intent.note(flags.device)
     # The largest of each byte and of its complement: this rank's, unless notes differ.
-    told = torch.cat([flags, note, 255 - note])
+    maxima = torch.cat([flags, note, 255 - note])
     with lost_ranks():
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
-    union, largest, smallest = torch.split(told, [len(flags), NOTE, NOTE])
-    return union, (largest != note).any() | (smallest != 255 - note).any()
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+    union, largest, complement = torch.split(maxima, [len(flags), NOTE, NOTE])
+    return union, (largest != note).any() | (complement != 255 - note).any()
 
 
 def disagreement(intent: Intent, group: dist.ProcessGroup) -> Exception:
     """Return the error of ranks that differ, once they have told each other how.  Collective."""
     ranks = dist.get_process_group_ranks(group)
+    # Each rank compares its facts with the first rank's, so that only complaints travel to all.
     reference: list[Facts | None] = [dict(intent.facts()) if intent.error is None else None]
     with lost_ranks():
         dist.broadcast_object_list(reference, group=group, group_src=0)
@@ -225,12 +228,12 @@ def gather_texts(text: str, group: dist.ProcessGroup | None) -> dict[int, str]:
     return dict(zip(ranks, texts, strict=True))
 
 
-def _of_all(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return a tensor of every rank of a group, in order."""
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the tensor of every rank of a group, in order."""
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     with lost_ranks():
-        dist.all_gather(everyone, mine, group)
-    return everyone
+        dist.all_gather(tensors, tensor, group)
+    return tensors
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
@@ -249,9 +252,9 @@ class Notes:
         self._ranks = frozenset(ranks_of_group(group))
         self._unread: list[Tensor] = []
 
-    def report(self, asked: Sequence[bool | int]) -> None:
+    def report(self, flags: Sequence[bool | int]) -> None:
         """Report which of `requests.BITS` any rank of the group has sent."""
-        requests.report(self._ranks, sum(bit for bit, said in zip(requests.BITS, asked, strict=True) if said))
+        requests.report(self._ranks, sum(bit for bit, flag in zip(requests.BITS, flags, strict=True) if flag))
 
     def check(self, intent: Intent, differing: Tensor, at_once: bool = False) -> None:
         """Raise an `AgreedError`, on every rank, if notes differ, or let `read` do so on a GPU, unless ``at_once``."""
@@ -277,7 +280,7 @@ class Notes:
 
 
 class StepExchange:
-    """One rank's part in a step.
+    """One rank's part in the exchanges of a step.
 
     When its work fails, it does no more, but goes on exchanging: it sends zeros and another note, and where that
     arrives all ranks stop at the same place.
@@ -290,9 +293,9 @@ class StepExchange:
 
     def __init__(self, intent: Intent, notes: Notes | None, skip: Tensor | None = None) -> None:
         self._notes, self._skip = notes, skip
-        self._intend(intent)
+        self._set_intent(intent)
 
-    def _intend(self, intent: Intent) -> None:
+    def _set_intent(self, intent: Intent) -> None:
         self._intent = intent
         self._note = intent.note(self._notes.device, requests.made() << 1) if self._notes is not None else None
         if self._note is not None and self._skip is not None:
@@ -311,7 +314,7 @@ class StepExchange:
         """Do no more work; the others learn why."""
         if self._notes is None:
             raise AgreedError(error)
-        self._intend(self._intent.failed(error, dist.get_rank()))
+        self._set_intent(self._intent.failed(error, dist.get_rank()))
 
     def start(self, wire: Wire) -> None:
         """Begin an exchange."""
@@ -326,17 +329,18 @@ class StepExchange:
         """
         if self._notes is None:
             return self._skip is not None and bool(self._skip)
-        flags = (wire.notes()[:, -1:] & self._notes.bits).any(0)
-        differ, skipped, *asked = torch.cat([wire.differing().view(1), flags]).tolist()  # one wait for the device
+        notes = wire.notes()
+        flags = (notes[:, -1:] & self._notes.bits).any(0)
+        differ, skipped, *requested = torch.cat([wire.differ(notes).view(1), flags]).tolist()  # one wait for the device
         if differ:
             raise AgreedError(disagreement(self._intent, self._notes.group))
-        self._notes.report(asked)
+        self._notes.report(requested)
         return bool(skipped)
 
     def check(self, wire: Wire) -> None:
-        """Settle the notes that have arrived."""
+        """Compare the notes that have arrived, as `Notes.check` does."""
         if self._notes is not None:
-            self._notes.check(self._intent, wire.differing())
+            self._notes.check(self._intent, wire.differ(wire.notes()))
 
     def end(self) -> None:
         """Raise this rank's error as an `AgreedError`, if it has one: all exchanges are done."""
@@ -350,13 +354,13 @@ class GroupAgreement:
     """
 
     def __init__(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-        some = {group: None for group in unique_groups(*groups) if group is not None}
-        self.groups = sorted(some, key=lambda group: collective_order(ranks_of_group(group)))
+        distinct = {group: None for group in unique_groups(*groups) if group is not None}
+        self.groups = sorted(distinct, key=lambda group: collective_order(ranks_of_group(group)))
         self._notes = [Notes(group, device) for group in self.groups]
 
     @property
     def widest(self) -> dist.ProcessGroup | None:
-        """The last group, whose ranks all know what one of them has told in another."""
+        """The group compared last; it has heard every failure."""
         return self.groups[-1] if self.groups else None
 
     def agree(self, intent: Intent, compare: Callable[[Notes, Intent], None]) -> None:

@@ -20,7 +20,7 @@ from ..newton_schulz.products import Choice, has_kernels, missing_triton
 from ..newton_schulz.recipe import flops
 from ..planning.matrices import UPDATE, WEIGHT, Slot, Spec
 from ..planning.schedule import Ranks, Schedule, choose_owners, make_schedule, paused_collector
-from .agreement import AGREE_ON_PLAN, CLEARED, Intent, plan_facts
+from .agreement import AGREE_ON_PLAN, CLEARED, Facts, Intent, plan_facts
 from .elementwise import Elementwise, TorchElementwise
 from .exchange import agree, connect, link
 from .rank_sets import Member, RankSet, State, group_of, groups_of_mesh
@@ -54,77 +54,98 @@ class Planner:
     nonfinite: str | None
     begun_anew: Collection[Tensor]
 
-    def plan(self, held: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> Step:
+    def plan(self, rank_set: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> Step:
         """Plan the steps of a set of ranks, and connect them; or tell them of a failure.  Collective over these.
 
         Raises:
             AgreedError: on all of them, if they plan differently or one of them fails.
         """
-        group = group_of(held.ranks, self.replicas, *groups_of_mesh(held.mesh))
-        ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else held.ranks or (0,)
+        group = group_of(rank_set.ranks, self.replicas, *groups_of_mesh(rank_set.mesh))
+        ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else rank_set.ranks or (0,)
         rank = dist.get_rank() if group is not None else ranks[0]
-        params, device, guarded = [member.param for member in held.matrices], held.device, self.nonfinite is not None
+        params, device, guarded = (
+            [member.param for member in rank_set.matrices],
+            rank_set.device,
+            self.nonfinite is not None,
+        )
+        options = [groups[member.group] for member in rank_set.matrices]
+        memory = STATE_MEMORIES[self.offload]
         intent = Intent.of(AGREE_ON_PLAN, {})
         try:
             if failure is not None:
                 raise failure
+
+            # Every rank derives the same schedule, without talking, and its own part of it.
             with paused_collector():
-                specs = self._specs(held, groups, lambda member: self._slots(member, groups, state, ranks))
-                memory = STATE_MEMORIES[self.offload]
+                specs = self._specs(rank_set, groups, lambda member: self._slots(member, groups, state, ranks))
                 schedule = make_schedule(specs, ranks, rank, self.stages, memory.turn_bytes)
+
+            # The element-wise parts run on kernels where these know all dtypes.
             weights = [local_of(param) for param in params]
-            options = [groups[member.group] for member in held.matrices]
-            apart = [number for number, own in enumerate(options) if guarded or codec_of(own).noise]
-            kept = [stored_slots(codec_of(own), MOMENTUM, param) for own, param in zip(options, params, strict=True)]
-            dtypes = {dtype for slots in kept for _, dtype in slots.values()}
-            backend = elementwise(schedule, specs, weights, device, apart, dtypes)
-            facts = {"exchange": self.exchange, "nonfinite": self.nonfinite or "not looked for"}
-            facts["offload"] = repr(self.offload)
-            named = zip(held.members, held.labels, strict=True)
-            facts[CLEARED] = ", ".join(label for member, label in named if member.param in self.begun_anew) or "none"
-            for index, (member, label) in enumerate(zip(held.members, held.labels, strict=True)):
-                about = f"{tuple(member.param.shape)} {member.param.dtype} in group {held.group_numbers[member.group]}"
-                facts[f"parameter {index}"] = about if member.name is None else f"{label}, {about}"
-            facts |= plan_facts(held.groups(groups))
-            for param, (rows, columns) in dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units):
-                number = held.group_numbers[held.matrices[param].group]
-                scale = specs[param].scale(rows, columns)
-                facts[f"adjust_lr_fn of group {number} for {rows} x {columns}"] = repr(scale)
-            # What only the others' cost, form or layout can make different.
-            intent = Intent.of(AGREE_ON_PLAN, {**facts, "the plan": schedule.digest.hex()})
+            noisy_params = [number for number, group_options in enumerate(options) if codec_of(group_options).noise]
+            accumulated_before = range(len(params)) if guarded else noisy_params
+            dtypes: set[torch.dtype] = set()
+            for group_options, param in zip(options, params, strict=True):
+                dtypes |= {dtype for _, dtype in stored_slots(codec_of(group_options), MOMENTUM, param).values()}
+            backend = elementwise(schedule, specs, weights, device, accumulated_before, dtypes)
+
+            # Ranks that were built differently are told how, in words of these facts.
+            intent = Intent.of(AGREE_ON_PLAN, self._facts(rank_set, groups, specs, schedule))
         except Exception as error:
             intent = intent.failed(error, rank)
         agree(intent, group, device)
+
+        # Connections are made before the first step, amid which ranks might wait for each other.
         connect(group, device, self.exchange)
         links = [
             (link(stage.gather, group, device, self.exchange), link(stage.scatter, group, device, self.exchange))
             for stage in schedule.stages
         ]
-        methods = [self.methods[member.algorithm] for member in held.matrices]
-        named = zip(held.members, held.labels, strict=True)
-        labels = [label for member, label in named if is_matrix_method(member.algorithm)]
-        fixed = schedule, params, specs, methods, labels, rank, backend, group, links, device, memory
-        noisy = any(codec_of(groups[member.group]).noise for member in held.matrices)
-        return Step(*fixed, guarded=guarded, noisy=noisy)
+        methods = [self.methods[member.algorithm] for member in rank_set.matrices]
+        pairs = zip(rank_set.members, rank_set.labels, strict=True)
+        labels = [label for member, label in pairs if is_matrix_method(member.algorithm)]
+        arguments = schedule, params, specs, methods, labels, rank, backend, group, links, device, memory
+        return Step(*arguments, guarded=guarded, noisy=bool(noisy_params))
 
-    def owners_of(self, held: RankSet, groups: Sequence[ParamGroup]) -> list[tuple[int, ...]]:
-        """Return the owners of the matrices that a set of ranks holds, by parameter; those known stay."""
-        ranks = held.ranks or (0,)
+    def _facts(
+        self, rank_set: RankSet, groups: Sequence[ParamGroup], specs: Sequence[Spec], schedule: Schedule
+    ) -> Facts:
+        """Return everything that has to be the same on all ranks for their schedules to be parts of one."""
+        facts = {"exchange": self.exchange, "nonfinite": self.nonfinite or "not looked for"}
+        facts["offload"] = repr(self.offload)
+        members = list(zip(rank_set.members, rank_set.labels, strict=True))
+        facts[CLEARED] = ", ".join(label for member, label in members if member.param in self.begun_anew) or "none"
+        for index, (member, label) in enumerate(members):
+            about = f"{tuple(member.param.shape)} {member.param.dtype} in group {rank_set.group_numbers[member.group]}"
+            facts[f"parameter {index}"] = about if member.name is None else f"{label}, {about}"
+        facts |= plan_facts(rank_set.groups(groups))
+        for param, (rows, columns) in dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units):
+            number = rank_set.group_numbers[rank_set.matrices[param].group]
+            scale = specs[param].scale(rows, columns)
+            facts[f"adjust_lr_fn of group {number} for {rows} x {columns}"] = repr(scale)
+        # Only the others' cost, form or layout can make this one different.
+        facts["the plan"] = schedule.digest.hex()
+        return facts
+
+    def owners_of(self, rank_set: RankSet, groups: Sequence[ParamGroup]) -> list[tuple[int, ...]]:
+        """Return the owners of the matrices of a set of ranks, by parameter; those that are chosen already stay."""
+        ranks = rank_set.ranks or (0,)
         with paused_collector():
-            specs = self._specs(held, groups, lambda member: (self._update(member, groups, ranks),))
+            specs = self._specs(rank_set, groups, lambda member: (self._update(member, groups, ranks),))
             return choose_owners(specs, ranks)
 
     def _specs(
-        self, held: RankSet, groups: Sequence[ParamGroup], slots_of: Callable[[Member], tuple[Slot, ...]]
+        self, rank_set: RankSet, groups: Sequence[ParamGroup], slots_of: Callable[[Member], tuple[Slot, ...]]
     ) -> list[Spec]:
-        alike: dict[Hashable, Spec] = {}
+        """Return the parameters as planning sees them; equal ones, such as those of repeated layers, are one object."""
+        known_specs: dict[Hashable, Spec] = {}
         specs = []
-        for member in held.matrices:
+        for member in rank_set.matrices:
             slots, owners = slots_of(member), self.owners.get(member.param)
             key = member.group, member.param.device, slots, owners
-            if key not in alike:
-                alike[key] = self._spec(member.param.device, groups[member.group], slots, owners)
-            specs.append(alike[key])
+            if key not in known_specs:
+                known_specs[key] = self._spec(member.param.device, groups[member.group], slots, owners)
+            specs.append(known_specs[key])
         return specs
 
     def _update(self, member: Member, groups: Sequence[ParamGroup], ranks: Ranks) -> Slot:
@@ -135,13 +156,14 @@ class Planner:
 
     def _slots(self, member: Member, groups: Sequence[ParamGroup], state: State, ranks: Ranks) -> tuple[Slot, ...]:
         param, group, method = member.param, groups[member.group], self.methods[member.algorithm]
+        # The update comes first; the weight goes with it, and state that no owner keeps.
         slots = [self._update(member, groups, ranks)]
         if method.weight:
             slots.append(replace(slots[0], name=WEIGHT, there=param.dtype, back=param.dtype, returns=False))
-        for name, (kept, reduced) in method_slots(tuple(param.shape), group, method).items():
-            if not kept.at_owner:
+        for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
+            if not slot.at_owner:
                 tensor = state[param][name]
-                layout = slots[0].layout if kept.shape == "[m, n]" else layout_of(tensor, ranks)
+                layout = slots[0].layout if slot.shape == "[m, n]" else layout_of(tensor, ranks)
                 slots.append(Slot(name, layout, reduced.fused, tensor.dtype, tensor.dtype))
         return tuple(slots)
 
@@ -153,11 +175,11 @@ class Planner:
         compute = method.precision(group).compute
 
         def cost(m: int, n: int) -> int:
-            unit = self.cost(m, n, steps, gram)
-            own = method.cost(m, n, group)
+            iterations = self.cost(m, n, steps, gram) if method.orthogonalizes else 0
             # A measured cost is of Newton-Schulz; a method's own FLOPs take as long as those.
-            rest = round(own * self.cost(m, n, 1, None) / flops(m, n, 1)) if own else 0
-            return max(1, (unit if method.orthogonalizes else 0) + rest)
+            method_flops = method.cost(m, n, group)
+            other = round(method_flops * self.cost(m, n, 1, None) / flops(m, n, 1)) if method_flops else 0
+            return max(1, iterations + other)
 
         return Spec(
             slots,
@@ -165,7 +187,7 @@ class Planner:
             lambda m, n, copies: self.form(device, compute, m, n, copies),
             lambda m, n: self.scale(group, m, n),
             owners,
-            tuple((slot, kept.shape) for slot, kept in method.slots_of(group).items() if kept.at_owner),
+            tuple((name, slot.shape) for name, slot in method.slots_of(group).items() if slot.at_owner),
         )
 
 
@@ -174,14 +196,14 @@ def elementwise(
     specs: Sequence[Spec],
     weights: Sequence[Tensor],
     device: torch.device,
-    apart: Collection[int],
+    accumulated_before: Collection[int],
     momentum_dtypes: Collection[torch.dtype],
 ) -> Elementwise:
     """Return the backend: kernels on NVIDIA GPUs, operators elsewhere, where they are as good.
 
     Args:
-        apart: see `KernelElementwise`.
-        momentum_dtypes: of what is stored of momenta.
+        accumulated_before: see `KernelElementwise`.
+        momentum_dtypes: those in which momenta are stored.
 
     Warns:
         RuntimeWarning: there is a GPU, and no Triton: operators do the work, in many more launches.
@@ -195,5 +217,5 @@ def elementwise(
         else:
             if {*momentum_dtypes, *(weight.dtype for weight in weights)} <= {*KERNEL_DTYPES}:
                 numels = [weight.numel() for weight in weights]
-                return KernelElementwise(schedule, specs, numels, device, accumulated_before=apart)
+                return KernelElementwise(schedule, specs, numels, device, accumulated_before=accumulated_before)
     return TorchElementwise(schedule, specs, [weight.shape for weight in weights], device)

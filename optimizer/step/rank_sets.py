@@ -48,11 +48,11 @@ def refuse_ended_groups(*groups: dist.ProcessGroup | None) -> None:
         try:
             if group is None or len(ranks_of_group(group)) == group.size():
                 continue
-            what = f"has {group.size()} ranks now, and was made for {len(ranks_of_group(group))}"
+            reason = f"has {group.size()} ranks now, and was made for {len(ranks_of_group(group))}"
         except KeyError:
-            what = "has been destroyed"
+            reason = "has been destroyed"
         raise RuntimeError(
-            f"the process group by which this optimizer shares its steps {what}. Build an optimizer anew: of plain "
+            f"the process group by which this optimizer shares its steps {reason}. Build an optimizer anew: of plain "
             "tensors (DDP) with replicas= the new group, and new.load_state_dict(old.state_dict()), as every rank has "
             "all state, unless a method keeps some at owners; then, and of sharded parameters on a new mesh, from a "
             "checkpoint (muonckpt.load)"
@@ -60,7 +60,7 @@ def refuse_ended_groups(*groups: dist.ProcessGroup | None) -> None:
 
 
 def unique_groups(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup | None]:
-    """Return groups, each replaced by the first one of the same ranks: ``new_group`` makes a new object every time."""
+    """Return groups, each replaced by the first of the same ranks: ``new_group`` makes a new object every time."""
     first: dict[Ranks, dist.ProcessGroup] = {}
     return [first.setdefault(ranks_of_group(group), group) if group is not None else None for group in groups]
 
@@ -89,7 +89,7 @@ def crossing_error(sets: Sequence[Ranks]) -> ValueError | None:
     return None
 
 
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[Ranks, dist.ProcessGroup]] = WeakKeyDictionary()
+_new_groups: WeakKeyDictionary[dist.ProcessGroup, dict[Ranks, dist.ProcessGroup]] = WeakKeyDictionary()
 """The groups that `group_of` has made, by the default process group: they end with it."""
 
 
@@ -112,10 +112,10 @@ def group_of(ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessG
         # The groups of unused mesh axes are fake and carry nothing.
         if ranks_of_group(group) == ranks and (dist.get_backend(group) == "fake") == (dist.get_backend() == "fake"):
             return group
-    made = _made.setdefault(world, {})
-    if ranks not in made:
-        made[ranks] = new_group(ranks, dist.get_backend(world), time_out(world, world._device_types[0]))
-    return made[ranks]
+    groups = _new_groups.setdefault(world, {})
+    if ranks not in groups:
+        groups[ranks] = new_group(ranks, dist.get_backend(world), time_out(world, world._device_types[0]))
+    return groups[ranks]
 
 
 def groups_of_mesh(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
@@ -125,7 +125,7 @@ def groups_of_mesh(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """A parameter, the number of its group, and its name if groups have names."""
+    """A parameter, the number of its group, and its name if the groups have names."""
 
     param: Tensor
     group: int
@@ -173,31 +173,38 @@ class RankSet:
     @property
     def labels(self) -> list[str]:
         """Names of the parameters, the same on all ranks."""
-        named = enumerate(member.name for member in self.members)
-        return [f"parameter {number}" if name is None else f"parameter {name!r}" for number, name in named]
+        return [
+            f"parameter {number if member.name is None else repr(member.name)}"
+            for number, member in enumerate(self.members)
+        ]
 
     def step_intent(self, all_groups: Sequence[ParamGroup], constants: Facts) -> Intent:
         """Return the intent to step those of the parameters that have a gradient."""
-        gradients = tuple([None if (given := param.grad) is None else given.dtype for param, *_ in self._momenta])
-        momenta = tuple([None if slot is None else slots[slot].dtype for _, slots, slot in self._momenta])
-        groups = self.groups(all_groups)
-        return step_intent(groups, self.device, constants, gradients, momenta, lambda: self.labels)
+        gradients: list[torch.dtype | None] = []
+        momenta: list[torch.dtype | None] = []
+        for param, slots, momentum in self._momenta:
+            gradient = param.grad
+            gradients.append(None if gradient is None else gradient.dtype)
+            momenta.append(None if momentum is None else slots[momentum].dtype)
+        dtypes = tuple(gradients), tuple(momenta)
+        return step_intent(self.groups(all_groups), self.device, constants, *dtypes, lambda: self.labels)
 
     @cached_property
     def _momenta(self) -> list[tuple[Tensor, Mapping[str, Tensor], str | None]]:
         """Parameters, their states, and the slots of momenta: looking parameters up in each step would take longer."""
-        states = ((member.param, self.state[member.param]) for member in self.members)
-        return [
-            (param, slots, next(iter({**stored_parts(slots, MOMENTUM), **stored_parts(slots, EXP_AVG)}), None))
-            for param, slots in states
-        ]
+        momenta = []
+        for member in self.members:
+            slots = self.state[member.param]
+            names = [*stored_parts(slots, MOMENTUM), *stored_parts(slots, EXP_AVG)]
+            momenta.append((member.param, slots, names[0] if names else None))
+        return momenta
 
     def groups(self, all_groups: Sequence[ParamGroup]) -> dict[int, ParamGroup]:
         """Return the groups of its parameters, by their common numbers."""
         return {number: all_groups[group] for group, number in self.group_numbers.items()}
 
 
-_built: WeakKeyDictionary[dist.ProcessGroup, Counter[Hashable]] = WeakKeyDictionary()
+_optimizer_counts: WeakKeyDictionary[dist.ProcessGroup, Counter[Hashable]] = WeakKeyDictionary()
 """The number of optimizers of each kind that this process has built, by the default process group."""
 
 
@@ -206,11 +213,12 @@ def ordinals(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup | None) -
     numbers: dict[Ranks, int] = {}
     if (world := dist.group.WORLD) is None:
         return numbers
-    built = _built.setdefault(world, Counter())
-    for held in rank_sets(groups, replicas):
-        kind = (held.ranks, *((member.algorithm, member.name, member.param.shape) for member in held.members))
-        built[kind] += 1
-        numbers[held.ranks] = built[kind]
+    counts = _optimizer_counts.setdefault(world, Counter())
+    for rank_set in rank_sets(groups, replicas):
+        members = ((member.algorithm, member.name, member.param.shape) for member in rank_set.members)
+        kind = (rank_set.ranks, *members)
+        counts[kind] += 1
+        numbers[rank_set.ranks] = counts[kind]
     return numbers
 
 
@@ -218,10 +226,10 @@ def rank_sets(
     groups: Sequence[ParamGroup], replicas: dist.ProcessGroup | None, state: State = MappingProxyType({})
 ) -> list[RankSet]:
     """Return the parameters of groups by their ranks, in the global order of collectives."""
-    held: defaultdict[Ranks, list[Member]] = defaultdict(list)
+    members: defaultdict[Ranks, list[Member]] = defaultdict(list)
     if replicas is not None:
-        held[ranks_of_group(replicas)] = []
+        members[ranks_of_group(replicas)] = []
     for number, group in enumerate(groups):
         for param, name in zip_longest(group["params"], group.get("param_names", ())[: len(group["params"])]):
-            held[ranks_of(param, replicas)].append(Member(param, number, group["algorithm"], name))
-    return [RankSet(ranks, tuple(held[ranks]), state) for ranks in sorted(held, key=collective_order)]
+            members[ranks_of(param, replicas)].append(Member(param, number, group["algorithm"], name))
+    return [RankSet(ranks, tuple(members[ranks]), state) for ranks in sorted(members, key=collective_order)]
