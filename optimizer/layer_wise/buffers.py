@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from ..step.agreement import Facts, plan_facts
 from ..step.exchange import ALL_GATHER
 
 SharingGroup = dist.ProcessGroup | None
-"""None: this process alone."""
+"""The group of ranks that share a parameter; None if only this process has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Members:
     """The parameters of some groups of a model, in its order.
 
     Attributes:
-        named, name_of: parameters by name, and the other way round.
+        named, name_of: parameters by name, and names by parameter.
         group_of: the process group that shares a parameter, by name.
         experts: names of experts' parameters.
         sizes: of the two process groups.
@@ -64,62 +64,64 @@ class Members:
         Raises:
             ValueError: a parameter is not the model's, is in no group, or cannot lie in flat buffers.
         """
-        grouped = {id(param) for group in groups for param in group["params"]}
+        grouped = set(map(id, chain(*(group["params"] for group in groups))))
         named = {name: param for name, param in model.named_parameters() if id(param) in grouped}
         if len(named) < len(grouped):
             raise ValueError(f"{len(grouped) - len(named)} parameters in the groups are not the model's")
-        if left := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in grouped]:
-            raise ValueError(f"parameters in no group, whose gradients would not be reduced: {listed(left)}")
+        if ungrouped := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in grouped]:
+            raise ValueError(f"parameters in no group, whose gradients would not be reduced: {listed(ungrouped)}")
         for name, param in named.items():
-            _check(name, param)
+            _refuse_unfit(name, param)
         name_of: dict[Tensor, str] = {param: name for name, param in named.items()}
         experts = list(experts)
         if strangers := [tuple(param.shape) for param in experts if param not in name_of]:
             raise ValueError(f"experts that are in no group: of shapes {strangers[:8]}")
-        expert = frozenset(name_of[param] for param in experts)
-        if expert and expert_group is None and dist.is_initialized():
+        expert_names = frozenset(name_of[param] for param in experts)
+        if expert_names and expert_group is None and dist.is_initialized():
             raise ValueError("experts need an expert_group: the ranks that hold the same ones")
-        group_of = {name: expert_group if name in expert else group for name in named}
-        return cls(named, name_of, group_of, expert, GroupSizes(size_of(group), size_of(expert_group)))
+        group_of = {name: expert_group if name in expert_names else group for name in named}
+        return cls(named, name_of, group_of, expert_names, GroupSizes(size_of(group), size_of(expert_group)))
 
-    def to_place(
+    def placement_request(
         self, groups: Sequence[Mapping[str, Any]], bucket_size: int | None, previous: Mapping[str, int | None] | None
     ) -> PlacementRequest:
         """Return the input of a placement, given groups with all their options."""
-        own = [tuple(self.name_of[param] for param in group["params"]) for group in groups]
-        matrices = [names for names, group in zip(own, groups, strict=True) if is_matrix_method(group["algorithm"])]
+        group_names = [tuple(self.name_of[param] for param in group["params"]) for group in groups]
+        matrices: set[str] = set()
+        for names, group in zip(group_names, groups, strict=True):
+            matrices |= {*names} if is_matrix_method(group["algorithm"]) else set()
         parameters = [
             Parameter(name, tuple(param.shape), str(param.dtype).removeprefix("torch."), expert=name in self.experts)
             for name, param in self.named.items()
         ]
         return PlacementRequest(
             tuple(parameters),
-            frozenset(name for names in matrices for name in names),
+            frozenset(matrices),
             self.sizes,
-            groups=tuple(own),
+            groups=tuple(group_names),
             bucket_size=bucket_size,
             previous=previous,
         )
 
     def facts(self, groups: Sequence[Mapping[str, Any]], buffers: Sequence[BufferLayout]) -> Facts:
-        """Return what must be the same on all ranks, given groups with all their options."""
-        in_group = {self.name_of[param]: number for number, group in enumerate(groups) for param in group["params"]}
-        numbers = {
-            f"parameter {name}": f"{tuple(param.shape)} {param.dtype}, in group {in_group[name]}"
-            for name, param in self.named.items()
-        }
+        """Return the facts that must be the same on all ranks, given groups with all their options."""
+        parameters = {}
+        for number, group in enumerate(groups):
+            for param in group["params"]:
+                fact = f"{tuple(param.shape)} {param.dtype}, in group {number}"
+                parameters[f"parameter {self.name_of[param]}"] = fact
         # The buffers stand for all that decides on them: placement, bucket size, previous owners.
         digest = hashlib.blake2b(json.dumps([*map(to_json, buffers)]).encode(), digest_size=8).hexdigest()
-        return {**numbers, **plan_facts(dict(enumerate(groups))), "the layout of buffers": digest}
+        return {**parameters, **plan_facts(dict(enumerate(groups))), "the layout of buffers": digest}
 
     def group_of_buffer(self, buffer: BufferLayout) -> SharingGroup:
         return self.group_of[buffer.parameters[0].parameter.name]
 
 
-def groups_with(stepped: Mapping[Tensor, Tensor], groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def replace_params(groups: Iterable[Mapping[str, Any]], tensors: Mapping[Tensor, Tensor]) -> list[dict[str, Any]]:
     """Return parameter groups with other tensors in place of those parameters that have one."""
     return [
-        {**options_of(group), "params": [stepped[param] for param in group["params"] if param in stepped]}
+        {**options_of(group), "params": [tensors[param] for param in group["params"] if param in tensors]}
         for group in groups
     ]
 
@@ -137,27 +139,30 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _check(name: str, param: Tensor) -> None:
-    about = f"parameter {name!r}, {param.dtype} of shape {tuple(param.shape)}"
+def _refuse_unfit(name: str, param: Tensor) -> None:
+    """Raise ValueError for a parameter that cannot lie in flat buffers."""
+    description = f"parameter {name!r}, {param.dtype} of shape {tuple(param.shape)}"
     if type(param.data) is not Tensor:
         raise ValueError(
-            f"{about}: a {type(param.data).__name__}; layer-wise buffers hold plain tensors, of data parallelism "
+            f"{description}: a {type(param.data).__name__}; layer-wise buffers hold plain tensors, of data parallelism "
             "only. Muon steps DTensors"
         )
     if not param.is_floating_point() or param.dtype.itemsize < 2:
-        raise ValueError(f"{about}: FP8 and FP4 parameters cannot be gathered; keep parameters in 16 bits or more")
+        raise ValueError(
+            f"{description}: FP8 and FP4 parameters cannot be gathered; keep parameters in 16 bits or more"
+        )
     if not param.requires_grad:
-        raise ValueError(f"{about}: frozen; leave it out of the groups")
+        raise ValueError(f"{description}: frozen; leave it out of the groups")
     if not param.ndim or not param.numel():
-        raise ValueError(f"{about}: give it a dim and an element, as sharded data parallelism demands as well")
+        raise ValueError(f"{description}: give it a dim and an element, as sharded data parallelism demands as well")
     if getattr(param, "_post_accumulate_grad_hooks", None):
         raise ValueError(
-            f"{about}: its gradients go elsewhere already (FSDP, or another LayerWise, which has a close()); several "
-            "optimizer instances for one model are not supported"
+            f"{description}: its gradients go elsewhere already (FSDP, or another LayerWise, which has a close()); "
+            "several optimizer instances for one model are not supported"
         )
 
 
-def laid_out(layout: str | Sequence[BufferLayout], model: PlacementRequest) -> tuple[BufferLayout, ...]:
+def make_layouts(layout: str | Sequence[BufferLayout], request: PlacementRequest) -> tuple[BufferLayout, ...]:
     """Return the buffers of a model, as one of `PLACEMENTS` makes them or as they were recorded.
 
     Raises:
@@ -167,54 +172,55 @@ def laid_out(layout: str | Sequence[BufferLayout], model: PlacementRequest) -> t
         if layout not in PLACEMENTS:
             close = did_you_mean(layout, [*PLACEMENTS])
             raise ValueError(f"layout={layout!r}: expected one of {', '.join(PLACEMENTS)}, or recorded buffers{close}")
-        return PLACEMENTS[layout].place(model)
+        return PLACEMENTS[layout].place(request)
     recorded = {placed.parameter: buffer for buffer in layout for placed in buffer.parameters}
-    if differing := {*recorded} ^ {*model.parameters}:
+    if differing := {*recorded} ^ {*request.parameters}:
         names = sorted({parameter.name for parameter in differing})
         raise LayoutError(f"the recorded buffers do not fit the model: {listed(names)}")
     for parameter, buffer in recorded.items():
-        if buffer.ranks != model.sizes.of(parameter):
-            raise LayoutError(f"recorded for {buffer.ranks} ranks, but {parameter.name!r} has {model.sizes}")
-        if parameter.name in model.matrices and buffer.owners[parameter.name] is None:
+        if buffer.ranks != request.sizes.of(parameter):
+            raise LayoutError(f"recorded for {buffer.ranks} ranks, but {parameter.name!r} has {request.sizes}")
+        if parameter.name in request.matrices and buffer.owners[parameter.name] is None:
             raise LayoutError(f"matrix {parameter.name!r} has no owner in the recorded buffers")
     return tuple(layout)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The part of a parameter that this rank holds once gradients are reduced.
+    """This rank's part of a parameter once gradients are reduced.
 
     Attributes:
         boxes: of the parameter, in the order of memory; none if the rank holds nothing.
         weight, gradient: views of the buffers: flat, or of the parameter's shape if the rank holds all of it.
-        stepped: the tensor to step: the weight itself, or the float32 master of one of 16 bits.
+        master: the tensor to step: the weight itself, or a float32 copy of one of 16 bits.
     """
 
     boxes: tuple[Box, ...]
     weight: Tensor
     gradient: Tensor
-    stepped: Tensor
+    master: Tensor
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """The boxes with their places in the tensor to step."""
-        begins = accumulate((box.numel for box in self.boxes), initial=0)
-        return tuple(dense(box, 0, begin) for box, begin in zip(self.boxes, begins, strict=False))
+        """The boxes with their places in the master."""
+        offsets = accumulate((box.numel for box in self.boxes), initial=0)
+        return tuple(dense(box, 0, offset) for box, offset in zip(self.boxes, offsets, strict=False))
 
     @property
-    def mastered(self) -> bool:
-        return self.stepped is not self.weight
+    def has_master(self) -> bool:
+        """Whether the master is a tensor of its own."""
+        return self.master is not self.weight
 
-    def follow(self) -> None:
+    def refresh_master(self) -> None:
         """Update the master where the weight was written since `publish`, as when a model is loaded."""
-        if self.mastered:
-            rounded = self.stepped.to(self.weight.dtype)
-            self.stepped.copy_(self.stepped.where(rounded == self.weight, self.weight.to(self.stepped.dtype)))
+        if self.has_master:
+            is_current = self.master.to(self.weight.dtype) == self.weight
+            self.master.copy_(self.master.where(is_current, self.weight.to(self.master.dtype)))
 
     def publish(self) -> None:
         """Round the master to the weight."""
-        if self.mastered:
-            self.weight.copy_(self.stepped)
+        if self.has_master:
+            self.weight.copy_(self.master)
 
 
 class FlatBuffer:
@@ -235,10 +241,10 @@ class FlatBuffer:
     ) -> None:
         self.layout, self.group = layout, group
         self.rank = dist.get_rank(group) if group is not None else 0
-        some = params[layout.parameters[0].parameter.name]
+        example = params[layout.parameters[0].parameter.name]
         # Padding stays zero: it is never written, and collectives add up zeros.
-        self.weights = torch.zeros(layout.numel, dtype=some.dtype, device=some.device)
-        self.gradients = torch.zeros(layout.numel, dtype=gradient_dtype or some.dtype, device=some.device)
+        self.weights = torch.zeros(layout.numel, dtype=example.dtype, device=example.device)
+        self.gradients = torch.zeros(layout.numel, dtype=gradient_dtype or example.dtype, device=example.device)
         self.gradient_of: dict[str, Tensor] = {}
         for placed in layout.parameters:
             weight, self.gradient_of[placed.name] = (
@@ -250,7 +256,7 @@ class FlatBuffer:
         if group is not None:
             dist.broadcast(self.weights, group=group, group_src=0)
 
-    def part(self, placed: PlacedParameter) -> Part:
+    def part_of(self, placed: PlacedParameter) -> Part:
         """Return this rank's part of a parameter, with a new master."""
         start, stop = placed.start, placed.start
         for shard in self.layout.shards_of(placed):
@@ -259,7 +265,7 @@ class FlatBuffer:
                     raise LayoutError(f"rank {self.rank} holds several ranges of {placed.name!r}")
                 start, stop = max(placed.start, shard.start), min(placed.stop, shard.stop)
         shape = placed.parameter.shape if stop - start == placed.parameter.numel else (stop - start,)
-        weight, gradient = (whole[start:stop].view(shape) for whole in (self.weights, self.gradients))
+        weight, gradient = (memory[start:stop].view(shape) for memory in (self.weights, self.gradients))
         boxes = flat_boxes(placed.parameter.shape, start - placed.start, stop - placed.start) if start < stop else ()
         return Part(tuple(boxes), weight, gradient, weight.to(exact_dtype(weight)))
 
@@ -293,32 +299,34 @@ class Bucket:
             if start <= shard.start < stop
         ]
 
-    def _held(self, memory: Tensor) -> list[tuple[int, Tensor]]:
+    def _shard_views(self, memory: Tensor) -> list[tuple[int, Tensor]]:
         """Return each shard's rank in the group and its view of the weights or gradients."""
         return [(rank, memory[start:stop]) for rank, start, stop in self._shards]
 
     def reduce(self) -> list[dist.Work]:
-        """Begin to add up gradients in place; afterwards only their holders' memory is defined."""
+        """Begin to add up gradients in place; afterwards only the memory of each rank's shard is defined."""
         memory, group = self._gradients, self.group
         if group is None:
             return []
+        shards = self._shard_views(memory)
         if self.even:
-            return [REDUCE_SCATTER(self._held(memory)[self._rank][1], memory, group=group, async_op=True)]
+            return [REDUCE_SCATTER(shards[self._rank][1], memory, group=group, async_op=True)]
         if not self._exact:
             return [dist.all_reduce(memory, group=group, async_op=True)]
-        return [dist.reduce(shard, group=group, group_dst=to, async_op=True) for to, shard in self._held(memory)]
+        return [dist.reduce(shard, group=group, group_dst=rank, async_op=True) for rank, shard in shards]
 
     def gather(self) -> list[dist.Work]:
         """Begin to gather the weights in place, on every rank."""
         memory, group = self._weights, self.group
         if group is None:
             return []
+        shards = self._shard_views(memory)
         if self.even:
-            return [ALL_GATHER(memory, self._held(memory)[self._rank][1], group=group, async_op=True)]
-        return [dist.broadcast(shard, group=group, group_src=of, async_op=True) for of, shard in self._held(memory)]
+            return [ALL_GATHER(memory, shards[self._rank][1], group=group, async_op=True)]
+        return [dist.broadcast(shard, group=group, group_src=rank, async_op=True) for rank, shard in shards]
 
 
-def filled(
+def fill_buffers(
     layouts: Sequence[BufferLayout], members: Members, gradient_dtype: torch.dtype | None, exact: bool
 ) -> tuple[dict[str, Part], list[Bucket]]:
     """Make buffers with rank 0's values; return this rank's parts by name, and buckets in the order of backward passes.
@@ -330,11 +338,11 @@ def filled(
     buckets: list[Bucket] = []
     for layout in layouts:
         buffer = FlatBuffer(layout, members.named, members.group_of_buffer(layout), gradient_dtype)
-        parts |= {placed.name: buffer.part(placed) for placed in layout.parameters}
+        parts |= {placed.name: buffer.part_of(placed) for placed in layout.parameters}
         buckets += [Bucket(buffer, number, exact) for number in range(len(layout.buckets))]
-    order = {name: number for number, name in enumerate(members.named)}
     # A bucket is full when the first of its parameters in the forward pass has its gradient.
-    buckets.sort(key=lambda bucket: min(order[name] for name in bucket.gradient_of), reverse=True)
+    order = {name: number for number, name in enumerate(members.named)}
+    buckets.sort(key=lambda bucket: min(map(order.__getitem__, bucket.gradient_of)), reverse=True)
     for bucket in {(bucket.group, bucket.even): bucket for bucket in reversed(buckets)}.values():
         _wait([*bucket.reduce(), *bucket.gather()])
     return parts, buckets
@@ -356,43 +364,43 @@ class Gradients:
         buckets: in the order in which they are reduced.
 
     Attributes:
-        seen: names of the parameters that have got a gradient since the last `forget`.
+        arrived_names: names of the parameters that have got a gradient since the last `drop`.
     """
 
     def __init__(self, params: Mapping[str, Tensor], buckets: Sequence[Bucket]) -> None:
-        self.seen: set[str] = set()
+        self.arrived_names: set[str] = set()
         self._params = params
         self._buckets = tuple(buckets)
         self._number_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.gradient_of}
-        self._last_pass = True
+        self._is_last_pass = True
         self._begin()
         self._handles: list[RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(partial(self._take, name))  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(partial(self._collect, name))  # type: ignore[no-untyped-call]
             for name, param in params.items()
         ]
 
     def _begin(self) -> None:
-        self._awaited = [set(bucket.gradient_of) for bucket in self._buckets]
-        self._reduced = 0
+        self._pending_names = [set(bucket.gradient_of) for bucket in self._buckets]
+        self._num_reduced = 0
         self._works: list[dist.Work] = []
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulate_only(self) -> Iterator[None]:
         """Keep backward passes inside from reducing."""
-        before, self._last_pass = self._last_pass, False
+        was_last_pass, self._is_last_pass = self._is_last_pass, False
         try:
             yield
         finally:
-            self._last_pass = before
+            self._is_last_pass = was_last_pass
 
     def finish(self) -> None:
         """Reduce the remaining buckets, and wait for all."""
-        while self._reduced < len(self._buckets):
+        while self._num_reduced < len(self._buckets):
             self._reduce_next()
         self._wait()
 
-    def take_written(self) -> None:
-        """Take gradients that code has written to parameters, as if they came from a backward pass.
+    def collect_written(self) -> None:
+        """Collect gradients that code has written to parameters, as if they came from a backward pass.
 
         Raises:
             ValueError: a backward pass has given one already.
@@ -400,20 +408,20 @@ class Gradients:
         for name, param in self._params.items():
             if param.grad is None:
                 continue
-            if name in self.seen:
+            if name in self.arrived_names:
                 raise ValueError(
                     f"{name!r} has a gradient in param.grad, and another in its buffer, from a backward pass: only one "
                     "can count. Change gradients while they are made, with parameter.register_hook(function), or write "
                     "param.grad without a backward pass; zero_grad() drops both"
                 )
-            self._take(name, param)
+            self._collect(name, param)
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """Drop all gradients, reduced, accumulated or written."""
         self._wait()
         for param in self._params.values():
             param.grad = None
-        self.seen.clear()
+        self.arrived_names.clear()
         self._begin()
 
     def close(self) -> None:
@@ -422,32 +430,34 @@ class Gradients:
         for handle in self._handles:
             handle.remove()
 
-    def _take(self, name: str, param: Tensor) -> None:
+    def _collect(self, name: str, param: Tensor) -> None:
         number = self._number_of[name]
         assert param.grad is not None
-        if number < self._reduced:
+        if number < self._num_reduced:
             raise RuntimeError(
                 f"a gradient of {name!r} after its bucket was reduced: run all backward passes of a step but the last "
                 "under no_sync(), and call step() or zero_grad() before the next"
             )
-        home = self._buckets[number].gradient_of[name]
-        if name in self.seen:
-            home.add_(param.grad)
+        # Into the buffer, in place of the last step's or beside that of an earlier pass.
+        target = self._buckets[number].gradient_of[name]
+        if name in self.arrived_names:
+            target.add_(param.grad)
         else:
-            home.copy_(param.grad)
-            self.seen.add(name)
+            target.copy_(param.grad)
+            self.arrived_names.add(name)
         param.grad = None
-        if self._last_pass:
-            self._awaited[number].discard(name)
-            while self._reduced < len(self._buckets) and not self._awaited[self._reduced]:
+        # In the last pass it may have filled its bucket.
+        if self._is_last_pass:
+            self._pending_names[number].discard(name)
+            while self._num_reduced < len(self._buckets) and not self._pending_names[self._num_reduced]:
                 self._reduce_next()
 
     def _reduce_next(self) -> None:
-        bucket = self._buckets[self._reduced]
-        for name in bucket.gradient_of.keys() - self.seen:
+        bucket = self._buckets[self._num_reduced]
+        for name in bucket.gradient_of.keys() - self.arrived_names:
             bucket.gradient_of[name].zero_()  # or the last step's
         self._works += bucket.reduce()
-        self._reduced += 1
+        self._num_reduced += 1
 
     def _wait(self) -> None:
         _wait(self._works)
@@ -459,27 +469,25 @@ class Gathers:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
-        self._under_way: dict[int, Sequence[dist.Work]] = {}
+        self._pending: dict[int, Sequence[dist.Work]] = {}
 
     def start(self) -> None:
         """Begin all gathers, those of the first layers first: these are last in the backward pass."""
         for number in reversed(range(len(self._buckets))):
-            self._under_way[number] = self._buckets[number].gather()
+            self._pending[number] = self._buckets[number].gather()
 
-    def wait(self, numbers: Sequence[int] | None = None) -> None:
-        """Wait for some buckets, or for all."""
-        for number in list(self._under_way) if numbers is None else numbers:
-            _wait(self._under_way.pop(number, ()))
+    def wait(self, numbers: Sequence[int] | None = None, *_: object) -> None:
+        """Wait for some buckets, or for all; other arguments are those of hooks."""
+        for number in list(self._pending) if numbers is None else numbers:
+            _wait(self._pending.pop(number, ()))
 
     def hook(self, model: nn.Module, name_of: Mapping[Tensor, str]) -> list[RemovableHandle]:
         """Make modules wait for their own parameters before their forward, and the model for all before it is saved."""
-        numbers = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.gradient_of}
+        number_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.gradient_of}
         handles: list[RemovableHandle] = []
         for module in model.modules():
-            own = [numbers[name_of[param]] for param in module.parameters(recurse=False) if param in name_of]
-            handles.append(module.register_forward_pre_hook(partial(self._before, own)))
-        before_saving = model.register_state_dict_pre_hook(partial(self._before, None))  # type: ignore[no-untyped-call]
-        return [*handles, before_saving]
-
-    def _before(self, numbers: Sequence[int] | None, *_: object) -> None:
-        self.wait(numbers)
+            params = [param for param in module.parameters(recurse=False) if param in name_of]
+            numbers = [number_of[name_of[param]] for param in params]
+            handles.append(module.register_forward_pre_hook(partial(self.wait, numbers)))
+        handles.append(model.register_state_dict_pre_hook(partial(self.wait, None)))  # type: ignore[no-untyped-call]
+        return handles

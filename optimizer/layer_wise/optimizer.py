@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,15 +59,15 @@ from .buffers import (
     Members,
     Part,
     SharingGroup,
-    filled,
-    groups_with,
-    laid_out,
+    fill_buffers,
+    make_layouts,
     options_of,
+    replace_params,
     size_of,
     this_rank,
 )
 
-BUCKET = 40_000_000
+BUCKET_SIZE = 40_000_000
 """Megatron's smallest bucket, in elements."""
 
 
@@ -114,7 +115,7 @@ class LayerWise(CollectiveOptimizer):
         lr: float | Tensor = MUON.lr,
         *,
         layout: str | Sequence[BufferLayout] = "padded-nscost",
-        bucket_size: int | None = BUCKET,
+        bucket_size: int | None = BUCKET_SIZE,
         group: SharingGroup = None,
         experts: Iterable[Tensor] = (),
         expert_group: SharingGroup = None,
@@ -127,15 +128,15 @@ class LayerWise(CollectiveOptimizer):
         most_skipped: int = MAX_SKIPPED_STEPS,
         **options: Any,
     ) -> None:
-        group, expert_group = unique_groups(
-            group or (dist.group.WORLD if dist.is_initialized() else None), expert_group
-        )
-        self._group, self._overlap, self._fixed = group, overlap, False
+        default_group = dist.group.WORLD if dist.is_initialized() else None
+        group, expert_group = unique_groups(group or default_group, expert_group)
+        self._group, self._overlap, self._is_built = group, overlap, False
         self._device = next((param.device for param in model.parameters()), torch.device("cpu"))
         self._agreement = GroupAgreement((group, expert_group), self._device)
-        self._outside = sorted({*ranks_of_group(expert_group)} - {*ranks_of_group(group)})
+        self._outside_ranks = sorted({*ranks_of_group(expert_group)} - {*ranks_of_group(group)})
         self._nonfinite: NonFinite | None = None
         self._layout = layout if isinstance(layout, str) else "recorded"
+        # Check the arguments and lay out buffers, alike on all ranks or on none.
         intent = Intent.of(AGREE_ON_PLAN, {})
         try:
             for name, value in {"average": average, "exact": exact, "overlap": overlap}.items():
@@ -147,67 +148,70 @@ class LayerWise(CollectiveOptimizer):
                     raise refusal
             Optimizer.__init__(self, groups, {})
             self._members = Members.of(model, self.param_groups, group, experts, expert_group)
-            example = self._example(lr, options)
-            self.buffers = laid_out(layout, self._members.to_place(self.param_groups, bucket_size, previous))
+            self._template = self._make_template(lr, options)
+            request = self._members.placement_request(self.param_groups, bucket_size, previous)
+            self.buffers = make_layouts(layout, request)
             policy = self._nonfinite.policy if self._nonfinite is not None else None
             transport = {"average": average, "exact": exact, "overlap": overlap, "gradient_dtype": gradient_dtype}
             facts = {name: str(value) for name, value in {**transport, "nonfinite": policy}.items()}
-            facts["expert_group"] = "reaches beyond group" if self._outside else "lies in group"
+            facts["expert_group"] = "reaches beyond group" if self._outside_ranks else "lies in group"
             intent = Intent.of(AGREE_ON_PLAN, {**facts, **self._members.facts(self.param_groups, self.buffers)})
         except Exception as error:
             intent = intent.failed(error, this_rank())
         self._agree(intent)
-        self._fixed = True
+        self._is_built = True
         # Ranks build it together, so all of them count alike.
         self._ordinal = sum(ordinals(self.param_groups, group).values())
         self._divisor = size_of(group) if average else 1
-        self._parts, buckets = filled(self.buffers, self._members, gradient_dtype, exact)
-        self._template, self._inner = example, self._stepper(example, lr, options)
+        # Move the model into the buffers, and make the state of this rank's parts.
+        self._parts, buckets = fill_buffers(self.buffers, self._members, gradient_dtype, exact)
+        self._inner = self._make_stepper(lr, options)
         self._share_state(self._members.name_of)
-        self._seen = [GroupSnapshot.of(group["params"], self.state) for group in self.param_groups]
-        self._slots, self._begun_anew = SlotSnapshot.of(self.state), list[str]()
+        self._snapshots = [GroupSnapshot.of(group["params"], self.state) for group in self.param_groups]
+        self._slot_snapshot, self._restarted_names = SlotSnapshot.of(self.state), list[str]()
         self._addresses = {param: param.data_ptr() for param in self._members.name_of}
         self._gradients, self._gathers = Gradients(self._members.named, buckets), Gathers(buckets)
         self._active: set[str] | None = None
-        self._skipped, self._closed = False, False
+        self._is_skipped, self._is_closed = False, False
         self._model, self._warned = weakref.ref(model), set[str]()
         IN_BUFFERS.update(dict.fromkeys(self._members.name_of, True))
         self._handles = self._gathers.hook(model, self._members.name_of) if overlap else []
 
-    def _example(self, lr: float | Tensor, options: dict[str, Any]) -> Muon:
+    def _make_template(self, lr: float | Tensor, options: dict[str, Any]) -> Muon:
         """Return a `Muon` of whole parameters on the meta device, to refuse what any rank's would; copy its options."""
         if refused := sorted({"replicas", "exchange", "stages"} & options.keys()):
             raise ValueError(f"{refused}: owners step whole matrices, nothing is exchanged during a step")
-        wholes = {
+        meta = {
             param: torch.empty_like(param, dtype=exact_dtype(param), device="meta") for param in self._members.name_of
         }
-        example = Muon(groups_with(wholes, self.param_groups), lr, **options)
-        for group in example.param_groups:
+        template = Muon(replace_params(self.param_groups, meta), lr, **options)
+        for group in template.param_groups:
             if STATE_DTYPE in group and not codec_of(group).any_cut:
                 dtype = group[STATE_DTYPE]
                 raise ValueError(
                     f"{STATE_DTYPE}={dtype!r}: buffers cut parameters of AdamW and Lion anywhere, and blocks with "
                     f"them: keep their state in bfloat16. Matrices have whole owners; {MOMENTUM_DTYPE}={dtype!r} fits"
                 )
-        self.defaults, self.code_options = dict(example.defaults), example.code_options
-        for mine, complete in zip(self.param_groups, example.param_groups, strict=True):
-            mine.update(options_of(complete))
-        return example
+        self.defaults, self.code_options = dict(template.defaults), template.code_options
+        for group, complete in zip(self.param_groups, template.param_groups, strict=True):
+            group.update(options_of(complete))
+        return template
 
-    def _stepper(self, example: Muon, lr: float | Tensor, options: dict[str, Any]) -> Muon:
+    def _make_stepper(self, lr: float | Tensor, options: dict[str, Any]) -> Muon:
         """Return the `Muon` that steps this rank's parts."""
-        members, held = self._members, {}
+        # Of matrices only those that this rank owns; of everything else its part, even an empty one.
+        masters = {}
         for group in self.param_groups:
             for param in group["params"]:
-                # Of matrices only those that this rank owns; of everything else its part, even an empty one.
-                part = self._parts[members.name_of[param]]
+                part = self._parts[self._members.name_of[param]]
                 if part.boxes or not is_matrix_method(group["algorithm"]):
-                    held[param] = part.stepped
-        own = groups_with(held, self.param_groups)
-        given = [{**group, **example._scales.as_given(group), **example._methods.as_given(group)} for group in own]
-        inner = Muon(given, lr, **options)
+                    masters[param] = part.master
+        groups = replace_params(self.param_groups, masters)
+        for group in groups:
+            group |= self._template._scales.as_given(group) | self._template._methods.as_given(group)
+        inner = Muon(groups, lr, **options)
         inner._param_fragments = {
-            part.stepped: (tuple(members.named[name].shape), part.fragments) for name, part in self._parts.items()
+            part.master: (tuple(self._members.named[name].shape), part.fragments) for name, part in self._parts.items()
         }
         inner._warns = False  # no other rank has these tensors, and at times none has a gradient
         return inner
@@ -219,35 +223,36 @@ class LayerWise(CollectiveOptimizer):
             group: DeviceMesh.from_group(group, self._device.type) if group is not None else None
             for group in dict.fromkeys(members.group_of.values())
         }
-        for mine, whole_group in zip(self.param_groups, self._template.param_groups, strict=True):
-            for param, whole in zip(mine["params"], whole_group["params"], strict=True):
+        for group, template_group in zip(self.param_groups, self._template.param_groups, strict=True):
+            for param, meta in zip(group["params"], template_group["params"], strict=True):
                 if param in params:
-                    name = members.name_of[param]
-                    part, mesh = self._parts[name], meshes[members.group_of[name]]
-                    slots = self._inner.state.get(part.stepped, {})
-                    shared = state_of(whole, self._template.state[whole], part, slots, mesh)
+                    part = self._parts[members.name_of[param]]
+                    mesh = meshes[members.group_of[members.name_of[param]]]
+                    slots = self._inner.state.get(part.master, {})
+                    shared = shared_state(meta, self._template.state[meta], part, slots, mesh)
                     self.state.setdefault(param, {}).update(shared)
 
     def _follow_state(self) -> None:
         """Let parameters begin anew whose state was cleared, as `Muon` does; masters stay."""
-        if self._slots.is_current(self.state):
+        if self._slot_snapshot.is_current(self.state):
             return
-        params = {param for param, _ in find_cleared(self._seen, self._slots, self.param_groups, self.state)}
+        cleared = find_cleared(self._snapshots, self._slot_snapshot, self.param_groups, self.state)
+        params = {param for param, _ in cleared}
         names = [self._members.name_of[param] for param in params]
         for name in names:
-            self._inner.state.pop(self._parts[name].stepped, None)
+            self._inner.state.pop(self._parts[name].master, None)
         self._inner._follow_parameters()
         self._share_state(params)
-        self._begun_anew = sorted({*self._begun_anew, *names})
-        self._slots = SlotSnapshot.of(self.state)
+        self._restarted_names = sorted({*self._restarted_names, *names})
+        self._slot_snapshot = SlotSnapshot.of(self.state)
 
     @property
-    def _cleared(self) -> Facts:
-        return {CLEARED: ", ".join(self._begun_anew) or "none"}
+    def _cleared_fact(self) -> Facts:
+        return {CLEARED: ", ".join(self._restarted_names) or "none"}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups once the buffers are laid out."""
-        if self._fixed:
+        if self._is_built:
             raise ValueError("groups are fixed at construction: buffers cannot take more parameters")
         super().add_param_group(param_group)
 
@@ -255,75 +260,78 @@ class LayerWise(CollectiveOptimizer):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes inside only add up gradients; the first one outside reduces the sum."""
-        return self._gradients.accumulating()
+        return self._gradients.accumulate_only()
 
     def finish_gradients(self) -> None:
         """Wait for the reduced gradients, as `step` does otherwise.  Collective."""
         if self._active is None:
-            self._finish(None)
+            self._finish_gradients(None)
 
     def _agree(self, intent: Intent) -> None:
-        """Compare what all ranks intend, at once.  Collective."""
+        """Compare the intents of all ranks, at once.  Collective."""
         self._agreement.agree(intent, partial(Notes.compare, at_once=True))
         if intent.error is not None:
             raise intent.error
 
-    def _finish(self, failure: Exception | None) -> None:
+    def _finish_gradients(self, failure: Exception | None) -> None:
         refuse_ended_groups(*self._agreement.groups)
         self._agreement.read()
         try:
             self._refuse_closed()
-            self._gradients.take_written()
+            self._gradients.collect_written()
             self._follow_state()
             check_rates(self.param_groups, self._inner._method_of)
         except Exception as error:
             failure = failure or error
+        # A rank that fails reduces too, as the others wait for it.
         self._gradients.finish()
-        self._active = self._agreed(failure)
+        self._active = self._agree_on_active(failure)
         for part in self._parts.values():
             with rounded_once([part.gradient]) as [[gradient]]:
                 gradient.div_(self._divisor)
 
-    def _agreed(self, failure: Exception | None) -> set[str]:
+    def _agree_on_active(self, failure: Exception | None) -> set[str]:
         """Return the names of the parameters that have a gradient on any of the ranks that share them.
 
         Raises:
             Exception: on every rank, if rates differ or one rank has failed.
         """
-        seen, named = self._gradients.seen, self._members.group_of
-        agreed = {name for name, group in named.items() if group is None and name in seen}
+        arrived_names, group_of = self._gradients.arrived_names, self._members.group_of
+        active = {name for name, group in group_of.items() if group is None and name in arrived_names}
         skip = torch.zeros((), dtype=torch.bool)
         if self._nonfinite is not None:
-            skip, failure = self._nonfinite.check(self._guarded(), failure)
+            skip, failure = self._nonfinite.check(self._guard_gradients(), failure)
 
         def compare(notes: Notes, intent: Intent) -> None:
+            # One collective reduces the flags of parameters, the requests of signals, and whether a rank skips.
             nonlocal skip
-            names = [name for name, group in named.items() if group is notes.group]
-            flags = torch.tensor([name in seen for name in names], dtype=torch.uint8, device=notes.device)
-            asked = torch.tensor([requests.made() & bit > 0 for bit in requests.BITS]).to(flags)
-            flags, differing = reduce_flags(torch.cat([flags, asked, skip.view(1).to(flags)]), intent, notes.group)
+            names = [name for name, group in group_of.items() if group is notes.group]
+            flags = torch.tensor([name in arrived_names for name in names], dtype=torch.uint8, device=notes.device)
+            request_flags = torch.tensor([requests.made() & bit > 0 for bit in requests.BITS]).to(flags)
+            flags = torch.cat([flags, request_flags, skip.view(1).to(flags)])
+            flags, differing = reduce_flags(flags, intent, notes.group)
             notes.check(intent, differing, at_once=True)
-            *told, skip = torch.split(flags, [len(names), len(asked), 1])
-            agreed.update(name for name, flag in zip(names, told[0].tolist(), strict=True) if flag)
-            notes.report(told[1].tolist())
+            name_flags, request_flags, skip = torch.split(flags, [len(names), len(requests.BITS), 1])
+            active.update(name for name, flag in zip(names, name_flags.tolist(), strict=True) if flag)
+            notes.report(request_flags.tolist())
 
         groups = dict(enumerate(self.param_groups))
         constants = {
             **plan_facts(groups),
             "the optimizer, of those built of equal parameters": f"number {self._ordinal}",
-            **self._cleared,
+            **self._cleared_fact,
         }
         intent = step_intent(groups, self._device, constants)
         self._agreement.agree(intent if failure is None else intent.failed(failure, this_rank()), compare)
         if failure is not None:
             raise failure
-        self._skipped = bool(skip)
-        return agreed
+        self._is_skipped = bool(skip)
+        return active
 
-    def _guarded(self) -> Iterator[GuardedGradient]:
+    def _guard_gradients(self) -> Iterator[GuardedGradient]:
         for name, part in self._parts.items():
             if part.gradient.numel():
-                yield GuardedGradient(part.gradient, max_gradient(self._inner.state[part.stepped]), name)
+                yield GuardedGradient(part.gradient, max_gradient(self._inner.state[part.master]), name)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
@@ -335,10 +343,11 @@ class LayerWise(CollectiveOptimizer):
             ValueError: ranks of ``expert_group`` are not in ``group``: they would have another norm.
         """
         self.finish_gradients()
-        if self._outside:
+        if self._outside_ranks:
             raise ValueError(
-                f"the ranks {self._outside} of expert_group are not in group, which has {ranks_of_group(self._group)}: "
-                "they would have another norm; give a group that contains expert_group, or do not clip"
+                f"the ranks {self._outside_ranks} of expert_group are not in group, which has "
+                f"{ranks_of_group(self._group)}: they would have another norm; give a group that contains "
+                "expert_group, or do not clip"
             )
         gradients = [part.gradient for part in self._parts.values()]
         squares = sum_of_squares(gradients, gradients[0].device)
@@ -360,42 +369,43 @@ class LayerWise(CollectiveOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_strangers()
+        self._check_parameters()
         if self._active is not None:
-            self._gradients.take_written()
+            self._gradients.collect_written()
         self._step_with_ranks(None)
         return loss
 
     def _refuse_closed(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise RuntimeError(
                 "this optimizer was closed, and gets no gradients any more: step the one that was built after it, or "
                 "build LayerWise(model, ...) anew"
             )
 
-    def _refuse_strangers(self) -> None:
+    def _check_parameters(self) -> None:
         """Refuse other parameters in the place of those in the buffers; warn of others with gradients.
 
         Raises:
             ValueError: a parameter was replaced, cast or moved.
         """
-        held = {param for group in self.param_groups for param in group["params"]}
+        params = set(chain(*(group["params"] for group in self.param_groups)))
         model = self._model()
-        present = dict(model.named_parameters()) if model is not None else {}
+        model_params = dict(model.named_parameters()) if model is not None else {}
         for param, name in self._members.name_of.items():
-            if param not in held or param.data_ptr() != self._addresses[param] or present.get(name, param) is not param:
+            is_moved = param.data_ptr() != self._addresses[param]
+            if param not in params or is_moved or model_params.get(name, param) is not param:
                 raise ValueError(
                     f"parameter {name!r} was replaced, cast or moved after the optimizer was built, and lies "
                     "outside of its buffers. Load a model without assign=True, or close() this optimizer and build "
                     "another when the model has its final parameters"
                 )
-        others = present.keys() - self._members.named.keys() - self._warned
-        if left := [name for name in present if name in others and present[name].grad is not None]:
-            self._warned.update(left)
+        strangers = model_params.keys() - self._members.named.keys() - self._warned
+        if names := [name for name in model_params if name in strangers and model_params[name].grad is not None]:
+            self._warned.update(names)
             warn_on_rank(
                 "parameters have gradients and are in no group, so these are not reduced and no step changes them: "
-                f"{', '.join(in_globs(left, present.keys() - {*left}))}. To train them, close() this optimizer and "
-                "build another with groups of all parameters",
+                f"{', '.join(in_globs(names, model_params.keys() - {*names}))}. To train them, close() this optimizer "
+                "and build another with groups of all parameters",
                 RuntimeWarning,
                 stacklevel=6,
             )
@@ -408,33 +418,36 @@ class LayerWise(CollectiveOptimizer):
     def _step_with_ranks(self, failure: Exception | None) -> bool:
         self._has_waiting_peers = False
         if self._active is None:
-            self._finish(failure)
+            self._finish_gradients(failure)
         if failure is None and not self._active:
             warn_of_no_gradient(stacklevel=7)
         if self._nonfinite is not None and failure is None:
-            if self._skipped:
+            if self._is_skipped:
                 self.zero_grad()  # which writes no memory
-            self._nonfinite.record_step(self._skipped, self._guarded(), self._agreement.widest)
-            if self._skipped:
+            self._nonfinite.record_step(self._is_skipped, self._guard_gradients(), self._agreement.widest)
+            if self._is_skipped:
                 return False
         self.wait()  # for parameters that no forward pass has used
+        # Step this rank's parts, with the options of the groups as they are now.
         intent = Intent.of(AGREE_ON_STEP, {})
         try:
             if failure is not None:
                 raise failure
             assert self._active is not None
             self._follow_state()
-            intent = Intent.of(AGREE_ON_STEP, self._cleared)
-            for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-                inner.update(options_of(mine))
+            intent = Intent.of(AGREE_ON_STEP, self._cleared_fact)
+            for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
+                inner_group.update(options_of(group))
             for name, part in self._parts.items():
-                part.follow()
-                part.stepped.grad = part.gradient.to(part.stepped.dtype) if name in self._active else None
+                part.refresh_master()
+                part.master.grad = part.gradient.to(part.master.dtype) if name in self._active else None
             self._inner.step()
-            for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-                mine.update({key: inner[key] for key in (STEPS_TAKEN,) if key in inner})
+            for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
+                if STEPS_TAKEN in inner_group:
+                    group[STEPS_TAKEN] = inner_group[STEPS_TAKEN]
         except Exception as error:
             intent = intent.failed(error, this_rank())
+        # A rank that has failed compares and gathers too, as the others wait for it.
         self._agreement.agree(intent, Notes.compare)
         self._publish()
         self.zero_grad()
@@ -442,12 +455,12 @@ class LayerWise(CollectiveOptimizer):
             self.wait()
         if intent.error is not None:
             raise intent.error
-        self._begun_anew = []
+        self._restarted_names = []
         return True
 
     def _publish(self) -> None:
         for part in self._parts.values():
-            part.stepped.grad = None
+            part.master.grad = None
             part.publish()
         self._gathers.start()
 
@@ -457,14 +470,14 @@ class LayerWise(CollectiveOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; no memory is written."""
-        self._gradients.forget()
+        self._gradients.drop()
         self._active = None
 
     def close(self) -> None:
         """Remove the hooks from the model, for another optimizer to take over.  Steps are refused from then on."""
         self.wait()
         self._gradients.close()
-        self._closed = True
+        self._is_closed = True
         for param in self._members.name_of:
             if param in IN_BUFFERS:
                 del IN_BUFFERS[param]
@@ -475,19 +488,16 @@ class LayerWise(CollectiveOptimizer):
 
     @cached_property
     def reduced_gradients(self) -> Mapping[Tensor, BoxedTensor]:
-        """This rank's part of each parameter's gradient: what a step has taken, until the next backward pass."""
-
-        def lying(param: Tensor, part: Part) -> BoxedTensor:
-            memory, start = part.gradient, part.gradient.storage_offset()
-            boxes = {
-                fragment.box.lo: memory.as_strided(
-                    fragment.box.shape, fragment.place.strides, start + fragment.place.offset
-                )
-                for fragment in part.fragments
-            }
-            return BoxedTensor(param.shape, boxes, memory.dtype, memory.device)
-
-        return {param: lying(param, self._parts[name]) for param, name in self._members.name_of.items()}
+        """This rank's part of each parameter's gradient, which the last step has used, until the next backward pass."""
+        gradients = {}
+        for param, name in self._members.name_of.items():
+            memory, boxes = self._parts[name].gradient, {}
+            for fragment in self._parts[name].fragments:
+                box, place = fragment.box, fragment.place
+                start = memory.storage_offset() + place.offset
+                boxes[box.lo] = memory.as_strided(box.shape, place.strides, start)
+            gradients[param] = BoxedTensor(param.shape, boxes, memory.dtype, memory.device)
+        return gradients
 
     def provenance(self) -> dict[str, Any]:
         """Return the layout and its owners, for ``muonckpt.save(..., provenance=...)``."""
@@ -509,20 +519,20 @@ class LayerWise(CollectiveOptimizer):
         their weights.
 
         Raises:
-            Exception: on all ranks, if one of them refuses the state (`restoring`); nothing is changed then.
+            Exception: on all ranks, if one of them refuses the state (`plan_restore`); nothing is changed then.
         """
         intent = Intent.of(AGREE_ON_LOAD, {})
         try:
             self._refuse_closed()
             self._follow_state()
-            restore, report = restoring(self, state_dict, Globs.of(fresh))
+            restore, report = plan_restore(self, state_dict, Globs.of(fresh))
         except Exception as error:
             intent = intent.failed(error, this_rank())
         self._agree(intent)
         restore()
-        self._begun_anew = []
+        self._restarted_names = []
         for name in report.fresh:
-            self._parts[name].follow()
+            self._parts[name].refresh_master()
         self._publish()
         self.wait()
         return report
@@ -531,41 +541,38 @@ class LayerWise(CollectiveOptimizer):
         raise TypeError("a LayerWise optimizer is bound to its model and process groups; save its state_dict()")
 
 
-def state_of(
-    whole: Tensor, example: Mapping[str, Tensor], part: Part, inner: Mapping[str, Tensor], mesh: DeviceMesh | None
+def shared_state(
+    meta: Tensor, template: Mapping[str, Tensor], part: Part, inner: Mapping[str, Tensor], mesh: DeviceMesh | None
 ) -> dict[str, Tensor]:
     """Return the state of one parameter, with the same slots on every rank; it shares memory with the stepped state.
 
     Args:
-        whole, example: the parameter as it is stepped, on the meta device, and its state.
+        meta, template: the whole parameter as it is stepped, on the meta device, and its state.
         part: this rank's part of it.
-        inner: state of ``part.stepped``; empty for a matrix that this rank does not own.
+        inner: state of ``part.master``; empty for a matrix that this rank does not own.
         mesh: the ranks that share the parameter; None: this process alone.
     """
-    template, held = dict(example), dict(inner)
-    if part.mastered:
-        template[MASTER], held[MASTER] = whole, part.stepped
-    return {
-        slot: held[slot] if like.ndim == 0 or mesh is None else _placed(like, held.get(slot), part, mesh)
-        for slot, like in template.items()
-    }
+    template, local = dict(template), dict(inner)
+    if part.has_master:
+        template[MASTER], local[MASTER] = meta, part.master
+    state = {}
+    for slot, whole in template.items():
+        if whole.ndim == 0 or mesh is None:
+            state[slot] = local[slot]
+            continue
+        shape, tensor = tuple(whole.shape), local.get(slot)
+        if tensor is None or not part.boxes:
+            tensor = torch.empty((0, *shape[1:]), dtype=whole.dtype, device=part.weight.device)
+        placed: DTensor = DTensor.from_local(
+            tensor, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=row_major(shape)
+        )
+        # Whole state of an owner may have another shape than the parameter; state that is cut has not.
+        declare_boxes(placed, (Box.of(shape),) if tensor.numel() == whole.numel() else part.boxes)
+        state[slot] = placed
+    return state
 
 
-def _placed(like: Tensor, held: Tensor | None, part: Part, mesh: DeviceMesh) -> DTensor:
-    shape = tuple(like.shape)
-    if held is None or not part.boxes:
-        held = torch.empty((0, *shape[1:]), dtype=like.dtype, device=part.weight.device)
-    # Whole state of an owner may have another shape than the parameter; state that is cut has not.
-    whole = held.numel() == like.numel()
-    boxes = (Box.of(shape),) if whole else part.boxes
-    placed: DTensor = DTensor.from_local(
-        held, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=row_major(shape)
-    )
-    declare_boxes(placed, boxes)
-    return placed
-
-
-def restoring(
+def plan_restore(
     optimizer: CollectiveOptimizer, state_dict: dict[str, Any], fresh: Globs
 ) -> tuple[Callable[[], None], LoadReport]:
     """Return a function that copies a state dict into an optimizer, and the report of that load.
@@ -575,30 +582,29 @@ def restoring(
     Raises:
         ValueError: as `fit_state_dict`; or a slot has another dtype, or lies elsewhere.
     """
-    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        state_dict = before(optimizer, state_dict) or state_dict
-    loaded = fit_state_dict(optimizer, state_dict, _misfit, fresh, {MASTER})
-    copies = [
-        (local_of(value), local_of(loaded.state[key][slot]))
-        for mine, group in zip(optimizer.param_groups, loaded.groups, strict=True)
-        for param, key in zip(mine["params"], group["params"], strict=True)
-        for slot, value in optimizer.state[param].items()
-    ]
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = pre_hook(optimizer, state_dict) or state_dict
+    fitted = fit_state_dict(optimizer, state_dict, _local_misfit, fresh, {MASTER})
+    copies: list[tuple[Tensor, Tensor]] = []
+    for group, fitted_group in zip(optimizer.param_groups, fitted.groups, strict=True):
+        for param, key in zip(group["params"], fitted_group["params"], strict=True):
+            for slot, tensor in optimizer.state[param].items():
+                copies.append((local_of(tensor), local_of(fitted.state[key][slot])))
 
     def restore() -> None:
         for target, source in copies:
             target.copy_(source)
-        former = [{**group} for group in optimizer.param_groups]
-        for mine, group in zip(optimizer.param_groups, loaded.groups, strict=True):
-            mine.update(options_of(group))
-        adopt_saved_options(optimizer.param_groups, former, optimizer.code_options)
-        for after in optimizer._optimizer_load_state_dict_post_hooks.values():
-            after(optimizer)
+        former_groups = [{**group} for group in optimizer.param_groups]
+        for group, fitted_group in zip(optimizer.param_groups, fitted.groups, strict=True):
+            group.update(options_of(fitted_group))
+        adopt_saved_options(optimizer.param_groups, former_groups, optimizer.code_options)
+        for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            post_hook(optimizer)
 
-    return restore, loaded.report
+    return restore, fitted.report
 
 
-def _misfit(tensor: Tensor, loaded: Any) -> str | None:
+def _local_misfit(tensor: Tensor, loaded: Any) -> str | None:
     """Return why a loaded tensor does not lie element for element where this one does, or None."""
     if reason := tensor_misfit(tensor, loaded):
         return reason
