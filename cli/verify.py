@@ -10,7 +10,7 @@ import click
 from ..names.wording import Finding, counted, fields_of, size
 from ..runs.run_audit import StepVerdict, verdicts_of, verify_recorded
 from ..store.io.location import Location
-from ..store.io.pace import Pace
+from ..store.io.regular import Pace
 from ..store.verify.audit import AuditReport, verify
 from ..store.verify.run import Run, RunStep, run_of
 from .argument_types import CHECKPOINT, RateType, jobs_option

@@ -288,12 +288,11 @@ OF_WRITING = {
     "muonckpt.converters.engine.container",
     "muonckpt.converters.target",
     "muonckpt.layouts.mesh",
-    f"{FORMATS}.dcp_metadata_writer",
     f"{FORMATS}.torch_save.tensor_item",
 }
 UNUSED = {
     "inspect": OF_DCP | OF_VERIFY | OF_READING_ALL | OF_WRITING | {"logging"},
-    "verify": OF_DCP | {"muonckpt.converters", "muonckpt.layouts"},
+    "verify": {f"{FORMATS}.dcp"} | {"muonckpt.converters", "muonckpt.layouts"},
     "diff": OF_DCP | OF_VERIFY | OF_READING_ALL | OF_WRITING,
     "stats": OF_DCP | OF_VERIFY | OF_WRITING,
     "report": OF_DCP | OF_VERIFY | OF_WRITING,

@@ -27,13 +27,12 @@ from ...names.errors import DestinationError, Interrupted, SourceError
 from ...record.chunks import Chunks
 from ...record.columns import UNKNOWN, Column, Columns
 from ...record.record import Extent
-from ...store.io.checksums import Sums, crc32_of, xxh3_128
+from ...store.io.checksums import Sums, crc32_of, join_crc32, xxh3_128
 from ...store.io.location import Remote
 from ...store.io.new_file import Writing, draft_file
-from ...store.io.ranges import join_crc32, join_ranges
 from ...store.io.regular import READ_BYTES, open_regular
 from ...store.open_checkpoint import check_blob
-from ...store.reading.blocks import bands, strided_span
+from ...store.reading.blocks import bands, join_ranges, strided_span
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of
 from .in_step import Draft, FilesInStep, Part

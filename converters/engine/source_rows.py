@@ -19,8 +19,7 @@ from ...names.errors import DamageError
 from ...record.chunks import Chunks
 from ...record.columns import UNKNOWN, Column
 from ...record.record import Chunk, Manifest, StateRecord
-from ...store.io.checksums import crc32_of
-from ...store.io.ranges import JoinedCrc
+from ...store.io.checksums import JoinedCrc, crc32_of
 from ...store.reading.payloads import Payloads, check_chunk
 from .outputs import OutputTensor
 

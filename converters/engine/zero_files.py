@@ -31,9 +31,9 @@ from ...names.errors import DestinationError, SourceError, TargetError
 from ...names.keys import PARAM_GROUPS, STATE, key_of
 from ...names.vocabulary import MOMENTUM, PARAMS, STEP
 from ...record.record import Manifest
-from ...store.formats.torch_save.archive import Archive, ordered, sizes
 from ...store.formats.torch_save.inert_pickle import Global, Record
 from ...store.formats.torch_save.plain_item import plain_value
+from ...store.formats.torch_save.torch_file import Archive, ordered_dict, torch_size
 from ...store.io.location import Location, Remote
 from ...store.open_checkpoint import checked_blob
 from ...store.reading.dtypes import itemsize
@@ -89,7 +89,7 @@ class _Group:
         return [placed.name for placed in self.layout.parameters]
 
     def shapes(self) -> Record:
-        return ordered({name: sizes(self.weights[name].record.shape) for name in self.names})
+        return ordered_dict({name: torch_size(self.weights[name].record.shape) for name in self.names})
 
     def slots(self) -> Iterator[tuple[str, str, dict[str, OutputTensor]]]:
         """Yield each slot of state, its dtype, and the parameters' tensors by name."""
@@ -437,7 +437,7 @@ class ZeroFiles(_Archives):
             **({"param_alignment_paddings": alignment} if self.momentum_is_whole else {}),
             "partition_count": [ranks] * len(groups),
             "ds_version": _VERSION,
-            "param_slice_mappings": [ordered(_addresses(group.layout, number)) for group in groups],
+            "param_slice_mappings": [ordered_dict(_addresses(group.layout, number)) for group in groups],
         }
 
     def _place_model(self, plan: _FolderPlan, groups: Sequence[_Group], content: _Content, ranks: int) -> list[Archive]:
@@ -471,15 +471,15 @@ class ZeroFiles(_Archives):
                     file.fragments[key], place = _new(file.archive, dtype, (part_numel(layout),))
                     parts.append(place)
                 plan.write_parts(output, key, layout, parts)
-                frozen[key] = sizes(shape)
+                frozen[key] = torch_size(shape)
         if buffers is None:
             buffers = [key for key in content.weights if key not in trained and key not in aliases]
         for file in files:
             entries = content.of_model(
-                module=ordered(file.module),
+                module=ordered_dict(file.module),
                 param_shapes=[group.shapes() for group in groups],
-                frozen_param_shapes=ordered(frozen) if is_zero3 else None,
-                frozen_param_fragments=ordered(file.fragments) if is_zero3 else None,
+                frozen_param_shapes=ordered_dict(frozen) if is_zero3 else None,
+                frozen_param_fragments=ordered_dict(file.fragments) if is_zero3 else None,
                 buffer_names=buffers,
                 shared_params=aliases,
                 global_steps=content.run.get("global_steps", plan.step),
@@ -558,8 +558,8 @@ class Universal(_Archives):
         grouped: dict[str, Record] = {}
         for number in sorted(content.options):
             names = content.names(number)
-            shapes_by_name = {name: sizes(content.weights[name].record.shape) for name in names}
-            shapes.append(ordered(shapes_by_name))
+            shapes_by_name = {name: torch_size(content.weights[name].record.shape) for name in names}
+            shapes.append(ordered_dict(shapes_by_name))
             grouped |= shapes_by_name
             for name in names:
                 for slot, output in {"fp32": content.weights[name], **content.state.get(name, {})}.items():
@@ -580,7 +580,9 @@ class Universal(_Archives):
         groups = Archive("zero/optimizer_state.pt")
         groups.seal({PARAM_GROUPS: content.groups(), "ds_version": _VERSION})
         steps = content.run.get("global_steps", plan.step)
-        model.seal(content.of_model(module=ordered(module), param_shapes=shapes, global_steps=steps, dp_world_size=1))
+        model.seal(
+            content.of_model(module=ordered_dict(module), param_shapes=shapes, global_steps=steps, dp_world_size=1)
+        )
         return [*archives, groups, model]
 
 

@@ -24,9 +24,8 @@ from ..algebra.plan import Copy, make_share
 from ..names.errors import DamageError, SourceError
 from ..record.chunks import Boxes, layout_in_boxes
 from ..record.record import Blob, Chunk, Extent, StateRecord, with_chunks
-from ..store.io.checksums import crc32
+from ..store.io.checksums import JoinedCrc, crc32
 from ..store.io.location import Location, Remote
-from ..store.io.ranges import JoinedCrc
 from ..store.open_checkpoint import OpenCheckpoint, checked_blob
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..names.errors import SourceError
 from ..store.io.location import Location, Remote, location
-from ..store.io.pace import Pace
+from ..store.io.regular import Pace
 from ..store.reading.payloads import Progress
 from ..store.verify.audit import AuditReport, verify
 from ..store.verify.run import Run, RunStep, look_at_folder

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import muonckpt
 from muonckpt import SourceError
 from muonckpt.checkpoint.chunk_reader import ByteRun, ChunkReader, PartlyRead, holds, run_of
-from muonckpt.store.io.ranges import join_crc32
-from muonckpt.store.io.regular import LocalBytes
+from muonckpt.store.io.checksums import join_crc32
+from muonckpt.store.io.regular import LocalFile
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 1 << 40))
@@ -89,8 +89,8 @@ def save_job(rank, world, path):
 
 def load_job(rank, world, path):
     """Bytes of payloads that this rank needs and those that it looked at, or the error."""
-    seen, fill = set(), LocalBytes.fill
-    LocalBytes.fill = lambda self, buffer, offset: (
+    seen, fill = set(), LocalFile.fill
+    LocalFile.fill = lambda self, buffer, offset: (
         seen.update(range(offset, offset + len(buffer))) or fill(self, buffer, offset)
     )
     mine = state(world, values=False)
@@ -99,7 +99,7 @@ def load_job(rank, world, path):
     except SourceError as error:
         return str(error)
     finally:
-        LocalBytes.fill = fill
+        LocalFile.fill = fill
     for name, expected in state(world, values=True).items():
         assert torch.equal(mine[name].to_local(), expected.to_local()), name
     return sum(value.to_local().nbytes for value in mine.values()), len(seen)

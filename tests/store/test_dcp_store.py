@@ -26,7 +26,7 @@ from muonckpt import DestinationError, LayoutError, SourceError
 from muonckpt.algebra.box import Box, flat_boxes
 from muonckpt.record.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.store.formats import native
-from muonckpt.store.formats.dcp_metadata_writer import metadata_parts
+from muonckpt.store.formats.dcp_metadata import metadata_parts
 from muonckpt.store.formats.torch_save import tensor_item as torch_zip
 from muonckpt.store.reading.dtypes import DTYPES
 

@@ -28,8 +28,7 @@ from muonckpt.programs.signs import OUR_MARK
 from muonckpt.record.chunks import no_chunks
 from muonckpt.record.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.store.formats import dcp_metadata
-from muonckpt.store.formats.dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
-from muonckpt.store.formats.dcp_metadata_writer import metadata_parts
+from muonckpt.store.formats.dcp_metadata import Metadata, StoredItem, TensorMeta, metadata_parts, parse_metadata
 from muonckpt.store.formats.torch_save import inert_pickle
 from muonckpt.store.formats.torch_save.inert_pickle import unpickle
 from muonckpt.store.reading.dtypes import DTYPES
@@ -340,7 +339,7 @@ def test_objects_that_recur_are_read_in_columns(shared: bool, monkeypatch: pytes
         metadata = parse_metadata(data)
     assert metadata == plain(stock)
     assert [*metadata.storage] == [*plain(stock).storage]
-    content = inert_pickle.unpickle_in_columns(data, dcp_metadata.KNOWN)
+    content = inert_pickle.unpickle_in_columns(data, dcp_metadata.CLASSES)
     items = [key for key in content.state["storage_data"] if type(key) is inert_pickle.Alike]
     assert sum(alike.count for alike in items) > 0.8 * len(metadata.storage)
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings, strategies as st
 from muonckpt import DamageError
 from muonckpt.algebra.box import row_major
 from muonckpt.record.record import Extent
+from muonckpt.store.io.checksums import JoinedCrc
 from muonckpt.store.io.location import PART, part_bytes
-from muonckpt.store.io.ranges import JoinedCrc, join_ranges
-from muonckpt.store.reading.blocks import batches, blocks
+from muonckpt.store.reading.blocks import batches, blocks, join_ranges
 from muonckpt.store.reading.payloads import Payloads
 
 boxes = st.integers(0, 3).flatmap(

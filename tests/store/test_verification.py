@@ -16,7 +16,7 @@ import muonckpt
 from muonckpt.runs.run_audit import verdicts_of, verify_recorded, verify_run
 from muonckpt.runs.step_folder import StepFolder
 from muonckpt.store.io.location import location
-from muonckpt.store.io.pace import Pace
+from muonckpt.store.io.regular import Pace
 from muonckpt.store.verify.audit import verify
 from muonckpt.store.verify.run import StepName, run_of
 from muonckpt.store.verify.verification import (

@@ -33,8 +33,8 @@ from ...record.record import Blob, Extent, Manifest, StateRecord
 from ..io import limits
 from ..io.checksums import xxh3_128
 from ..io.location import Location, folders_with
-from ..io.ranges import join_ranges
 from ..io.regular import File, extent_faults, open_regular
+from ..reading.blocks import join_ranges
 from ..reading.payloads import Payloads
 from .dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
 from .torch_save import tensor_item
@@ -119,7 +119,7 @@ class _Surroundings:
         self._file = file
         ends = chain.from_iterable(span for item in items for span in _spans(*item))
         start, stop = np.fromiter(ends, np.int64).reshape(-1, 2).T
-        runs = join_ranges(start, stop, file.gap, file.most)
+        runs = join_ranges(start, stop, file.gap, file.max_bytes)
         self._runs = zip(runs.start.tolist(), runs.stop.tolist(), strict=True)
         self._start = self._stop = 0
         self._data = b""

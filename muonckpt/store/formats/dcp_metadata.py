@@ -1,4 +1,4 @@
-"""The ``.metadata`` file of torch.distributed.checkpoint (DCP), read as plain data.
+"""The ``.metadata`` file of torch.distributed.checkpoint (DCP), read as plain data and written for a million chunks.
 
 It is a pickle of small objects of torch.  A stock reader runs it, with any code in it; :mod:`.torch_save.inert_pickle`
 runs nothing.
@@ -8,29 +8,36 @@ Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` (torc
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import repeat
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ...algebra.box import Index
-from ...names.errors import SourceError
+from ...names.errors import LayoutError, SourceError
 from ...names.vocabulary import KeyPath
-from ...programs.signs import FILESYSTEM, METADATA
+from ...programs.signs import FILESYSTEM, METADATA, OUR_MARK
 from ..io.limits import gc_paused
 from ..reading.dtypes import DTYPES
 from .torch_save.inert_pickle import (
     Alike,
     Global,
+    Pickler,
     Record,
     expect,
+    integer,
     sequence,
     sizes_of,
     unpickle,
     unpickle_in_columns,
 )
+
+if TYPE_CHECKING:  # reading does without numpy
+    from ...record.chunks import Boxes
+    from ...record.record import Blob, Manifest, StateRecord
 
 _NAMES = {
     "torch": ("Size", *DTYPES),
@@ -49,7 +56,7 @@ _NAMES = {
     "pathlib._local": _PATHS,
 }
 
-KNOWN = frozenset(f"{module} {name}" for module, names in _NAMES.items() for name in names)
+CLASSES = frozenset(f"{module} {name}" for module, names in _NAMES.items() for name in names)
 """Every class and function that such a file may name, as "module name"."""
 
 _ATTRIBUTES = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
@@ -57,7 +64,7 @@ _ATTRIBUTES = ("state_dict_metadata", "planner_data", "storage_data", "storage_m
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """One tensor: dtype name, global size, and its chunks as (offsets, sizes), all in elements."""
+    """Describes a tensor: dtype name, global size, and its chunks as (offsets, sizes), all in elements."""
 
     dtype: str
     size: Index
@@ -101,26 +108,26 @@ def parse_metadata(data: bytes) -> Metadata:
     """
     with gc_paused():
         try:
-            return _metadata(unpickle_in_columns(data, KNOWN))
+            return _metadata(unpickle_in_columns(data, CLASSES))
         except SourceError:  # or unusual, which is decided object by object
-            return _metadata(unpickle(data, KNOWN))
+            return _metadata(unpickle(data, CLASSES))
 
 
 def _metadata(content: object) -> Metadata:
     try:
         fields = _fields("Metadata", content)
         storage = _storage(expect(dict, fields["storage_data"]))
-        room = len(storage)
+        items_to_use = len(storage)
         tensors: dict[str, TensorMeta] = {}
         blobs: list[str] = []
-        known: dict[Alike, list[_Box]] = {}
+        boxes_of: dict[Alike, list[_Box]] = {}
         for key, value in expect(dict, fields["state_dict_metadata"]).items():
             if expect(Record, value).kind == f"{METADATA} BytesStorageMetadata":
                 blobs.append(expect(str, key))
                 continue
             # Chunks are counted before they are read: in a hostile file many tensors can share one list.
-            tensors[expect(str, key)] = tensor = _tensor(value, room, known)
-            room -= len(tensor.chunks)
+            tensors[expect(str, key)] = tensor = _tensor(value, items_to_use, boxes_of)
+            items_to_use -= len(tensor.chunks)
         paths = expect(dict, fields.get("planner_data") or {})
         version = fields.get("version")
         return Metadata(
@@ -145,27 +152,22 @@ def _fields(kind: str, value: object, module: str = METADATA) -> dict[str, objec
     return expect(dict, record.state)
 
 
-def _tensor(value: object, room: int, known: dict[Alike, list[_Box]]) -> TensorMeta:
-    """Read a tensor.
-
-    Args:
-        room: how many chunks it may have.
-        known: boxes of chunks that are alike, which tensors share.
-    """
+def _tensor(value: object, max_chunks: int, boxes_of: dict[Alike, list[_Box]]) -> TensorMeta:
+    """Read a tensor; ``boxes_of`` gets the boxes of chunks that recur, which tensors share."""
     fields = _fields("TensorStorageMetadata", value)
     properties = expect(tuple, expect(Record, fields["properties"]).state)
     dtype = expect(Global, properties[0] if properties else None).removeprefix("torch ")
     if dtype not in DTYPES:
         raise SourceError(f"expected a dtype, found {dtype!r}")
     chunks = [chunk if type(chunk) is Alike else Alike((chunk,)) for chunk in expect(list, fields["chunks"])]
-    if (count := sum(alike.count for alike in chunks)) > room:
-        raise SourceError(f"expected a stored item for each chunk, found {count} chunks and {room} items")
+    if (count := sum(chunk.count for chunk in chunks)) > max_chunks:
+        raise SourceError(f"expected a stored item for each chunk, found {count} chunks and {max_chunks} items")
     boxes: list[_Box] = []
-    for alike in chunks:
-        if alike not in known:
-            box = _fields("ChunkStorageMetadata", alike.model[0])
-            known[alike] = [*zip(_sizes(alike, box["offsets"]), _sizes(alike, box["sizes"]), strict=True)]
-        boxes += known[alike]
+    for chunk in chunks:
+        if chunk not in boxes_of:
+            box = _fields("ChunkStorageMetadata", chunk.model[0])
+            boxes_of[chunk] = [*zip(_sizes(chunk, box["offsets"]), _sizes(chunk, box["sizes"]), strict=True)]
+        boxes += boxes_of[chunk]
     return TensorMeta(dtype, sizes_of(fields["size"]), tuple(boxes))
 
 
@@ -173,17 +175,18 @@ def _storage(stored: dict[object, object]) -> dict[tuple[str, Index | None], Sto
     places: list[tuple[str, Index | None]] = []
     items: list[StoredItem] = []
     for key, value in stored.items():
-        alike = key if type(key) is Alike else Alike((key, value))
-        index = _fields("MetadataIndex", alike.model[0])
-        info = _fields("_StorageInfo", alike.model[1], FILESYSTEM)
+        entries = key if type(key) is Alike else Alike((key, value))
+        # The keys of the entries: (tensor key, offsets of the chunk).
+        index = _fields("MetadataIndex", entries.model[0])
         offset = index.get("offset")
-        corners = repeat(None, alike.count) if offset is None else _sizes(alike, offset)
-        places += zip(_texts(alike, index["fqn"]), corners, strict=True)
+        corners = repeat(None, entries.count) if offset is None else _sizes(entries, offset)
+        places += zip(_texts(entries, index["fqn"]), corners, strict=True)
+        # Their values, made without a call of Python for each.
+        info = _fields("_StorageInfo", entries.model[1], FILESYSTEM)
+        files = _texts(entries, info["relative_path"])
+        starts, lengths = _numbers(entries, info["offset"]), _numbers(entries, info["length"])
         transforms = tuple(expect(str, name) for name in sequence(info.get("transform_descriptors") or ()))
-        starts, lengths = _numbers(alike, info["offset"]), _numbers(alike, info["length"])
-        columns = zip(
-            _texts(alike, info["relative_path"]), starts, lengths, repeat(transforms, alike.count), strict=True
-        )
+        columns = zip(files, starts, lengths, repeat(transforms, entries.count), strict=True)
         items += map(partial(tuple.__new__, StoredItem), columns)
     storage = dict(zip(places, items, strict=True))
     if len(storage) < len(places):
@@ -192,35 +195,219 @@ def _storage(stored: dict[object, object]) -> dict[tuple[str, Index | None], Sto
     return storage
 
 
-def _texts(alike: Alike, part: object) -> list[str]:
-    texts = alike.column(part)
-    if {*map(type, texts)} != {str}:
-        raise SourceError(f"expected str, found {', '.join(sorted({kind.__name__ for kind in map(type, texts)}))}")
+def _texts(objects: Alike, part: object) -> list[str]:
+    texts = objects.column(part)
+    if kinds := {*map(type, texts)} - {str}:
+        raise SourceError(f"expected str, found {', '.join(sorted(kind.__name__ for kind in kinds))}")
     return cast(list[str], texts)
 
 
-def _numbers(alike: Alike, part: object) -> list[int]:
-    column = alike.column(part)
+def _numbers(objects: Alike, part: object) -> list[int]:
+    column = objects.column(part)
     numbers = cast(list[int], column)
     for number in (min(numbers), max(numbers)) if {*map(type, column)} == {int} else column:
         sizes_of((number,))
     return numbers
 
 
-def _sizes(alike: Alike, part: object) -> list[Index]:
+def _sizes(objects: Alike, part: object) -> list[Index]:
     """Return the sizes that a part of the model has in each object."""
-    if not alike.columns:
-        return [sizes_of(part)] * alike.count
-    column = alike.column(part)
-    known = {size: sizes_of(size) for size in {*column}}
-    if all(own is size for size, own in known.items()):  # they are tuples already
+    if not objects.columns:
+        return [sizes_of(part)] * objects.count
+    column = objects.column(part)
+    sizes = {value: sizes_of(value) for value in {*column}}
+    if all(size is value for value, size in sizes.items()):  # they are tuples already
         return cast(list[Index], column)
-    return [*map(known.__getitem__, column)]
+    return [*map(sizes.__getitem__, column)]
 
 
 def _path(value: object) -> KeyPath:
-    parts = tuple(sequence(value))
-    for part in parts:
-        if type(part) is not int:
-            expect(str, part)
-    return cast(KeyPath, parts)
+    return tuple(part if type(part) is int else expect(str, part) for part in sequence(value))
+
+
+# Writing.
+
+
+def metadata_parts(manifest: Manifest) -> Iterator[bytes]:
+    """Yield the ``.metadata`` with which stock DCP reads the items of this manifest, in parts of bounded size.
+
+    It names no directory of a save (``storage_meta`` is None) and has `OUR_MARK`; DCP accepts both.
+
+    Raises:
+        LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
+    """
+    tensors, blobs = manifest.tensors, manifest.blobs
+    entries: tuple[StateRecord | Blob, ...] = (*tensors, *blobs)
+    _refuse_twice("key", (entry.key for entry in entries))
+    for tensor in tensors:
+        if len(tensor.boxes) > 1 and not _differ(tensor.boxes):
+            _refuse_twice(f"offset of the boxes of {tensor.key!r}", map(tuple, tensor.boxes.lo.tolist()))
+    return _pickled_parts(tensors, blobs)
+
+
+@lru_cache(maxsize=1024)
+def _differ(boxes: Boxes) -> bool:
+    """Return whether no two boxes begin at the same place.  Cached: tensors have few geometries."""
+    return len(set(map(tuple, boxes.lo.tolist()))) == len(boxes)
+
+
+def _refuse_twice(noun: str, values: Iterable[Hashable]) -> None:
+    duplicates = [value for value, count in Counter(values).items() if count > 1]
+    if duplicates:
+        raise LayoutError(f"expected each {noun} once; found {duplicates[0]!r} twice")
+
+
+def _pickled_parts(tensors: Sequence[StateRecord], blobs: Sequence[Blob]) -> Iterator[bytes]:
+    writer = _MetadataWriter()
+    writer.begin("Metadata", METADATA)
+    writer.put("state_dict_metadata")
+    writer.out += _DICT
+    for tensor in tensors:
+        writer.put(tensor.key)
+        writer.tensor(tensor)
+        yield from writer.full_parts()
+    for blob in blobs:
+        writer.put(blob.key)
+        writer.put(_object("BytesStorageMetadata"))
+    writer.out += pickle.SETITEMS
+    writer.put("planner_data")
+    writer.out += _DICT
+    entries: tuple[StateRecord | Blob, ...] = (*tensors, *blobs)
+    for entry in entries:
+        writer.put(entry.key)
+        writer.put(entry.path)
+        yield from writer.full_parts()
+    writer.out += pickle.SETITEMS
+    writer.put("storage_data")
+    writer.out += _DICT
+    for blob in blobs:
+        writer.put(_object("MetadataIndex", {"fqn": blob.key, "index": None}))
+        writer.item(blob.item.file, blob.item.offset, blob.item.length)
+        yield from writer.full_parts()
+    for tensor in tensors:
+        writer.places(tensor)
+        yield from writer.full_parts()
+    writer.out += pickle.SETITEMS
+    for name, value in (("storage_meta", None), ("version", "1.0.0"), (OUR_MARK, True)):
+        writer.put(name)
+        writer.put(value)
+    writer.out += pickle.SETITEMS + pickle.BUILD + pickle.STOP
+    yield bytes(writer.out)
+
+
+_DICT = pickle.EMPTY_DICT + pickle.MARK
+_END = pickle.SETITEMS + pickle.BUILD
+_PART_BYTES = 1 << 20
+
+
+class _MetadataWriter(Pickler):
+    """Pickles the objects of a million chunks from opcodes that it has pickled before, wherever it can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pickled: dict[object, bytes] = {}
+        self._offsets: dict[Boxes, tuple[bytes, ...]] = {}
+        """The bytes written for the offsets of each box, once all of them repeat."""
+        self._files: dict[str, bytes] = {}
+        """The bytes written for each file between the offsets of a box and those of its item, once they repeat."""
+
+    def full_parts(self) -> Iterator[bytes]:
+        """Yield the bytes written so far, if they are enough to be passed on."""
+        if len(self.out) >= _PART_BYTES:
+            yield bytes(self.out)
+            self.out.clear()
+
+    def begin(self, kind: str, module: str) -> None:
+        """Begin an object whose attributes follow; `_END` ends it."""
+        self.again((kind, module), lambda: self.put(Record(Global(f"{module} {kind}"), ())))
+        self.out += _DICT
+
+    def again(self, name: object, write: Callable[[], None]) -> None:
+        """Write the value of this name: opcodes are repeated once they make no new entries in the pickle's memo."""
+        if name in self._pickled:
+            self.out += self._pickled[name]
+            return
+        start, memo_length = len(self.out), len(self.memo)
+        write()
+        if len(self.memo) == memo_length:
+            self._pickled[name] = bytes(self.out[start:])
+
+    def tensor(self, tensor: StateRecord) -> None:
+        if tensor.dtype not in DTYPES:
+            raise SourceError(f"expected a dtype of torch, found {tensor.dtype!r}")
+        self.again(("tensor", tensor.dtype, tensor.shape, tensor.boxes), lambda: self.put(_tensor_record(tensor)))
+
+    def item(self, file: str, offset: int, length: int) -> None:
+        start, memo_length = len(self.out), len(self.memo)
+        self.begin("_StorageInfo", FILESYSTEM)
+        self.again("relative_path", lambda: self.put("relative_path"))
+        self.put(file)
+        self.again("offset", lambda: self.put("offset"))
+        if len(self.memo) == memo_length:
+            self._files[file] = bytes(self.out[start:])
+        self.out += integer(offset)
+        self.again("length", lambda: self.put("length"))
+        self.out += integer(length) + _END
+
+    def places(self, tensor: StateRecord) -> None:
+        """Write ``MetadataIndex`` and ``_StorageInfo`` of each chunk."""
+        files, offsets, lengths = tensor.chunks.items
+        if tensor.boxes in self._offsets and self._files.keys() >= set(files):
+            self._repeat(tensor, files, offsets, lengths)
+            return
+        # One by one, until the bytes of every offset repeat.
+        corners = list(map(tuple, tensor.boxes.lo.tolist()))
+        items = zip(files, offsets, lengths, strict=True)
+        for number, (lo, item) in enumerate(zip(corners, items, strict=True)):
+            self._index(tensor.key)
+            self._offset(number, lo)
+            self.item(*item)
+        numbered = [("offset", number, lo) for number, lo in enumerate(corners)]
+        if self._pickled.keys() >= set(numbered):
+            self._offsets[tensor.boxes] = tuple(map(self._pickled.__getitem__, numbered))
+
+    def _repeat(self, tensor: StateRecord, files: list[str], offsets: list[int], lengths: list[int]) -> None:
+        """Write the places of a tensor from bytes written before, except for its key and numbers."""
+        start = len(self.out)
+        self._index(tensor.key)
+        index = bytes(self.out[start:])
+        del self.out[start:]
+        ends = {length: self._pickled["length"] + integer(length) + _END for length in set(lengths)}
+        places = zip(self._offsets[tensor.boxes], files, offsets, lengths, strict=True)
+        self.out += b"".join(
+            [index + box + self._files[file] + integer(offset) + ends[length] for box, file, offset, length in places]
+        )
+
+    def _index(self, key: str) -> None:
+        self.begin("MetadataIndex", METADATA)
+        self.again("fqn", lambda: self.put("fqn"))
+        self.put(key)
+
+    def _offset(self, number: int, lo: Index) -> None:
+        def write() -> None:
+            for value in ("offset", _size(lo), "index", number):
+                self.put(value)
+            self.out += _END
+
+        self.again(("offset", number, lo), write)
+
+
+def _object(kind: str, state: object = None, module: str = METADATA) -> Record:
+    return Record(Global(f"{module} {kind}"), (), state)
+
+
+def _size(sizes: Index) -> Record:
+    return Record(Global("torch Size"), (sizes,))
+
+
+def _tensor_record(tensor: StateRecord) -> Record:
+    layout = Record(Global("torch.serialization _get_layout"), ("torch.strided",))
+    contiguous = Record(Global(f"{METADATA} _MEM_FORMAT_ENCODING"), (0,))
+    properties = (Global(f"torch {tensor.dtype}"), layout, False, contiguous, False)
+    chunks = [
+        _object("ChunkStorageMetadata", {"offsets": _size(box.lo), "sizes": _size(box.shape)}) for box in tensor.boxes
+    ]
+    return _object(
+        "TensorStorageMetadata",
+        {"properties": _object("TensorProperties", properties), "size": _size(tensor.shape), "chunks": chunks},
+    )

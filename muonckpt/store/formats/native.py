@@ -51,7 +51,7 @@ def read_native(path: Location) -> Manifest:
 
 def stock_metadata(manifest: Manifest) -> Iterator[bytes]:
     """Yield the parts of the ``.metadata`` that lies beside a manifest; raises as `write_native`."""
-    from .dcp_metadata_writer import metadata_parts  # readers do not need it
+    from .dcp_metadata import metadata_parts  # readers do not need it
 
     described = replace(manifest, blobs=tuple(blob for blob in manifest.blobs if blob.item.file != COMMON_FILE))
     return metadata_parts(described)

@@ -32,7 +32,7 @@ from ...record.json_fields import check_digest, digest_of
 from ...record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ..io import limits
 from ..io.location import Location, listing
-from ..io.regular import FileBytes, Held, open_regular, read_text_file
+from ..io.regular import BytesInMemory, FileBytes, open_regular, read_text_file
 from ..reading.dtypes import DTYPES, itemsize
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader
@@ -298,7 +298,7 @@ class ZarrPayloads(Payloads):
         self._decode = lru_cache(_DECODED_FILES)(self._decoded)
 
     def _bytes(self, name: str) -> FileBytes:
-        return Held(self._decode(name)) if name in self._encoded else super()._bytes(name)
+        return BytesInMemory(self._decode(name)) if name in self._encoded else super()._bytes(name)
 
     def is_verbatim(self, name: str) -> bool:
         return name not in self._encoded

@@ -1,8 +1,10 @@
-"""All digests of a chunk's bytes, computed in one pass."""
+"""Digests and checksums of bytes: all that a chunk needs in one pass, and CRC-32s of parts joined into one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,22 @@ Checksum = Callable[[RawBytes, int], int]
 
 def crc32_of(raw: RawBytes, start: int) -> int:
     return isal_zlib.crc32(raw, start)
+
+
+def crc32(parts: Iterable[RawBytes]) -> int:
+    """Return the CRC-32 of the concatenated parts."""
+    checksum = 0
+    for part in parts:
+        checksum = isal_zlib.crc32(part, checksum)
+    return checksum
+
+
+def xxh3_128(parts: Iterable[RawBytes]) -> str:
+    """Return the digest of the concatenated parts, in hex."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return str(state.hexdigest())
 
 
 class Sums:
@@ -51,7 +69,7 @@ class Sums:
         return raw
 
     def add_chunk(self, words: NDArray[Any], origin: Index) -> Iterator[memoryview]:
-        """Add a whole dense chunk band by band, and yield the bytes of each band."""
+        """Add a dense chunk band by band, and yield the bytes of each band."""
         if words.ndim == 0 or words.nbytes <= _BAND_BYTES:
             yield self.add(words, origin)
             return
@@ -60,16 +78,52 @@ class Sums:
             yield self.add(words[start : start + rows], (origin[0] + start, *origin[1:]))
 
 
-def xxh3_128(parts: Iterable[RawBytes]) -> str:
-    """Return the digest of the concatenated parts, in hex."""
-    state = xxhash.xxh3_128()
-    for part in parts:
-        state.update(part)
-    return str(state.hexdigest())
+@dataclass(slots=True)
+class JoinedCrc:
+    """The CRC-32 of bytes whose ranges are added in any order; ``crc32`` covers the bytes up to ``reached``."""
+
+    reached: int = 0
+    crc32: int = 0
+    _later_ranges: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, start: int, stop: int, crc32: int) -> None:
+        """Add a range by its CRC-32; it is ignored if its first byte has been reached."""
+        if start >= self.reached:
+            self._later_ranges.setdefault(start, (stop, crc32))
+        while following := self._later_ranges.pop(self.reached, None):
+            stop, crc32 = following
+            self.crc32 = join_crc32(self.crc32, crc32, stop - self.reached)
+            self.reached = stop
 
 
-def crc32(parts: Iterable[RawBytes]) -> int:
-    total = 0
-    for part in parts:
-        total = isal_zlib.crc32(part, total)
-    return total
+_POLYNOMIAL = 0xEDB88320
+"""The polynomial of CRC-32 (IEEE 802.3): the highest bit is the coefficient of x**0, that of x**32 is implied."""
+
+_X0 = 1 << 31
+
+
+def join_crc32(first: int, second: int, length: int) -> int:
+    """Return the CRC-32 of two runs of bytes end to end; ``length`` is the second's.
+
+    A CRC is a polynomial over GF(2) modulo a fixed one, and to append bytes multiplies it by a power of x (Mark Adler,
+    ``crc32_combine`` of zlib).
+    """
+    return _product(first, _power_of_x(8 * length)) ^ second if first else second
+
+
+@lru_cache(maxsize=1024)
+def _power_of_x(power: int) -> int:
+    result, square = _X0, _X0 >> 1
+    while power:
+        result = _product(result, square) if power & 1 else result
+        square = _product(square, square)
+        power >>= 1
+    return result
+
+
+def _product(left: int, right: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        product ^= right if left >> bit & 1 else 0
+        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)
+    return product

@@ -4,8 +4,6 @@ Whoever makes a file decides how much memory and time its reader needs, unless t
 read whole before its size has been compared with a limit, and what is parsed is counted.  A checkpoint may have a
 million chunks and hundreds of megabytes of descriptions, so a long description must be in proportion: no longer than
 the other files of the checkpoint together, as far as these really take room on the disk.
-
-For a checkpoint that is trusted, ``MUONCKPT_LIMITS=off`` in the environment lifts all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from ...names.errors import SourceError
 from .location import Location, Remote, store_errors
 
 SWITCH = "MUONCKPT_LIMITS"
+"""The environment variable that lifts all limits if it is ``off``, for a checkpoint that is trusted."""
 
 SMALL_DESCRIPTION = 1 << 20
 """Bytes of a description, such as a manifest, a header or an index, that are read whatever else there is."""
@@ -35,12 +34,12 @@ UNFOLDED = 8
 the pickle's bytes, and `SMALL_DESCRIPTION` more."""
 
 PICKLE_BYTES = 4
-"""Bytes of a pickle for each tuple, list, dict and object in it, beyond the first `FEW`.  DCP writes six."""
+"""Bytes of a pickle for each tuple, list, dict and object in it, beyond the first `FREE_PARTS`.  DCP writes six."""
 
 JSON_BYTES = 12
-"""Bytes of JSON or TOML for each list and table in it, beyond the first `FEW`.  Our manifests have about fifty."""
+"""Bytes of JSON or TOML for each list and table in it, beyond the first `FREE_PARTS`.  Our manifests have about 50."""
 
-FEW = 1 << 16
+FREE_PARTS = 1 << 16
 
 KEYS = 10_000
 """Keys of dicts, in one pickle, of which an attacker can choose many with the same hash: large integers, floats and
@@ -65,11 +64,11 @@ class LimitError(SourceError):
     """A file would cost more than its reader allows."""
 
 
-def check_limit(found: int, most: int, what: str) -> None:
+def check_limit(size: int, limit: int, noun: str) -> None:
     """Raise `LimitError`, which says how limits are lifted, if a size or a number is larger than its limit."""
-    if found > most and os.environ.get(SWITCH) != "off":
+    if size > limit and os.environ.get(SWITCH) != "off":
         raise LimitError(
-            f"expected at most {most} {what}, found {found}; if you trust this checkpoint, set {SWITCH}=off in the "
+            f"expected at most {limit} {noun}, found {size}; if you trust this checkpoint, set {SWITCH}=off in the "
             "environment, which lifts the limits on what a file may cost (docs/guide/limits.md)"
         )
 
@@ -78,32 +77,33 @@ def check_description(file: Location, size: int) -> None:
     """Check that a file that describes those in its folder and below is no longer than in proportion to them."""
     if size <= SMALL_DESCRIPTION:
         return
-    others = 0
+    bytes_beside = 0
     for length in _sizes_beside(file):
-        others += length
-        if SMALL_DESCRIPTION + others >= size:
+        bytes_beside += length
+        if SMALL_DESCRIPTION + bytes_beside >= size:
             return
     check_limit(
         size,
-        SMALL_DESCRIPTION + others,
-        f"bytes in {file}, whose neighbours have {others} bytes on the disk (are some missing?)",
+        SMALL_DESCRIPTION + bytes_beside,
+        f"bytes in {file}, whose neighbours have {bytes_beside} bytes on the disk (are some missing?)",
     )
 
 
-def on_disk(status: os.stat_result) -> int:
+def bytes_on_disk(status: os.stat_result) -> int:
     """Return the bytes that a local file has on the disk: fewer than its size if it has holes."""
     return min(status.st_size, 512 * status.st_blocks)
 
 
-def check_holes(file: Location, size: int, own: int) -> None:
+def check_holes(file: Location, size: int, on_disk: int) -> None:
     """Check that a file of elements is not almost all holes."""
-    check_limit(size, DECODED + HOLES * own, f"bytes in {file}, which has {own} bytes on the disk")
+    check_limit(size, DECODED + HOLES * on_disk, f"bytes in {file}, which has {on_disk} bytes on the disk")
 
 
 def check_text(data: bytes) -> None:
     """Check, before a JSON or TOML text is parsed, that it has no more lists and tables than descriptions have."""
-    if len(data) > FEW:
-        check_limit(data.count(b"[") + data.count(b"{"), FEW + len(data) // JSON_BYTES, "lists and tables in the text")
+    if len(data) > FREE_PARTS:
+        limit = FREE_PARTS + len(data) // JSON_BYTES
+        check_limit(data.count(b"[") + data.count(b"{"), limit, "lists and tables in the text")
 
 
 def _sizes_beside(file: Location) -> Iterator[int]:
@@ -113,15 +113,15 @@ def _sizes_beside(file: Location) -> Iterator[int]:
             sizes = file.parent.fs.find(file.parent.path, detail=True)
         yield from (int(info["size"] or 0) for path, info in sizes.items() if path != file.path)
         return
-    own = file.lstat()
-    counts_blocks = own.st_blocks > 0  # some file systems do not say how many there are
-    known = {(own.st_dev, own.st_ino)}
+    description = file.lstat()
+    counts_blocks = description.st_blocks > 0  # some file systems do not say how many there are
+    counted_files = {(description.st_dev, description.st_ino)}
     for folder, _, names in os.walk(file.parent):
         for name in names:
             status = (Path(folder) / name).lstat()
-            if (status.st_dev, status.st_ino) not in known:
-                known.add((status.st_dev, status.st_ino))
-                yield on_disk(status) if counts_blocks else status.st_size
+            if (status.st_dev, status.st_ino) not in counted_files:
+                counted_files.add((status.st_dev, status.st_ino))
+                yield bytes_on_disk(status) if counts_blocks else status.st_size
 
 
 @contextmanager

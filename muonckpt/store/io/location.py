@@ -263,7 +263,7 @@ def items_beside(checkpoint: Location) -> Location:
 class RemoteFile:
     """An object that is read by ranges."""
 
-    gap, most = GAP, REQUEST_BYTES
+    gap, max_bytes = GAP, REQUEST_BYTES
 
     def __init__(self, place: Remote, info: dict[str, Any]) -> None:
         self._place = place
@@ -271,6 +271,12 @@ class RemoteFile:
         self.state: tuple[object, ...] = (self.size, *(str(info[name]) for name in _STATE if name in info))
         if info["type"] != "file":
             raise SourceError(f"{place}: expected an object, found a directory")
+
+    def __enter__(self) -> RemoteFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: there is no connection to close."""
 
     def read(self, offset: int, length: int) -> bytes:
         return bytes(self.views([(offset, min(length, max(self.size - offset, 0)))])[0])
@@ -297,17 +303,14 @@ class RemoteFile:
         return self.size
 
     def fill(self, buffer: memoryview, offset: int) -> None:
-        for start in range(0, len(buffer), self.most):
-            part = buffer[start : start + self.most]
+        for start in range(0, len(buffer), self.max_bytes):
+            part = buffer[start : start + self.max_bytes]
             part[:] = self.view(offset + start, len(part))
-
-    def contents(self) -> RemoteFile:
-        return self
 
     def in_order(self) -> Iterator[memoryview]:
         """Yield all bytes from the first to the last."""
-        for start in range(0, self.size, self.most):
-            yield self.view(start, min(self.most, self.size - start))
+        for start in range(0, self.size, self.max_bytes):
+            yield self.view(start, min(self.max_bytes, self.size - start))
 
 
 class Upload:

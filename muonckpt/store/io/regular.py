@@ -7,55 +7,78 @@ import fcntl
 import mmap
 import os
 import stat
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 
 from ...names.errors import DamageError, LostFileError, SourceError, about
 from ...record.record import Extent
-from .limits import check_description, check_text, on_disk
+from .limits import bytes_on_disk, check_description, check_text
 from .location import Location, Remote, RemoteFile, map_each
-from .pace import Pace
 
 READ_BYTES = 8 << 20
 """Most bytes of a local file in one read from which boxes are gathered: they stay in cache meanwhile."""
 
-_GAP = 64 << 10
+_MAX_GAP = 64 << 10
 """Largest gap, in bytes, between two pieces of a local file that one read includes."""
 
-_IN_ORDER = 2 << 20
+_IN_ORDER_BYTES = 2 << 20
 """Bytes of a local file that are read at a time where all are read in order."""
 
-_PACED = 1 << 20
+_PACED_BYTES = 1 << 20
 """Most bytes of a local file that are read without asking again, so that no burst exceeds the rate by much."""
 
 
 class LocalFile:
-    """An open local file."""
+    """An open local file, read range by range; it is closed when its block ends, or when nobody has it any more.
 
-    gap, most = _GAP, READ_BYTES
+    It is not mapped: if another program cuts a mapped file, touching its pages ends the process (SIGBUS).
+
+    Args:
+        handle: a file descriptor, which this object closes.
+    """
+
+    gap, max_bytes = _MAX_GAP, READ_BYTES
 
     def __init__(self, path: Path, handle: int) -> None:
         self._path = path
         self._handle = handle
 
+    def __enter__(self) -> LocalFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._handle)
+        self._handle = -1
+
+    def __del__(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+
+    def status(self) -> os.stat_result:
+        try:
+            return os.fstat(self._handle)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
     @property
     def size(self) -> int:
-        return _status(self._path, self._handle).st_size
+        return self.status().st_size
 
     @property
     def on_disk(self) -> int:
-        """Return the bytes that it has on the disk: fewer than its size if it has holes."""
-        return on_disk(_status(self._path, self._handle))
+        """The bytes that it has on the disk: fewer than its size if it has holes."""
+        return bytes_on_disk(self.status())
 
     @property
     def state(self) -> tuple[object, ...]:
-        """Return a value that changes when the file is written."""
-        status = _status(self._path, self._handle)
+        """A value that changes when the file is written."""
+        status = self.status()
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     def read(self, offset: int, length: int) -> bytes:
@@ -66,15 +89,30 @@ class LocalFile:
                 parts.append(part)
                 offset, length = offset + len(part), length - len(part)
         except OSError as error:
-            raise _unreadable(self._path, error) from error
+            raise self._unreadable(error) from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def contents(self) -> LocalBytes:
-        """Return its bytes, which stay accessible after it has been closed."""
-        try:
-            return LocalBytes(self._path, os.dup(self._handle))
-        except OSError as error:
-            raise _unreadable(self._path, error) from error
+    def view(self, offset: int, length: int) -> memoryview:
+        buffer = np.empty(length, np.uint8).data
+        self.fill(buffer, offset)
+        return buffer
+
+    def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        return [self.view(offset, length) for offset, length in ranges]
+
+    def fill(self, buffer: memoryview, offset: int) -> None:
+        """Read as many bytes as the buffer has; raise `DamageError` if the file ends before."""
+        filled = 0
+        while filled < len(buffer):
+            try:
+                count = os.preadv(self._handle, (buffer[filled:],), offset + filled)
+            except OSError as error:
+                raise self._unreadable(error) from error
+            if not count:
+                raise DamageError(
+                    f"{self._path}: expected {len(buffer)} bytes at byte {offset}, found {filled}: it was cut"
+                )
+            filled += count
 
     def in_order(self) -> Iterator[memoryview]:
         """Yield all bytes from the first to the last, in memory that the next ones overwrite.
@@ -82,7 +120,7 @@ class LocalFile:
         They come from the disk, past the system's cache, where the file system can do that: pages of the cache cost
         more than to read them.  Elsewhere the system is asked to drop its pages first.
         """
-        buffer, offset, size = memoryview(mmap.mmap(-1, _IN_ORDER)), 0, self.size  # begins with a page
+        buffer, offset, size = memoryview(mmap.mmap(-1, _IN_ORDER_BYTES)), 0, self.size  # begins with a page
         os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
         past_cache = self._set_past_cache(True)
         while offset < size:
@@ -90,7 +128,7 @@ class LocalFile:
                 count = os.preadv(self._handle, (buffer,), offset)
             except OSError as error:
                 if not past_cache or error.errno != errno.EINVAL:
-                    raise _unreadable(self._path, error) from error
+                    raise self._unreadable(error) from error
                 past_cache = not self._set_past_cache(False)  # the disk's blocks are larger than pages
                 continue
             if not count:
@@ -98,20 +136,23 @@ class LocalFile:
             yield buffer[:count]
             offset += count
 
-    def _set_past_cache(self, wanted: bool) -> bool:
+    def _set_past_cache(self, past_cache: bool) -> bool:
         """Let reads go past the system's cache, or through it; return whether the file system does so."""
         flags = fcntl.fcntl(self._handle, fcntl.F_GETFL) & ~os.O_DIRECT
         try:
-            fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | (os.O_DIRECT if wanted else 0))
+            fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | (os.O_DIRECT if past_cache else 0))
         except OSError:
             return False
         return True
 
+    def _unreadable(self, error: OSError) -> SourceError:
+        return SourceError(f"cannot read {self._path}: {error.strerror}")
 
-class Held:
+
+class BytesInMemory:
     """Bytes in memory that stand in for a file."""
 
-    gap, most = _GAP, READ_BYTES
+    gap, max_bytes = _MAX_GAP, READ_BYTES
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)
@@ -121,62 +162,45 @@ class Held:
         return self._data[offset : offset + length]
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        return [self.view(*span) for span in ranges]
+        return [self.view(offset, length) for offset, length in ranges]
 
     def fill(self, buffer: memoryview, offset: int) -> None:
         buffer[:] = self.view(offset, len(buffer))
 
 
-class LocalBytes:
-    """The bytes of a local file, copied range by range.
-
-    It is not mapped: if another program cuts a mapped file, touching its pages ends the process (SIGBUS).
+class Pace:
+    """Holds the threads that read back to a rate; called with the bytes of each read, before it.
 
     Args:
-        handle: a file descriptor, which this object closes.
+        rate: bytes a second.
+        clock, sleep: of this process; others are for tests.
     """
 
-    gap, most = _GAP, READ_BYTES
+    def __init__(
+        self, rate: float, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        if not rate > 0:
+            raise ValueError(f"a rate of {rate} bytes a second reads nothing")
+        self._rate, self._clock, self._sleep = rate, clock, sleep
+        self._busy_until = clock()
+        self._lock = Lock()
 
-    def __init__(self, path: Path, handle: int) -> None:
-        self._path = path
-        self._handle = handle
-
-    def __del__(self) -> None:
-        os.close(self._handle)
-
-    @property
-    def size(self) -> int:
-        return _status(self._path, self._handle).st_size
-
-    def view(self, offset: int, length: int) -> memoryview:
-        buffer = np.empty(length, np.uint8).data
-        self.fill(buffer, offset)
-        return buffer
-
-    def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        return [self.view(*span) for span in ranges]
-
-    def fill(self, buffer: memoryview, offset: int) -> None:
-        filled = 0
-        while filled < len(buffer):
-            try:
-                count = os.preadv(self._handle, (buffer[filled:],), offset + filled)
-            except OSError as error:
-                raise _unreadable(self._path, error) from error
-            if not count:
-                raise DamageError(
-                    f"{self._path}: expected {len(buffer)} bytes at byte {offset}, found {filled}: it was cut"
-                )
-            filled += count
+    def __call__(self, count: int) -> None:
+        """Wait until all earlier reads have had their time."""
+        with self._lock:
+            now = self._clock()
+            start = max(self._busy_until, now)
+            self._busy_until = start + count / self._rate
+        if start > now:
+            self._sleep(start - now)
 
 
-class PacedBytes:
-    """The bytes of a file, read at a pace."""
+class PacedFile:
+    """An open file that is read at a pace."""
 
-    def __init__(self, file: LocalBytes | RemoteFile, pace: Pace) -> None:
+    def __init__(self, file: File, pace: Pace) -> None:
         self._file, self._pace = file, pace
-        self.gap, self.most = file.gap, file.most
+        self.gap, self.max_bytes = file.gap, file.max_bytes
 
     @property
     def size(self) -> int:
@@ -191,35 +215,23 @@ class PacedBytes:
         return self._file.views(ranges)
 
     def fill(self, buffer: memoryview, offset: int) -> None:
-        for start in range(0, len(buffer), _PACED):
-            part = buffer[start : start + _PACED]
+        for start in range(0, len(buffer), _PACED_BYTES):
+            part = buffer[start : start + _PACED_BYTES]
             self._pace(len(part))
             self._file.fill(part, offset + start)
-
-
-def _status(path: Path, handle: int) -> os.stat_result:
-    try:
-        return os.fstat(handle)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> SourceError:
-    return SourceError(f"cannot read {path}: {error.strerror}")
 
 
 File = LocalFile | RemoteFile
 """An open file."""
 
-FileBytes = LocalBytes | RemoteFile | Held | PacedBytes
+FileBytes = File | BytesInMemory | PacedFile
 """The bytes of a file, by ranges; offsets and lengths in bytes.
 
-``gap`` is the largest gap that one read should include rather than skip, ``most`` the most bytes of one read.
+``gap`` is the largest gap that one read should include rather than skip, ``max_bytes`` the most bytes of one read.
 """
 
 
-@contextmanager
-def open_regular(file: Location) -> Iterator[File]:
+def open_regular(file: Location) -> File:
     """Open a regular file, without following a link or waiting for a pipe; or an object.
 
     Raises:
@@ -227,8 +239,7 @@ def open_regular(file: Location) -> Iterator[File]:
         SourceError: it is a link, or cannot be opened.
     """
     if isinstance(file, Remote):
-        yield file.open()
-        return
+        return file.open()
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -237,12 +248,10 @@ def open_regular(file: Location) -> Iterator[File]:
         raise kind(f"cannot open {file}: {why}") from error
     except ValueError as error:  # a zero byte, or what is no text
         raise SourceError(f"cannot open {str(file)!r}: {error}") from error
-    try:
-        if not stat.S_ISREG(_status(Path(file), handle).st_mode):
-            raise DamageError(f"{file}: expected a regular file, found another kind (a pipe, device or directory)")
-        yield LocalFile(file, handle)
-    finally:
-        os.close(handle)
+    opened = LocalFile(Path(file), handle)
+    if not stat.S_ISREG(opened.status().st_mode):
+        raise DamageError(f"{file}: expected a regular file, found another kind (a pipe, device or directory)")
+    return opened
 
 
 def read_text_file(file: Location) -> bytes:
@@ -255,21 +264,18 @@ def read_text_file(file: Location) -> bytes:
         size = opened.size
         check_description(file, size)
         data = opened.read(0, size)
-        with about(file):
-            check_text(data)
-        return data
+    with about(file):
+        check_text(data)
+    return data
 
 
-def extent_faults(path: Location, named: Iterable[tuple[Extent, str]]) -> Iterator[SourceError]:
+def extent_faults(path: Location, named_extents: Iterable[tuple[Extent, str]]) -> Iterator[SourceError]:
     """Yield the faults of files: one for all that are missing, then at most one for each that is cut.
 
     Args:
         path: the checkpoint's directory.
-        named: extents, none of them empty, each with its name for errors; two that overlap are a fault as well.
+        named_extents: extents, none of them empty, each with its name for errors; two that overlap are a fault as well.
     """
-    items: defaultdict[str, list[tuple[Extent, str]]] = defaultdict(list)
-    for extent, what in named:
-        items[extent.file].append((extent, what))
 
     def is_there(name: str) -> bool:
         return (path / name).exists() or (path / name).is_symlink()
@@ -281,22 +287,27 @@ def extent_faults(path: Location, named: Iterable[tuple[Extent, str]]) -> Iterat
         except SourceError as error:
             return error
 
-    names = sorted(items)
-    are_there = dict(zip(names, map_each(path, is_there, names), strict=True))
-    missing = [name for name in names if not are_there[name]]
-    if missing:
+    extents_in: defaultdict[str, list[tuple[Extent, str]]] = defaultdict(list)
+    for extent, noun in named_extents:
+        extents_in[extent.file].append((extent, noun))
+    names = sorted(extents_in)
+
+    # Missing files are told together: there may be thousands.
+    present = [name for name, exists in zip(names, map_each(path, is_there, names), strict=True) if exists]
+    if missing := sorted({*names} - {*present}):
         yield LostFileError(
-            f"expected {len(items)} files in {path}, found {len(missing)} missing: {', '.join(missing)}"
+            f"expected {len(names)} files in {path}, found {len(missing)} missing: {', '.join(missing)}"
         )
-    present = [name for name in names if are_there[name]]
+
+    # The end of the file counts as an extent, before which the last one has to end.
     for name, size in zip(present, map_each(path, size_of, present), strict=True):
         if isinstance(size, SourceError):
             yield size
             continue
-        extents = sorted(items[name], key=lambda item: item[0].offset)
-        for (extent, what), (following, next_item) in pairwise([*extents, (Extent(name, size, 0), "")]):
+        extents = sorted(extents_in[name], key=lambda item: item[0].offset)
+        for (extent, noun), (following, next_noun) in pairwise([*extents, (Extent(name, size, 0), "")]):
             if extent.end > following.offset:
-                reason = f"{next_item} begins before that" if next_item else f"the file has {size}: it was cut"
-                kind = DamageError if next_item else LostFileError
-                yield kind(f"{path / name}: expected {what} up to byte {extent.end}, but {reason}")
+                reason = f"{next_noun} begins before that" if next_noun else f"the file has {size}: it was cut"
+                kind = DamageError if next_noun else LostFileError
+                yield kind(f"{path / name}: expected {noun} up to byte {extent.end}, but {reason}")
                 break

@@ -1,17 +1,20 @@
-"""Parts of bounded size: bands of a chunk in the order of its bytes, and blocks of a box with strides."""
+"""Parts of bounded size: bands of a chunk in the order of its bytes, blocks of a strided box, runs of near ranges."""
 
 from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...algebra.box import Box, Index, flat_boxes
+from ...record.columns import Column
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +26,12 @@ class Band:
     boxes: tuple[Box, ...]
 
 
-def bands(chunk: Box, most: int) -> Iterator[Band]:
-    """Cut a chunk into bands of at most ``most`` elements: whole rows where a row is that small."""
+def bands(chunk: Box, max_elements: int) -> Iterator[Band]:
+    """Cut a chunk into bands of at most so many elements: whole rows where a row is that small."""
     row = math.prod(chunk.shape[1:])
-    step = most // row * row if 0 < row <= most else most
-    for start in range(0, chunk.numel, max(step, 1)):
-        stop = min(start + max(step, 1), chunk.numel)
+    step = max(max_elements // row * row if 0 < row <= max_elements else max_elements, 1)
+    for start in range(0, chunk.numel, step):
+        stop = min(start + step, chunk.numel)
         yield Band(start, stop, tuple(box.shift(chunk.lo) for box in flat_boxes(chunk.shape, start, stop)))
 
 
@@ -52,40 +55,41 @@ def strided_span(shape: Index, strides: Index) -> int:
     return 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
 
 
-def blocks(shape: Index, strides: Index, gap: int, most: int) -> Iterator[Block]:
-    """Cut a box into blocks that have no gaps of more than ``gap`` elements and span at most ``most``."""
-    yield from _cut((0,) * len(shape), shape, strides, gap, most)
+def blocks(shape: Index, strides: Index, gap: int, max_span: int) -> Iterator[Block]:
+    """Cut a box into blocks that have no gaps of more than ``gap`` elements and span at most ``max_span``."""
+    yield from _cut((0,) * len(shape), shape, strides, gap, max_span)
 
 
-def _cut(lo: Index, shape: Index, strides: Index, gap: int, most: int) -> Iterator[Block]:
+def _cut(lo: Index, shape: Index, strides: Index, gap: int, max_span: int) -> Iterator[Block]:
     dims = sorted((dim for dim, length in enumerate(shape) if length > 1), key=lambda dim: -strides[dim])
     reach, is_wide = 1, False
     for dim in reversed(dims):
         is_wide |= strides[dim] - reach > gap
         reach += (shape[dim] - 1) * strides[dim]
-    if reach <= most and not is_wide:
+    if reach <= max_span and not is_wide:
         slices = tuple(map(slice, lo, map(operator.add, lo, shape)))
         yield Block(slices, shape, sum(map(operator.mul, lo, strides)), reach)
         return
+
+    # Cut along the dim of the largest stride: its gaps are the largest, and its parts the furthest apart.
     cut = dims[0]
-    step = 1 if is_wide else max(most // strides[cut], 1)
+    step = 1 if is_wide else max(max_span // strides[cut], 1)
     for start in range(0, shape[cut], step):
-        length = min(step, shape[cut] - start)
-        yield from _cut(
-            (*lo[:cut], lo[cut] + start, *lo[cut + 1 :]), (*shape[:cut], length, *shape[cut + 1 :]), strides, gap, most
-        )
+        part_lo = (*lo[:cut], lo[cut] + start, *lo[cut + 1 :])
+        part_shape = (*shape[:cut], min(step, shape[cut] - start), *shape[cut + 1 :])
+        yield from _cut(part_lo, part_shape, strides, gap, max_span)
 
 
-def batches(parts: Iterable[Block], most: int) -> Iterator[list[Block]]:
-    """Group blocks, in order, so that a group spans at most ``most`` elements or is one block."""
+def batches(parts: Iterable[Block], max_span: int) -> Iterator[list[Block]]:
+    """Group blocks, in order, so that a group spans at most ``max_span`` elements or is one block."""
     batch: list[Block] = []
-    used = 0
+    batch_span = 0
     for part in parts:
-        if batch and used + part.span > most:
+        if batch and batch_span + part.span > max_span:
             yield batch
-            batch, used = [], 0
+            batch, batch_span = [], 0
         batch.append(part)
-        used += part.span
+        batch_span += part.span
     yield batch
 
 
@@ -98,3 +102,50 @@ def strided_view(flat: NDArray[Any], strides: Index, shape: Index) -> NDArray[An
     view: NDArray[Any] = np.ndarray((*shape, *flat.shape[1:]), flat.dtype, flat.data, strides=steps)
     view.flags.writeable = False
     return view
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Joined ranges: the bytes ``start:stop`` of each run in its file, and the number of its ``first`` range."""
+
+    start: Column
+    stop: Column
+    first: Column
+
+    def members(self, ranges: int) -> Iterator[range]:
+        """Yield the numbers of each run's ranges, of so many ranges in all."""
+        first = self.first.tolist()
+        return map(range, first, [*first[1:], ranges])
+
+
+def join_ranges(
+    start: Column,
+    stop: Column,
+    gap: int,
+    max_bytes: int = sys.maxsize,
+    file: NDArray[np.signedinteger[Any]] | None = None,
+) -> Runs:
+    """Join ranges of bytes, given in the order of ``file`` and ``start``, into runs that are each read at once.
+
+    Args:
+        gap: the most bytes between two neighbours in a run: as many as cost less to read than a call.
+        max_bytes: the most bytes of a run of several ranges.
+        file: the number of each range's file; None: all are in one.
+    """
+    if not len(start):
+        return Runs(start, stop, np.zeros(0, np.int64))
+    is_apart = start[1:] > stop[:-1] + gap
+    if file is not None:
+        is_apart |= file[1:] != file[:-1]
+    first = np.flatnonzero(np.append(True, is_apart))
+
+    # Runs that are too long are cut before the range with which they would be.
+    if max_bytes < sys.maxsize:
+        cuts = []
+        for lo, hi in pairwise([*first.tolist(), len(start)]):
+            reach = np.maximum.accumulate(stop[lo:hi])
+            while lo < hi:
+                cuts.append(lo)
+                lo = max(hi - len(reach) + int(np.searchsorted(reach, start[lo] + max_bytes, side="right")), lo + 1)
+        first = np.array(cuts)
+    return Runs(start[first], np.maximum.reduceat(stop, first), first)

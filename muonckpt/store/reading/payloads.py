@@ -22,8 +22,7 @@ from ...record.record import Chunk, Extent, StateRecord
 from ..io.checksums import crc32, xxh3_128
 from ..io.limits import check_holes
 from ..io.location import Location
-from ..io.pace import Pace
-from ..io.regular import READ_BYTES, FileBytes, Held, PacedBytes, open_regular
+from ..io.regular import READ_BYTES, BytesInMemory, FileBytes, Pace, PacedFile, open_regular
 from .blocks import bands, batches, blocks, strided_span, strided_view
 from .dtypes import PARTS, dtype, itemsize
 
@@ -117,7 +116,7 @@ class Payloads:
         """What holds the reading of files back; set before the first is opened."""
         self.window_bytes = _WINDOWS
         """Most bytes of what a thread keeps to gather small pieces from; set before the first is read."""
-        self._in_memory = {name: Held(data) for name, data in in_memory.items()}
+        self._in_memory = {name: BytesInMemory(data) for name, data in in_memory.items()}
         self._files: dict[str, FileBytes] = {}
         self._states: dict[str, tuple[object, ...]] = {}
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -152,7 +151,7 @@ class Payloads:
     def keep(self, raw: bytes) -> Extent:
         """Keep bytes in memory, to be read as those of a file with the name that is returned; workers get the same."""
         name = xxh3_128([raw])
-        self._in_memory.setdefault(name, Held(raw))
+        self._in_memory.setdefault(name, BytesInMemory(raw))
         return Extent(name, 0, len(raw))
 
     def is_in_memory(self, name: str) -> bool:
@@ -201,8 +200,8 @@ class Payloads:
                 reads(start, raw)
                 out[...] = _strided_words(raw, name, place.strides, shape)
             return
-        parts = blocks(shape, place.strides, file.gap // size, file.most // size)
-        for batch in batches(parts, file.most // size):
+        parts = blocks(shape, place.strides, file.gap // size, file.max_bytes // size)
+        for batch in batches(parts, file.max_bytes // size):
             ranges = [(start + block.start * size, block.span * size) for block in batch]
             if len(ranges) > 1:
                 views = file.views(ranges)
@@ -292,12 +291,11 @@ class Payloads:
         file = self.directory / name
         if name not in self._states and file.parent.resolve() != (self.directory.resolve() / name).parent:
             raise SourceError(f"cannot open {file}: one of its directories is a symbolic link")
-        with open_regular(file) as opened:
-            check_holes(file, opened.size, opened.on_disk)
-            if self._states.setdefault(name, opened.state) != opened.state:
-                raise DamageError(f"{file} changed while it was read")
-            contents = opened.contents()
-            return PacedBytes(contents, self.pace) if self.pace else contents
+        opened = open_regular(file)
+        check_holes(file, opened.size, opened.on_disk)
+        if self._states.setdefault(name, opened.state) != opened.state:
+            raise DamageError(f"{file} changed while it was read")
+        return PacedFile(opened, self.pace) if self.pace else opened
 
 
 def chunk_elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:

@@ -26,8 +26,7 @@ from ..formats.native import stock_metadata
 from ..formats.registry import DCP, OWN
 from ..io.checksums import Sums, crc32, xxh3_128
 from ..io.location import Location, Remote, items_beside, location
-from ..io.pace import Pace
-from ..io.regular import open_regular, read_text_file
+from ..io.regular import Pace, open_regular, read_text_file
 from ..open_checkpoint import OpenCheckpoint, check_blob
 from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of

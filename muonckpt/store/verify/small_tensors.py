@@ -22,8 +22,7 @@ from ...record.chunks import Boxes, columns_of
 from ...record.columns import UNKNOWN, Column, Columns
 from ...record.record import Extent, StateRecord
 from ..io.checksums import crc32_of
-from ..io.ranges import join_ranges
-from ..reading.blocks import slices_within
+from ..reading.blocks import join_ranges, slices_within
 from ..reading.dtypes import dtype
 from ..reading.payloads import BAND_BYTES, Payloads, count_nonfinite
 

@@ -112,7 +112,7 @@ def unpickle(data: bytes, allowed: Container[str], containers: int | None = None
         LimitError: there are more.
         SourceError: another name or opcode occurs, the data is cut, or it is not a pickle of plain data.
     """
-    most = limits.FEW + len(data) // limits.PICKLE_BYTES if containers is None else containers
+    most = limits.FREE_PARTS + len(data) // limits.PICKLE_BYTES if containers is None else containers
     return _checked(data, allowed, most, [], None)
 
 
@@ -123,7 +123,7 @@ def unpickle_in_columns(data: bytes, allowed: Container[str]) -> object:
         LimitError, SourceError: as `unpickle`; or something refers to a part of such an object, which is never made.
     """
     memo: list[object] = []
-    return _checked(data, allowed, limits.FEW + len(data) // limits.PICKLE_BYTES, memo, _Recurrence(data, memo))
+    return _checked(data, allowed, limits.FREE_PARTS + len(data) // limits.PICKLE_BYTES, memo, _Recurrence(data, memo))
 
 
 def _checked(

@@ -1,4 +1,4 @@
-"""A file of ``torch.save``: nested data with tensors anywhere in it, read without running anything.
+"""A file of ``torch.save``: nested data with tensors anywhere in it, read without running anything, and written.
 
 It is one uncompressed zip archive: ``data.pkl`` describes the object, ``data/<key>`` are the elements of its storages.
 
@@ -9,10 +9,11 @@ the ways in which a tensor is pickled.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
-from ....algebra.box import Box, Index
+from ....algebra.box import Box, Index, row_major
 from ....names.errors import SourceError, about
 from ....names.keys import key_of
 from ....names.vocabulary import KeyPath
@@ -21,10 +22,21 @@ from ...io import limits
 from ...io.checksums import crc32
 from ...io.location import Location
 from ...io.regular import open_regular
-from ...reading.dtypes import itemsize
+from ...reading.dtypes import DTYPES, itemsize
 from ...reading.payloads import Payloads, compare_checksums
-from .inert_pickle import Anything, Global, Record, unpickle
-from .stored_zip import ZipMember, member_data, read_members
+from .inert_pickle import PERSISTENT, Anything, Global, Pickler, Record, unpickle
+from .stored_zip import (
+    MEMBER_ALIGNMENT,
+    SERIALIZATION_ID,
+    ZipEntry,
+    ZipMember,
+    descriptor,
+    directory,
+    local_header,
+    member_data,
+    read_members,
+    store,
+)
 from .tensor_item import described, is_row_major
 
 
@@ -177,3 +189,81 @@ def _bare(value: object) -> object:
         case Record(kind=kind, args=(Global() as call, Global() as own, args, _)) if kind == WITH_TYPE:
             return Record(call, args) if own in _TYPES else value
     return value
+
+
+# Writing.
+
+
+def ordered_dict(items: Mapping[str, object]) -> Record:
+    """Return an ``OrderedDict``."""
+    return Record(Global("collections OrderedDict"), (), items=cast(dict[object, object], dict(items)))
+
+
+def torch_size(shape: Index) -> Record:
+    """Return a ``torch.Size``."""
+    return Record(Global("torch Size"), (shape,))
+
+
+class Archive:
+    """A file to write with many tensors, laid out before any of their elements is known.
+
+    Its content is given as plain data and `Record`s, among them those of `tensor`.  `seal` decides where everything
+    lies; `around` are the bytes between the storages, for given checksums of these.
+
+    Attributes:
+        offsets: where each storage begins, in bytes of the file; known when it is sealed, as is ``length``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lengths: list[int] = []
+        self.offsets: list[int] = []
+        self.length = 0
+        self._entries: list[ZipEntry] = []
+        self._front = b""
+
+    def tensor(self, dtype: str, shape: Index) -> Record:
+        """Return a new tensor with a storage of its own, the last one."""
+        numel, key = math.prod(shape), str(len(self.lengths))
+        self.lengths.append(numel * itemsize(dtype))
+        storage = Record(Global(PERSISTENT), ("storage", Global(f"torch {DTYPES[dtype].storage}"), key, "cpu", numel))
+        parts = (storage, 0, shape, row_major(shape), False, ordered_dict({}))
+        return Record(Global("torch._utils _rebuild_tensor_v2"), parts)
+
+    def seal(self, content: object) -> None:
+        """Lay out the archive of this content, in which every tensor is."""
+        pickler = Pickler()
+        pickler.put(content)
+        contents = (
+            ("data.pkl", bytes(pickler.out) + b"."),
+            (".format_version", b"1"),
+            (".storage_alignment", str(MEMBER_ALIGNMENT).encode()),
+            ("byteorder", b"little"),
+        )
+        self._front, entries = store(contents, 0)
+        self._entries = list(entries)
+        end = len(self._front)
+        for number, length in enumerate(self.lengths):
+            entry = ZipEntry(f"data/{number}", end, length, 0)
+            self._entries.append(entry)
+            self.offsets.append(end + len(local_header(entry)))
+            end = self.offsets[-1] + length + len(descriptor(entry))
+        self.length = end + len(self._end(end, self._entries))
+
+    def around(self, checksums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield what lies around the storages, with the offset of each part, given their CRC-32s."""
+        yield 0, self._front
+        first = len(self._entries) - len(self.lengths)
+        entries = self._entries[:first]
+        end = len(self._front)
+        for entry, offset, checksum in zip(self._entries[first:], self.offsets, checksums, strict=True):
+            entries.append(ZipEntry(entry.name, entry.header_offset, entry.size, checksum))
+            yield end, local_header(entries[-1])
+            end = offset + entry.size
+            yield end, descriptor(entries[-1])
+            end += len(descriptor(entries[-1]))
+        yield end, self._end(end, entries)
+
+    def _end(self, start: int, entries: Sequence[ZipEntry]) -> bytes:
+        rest, last = store((("version", b"3\n"), (".data/serialization_id", SERIALIZATION_ID)), start)
+        return rest + directory((*entries, *last), start + len(rest))

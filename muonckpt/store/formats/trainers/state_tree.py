@@ -47,7 +47,7 @@ def leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[Ke
         LimitError: there is more than in proportion to the file.
         SourceError: there is something else; it is not run.
     """
-    plain, most, met = PlainParts(file.described), limits.FEW + file.described // limits.PICKLE_BYTES, 0
+    plain, most, met = PlainParts(file.described), limits.FREE_PARTS + file.described // limits.PICKLE_BYTES, 0
 
     def below(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
         nonlocal met
