@@ -1,7 +1,7 @@
-"""What is wrong with a checkpoint, in one sentence, and what to do about it: what every tool and every error says.
+"""A diagnosis says in one sentence what is wrong with a checkpoint, and what to do: every tool and error says the same.
 
-`diagnosis_of` has what was found by reading; `diagnosis_by_files` looks at the presence and the sizes of files alone;
-`diagnosis_of_unreadable` is of what cannot be opened; `diagnosis_at` of whatever is at a path.
+`diagnosis_of` knows all bytes; `diagnosis_by_files` looks at descriptions, and the presence and sizes of files, alone;
+`diagnosis_of_unreadable` is of what cannot be opened; `diagnosis_at` of whatever is at a path.  `open` refuses by it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import os
 import shlex
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...names.errors import ADVICE, DamageError, LostFileError, MuonckptError, SourceError
 from ...names.wording import Finding, counted, moment
 from ...programs.signs import MEGATRON_FILE, METADATA_FILE, TORCH_CHECKPOINTING_FILE
-from ...record.record import MANIFEST_FILE, Manifest
+from ...record.record import MANIFEST_FILE
 from ..formats.native import read_native
 from ..formats.registry import OWN, format_of
 from ..io.location import Location, Remote, location
@@ -47,7 +48,6 @@ class Diagnosis:
     """What is wrong with a checkpoint.
 
     Attributes:
-        path: of the checkpoint.
         sentence: what is wrong, in terms of a run, without the path; empty if nothing is.
         remedies: what to do, the cheapest and most exact first.
         damage: what is lost.
@@ -72,9 +72,10 @@ class Diagnosis:
 
     @property
     def advice(self) -> str:
-        """What to do, in one sentence."""
-        listed = "; ".join(f"({letter}) {one.command} ({one.gives})" for letter, one in self._lettered())
-        return f"{ADVICE}{listed}" if listed else ""
+        """The remedies in one sentence."""
+        lettered = zip(_LETTERS, self.remedies, strict=False)
+        parts = [f"({letter}) {remedy.command} ({remedy.gives})" for letter, remedy in lettered]
+        return f"{ADVICE}{'; '.join(parts)}" if parts else ""
 
     @property
     def lines(self) -> Iterator[str]:
@@ -84,14 +85,10 @@ class Diagnosis:
             yield ""
         if self.remedies:
             yield ADVICE.strip()
-            for letter, one in self._lettered():
-                yield f"({letter}) {one.command}"
-                yield f"    {one.gives}"
+            for letter, remedy in zip(_LETTERS, self.remedies, strict=False):
+                yield f"({letter}) {remedy.command}"
+                yield f"    {remedy.gives}"
             yield ""
-
-    def _lettered(self) -> Iterator[tuple[str, Remedy]]:
-        for number, one in enumerate(self.remedies):
-            yield chr(ord("a") + number), one
 
     def to_json(self) -> dict[str, Any] | None:
         """Return it as plain data; None if nothing is wrong."""
@@ -101,133 +98,138 @@ class Diagnosis:
 
 
 def diagnosis_of(
-    checkpoint: OpenCheckpoint,
-    damage: Damage,
-    findings: Sequence[Finding],
-    besides: Collection[str] = (),
+    checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], damaged_steps: Collection[str] = ()
 ) -> Diagnosis:
     """Say what is wrong with an open checkpoint.
 
     Args:
         findings: what was found besides the damage, or explains it.
-        besides: the names of other steps of its run that are known to be damaged.
+        damaged_steps: the names of other steps of its run that are known to be damaged.
     """
     if not damage and not findings:
         return Diagnosis(checkpoint.path, "", damage=damage)
-    others = unexplained(damage, findings)
-    remedies = tuple(_remedies(checkpoint, damage, others, besides))
-    return Diagnosis(checkpoint.path, sentence_of(damage, others), remedies, damage)
+    findings = unexplained(damage, findings)
+    remedies = tuple(_remedies(checkpoint, damage, findings, damaged_steps))
+    return Diagnosis(checkpoint.path, sentence_of(damage, findings), remedies, damage)
 
 
 def diagnosis_by_files(
-    checkpoint: OpenCheckpoint,
-    last: Verification | None,
-    besides: Collection[str] = (),
+    checkpoint: OpenCheckpoint, last: Verification | None, damaged_steps: Collection[str] = ()
 ) -> Diagnosis:
-    """Say what is wrong with an open checkpoint, as far as files' names and sizes, and its last verification, tell.
+    """Say what is wrong with an open checkpoint, as far as descriptions, files' sizes and its last verification tell.
 
     Args:
         last: what was recorded of these very files, by `last_verification`.
-        besides: as for `diagnosis_of`.
+        damaged_steps: as for `diagnosis_of`.
     """
-    diagnosis = diagnosis_of(checkpoint, damage_of_files(checkpoint), findings_by_files(checkpoint), besides)
+    findings = findings_by_files(checkpoint)
+    diagnosis = diagnosis_of(checkpoint, damage_of_files(checkpoint), findings, damaged_steps)
     if diagnosis or last is None or not last.has_loss:
         return diagnosis
     sentence = f"verified {moment(last.timestamp)} UTC: {last.sentence}"
-    return replace(_found_by_reading(checkpoint.path, besides), sentence=sentence)
+    return replace(_seen_by_reading(checkpoint.path, damaged_steps), sentence=sentence)
 
 
-def diagnosis_of_unreadable(path: Location, error: MuonckptError, besides: Collection[str] = ()) -> Diagnosis:
+def diagnosis_of_unreadable(path: Location, error: MuonckptError, damaged_steps: Collection[str] = ()) -> Diagnosis:
     """Say what is wrong with what cannot be opened; ``error`` is the reason."""
-    if (rest := remains(path)) is not None:
-        with rest:
-            return diagnosis_by_files(rest, None, besides=besides)
+    if (checkpoint := remains(path)) is not None:
+        with checkpoint:
+            return diagnosis_by_files(checkpoint, None, damaged_steps)
     reason = str(error).removeprefix(f"{path}: ")
-    return Diagnosis(path, f"it cannot be opened: {reason}", tuple(_instead_of_unreadable(path, besides)))
+    return Diagnosis(path, f"it cannot be opened: {reason}", tuple(_remedies_of_unreadable(path, damaged_steps)))
 
 
 def remains(path: Location) -> OpenCheckpoint | None:
     """Open what is left of a checkpoint that cannot be opened, if its format can and something is lost; else None."""
-    try:
-        if left := format_of(path).without(()):
-            opened = OpenCheckpoint(path, left)
-            if opened.faults or damage_of_files(opened):
-                return opened
-    except SourceError:
-        pass
+    with suppress(SourceError):
+        if format := format_of(path).without(()):
+            checkpoint = OpenCheckpoint(path, format)
+            if checkpoint.faults or damage_of_files(checkpoint):
+                return checkpoint
     return None
 
 
-def diagnosis_at(path: Location, besides: Collection[str] = ()) -> Diagnosis:
+def diagnosis_at(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
     """Say what is wrong with a checkpoint, as far as its descriptions and the names and sizes of its files tell."""
     try:
         with OpenCheckpoint(path) as checkpoint:
-            return diagnosis_by_files(checkpoint, last_verification(path), besides=besides)
+            return diagnosis_by_files(checkpoint, last_verification(path), damaged_steps)
     except MuonckptError as error:
-        return diagnosis_of_unreadable(path, error, besides)
+        return diagnosis_of_unreadable(path, error, damaged_steps)
 
 
 def advice_on(path: Location) -> str:
     """Return what is to be said where reading a checkpoint has found damage: what is lost, and what to do."""
-    diagnosis = diagnosis_at(path) or _found_by_reading(path)
+    diagnosis = diagnosis_at(path) or _seen_by_reading(path)
     return f"{diagnosis.sentence}. {diagnosis.advice}" if diagnosis else diagnosis.advice
 
 
-def advice_where_none_is_whole(run: Location, damaged: Sequence[str]) -> str:
+def advice_where_none_is_whole(run: Location, damaged_steps: Sequence[str]) -> str:
     """Return what to do about the newest step of a run, given the names of its steps, all damaged."""
-    path = run / max(damaged)
-    return (diagnosis_at(path, damaged) or _found_by_reading(path, damaged)).advice
+    path = run / max(damaged_steps)
+    return (diagnosis_at(path, damaged_steps) or _seen_by_reading(path, damaged_steps)).advice
 
 
-def _found_by_reading(path: Location, besides: Collection[str] = ()) -> Diagnosis:
+def _seen_by_reading(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
     """Return what to do about damage that names and sizes of files do not show."""
     remedies = [Remedy(command("verify", path), "lists all that is damaged, and what can be done about it")]
-    if before := _step_before(path, besides):
-        remedies.append(_gone_back(path, before, by_itself=True))
+    if before := _step_before(path, damaged_steps):
+        remedies.append(_gone_back(path, before, is_automatic=True))
     return Diagnosis(path, "", tuple(remedies))
 
 
 # --- what to do -------------------------------------------------------------------------------------------------------
 
 
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
 _DESCRIPTIVE = frozenset({"metadata", "description", "manifest", "key"})
 """Kinds of findings about descriptions, of which the elements know nothing."""
 
+_MAX_NAMES = 12
+"""The most parameters that a line of Python names."""
+
 
 def _remedies(
-    checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], besides: Collection[str]
+    checkpoint: OpenCheckpoint, damage: Damage, findings: Sequence[Finding], damaged_steps: Collection[str]
 ) -> Iterator[Remedy]:
     """Yield what to do, the cheapest and most exact first.
 
     What gives up state is not among them where something else keeps it.
     """
     path, kinds = checkpoint.path, {finding.kind for finding in findings}
+    # Files get their names back.
     if damage.misplaced:
         yield Remedy(" && ".join(_moves(path, damage.misplaced)), "gives every file its name back; then verify it")
-        if not (damage := damage.without_misplaced):
+        damage = damage.without_misplaced
+        if not damage:
             return
-    lost = bool(damage.tensors or damage.items or "unlisted" in kinds)
-    if not lost and (damage or kinds) and kinds <= _DESCRIPTIVE:
+    # Descriptions are written anew.
+    has_loss = bool(damage.tensors or damage.items or "unlisted" in kinds)
+    if not has_loss and (damage or kinds) and kinds <= _DESCRIPTIVE:
         yield _rebuilt(checkpoint)
         return
     if damage.mixed_up and _has_stock_description(path):
         yield _from_stock(path, "what the files have, of which save it may be,")
-    before = _step_before(path, besides)
+    # The run goes on from another step.
+    before = _step_before(path, damaged_steps)
     if before is not None:
-        yield _gone_back(path, before, by_itself=lost)
+        yield _gone_back(path, before, is_automatic=has_loss)
     if damage.mixed_up:
         return
+    # Another checkpoint gives what is lost.
+    copy = Remedy(
+        f"{command('salvage', path, _free_path(path, 'salvaged'), '--from')} OTHER",
+        "keeps what is of the save of OTHER, a copy of this checkpoint in any format, and takes the others from it",
+    )
     if "several_saves" in kinds:
-        yield Remedy(
-            f"{command('salvage', path, _free(path, 'salvaged'), '--from')} OTHER",
-            "keeps what is of the save of OTHER, a copy of this checkpoint in any format, and takes the others from it",
-        )
+        yield copy
         return
-    if not lost:
-        if before is None and kinds & {"nonfinite"}:
+    if not has_loss:
+        if before is None and "nonfinite" in kinds:
             yield Remedy(command("stats", path), "says which tensors have such elements, and how many")
         return
-    new = _free(path, "salvaged")
+    new = _free_path(path, "salvaged")
     if before is not None:
         yield Remedy(
             command("salvage", path, new, "--from", before.path, "--mix-steps"),
@@ -235,17 +237,27 @@ def _remedies(
             "a mixture that no step of the run had",
         )
         return
-    if damaged := sorted({*besides} - {path.name}):
+    if siblings := sorted({*damaged_steps} - {path.name}):
         yield Remedy(
-            command("salvage", path, new, "--from", path.parent / damaged[-1], "--mix-steps"),
+            command("salvage", path, new, "--from", path.parent / siblings[-1], "--mix-steps"),
             "takes what is lost from that step, which is damaged too: if it has lost the same, nothing is written",
         )
-    yield Remedy(
-        f"{command('salvage', path, new, '--from')} OTHER",
-        "takes what is lost from a copy, a replica or another step, if you have one: none is beside it",
+    yield replace(
+        copy, gives="takes what is lost from a copy, a replica or another step, if you have one: none is beside it"
     )
+    # State of the optimizer begins anew, where no weight is lost.
     if damage.tensors and not damage.items and "unlisted" not in kinds and damage.begins_anew:
-        yield from _fresh(path, new, damage, checkpoint.format is OWN)
+        yield Remedy(
+            command("salvage", path, new, "--fresh", "*"),
+            "writes what is whole, and zeros where state of the optimizer is lost: no weight is",
+        )
+        names = sorted({tensor.name or "" for tensor in damage.tensors})
+        are_names = all(name and not name.isdecimal() for name in names)
+        if checkpoint.format is OWN and len(names) <= _MAX_NAMES and are_names:
+            yield Remedy(
+                f"muonckpt.load(state, {str(path)!r}, fresh={names!r})",
+                f"in Python: the state of {counted(len(names), 'parameter')} begins anew, also what is whole of it",
+            )
 
 
 def _moves(path: Location, misplaced: Mapping[str, str]) -> Iterator[str]:
@@ -265,76 +277,58 @@ def _moves(path: Location, misplaced: Mapping[str, str]) -> Iterator[str]:
             yield move(places.pop(name), name)
 
 
-def _fresh(path: Location, new: str, damage: Damage, is_ours: bool) -> Iterator[Remedy]:
-    """Yield how to begin lost state of the optimizer anew, which only this keeps all the rest."""
-    yield Remedy(
-        command("salvage", path, new, "--fresh", "*"),
-        "writes what is whole, and zeros where state of the optimizer is lost: no weight is",
-    )
-    names = sorted({tensor.name or "" for tensor in damage.tensors})
-    if is_ours and len(names) <= _MOST_NAMES and all(name and not name.isdecimal() for name in names):
-        yield Remedy(
-            f"muonckpt.load(state, {str(path)!r}, fresh={names!r})",
-            f"in Python: the state of {counted(len(names), 'parameter')} begins anew, also what is whole of it",
-        )
-
-
-_MOST_NAMES = 12
+_FORMAT_WORDS = {MEGATRON_FILE: "torch_dist", TORCH_CHECKPOINTING_FILE: "torch_checkpointing"}
+"""The word for ``--format`` by the file that another program needs beside a manifest."""
 
 
 def _rebuilt(checkpoint: OpenCheckpoint) -> Remedy:
     """Return how to write a checkpoint again with all its descriptions; its elements are whole."""
-    path = checkpoint.path
-    what = "the same elements with new descriptions"
-    kept = "; muonckpt.load reads this one as it is, too" if checkpoint.format is OWN else ""
-    lost = f"; a copy of {MANIFEST_FILE}, if there is one, would also keep its digests" * checkpoint.lacks_manifest
-    salvaged = command("salvage", path, _free(path, "salvaged"))  # where nothing else opens it
-    return Remedy(salvaged if checkpoint.faults else _reshard(path, checkpoint.outline), f"writes {what}{kept}{lost}")
-
-
-_WRITTEN_AS = {MEGATRON_FILE: "torch_dist", TORCH_CHECKPOINTING_FILE: "torch_checkpointing"}
-"""The word for ``--format`` by the file that another program needs beside a manifest."""
-
-
-def _reshard(path: Location, manifest: Manifest) -> str:
-    """Return the command that writes a checkpoint anew on as many ranks as wrote it."""
+    path, manifest = checkpoint.path, checkpoint.outline
+    gives = "writes the same elements with new descriptions"
+    if checkpoint.format is OWN:
+        gives += "; muonckpt.load reads this one as it is, too"
+    if checkpoint.lacks_manifest:
+        gives += f"; a copy of {MANIFEST_FILE}, if there is one, would also keep its digests"
+    if checkpoint.faults:  # nothing else opens it
+        return Remedy(command("salvage", path, _free_path(path, "salvaged")), gives)
+    # On as many ranks as wrote it, in the same format.
     ranks = {rank_in_name(name) for name in manifest.columns.names} - {None}
-    written = {*manifest.files, *(file for file in _WRITTEN_AS if (path / file).exists())}
-    form = next((("--format", word) for file, word in _WRITTEN_AS.items() if file in written), ())
-    return command("reshard", path, _free(path, "rebuilt"), "--mesh", f"dp={max(1, len(ranks))}", *form)
+    formats = [word for file, word in _FORMAT_WORDS.items() if file in manifest.files or (path / file).exists()]
+    options = ["--mesh", f"dp={max(1, len(ranks))}", *(("--format", formats[0]) if formats else ())]
+    return Remedy(command("reshard", path, _free_path(path, "rebuilt"), *options), gives)
 
 
-def _gone_back(path: Location, before: RunStep, by_itself: bool) -> Remedy:
-    itself = ""
-    if by_itself and StepName.parsed(path.name) and StepName.parsed(before.name):
-        itself = "; Series.restore does so by itself"
-    whole = f"step {before.step} is the newest whole one besides it, by its files' sizes"
-    return Remedy(command("verify", before.path), f"{whole}: reads it all, then resume from that{itself}")
+def _gone_back(path: Location, before: RunStep, is_automatic: bool) -> Remedy:
+    automatic = ""
+    if is_automatic and StepName.parsed(path.name) and StepName.parsed(before.name):
+        automatic = "; Series.restore does so by itself"
+    step = f"step {before.step} is the newest whole one besides it, by its files' sizes"
+    return Remedy(command("verify", before.path), f"{step}: reads it all, then resume from that{automatic}")
 
 
-def _instead_of_unreadable(path: Location, besides: Collection[str]) -> Iterator[Remedy]:
+def _remedies_of_unreadable(path: Location, damaged_steps: Collection[str]) -> Iterator[Remedy]:
     """Yield what to do if a checkpoint's description cannot be read."""
-    if _is_damaged(path) and _has_stock_description(path):
+    if _has_damaged_manifest(path) and _has_stock_description(path):
         yield _from_stock(path, "the same elements")
     elif path.is_dir():
         yield Remedy(
             f"{command('verify')} COPY",
             "tells whether a copy of this checkpoint is whole, if you have one: then copy the damaged file from there",
         )
-    if before := _step_before(path, besides):
-        yield _gone_back(path, before, by_itself=True)
+    if before := _step_before(path, damaged_steps):
+        yield _gone_back(path, before, is_automatic=True)
 
 
-def _from_stock(path: Location, what: str) -> Remedy:
+def _from_stock(path: Location, elements: str) -> Remedy:
     """Return how to write a checkpoint without our description of it."""
     return Remedy(
-        command("salvage", path, _free(path, "salvaged")),
-        f"reads {METADATA_FILE} instead, and writes {what} with a new {MANIFEST_FILE}; a copy of the right "
+        command("salvage", path, _free_path(path, "salvaged")),
+        f"reads {METADATA_FILE} instead, and writes {elements} with a new {MANIFEST_FILE}; a copy of the right "
         f"{MANIFEST_FILE}, if there is one, would also keep its digests",
     )
 
 
-def _is_damaged(path: Location) -> bool:
+def _has_damaged_manifest(path: Location) -> bool:
     """Return whether our description of a checkpoint is there, and damaged; one of a newer version is not."""
     try:
         if (path / MANIFEST_FILE).exists():
@@ -348,28 +342,31 @@ def _has_stock_description(path: Location) -> bool:
     """Return whether DCP's description of a checkpoint, and all that it describes, are there."""
     from ..formats.dcp import DcpReader  # not needed where nothing is wrong
 
-    try:
+    with suppress(SourceError):
         return not DcpReader(path).faults
-    except SourceError:
-        return False
+    return False
 
 
-def _step_before(path: Location, besides: Collection[str] = ()) -> RunStep | None:
-    return whole_before(path.resolve() if path.name in ("", "..") else path, besides)
+def _step_before(path: Location, damaged_steps: Collection[str]) -> RunStep | None:
+    return whole_before(_with_name(path), damaged_steps)
 
 
-def _free(path: Location, word: str) -> str:
+def _with_name(path: Location) -> Location:
+    return path.resolve() if path.name in ("", "..") else path
+
+
+def _free_path(path: Location, suffix: str) -> str:
     """Return the path of a checkpoint beside this one that does not exist yet: of the same step, if it is of a run."""
-    place = path.resolve() if path.name in ("", "..") else path
+    place = _with_name(path)
     if (name := new_attempt(place)) is not None:
         return str(place.parent / name)
-    names = (f"{place.name}-{word}{number}" for number in ("", *range(2, 1000)))
+    names = (f"{place.name}-{suffix}{number}" for number in ("", *range(2, 1000)))
     return str(next(new for name in names if not (new := place.parent / name).exists()))
 
 
-def command(*words: object) -> str:
+def command(*arguments: object) -> str:
     """Return a command of ours as it can be pasted into a shell."""
-    return shlex.join(["muonckpt", *map(str, words)])
+    return shlex.join(["muonckpt", *map(str, arguments)])
 
 
 # --- opening what has to be whole, as far as descriptions and the sizes of files tell ---------------------------------
@@ -401,18 +398,17 @@ def open_to_load(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
 
 def _refused(checkpoint: OpenCheckpoint, lost_files: bool) -> OpenCheckpoint:
     """Return the checkpoint unless it has faults, of which those of ``lost_files`` may be meant to pass."""
-    faults = [fault for fault in checkpoint.faults if not (lost_files and isinstance(fault, LostFileError))]
-    if not faults and not checkpoint.lacks_manifest:
-        return checkpoint
-    for fault in faults:
-        diagnosis = diagnosis_by_files(checkpoint, None)
-        raise diagnosis.error if isinstance(fault, DamageError) else type(fault)(str(diagnosis)) from fault
-    warnings.warn(
-        f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing: it is read as a stock checkpoint, "
-        f"without digests, momentum conventions and layouts, which a copy of {MANIFEST_FILE} would give back, if there "
-        "is one; whatever is written from it has new descriptions of the same elements",
-        stacklevel=3,
-    )
+    for fault in checkpoint.faults:
+        if not (lost_files and isinstance(fault, LostFileError)):
+            diagnosis = diagnosis_by_files(checkpoint, None)
+            raise diagnosis.error if isinstance(fault, DamageError) else type(fault)(str(diagnosis)) from fault
+    if checkpoint.lacks_manifest:
+        warnings.warn(
+            f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing: it is read as a stock checkpoint, "
+            f"without digests, momentum conventions and layouts, which a copy of {MANIFEST_FILE} would give back, if "
+            "there is one; whatever is written from it has new descriptions of the same elements",
+            stacklevel=3,
+        )
     return checkpoint
 
 
