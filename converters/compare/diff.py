@@ -16,7 +16,7 @@ from ...names.errors import DamageError, MuonckptError
 from ...names.wording import fields_of, listed
 from ...programs.model_view import Role
 from ...programs.registry import program
-from ...record.key_search import match_keys, names_of
+from ...record.record import match_keys, names_of
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io.limits import gc_paused
 from ...store.io.location import Remote

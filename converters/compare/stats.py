@@ -17,8 +17,7 @@ from ...names.errors import SourceError
 from ...names.state_forms import stored_slot
 from ...names.wording import Finding, fields_of, unnumbered
 from ...programs.model_view import Role
-from ...record.key_search import match_keys, names_of
-from ...record.record import StateRecord
+from ...record.record import StateRecord, match_keys, names_of
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize

@@ -22,8 +22,7 @@ from ...algebra.layout import Buffer, Fragment, Place, TensorLayout
 from ...names.errors import SourceError
 from ...programs.signs import NAMES_FILE, NUMBERED
 from ...record.chunks import Chunks
-from ...record.key_search import match_keys, names_of
-from ...record.record import Blob, Chunk, Extent, Manifest, StateRecord
+from ...record.record import Blob, Chunk, Extent, Manifest, StateRecord, match_keys, names_of
 from ...store.io.checksums import xxh3_128
 from ...store.reading.blocks import bands, slices_within
 from ...store.reading.dtypes import dtype, itemsize

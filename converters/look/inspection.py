@@ -18,8 +18,7 @@ from ...names.errors import SourceError, TargetError
 from ...names.wording import Finding, counted, fields_of, listed, moment, size
 from ...programs.model_view import ModelView, Role
 from ...record.columns import UNKNOWN
-from ...record.key_search import find_key, match_keys, names_of
-from ...record.record import Manifest, StateRecord
+from ...record.record import Manifest, StateRecord, find_key, match_keys, names_of
 from ...store.io.limits import gc_paused
 from ...store.io.location import Remote, location
 from ...store.open_checkpoint import OpenCheckpoint

@@ -23,8 +23,7 @@ from ...names.vocabulary import begins_as_zeros
 from ...names.wording import counted, listed
 from ...programs.model_view import BEGIN_ANEW, ModelView, Role
 from ...record.chunks import Boxes, Chunks, Strides
-from ...record.key_search import match_keys, names_of
-from ...record.record import Blob, Manifest, StateRecord
+from ...record.record import Blob, Manifest, StateRecord, match_keys, names_of
 from ...store.io.checksums import xxh3_128
 from ...store.open_checkpoint import OpenCheckpoint, check_blob
 from ...store.reading.payloads import payload_of

@@ -2,8 +2,7 @@
 
 A checkpoint can have a million of them.  So chunks are kept as columns (:class:`Columns`), which tensors share, and
 boxes once for all tensors that are cut alike (:class:`Boxes`).  :class:`Chunks` are those of one tensor; a
-:class:`Chunk` is a view of one of them, made when it is asked for.  Whoever has chunks one by one, as a format
-has, makes columns of them with :func:`in_columns` or :meth:`Chunks.of`.
+:class:`Chunk` is a view of one, made on request.  :func:`in_columns` and :meth:`Chunks.of` make columns of single ones.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class Chunk:
     strides: Index | None = None
 
     def stored(self, buffer: Buffer) -> Fragment:
-        """The fragment of the elements in the payload, which is called ``buffer``."""
-        return _stored(self.box, self.strides, buffer)
+        """Return the fragment of the elements in the payload, which is called ``buffer``."""
+        return dense(self.box, buffer) if self.strides is None else Fragment(self.box, Place(buffer, 0, self.strides))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,9 +84,9 @@ class Boxes(Sequence[Box]):
 
     @classmethod
     def of(cls, lo: Column, hi: Column) -> Boxes:
-        """The boxes with these corners, which nobody may change afterwards."""
+        """Make boxes of their corners, which nobody may change afterwards."""
         if len(wrong := np.flatnonzero(((lo < 0) | (hi < lo) | (hi > MAX_ELEMENTS)).any(axis=1))):
-            Box(tuple(lo[wrong[0]].tolist()), tuple(hi[wrong[0]].tolist()))  # says what is wrong
+            Box(tuple(lo[wrong[0]].tolist()), tuple(hi[wrong[0]].tolist()))  # raises
         if ((hi - lo).prod(axis=1, dtype=np.float64) > MAX_ELEMENTS).any():
             raise LayoutError(f"expected boxes of at most {MAX_ELEMENTS} elements, found more")
         numel = (hi - lo).prod(axis=1)
@@ -95,7 +94,7 @@ class Boxes(Sequence[Box]):
 
     @classmethod
     def of_all(cls, boxes: Sequence[Box], ndim: int) -> Boxes:
-        """These boxes of this number of dims as arrays."""
+        """Make arrays of boxes, which have this number of dims."""
         for box in boxes:
             if box.ndim != ndim:
                 raise LayoutError(f"expected boxes of {ndim} dims, found {box}")
@@ -107,7 +106,7 @@ class Boxes(Sequence[Box]):
         return int(self.lo.shape[1])
 
     def select(self, numbers: NDArray[np.int64]) -> Boxes:
-        """The boxes with these numbers."""
+        """Return the boxes with these numbers."""
         return Boxes.of(self.lo[numbers], self.hi[numbers])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -136,17 +135,17 @@ class Boxes(Sequence[Box]):
         return Box(tuple(self.lo[index].tolist()), tuple(self.hi[index].tolist()))
 
     def __iter__(self) -> Iterator[Box]:
-        return iter(_made(self))
+        return iter(_as_objects(self))
 
 
 @lru_cache(maxsize=64)
-def _made(boxes: Boxes) -> tuple[Box, ...]:
-    """The boxes as objects.  Cached: tensors that are cut alike follow one another."""
+def _as_objects(boxes: Boxes) -> tuple[Box, ...]:
+    """Return the boxes as objects.  Cached: tensors that are cut alike follow one another."""
     return tuple(Box(tuple(lo), tuple(hi)) for lo, hi in zip(boxes.lo.tolist(), boxes.hi.tolist(), strict=True))
 
 
 Strides = tuple[Index | None, ...]
-"""Of each chunk of a tensor, as `Chunk.strides`."""
+"""The strides of each chunk of a tensor, as `Chunk.strides`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,7 +162,7 @@ class Chunks(Sequence[Chunk]):
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk], ndim: int) -> Chunks:
-        """These chunks of a tensor with this number of dims, on columns of their own.
+        """Put the chunks of a tensor with this number of dims on columns of their own.
 
         Raises:
             LayoutError: a box has another number of dims.
@@ -198,12 +197,12 @@ class Chunks(Sequence[Chunk]):
         return list(files), columns.item[span].tolist(), columns.item_length(span).tolist()
 
     def select(self, numbers: Sequence[int]) -> Chunks:
-        """The chunks with these numbers, which rise."""
+        """Return the chunks with these ascending numbers."""
         if len(numbers) == len(self):
             return self
-        chosen = np.array(numbers, np.int64)
+        rows = np.array(numbers, np.int64)
         strides = self.strides and tuple(self.strides[number] for number in numbers)
-        return Chunks(self.columns.select(self.start + chosen), 0, self.boxes.select(chosen), strides)
+        return Chunks(self.columns.select(self.start + rows), 0, self.boxes.select(rows), strides)
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -241,26 +240,26 @@ def _chunk(box: Box, row: Row, strides: Index | None) -> Chunk:
     )
 
 
-def row_of(chunk: Chunk) -> Row:
-    """The row of a chunk."""
+def _row(chunk: Chunk) -> Row:
+    """Return the row of a chunk."""
     payload = (UNKNOWN, UNKNOWN) if chunk.payload is None else (chunk.payload.offset, chunk.payload.length)
     crc32 = UNKNOWN if chunk.crc32 is None else chunk.crc32
     return (chunk.item.file, chunk.item.offset, chunk.item.length, *payload, chunk.digest, crc32)
 
 
-def in_columns(every: Iterable[tuple[Sequence[Chunk], int]]) -> list[Chunks]:
-    """The chunks of tensors with these numbers of dims, on columns that they share.
+def in_columns(tensors: Iterable[tuple[Sequence[Chunk], int]]) -> list[Chunks]:
+    """Put the chunks of tensors, each with its number of dims, on columns that they share.
 
     Raises:
         LayoutError: a box has another number of dims.
     """
-    known, rows = dict[Boxes, Boxes](), list[Row]()
+    distinct_boxes, rows = dict[Boxes, Boxes](), list[Row]()
     places: list[tuple[int, Boxes, Strides | None]] = []
-    for chunks, ndim in every:
+    for chunks, ndim in tensors:
         boxes = Boxes.of_all([chunk.box for chunk in chunks], ndim)
         strides = tuple(chunk.strides for chunk in chunks)
-        places.append((len(rows), known.setdefault(boxes, boxes), strides if {*strides} - {None} else None))
-        rows += map(row_of, chunks)
+        places.append((len(rows), distinct_boxes.setdefault(boxes, boxes), strides if {*strides} - {None} else None))
+        rows += map(_row, chunks)
     columns = Columns.of(rows)
     return [Chunks(columns, *place) for place in places]
 
@@ -271,11 +270,11 @@ def no_chunks(ndim: int) -> Chunks:
     return Chunks.of((), ndim)
 
 
-def columns_of(every: Iterable[Chunks]) -> Columns:
-    """The columns of the chunks of many tensors, one tensor after the other."""
+def columns_of(tensors: Iterable[Chunks]) -> Columns:
+    """Return the columns of the chunks of many tensors, one tensor after the other."""
     builder = ColumnsBuilder()
-    run, start, stop = Columns.of(()), 0, 0  # rows that come next
-    for chunks in every:
+    run, start, stop = Columns.of(()), 0, 0  # adjacent rows, to be added at once
+    for chunks in tensors:
         if chunks.columns is not run or chunks.start != stop:
             builder.add(run, start, stop)
             run, start = chunks.columns, chunks.start
@@ -286,31 +285,33 @@ def columns_of(every: Iterable[Chunks]) -> Columns:
     return builder.build()
 
 
-def on_columns(every: Iterable[Chunks], columns: Columns, start: int = 0) -> list[Chunks]:
-    """Chunks of the same boxes and strides whose bytes, one tensor after the other, are in rows from ``start`` on."""
+def on_columns(tensors: Iterable[Chunks], columns: Columns, start: int = 0) -> list[Chunks]:
+    """Return chunks of the same boxes and strides whose bytes are in other rows, from ``start`` on, in this order."""
     moved = []
-    for chunks in every:
+    for chunks in tensors:
         moved.append(Chunks(columns, start, chunks.boxes, chunks.strides))
         start += len(chunks)
     return moved
 
 
-def select_chunks(every: Sequence[tuple[Chunks, tuple[int, ...]]]) -> list[Chunks]:
-    """Select chunks of many tensors by their numbers, which rise, and put them on columns that they share."""
-    starts = np.cumsum([0, *(len(chunks) for chunks, _ in every)])
-    rows = np.concatenate([[0], *(start + np.array(own) for start, (_, own) in zip(starts, every, strict=False))])
-    columns = columns_of(chunks for chunks, _ in every).select(rows[1:].astype(np.int64))
-    taken, start = [], 0
-    for chunks, numbers in every:
+def select_chunks(selections: Sequence[tuple[Chunks, tuple[int, ...]]]) -> list[Chunks]:
+    """Select chunks of many tensors by their ascending numbers, and put them on columns that they share."""
+    rows, start = [np.zeros(0, np.int64)], 0
+    for chunks, numbers in selections:
+        rows.append(start + np.array(numbers, np.int64))
+        start += len(chunks)
+    columns = columns_of(chunks for chunks, _ in selections).select(np.concatenate(rows))
+    selected, start = [], 0
+    for chunks, numbers in selections:
         strides = chunks.strides and tuple(chunks.strides[number] for number in numbers)
-        taken.append(Chunks(columns, start, _some_boxes(chunks.boxes, numbers), strides))
+        selected.append(Chunks(columns, start, _select_boxes(chunks.boxes, numbers), strides))
         start += len(numbers)
-    return taken
+    return selected
 
 
 @lru_cache(maxsize=1024)
-def _some_boxes(boxes: Boxes, numbers: tuple[int, ...]) -> Boxes:
-    """Cached: the tensors of a model have few geometries."""
+def _select_boxes(boxes: Boxes, numbers: tuple[int, ...]) -> Boxes:
+    """Return the boxes with these numbers.  Cached: the tensors of a model have few geometries."""
     return boxes.select(np.array(numbers, np.int64))
 
 
@@ -321,12 +322,10 @@ def layout_in_boxes(shape: Index, boxes: Boxes, strides: Strides | None = None) 
     Cached: the tensors of a model have few geometries.
 
     Args:
-        strides: those of each chunk; None if all are row-major.
+        strides: of each chunk; None if all are row-major.
     """
-    each = strides or (None,) * len(boxes)
-    fragments = (_stored(box, own, i) for i, (box, own) in enumerate(zip(boxes, each, strict=True)) if box.numel)
-    return TensorLayout.of(shape, tuple(fragments))
-
-
-def _stored(box: Box, strides: Index | None, buffer: Buffer) -> Fragment:
-    return dense(box, buffer) if strides is None else Fragment(box, Place(buffer, 0, strides))
+    fragments = []
+    for number, (box, along) in enumerate(zip(boxes, strides or (None,) * len(boxes), strict=True)):
+        if box.numel:
+            fragments.append(dense(box, number) if along is None else Fragment(box, Place(number, 0, along)))
+    return TensorLayout.of(shape, fragments)

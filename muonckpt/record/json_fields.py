@@ -1,10 +1,9 @@
-"""Descriptions in JSON: fields that are checked when they are read, and digests that show damage.
+"""Descriptions in JSON: readers of fields, which check them, and digests that show accidental damage.
 
-A reader of a field takes a value of `json.loads`, and raises `TypeError` or `ValueError` if it is not as it should be.
+A reader takes a value of `json.loads`, and raises `TypeError` or `ValueError` if it is not as it should be.
 
 A text that only we write is closed by a digest of its own bytes (`sealed_text`).  A file that other programs may lay
-out anew, as zarr's and Hugging Face's JSON, has a digest of the values in it (`digest_of`).  Digests detect accidents:
-whoever wants to can compute them again.
+out anew, as zarr's and Hugging Face's JSON, has a digest of the values in it (`digest_of`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..names.vocabulary import KeyPath
 
 T = TypeVar("T")
 
-_DEEPEST = 32
+_MAX_LEVELS = 32
 """Levels of the free-form parts of a manifest."""
 
 
@@ -43,16 +42,12 @@ def free_form(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TypeError(f"expected an object, got {value!r:.200}")
     level: list[Any] = [value]
-    for _ in range(_DEEPEST):
-        level = [
-            part
-            for container in level
-            for part in (container.values() if isinstance(container, dict) else container)
-            if isinstance(part, dict | list)
-        ]
+    for _ in range(_MAX_LEVELS):
+        parts = chain.from_iterable(part.values() if isinstance(part, dict) else part for part in level)
+        level = [part for part in parts if isinstance(part, dict | list)]
         if not level:
             return dict(value)
-    raise ValueError(f"expected JSON of at most {_DEEPEST} levels")
+    raise ValueError(f"expected JSON of at most {_MAX_LEVELS} levels")
 
 
 def list_of(read: Callable[[Any], T]) -> Callable[[Any], list[T]]:
@@ -72,7 +67,7 @@ def provenance(value: Any) -> dict[str, Any]:
 
 
 def layout(value: Any) -> dict[str, Any]:
-    """Read the layout of a tensor, likewise."""
+    """Read the layout of a tensor: free-form JSON, in which some entries have forms."""
     checked = _checked(value, _LAYOUT)
     axes = checked.get("axes")
     if axes is not None and len(axes) != len(checked.get("mesh", axes)):
@@ -123,8 +118,8 @@ def all_optional(read: Callable[[Any], T], values: Iterable[Any]) -> list[T | No
 
 
 def all_integers(values: Sequence[Any]) -> Iterable[Index]:
-    simple = _are_lists(values, int) and min(chain.from_iterable(values), default=0) >= 0
-    return map(tuple, values) if simple else map(integers, values)
+    are_valid = _are_lists(values, int) and min(chain.from_iterable(values), default=0) >= 0
+    return map(tuple, values) if are_valid else map(integers, values)
 
 
 def all_key_paths(values: Sequence[Any]) -> Iterable[KeyPath]:
@@ -146,7 +141,7 @@ def field_of_all(
     try:
         return list(read(values))
     except (TypeError, ValueError):
-        for key, value in zip(keys, values, strict=True):  # find the value
+        for key, value in zip(keys, values, strict=True):  # find the tensor
             try:
                 list(read([value]))
             except (TypeError, ValueError) as error:
@@ -233,6 +228,6 @@ def digest_of(value: Any) -> str:
 
 
 def check_digest(recorded: object, value: Any) -> None:
-    """Raise `DamageError` if JSON data are not those of the recorded digest."""
-    if recorded != digest_of(value):
-        raise DamageError(f"it is not the one that was written: digest {digest_of(value)}, expected {recorded}")
+    """Raise `DamageError` if JSON data do not have the recorded digest."""
+    if recorded != (digest := digest_of(value)):
+        raise DamageError(f"it is not the one that was written: digest {digest}, expected {recorded}")

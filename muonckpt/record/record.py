@@ -1,4 +1,4 @@
-"""The contents of a checkpoint and their places: the one type that every format is read into and written from.
+"""The contents of a checkpoint and their places, and the keys by which people ask for them.
 
 A :class:`Manifest` lists tensors (:class:`StateRecord`) and opaque items (:class:`Blob`) with the byte extents of
 their chunks.  Formats never know each other: a reader makes a manifest, a writer takes one.
@@ -12,16 +12,20 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..algebra.box import MAX_DIMS, MAX_ELEMENTS, Index
 from ..algebra.layout import TensorLayout
-from ..names.errors import DamageError, LayoutError, SourceError, about
+from ..names.errors import DamageError, LayoutError, SourceError, TargetError, about, did_you_mean
+from ..names.keys import OptimizerKey
 from ..names.vocabulary import Convention, KeyPath
+from ..names.wording import listed
 from .chunk_columns import ColumnReader, ColumnWriter
 from .chunks import Boxes, Chunk, Chunks, Extent, columns_of, layout_in_boxes, no_chunks, on_columns, select_chunks
 from .columns import Column, Columns
@@ -128,7 +132,7 @@ class StateRecord:
         return replace(self, chunks=self.chunks.select(np.flatnonzero(self.boxes.numel > 0).tolist()))
 
     def chunk_layout(self) -> TensorLayout:
-        """The tensor's layout in the checkpoint: buffer 3 is the payload of chunk 3.
+        """Return the tensor's layout in the checkpoint: buffer 3 is the payload of chunk 3.
 
         Raises:
             LayoutError: the chunks leave a hole or overlap; names the tensor and the box.
@@ -143,14 +147,14 @@ class StateRecord:
 
 
 def with_chunks(tensors: Sequence[StateRecord], numbers: Sequence[Sequence[int]]) -> list[StateRecord]:
-    """Return tensors with the chunks of these numbers alone, which rise, on columns that they share."""
+    """Return tensors with the chunks of these ascending numbers alone, on columns that they share."""
     pairs = zip(tensors, numbers, strict=True)
     selected = select_chunks([(tensor.chunks, tuple(of_tensor)) for tensor, of_tensor in pairs])
     return [replace(tensor, chunks=chunks) for tensor, chunks in zip(tensors, selected, strict=True)]
 
 
 def says_convention(entries: Iterable[StateRecord | Blob]) -> bool:
-    """Return True for entries of our optimizer with momentum, or converted for it: no other says a convention."""
+    """Return whether entries say a momentum convention, as only those of our optimizer, or converted for it, do."""
     return any(
         entry.convention is not None if isinstance(entry, StateRecord) else entry.key.endswith(".convention")
         for entry in entries
@@ -159,10 +163,12 @@ def says_convention(entries: Iterable[StateRecord | Blob]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything in one checkpoint.  ``provenance`` is free-form JSON: program, versions, world, mesh, step.
+    """The contents of one checkpoint.
 
-    ``files`` are the files beside the manifest that describe the same checkpoint to other programs, with the xxh3-128
-    of their bytes in hex.
+    Attributes:
+        provenance: free-form JSON: program, versions, world, mesh, step.
+        files: files beside the manifest that describe the same checkpoint to other programs, with the xxh3-128 of their
+            bytes in hex.
     """
 
     tensors: tuple[StateRecord, ...]
@@ -181,7 +187,7 @@ class Manifest:
         return np.concatenate([np.zeros(0, np.int64), *(tensor.boxes.numel for tensor in self.tensors)])
 
     def renamed(self, name_of: Callable[[str], str]) -> Manifest:
-        """The same tensors and items in files of other names.
+        """Return the same tensors and items in files of other names.
 
         Raises:
             SourceError: a name is refused.
@@ -190,34 +196,34 @@ class Manifest:
         return replace(self.on_columns(self.columns.renamed(name_of)), blobs=tuple(blobs))
 
     def on_columns(self, columns: Columns, start: int = 0) -> Manifest:
-        """The same tensors, whose chunks are in the rows of these columns from ``start`` on."""
-        chunks = on_columns((tensor.chunks for tensor in self.tensors), columns, start)
-        tensors = (replace(tensor, chunks=own) for tensor, own in zip(self.tensors, chunks, strict=True))
-        return replace(self, tensors=tuple(tensors))
+        """Return the same tensors with their chunks in the rows of these columns from ``start`` on."""
+        moved = on_columns((tensor.chunks for tensor in self.tensors), columns, start)
+        pairs = zip(self.tensors, moved, strict=True)
+        return replace(self, tensors=tuple(replace(tensor, chunks=chunks) for tensor, chunks in pairs))
 
     def to_json(self) -> str:
-        """The text of the manifest file: one line per tensor and blob, so that it can be read and compared.
+        """Return the text of the manifest file: one line per tensor and blob, so that it can be read and compared.
 
         The last line has the digest of all that is before it.
         """
         return "".join(self.json_parts())
 
     def json_parts(self) -> Iterator[str]:
-        """The text of the manifest file in parts, since all of it can take more memory than the manifest."""
+        """Return the text of the manifest file in parts, since all of it can take more memory than the manifest."""
         return sealed_parts(self._json_parts())
 
     def _json_parts(self) -> Iterator[str]:
-        layouts, chunks = _Layouts(), ColumnWriter([tensor.chunks for tensor in self.tensors])
-        numbers = [layouts.number(tensor.layout) for tensor in self.tensors]
+        numbers, layouts = _number_layouts(self.tensors)
+        chunks = ColumnWriter([tensor.chunks for tensor in self.tensors])
         yield f'{{"format": "muonckpt", "version": {MANIFEST_VERSION},\n "provenance": {compact(self.provenance)},'
         yield f'\n "data_files": {compact(chunks.names)},\n "layouts": [\n  '
-        yield from _listed(layouts.texts)
+        yield from _lines(layouts)
         yield '\n ],\n "boxes": [\n  '
-        yield from _listed(chunks.boxes)
+        yield from _lines(chunks.boxes)
         yield f"\n ],{_TENSORS.decode()}"
-        yield from _listed(map(_tensor_json, self.tensors, numbers, chunks.texts()))
+        yield from _lines(map(_tensor_json, self.tensors, numbers, chunks.texts()))
         yield _BLOBS.decode()
-        yield from _listed(map(compact, map(_blob_json, self.blobs)))
+        yield from _lines(map(compact, map(_blob_json, self.blobs)))
         yield f'\n ],\n "files": {compact(dict(self.files))}'
 
     @classmethod
@@ -233,7 +239,7 @@ class Manifest:
         """
         encoded = text.encode(errors="surrogatepass") if isinstance(text, str) else text
         try:
-            with suppress(json.JSONDecodeError):  # the lines are others than ours
+            with suppress(json.JSONDecodeError):  # another program laid out the lines
                 if (manifest := cls._of_lines(encoded)) is not None:
                     return manifest
             return cls._of_fields(encoded, json.loads(encoded), None)
@@ -244,7 +250,7 @@ class Manifest:
 
     @classmethod
     def _of_lines(cls, text: bytes) -> Manifest | None:
-        """The manifest in a text with a line for each tensor; None, or `JSONDecodeError`, if it is laid out otherwise.
+        """Read a text with a line for each tensor; return None or raise `JSONDecodeError` if it is laid out otherwise.
 
         Many lines at a time become columns, because all of them as objects can take more memory than there is.
         """
@@ -268,7 +274,7 @@ class Manifest:
             tensors=_tensors(
                 [data["tensors"]] if blocks is None else blocks,
                 ColumnReader(data["data_files"], data["boxes"]),
-                _numbered_layouts(data["layouts"]),
+                _layout_reader(data["layouts"]),
             ),
             blobs=tuple(map(_blob, data["blobs"])),
             provenance=provenance(data["provenance"]),
@@ -278,15 +284,13 @@ class Manifest:
 
 _TENSORS = b'\n "tensors": [\n  '
 _BLOBS = b'\n ],\n "blobs": [\n  '
-
-
 _NEXT = b",\n  "
 _BLOCK = 1 << 16
 """Bytes of a text that are parsed at a time: many lines, which take a fraction of the memory of all."""
 
 
 def _blocks(text: bytes, start: int, end: int) -> Iterator[list[Any]]:
-    """The entries in the lines of a part of a text, those of many lines at a time."""
+    """Yield the entries in the lines of a part of a text, many at a time."""
     stop = start
     while stop < end:
         stop = text.find(_NEXT, start + _BLOCK, end)
@@ -295,34 +299,26 @@ def _blocks(text: bytes, start: int, end: int) -> Iterator[list[Any]]:
         start = stop + len(_NEXT)
 
 
-def _listed(texts: Iterable[str]) -> Iterator[str]:
-    """Texts with a comma and a new line between them."""
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """Yield texts with a comma and a new line between them."""
     for number, text in enumerate(texts):
         yield f",\n  {text}" if number else text
 
 
-class _Layouts:
-    """The distinct layouts of tensors, numbered."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._seen: dict[int, tuple[object, int]] = {}
-
-    def number(self, layout: Mapping[str, Any] | None) -> int | None:
-        """The number of a layout."""
-        if layout is None:
-            return None
-        if id(layout) not in self._seen:  # tensors mostly share one object, which stays alive here
-            self._seen[id(layout)] = layout, self._numbers.setdefault(compact(layout), len(self._numbers))
-        return self._seen[id(layout)][1]
-
-    @property
-    def texts(self) -> Iterable[str]:
-        return self._numbers
+def _number_layouts(tensors: Iterable[StateRecord]) -> tuple[list[int | None], Iterable[str]]:
+    """Return the number of each tensor's layout, and the texts of the distinct ones in this order."""
+    numbers: list[int | None] = []
+    texts: dict[str, int] = {}
+    by_id: dict[int, int | None] = {id(None): None}  # tensors mostly share one object
+    for tensor in tensors:
+        if id(tensor.layout) not in by_id:
+            by_id[id(tensor.layout)] = texts.setdefault(compact(tensor.layout), len(texts))
+        numbers.append(by_id[id(tensor.layout)])
+    return numbers, texts
 
 
 def record_fields(tensor: StateRecord) -> dict[str, Any]:
-    """The JSON data of a tensor, without its chunks."""
+    """Return the JSON data of a tensor, without its chunks."""
     return {
         "key": tensor.key,
         "path": list(tensor.path),
@@ -351,27 +347,27 @@ def _blob_json(blob: Blob) -> dict[str, Any]:
     }
 
 
-def _numbered_layouts(listed: Iterable[Any]) -> Callable[[Any], Mapping[str, Any] | None]:
+def _layout_reader(values: Iterable[Any]) -> Callable[[Any], Mapping[str, Any] | None]:
     """Return a reader of the numbers by which tensors refer to these layouts."""
-    layouts = list(map(layout, listed))
+    layouts = list(map(layout, values))
 
-    def numbered(number: Any) -> Mapping[str, Any] | None:
+    def read(number: Any) -> Mapping[str, Any] | None:
         if number is not None and whole_number(number) >= len(layouts):
             raise ValueError(f"expected the number of one of {len(layouts)} layouts, got {number}")
         return None if number is None else layouts[number]
 
-    return numbered
+    return read
 
 
 def _tensors(
-    blocks: Iterable[Iterable[Any]], reader: ColumnReader, layout_of: Callable[[Any], Mapping[str, Any] | None]
+    blocks: Iterable[Iterable[Any]], chunk_reader: ColumnReader, layout_of: Callable[[Any], Mapping[str, Any] | None]
 ) -> tuple[StateRecord, ...]:
-    """The tensors with these fields; values that many of them have are kept once."""
-    known: dict[Any, Any] = {}
+    """Read tensors from their fields; equal values become one object."""
+    distinct: dict[Any, Any] = {}
 
     def once(values: Iterable[T]) -> list[T]:
         values = list(values)
-        return list(map(known.setdefault, values, values))
+        return list(map(distinct.setdefault, values, values))
 
     readers: Mapping[str, Callable[[Sequence[Any]], Iterable[Any]]] = {
         "key": lambda keys: once(all_strings(keys)),
@@ -386,17 +382,17 @@ def _tensors(
         "fingerprint": partial(all_optional, matching(FINGERPRINT)),
     }
     fields_of = itemgetter("chunks", *readers)
-    read: list[tuple[Any, ...]] = []
+    records: list[tuple[Any, ...]] = []
     for block in blocks:
         if entries := list(map(fields_of, block)):
             chunks, *columns = zip(*entries, strict=True)
-            listed = zip(readers, columns, strict=True)
-            values = {name: field_of_all(name, readers[name], own, columns[0]) for name, own in listed}
-            reader.read(chunks, list(map(len, values["shape"])))
-            read += zip(*values.values(), strict=True)
+            fields = zip(readers, columns, strict=True)
+            values = {name: field_of_all(name, readers[name], column, columns[0]) for name, column in fields}
+            chunk_reader.read(chunks, list(map(len, values["shape"])))
+            records += zip(*values.values(), strict=True)
     return tuple(
-        StateRecord(key, path, shape, dtype, chunks, *rest)
-        for (key, path, shape, dtype, *rest), chunks in zip(read, reader.chunks(), strict=True)
+        StateRecord(key, path, shape, dtype, chunks, *annotations)
+        for (key, path, shape, dtype, *annotations), chunks in zip(records, chunk_reader.chunks(), strict=True)
     )
 
 
@@ -407,3 +403,81 @@ def _blob(data: dict[str, Any]) -> Blob:
         item=Extent(string(data["file"]), *integers(data["item"])),
         digest=optional(matching(DIGEST), data["digest"]),
     )
+
+
+# Keys that people ask for, so that a word means the same wherever keys are taken from people.
+
+Names = Mapping[str, tuple[str, str]]
+"""Other names of keys of optimizer state: the parameter's with the slot, and the parameter's alone."""
+
+_NO_NAMES: Names = MappingProxyType({})
+
+
+def names_of(tensors: Iterable[StateRecord]) -> Names:
+    """Return the other names of the state among these tensors, whose keys may have numbers for parameters."""
+    names = {}
+    for tensor in tensors:
+        if tensor.name is not None and tensor.slot is not None:
+            names[tensor.key] = f"{tensor.name}.{tensor.slot}", tensor.name
+        elif key := next(OptimizerKey.of_slot(tensor.path), None):
+            names[tensor.key] = f"{key.name}.{key.leaf}", key.name
+    return names
+
+
+def find_keys(word: str, keys: Sequence[str], names: Names = _NO_NAMES) -> list[str]:
+    """Return the keys that a word stands for; empty if it stands for none.
+
+    They are the key itself; or those that match it as a shell pattern; or those that end with it, from a dot on; or
+    those of optimizer state whose parameter is called so, with or without the slot.  The first of these that finds
+    anything counts.
+    """
+    if word in keys:  # there are keys with brackets
+        return [word]
+    ending = f".{word}"
+
+    def fits(name: str) -> bool:
+        return fnmatchcase(name, word) or name.endswith(ending) or fnmatchcase(name, f"*{ending}")
+
+    return (
+        [key for key in keys if fnmatchcase(key, word)]
+        or [key for key in keys if fits(key)]
+        or [key for key in keys if key in names and fits(names[key][0])]
+        or [key for key in keys if key in names and fits(names[key][1])]
+    )
+
+
+def find_key(word: str, keys: Sequence[str], names: Names = _NO_NAMES) -> str:
+    """Return the one key of a tensor that a word stands for.
+
+    Raises:
+        TargetError: it stands for none, or for several; names the closest, or these.
+    """
+    return _find("tensor", "", word, keys, names, is_unique=True)[0]
+
+
+def match_keys(
+    words: Sequence[str], keys: Sequence[str], names: Names = _NO_NAMES, noun: str = "tensor", where: str = ""
+) -> set[str]:
+    """Return the keys that these words stand for; all of them if there are no words.
+
+    Args:
+        noun, where: name the keys in messages.
+
+    Raises:
+        TargetError: a word stands for nothing, or one without a wildcard for several keys; names them.
+    """
+    matches = set[str]() if words else {*keys}
+    for word in words:
+        matches.update(_find(noun, where, word, keys, names, is_unique={*word}.isdisjoint("*?[")))
+    return matches
+
+
+def _find(noun: str, where: str, word: str, keys: Sequence[str], names: Names, is_unique: bool) -> list[str]:
+    matches = find_keys(word, keys, names)
+    if not matches:
+        raise TargetError(f"no {noun} matches {word!r}{where}{did_you_mean(word, [*keys])}")
+    if is_unique and len(matches) > 1:
+        raise TargetError(
+            f"{word!r} may be each of {len(matches)} {noun}s{where}: {listed(matches)}; write more of the key"
+        )
+    return matches

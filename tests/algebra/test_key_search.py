@@ -12,7 +12,7 @@ from support.commands import called
 import muonckpt
 from muonckpt.names.wording import listed
 from muonckpt.optimizer import Muon
-from muonckpt.record.key_search import find_keys, match_keys
+from muonckpt.record.record import find_keys, match_keys
 
 KEYS = ["model.layers.3.w1", "model.layers.13.w1", "ema.layers.3.w2", "model.layers.3.w2", "model.odd[0]",
         "optimizer.state.4.momentum_buffer"]  # fmt: skip

@@ -13,7 +13,7 @@ from ...optimizer.ground.host_memory import STATE_MEMORIES
 from ...optimizer.methods.form import MatrixMethod
 from ...optimizer.methods.matrix import MATRICES
 from ...optimizer.planning.matrices import PRECISIONS
-from ...record.key_search import match_keys
+from ...record.record import match_keys
 from ...store.io.location import Remote, location
 from .hardware import UNKNOWN_RATES, Rates
 from .iteration import PLAIN_FSDP, SCHEMES, Training
@@ -153,7 +153,7 @@ def prospect_of(
 
 def _selected(model: ModelTensors, globs: Sequence[str]) -> ModelTensors:
     names = [parameter.name for parameter in model.parameters]
-    matching = match_keys(globs, names, what="parameter", where=f" of {model.source}")
+    matching = match_keys(globs, names, noun="parameter", where=f" of {model.source}")
     chosen = ModelTensors(
         model.source,
         tuple(parameter for parameter in model.parameters if parameter.name in matching),
