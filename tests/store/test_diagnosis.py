@@ -97,6 +97,26 @@ def test_a_whole_checkpoint_has_nothing_to_say(alone):
     assert called("verify", alone).stdout.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "damaged", [lambda data: data[:-20], lambda data: b"", lambda data: data.replace(b"weight", b"thgiew")]
+)
+def test_a_damaged_metadata_file_has_one_verdict_and_costs_no_step(damaged, series):
+    broken = series / "step-00000003"
+    file = broken / ".metadata"
+    file.write_bytes(damaged(file.read_bytes()))
+    assert {called(command, broken).returncode for command in ("verify", "inspect")} == {1}
+    found = muonckpt.inspect(broken).diagnosis
+    assert "its .metadata is damaged" in found.sentence
+    with pytest.raises(DamageError, match=r"its \.metadata is damaged.*What to do"):
+        muonckpt.diff(broken, series / "step-00000002")
+    assert bits(pasted(found.remedies[0].command)) == bits(broken)
+    shutil.rmtree(series / "step-00000003.2")
+    restored = state(0)
+    with pytest.warns(RuntimeWarning, match=r"is taken, as nothing of it is lost, but: its \.metadata is damaged"):
+        assert Series(series).restore(restored).step == 3
+    assert torch.equal(restored["model"][NAMES[0]], state(3)["model"][NAMES[0]])
+
+
 def test_a_missing_file_is_one_sentence_wherever_it_is_met(series):
     broken = series / "step-00000003"
     (broken / "__1_0.distcp").unlink()

@@ -30,7 +30,7 @@ from ..io.regular import Pace, open_regular, read_text_file
 from ..open_checkpoint import OpenCheckpoint, check_blob
 from ..reading.dtypes import itemsize
 from ..reading.payloads import BAND_BYTES, Payloads, Progress, check_chunk, chunk_bands, count_nonfinite, payload_of
-from .damage import Damage, damage_of_files, faults_of, misplaced_files
+from .damage import Damage, changed_descriptions, damage_of_files, faults_of, misplaced_files
 from .diagnosis import Diagnosis, diagnosis_of, diagnosis_of_unreadable, remains
 from .small_tensors import Examination, examine_small
 from .verification import as_source_error
@@ -386,8 +386,8 @@ def _description_findings(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[
 
 def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
     """Compare the files that describe the checkpoint to other programs with the manifest."""
-    digests = dict(checkpoint.outline.files)
-    if TORCH_CHECKPOINTING_FILE in digests:
+    names = checkpoint.outline.files.keys()
+    if TORCH_CHECKPOINTING_FILE in names:
         # torch_checkpointing's files with tensors have a directory and a pickle, which have checksums.
         from ..formats.torch_save.torch_file import read_torch_file  # other checkpoints have none
 
@@ -399,14 +399,7 @@ def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Find
                 yield Finding("archive", str(error))
     elif not (framed and _is_as_written(checkpoint)):
         yield from _against_dcp(checkpoint)
-    for name in sorted(digests.keys() - {METADATA_FILE}):
-        try:
-            actual = xxh3_128([read_text_file(checkpoint.path / name)])
-        except (SourceError, OSError) as error:
-            actual = str(error)
-        if actual != digests[name]:
-            message = f"its {name} is damaged: digest {actual}, expected {digests[name]}, as {MANIFEST_FILE} has it"
-            yield Finding("description", message)
+    yield from changed_descriptions(checkpoint, names - {METADATA_FILE})
 
 
 def _is_as_written(checkpoint: OpenCheckpoint) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -25,8 +25,10 @@ from ...names.wording import Finding, counted, listed, size
 from ...programs.signs import METADATA_FILE
 from ...record.chunks import Boxes, Chunks
 from ...record.record import MANIFEST_FILE, Manifest, StateRecord
+from ..formats.registry import OWN
+from ..io.checksums import xxh3_128
 from ..io.location import items_beside
-from ..io.regular import open_regular
+from ..io.regular import open_regular, read_text_file
 from ..open_checkpoint import OpenCheckpoint
 from ..reading.dtypes import itemsize
 from ..reading.payloads import check_chunk
@@ -356,13 +358,26 @@ def _is_in(checkpoint: OpenCheckpoint, damage: Damage, row: int, file: str) -> b
 
 
 def findings_by_files(checkpoint: OpenCheckpoint) -> list[Finding]:
-    """Return the faults that the reader has met, and the descriptions that are missing."""
+    """Return the faults that the reader has met, and the descriptions that are missing or not as they were written."""
     findings = faults_of(checkpoint)
     if checkpoint.lacks_manifest:
         findings.append(Finding("manifest", f"{checkpoint.path} has lost its {MANIFEST_FILE}"))
     if checkpoint.items_digest is not None and not items_beside(checkpoint.path).exists():
         findings.append(Finding("items", f"{items_beside(checkpoint.path)} is missing"))
-    return findings
+    return [*findings, *changed_descriptions(checkpoint, checkpoint.outline.files.keys())]
+
+
+def changed_descriptions(checkpoint: OpenCheckpoint, names: Iterable[str]) -> Iterator[Finding]:
+    """Compare files of these names, which describe a checkpoint of ours to other programs, with their digests."""
+    for name in sorted(names) if checkpoint.format is OWN else ():
+        expected = checkpoint.outline.files[name]
+        try:
+            digest = xxh3_128([read_text_file(checkpoint.path / name)])
+        except (SourceError, OSError) as error:
+            digest = str(error)
+        if digest != expected:
+            message = f"its {name} is damaged: digest {digest}, expected {expected}, as {MANIFEST_FILE} has it"
+            yield Finding("description", message)
 
 
 def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:

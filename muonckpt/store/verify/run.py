@@ -84,7 +84,7 @@ class RunStep:
         attempt: which attempt at this step it is, from 1.
         state: ``"whole"`` as far as names and sizes of files and the last verification tell, ``"damaged"``,
             ``"incomplete"`` if nothing in it describes a checkpoint, or ``"unread"`` if this package does not read it.
-        is_complete: whether descriptions and sizes of files are right, whatever a verification has found in them.
+        is_complete: whether its manifest and the sizes of its files are right, whatever else is damaged.
         fault: one sentence about what is wrong; empty if it is whole.
         bytes: of all of its files.
         saved: when the last of its files was written, in seconds since 1970; None where a store does not say.
@@ -318,8 +318,10 @@ def _look(place: Location, name: StepName, last: Verification | None, visit: Vis
             return replace(step, state="incomplete", fault=fault)
         step = replace(step, path=path)
         with OpenCheckpoint(path) as opened:
-            damage = damage_of_files(opened)
-            fault = sentence_of(damage, unexplained(damage, findings_by_files(opened)))
+            damage, findings = damage_of_files(opened), findings_by_files(opened)
+            fault = sentence_of(damage, unexplained(damage, findings))
+            # What describes it to other programs may be damaged, although nothing that we read is lost.
+            is_complete = not damage and all(finding.kind == "description" for finding in findings)
             visit(place.name, opened)
     except DamageError as error:
         return replace(step, fault=str(error))
@@ -328,7 +330,7 @@ def _look(place: Location, name: StepName, last: Verification | None, visit: Vis
             return replace(step, state="unread", fault=str(error))
         return replace(step, state="incomplete", fault=_GONE)
     if fault:
-        return replace(step, fault=fault)
+        return replace(step, fault=fault, is_complete=is_complete)
     if last and not last.is_whole:
         return replace(step, fault=last.sentence, is_complete=True)
     return replace(step, state="whole", is_complete=True)
