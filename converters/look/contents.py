@@ -12,11 +12,11 @@ from ...names.vocabulary import CONVENTION, PARAMS
 from ...names.wording import LAYER_NUMBER, unnumbered
 from ...programs.detection import Detected, confirm, detect, with_slots_of
 from ...programs.dialect import Dialect
-from ...programs.model_view import ModelView, OptionsOfGroups, Role, model_view
+from ...programs.model_view import ModelView, ParameterGroup, Role, model_view
 from ...record.record import Blob, Manifest, StateRecord
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, Values
-from ..translate.groups import SourceGroup, TargetGroup, merge_equal, source_groups, with_recorded_names
+from ..translate.parse import NAMES, merge_equal, name_numbers, stored_groups
 
 NO_STATE = "(not optimizer state)"
 """The label of tensors that are in no slot of optimizer state."""
@@ -73,8 +73,6 @@ def layer_of(name: str) -> str:
 
 _MOST_COUNTERS = 32
 
-_NAMES = "param_names"
-
 
 @dataclass(frozen=True, slots=True)
 class HyperParameters:
@@ -86,7 +84,7 @@ class HyperParameters:
         notes: what is unreadable.
     """
 
-    groups: tuple[OptionsOfGroups, ...]
+    groups: tuple[ParameterGroup, ...]
     unread: int = 0
     names: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -102,39 +100,34 @@ def _hyper_parameters(manifest: Manifest, dialect: Dialect | None, values: Value
     if dialect is None:
         return HyperParameters((), notes=("the program is unknown, and so are its parameter groups",))
     try:
-        groups, names = source_groups(manifest, dialect, values), dict[str, str]()
+        groups, names = stored_groups(manifest, dialect, values), dict[str, str]()
         if dialect.numbered:
-            groups, names = with_recorded_names(groups, values)
-        named = [group for group in groups if group.number is None]
-        read = [*(group for group in groups if group.number is not None), *_spread(named, most)]
-        return HyperParameters(_merged(read, dialect, values), len(groups) - len(read), names)
+            groups, names = name_numbers(groups, values)
+        named = [group for group in groups if not group.positions]
+        read = [*(group for group in groups if group.positions), *_spread(named, most)]
+        return HyperParameters(_merged(read, dialect), len(groups) - len(read), names)
     except MuonckptError as error:
         return HyperParameters((), notes=(f"the parameter groups cannot be read: {error}",))
 
 
-def _merged(groups: Sequence[SourceGroup], dialect: Dialect, values: Values) -> tuple[OptionsOfGroups, ...]:
-    wanted = [dialect.method_option or ""]
+def _merged(groups: Sequence[ParameterGroup], dialect: Dialect) -> tuple[ParameterGroup, ...]:
+    known_options = [dialect.method_option or ""]
     for method in dialect.methods:
-        wanted += (*method.options.values(), *(own for coding in method.codings for own in coding.options))
-    first = dict.fromkeys((*wanted, CONVENTION))
-    merged: dict[str, OptionsOfGroups] = {}
+        known_options += (*method.options.values(), *(own for coding in method.codings for own in coding.options))
+    order = dict.fromkeys((*known_options, CONVENTION))
+    merged: dict[str, ParameterGroup] = {}
     for group in groups:
-        options = {name: values.read(group.items[name]) for name in first if name in group.items}
-        rest = sorted(group.items.keys() - {*first, PARAMS, _NAMES})
-        options |= {name: _plain(group.items[name], values) for name in rest}
-        numbers = () if group.number is None else (group.number,)
+        options = {name: group.options[name] for name in order if name in group.options}
+        for name in sorted(group.options.keys() - {*order, NAMES}):  # no rule of ours depends on them
+            try:
+                options[name] = group.options[name]
+            except MuonckptError:
+                options[name] = "(not plain data)"
         key = repr(sorted(options.items()))
-        former = merged.get(key, OptionsOfGroups((), (), options))
-        merged[key] = OptionsOfGroups((*former.groups, *numbers), (*former.parameters, *group.params), options)
+        former = merged.get(key, ParameterGroup((), options))
+        parameters, positions = (*former.parameters, *group.parameters), (*former.positions, *group.positions)
+        merged[key] = ParameterGroup(parameters, options, positions)
     return tuple(merged.values())
-
-
-def _plain(item: Blob | StateRecord, values: Values) -> Any:
-    """Read an option that no rule of ours depends on."""
-    try:
-        return values.read(item)
-    except MuonckptError:
-        return "(not plain data)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +140,15 @@ class StepCounts:
     counters: int
 
 
-def steps_of(view: ModelView, manifest: Manifest, values: Values) -> StepCounts:
+def steps_of(view: ModelView, values: Values) -> StepCounts:
     """Read step counters of parameters, evenly spread, or else those of the groups."""
     dialect = view.dialect
     options = {method.options.get("step", "") for method in dialect.methods} - {""} if dialect else set()
     counters: list[Any] = [*view.tensors_of(Role.STEPS)]
     if dialect is not None:
         slots = dialect.slots_called("step")
-        fields = ((blob, dialect.state.read(blob.path)) for blob in manifest.blobs)
-        counters += [blob for blob, own in fields if own and own["slot"] in slots]
+        for parameter in view.parameters.values():
+            counters += [item for slot, item in parameter.items.items() if slot in slots]
     read = list(_numbers(_spread(counters, _MOST_COUNTERS), values))
     if not counters:
         found = [group.options[option] for group in view.groups for option in options & group.options.keys()]
@@ -237,8 +230,8 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
     if groups.names:
         named = (replace(t, name=groups.names.get(t.name, t.name)) if t.name else t for t in manifest.tensors)
         manifest = replace(manifest, tensors=tuple(named))
-    view = model_view(manifest, dialect, groups.groups)
-    return FirstLook(program, manifest, groups, view, steps_of(view, manifest, values))
+    view = model_view(manifest, dialect, groups.groups, groups.names)
+    return FirstLook(program, manifest, groups, view, steps_of(view, values))
 
 
 def recorded_step(manifest: Manifest) -> int | float | None:
@@ -254,11 +247,8 @@ def groups_as_data(manifest: Manifest, values: Values) -> list[dict[str, Any]]:
     Raises:
         SourceError: the program is unknown, or an option is damaged or not plain data.
     """
-    groups = []
-    for group in source_groups(manifest, detect(manifest).dialect, values):
-        options = {option: values.read(item) for option, item in group.items.items() if option != PARAMS}
-        groups.append(TargetGroup(group.params, options, group.number is not None))
-    return [{PARAMS: list(group.params), **group.options} for group in merge_equal(groups)]
+    groups = merge_equal(stored_groups(manifest, detect(manifest).dialect, values))
+    return [{PARAMS: list(group.parameters), **group.options} for group in groups]
 
 
 def groups_as_code(groups: Sequence[dict[str, Any]], width: int = 120) -> str:

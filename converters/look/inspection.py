@@ -272,7 +272,7 @@ def _groups(view: ModelView) -> Iterator[dict[str, Any]]:
         said = group.options.get(option or "")
         yield {
             "name": said if isinstance(said, str) else methods.pop() if len(methods) == 1 else "",
-            "groups": group.groups,
+            "groups": group.positions,
             "parameters": len(group.parameters),
             "holds": folded(group.parameters),
             "options": group.options,

@@ -1,6 +1,6 @@
 """Translates checkpoints of one program to the keys, groups and momentum convention of another.
 
-``parse`` makes one neutral optimizer of a checkpoint, ``translator`` renders it in a program's words; ``names`` are
-rules that rename, split and join tensors, which ``structure`` applies; ``detection`` tells which program wrote a
-checkpoint.  What programs save is in `converters.programs`.  Open ``translator`` first.
+``parse`` makes a model view of a checkpoint, whatever is to be written; ``parameters`` gives it the target's names, by
+the rules of ``names`` that ``structure`` applies; ``translator`` renders them in the target's words, options
+by ``groups``, momenta by ``conventions``.  ``request`` is what a user asks for.  Open ``translator`` first.
 """

@@ -33,13 +33,13 @@ class Overrides:
     """The user's statements about state, where the checkpoint has none.
 
     Attributes:
-        convention: the source's (``--convention``).
-        target: the one to write, if the target has none of its own (``--target-convention``).
-        mu: the momentum coefficient, where a group has none (``--mu``).
-        step: the number of updates, whatever the source says (``--step``).
-        fill_missing: whether missing state is written as zeros (``--fill-missing``).
-        weights: what weights are made of (``--weights``); None: both stay.
-        state_dtype: the dtype of momentum and moments (``--state-dtype``); None: the source's.
+        convention: of the source.
+        target: the convention to write, if the target has none of its own (``target_convention`` of `convert`).
+        mu: the momentum coefficient, where a group has none.
+        step: the number of updates, whatever the source says.
+        fill_missing: whether missing state is written as zeros.
+        weights: what weights are made of; None: both stay.
+        state_dtype: the dtype of momentum and moments; None: the source's.
     """
 
     convention: Convention | None = None
@@ -52,7 +52,7 @@ class Overrides:
 
     def __post_init__(self) -> None:
         if self.mu is not None:
-            _check_mu(self.mu, "--mu")
+            _check_mu(self.mu, "`mu=`")
 
 
 def _check_mu(mu: float, where: str) -> float:
@@ -61,20 +61,20 @@ def _check_mu(mu: float, where: str) -> float:
     return mu
 
 
-def agreed_convention(about: str, flag: str, sources: Mapping[str, Convention | None]) -> Convention | None:
-    """Return the convention that the sources name, if one does; ``flag`` is the user's option for it.
+def agreed_convention(about: str, argument: str, sources: Mapping[str, Convention | None]) -> Convention | None:
+    """Return the convention that the sources name, if one does; ``argument`` is the user's for it.
 
     Raises:
         SourceError: two sources name different conventions.
     """
-    named = {source: convention for source, convention in sources.items() if convention is not None}
-    if len(set(named.values())) > 1:
-        statements = ", ".join(f"{source} says {convention}" for source, convention in named.items())
+    stated = {source: convention for source, convention in sources.items() if convention is not None}
+    if len(set(stated.values())) > 1:
+        statements = ", ".join(f"{source} says {convention}" for source, convention in stated.items())
         raise SourceError(
-            f"{about}: {statements}; leave {flag} out if the checkpoint is right, or give "
-            "--from dcp if another program wrote it"
+            f"{about}: {statements}; leave {argument} out if the checkpoint is right, or give "
+            '`from_dialect="dcp"` if another program wrote it'
         )
-    return next(iter(named.values()), None)
+    return next(iter(stated.values()), None)
 
 
 def momentum_factor(source: Convention | None, target: Convention | None, mu: float | None, about: str) -> float | None:
@@ -88,9 +88,9 @@ def momentum_factor(source: Convention | None, target: Convention | None, mu: fl
     if source is None:
         raise SourceError(
             f"{about}: the target follows convention {target}, but that of the source is unknown; "
-            f"give --convention {Convention.EMA} or --convention {Convention.SUM}"
+            f'give `convention="{Convention.EMA}"` or `convention="{Convention.SUM}"`'
         )
     if mu is None:
-        raise SourceError(f"{about}: converting {source} to {target} needs the momentum coefficient; give --mu")
+        raise SourceError(f"{about}: converting {source} to {target} needs the momentum coefficient; give `mu=`")
     _check_mu(mu, about)
     return 1 - mu if target is Convention.EMA else 1 / (1 - mu)

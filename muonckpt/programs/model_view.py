@@ -20,7 +20,7 @@ from ..names.errors import SourceError
 from ..names.state_forms import stored_slot
 from ..names.vocabulary import CONVENTION
 from ..names.wording import unnumbered
-from ..record.record import Manifest, StateRecord
+from ..record.record import Blob, Manifest, StateRecord
 from .detection import detect, with_slots_of
 from .dialect import FOREIGN, Dialect, StoredMethod
 from .registry import DIALECTS
@@ -64,19 +64,27 @@ _SHAPED = frozenset({"momentum", "first", "second", "master"})
 """Slots, by their common names, that are shaped like their parameter."""
 
 
+Entry = StateRecord | Blob
+"""A tensor or an item of a checkpoint."""
+
+
 @dataclass(frozen=True, slots=True)
-class OptionsOfGroups:
-    """Groups with the same options.
+class ParameterGroup:
+    """Parameters that share options: one group of an optimizer, or several with the same options.
 
     Attributes:
-        groups: their positions in the list of groups; empty if groups are by name.
-        parameters: the names of their parameters.
-        options: as the program calls them, those that matter to the optimizer first.
+        parameters: their names.
+        options: as the program calls them.
+        positions: in the list of groups; empty if groups are by name.
+        entries: where a checkpoint stores the options, and the list of parameters.
+        chain: which of several optimizers the group belongs to, as a field of keys.
     """
 
-    groups: tuple[int, ...]
     parameters: tuple[str, ...]
     options: Mapping[str, Any]
+    positions: tuple[int, ...] = ()
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+    chain: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +92,20 @@ class StoredParameter:
     """A parameter: its ``weight`` if that is stored, its ``state`` by slot, and its update ``method``.
 
     The method is None without state, and where no method of the dialect keeps such slots; the group is None where
-    groups are unknown, or none lists the parameter.
+    groups are unknown, or none lists the parameter.  ``items`` are slots that are stored as items, not as tensors.
     """
 
     name: str
     weight: StateRecord | None
     state: Mapping[str, StateRecord]
     method: StoredMethod | None
-    group: OptionsOfGroups | None
+    group: ParameterGroup | None
+    items: Mapping[str, Blob] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> Mapping[str, Entry]:
+        """Return its whole state, by slot."""
+        return {**self.state, **self.items}
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -127,19 +141,26 @@ class ModelView:
         parameters: by name; those without a weight or state as a tensor are not here.
         groups: with their options, as far as these were read.
         owners: the names of the parameters that weights and state are of, by key.
+        names: of parameters that keys number, by number, as far as the checkpoint records them.
     """
 
     dialect: Dialect | None
     tensors: Mapping[Role, tuple[StateRecord, ...]]
     parameters: Mapping[str, StoredParameter]
-    groups: Sequence[OptionsOfGroups] = ()
+    groups: Sequence[ParameterGroup] = ()
     owners: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def tensors_of(self, *roles: Role) -> tuple[StateRecord, ...]:
         return tuple(tensor for role in roles for tensor in self.tensors.get(role, ()))
 
     def slots_of(self, role: Role) -> tuple[str, ...]:
         return tuple(dict.fromkeys(tensor.slot for tensor in self.tensors_of(role) if tensor.slot))
+
+    @cached_property
+    def groups_by_name(self) -> Mapping[str, ParameterGroup]:
+        """The groups by the names of their parameters, those without a weight or state included."""
+        return {name: group for group in self.groups for name in group.parameters}
 
     def role(self, tensor: StateRecord) -> Role:
         return self._roles[tensor.key]
@@ -177,13 +198,19 @@ class ModelView:
         return next(iter(self.conventions(tensor).values()), None)
 
 
-def model_view(manifest: Manifest, dialect: Dialect | None, groups: Sequence[OptionsOfGroups] = ()) -> ModelView:
+def model_view(
+    manifest: Manifest,
+    dialect: Dialect | None,
+    groups: Sequence[ParameterGroup] = (),
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> ModelView:
     """Sort the tensors of a checkpoint by what they are, and by whose they are.
 
     Args:
         manifest: with parameters and slots, as `with_slots_of` gives it.
         dialect: the program whose keys it has; None if unknown.
         groups: with the names of parameters as the manifest has them; they tell methods and conventions.
+        names: those that the manifest's tensors and groups have in place of numbers.
     """
     # Weights and other tensors tell by their keys what they are; state by its parameter's method, once that is known.
     weights: dict[str, StateRecord] = {}
@@ -202,6 +229,10 @@ def model_view(manifest: Manifest, dialect: Dialect | None, groups: Sequence[Opt
             roles[Role.WEIGHTS].append(tensor)
         else:
             roles[Role.OTHER].append(tensor)
+    items: defaultdict[str, dict[str, Blob]] = defaultdict(dict)
+    for blob in manifest.blobs:
+        if dialect and (fields := dialect.state.read(blob.path)):
+            items[names.get(fields["name"], fields["name"])][fields["slot"]] = blob
     # Parameters with their methods, by which a slot has its role: some slots mean something else in another method.
     words = dialect or DIALECTS["muonckpt"]
     usual_roles = _roles_of(reversed(words.methods))
@@ -215,8 +246,8 @@ def model_view(manifest: Manifest, dialect: Dialect | None, groups: Sequence[Opt
             part = stored_slot(slot)
             average = part.slot if part.is_shaped else slot
             roles[slot_roles.get(slot) or slot_roles.get(average, Role.STATE)].append(tensor)
-        parameters[name] = StoredParameter(name, weights.get(name), slots, method, group)
-    return ModelView(dialect, {r: tuple(roles[r]) for r in Role if r in roles}, parameters, groups, owners)
+        parameters[name] = StoredParameter(name, weights.get(name), slots, method, group, items.get(name, {}))
+    return ModelView(dialect, {r: tuple(roles[r]) for r in Role if r in roles}, parameters, groups, owners, names)
 
 
 def view_by_keys(manifest: Manifest) -> ModelView:
@@ -236,7 +267,7 @@ def _roles_of(methods: Iterable[StoredMethod]) -> dict[str, Role]:
     return roles
 
 
-def _method_named(dialect: Dialect, group: OptionsOfGroups | None) -> str | None:
+def _method_named(dialect: Dialect, group: ParameterGroup | None) -> str | None:
     """Return the name of the update method that a group's options tell."""
     if group is None:
         return None

@@ -111,26 +111,26 @@ class Values:
 
 
 class Items(Mapping[str, Any]):
-    """The items of a checkpoint by key, each read, checked and decoded when it is first used.
+    """The items of a checkpoint by key, or those of one group by option, each read and checked when it is first used.
 
-    An item that is not plain data raises `SourceError`.
+    Tensors of one element count as items.  An item that is not plain data raises `SourceError`.
     """
 
-    def __init__(self, blobs: Mapping[str, Blob], values: Values) -> None:
-        self._blobs = blobs
+    def __init__(self, entries: Mapping[str, Blob | StateRecord], values: Values) -> None:
+        self._entries = entries
         self._values = values
 
     def __getitem__(self, key: str) -> Any:
-        return self._values.item(self._blobs[key])
+        return self._values.read(self._entries[key])
 
     def __contains__(self, key: object) -> bool:
-        return key in self._blobs
+        return key in self._entries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._blobs)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._blobs)
+        return len(self._entries)
 
 
 _WIDER = "bfloat16"

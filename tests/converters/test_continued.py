@@ -165,7 +165,7 @@ def test_a_matrix_without_a_gradient_is_said_and_filled_only_if_asked_to(tmp_pat
         train(model, optimizers, range(3, 6))
     report = muonckpt.convert(tmp_path / "torch", tmp_path / "lacking", to_dialect="muonckpt")
     (missing,) = (check for check in report.checklist if check.subject == "no state in the source")
-    assert missing.values == ("down", "shift") and "--fill-missing" in missing.reason
+    assert missing.values == ("down", "shift") and "`fill_missing=True`" in missing.reason
     twin = Model()
     with pytest.raises(SourceError, match="2 parameters differ: new, without state in the checkpoint: shift, down"):
         load_ours(twin, ours(twin), tmp_path / "lacking")

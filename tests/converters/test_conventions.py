@@ -99,9 +99,9 @@ def test_factors_there_and_back(mu):
 
 
 def test_what_is_not_known_is_asked_for():
-    with pytest.raises(SourceError, match=r"'w'.*--convention ema or --convention sum"):
+    with pytest.raises(SourceError, match=r"'w'.*`convention=.ema.` or `convention=.sum.`"):
         momentum_factor(None, EMA, 0.9, "parameter 'w'")
-    with pytest.raises(SourceError, match=r"'w'.*sum to ema.*give --mu"):
+    with pytest.raises(SourceError, match=r"'w'.*sum to ema.*give `mu=`"):
         momentum_factor(SUM, EMA, None, "parameter 'w'")
 
 
@@ -109,15 +109,15 @@ def test_what_is_not_known_is_asked_for():
 def test_a_coefficient_that_cannot_be_converted_with_is_refused(mu):
     with pytest.raises(SourceError, match=r"in \[0, 1\)"):
         momentum_factor(EMA, SUM, mu, "w")
-    with pytest.raises(SourceError, match="--mu"):
+    with pytest.raises(SourceError, match="`mu=`"):
         Overrides(mu=mu)
 
 
 def test_contradictions_are_refused():
-    assert agreed_convention("w", "--convention", {"the manifest": EMA, "--convention": None}) is EMA
-    assert agreed_convention("w", "--convention", {"the manifest": None}) is None
-    with pytest.raises(SourceError, match="the manifest says ema, --convention says sum"):
-        agreed_convention("w", "--convention", {"the manifest": EMA, "--convention": SUM})
+    assert agreed_convention("w", "`convention=`", {"the manifest": EMA, "`convention=`": None}) is EMA
+    assert agreed_convention("w", "`convention=`", {"the manifest": None}) is None
+    with pytest.raises(SourceError, match="the manifest says ema, `convention=` says sum"):
+        agreed_convention("w", "`convention=`", {"the manifest": EMA, "`convention=`": SUM})
 
 
 @pytest.mark.parametrize("dtype", ["int64", "float8_e4m3fn", "complex64"])

@@ -163,7 +163,7 @@ def test_a_convention_is_taken_of_no_program_that_the_groups_contradict(program,
     target = "dion" if program == "muonckpt" else "muonckpt"
     saved(tmp_path, state)
     asked = {"from_dialect": program, "to_dialect": target, "mu": 0.95, "step": 3}
-    with pytest.raises(SourceError, match=rf"'w': momentum of {program} is .*--convention ema or --convention sum"):
+    with pytest.raises(SourceError, match=rf"'w': momentum of {program} is .*`convention=.ema.` or `convention=.sum.`"):
         muonckpt.convert(tmp_path / "checkpoint", tmp_path / "out", **grouped(**asked))
     for given in Convention:
         muonckpt.convert(tmp_path / "checkpoint", tmp_path / given, **grouped(**asked, convention=given))
@@ -242,10 +242,10 @@ def test_a_value_of_another_kind_than_the_programs_voids_its_claim(program, grou
     seen = muonckpt.inspect(path)
     assert seen.dialect["name"] == "dcp" and expected in seen.dialect["reasons"][-1]
     values = muonckpt.open(path).values
-    with pytest.raises(SourceError, match=r"unknown; give --convention|fits; .muonckpt convert --drop. leaves"):
+    with pytest.raises(SourceError, match=r"unknown; give `convention=|fits; .muonckpt convert --drop. leaves"):
         translate(manifest, values, DIALECTS["muonckpt"], drop=frozenset({"use_muon"} & slots.keys()))
     if program == "torch":
-        with pytest.raises(SourceError, match=rf"not {expected} as the program does.*give --convention"):
+        with pytest.raises(SourceError, match=rf"not {expected} as the program does.*give `convention="):
             translate(manifest, values, DIALECTS["muonckpt"], source=DIALECTS["torch"])
         for source in ("torch", "dcp"):
             asked = {"source": DIALECTS[source], "overrides": Overrides(convention=Convention.EMA)}
@@ -292,7 +292,9 @@ def test_a_sum_under_the_keys_of_no_program_is_not_taken_for_the_average_of_one(
     assert (found.dialect.name, found.dialect.convention) == ("dcp", None)
 
 
-@pytest.mark.parametrize("momentum, message", [(None, "give --mu"), ("x", "expected a number as momentum .*found 'x'")])
+@pytest.mark.parametrize(
+    "momentum, message", [(None, "give `mu=`"), ("x", "expected a number as momentum .*found 'x'")]
+)
 def test_a_coefficient_that_is_no_number_is_not_one(momentum, message, tmp_path):
     state = nested({"momentum_buffer": W.clone()}, **(TORCH | {"momentum": momentum}))
     manifest, path = saved(tmp_path, state)
@@ -334,14 +336,14 @@ def test_a_number_is_never_a_guess(tmp_path):
         f"state.{name}.momentum_buffer": W * scale for name, scale in (("v", 1), ("w", 2))}
         | {f"param_groups.{name}.{option}": value for name in "vw" for option, value in TORCH.items()}})  # fmt: skip
     values, target = muonckpt.open(path).values, DIALECTS["fully_shard"]
-    with pytest.raises(SourceError, match=r"without an order; give that order with --like"):
+    with pytest.raises(SourceError, match=r"without an order; give that order with `like=`"):
         translate(manifest, values, target)
     like = GroupTemplate.read({"param_groups": [{"params": ["w"]}, {"params": ["v"]}]})
     made = {tensor.key: tensor for tensor in translate(manifest, values, target, like=like).tensors}
     assert made["optimizer.state.0.momentum_buffer"].record.name == "w"
     assert made["optimizer.state.1.momentum_buffer"].record.name == "v"
     bare, path = saved(tmp_path / "bare", {"model": {"w": W}, "optimizer": {"state": {"w": {"momentum_buffer": W}}}})
-    with pytest.raises(SourceError, match=r"does not say what its groups are; give that order with --like"):
+    with pytest.raises(SourceError, match=r"does not say what its groups are; give that order with `like=`"):
         translate(bare, muonckpt.open(path).values, target)
     listed = nested({"momentum_buffer": W}, **TORCH)
     listed["optimizer"]["param_groups"].insert(0, {"params": ["idle"], "lr": 0.1})

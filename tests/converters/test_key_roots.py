@@ -78,7 +78,7 @@ def test_state_is_found_under_any_root_and_form_and_put_back_there(case, tmp_pat
     assert {name: groups[f"optimizer.param_groups.{n}.lr"] for name, n in numbers.items()} == {
         name: group["lr"] for name, group in GROUPS.items()
     }
-    assert any(note == "momentum: sum, because --convention sum says so" for note in moved.notes)
+    assert any(note == 'momentum: sum, because `convention="sum"` says so' for note in moved.notes)
     back = translate(manifest, values, overrides=asked)
     assert {tensor.record.path for tensor in back.tensors} == {tensor.path for tensor in manifest.tensors}
     assert {item.path for item in back.items} == {blob.path for blob in manifest.blobs}
@@ -124,12 +124,12 @@ def test_a_flattened_muon_of_sums_goes_on_as_if_nothing_had_happened(tmp_path):
         step(model, number, theirs)
     flat = get_optimizer_state_dict(model, theirs, options=StateDictOptions(flatten_optimizer_state_dict=True))
     dcp.save({"model": get_model_state_dict(model), "optim": flat}, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    with pytest.raises(SourceError, match="--convention ema or --convention sum"):
+    with pytest.raises(SourceError, match=r"`convention=.ema.` or `convention=.sum.`"):
         muonckpt.convert(tmp_path / "theirs", tmp_path / "ours", to_dialect="muonckpt")
     report = muonckpt.convert(
         tmp_path / "theirs", tmp_path / "ours", **grouped(to_dialect="muonckpt", convention="sum")
     )
-    assert [note for note in report.notes if note.startswith("momentum: sum, because --convention sum")]
+    assert [note for note in report.notes if note.startswith('momentum: sum, because `convention="sum"`')]
 
     torch.manual_seed(1)
     again = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
@@ -167,7 +167,7 @@ def test_model_and_optimizers_in_sibling_folders_are_one_checkpoint(tmp_path):
         )
         assert report.fingerprints == same.fingerprints
         assert [str(check) for check in report.checklist if check.action == "rescaled"] == [
-            "rescaled: momentum_buffer: 1 tensor, times 0.25 (momentum: sum, because --convention sum says so)"
+            'rescaled: momentum_buffer: 1 tensor, times 0.25 (momentum: sum, because `convention="sum"` says so)'
         ]
         assert not muonckpt.verify(folder).findings
 

@@ -177,9 +177,9 @@ def unknown(tmp_path):
 
 def test_a_convention_that_nobody_declared_is_never_assumed(unknown):
     manifest, path = unknown
-    with pytest.raises(SourceError, match=r"parameter 'w'.*--convention ema or --convention sum"):
+    with pytest.raises(SourceError, match=r"parameter 'w'.*`convention=.ema.` or `convention=.sum.`"):
         translate(manifest, opened(path).values, DIALECTS["torch"])
-    with pytest.raises(SourceError, match=r"parameter 'w'.*sum to ema.*--mu"):
+    with pytest.raises(SourceError, match=r"parameter 'w'.*sum to ema.*`mu=`"):
         translate(manifest, opened(path).values, DIALECTS["torch"], overrides=Overrides(Convention.SUM))
     same = translate(manifest, opened(path).values, DIALECTS["torch"], overrides=Overrides(Convention.EMA))
     assert [output.scale for output in same.tensors] == [None, None]
@@ -199,11 +199,11 @@ def test_a_target_without_a_convention_of_its_own_takes_the_one_asked_for(unknow
 
 
 def test_what_the_user_says_must_not_contradict_the_checkpoint():
-    with pytest.raises(SourceError, match="dion says sum, --convention says ema"):
+    with pytest.raises(SourceError, match="dion says sum, `convention=` says ema"):
         translated("dion_fsdp4/ckpt", "torch", overrides=Overrides(Convention.EMA))
-    with pytest.raises(SourceError, match=r"mu=0.95, --mu says 0.9"):
+    with pytest.raises(SourceError, match=r"mu=0.95, `mu=` says 0.9"):
         translated("dion_fsdp4/ckpt", "torch", overrides=Overrides(mu=0.9))
-    with pytest.raises(SourceError, match="torch says ema, --target-convention says sum"):
+    with pytest.raises(SourceError, match="torch says ema, `target_convention=` says sum"):
         translated("dion_fsdp4/ckpt", "torch", overrides=Overrides(target=Convention.SUM))
 
 
@@ -214,7 +214,7 @@ def test_a_step_that_is_nowhere_must_be_given(tmp_path):
         "optimizer": {"state": {"module.module.module.w": state["optimizer"]["state"]["w"]}},
     }
     manifest, path = saved(tmp_path, state)
-    with pytest.raises(SourceError, match=r"'w'.*stores the number of steps.*give --step"):
+    with pytest.raises(SourceError, match=r"'w'.*stores the number of steps.*give `step=`"):
         translate(manifest, opened(path).values, DIALECTS["torch"])
     outputs = translate(manifest, opened(path).values, DIALECTS["torch"], overrides=Overrides(step=7))
     (counter,) = constants(outputs)
@@ -250,7 +250,7 @@ def test_state_without_a_place_in_the_target_is_refused(tmp_path):
     with pytest.raises(SourceError, match="no method of torch"):
         translate(manifest, muonckpt.open(where).values, DIALECTS["dion"])
     manifest, where = saved(tmp_path / "none", nested({"momentum_buffer": None}, **TORCH))
-    with pytest.raises(SourceError, match=r"expected a tensor at.*leave it out with --drop momentum_buffer"):
+    with pytest.raises(SourceError, match=r"expected a tensor at.*leave momentum_buffer out with `drop=`"):
         translate(manifest, muonckpt.open(where).values, DIALECTS["dion"])
     with pytest.raises(SourceError, match="read but not written"):
         translated("torch_fsdp4/ckpt", "moonlight")

@@ -117,7 +117,7 @@ def test_megatron_momentum_in_the_convention_of_another_program():
     """The coefficient is in the metadata of the whole, the momentum in two halves."""
     path, truth = megatron("dp4")
     rules = ready_made("megatron-swiglu")
-    with pytest.raises(SourceError, match="--convention"):
+    with pytest.raises(SourceError, match="`convention="):
         translated(MEGATRON.format("dp4"), "dion", rules=rules)
     result = translated(MEGATRON.format("dp4"), "dion", rules=rules, overrides=Overrides(Convention.EMA))
     found = executed(path, result)

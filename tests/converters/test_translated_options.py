@@ -7,6 +7,7 @@ import torch
 from support.golden import golden
 from support.translated import (
     PEERS,
+    TORCH,
     W,
     executed,
     nested,
@@ -18,6 +19,7 @@ from support.translated import (
 
 import muonckpt
 from muonckpt import SourceError
+from muonckpt.converters.engine.outputs import Action
 from muonckpt.converters.options import grouped
 from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.translator import translate
@@ -134,7 +136,7 @@ def test_a_counter_that_has_come_to_its_end_is_doubted(kind, last, tmp_path):
         assert (counter + 1 == counter) == doubted
         manifest, path = saved(tmp_path / str(step), nested(averages(step=counter), **ADAMW))
         made = translate(manifest, opened(path).values, DIALECTS["muonckpt"])
-        assert any("give --step" in check.reason for check in made.checklist) == doubted
+        assert any("give `step=`" in check.reason for check in made.checklist) == doubted
 
 
 @pytest.mark.parametrize("count", [2.5, float("nan"), float("inf"), "lost", None])
@@ -143,7 +145,7 @@ def test_what_is_no_number_of_steps_is_replaced_by_the_users(count, tmp_path):
     slots = averages(**({} if count is None else {"step": torch.tensor(2.5 if count == "lost" else count)}))
     manifest, path = saved(tmp_path, nested(slots, **ADAMW))
     values, dropped = opened(path).values, frozenset({"step"} if count == "lost" else ())
-    with pytest.raises(SourceError, match=r"give --step|no method of dcp"):
+    with pytest.raises(SourceError, match=r"give `step=`|no method of dcp"):
         translate(manifest, values, DIALECTS["muonckpt"], drop=dropped)
     made = translate(manifest, values, DIALECTS["muonckpt"], drop=dropped, overrides=Overrides(step=300))
     (counter,) = (tensor for tensor in made.tensors if tensor.record.slot == "step")
@@ -160,3 +162,28 @@ def test_steps_that_a_group_counts_are_those_of_parameters_without_a_counter(tmp
     manifest, path = saved(tmp_path / "dion", nested({"momentum": W.clone()}, **group))
     made = translate(manifest, opened(path).values, overrides=Overrides(step=300))
     assert options(made)["optimizer.param_groups.0.step"] == 300
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("option", ["lr", "weight_decay", "momentum"])
+def test_a_number_with_which_no_update_is_possible_is_said_and_goes_nowhere(option, wrong, tmp_path):
+    """Whoever resumes from it would train with it, or be refused by the optimizer."""
+    manifest, path = saved(tmp_path, nested({"momentum_buffer": W}, **TORCH | {option: wrong}))
+    made = translate(manifest, opened(path).values, DIALECTS["muonckpt"])
+    assert f"optimizer.param_groups.0.{option}" not in options(made)
+    told = {check.action: check for check in made.checklist if check.subject == f"{option} of muon groups"}
+    assert told[Action.LEFT].values == (repr(wrong),) and "expected a" in told[Action.LEFT].reason
+    assert Action.SET in told
+    manifest, path = saved(tmp_path / "fine", nested({"momentum_buffer": W}, **TORCH))
+    fine = translate(manifest, opened(path).values, DIALECTS["muonckpt"])
+    assert options(fine)[f"optimizer.param_groups.0.{option}"] == TORCH[option]
+
+
+def test_betas_of_which_one_is_no_number_are_not_half_kept(tmp_path):
+    group = ADAMW | {"betas": (0.9, float("nan"))}
+    manifest, path = saved(tmp_path, nested(averages(step=torch.tensor(3.0)), **group))
+    made = translate(manifest, opened(path).values, DIALECTS["muonckpt"])
+    assert "optimizer.param_groups.0.betas" not in options(made)
+    assert [c.values for c in made.checklist if c.subject == "betas of adamw groups" and c.action is Action.LEFT] == [
+        ("(0.9, nan)",)
+    ]

@@ -233,6 +233,6 @@ def test_state_of_megatron_under_other_names_than_its_groups_is_an_error_that_a_
     opened = muonckpt.open(path)
     manifest, asked = opened.manifest, Overrides(convention=Convention.EMA)
     with pytest.raises(
-        SourceError, match=r"which no parameter group of fsdp_dtensor lists \(groups list .*fc1.*--rules"
+        SourceError, match=r"which no parameter group of fsdp_dtensor lists \(groups list .*fc1.*`rules=`"
     ):
         translate(manifest, opened.values, DIALECTS["muonckpt"], overrides=asked)

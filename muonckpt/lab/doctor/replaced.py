@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...converters.engine.outputs import Findings, sorted_checks
-from ...converters.translate.groups import HOW, OFF, GroupOptions, common_options, write_options
+from ...converters.translate.groups import EXECUTION_OPTIONS, SILENT_VALUES, GroupOptions, common_options, write_options
 from ...names.coefficients import plain_coefficients
 from ...names.errors import SourceError
 from ...names.resumption import in_globs
@@ -169,8 +169,8 @@ def _group(optimizer: Optimizer, one: Treatment, findings: Findings, scales: set
     [target, *_] = [method for method in ours.PROGRAM.methods if method.name == one.algorithm]
     given = {option: value for option, value in optimizer.param_groups[one.group].items() if option != PARAMS}
     own = {option: as_numbers(value) for option, value in given.items() if option != "param_names"}
-    common = common_options(own, dialect, source, one.shape)
-    known_options: dict[str, Any] = dict(common.known)
+    stated = common_options(own, dialect, source, one.shape)
+    known_options: dict[str, Any] = dict(stated.common)
     scale: ScaleFunction | None = None
     if one.by_muon:
         said = dict(known.said(optimizer, one.parameter))
@@ -183,12 +183,12 @@ def _group(optimizer: Optimizer, one: Treatment, findings: Findings, scales: set
     if "ns" in known_options:
         known_options["ns"] = plain_coefficients(known_options["ns"])
     active = {o: v for o, v in own.items() if o in source.idle and _odd(o, v, source)}
-    options = GroupOptions(known_options, {**common.unknown, **active})
+    options = GroupOptions(known_options, {**stated.private, **active})
     written = write_options(options, dialect, ours.PROGRAM, target, one.shape, findings)
     written.pop("convention", None)
     if scale is not None:
         written["adjust_lr_fn"] = _function(scale)
-    pairs = tuple(_pairs(own, source, target, written, known_options, known_options.keys() - common.known.keys()))
+    pairs = tuple(_pairs(own, source, target, written, known_options, known_options.keys() - stated.common.keys()))
     momentum = float(known_options["momentum"]) if one.by_muon else None
     return OurGroup((one.optimizer, one.group), (one,), written, known, source, momentum, pairs)
 
@@ -222,7 +222,7 @@ def _pairs(
         told |= {*present}
         mine = dict.fromkeys(option for name in common for option in places.get(name, ()) if option in written)
         if present and "step" not in common:
-            same = all(name not in known or known[name] == OFF.get(name) for name in common)
+            same = all(name not in known or known[name] == SILENT_VALUES.get(name) for name in common)
             yield OptionPair(_said(own, present), _said(written, mine) or (SAME if same else LOST))
     for name in sorted(in_code):
         if told_here := [option for option in places.get(name, ()) if option in written]:
@@ -230,7 +230,7 @@ def _pairs(
     rest = sorted(own.keys() - told - {"algorithm", "step"})
     for option in rest:
         idle = option in source.idle and not _odd(option, own[option], source)
-        yield OptionPair(_said(own, [option]), IDLE if idle or option in HOW else LOST)
+        yield OptionPair(_said(own, [option]), IDLE if idle or option in EXECUTION_OPTIONS else LOST)
 
 
 def _said(options: Mapping[str, Any], names: Sequence[str] | Mapping[str, Any]) -> str:

@@ -1,0 +1,502 @@
+"""The parameters of a view as another program will name them: renamed, split and joined by rules, with their methods.
+
+Of the view's tensors, items and slots, this chooses what can be written at all; the rest is listed as left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ...algebra.box import Index
+from ...names.errors import SourceError, TargetError
+from ...names.vocabulary import STEP, Convention
+from ...names.wording import listed
+from ...programs.detection import Detected
+from ...programs.dialect import FOREIGN, Dialect, StoredMethod
+from ...programs.model_view import Entry, ModelView, ParameterGroup, Role, StoredParameter
+from ...record.record import Blob, Manifest, StateRecord
+from ...store.open_checkpoint import Values
+from ..engine.outputs import unnamed_state
+from .conventions import Overrides, WeightsFrom, agreed_convention
+from .names import NameRules
+from .parse import entries_of, other_items
+from .structure import TranslatedTensor, apply_rules
+
+_NO_METHOD = StoredMethod("none", {})
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedParameter:
+    """A parameter under the target's name.
+
+    Attributes:
+        listed: the name by which the target's groups know it: the whole's, where rules split only tensors.
+        aliases: the names by which the source's groups may know it.
+        sources: the parameters of the source that it is made of.
+        weight: its own tensor, if that is stored.
+        slots: the tensors of its state, by common name.
+        method: how the source updates and stores it, if that is known.
+        group: the source's group with its options.
+        step: the number of updates, if the source or the user says it.
+        counter: where the source stores that.
+        chains: the optimizers, as keys name them, that its state belongs to.
+        is_stateless: whether the source has no state of it, because it never had a gradient.
+    """
+
+    name: str
+    listed: str
+    aliases: tuple[str, ...]
+    sources: tuple[StoredParameter, ...] = ()
+    weight: TranslatedTensor | None = None
+    slots: Mapping[str, TranslatedTensor] = field(default_factory=dict)
+    method: StoredMethod = _NO_METHOD
+    group: ParameterGroup | None = None
+    step: int | None = None
+    counter: Entry | None = None
+    chains: frozenset[str] = frozenset()
+    is_stateless: bool = False
+
+    @property
+    def is_stateful(self) -> bool:
+        return self.method is not _NO_METHOD and not self.is_stateless
+
+    @property
+    def tensors(self) -> tuple[TranslatedTensor, ...]:
+        return (*self.slots.values(), *((self.weight,) if self.weight else ()))
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedModel:
+    """A checkpoint's parameters and groups under the target's names, still in the source's words.
+
+    Attributes:
+        detected: the source's dialect, and why it is this one.
+        view: of the whole source.
+        parameters: by the target's names.
+        groups: in the source's order, each with the names of its parameters for the target's groups.
+        records: the weights, under None, and the state, by slot, that are written, by the source's name.
+        tensors, items: what is neither weight nor state nor option, and is copied.
+        left_out: the keys of what is left out, and ``private`` those of what only the source's program can use.
+    """
+
+    detected: Detected
+    view: ModelView
+    values: Values
+    overrides: Overrides
+    parameters: Mapping[str, TranslatedParameter]
+    groups: tuple[tuple[ParameterGroup, tuple[str, ...]], ...]
+    records: Mapping[tuple[str | None, str], StateRecord]
+    tensors: tuple[StateRecord, ...]
+    items: tuple[Blob, ...]
+    left_out: tuple[str, ...]
+    private: tuple[str, ...]
+
+    @property
+    def dialect(self) -> Dialect:
+        return self.detected.dialect
+
+    @property
+    def stateful(self) -> list[TranslatedParameter]:
+        return [parameter for parameter in self.parameters.values() if parameter.is_stateful]
+
+    @property
+    def stateless(self) -> list[TranslatedParameter]:
+        """The parameters that groups list and that have no state, where the method is known."""
+        return [parameter for parameter in self.parameters.values() if parameter.is_stateless]
+
+    @property
+    def ungrouped(self) -> list[str]:
+        """The names of parameters with state that are in no group, where the source does not say whose groups are."""
+        grouped = set[str]().union(*(members for _, members in self.groups))
+        return [parameter.name for parameter in self.stateful if parameter.listed not in grouped]
+
+    def shapes(self) -> dict[str, Index]:
+        """Return the shapes of parameters, by the names that groups list: of the weights, or of state."""
+        shapes: dict[str, Index] = {}
+        for parameter in self.parameters.values():
+            for tensor in parameter.tensors:
+                if math.prod(tensor.shape) >= math.prod(shapes.get(parameter.listed, ())):
+                    shapes[parameter.listed] = tensor.shape
+        return shapes | {p.listed: p.weight.shape for p in self.parameters.values() if p.weight}
+
+    def convention(self, parameter: TranslatedParameter) -> tuple[Convention | None, str]:
+        """Return the convention of a parameter's momentum, and why it is this one.
+
+        A program's convention counts only for groups that may be the program's.
+        """
+        dialect, requested = self.dialect, self.overrides.convention
+        slot = parameter.method.slots["momentum"]
+        parts = [self.records[slot, n] for n in parameter.slots["momentum"].aliases if (slot, n) in self.records]
+        recorded = {f"the manifest ({part.key})": part.convention for part in parts}
+        doubt = ""  # a checkpoint without any groups, as a copy of its tensors only is, raises none
+        if dialect.convention is not None and self.groups:
+            doubt = self._doubt(parameter.group) if parameter.group else "the parameter is in none of the groups"
+        declared = _option(parameter.group, "convention") if "convention" in dialect.options.always else None
+        statements = recorded | {
+            dialect.name: None if doubt else dialect.convention,
+            "its group": None if declared is None else Convention(declared),
+            "`convention=`": requested,
+        }
+        convention = agreed_convention(f"parameter {parameter.name!r}", "`convention=`", statements)
+        if any(part.convention is not None for part in parts):
+            return convention, "the manifest records it"
+        if doubt and requested is None:
+            raise SourceError(
+                f"parameter {parameter.name!r}: momentum of {dialect.name} is {dialect.convention or 'unknown'}, "
+                f'but {doubt}, so another program may have written it; give `convention="{Convention.EMA}"` or '
+                f'`convention="{Convention.SUM}"`, whichever it keeps'
+            )
+        if dialect.convention is not None and not doubt:
+            return convention, f"that is what {dialect.name} keeps: {self.detected.reasons[-1]}"
+        if requested:
+            return convention, f'`convention="{requested}"` says so'
+        return convention, "nothing in the source tells, nor does `convention=`"
+
+    def _doubt(self, group: ParameterGroup) -> str:
+        """Say why a group with momentum is not the program's; empty if it may be."""
+        table = self.dialect.options
+        if doubt := table.contradicted_by(group.options):
+            return doubt
+        for option, kind in table.misfits(group.options).items() if table.closed else ():
+            return f"the group has {option}={group.options[option]!r}, not {kind} as the program does"
+        return ""
+
+    def mu(self, parameter: TranslatedParameter) -> float | None:
+        """Return the momentum coefficient of the parameter's group, or the user's."""
+        option, requested = parameter.method.options.get("momentum", ""), self.overrides.mu
+        stored = _option(parameter.group, option)
+        if stored is None:
+            return requested
+        about = f"parameter {parameter.name!r}"
+        if not isinstance(stored, float | int):
+            raise SourceError(f"{about}: expected a number as {option} of its group, found {stored!r}")
+        if requested not in (None, stored):
+            raise SourceError(f"{about}: its group says {option}={stored!r}, `mu=` says {requested!r}")
+        return float(stored)
+
+
+def _option(group: ParameterGroup | None, name: str | None) -> Any:
+    return group.options.get(name) if group and name else None
+
+
+def translate_model(
+    view: ModelView,
+    manifest: Manifest,
+    values: Values,
+    detected: Detected,
+    target: Dialect,
+    rules: NameRules,
+    overrides: Overrides,
+    drop: frozenset[str],
+) -> TranslatedModel:
+    """Give the parameters of a view the target's names, and choose what of the checkpoint is written.
+
+    Args:
+        rules: from the source's names to the target's.
+        drop: slots to leave out.
+
+    Raises:
+        SourceError: state belongs to no method or to several; or parts of a parameter differ.
+        TargetError: ``drop`` names a slot that does not exist, or no rule matches a parameter.
+        LayoutError: rules do not fit the tensors, or a tensor has a hole or an overlap.
+    """
+    dialect = detected.dialect
+    slots = set[str]().union(*(parameter.slots for parameter in view.parameters.values()))
+    if missing := sorted(drop - slots):
+        raise TargetError(
+            f"no slot {missing[0]!r} to drop; the slots of {dialect.name} here are {', '.join(sorted(slots))}"
+        )
+    # What is not written: slots that the user drops, and what the target's program computes again, or cannot use.
+    if overrides.weights is WeightsFrom.MODEL:
+        drop |= dialect.slots_called("master")
+    is_unchanged = dialect is target and not rules.rules
+    choice = _Choice.of(view, manifest, drop if is_unchanged else drop | dialect.derived)
+    if overrides.weights is WeightsFrom.MASTERS:
+        choice.make_masters_weights(dialect.slots_called("master"))
+    others = [*view.tensors_of(Role.OTHER), *choice.derived, *other_items(manifest, dialect)]
+    for entry in others if dialect.opaque != target.opaque else ():
+        if _matches(entry, dialect.opaque):
+            raise SourceError(
+                f"{entry.key!r} is a flat bucket of an optimizer's state, and nothing in it says which parameter lies "
+                f"where, so {target.name} cannot take it: save with --dist-ckpt-optim-fully-reshardable in Megatron, "
+                "which writes it under names, or first make a copy without the buckets, by `muonckpt convert --select`"
+            )
+    private_globs = dialect.private - target.private
+    private = [entry for entry in others if _matches(entry, private_globs)]
+    copied = [entry for entry in others if not _matches(entry, private_globs)]
+    # The rest under the target's names, with a method for all that has state.
+    assembly = _Assembly(view, values, overrides, choice, drop)
+    parameters = assembly.parameters(rules)
+    if not target.numbered:
+        _refuse_numbers(manifest, view, parameters)
+    groups = _with_members(view.groups, parameters)
+    return TranslatedModel(
+        detected,
+        view,
+        values,
+        overrides,
+        parameters | assembly.stateless(groups, parameters),
+        groups,
+        choice.records,
+        tuple(entry for entry in copied if isinstance(entry, StateRecord)),
+        tuple(entry for entry in copied if isinstance(entry, Blob)),
+        tuple(choice.left_out),
+        tuple(entry.key for entry in private),
+    )
+
+
+def _matches(entry: Entry, globs: Collection[str]) -> bool:
+    return any(fnmatchcase(entry.key, glob) for glob in globs)
+
+
+# What is chosen.
+
+
+@dataclass(slots=True)
+class _Choice:
+    """The part of a view that is written.
+
+    Attributes:
+        records: weights, under None, and state, by slot, each by the name of its parameter.
+        counters: where step counters are stored, by name and slot.
+        derived: slots that follow from options, and are copied nevertheless.
+        left_out: the keys of what is not written.
+    """
+
+    records: dict[tuple[str | None, str], StateRecord] = field(default_factory=dict)
+    counters: defaultdict[str, dict[str, Entry]] = field(default_factory=lambda: defaultdict(dict))
+    derived: list[Entry] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, view: ModelView, manifest: Manifest, left_slots: Collection[str]) -> _Choice:
+        """Choose the weights and the state of a view but for these slots, in the order of the manifest."""
+        choice, dialect = cls(), view.dialect
+        assert dialect is not None, "the view was parsed by it"
+        steps = dialect.slots_called("step") - dialect.derived
+        weights = {p.weight.key: p.weight for p in view.parameters.values() if p.weight}
+        states: dict[str, tuple[str, str, Entry]] = {}
+        for name, parameter in view.parameters.items():
+            states |= {entry.key: (name, slot, entry) for slot, entry in parameter.slots.items()}
+        for key in (entry.key for entry in entries_of(manifest)):
+            if key in weights:
+                choice.records[None, view.owners[key]] = weights[key]
+            if key not in states:
+                continue
+            name, slot, entry = states[key]
+            if slot in left_slots:
+                choice.left_out.append(key)
+            elif slot in steps:
+                choice.counters[name][slot] = entry
+            elif slot in dialect.derived:
+                choice.derived.append(entry)
+            elif isinstance(entry, Blob):
+                raise SourceError(f"expected a tensor at {key!r}, found another item; leave {slot} out with `drop=`")
+            else:
+                choice.records[slot, name] = entry
+        return choice
+
+    def make_masters_weights(self, slots: Collection[str]) -> None:
+        """Make the weights of the float32 masters in these slots, and leave out the model's rounded ones."""
+        masters = [(slot, name) for slot, name in self.records if slot in slots]
+        if not masters:
+            raise TargetError('`weights="masters"`: the source has no float32 masters; leave it out')
+        for slot, name in masters:
+            if (None, name) in self.records:
+                self.left_out.append(self.records[None, name].key)
+            self.records[None, name] = replace(self.records.pop((slot, name)), name=None, slot=None)
+
+
+# Parameters.
+
+
+@dataclass(frozen=True, slots=True)
+class _Assembly:
+    """Puts the chosen tensors together as parameters under the target's names."""
+
+    view: ModelView
+    values: Values
+    overrides: Overrides
+    choice: _Choice
+    dropped: Collection[str]
+
+    @property
+    def dialect(self) -> Dialect:
+        assert self.view.dialect is not None, "the view was parsed by it"
+        return self.view.dialect
+
+    def parameters(self, rules: NameRules) -> dict[str, TranslatedParameter]:
+        """Return the parameters that have a weight or state, by the target's names."""
+        # Rules apply to the tensors of each slot by themselves.
+        sources_by_slot: defaultdict[str | None, dict[str, TranslatedTensor]] = defaultdict(dict)
+        for (slot, name), record in self.choice.records.items():
+            tensor = TranslatedTensor(record.dtype, record.chunk_layout(), (record.chunks,), name, (name,))
+            sources_by_slot[slot][name] = tensor
+        tensors_by_name: defaultdict[str, dict[str | None, TranslatedTensor]] = defaultdict(dict)
+        for slot, stored in sources_by_slot.items():
+            for name, tensor in apply_rules(rules, stored).items():
+                tensors_by_name[name][slot] = tensor
+        self._refuse_unused_rules(rules, tensors_by_name)
+        # A parameter is what has one name in the slots, and in the source's groups the names of its parts.
+        aliases_of: dict[str, tuple[str, ...]] = {}
+        for name, tensors in tensors_by_name.items():
+            aliases_of[name] = tuple(dict.fromkeys(alias for tensor in tensors.values() for alias in tensor.aliases))
+        self._refuse_ungrouped([aliases_of[name] for name, tensors in tensors_by_name.items() if {*tensors} != {None}])
+        parameters = {}
+        for name, tensors in tensors_by_name.items():
+            aliases, weight = aliases_of[name], tensors.pop(None, None)
+            listed_name = next(tensor.group for tensor in (*tensors.values(), weight) if tensor is not None)
+            sources = tuple(self.view.parameters[alias] for alias in aliases if alias in self.view.parameters)
+            parameter = TranslatedParameter(name, listed_name, aliases, sources, weight)
+            slots = {str(slot): tensor for slot, tensor in tensors.items()}
+            counters = set[str]().union(*(self.choice.counters.get(alias, ()) for alias in aliases))
+            has_state = bool(slots or counters)
+            parameters[name] = self._with_state(parameter, slots, counters) if has_state else parameter
+        return parameters
+
+    def _refuse_unused_rules(
+        self, rules: NameRules, tensors: Mapping[str, Mapping[str | None, TranslatedTensor]]
+    ) -> None:
+        """Refuse rules that change nothing, unless they may be for numbers that have names now."""
+        if not rules.rules or self.view.names:
+            return
+        for name, parts in tensors.items():
+            if any(tensor.restructured or tensor.aliases != (name,) for tensor in parts.values()):
+                return
+        raise TargetError(
+            f"no rule matches a parameter; parameters are {listed(sorted(tensors), 3)}, and the first rule is "
+            f"{rules.rules[0]}"
+        )
+
+    def _refuse_ungrouped(self, aliases_with_state: Sequence[tuple[str, ...]]) -> None:
+        """Refuse state of parameters, by their aliases, that are in no group: nobody would know their rates."""
+        grouped = self.view.groups_by_name.keys()
+        if not grouped or self.dialect.option is None:  # Megatron's torch_dist does not say whose its groups are
+            return
+        if ungrouped := sorted(aliases[0] for aliases in aliases_with_state if grouped.isdisjoint(aliases)):
+            without_state = sorted(grouped - set[str]().union(*aliases_with_state))
+            raise SourceError(
+                f"found state of {listed(ungrouped)}, which no parameter group of {self.dialect.name} lists"
+                + (f" (groups list {listed(without_state)}, which has none)" if without_state else "")
+                + ", so their options would be lost: give `rules=` that make the names of both the same, or "
+                "first make a copy without that state, with `muonckpt convert --select`"
+            )
+
+    def _with_state(
+        self, parameter: TranslatedParameter, slots: Mapping[str, TranslatedTensor], counters: Collection[str]
+    ) -> TranslatedParameter:
+        name = parameter.name
+        groups = (self.view.groups_by_name.get(alias) for alias in parameter.aliases)
+        group = next(filter(None, groups), None)
+        if group and (foreign := next(iter(FOREIGN.keys() & group.options.keys()), None)):
+            raise SourceError(
+                f"parameter {name!r}: its group has the option {foreign!r} of {FOREIGN[foreign].name}, whose state "
+                "cannot be translated; first make a copy without its state, with `muonckpt convert --select`"
+            )
+        method_name = _option(group, self.dialect.method_option)
+        is_counted = self.overrides.step is not None or (group is not None and STEP in group.options)
+        stored_slots = frozenset({*slots, *counters})
+        method = self.dialect.method(stored_slots, method_name, name, self.dropped, is_counted)
+        chains: set[str] = set()
+        for source in parameter.sources:
+            for entry in source.slots.values():
+                chains.add((self.dialect.state.read(entry.path) or {}).get("chain", ""))
+        return replace(
+            parameter,
+            slots={common: slots[slot] for common, slot in method.slots.items() if slot in slots},
+            method=method,
+            group=group,
+            step=self._step(parameter, method, group),
+            counter=self.choice.counters.get(parameter.aliases[0], {}).get(method.slots.get("step", "")),
+            chains=frozenset(chains),
+        )
+
+    def _step(self, parameter: TranslatedParameter, method: StoredMethod, group: ParameterGroup | None) -> int | None:
+        """Return the number of updates: the user's, that of the counters, or else that of the group."""
+        if self.overrides.step is not None:
+            return self.overrides.step
+        slot, option = method.slots.get("step", ""), method.options.get("step", STEP)
+        counters = (self.choice.counters.get(alias, {}) for alias in parameter.aliases)
+        counts = [self.values.read(entries[slot]) for entries in counters if slot in entries]
+        if not counts and group is not None and option in group.options:
+            counts = [group.options[option]]
+        for count in counts:
+            if not (isinstance(count, int | float) and count == count // 1):
+                raise SourceError(
+                    f"parameter {parameter.name!r}: expected a whole number of steps, found {count!r}; give `step=`"
+                )
+        steps = {int(count) for count in counts}
+        if len(steps) > 1:
+            raise SourceError(f"parameter {parameter.name!r} is made of parts that have taken {sorted(steps)} steps")
+        return steps.pop() if steps else None
+
+    def stateless(
+        self,
+        groups: Iterable[tuple[ParameterGroup, tuple[str, ...]]],
+        parameters: Mapping[str, TranslatedParameter],
+    ) -> dict[str, TranslatedParameter]:
+        """Return the parameters in groups that have no state, where an option or their siblings tell the method.
+
+        Programs that make state at a parameter's first update save none of those that never had a gradient.
+        """
+        stateful = {parameter.listed: parameter for parameter in parameters.values() if parameter.is_stateful}
+        stateless: dict[str, TranslatedParameter] = {}
+        for group, members in groups:
+            siblings = [stateful[name] for name in members if name in stateful]
+            missing = [name for name in members if name not in stateful]
+            methods = [parameter.method for parameter in siblings]
+            if missing and self.dialect.method_option in group.options:
+                method_name = _option(group, self.dialect.method_option)
+                # The siblings' come first, as they may have masters.
+                methods = [m for m in (*methods, *self.dialect.methods) if m.name == method_name]
+            elif len({method.name for method in methods}) > 1:
+                methods = []
+            chains = siblings[0].chains if siblings else frozenset([group.chain])
+            for name in missing if methods else ():
+                parameter = parameters.get(name, TranslatedParameter(name, name, (name,)))
+                parameter = replace(parameter, method=methods[0], group=group, step=0, chains=chains)
+                stateless[name] = replace(parameter, is_stateless=True)
+        return stateless
+
+
+def _refuse_numbers(manifest: Manifest, view: ModelView, parameters: Mapping[str, TranslatedParameter]) -> None:
+    """Refuse state of numbered parameters whose names nothing tells, neither the checkpoint nor rules."""
+    names = {*view.names.values()}
+    for name, parameter in parameters.items() if view.dialect and view.dialect.numbered else ():
+        if name not in names and any(tensor.aliases == (name,) for tensor in parameter.slots.values()):
+            raise unnamed_state(manifest.provenance, name)
+
+
+def _with_members(
+    groups: Iterable[ParameterGroup], parameters: Mapping[str, TranslatedParameter]
+) -> tuple[tuple[ParameterGroup, tuple[str, ...]], ...]:
+    """Return groups with their parameters by the target's names; a name is in the first group with a part of it.
+
+    Raises:
+        SourceError: parts of a parameter are in groups with other options.
+    """
+    new_names: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for parameter in parameters.values():
+        for alias in parameter.aliases:
+            new_names[alias][parameter.listed] = None
+    first_groups: dict[str, ParameterGroup] = {}
+    groups_with_members = []
+    for group in groups:
+        names = dict.fromkeys(new for name in group.parameters for new in new_names.get(name, {name: None}))
+        for name in names.keys() & first_groups.keys():
+            first_options = first_groups[name].options
+            for option in sorted(first_options.keys() | group.options.keys()):
+                values = first_options.get(option), group.options.get(option)
+                if repr(values[0]) != repr(values[1]):
+                    raise SourceError(
+                        f"parts of {name!r} are in groups with {option}={values[0]!r} and {option}={values[1]!r}"
+                    )
+        members = tuple(name for name in names if name not in first_groups)
+        first_groups |= dict.fromkeys(members, group)
+        groups_with_members.append((group, members))
+    return tuple(groups_with_members)
