@@ -49,10 +49,10 @@ def works(count: int, short: int, long: int, device: torch.device) -> dict[str, 
     return {
         "gram": (lambda: kind.gram(wide), lambda: torch.bmm(x, x.mT, out=out)),
         "square": (
-            lambda: kind.square(square, B, C),
+            lambda: kind.polynomial(square, B, C),
             lambda: torch.baddbmm(r, r, r, beta=B, alpha=C, out=out),
         ),
-        "added": (lambda: kind.added(wide, A, square), lambda: torch.baddbmm(x, r, x, beta=A, out=result)),
+        "added": (lambda: kind.multiply_add(wide, A, square), lambda: torch.baddbmm(x, r, x, beta=A, out=result)),
     }
 
 

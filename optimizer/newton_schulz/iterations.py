@@ -1,13 +1,25 @@
 """Newton-Schulz: the orthogonal factor of a matrix by matrix products only.
 
-The polar factor ``U Vᵀ`` of ``M = U S Vᵀ`` is reached by odd polynomials of the singular values, applied as
-``X ← a·X + b·(XXᵀ)X + c·(XXᵀ)²X``.  ``M`` is divided by its Frobenius norm first, so they all start in
-``[0, 1]``.  Reasons and errors: ``docs/design/newton_schulz.md``.
+The polar factor ``U Vᵀ`` of ``M = U S Vᵀ`` is reached by odd polynomials of the singular values.  The plain algorithm,
+for a wide matrix::
+
+    def orthogonalize(matrix, triples, norm_scale=1.0, eps=1e-15):
+        # The Frobenius norm is no less than any singular value, so all of them start in [0, 1].
+        x = matrix / (max(matrix.norm(), eps) * norm_scale)
+        for a, b, c in triples:
+            gram = x @ x.T  # has the squares of the singular values
+            z = b * gram + c * (gram @ gram)
+            x = a * x + z @ x  # each singular value s becomes a s + b s^3 + c s^5
+        return x
+
+The rest is for matrices that are tall (transposed) or many (stacks and kernels, by a `Products`), in 16 bits (rounded
+as matrix units do, held at a size where fp16 has small numbers, norms that do not overflow), with the same bits on
+every topology, and in the Gram form (`recipe`).  Reasons and errors: ``docs/design/newton_schulz.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic
@@ -34,8 +46,8 @@ def orthogonalize(
     """Return the approximate polar factor ``U Vᵀ`` of ``matrix = U S Vᵀ``, or of each matrix of a stack.
 
     The result depends on the values of a matrix only, not on its strides, its alignment or its neighbours in memory.
-    The work is done in the wide orientation, so a tall matrix gives exactly the transpose of its transpose's result.
-    No gradient flows.  ``torch.compile`` takes it with ``fullgraph`` from torch 2.13 on.
+    A tall matrix gives exactly the transpose of its transpose's result.  No gradient flows.  ``torch.compile`` takes it
+    with ``fullgraph`` from torch 2.13 on.
 
     Args:
         matrix: ``[m, n]``, or a stack ``[B, m, n]``, of any real floating dtype; a dim may be 0.
@@ -66,8 +78,8 @@ def orthogonalize(
         raise ValueError(f"expected a matrix of floats or a stack, got shape {tuple(matrix.shape)} of {matrix.dtype}")
     recipe = Recipe(coefficient_set(coefficients), steps, dtype, eps, None if gram is None else tuple(gram))
     if matrix.ndim == 2:
-        [iteration] = _made()(recipe, form, matrix.device, ((1, *matrix.shape),))
-        return iteration.products.one(matrix.detach(), dtype, iteration)
+        [iteration] = _iterations(recipe, form, matrix.device, ((1, *matrix.shape),))
+        return iteration.products.run_matrix(matrix.detach(), dtype, iteration)
     count, rows, columns = matrix.shape
     places = Places(((count, rows, columns),) if count else ())
     return orthogonalize_all(matrix.reshape(-1), places, recipe, form).view(matrix.shape)
@@ -82,15 +94,14 @@ def orthogonalize_all(memory: Tensor, places: Places, recipe: Recipe, form: Form
         memory: contiguous, of a real floating dtype.
         places: for kernels all matrices are tall, or none.
     """
-    iterations = _made()(recipe, form, memory.device, places.runs)
+    iterations = _iterations(recipe, form, memory.device, places.runs)
     if len(iterations) == 1:
-        return iterations[0].products.over(memory.detach(), places, recipe.dtype, iterations[0])
+        return iterations[0].products.run_all(memory.detach(), places, recipe.dtype, iterations[0])
     parts = torch.split(memory.detach(), [iteration.places.numel for iteration in iterations])
-    results = [
-        iteration.products.over(part, iteration.places, recipe.dtype, iteration)
-        for iteration, part in zip(iterations, parts, strict=True)
-    ]
-    return torch.cat([memory.new_empty(0, dtype=recipe.dtype), *results])
+    results = [memory.new_empty(0, dtype=recipe.dtype)]
+    for iteration, part in zip(iterations, parts, strict=True):
+        results.append(iteration.products.run_all(part, iteration.places, recipe.dtype, iteration))
+    return torch.cat(results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +121,13 @@ class _Iteration(Generic[M]):
 
     def __call__(self, x: M) -> M:
         products = self.products
-        x = products.normal(x, self.eps, self.scale)
-        if self.spans:
-            for start, stop in self.spans:
-                x = products.added(x, 0.0, compound(products.gram(x), self.triples[start:stop], products))
-        else:
-            for a, b, c in self.triples:
-                x = products.added(x, a, products.square(products.gram(x), b, c))
+        x = products.normalized(x, self.eps, self.scale)
+        # The Gram form: the polynomials of a span are made of one Gram matrix, and multiply X at its end.
+        for start, stop in self.spans:
+            x = products.multiply_add(x, 0.0, compound(products.gram(x), self.triples[start:stop], products))
+        # The plain form: each polynomial is made of a Gram matrix of its own.
+        for a, b, c in () if self.spans else self.triples:
+            x = products.multiply_add(x, a, products.polynomial(products.gram(x), b, c))
         return x
 
 
@@ -128,10 +139,11 @@ def compound(gram: M, triples: Sequence[Triple], products: Products[M]) -> M:
     """
     q: M | None = None
     for index, (a, b, c) in enumerate(triples):
-        z = products.square(gram, b, c, a)
-        q = z if q is None else products.added(q, 0.0, z)
+        z = products.polynomial(gram, b, c, a)
+        q = z if q is None else products.multiply_add(q, 0.0, z)
+        # X becomes ZX, so the next step finds the Gram matrix ZRZ.
         if index + 1 < len(triples):
-            gram = products.commuting(products.commuting(z, gram), z)
+            gram = products.commuting_product(products.commuting_product(z, gram), z)
     assert q is not None, "compound() of no step"
     return q
 
@@ -140,26 +152,27 @@ Run = tuple[int, int, int]
 """A run of :class:`Places`."""
 
 
-def _iterations(
+def _make_iterations(
     recipe: Recipe, form: Form | None, device: torch.device, runs: tuple[Run, ...]
 ) -> tuple[_Iteration[Any], ...]:
-    triples, dtype = recipe.triples, recipe.dtype
+    """Return an iteration for each run of equal matrices, or one for all of them if kernels do them together."""
 
-    def of(form: Form, runs: tuple[Run, ...]) -> _Iteration[Any]:
+    def iteration(form: Form, runs: tuple[Run, ...]) -> _Iteration[Any]:
         spans = recipe.spans if form.gram else ()
-        inner = torch.float16 if spans and dtype.itemsize == 2 else dtype
-        products = choose_products(form, device, inner, *runs[0][1:])
-        return _Iteration(products, triples, spans, recipe.eps, recipe.scale, Places(runs))
+        dtype = torch.float16 if spans and recipe.dtype.itemsize == 2 else recipe.dtype
+        products = choose_products(form, device, dtype, *runs[0][1:])
+        return _Iteration(products, recipe.triples, spans, recipe.eps, recipe.scale, Places(runs))
 
-    forms = [form or prefer_kernels(device, dtype, rows, columns, count) for count, rows, columns in runs]
+    forms = [form or prefer_kernels(device, recipe.dtype, rows, columns, count) for count, rows, columns in runs]
     if runs and forms[0].kernels:
-        return (of(forms[0], runs),)  # for all shapes; torch's products are chosen by shape
-    return tuple(of(form, (run,)) for form, run in zip(forms, runs, strict=True))
+        return (iteration(forms[0], runs),)  # for all shapes; torch's products are chosen by shape
+    return tuple(iteration(run_form, (run,)) for run_form, run in zip(forms, runs, strict=True))
 
 
 # Made anew, they would take a tenth of the time of a small matrix.
-_cached = lru_cache(maxsize=1024)(_iterations)
+_cached_iterations = lru_cache(maxsize=1024)(_make_iterations)
 
 
-def _made() -> Callable[..., tuple[_Iteration[Any], ...]]:
-    return _iterations if torch.compiler.is_compiling() else _cached
+def _iterations(*arguments: Any) -> tuple[_Iteration[Any], ...]:
+    # A compiler traces no cache.
+    return (_make_iterations if torch.compiler.is_compiling() else _cached_iterations)(*arguments)

@@ -26,15 +26,15 @@ class Products(Protocol[M]):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def one(self, matrix: Tensor, dtype: torch.dtype, work: Callable[[M], M]) -> Tensor:
-        """Return ``work`` done on a matrix, turned if it is tall: ``[m, n]`` of ``dtype``, any strides."""
+    def run_matrix(self, matrix: Tensor, dtype: torch.dtype, work: Callable[[M], M]) -> Tensor:
+        """Return ``work`` done on a matrix, transposed if it is tall: ``[m, n]`` of ``dtype``, any strides."""
         ...
 
-    def over(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[M], M]) -> Tensor:
+    def run_all(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[M], M]) -> Tensor:
         """Return the same for every matrix of a memory; a memory of results."""
         ...
 
-    def normal(self, x: M, eps: float, scale: float) -> M:
+    def normalized(self, x: M, eps: float, scale: float) -> M:
         """``x`` over ``max(its Frobenius norm, eps) · scale``; all NaN if that is not finite."""
         ...
 
@@ -42,15 +42,15 @@ class Products(Protocol[M]):
         """``x·xᵀ``, ``[s, s]``."""
         ...
 
-    def square(self, r: M, b: float, c: float, a: float = 0.0) -> M:
+    def polynomial(self, r: M, b: float, c: float, a: float = 0.0) -> M:
         """``a·I + b·r + c·r²`` for a symmetric ``r``."""
         ...
 
-    def commuting(self, z: M, q: M) -> M:
+    def commuting_product(self, z: M, q: M) -> M:
         """``z·q`` for two symmetric matrices that commute."""
         ...
 
-    def added(self, x: M, a: float, p: M) -> M:
+    def multiply_add(self, x: M, a: float, p: M) -> M:
         """``a·x + p·x``."""
         ...
 
@@ -61,29 +61,29 @@ class TorchProducts:
 
     Args:
         dtype: operands and results are rounded to it.
-        held: the dtype of the tensors, ``dtype`` or wider (`by_torch`).
-        together: elements of the largest stack; 0: matrices are done one after the other.
+        tensor_dtype: the dtype of the tensors, ``dtype`` or wider (`by_torch`).
+        stack_elements: elements of the largest stack; 0: matrices are done one after the other.
     """
 
     dtype: torch.dtype
-    held: torch.dtype
-    together: int = 0
+    tensor_dtype: torch.dtype
+    stack_elements: int = 0
 
-    def one(self, matrix: Tensor, dtype: torch.dtype, work: Callable[[Tensor], Tensor]) -> Tensor:
-        tall = matrix.shape[-2] > matrix.shape[-1]
-        return (work(matrix.mT).mT if tall else work(matrix)).to(dtype)
+    def run_matrix(self, matrix: Tensor, dtype: torch.dtype, work: Callable[[Tensor], Tensor]) -> Tensor:
+        is_tall = matrix.shape[-2] > matrix.shape[-1]
+        return (work(matrix.mT).mT if is_tall else work(matrix)).to(dtype)
 
-    def over(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[Tensor], Tensor]) -> Tensor:
-        done = [
-            self.one(stack, dtype, work).reshape(-1)
-            for run in places.split_runs(memory)
-            for stack in in_stacks(run, self.together // max(1, run[0].numel()), work)
-        ]
-        return done[0] if len(done) == 1 else torch.cat(done)
+    def run_all(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[Tensor], Tensor]) -> Tensor:
+        results: list[Tensor] = []
+        for run in places.split_runs(memory):
+            stacks = split_stacks(run, self.stack_elements // max(1, run[0].numel()), work)
+            results += [self.run_matrix(stack, dtype, work).reshape(-1) for stack in stacks]
+        return results[0] if len(results) == 1 else torch.cat(results)
 
-    def normal(self, x: Tensor, eps: float, scale: float) -> Tensor:
+    def normalized(self, x: Tensor, eps: float, scale: float) -> Tensor:
         exact = widened(x, self.dtype)
         norm = frobenius(exact)
+        # Squares of large elements may overflow; then the matrix is divided twice, at first by a power of two.
         if may_overflow(norm):
             divisor = reduction(norm)
             exact = exact / divisor
@@ -91,19 +91,19 @@ class TorchProducts:
         else:
             norm = bounded(norm, eps, scale)
         # A copy of ours is divided in place: new memory costs as much as the division.
-        return (exact / norm if exact is x else exact.div_(norm)).to(self.dtype).to(self.held)
+        return (exact / norm if exact is x else exact.div_(norm)).to(self.dtype).to(self.tensor_dtype)
 
     def gram(self, x: Tensor) -> Tensor:
         return self._rounded(product(x, x.mT))
 
-    def square(self, r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
+    def polynomial(self, r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
         result = self._rounded(sum_with_product(r, b, r, r, c) if c else r * b)
         return self._shifted(result, a) if a else result
 
-    def commuting(self, z: Tensor, q: Tensor) -> Tensor:
+    def commuting_product(self, z: Tensor, q: Tensor) -> Tensor:
         return self._rounded(product(z, q))
 
-    def added(self, x: Tensor, a: float, p: Tensor) -> Tensor:
+    def multiply_add(self, x: Tensor, a: float, p: Tensor) -> Tensor:
         return self._rounded(sum_with_product(x, a, p, x) if a else product(p, x))
 
     def _shifted(self, x: Tensor, a: float) -> Tensor:
@@ -111,7 +111,7 @@ class TorchProducts:
         return self._rounded(x)
 
     def _rounded(self, x: Tensor) -> Tensor:
-        return x if self.dtype is self.held else x.to(self.dtype).to(self.held)
+        return x if self.dtype is self.tensor_dtype else x.to(self.dtype).to(self.tensor_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,30 +121,33 @@ class StripProducts(TorchProducts):
     def gram(self, x: Tensor) -> Tensor:
         return self._by_strips(x, x.mT)
 
-    def square(self, r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
+    def polynomial(self, r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
         result = self._by_strips(r, r, r, b, c) if c else self._rounded(r * b)
         return self._shifted(result, a) if a else result
 
-    def commuting(self, z: Tensor, q: Tensor) -> Tensor:
+    def commuting_product(self, z: Tensor, q: Tensor) -> Tensor:
         return self._by_strips(z, q)
 
     def _by_strips(
         self, left: Tensor, right: Tensor, addend: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
     ) -> Tensor:
+        """Return ``alpha·left·right + beta·addend``, which is symmetric: half of the products of a large one."""
         side, depth = left.shape
         strips = max(1, min(NUM_STRIPS, side // MIN_STRIP_ROWS)) if side * side * depth >= MIN_STRIPS_WORK else 1
-        high = -(-side // strips)
+        height = -(-side // strips)
         result = left.new_empty(side, side)
-        for top in range(0, side, high):
-            end = min(top + high, side)
+        # Each strip of rows up to the diagonal ...
+        for top in range(0, side, height):
+            end = min(top + height, side)
             a, b, out = left[top:end], right[:, :end], result[top:end, :end]
             if addend is None:
                 torch.mm(a, b, out=out)
             else:
                 torch.addmm(addend[top:end, :end], a, b, beta=beta, alpha=alpha, out=out)
+        # ... and its mirror image beyond, once it is rounded.
         result = self._rounded(result)
-        for top in range(high, side, high):
-            result[:top, top : top + high] = result[top : top + high, :top].mT
+        for top in range(height, side, height):
+            result[:top, top : top + height] = result[top : top + height, :top].mT
         return result
 
 
@@ -157,12 +160,12 @@ def sum_with_product(addend: Tensor, beta: float, a: Tensor, b: Tensor, alpha: f
     return add(addend, a, b, beta=beta, alpha=alpha)
 
 
-def in_stacks(run: Tensor, most: int, work: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """Yield matrices of ``[count, m, n]`` in stacks of up to ``most``, or singly where stacks have other bits."""
-    if most < 2 or torch.compiler.is_compiling():
+def split_stacks(run: Tensor, max_count: int, work: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    """Yield matrices of ``[count, m, n]`` in stacks of up to ``max_count``, or singly where stacks have other bits."""
+    if max_count < 2 or torch.compiler.is_compiling():
         yield from run.unbind()
         return
-    for stack in torch.split(run, most):
+    for stack in torch.split(run, max_count):
         count, rows, columns = stack.shape
         if count > 1 and same_as_alone(work, count, rows, columns, run.dtype, torch.get_num_threads()):
             yield stack
@@ -179,14 +182,13 @@ def same_as_alone(
     A sum in another order may have the same bits by chance, so there are several matrices, the more the fewer sums each
     has, at changing places.
     """
-    different = max(8, 256 // max(1, min(rows, columns)) ** 2)
-    noise = torch.randn(different, rows, columns, generator=torch.Generator().manual_seed(0), device="cpu").to(dtype)
-    turned = noise.mT if rows > columns else noise
-    alone = torch.stack([work(matrix) for matrix in turned])
-    for first in range(0, different, count):
-        numbers = torch.arange(first, first + count, device="cpu") % different
+    num_matrices = max(8, 256 // max(1, min(rows, columns)) ** 2)
+    noise = torch.randn(num_matrices, rows, columns, generator=torch.Generator().manual_seed(0), device="cpu").to(dtype)
+    singly = torch.stack([work(matrix) for matrix in (noise.mT if rows > columns else noise)])
+    for first in range(0, num_matrices, count):
+        numbers = torch.arange(first, first + count, device="cpu") % num_matrices
         stack = noise[numbers]
-        if not torch.equal(work(stack.mT if rows > columns else stack), alone[numbers]):
+        if not torch.equal(work(stack.mT if rows > columns else stack), singly[numbers]):
             return False
     return True
 
@@ -199,7 +201,7 @@ MAX_SUMMED_ELEMENTS = 1 << 16
 """Elements whose squares are summed up at once: a running sum in fp32 is off by less than 2^-8."""
 
 CPU_INFO = Path("/proc/cpuinfo")
-"""Where Linux says what the CPU can do."""
+"""The file in which Linux lists the instructions of the CPU."""
 
 MATRIX_UNITS = {
     torch.bfloat16: frozenset(("avx512_bf16", "amx_bf16")),
@@ -230,10 +232,10 @@ def by_torch(device: torch.device, dtype: torch.dtype, side: int, length: int) -
     work = side * side * length
     if dtype.itemsize == 2 and (work < MIN_UNIT_WORK or (work < MIN_ROUNDED_WORK and not _has_units(dtype))):
         dtype = torch.float32
-    held = dtype if dtype.itemsize > 2 or _has_units(dtype) else torch.float32
+    tensor_dtype = dtype if dtype.itemsize > 2 or _has_units(dtype) else torch.float32
     if work >= MIN_STRIPS_WORK:
-        return StripProducts(dtype, held)
-    return TorchProducts(dtype, held, CACHED_ELEMENTS[held.itemsize])
+        return StripProducts(dtype, tensor_dtype)
+    return TorchProducts(dtype, tensor_dtype, CACHED_ELEMENTS[tensor_dtype.itemsize])
 
 
 @lru_cache(maxsize=2)

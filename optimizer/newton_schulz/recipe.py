@@ -19,8 +19,8 @@ from ...names.coefficients import COEFFICIENTS, CoefficientSet, Triple
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 HOLD = 4.0
-"""``X`` is held at four times its size, which moves small elements of a large matrix away from the end of fp16; no
-larger power of two is safe (`docs/design/newton_schulz.md`).  Other dtypes keep their bits; the last step undoes it."""
+"""The factor at which ``X`` is held: it moves small elements of a large matrix away from the end of fp16; no
+larger power of two is safe (`docs/design/newton_schulz.md`).  Other dtypes keep their bits."""
 
 
 EPS = 1e-15
@@ -58,9 +58,10 @@ class Recipe:
     @property
     def triples(self) -> tuple[Triple, ...]:
         """The polynomials for a matrix that is held at `HOLD` times its size."""
-        held = [(a, b / HOLD**2, c / HOLD**4) for a, b, c in self.coefficients.schedule(self.steps)]
-        a, b, c = held[-1]
-        return (*held[:-1], (a / HOLD, b / HOLD, c / HOLD))
+        triples = [(a, b / HOLD**2, c / HOLD**4) for a, b, c in self.coefficients.schedule(self.steps)]
+        # The last step undoes it.
+        a, b, c = triples[-1]
+        return (*triples[:-1], (a / HOLD, b / HOLD, c / HOLD))
 
     @property
     def scale(self) -> float:
@@ -109,5 +110,5 @@ def flops(rows: int, columns: int, steps: int, gram: Sequence[int] | None = None
     step has three more products of ``2 s³``.  A cubic step has no square, which is counted all the same.
     """
     short, long = sorted((rows, columns))
-    built = steps if gram is None or not gram_is_cheaper(rows, columns) else len(gram) + 1
-    return 4 * short**2 * long * built + 2 * short**3 * (steps + 3 * (steps - built))
+    num_grams = steps if gram is None or not gram_is_cheaper(rows, columns) else len(gram) + 1
+    return 4 * short**2 * long * num_grams + 2 * short**3 * (steps + 3 * (steps - num_grams))

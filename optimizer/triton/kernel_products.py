@@ -48,11 +48,11 @@ class KernelProducts:
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"kernels are for bfloat16 and float16, got {self.dtype}")
 
-    def one(self, matrix: Tensor, dtype: torch.dtype, work: Callable[[Stack], Stack]) -> Tensor:
-        done = self.over(matrix.reshape(-1), Places(((1, *matrix.shape),)), dtype, work)
+    def run_matrix(self, matrix: Tensor, dtype: torch.dtype, work: Callable[[Stack], Stack]) -> Tensor:
+        done = self.run_all(matrix.reshape(-1), Places(((1, *matrix.shape),)), dtype, work)
         return done.view(matrix.shape)
 
-    def over(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[Stack], Stack]) -> Tensor:
+    def run_all(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[Stack], Stack]) -> Tensor:
         """Return ``work`` done on all matrices together, padded so that kernels can load them: zeros stay zeros."""
         if not places.numel:
             return torch.empty(0, dtype=dtype, device=memory.device)
@@ -65,20 +65,20 @@ class KernelProducts:
             done = work(Stack(memory, full or places, places.tall)).memory
             return (moved(done, full, places) if full is not None else done).to(dtype)
 
-    def normal(self, x: Stack, eps: float, scale: float) -> Stack:
+    def normalized(self, x: Stack, eps: float, scale: float) -> Stack:
         return Stack(normalized(x.memory, x.places, self.dtype, eps, scale), x.places, x.turned)
 
     def gram(self, x: Stack) -> Stack:
         return multiply(x, x.mT, symmetric=True)
 
-    def square(self, r: Stack, b: float, c: float, a: float = 0.0) -> Stack:
+    def polynomial(self, r: Stack, b: float, c: float, a: float = 0.0) -> Stack:
         # Without a product if `c` is 0.
         return multiply(r, r.mT, alpha=c, addend=r, beta=b, diagonal=a, symmetric=True)
 
-    def commuting(self, z: Stack, q: Stack) -> Stack:
+    def commuting_product(self, z: Stack, q: Stack) -> Stack:
         return multiply(z, q.mT, symmetric=True)
 
-    def added(self, x: Stack, a: float, p: Stack) -> Stack:
+    def multiply_add(self, x: Stack, a: float, p: Stack) -> Stack:
         if x.turned:
             return multiply(x.mT, p.mT, addend=x.mT if a else None, beta=a).mT
         return multiply(p, x, addend=x if a else None, beta=a)

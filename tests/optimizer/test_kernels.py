@@ -93,8 +93,12 @@ def test_each_operation_against_float64(dtype: torch.dtype, turned: bool) -> Non
     for found, one in zip(r, xs, strict=True):
         assert_rounded(found, one.double() @ one.double().mT, one.double().abs() @ one.double().abs().mT)
     r = Stack((r.memory / 100).to(dtype), r.places)
-    z, without_a, cubic = kind.square(r, -2.0, 0.5, 3.0), kind.square(r, -2.0, 0.5), kind.square(r, -2.0, 0.0)
-    added, only = kind.added(x, 1.5, z), kind.added(x, 0.0, z)
+    z, without_a, cubic = (
+        kind.polynomial(r, -2.0, 0.5, 3.0),
+        kind.polynomial(r, -2.0, 0.5),
+        kind.polynomial(r, -2.0, 0.0),
+    )
+    added, only = kind.multiply_add(x, 1.5, z), kind.multiply_add(x, 0.0, z)
     assert added.turned == turned
     for one, s, t, u, v, first, second in zip(xs, r, z, without_a, cubic, added, only, strict=True):
         magnitude = 3 * (s.double().abs() @ s.double().abs() + s.double().abs() + 1)
@@ -105,7 +109,7 @@ def test_each_operation_against_float64(dtype: torch.dtype, turned: bool) -> Non
         sizes = t.double().abs() @ one.double().abs() + one.abs()
         assert_rounded(first, 1.5 * one.double() + t.double() @ one.double(), sizes)
         assert_rounded(second, t.double() @ one.double(), sizes)
-    for symmetric in (r, z, kind.commuting(z, r)):
+    for symmetric in (r, z, kind.commuting_product(z, r)):
         assert all(torch.equal(one, one.mT) for one in symmetric)
 
 
@@ -113,14 +117,14 @@ def test_what_multiplies_need_not_be_symmetric() -> None:
     """`iterations.compound` leaves rounding errors in Q; tall matrices are multiplied from the other side."""
     x, q = torch.randint(-2, 3, (16, 48)).to(BF16).to(DEVICE), torch.randint(-2, 3, (16, 16)).to(BF16).to(DEVICE)
     for turned in (False, True):
-        [found] = k.KernelProducts(BF16).added(stacked([x], turned), 2.0, stacked([q]))
+        [found] = k.KernelProducts(BF16).multiply_add(stacked([x], turned), 2.0, stacked([q]))
         assert torch.equal(found.double(), 2 * x.double() + q.double() @ x.double())
 
 
 def test_commuting_takes_what_is_below_the_diagonal() -> None:
     z, q = (m @ m.mT for m in torch.randint(-1, 2, (2, 48, 3)).to(BF16).to(DEVICE))  # they do not commute
     below = (z.double() @ q.double()).tril()
-    [found] = k.KernelProducts(BF16).commuting(stacked([z]), stacked([q]))
+    [found] = k.KernelProducts(BF16).commuting_product(stacked([z]), stacked([q]))
     assert torch.equal(found.double(), below + below.tril(-1).mT)
 
 
@@ -132,7 +136,9 @@ def test_a_matrix_has_the_same_bits_alone_and_in_a_stack(dtype: torch.dtype, tur
 
     def done(these: list[Tensor], by: list[Tensor]) -> list[list[Tensor]]:
         x = stacked(these, turned)
-        return [[*stack] for stack in (kind.normal(x, 1e-7, 0.25), kind.gram(x), kind.added(x, 2.0, stacked(by)))]
+        return [
+            [*stack] for stack in (kind.normalized(x, 1e-7, 0.25), kind.gram(x), kind.multiply_add(x, 2.0, stacked(by)))
+        ]
 
     all_done = done(xs, ps)
     for index, (x, p) in enumerate(zip(xs, ps, strict=True)):
@@ -145,7 +151,9 @@ def test_a_matrix_has_the_same_bits_alone_and_in_a_stack(dtype: torch.dtype, tur
 def test_normal_divides_by_the_norm(dtype: torch.dtype, given: torch.dtype) -> None:
     xs = [10.0**-scale * torch.randn(shape, device=DEVICE) for scale, shape in enumerate([(16, 160), (80, 48)])]
     stack, kind = stacked([x.to(given) for x in xs]), k.KernelProducts(dtype)
-    for x, found, small in zip(stack, kind.normal(stack, 1e-7, 0.25), kind.normal(stack, 1e4, 2.0), strict=True):
+    for x, found, small in zip(
+        stack, kind.normalized(stack, 1e-7, 0.25), kind.normalized(stack, 1e4, 2.0), strict=True
+    ):
         exact = x.double() / torch.linalg.matrix_norm(x.double()) / 0.25
         assert_rounded(found, exact, exact.abs())
         assert_rounded(small, x.double() / 2e4, x.double().abs() / 2e4)
@@ -155,7 +163,7 @@ def test_normal_divides_by_the_norm(dtype: torch.dtype, given: torch.dtype) -> N
 def test_normal_of_what_has_no_norm() -> None:
     xs = [torch.ones(16, 32, device=DEVICE) for _ in range(4)]
     xs[0][:], xs[1][2, 3], xs[2][7, 23] = 0, torch.nan, torch.inf
-    zero, *bad, good = k.KernelProducts(FP16).normal(stacked(xs), 1e-7, 0.25)
+    zero, *bad, good = k.KernelProducts(FP16).normalized(stacked(xs), 1e-7, 0.25)
     assert not zero.any()
     assert all(each.isnan().all() for each in bad)
     assert good.isfinite().all()
@@ -165,8 +173,8 @@ def test_normal_of_what_has_no_norm() -> None:
 @pytest.mark.parametrize("power", [50, 66, 90, 126])
 def test_normal_takes_what_overflows_when_it_is_squared(power: int) -> None:
     xs = [torch.rand(16, 32, device=DEVICE), torch.rand(48, 64, device=DEVICE)]
-    ordinary = k.KernelProducts(FP16).normal(stacked(xs), 1e-7, 0.25)
-    found = k.KernelProducts(FP16).normal(stacked([xs[0], xs[1] * 2.0**power]), 1e-7, 0.25)
+    ordinary = k.KernelProducts(FP16).normalized(stacked(xs), 1e-7, 0.25)
+    found = k.KernelProducts(FP16).normalized(stacked([xs[0], xs[1] * 2.0**power]), 1e-7, 0.25)
     assert all(map(torch.equal, found, ordinary))
 
 
@@ -185,7 +193,7 @@ def test_sides_are_filled_up_and_cut_off_again(dtype: torch.dtype) -> None:
     for shapes in ([(30, 33), (16, 32), (32, 48), (1, 300)], [(33, 30), (5, 2)]):
         places, sizes = Places.of(shapes), iter([tuple(sorted(shape)) for shape in shapes])
         memory = fresh(places.numel, dtype=dtype)
-        assert torch.equal(k.KernelProducts(BF16).over(memory, places, dtype, work), memory * 2)
+        assert torch.equal(k.KernelProducts(BF16).run_all(memory, places, dtype, work), memory * 2)
     assert seen == [
         (Places(((1, 32, 48), (1, 16, 32), (1, 32, 48), (1, 16, 304))), False),
         (Places(((1, 48, 32), (1, 16, 16))), True),
@@ -194,11 +202,11 @@ def test_sides_are_filled_up_and_cut_off_again(dtype: torch.dtype) -> None:
 
 def test_nothing_is_done_for_empty_matrices() -> None:
     kind, empty = k.KernelProducts(BF16), Stack(fresh(0), Places(((2, 0, 16),)))
-    assert kind.normal(empty, 1e-7, 1.0).memory.shape == (0,)
+    assert kind.normalized(empty, 1e-7, 1.0).memory.shape == (0,)
     assert kind.gram(empty).places == Places(((2, 0, 0),))
     assert not kind.gram(empty.mT).memory.any()
     assert kind.gram(empty.mT).memory.shape == (512,)
-    assert kind.over(fresh(0), Places(()), BF16, lambda x: x).shape == (0,)
+    assert kind.run_all(fresh(0), Places(()), BF16, lambda x: x).shape == (0,)
 
 
 def test_refusals() -> None:
@@ -214,7 +222,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="multiples of 16"):
         multiply(stacked([fresh(16, 30)]), stacked([fresh(30, 16)]))
     with pytest.raises(ValueError, match="tall matrices are not done together"):
-        k.KernelProducts(BF16).over(fresh(20), Places(((1, 2, 5), (1, 5, 2))), BF16, lambda x: x)
+        k.KernelProducts(BF16).run_all(fresh(20), Places(((1, 2, 5), (1, 5, 2))), BF16, lambda x: x)
     with pytest.raises(ValueError, match="bfloat16 and float16"):
         k.KernelProducts(torch.float32)
     for runs in (((0, 1, 1),), ((1, -1, 1),), ((1, 2, 2), (3, 2, 2))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from dataclasses import FrozenInstanceError
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from muonckpt.names.coefficients import SAFE_TAIL, CoefficientSet, coefficient_set
 from muonckpt.names.vocabulary import MUON
 from muonckpt.optimizer import COEFFICIENTS
+from muonckpt.optimizer.newton_schulz import iterations
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize
 from muonckpt.optimizer.newton_schulz.products import frobenius
 from muonckpt.optimizer.newton_schulz.recipe import EPS, Recipe
@@ -28,6 +30,17 @@ def error(spectrum: str, m: int, n: int, name: str | CoefficientSet, steps: int,
     return spectra.error(
         orthogonalize(spectra.matrix(spectrum, m, n), coefficients=name, steps=steps, dtype=dtype), spectrum
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plain_algorithm_of_the_docstring_is_what_runs(name: str) -> None:
+    """It stands there for people to read; `orthogonalize` must be that, but for rounding."""
+    lines = iterations.__doc__.split("::\n\n")[1].split("\n\nThe rest")[0]
+    names: dict = {}
+    exec(textwrap.dedent(lines), names)
+    matrix, coefficients = gauss(12, 30).double(), COEFFICIENTS[name]
+    plain = names["orthogonalize"](matrix, coefficients.schedule(7), coefficients.norm_scale)
+    torch.testing.assert_close(plain, orthogonalize(matrix, coefficients=name, steps=7, dtype=FP64), rtol=0, atol=1e-10)
 
 
 # (spectrum, m, n, set, steps, dtype, relative error measured on peers' coefficients with another seed)

@@ -92,8 +92,8 @@ def test_torch_products_do_one_matrix_after_the_other() -> None:
 
     memory = torch.randn(2 * 20 + 3 * 7)
     kind = TorchProducts(FP32, FP32)
-    assert torch.equal(kind.over(memory, Places(((2, 4, 5), (1, 3, 7))), FP32, work), memory + 1)
-    assert torch.equal(kind.over(memory[:20], Places(((1, 5, 4),)), BF16, work), (memory[:20] + 1).bfloat16())
+    assert torch.equal(kind.run_all(memory, Places(((2, 4, 5), (1, 3, 7))), FP32, work), memory + 1)
+    assert torch.equal(kind.run_all(memory[:20], Places(((1, 5, 4),)), BF16, work), (memory[:20] + 1).bfloat16())
     assert seen == [(4, 5), (4, 5), (3, 7), (4, 5)]
 
 
@@ -110,18 +110,18 @@ def test_matrices_are_done_together_where_that_gives_the_bits_that_they_have_alo
     def other_by_two_threads(x: torch.Tensor) -> torch.Tensor:
         return alike(x) + 2**-20 * (x.ndim == 3 and torch.get_num_threads() == 2)
 
-    memory, kind = torch.randn(5 * 20), TorchProducts(FP32, FP32, together=3 * 20)
+    memory, kind = torch.randn(5 * 20), TorchProducts(FP32, FP32, stack_elements=3 * 20)
     places = Places(((5, 5, 4),))
     for work, done in ((alike, [(3, 4, 5), (2, 4, 5)]), (other_in_threes, [(4, 5)] * 3 + [(2, 4, 5)])):
         for _ in range(2):  # the first tries
             seen.clear()
             with torch.device("meta"):  # a user's default device has no part in it
-                assert torch.equal(kind.over(memory, places, FP32, work), memory + 1)
+                assert torch.equal(kind.run_all(memory, places, FP32, work), memory + 1)
         assert seen == done
     assert torch.get_num_threads() == 1
     for threads in (1, 2, 1):
         torch.set_num_threads(threads)
-        assert torch.equal(kind.over(memory, places, FP32, other_by_two_threads), memory + 1)
+        assert torch.equal(kind.run_all(memory, places, FP32, other_by_two_threads), memory + 1)
 
 
 def test_a_cpu_multiplies_16_bits_where_it_has_units_for_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_a_large_symmetric_product_by_strips_is_the_whole_one(side: int) -> None
     r = kind.gram(x)
     assert torch.equal(r, x @ x.mT)
     r = r.clamp(-9, 9)
-    assert torch.equal(kind.square(r, 2.0, 0.5, 1.0), torch.eye(side) + 2 * r + 0.5 * (r @ r))
-    assert torch.equal(kind.commuting(r, r), r @ r)
+    assert torch.equal(kind.polynomial(r, 2.0, 0.5, 1.0), torch.eye(side) + 2 * r + 0.5 * (r @ r))
+    assert torch.equal(kind.commuting_product(r, r), r @ r)
     assert side**3 >= MIN_STRIPS_WORK  # so all three were by strips
 
 
@@ -163,5 +163,5 @@ def test_held_wider_or_not_the_results_are_alike() -> None:
     assert (r.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(r.float(), exact, rtol=2**-7, atol=1e-3)
     torch.testing.assert_close(
-        narrow.added(x, 2.0, r).float(), wide.added(x.float(), 2.0, r.float()), rtol=2**-7, atol=0.1
+        narrow.multiply_add(x, 2.0, r).float(), wide.multiply_add(x.float(), 2.0, r.float()), rtol=2**-7, atol=0.1
     )
