@@ -17,7 +17,7 @@ from ...names.errors import SourceError
 from ...names.wording import counted, fields_of, listed, moment, size
 from ...programs.model_view import Role
 from ...record.record import Manifest
-from ...runs.resumes import RESUMES_FILE, Resume, resumes_of
+from ...runs.resumes import Resume, resumes_of
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.verify.run import Run, RunStep, Visit, look_at_folder, run_of
@@ -184,13 +184,14 @@ class RunHistory:
     Attributes:
         run: the folder with its steps.
         facts: by the name of the step; those whose metadata cannot be read have none.
-        resumes: as `Series` has recorded them, the oldest first; and how many records cannot be read.
+        resumes: as `Series` has recorded them, the oldest first.
+        unread_resumes: a sentence about what of their record cannot be read; empty if all is.
     """
 
     run: Run
     facts: Mapping[str, StepFacts]
     resumes: tuple[Resume, ...] = ()
-    unread_resumes: int = 0
+    unread_resumes: str = ""
 
     @property
     def steps(self) -> tuple[RunStep, ...]:
@@ -246,8 +247,8 @@ def history_of(path: Location) -> RunHistory | None:
 
 
 def _history(run: Run, facts: Mapping[str, StepFacts]) -> RunHistory:
-    resumes, damaged = resumes_of(run.path)
-    return RunHistory(run, facts, tuple(resumes), damaged)
+    resumes, unread = resumes_of(run.path)
+    return RunHistory(run, facts, tuple(resumes), unread)
 
 
 def _collecting() -> tuple[dict[str, StepFacts], Visit]:
@@ -281,8 +282,7 @@ def resume_lines(history: RunHistory) -> Iterator[tuple[str, str]]:
     """Yield what is recorded of a run's resumes, as labelled lines: nothing of it is guessed from the steps."""
     yield from (("resumed", resume.sentence) for resume in history.resumes)
     if history.unread_resumes:
-        lines = counted(history.unread_resumes, "line")
-        yield "resumed", f"{lines} of {RESUMES_FILE} cannot be read"
+        yield "resumed", history.unread_resumes
 
 
 @dataclass(frozen=True, slots=True)

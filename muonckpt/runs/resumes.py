@@ -47,16 +47,16 @@ class Resume:
         if self.proof is None:
             return "not checked"
         unchecked = self.proof["unchecked"]
-        beside = f"; not checked: {', '.join(unchecked)}" if unchecked else ""
+        suffix = f"; not checked: {', '.join(unchecked)}" if unchecked else ""
         if self.proof["equal"]:
-            return f"proved: {counted(self.proof['tensors'], 'tensor')} as they were saved{beside}"
-        return f"not as it was saved: {'; '.join(self.proof['differences'])}{beside}"
+            return f"proved: {counted(self.proof['tensors'], 'tensor')} as they were saved{suffix}"
+        return f"not as it was saved: {'; '.join(self.proof['differences'])}{suffix}"
 
     @property
     def sentence(self) -> str:
-        before = "an unknown number of ranks" if self.ranks_saved is None else counted(self.ranks_saved, "rank")
-        moved = f"{before} -> {self.ranks}"
-        return f"from step {self.step}, {moment(self.timestamp)} UTC, {moved}: {self.verdict}"
+        """The resume in one line."""
+        ranks = "an unknown number of ranks" if self.ranks_saved is None else counted(self.ranks_saved, "rank")
+        return f"from step {self.step}, {moment(self.timestamp)} UTC, {ranks} -> {self.ranks}: {self.verdict}"
 
 
 def add_resume(folder: Location, step: int, path: str, ranks_saved: int | None, ranks: int) -> Resume:
@@ -65,7 +65,7 @@ def add_resume(folder: Location, step: int, path: str, ranks_saved: int | None, 
     Raises:
         OSError, SourceError: it cannot be read or written.
     """
-    attempt = max((resume.attempt for resume in resumes_of(folder)[0]), default=0) + 1
+    attempt = max((resume.attempt for resume in _read(folder)[0]), default=0) + 1
     resume = Resume(attempt, round(time.time(), 3), step, path, ranks_saved, ranks)
     add_line(folder, resume)
     return resume
@@ -76,35 +76,44 @@ def add_line(folder: Location, resume: Resume) -> None:
     line = json.dumps(fields_of(resume)).encode() + b"\n"
     file = folder / RESUMES_FILE
     if isinstance(file, Remote):  # nothing grows in an object store
-        file.write((_content(file) or b"") + line)
+        file.write(_content(file) + line)
         return
     with file.open("ab+") as lines:
         lines.seek(max(lines.tell() - 1, 0))
-        torn = lines.read(1) not in (b"", b"\n")  # by a process that was killed
-        lines.write(b"\n" * torn + line)
+        is_torn = lines.read(1) not in (b"", b"\n")  # by a process that was killed
+        lines.write(b"\n" * is_torn + line)
 
 
-def resumes_of(folder: Location) -> tuple[list[Resume], int]:
-    """Return the resumes of a run in order, and the number of lines that cannot be read; none where it has no record.
+def resumes_of(folder: Location) -> tuple[list[Resume], str]:
+    """Return the resumes of a run in order, and a sentence about what of the record cannot be read; empty if all is."""
+    try:
+        resumes, damaged_lines = _read(folder)
+    except SourceError as error:
+        return [], f"{RESUMES_FILE} cannot be read: {error}"
+    return resumes, f"{counted(damaged_lines, 'line')} of {RESUMES_FILE} cannot be read" if damaged_lines else ""
+
+
+def _read(folder: Location) -> tuple[list[Resume], int]:
+    """Return the resumes of a run in order, and the number of damaged lines; none where it has no record.
 
     Raises:
         SourceError: the record cannot be read.
     """
     resumes: dict[int, Resume] = {}
-    damaged = 0
-    for line in (_content(folder / RESUMES_FILE) or b"").splitlines():
+    damaged_lines = 0
+    for line in _content(folder / RESUMES_FILE).splitlines():
         try:
             resume = _parsed(json.loads(line))
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError, OSError):
-            damaged += 1
+            damaged_lines += 1
         else:
             resumes[resume.attempt] = resume
-    return [resumes[attempt] for attempt in sorted(resumes)], damaged
+    return [resumes[attempt] for attempt in sorted(resumes)], damaged_lines
 
 
-def _content(file: Location) -> bytes | None:
+def _content(file: Location) -> bytes:
     if not file.exists():
-        return None
+        return b""
     with open_regular(file) as opened:
         if opened.size > _MAX_BYTES:
             raise SourceError(f"{file}: expected a record of at most {_MAX_BYTES} bytes, found {opened.size}")
@@ -112,10 +121,10 @@ def _content(file: Location) -> bytes | None:
 
 
 def _parsed(data: Any) -> Resume:
-    """Return what a line says; raises whatever Python does of data that are not as `add_line` writes them."""
+    """Return the resume in a line; raises whatever Python does of data that are not as `add_line` writes them."""
     numbers = {name: int(data[name]) for name in ("attempt", "step", "ranks")}
-    moment(float(data["timestamp"]))  # a time that can be shown
-    saved, proof = data["ranks_saved"], data["proof"]
+    timestamp, ranks_saved, proof = float(data["timestamp"]), data["ranks_saved"], data["proof"]
+    moment(timestamp)  # else nothing could show it
     if proof is not None:
         proof = {
             "equal": bool(proof["equal"]),
@@ -125,9 +134,9 @@ def _parsed(data: Any) -> Resume:
             "unchecked": [*map(str, proof["unchecked"])],
         }
     return Resume(
-        timestamp=float(data["timestamp"]),
+        timestamp=timestamp,
         path=str(data["path"]),
-        ranks_saved=None if saved is None else int(saved),
+        ranks_saved=None if ranks_saved is None else int(ranks_saved),
         proof=proof,
         **numbers,
     )

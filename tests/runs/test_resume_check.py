@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import uuid
 import warnings
@@ -473,6 +474,24 @@ def test_two_runs_side_by_side(tmp_path):
     assert data["differs"] and [step["name"] for step in data["steps"]] == ["step-00000001", "step-00000002"]
 
 
+def too_large(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, too_large])
+def test_a_record_that_is_no_small_file_is_told_in_a_sentence_and_costs_no_restore(make, tmp_path):
+    muonckpt.Series(tmp_path).save(1, {"x": torch.ones(2)})
+    make(tmp_path / "resumes.jsonl")
+    x = torch.zeros(2)
+    with pytest.warns(RuntimeWarning, match="the resume cannot be recorded in"):
+        restored = muonckpt.Series(tmp_path).restore({"x": x})
+    assert restored.step == 1 and torch.equal(x, torch.ones(2))
+    shown = called("inspect", str(tmp_path))
+    assert shown.returncode == 0 and "resumes.jsonl cannot be read: " in shown.stdout
+    assert muonckpt.look_at_run(tmp_path).resumes == ()
+
+
 def test_a_record_that_is_damaged_is_told_and_goes_on(tmp_path):
     """A line that a killed process has torn does not take the next one with it; no line breaks the commands."""
     muonckpt.Series(tmp_path).save(1, {"x": torch.ones(2)})
@@ -488,7 +507,7 @@ def test_a_record_that_is_damaged_is_told_and_goes_on(tmp_path):
     restored.compare({"x": torch.ones(2)})
     history = muonckpt.look_at_run(tmp_path)
     assert [one.verdict for one in history.resumes] == ["proved: 1 tensor as they were saved"]
-    assert history.unread_resumes == len(bad)
+    assert history.unread_resumes == f"{len(bad)} lines of resumes.jsonl cannot be read"
     assert called("inspect", str(tmp_path)).returncode == 0
 
 
