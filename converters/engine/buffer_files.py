@@ -16,7 +16,7 @@ from ...record.record import Manifest
 from ...store.formats import flat_buffers
 from ...store.formats.flat_buffers import ITEMS, RANK_FILE
 from ...store.io.location import Location
-from .output_files import OutputChunks, OutputFile, bare, place_items
+from .output_files import OutputChunks, OutputFile, bare, items_file
 from .outputs import OutputItem
 from .rank_files import LocalBoxes, RankFiles
 
@@ -34,17 +34,19 @@ class BufferFiles(RankFiles):
     def fill(
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]
     ) -> tuple[list[OutputFile], list[dict[str, Any]]]:
+        # Boxes lie in the file of their rank as in its buffers, which the format places one behind the other.
         stored = flat_buffers.place(buffers or tuple(_end_to_end(boxes)))
         ends = flat_buffers.ends(stored)
-        places = {(rank, key, chunk.box): chunk.item.offset for own in stored for rank, key, chunk in own.chunks()}
-        placed, length = place_items(ITEMS, items)
-        files = [OutputFile(ITEMS, placed, OutputChunks.end_to_end(ITEMS, (), ()), length)]
+        offsets: dict[tuple[int, str, Box], int] = {}
+        for buffer in stored:
+            offsets |= {(rank, key, chunk.box): chunk.item.offset for rank, key, chunk in buffer.chunks()}
+        files = [items_file(ITEMS, items)]
         for rank, local in enumerate(boxes):
             name, columns = RANK_FILE(rank), list(zip(local.outputs, local.plans, strict=True))
-            offsets = np.array([places[rank, output.key, plan.box] for output, plan in columns], np.int64)
-            order = np.argsort(offsets, kind="stable")
-            outputs, plans = ([column[i] for i in order.tolist()] for column in (local.outputs, local.plans))
-            files.append(OutputFile(name, (), OutputChunks(name, outputs, plans, offsets[order]), ends.get(name, 0)))
+            columns.sort(key=lambda column: offsets[rank, column[0].key, column[1].box])
+            outputs, plans = [output for output, _ in columns], [plan for _, plan in columns]
+            starts = np.array([offsets[rank, output.key, plan.box] for output, plan in columns], np.int64)
+            files.append(OutputFile(name, (), OutputChunks(name, outputs, plans, starts), ends.get(name, 0)))
         return files, [buffer.to_json() for buffer in stored]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:

@@ -1,24 +1,34 @@
-"""A kind of destination: its files, the places of tensors and items in them, and the files that describe the others."""
+"""A kind of destination: its files, the places of tensors and items in them, and the files that describe the others.
+
+Non-tensor items of a destination that holds tensors only are beside it, in ``NAME.items.json`` (docs/formats/items.md):
+plain data as JSON, decoded without running anything, and the others listed with the reason, so that none is dropped
+silently.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
-from ...names.errors import TargetError
+from ...names.errors import SourceError, TargetError
 from ...names.version import PROGRAM
+from ...record.json_fields import sealed_text
 from ...record.record import Manifest
 from ...store.formats.registry import BUILT_IN, format_written_as
+from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io import publish
 from ...store.io.location import Location
+from ...store.open_checkpoint import checked_blob
 from ...store.reading.payloads import Payloads
 from ...store.reading.reader import import_named
 from ..target.topology import Target
-from .item_file import ItemFile
 from .output_files import OutputFile
-from .outputs import Outputs
+from .outputs import OutputItem, Outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,80 @@ class WriteRequest:
     outputs: Outputs
     target: Target
     select: tuple[str, ...]
+
+
+_ITEMS_VERSION = 1
+
+_MAX_JSON = 32 << 20
+"""The longest JSON text of one item: a small pickle can refer to the same part a million times."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemFile:
+    """The bytes of a file of items, and the keys of those whose values are in it, and of those that it only lists."""
+
+    data: bytes
+    decoded: tuple[str, ...]
+    undecoded: tuple[str, ...]
+
+    @classmethod
+    def of(cls, items: Iterable[OutputItem], payloads: Payloads, source: str) -> ItemFile:
+        """Make the file of these items of the checkpoint called ``source``.
+
+        Raises:
+            SourceError: an item is damaged.
+        """
+        decoded, undecoded = dict[str, str](), dict[str, str]()
+        for item in items:
+            raw = item.data if item.source is None else checked_blob(payloads, item.source)
+            entry = {"key": item.key, "path": list(item.path)}
+            try:
+                decoded[item.key] = _text({**entry, "value": _plain(plain_value(raw), {})})
+            except (RecursionError, SourceError) as error:
+                reason = str(error) if isinstance(error, SourceError) else "it is nested too deeply"
+                undecoded[item.key] = _text({**entry, "bytes": len(raw), "reason": reason})
+        head = _text({"format": "muonckpt items", "version": _ITEMS_VERSION, "source": source})[:-1]
+        lists = (",\n  ".join(texts.values()) for texts in (decoded, undecoded))
+        text = sealed_text('{},\n "items": [\n  {}\n ],\n "undecoded": [\n  {}\n ]'.format(head, *lists))
+        return cls(text.encode(), tuple(decoded), tuple(undecoded))
+
+
+def _text(value: object) -> str:
+    """Return a value as JSON of bounded length.
+
+    Raises:
+        SourceError: it would be longer.
+    """
+    text = StringIO()
+    for part in json.JSONEncoder(allow_nan=False).iterencode(value):
+        text.write(part)
+        if text.tell() > _MAX_JSON:
+            raise SourceError(f"expected at most {_MAX_JSON >> 20} MiB of JSON, found more")
+    return text.getvalue()
+
+
+def _plain(value: Any, converted: dict[int, Any]) -> Any:
+    """Return plain data as JSON has it: numbers that JSON lacks become strings, integer keys become text.
+
+    ``converted`` has parts by id, because they may be shared.
+
+    Raises:
+        SourceError: two keys of a dict would become one.
+    """
+    if id(value) in converted:
+        return converted[id(value)]
+    plain = value
+    match value:
+        case float() if not math.isfinite(value):
+            plain = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        case list() | tuple():
+            plain = [_plain(part, converted) for part in value]
+        case dict():
+            plain = {str(key): _plain(part, converted) for key, part in value.items()}
+            if len(plain) != len(value):
+                raise SourceError(f"expected keys that differ as text, found {sorted(map(repr, value))[:8]}")
+    converted[id(value)] = plain
+    return plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +173,12 @@ def extended_provenance(
         step: details of this conversion; the program and the source are added.
         earlier: the entries to which this one is appended; None to keep only this one.
     """
-    notes = {"notes": list(request.outputs.notes), "left_out": list(request.outputs.left_out)}
-    entry = {"program": PROGRAM, "source": request.source, **step, **{key: text for key, text in notes.items() if text}}
-    source = {key: value for key, value in request.provenance.items() if key != "buffers"}
-    extended = {**source, name: entry if earlier is None else [*earlier, entry]}
+    outputs = request.outputs
+    entry = {"program": PROGRAM, "source": request.source, **step}
+    entry |= {"notes": list(outputs.notes)} if outputs.notes else {}
+    entry |= {"left_out": list(outputs.left_out)} if outputs.left_out else {}
+    extended = {key: value for key, value in request.provenance.items() if key != "buffers"}
+    extended[name] = entry if earlier is None else [*earlier, entry]
     return {**extended, "buffers": list(buffers)} if buffers else extended
 
 

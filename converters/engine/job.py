@@ -26,8 +26,7 @@ from ...store.io.location import Location, map_each
 from ...store.io.regular import open_regular
 from ...store.reading.payloads import Payloads
 from ..target.topology import Target
-from .container import Container, WriteRequest
-from .item_file import ItemFile
+from .container import Container, ItemFile, WriteRequest
 from .output_files import ChunkPlan, OutputFile
 from .outputs import Check, Outputs, OutputTensor, layout_digest, unnamed_state
 from .source_rows import Mask, SourceRows, Unchecked

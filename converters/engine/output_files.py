@@ -287,12 +287,18 @@ class OutputFile:
 def place_items(name: str, items: Sequence[OutputItem]) -> tuple[tuple[PlacedItem, ...], int]:
     """Place items one after the other, each aligned, and return the offset behind the last."""
     end = 0
-    placed = []
+    placed_items = []
     for item in items:
         blob = Blob(item.key, item.path, Extent(name, end, item.length))
-        placed.append(PlacedItem(item, blob))
+        placed_items.append(PlacedItem(item, blob))
         end = aligned(blob.item.end)
-    return tuple(placed), end
+    return tuple(placed_items), end
+
+
+def items_file(name: str, items: Sequence[OutputItem]) -> OutputFile:
+    """Return a file of items only."""
+    placed_items, length = place_items(name, items)
+    return OutputFile(name, placed_items, OutputChunks.end_to_end(name, (), ()), length)
 
 
 def written_tensors(

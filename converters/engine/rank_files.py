@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from ...store.formats.torch_save import tensor_item
 from ...store.formats.torch_save.stored_zip import MEMBER_ALIGNMENT, aligned
 from ...store.io.location import Location
 from ...store.reading.dtypes import itemsize
-from ..target.topology import ROWS, AxisCut, LaidOut, Target
+from ..target.topology import ROWS, AxisCut, Target, TargetLayouts
 from .container import Arranged, Container, WriteRequest, extended_provenance
 from .output_files import (
     ChunkPlan,
@@ -31,6 +31,7 @@ from .output_files import (
     OutputFile,
     PayloadFrame,
     chunk_plans,
+    items_file,
     place_items,
 )
 from .outputs import OutputItem, OutputTensor
@@ -57,18 +58,18 @@ class RankFiles(Container):
 
     def arrange(self, request: WriteRequest) -> Arranged:
         outputs, target = request.outputs, request.target
-        laid = lay_out(target, [output.record for output in outputs.tensors], request.provenance)
-        boxes = _by_rank(outputs.tensors, laid, target.ranks, self.frame_of)
-        files, recorded = self.fill(laid.buffers, outputs.items, boxes)
+        layouts = lay_out(target, [output.record for output in outputs.tensors], request.provenance)
+        boxes = _by_rank(outputs.tensors, layouts, target.ranks, self.frame_of)
+        files, buffers = self.fill(layouts.buffers, outputs.items, boxes)
         step = {
             "mesh": dict(target.mesh),
             "layout": target.layout,
             "shard": list(map(str, target.rules)),
             "select": list(request.select),
         }
-        earlier = request.provenance.get("resharded", [])
-        provenance = extended_provenance(request, "resharded", step, earlier, recorded)
-        return Arranged(tuple(file for file in files if file.length), laid.recorded, provenance)
+        former_steps = request.provenance.get("resharded", [])
+        provenance = extended_provenance(request, "resharded", step, former_steps, buffers)
+        return Arranged(tuple(file for file in files if file.length), layouts.recorded, provenance)
 
     @staticmethod
     @abstractmethod
@@ -105,9 +106,9 @@ class DcpFiles(RankFiles):
         files = []
         for rank, local in enumerate(boxes):  # items lie end to end, each aligned, those that are no tensors first
             name = f"__{rank}_0.distcp"
-            placed, start = place_items(name, () if rank else items)
+            rank_items, start = place_items(name, () if rank else items)
             chunks = OutputChunks.end_to_end(name, local.outputs, local.plans, start, MEMBER_ALIGNMENT)
-            files.append(OutputFile(name, placed, chunks, max(aligned(chunks.end), start)))
+            files.append(OutputFile(name, rank_items, chunks, max(aligned(chunks.end), start)))
         return files, [buffer.to_json() for buffer in buffers]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
@@ -126,38 +127,35 @@ class TorchDistFiles(DcpFiles):
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]
     ) -> tuple[list[OutputFile], list[dict[str, Any]]]:
         files, recorded = super().fill(buffers, [item for item in items if item.key != COMMON_FILE], boxes)
-        for item in (item for item in items if item.key == COMMON_FILE):
-            placed, _ = place_items(COMMON_FILE, [item])
-            files.append(OutputFile(COMMON_FILE, placed, OutputChunks.end_to_end(COMMON_FILE, (), ()), item.length))
+        common = (item for item in items if item.key == COMMON_FILE)
+        files += (replace(items_file(COMMON_FILE, [item]), length=item.length) for item in common)
         return files, recorded
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
         native.write_torch_dist(manifest, folder)
 
 
-def _by_rank(tensors: Sequence[OutputTensor], laid: LaidOut, ranks: int, frame_of: FrameOf) -> list[LocalBoxes]:
+def _by_rank(
+    tensors: Sequence[OutputTensor], layouts: TargetLayouts, ranks: int, frame_of: FrameOf
+) -> list[LocalBoxes]:
     """Return the boxes of each rank; a replica is written by the rank with the least to write so far."""
     boxes = [LocalBoxes() for _ in range(ranks)]
-    written = [0] * ranks
+    loads: dict[Buffer, int] = dict.fromkeys(range(ranks), 0)
     for output in tensors:
-        holders = laid.layouts[output.key].holders
+        holders = layouts.layouts[output.key].holders
         plans = chunk_plans(output, [replicas[0].box for replicas in holders], frame_of)
         for replicas, plan in zip(holders, plans, strict=True):
-            rank = min((written[_rank(f.place.buffer)], _rank(f.place.buffer)) for f in replicas)[1]
-            written[rank] += plan.box.numel * itemsize(plan.dtype)
+            rank = min((fragment.place.buffer for fragment in replicas), key=lambda rank: (loads[rank], rank))
+            assert isinstance(rank, int), "the buffers of a target are ranks"
+            loads[rank] += plan.box.numel * itemsize(plan.dtype)
             boxes[rank].outputs.append(output)
             boxes[rank].plans.append(plan)
     return boxes
 
 
-def _rank(buffer: Buffer) -> int:
-    assert isinstance(buffer, int), "the buffers of a target are ranks"
-    return buffer
-
-
 def lay_out(
     target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any] = MappingProxyType({})
-) -> LaidOut:
+) -> TargetLayouts:
     """Lay tensors out on the target.
 
     Args:
@@ -176,6 +174,7 @@ def lay_out(
         from ..target.buffer_layouts import lay_out_in_buffers  # not needed for rows
 
         return lay_out_in_buffers(target, tensors, provenance)
+    # Tensors that are cut alike share a mesh and its placements.
     layouts: dict[str, TensorLayout] = {}
     recorded: dict[str, Mapping[str, Any] | None] = {}
     grids: dict[tuple[AxisCut, ...], tuple[Mesh, tuple[AxisPlacement, ...], Mapping[str, Any]]] = {}
@@ -189,7 +188,7 @@ def lay_out(
             grids[cuts] = _grid(target, cuts)
         mesh, placements, recorded[tensor.key] = grids[cuts]
         layouts[tensor.key] = mesh_layout(tensor.shape, mesh, placements)
-    return LaidOut(layouts, recorded)
+    return TargetLayouts(layouts, recorded)
 
 
 def _grid(target: Target, cuts: Sequence[AxisCut]) -> tuple[Mesh, tuple[AxisPlacement, ...], Mapping[str, Any]]:

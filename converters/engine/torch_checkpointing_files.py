@@ -45,7 +45,7 @@ from ...store.io.location import Location
 from ...store.open_checkpoint import checked_blob
 from ...store.reading.payloads import Payloads
 from .container import Arranged, WriteRequest
-from .output_files import ChunkPlan, OutputChunks, OutputFile, bare, place_items
+from .output_files import ChunkPlan, OutputChunks, OutputFile, bare, items_file
 from .outputs import OutputItem
 from .rank_files import LocalBoxes, RankFiles
 from .staging import ChunkSums
@@ -94,12 +94,11 @@ class TorchCheckpointingFiles(RankFiles):
     frame_of = staticmethod(bare)
 
     def arrange(self, request: WriteRequest) -> Arranged:
-        items, payloads = request.outputs.items, request.payloads
-        held = [
-            replace(item, source=None, data=checked_blob(payloads, item.source)) if item.source else item
-            for item in items
-        ]
-        return super().arrange(replace(request, outputs=replace(request.outputs, items=held)))
+        items = []
+        for item in request.outputs.items:  # parts of the archives need their bytes
+            data = checked_blob(request.payloads, item.source) if item.source else item.data
+            items.append(replace(item, source=None, data=data))
+        return super().arrange(replace(request, outputs=replace(request.outputs, items=items)))
 
     def fill(
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]
@@ -107,13 +106,13 @@ class TorchCheckpointingFiles(RankFiles):
         if buffers:
             raise TargetError(f"format {self.name} has rows, and no flat buffers: leave out `layout=`")
         values = _values((item.key, item.path, item.data) for item in items)
-        placed, length = place_items(ITEMS, items)
-        files = [OutputFile(ITEMS, placed, OutputChunks.end_to_end(ITEMS, (), ()), length)]
+        files = [items_file(ITEMS, items)]
         for rank, local in enumerate(boxes):
             numbers: defaultdict[str, list[int]] = defaultdict(list)
             for number, output in enumerate(local.outputs):
                 numbers[_root(output.record.path)].append(number)
-            files += (_archive(_FILE(root, rank), local, own, values[root]) for root, own in numbers.items())
+            for root, root_numbers in numbers.items():
+                files.append(_archive(_FILE(root, rank), local, root_numbers, values[root]))
         return files, []
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
@@ -121,11 +120,13 @@ class TorchCheckpointingFiles(RankFiles):
         world = math.prod(manifest.provenance["resharded"][-1]["mesh"].values())
         with Payloads(folder) as payloads:
             values = _values((blob.key, blob.path, checked_blob(payloads, blob)) for blob in manifest.blobs)
-        roots = [*dict.fromkeys(_root(tensor.path) for tensor in manifest.tensors), *values]
-        names = {_FILE(root, rank): values[root] for root in roots for rank in range(world)}
-        others = {name: _members(own, 0) for name, own in names.items() if name not in manifest.columns.names}
-        others[TORCH_CHECKPOINTING_FILE] = pickle.dumps(_sharding(manifest, world), protocol=2)
-        native.write_torch_checkpointing(manifest, folder, others)
+        contents: dict[str, bytes] = {}
+        for root in [*dict.fromkeys(_root(tensor.path) for tensor in manifest.tensors), *values]:
+            for name in (_FILE(root, rank) for rank in range(world)):
+                if name not in manifest.columns.names:
+                    contents[name] = _members(values[root], 0)
+        contents[TORCH_CHECKPOINTING_FILE] = pickle.dumps(_sharding(manifest, world), protocol=2)
+        native.write_torch_checkpointing(manifest, folder, contents)
 
 
 _FILE = "{}_{}.pt".format
@@ -149,22 +150,22 @@ def _root(path: _Path) -> str:
 
 def _archive(file: str, local: LocalBoxes, numbers: Sequence[int], values: Mapping[_Path, bytes]) -> OutputFile:
     """Return the file of some of a rank's boxes and of pickled values, by their paths in it."""
-    end, plans, leaves = 0, list[ChunkPlan](), dict(values)
+    end, plans, entries, leaves = 0, list[ChunkPlan](), list[ZipEntry](), dict(values)
     for member, number in enumerate(numbers):
         plan, record = local.plans[number], local.outputs[number].record
-        frame = MemberFrame(ZipEntry(f"data/{member}", end, plan.frame.payload_length, 0))
+        entries.append(ZipEntry(f"data/{member}", end, plan.frame.payload_length, 0))
+        frame = MemberFrame(entries[-1])
         plans.append(replace(plan, frame=frame))
         leaves[record.path[1:]] = pickletools.optimize(tensor_pickle(plan.dtype, plan.box.shape, b"%d" % member))[2:-1]
         end = aligned(end + frame.length)
-    own = [plan.frame.entry for plan in plans if isinstance(plan.frame, MemberFrame)]
 
     def footer(sums: ChunkSums) -> bytes:
-        stored = (replace(entry, crc32=crc32) for entry, crc32 in zip(own, sums["checksum"].tolist(), strict=True))
-        return _members(leaves, end, stored)
+        stored = zip(entries, sums["checksum"].tolist(), strict=True)
+        return _members(leaves, end, (replace(entry, crc32=crc32) for entry, crc32 in stored))
 
     outputs = [local.outputs[number] for number in numbers]
     chunks = OutputChunks.end_to_end(file, outputs, plans, 0, MEMBER_ALIGNMENT)
-    return OutputFile(file, (), chunks, end + len(_members(leaves, end, own)), footer=footer)
+    return OutputFile(file, (), chunks, end + len(_members(leaves, end, entries)), footer=footer)
 
 
 def _members(leaves: Mapping[_Path, bytes], start: int, stored: Iterable[ZipEntry] = ()) -> bytes:
@@ -203,22 +204,21 @@ def _tree(leaves: Mapping[_Path, bytes]) -> bytes:
         below[path[0]][path[1:]] = leaf
     if below and set(below) == set(range(len(below))):
         return b"](" + b"".join(_tree(below[number]) for number in range(len(below))) + b"e"
-    keys = {key: _part(key) for key in below}
-    return b"}(" + b"".join(keys[key] + _tree(own) for key, own in below.items()) + b"u"
+    return b"}(" + b"".join(_part(key) + _tree(entries) for key, entries in below.items()) + b"u"
 
 
 def _sharding(manifest: Manifest, world: int) -> dict[str, Any]:
-    """Return what ``metadata.pkl`` says of a checkpoint."""
-    described: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    """Return the content of ``metadata.pkl``: for each tensor its sharding and the ranks that hold a part."""
+    shardings: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for tensor in manifest.tensors:
         root = _root(tensor.path)
         path = json.dumps(list(tensor.path[1:]), separators=(",", ":"))
         ranks = sorted(int(chunk.item.file[len(root) + 1 : -len(".pt")]) for chunk in tensor.chunks)
         sharding = {"type": "DTensorShardingMetadata", "data": _cut(tensor, world)}
-        described[root][path] = [{"sharding_metadata": sharding, "ranks": tuple(ranks)}]
+        shardings[root][path] = [{"sharding_metadata": sharding, "ranks": tuple(ranks)}]
     files = dict.fromkeys(range(world))  # they have the library's own names
-    items = {root: {"nested_path_to_metadata": own, "rank_to_layout_info": files} for root, own in described.items()}
-    return {"metadata": items, "world_size": world, "version": "2.0"}
+    roots = {root: {"nested_path_to_metadata": p, "rank_to_layout_info": files} for root, p in shardings.items()}
+    return {"metadata": roots, "world_size": world, "version": "2.0"}
 
 
 def _cut(tensor: StateRecord, world: int) -> dict[str, Any]:

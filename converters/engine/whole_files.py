@@ -16,8 +16,7 @@ from ...store.formats.zarr import ZarrArray
 from ...store.io import publish
 from ...store.io.checksums import xxh3_128
 from ...store.io.location import Location
-from .container import Arranged, Container, WriteRequest, extended_provenance
-from .item_file import ItemFile
+from .container import Arranged, Container, ItemFile, WriteRequest, extended_provenance
 from .output_files import OutputChunks, OutputFile, bare, chunk_plans
 from .outputs import OutputTensor
 from .staging import SUMS, ChunkSums
@@ -37,15 +36,11 @@ class WholeFiles(Container):
         outputs = request.outputs
         items = ItemFile.of(outputs.items, request.payloads, request.source) if outputs.items else None
         layouts = {output.key: output.record.layout for output in outputs.tensors}
-        refers_to_buffers = any(layouts.values())
-        buffers = request.provenance.get("buffers", ()) if refers_to_buffers else ()
+        buffers = request.provenance.get("buffers", ()) if any(layouts.values()) else ()  # layouts refer to them
         step: dict[str, Any] = {}
         if items:
-            step = {
-                "items": len(items.decoded),
-                "undecoded": list(items.undecoded),
-                "items_digest": xxh3_128([items.data]),
-            }
+            step = {"items": len(items.decoded), "undecoded": list(items.undecoded)}
+            step["items_digest"] = xxh3_128([items.data])
         recorded = extended_provenance(request, "exported", step, None, buffers)
         return Arranged(tuple(self.files(outputs.tensors, recorded)), layouts, recorded, items)
 
@@ -111,11 +106,11 @@ def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any
         sums = [(digest.hex(), share) for digest, _, share in chunk_sums.tolist()]
         return safetensors.front(records, recorded, sums)
 
-    listed = [by_key[record.key] for record in records]
-    plans = [chunk_plans(output, [Box.of(output.record.shape)], bare)[0] for output in listed]
+    outputs = [by_key[record.key] for record in records]
+    plans = [chunk_plans(output, [Box.of(output.record.shape)], bare)[0] for output in outputs]
     start = len(header(np.empty(0, SUMS)))
-    chunks = OutputChunks.end_to_end(name, listed, plans, start)
-    return OutputFile(name, (), chunks, chunks.end if listed else start, header)
+    chunks = OutputChunks.end_to_end(name, outputs, plans, start)
+    return OutputFile(name, (), chunks, chunks.end if outputs else start, header)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +122,10 @@ class ZarrFiles(WholeFiles):
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
         arrays = self._arrays([output.record for output in tensors])
-        return [file for output, array in zip(tensors, arrays, strict=True) for file in _array_files(output, array)]
+        files: list[OutputFile] = []
+        for output, array in zip(tensors, arrays, strict=True):
+            files += _array_files(output, array)
+        return files
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
         zarr_writer.write_descriptions(manifest, self._arrays(manifest.tensors), folder)
@@ -137,14 +135,20 @@ class ZarrFiles(WholeFiles):
 
 
 def _array_files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]:
+    """Yield the files of an array: its chunks, padded to one size, and behind the last of a file their index."""
     files = [(name, list(array.chunks(box))) for name, box in array.files()]
-    plans = iter(chunk_plans(output, [box for _, chunks in files for _, box in chunks], bare))
-    for name, chunks in files:
-        index = zarr_writer.index_of(array, [number for number, _ in chunks])
+    boxes: list[Box] = []
+    for _, numbered_boxes in files:
+        boxes += (box for _, box in numbered_boxes)
+    plans = iter(chunk_plans(output, boxes, bare))
+    for name, numbered_boxes in files:
+        numbers = [number for number, _ in numbered_boxes]
+        index = zarr_writer.index_of(array, numbers)
         framed = []
-        for number, plan in zip((number for number, _ in chunks), plans, strict=False):
-            suffix = index if number == chunks[-1][0] else b""
+        for number in numbers:
+            plan = next(plans)
+            suffix = index if number == numbers[-1] else b""
             frame = zarr_writer.ChunkFrame(plan.frame.payload_length, array.chunk_bytes, suffix)
             framed.append(replace(plan, frame=frame))
-        written = OutputChunks.end_to_end(name, [output] * len(framed), framed)
-        yield OutputFile(name, (), written, written.end)
+        chunks = OutputChunks.end_to_end(name, [output] * len(framed), framed)
+        yield OutputFile(name, (), chunks, chunks.end)

@@ -17,7 +17,7 @@ from ...layouts.buffers.records import GroupBuffer, recorded_buffers, run_buffer
 from ...layouts.mesh import Mesh, Shard, mesh_layout
 from ...names.vocabulary import ELEMENTWISE
 from ...record.record import StateRecord
-from .topology import FLAT, AxisCut, LaidOut, Target
+from .topology import FLAT, AxisCut, Target, TargetLayouts
 
 
 def placed_in(layout: str, model: PlacementRequest) -> tuple[BufferLayout, ...]:
@@ -31,7 +31,7 @@ def placed_in(layout: str, model: PlacementRequest) -> tuple[BufferLayout, ...]:
     return tuple(buffers)
 
 
-def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> LaidOut:
+def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> TargetLayouts:
     """Lay tensors out in buffers; each slot of state, and each part that the cut axes leave, has its own.
 
     Raises:
@@ -73,7 +73,7 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
         for key, fragment in buffer.fragments():
             fragments[key].append(fragment)
     layouts = {tensor.key: TensorLayout.of(tensor.shape, tuple(fragments[tensor.key])) for tensor in tensors}
-    return LaidOut(layouts, in_manifest, tuple(buffers))
+    return TargetLayouts(layouts, in_manifest, tuple(buffers))
 
 
 def _known_or_fresh(

@@ -119,7 +119,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class LaidOut:
+class TargetLayouts:
     """The layouts of tensors by key, whose buffers are ranks; the same as JSON data; and the flat buffers, if any."""
 
     layouts: Mapping[str, TensorLayout]

@@ -19,7 +19,7 @@ from support.trees import tree
 
 import muonckpt
 from muonckpt import DestinationError, Interrupted, SourceError
-from muonckpt.converters.engine.item_file import ItemFile
+from muonckpt.converters.engine.container import ItemFile
 from muonckpt.converters.engine.outputs import OutputItem
 from muonckpt.converters.options import grouped
 from muonckpt.record.json_fields import check_seal
