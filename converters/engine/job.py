@@ -97,24 +97,24 @@ class Job:
         stored = np.maximum(self.rows.columns.payload_length(), 0)
         avoided = 0
         for file in self.files:
-            touched = np.zeros(len(self.rows), np.bool_)
-            for plan, numbers in file.chunks.alike().items():
-                alike = defaultdict[tuple[str, ...], list[OutputTensor]](list)
-                for number in numbers:
-                    alike[file.chunks.outputs[number].dtypes].append(file.chunks.outputs[number])
-                for dtypes, outputs in alike.items():
+            is_touched = np.zeros(len(self.rows), np.bool_)
+            for plan, numbers in file.chunks.by_plan().items():
+                by_dtypes = defaultdict[tuple[str, ...], list[OutputTensor]](list)
+                for output in (file.chunks.outputs[number] for number in numbers):
+                    by_dtypes[output.dtypes].append(output)
+                for dtypes, outputs in by_dtypes.items():
                     for buffer, length in plan.amounts(dtypes).items():
                         rows = self.rows.rows(outputs, buffer)
-                        touched[rows] = True
+                        is_touched[rows] = True
                         avoided -= int(np.minimum(stored[rows], length).sum())  # a constant fills many elements
-            avoided += int(stored[touched].sum())
+            avoided += int(stored[is_touched].sum())
         return avoided
 
     def digest(self) -> str:
         """Return a digest that two jobs share if they would write the same files from the same source."""
-        return xxh3_128(self._described())
+        return xxh3_128(self._description())
 
-    def _described(self) -> Iterator[bytes]:
+    def _description(self) -> Iterator[bytes]:
         """Yield everything in which two jobs can differ."""
         task = self.state, self.target, self.container.name, self.select, self.items
         yield _text(*task, json.dumps(self.provenance), json.dumps(self.manifest.provenance))
@@ -124,10 +124,10 @@ class Job:
         tensors = {output.key: number for number, output in enumerate(self.outputs)}
         plans: dict[ChunkPlan, int] = {}
         for output in self.outputs:
-            made_of = [(self.rows.first(chunks), len(chunks)) for chunks in output.sources]
+            sources = [(self.rows.first(chunks), len(chunks)) for chunks in output.sources]
             # The tensor without its chunks, and without its former layout, which nobody uses.
             record = tuple(value for name, value in record_fields(output.record).items() if name != "layout")
-            yield _text(record, made_of, tuple(map(layout_digest, output.layouts)), output.making)
+            yield _text(record, sources, tuple(map(layout_digest, output.layouts)), output.making)
         for file in self.files:
             for plan in file.chunks.plans:
                 if plan not in plans:
@@ -235,18 +235,18 @@ def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assi
     unchecked = Unchecked(job.rows)
     if worker.world == 1:  # no need to visit a million chunks
         return Assignment(unchecked, job.files)
+    # Finished files only have to be read, so they are divided by themselves.
     file_names: set[str] = set()
     for is_finished in (True, False):
         files = [file for file in job.files if (file.name in finished) is is_finished]
         ends = (0, *part_ends([file.length for file in files], worker.world))
         file_names.update(file.name for file in files[ends[worker.rank] : ends[worker.rank + 1]])
-    own, others = (tuple(file for file in job.files if (file.name in file_names) is is_own) for is_own in (True, False))
-    checked, of_others = _sources(job, own), _sources(job, others)
-    shared = checked & of_others
-    if worker.coordinates:
-        checked |= ~of_others
-    unchecked.restrict(checked, shared)
-    return Assignment(unchecked, own)
+    local_files = tuple(file for file in job.files if file.name in file_names)
+    local_sources = _sources(job, local_files)
+    remote_sources = _sources(job, (file for file in job.files if file.name not in file_names))
+    checked = local_sources | ~remote_sources if worker.coordinates else local_sources
+    unchecked.restrict(checked, local_sources & remote_sources)
+    return Assignment(unchecked, local_files)
 
 
 def part_ends(sizes: Sequence[int], world: int) -> tuple[int, ...]:
@@ -254,25 +254,27 @@ def part_ends(sizes: Sequence[int], world: int) -> tuple[int, ...]:
 
     Neighbouring files mostly copy from the same chunks, which a worker then reads once.
     """
-    most = range(max(sizes, default=0), sum(sizes) + 1)
-    least = most[bisect_left(most, True, key=lambda limit: len(_filled(sizes, limit)) <= world)] if sizes else 0
-    ends = _filled(sizes, least)
+    if not sizes:
+        return (0,) * world
+    limits = range(max(sizes), sum(sizes) + 1)
+    limit = limits[bisect_left(limits, True, key=lambda limit: len(_part_ends(sizes, limit)) <= world)]
+    ends = _part_ends(sizes, limit)
     return (*ends, *[len(sizes)] * (world - len(ends)))
 
 
-def _filled(sizes: Sequence[int], limit: int) -> list[int]:
+def _part_ends(sizes: Sequence[int], limit: int) -> list[int]:
     """Return where parts end if each is filled up to this limit."""
-    ends, filled = [], 0
+    ends, total = [], 0
     for index, size in enumerate(sizes):
-        if filled + size > limit:
+        if total + size > limit:
             ends.append(index)
-            filled = 0
-        filled += size
+            total = 0
+        total += size
     return [*ends, len(sizes)]
 
 
 def _sources(job: Job, files: Iterable[OutputFile]) -> Mask:
-    used = np.zeros(len(job.rows), np.bool_)
+    is_source = np.zeros(len(job.rows), np.bool_)
     for file in files:
-        used |= file.chunks.sources(job.rows)
-    return used
+        is_source |= file.chunks.sources(job.rows)
+    return is_source

@@ -99,9 +99,9 @@ class BoxCopies:
 
     def fragments(self) -> Iterator[Fragment]:
         """Yield the box of each copy, and its place in its source."""
-        source, (starts, stops) = self.table, (self.starts.tolist(), (self.starts + self.table.sizes).tolist())
-        places = zip(source.source.tolist(), source.source_offset.tolist(), source.source_strides.tolist(), strict=True)
-        for lo, hi, (buffer, offset, strides) in zip(starts, stops, places, strict=True):
+        table = self.table
+        columns = (self.starts, self.starts + table.sizes, table.source, table.source_offset, table.source_strides)
+        for lo, hi, buffer, offset, strides in zip(*(column.tolist() for column in columns), strict=True):
             yield Fragment(Box(tuple(lo), tuple(hi)), Place(buffer, offset, tuple(strides)))
 
 
@@ -109,7 +109,7 @@ class BoxCopies:
 class ChunkPlan:
     """A plan to write a box: the frame around its elements, and the copies from each of the tensor's layouts.
 
-    Chunks of tensors that lie alike share a plan.  It equals no other, so that chunks are grouped by it.
+    Chunks of tensors of one geometry share a plan.  It equals no other, so that chunks are grouped by it.
     """
 
     box: Box
@@ -136,7 +136,7 @@ class ChunkPlan:
 
 
 def chunk_plans(output: OutputTensor, boxes: Sequence[Box], frame_of: FrameOf) -> tuple[ChunkPlan, ...]:
-    """Return the plans of boxes that tile a tensor; tensors that lie alike get the same.
+    """Return the plans of boxes that tile a tensor; tensors of one geometry get the same.
 
     Raises:
         LayoutError: the elements of the tensor have another shape; names the tensor.
@@ -149,26 +149,31 @@ def chunk_plans(output: OutputTensor, boxes: Sequence[Box], frame_of: FrameOf) -
 def _plans(
     sources: tuple[TensorLayout, ...], boxes: tuple[Box, ...], dtype: str, frame_of: FrameOf
 ) -> tuple[ChunkPlan, ...]:
-    terms = zip(*(_copies(source, boxes) for source in sources), strict=True)
-    return tuple(
-        ChunkPlan(box, dtype, frame_of(dtype, box.shape), term) for box, term in zip(boxes, terms, strict=True)
-    )
+    copies = zip(*(_copies(source, boxes) for source in sources), strict=True)
+    boxed = zip(boxes, copies, strict=True)
+    return tuple(ChunkPlan(box, dtype, frame_of(dtype, box.shape), terms) for box, terms in boxed)
 
 
 @lru_cache(maxsize=1024)
 def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[BoxCopies, ...]:
     """Return the copies that fill each box; tensors of the same geometry share them."""
-    names = range(-1, -1 - len(boxes), -1)  # of the buffers to fill; none is a chunk's
-    target = tuple(dense(box, name) for box, name in zip(boxes, names, strict=True) if box.numel)
+    # Box n is buffer -1 - n, so that none has the name of a chunk.
+    filled = [(number, box) for number, box in enumerate(boxes) if box.numel]
+    target = tuple(dense(box, -1 - number) for number, box in filled)
     plan = make_plan(source, TensorLayout.of(source.shape, target))
+    # The copies of each box stand together, in the order of filling.
     number = -1 - np.array(plan.targets, np.int64)[plan.table.target]
     order = np.lexsort((plan.table.target_offset, number))
     table = replace(plan.table, source=np.array(plan.sources, np.int64)[plan.table.source]).rows(order)
-    alone, expected = table.sizes == 1, dense_strides(table.sizes)
-    in_runs = np.all([alone | (own == expected) for own in (table.source_strides, table.target_strides)], (0, 2))
+    # A copy is one run if its strides are those of a dense box, but for dims of size 1.
+    is_single, expected = table.sizes == 1, dense_strides(table.sizes)
+    strides = (table.source_strides, table.target_strides)
+    in_runs = np.all([is_single | (side == expected) for side in strides], (0, 2))
     ends = np.searchsorted(number[order], np.arange(len(boxes) + 1)).tolist()
-    bounds, starts = pairwise(ends), plan.starts[order]
-    return tuple(BoxCopies(starts[lo:hi], table.rows(slice(lo, hi)), bool(in_runs[lo:hi].all())) for lo, hi in bounds)
+    starts = plan.starts[order]
+    return tuple(
+        BoxCopies(starts[lo:hi], table.rows(slice(lo, hi)), bool(in_runs[lo:hi].all())) for lo, hi in pairwise(ends)
+    )
 
 
 def is_direct(output: OutputTensor, plan: ChunkPlan) -> bool:
@@ -232,7 +237,7 @@ class OutputChunks:
         """The offset behind the last chunk, in bytes; 0 if there is none."""
         return int(self.offsets[-1]) + self.plans[-1].frame.length if self.plans else 0
 
-    def alike(self, numbers: Iterable[int] | None = None) -> dict[ChunkPlan, list[int]]:
+    def by_plan(self, numbers: Iterable[int] | None = None) -> dict[ChunkPlan, list[int]]:
         """Group the numbers of all chunks, or of these, by plan."""
         groups: defaultdict[ChunkPlan, list[int]] = defaultdict(list)
         for number in range(len(self)) if numbers is None else numbers:
@@ -241,20 +246,21 @@ class OutputChunks:
 
     def grouped(self, numbers: Iterable[int]) -> Iterator[tuple[ChunkPlan, list[int]]]:
         """Group these numbers by plan, and by how their elements are made, of source chunks with equal boxes."""
-        for plan, alike in self.alike(numbers).items():
+        for plan, plan_numbers in self.by_plan(numbers).items():
             kinds: defaultdict[Hashable, list[int]] = defaultdict(list)
-            for number in alike:
+            for number in plan_numbers:
                 kinds[self.outputs[number].making, self.outputs[number].boxes].append(number)
-            yield from ((plan, same) for same in kinds.values())
+            for kind_numbers in kinds.values():
+                yield plan, kind_numbers
 
     def sources(self, rows: SourceRows, numbers: Iterable[int] | None = None) -> Mask:
         """Return a mask of the rows of the source from which all chunks, or these, are copied."""
-        used = np.zeros(len(rows), np.bool_)
-        for plan, alike in self.alike(numbers).items():
-            outputs = [self.outputs[number] for number in alike]
+        is_source = np.zeros(len(rows), np.bool_)
+        for plan, plan_numbers in self.by_plan(numbers).items():
+            outputs = [self.outputs[number] for number in plan_numbers]
             for buffer in plan.buffers:
-                used[rows.rows(outputs, buffer)] = True
-        return used
+                is_source[rows.rows(outputs, buffer)] = True
+        return is_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,27 +311,31 @@ def written_tensors(
     outputs: Sequence[OutputTensor], files: Sequence[OutputFile], files_done: Mapping[str, FinishedFile]
 ) -> Iterator[tuple[Chunks, int]]:
     """Yield for each of these tensors its chunks, in the order of the files, and its fingerprint."""
+    # The chunks of all files are sorted by tensor.
     numbers = {output.key: number for number, output in enumerate(outputs)}
     plans = list(chain.from_iterable(file.chunks.plans for file in files))
-    owners = (numbers[output.key] for file in files for output in file.chunks.outputs)
-    owner = np.fromiter(owners, np.int32, len(plans))
+    chunk_outputs = chain.from_iterable(file.chunks.outputs for file in files)
+    owner = np.fromiter((numbers[output.key] for output in chunk_outputs), np.int32, len(plans))
     order = np.argsort(owner, kind="stable")
     ends = np.cumsum(np.bincount(owner, minlength=len(outputs))).tolist()
-    done = [files_done[file.name].chunks for file in files]
+    sums_by_file = [files_done[file.name].chunks for file in files]
 
-    def joined(name: str) -> NDArray[Any]:
+    def sorted_sums(name: str) -> NDArray[Any]:
         """Return one of the `SUMS` of all chunks; all of them together would be in memory twice."""
-        column: NDArray[Any] = np.concatenate([np.empty(0, SUMS)[name], *(sums[name] for sums in done)])[order]
+        column: NDArray[Any] = np.concatenate([np.empty(0, SUMS)[name], *(sums[name] for sums in sums_by_file)])[order]
         return column
 
-    columns, known = _columns(files, plans, order, joined("digest"), joined("checksum")), dict[Boxes, Boxes]()
-    shares = np.concatenate([np.zeros(1, np.uint64), np.cumsum(joined("share"))])  # modulo 2**64
+    # Boxes are shared by tensors that are cut in the same way; a tensor's fingerprint is the sum of its chunks' shares.
+    columns = _columns(files, plans, order, sorted_sums("digest"), sorted_sums("checksum"))
+    shared_boxes = dict[Boxes, Boxes]()
+    shares = np.concatenate([np.zeros(1, np.uint64), np.cumsum(sorted_sums("share"))])  # modulo 2**64
     for start, end, output in zip([0, *ends], ends, outputs, strict=False):
         boxes = _boxes(tuple([plans[number] for number in order[start:end].tolist()]), len(output.record.shape))
-        yield Chunks(columns, start, known.setdefault(boxes, boxes)), (int(shares[end]) - int(shares[start])) % 2**64
+        boxes = shared_boxes.setdefault(boxes, boxes)
+        yield Chunks(columns, start, boxes), (int(shares[end]) - int(shares[start])) % 2**64
 
 
-@lru_cache(maxsize=1024)  # tensors that lie alike share their plans
+@lru_cache(maxsize=1024)  # tensors of one geometry share their plans
 def _boxes(plans: tuple[ChunkPlan, ...], ndim: int) -> Boxes:
     return Boxes.of_all([plan.box for plan in plans], ndim)
 
@@ -338,9 +348,9 @@ def _columns(
     checksum: NDArray[np.uint32],
 ) -> Columns:
     """Return the columns of the files' chunks in this order, in which their sums are already."""
-    known: dict[ChunkPlan, int] = {}
-    number = np.fromiter((known.setdefault(plan, len(known)) for plan in plans), np.int32, len(plans))[order]
-    frames = [plan.frame for plan in known]
+    numbers: dict[ChunkPlan, int] = {}
+    number = np.fromiter((numbers.setdefault(plan, len(numbers)) for plan in plans), np.int32, len(plans))[order]
+    frames = [plan.frame for plan in numbers]
     lengths = [(frame.length, frame.payload_offset, frame.payload_length) for frame in frames]
     has_crc32 = np.array([frame.checksum_of is crc32_of for frame in frames], np.bool_)
     for file in files:
