@@ -22,16 +22,16 @@ from .output_files import OutputFile, is_direct
 from .source_rows import Unchecked
 from .staging import SUMS, ChunkSums, FinishedFile
 
-_MOST = 8
+_MAX_FILES = 8
 """Files that are written in step.  If they are interrupted, they all are unfinished."""
 
-_RANGES = 4
-"""Ranges of chunks for each thread: so many that all end at about the same time."""
+_RANGES_PER_THREAD = 4
+"""So many that all threads end at about the same time."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """A file that is being written, and what is known of it so far."""
+    """A file that is being written, with the sums of its items and chunks so far."""
 
     file: OutputFile
     output: Writing
@@ -57,14 +57,14 @@ class FilesInStep:
         self.files = files
         self.threads = threads
         self._lock = Lock()
-        self._to_leave = threads
-        self._drafts = ExitStack()
+        self._threads_inside = threads
+        self._exits = ExitStack()
         self._parts: Iterator[Part] | None = None
         self._error: BaseException | None = None
-        self._open: tuple[Draft, ...] = ()
+        self._drafts: tuple[Draft, ...] = ()
 
     def write(
-        self, opened: Callable[[OutputFile], AbstractContextManager[Draft]], written: Callable[[Part], None]
+        self, open_draft: Callable[[OutputFile], AbstractContextManager[Draft]], write_part: Callable[[Part], None]
     ) -> list[tuple[OutputFile, FinishedFile]]:
         """Write part after part, none of which another thread gets, until none is left.
 
@@ -76,41 +76,34 @@ class FilesInStep:
         try:
             with self._lock:
                 if self._parts is None and self._error is None:
-                    self._open = tuple(self._drafts.enter_context(opened(file)) for file in self.files)
-                    self._parts = self._divided()
-            for part in self._taken():
-                written(part)
+                    self._drafts = tuple(self._exits.enter_context(open_draft(file)) for file in self.files)
+                    self._parts = self._split()
+            while self._error is None and (part := self._next_part()) is not None:
+                write_part(part)
         except BaseException as error:
             self._error = self._error or error
             raise
         finally:
             with self._lock:
-                self._to_leave -= 1
-                is_last = self._to_leave == 0
+                self._threads_inside -= 1
+                is_last = self._threads_inside == 0
             if is_last:
-                self._close()
-        return [(draft.file, draft.finished) for draft in self._open] if is_last and self._error is None else []
+                cause = self._error
+                self._exits.__exit__(type(cause) if cause else None, cause, cause.__traceback__ if cause else None)
+        return [(draft.file, draft.finished) for draft in self._drafts] if is_last and self._error is None else []
 
-    def _close(self) -> None:
-        error = self._error
-        self._drafts.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+    def _next_part(self) -> Part | None:
+        with self._lock:
+            return next(self._parts or iter(()), None)
 
-    def _taken(self) -> Iterator[Part]:
-        while self._error is None:
-            with self._lock:
-                part = next(self._parts or iter(()), None)
-            if part is None:
-                return
-            yield part
-
-    def _divided(self) -> Iterator[Part]:
-        drafts = self._open
-        count = _RANGES * self.threads if self.threads > 1 else 1
-        ends = [_range_ends(draft.file.chunks.offsets, draft.file.length, count) for draft in drafts]
-        first = (0,) * len(drafts)
-        for starts, stops in pairwise([first, *zip(*ends, strict=True)]):
-            each = zip(drafts, map(range, starts, stops), strict=True)
-            yield [(draft, numbers) for draft, numbers in each if numbers or starts is first]
+    def _split(self) -> Iterator[Part]:
+        """Yield ranges of all drafts' chunks, of about as many bytes; an empty one counts in the first part only."""
+        count = _RANGES_PER_THREAD * self.threads if self.threads > 1 else 1
+        ends = [_range_ends(draft.file.chunks.offsets, draft.file.length, count) for draft in self._drafts]
+        first_starts = (0,) * len(self._drafts)
+        for starts, stops in pairwise([first_starts, *zip(*ends, strict=True)]):
+            ranges = zip(self._drafts, map(range, starts, stops), strict=True)
+            yield [(draft, numbers) for draft, numbers in ranges if numbers or starts is first_starts]
 
 
 def _range_ends(offsets: Column, length: int, count: int) -> list[int]:
@@ -128,33 +121,38 @@ def in_step(files: Sequence[OutputFile], source: Unchecked, threads: int, in_any
     Args:
         in_any_order: whether several threads can write to a file, each somewhere else.
     """
+    # Files that gather from a chunk of the one before belong together.
     runs: list[list[OutputFile]] = []
-    before = np.zeros(len(source.rows), np.bool_)
+    former_sources = np.zeros(len(source.rows), np.bool_)
     for file in files:
         columns = enumerate(zip(file.chunks.outputs, file.chunks.plans, strict=True))
         in_pieces = [number for number, (output, plan) in columns if not is_direct(output, plan)]
-        gathered = file.chunks.sources(source.rows, in_pieces)
-        if (gathered & before).any():
+        sources = file.chunks.sources(source.rows, in_pieces)
+        if (sources & former_sources).any():
             runs[-1].append(file)
         else:
             runs.append([file])
-        before = gathered
-    at_once = min(threads, len(os.sched_getaffinity(0)))
-    groups = list(chain.from_iterable(_cut(run, at_once, in_any_order) for run in runs))
-    return [FilesInStep(group, min(-(-at_once // len(groups)), share)) for group, share in groups]
+        former_sources = sources
+    # Threads that have no group of their own share one, if it has enough chunks.
+    busy_threads = min(threads, len(os.sched_getaffinity(0)))
+    groups = list(chain.from_iterable(_groups(run, busy_threads, in_any_order) for run in runs))
+    return [FilesInStep(group, min(-(-busy_threads // len(groups)), shares)) for group, shares in groups]
 
 
-def _cut(files: Sequence[OutputFile], at_once: int, in_any_order: bool) -> Iterator[tuple[Sequence[OutputFile], int]]:
+def _groups(
+    files: Sequence[OutputFile], threads: int, in_any_order: bool
+) -> Iterator[tuple[Sequence[OutputFile], int]]:
     """Yield files that gather from the same chunks in groups, each with the most threads that can share it.
 
-    There are no more groups than it takes to keep ``at_once`` threads busy, because each reads the source again.
+    There are no more groups than it takes to keep the threads busy, because each reads the source again.
     """
-    share = min(map(_largest_share, files)) if in_any_order else 1
-    size = min(-(-len(files) // -(-at_once // share)), _MOST)
-    yield from ((files[start : start + size], share) for start in range(0, len(files), size))
+    shares = min(map(_max_shares, files)) if in_any_order else 1
+    size = min(-(-len(files) // -(-threads // shares)), _MAX_FILES)
+    for start in range(0, len(files), size):
+        yield files[start : start + size], shares
 
 
-def _largest_share(file: OutputFile) -> int:
+def _max_shares(file: OutputFile) -> int:
     """Return how many times the largest of a file's chunks goes into the file."""
     if not len(file.chunks):
         return 1

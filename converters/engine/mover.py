@@ -224,9 +224,9 @@ class Mover:
         if sums_of_header is not None and not np.array_equal(sums_of_header, draft.sums):
             raise SourceError(f"the source of {file.name} changed between two reads; nothing was published")
 
-    def is_finished(self, file: OutputFile, finished: FinishedFile | None) -> bool:
+    def is_finished(self, file: OutputFile, finished: FinishedFile) -> bool:
         """Return whether a file that the journal names still holds, in every byte, what was written."""
-        if finished is None or (len(finished.items), len(finished.chunks)) != (len(file.items), len(file.chunks)):
+        if (len(finished.items), len(finished.chunks)) != (len(file.items), len(file.chunks)):
             return False
         if not self._is_intact(file, finished):
             return False

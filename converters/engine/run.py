@@ -8,15 +8,17 @@ share a job (:mod:`.workers`): each writes some of the files, and the coordinato
 from __future__ import annotations
 
 import dataclasses
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
+from itertools import chain, repeat
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from ...algebra.fingerprint import as_hex
 from ...names.errors import DestinationError, Interrupted, SourceError
-from ...record.record import Manifest
+from ...record.record import Blob, Manifest
 from ...store.io import publish
 from ...store.io.limits import gc_paused
 from ...store.io.location import Location, check_memory, items_beside
@@ -86,7 +88,7 @@ def run_job(
         _writing(destination),
         Coordinator(destination, place, digest, resume) if workers.me.coordinates else nullcontext() as coordinator,
         workers.together(),
-        _writing(destination),  # here, too: what the others hear says what could not be written
+        _writing(destination),  # here, too: the other workers hear which destination could not be written
         _resumable(place, len(job.files), files_done),
     ):
         # The coordinator tells the others where this run stages its files, and which ones earlier runs have finished.
@@ -104,7 +106,7 @@ def run_job(
         gathered = workers.gather(files_done)
         if coordinator is None:
             return None
-        return _publish(job, destination, coordinator, {name: file for own in gathered for name, file in own.items()})
+        return _publish(job, destination, coordinator, dict(ChainMap(*gathered)))
 
 
 @contextmanager
@@ -141,35 +143,36 @@ def _finished_files(
 ) -> Iterator[tuple[OutputFile, FinishedFile]]:
     """Yield files as they are finished; then check all other chunks, and read the files back if ``verify`` is set."""
 
-    def is_reusable(file: OutputFile) -> bool:
-        whole = mover.is_finished(file, history.get(file.name))
-        if whole:
-            journal.add(file.name, history[file.name])
-        return whole
+    def find_intact(file: OutputFile) -> FinishedFile | None:
+        former = history.get(file.name)
+        if former is None or not mover.is_finished(file, former):
+            return None
+        journal.add(file.name, former)
+        return former
 
-    def written(group: FilesInStep) -> list[tuple[OutputFile, FinishedFile]]:
-        done = mover.write(group)
-        for file, finished in done:
+    def write(group: FilesInStep) -> list[tuple[OutputFile, FinishedFile]]:
+        finished_files = mover.write(group)
+        for file, finished in finished_files:
             journal.add(file.name, finished)
-        return done
+        return finished_files
 
     with ThreadPoolExecutor(threads) as pool:
         try:
-            files_done = {
-                file.name: history[file.name] for file, whole in _results(pool, workers, is_reusable, files) if whole
-            }
-            yield from ((file, files_done[file.name]) for file in files if file.name in files_done)
-            left = [file for file in files if file.name not in files_done]
-            in_order = iter(
-                in_step(left, mover.unchecked, threads, mover.writes_in_any_order)
-            )  # each is let go when done
-            for _, done in _results(
-                pool, workers, written, (group for group in in_order for _ in range(group.threads))
-            ):
-                files_done.update((file.name, finished) for file, finished in done)
-                yield from done
-            unchecked = mover.unchecked.split(_MAX_TASKS)  # of the files that were finished before
-            for _ in _results(pool, workers, mover.check, unchecked):
+            # Files of earlier runs count if they still hold what was written.
+            intact = {file.name: finished for file, finished in _results(pool, workers, find_intact, files) if finished}
+            files_done = dict(intact)
+            for file in files:
+                if file.name in intact:
+                    yield file, intact[file.name]
+            # Each group is let go when it is done: it has the plans of all its chunks.
+            unfinished = [file for file in files if file.name not in intact]
+            groups = iter(in_step(unfinished, mover.unchecked, threads, mover.writes_in_any_order))
+            tasks = chain.from_iterable(repeat(group, group.threads) for group in groups)
+            for _, finished_files in _results(pool, workers, write, tasks):
+                files_done.update((file.name, finished) for file, finished in finished_files)
+                yield from finished_files
+            # The sources of intact files have not been read, nor those of no file.
+            for _ in _results(pool, workers, mover.check, mover.unchecked.split(_MAX_TASKS)):
                 pass
             if verify:
                 for _ in _results(pool, workers, lambda file: mover.verify(file, files_done[file.name]), files):
@@ -212,6 +215,7 @@ def _publish(
         unchanged = False
     if not unchanged:
         raise SourceError(f"{job.source.path} changed while it was read; nothing was published")
+    # Workers on other machines have written to the place, too.
     place = coordinator.staging.place
     coordinator.remove_strays({file.name for file in job.files})
     for file in job.files:
@@ -242,14 +246,13 @@ def _describe(job: Job, files_done: Mapping[str, FinishedFile]) -> Manifest:
     Raises:
         SourceError: the moved bytes are not those that the source's manifest describes.
     """
-    blobs = [
-        dataclasses.replace(item.blob, digest=digest)
-        for file in job.files
-        for item, digest in zip(file.items, files_done[file.name].items, strict=True)
-    ]
+    blobs: list[Blob] = []
+    for file in job.files:
+        digests = zip(file.items, files_done[file.name].items, strict=True)
+        blobs += (dataclasses.replace(item.blob, digest=digest) for item, digest in digests)
     tensors = []
-    written = written_tensors(job.outputs, [file for file in job.files if len(file.chunks)], files_done)
-    for tensor, (chunks, share) in zip(job.tensors, written, strict=True):
+    chunks_and_shares = written_tensors(job.outputs, [file for file in job.files if len(file.chunks)], files_done)
+    for tensor, (chunks, share) in zip(job.tensors, chunks_and_shares, strict=True):
         fingerprint = as_hex(share)
         if tensor.fingerprint not in (None, fingerprint):
             raise SourceError(

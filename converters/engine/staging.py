@@ -141,6 +141,7 @@ class Coordinator:
             try:
                 if existed or self._lock.earlier is not None:
                     self._take_over(job, resume)
+                # From this line on the work is this run's.
                 self._lock.sign(sealed(_SEAL, {"job": job, "run": self.staging.run}))
                 self.staging.journals.mkdir()
                 self.staging.drafts.mkdir()
@@ -208,6 +209,7 @@ class Coordinator:
             raise DestinationError(
                 f"{place} holds unfinished work of another job (other source, mesh or version); remove it first"
             )
+        # Unfinished files are written anew; finished ones are in the journals of all runs.
         for entry in publish.journal(place).iterdir():
             if entry.name.endswith(_DRAFTS):
                 _remove(entry)
