@@ -1,7 +1,14 @@
 """The parts of a parameter's matrices on each rank, and one rank's copies between there and the owners.
 
-The copies are those of `plan.make_share` from where a matrix rests to its owner, made for all matrices of a parameter
-together, as there are tens of thousands.
+`rank_copies` does what `plan.make_share` does from the layout by which a matrix rests to one in which its owner has all
+of it, and back: the same intersections of boxes, the same choice among replicas, the same order on both sides
+(`test_owners` compares the two).  It is done here once more because
+
+- a model has tens of thousands of matrices: a plan of each, with a layout of its own, would take minutes.  Here the
+  matrices of a parameter are rows of a few arrays;
+- experts between two cuts of their stack have like parts, which are listed once, whatever the owners;
+- a rank needs its own copies only, and those of a matrix follow from the matrix and its owner alone, so that owners can
+  be chosen (`schedule.assign`) from what each rank holds before there is any plan.
 """
 
 from __future__ import annotations
@@ -51,27 +58,28 @@ class MatrixParts:
 
     def volumes(self, numbers: IntArray) -> IntArray:
         """Return the number of elements of each part."""
-        begin, end, _, _ = self.pieces
+        starts, stops, _, _ = self.pieces
         i, j = self.piece[numbers], self.box[numbers]
-        sizes = np.minimum(end[i], self.layout.stops[j]) - np.maximum(begin[i], self.layout.starts[j])
+        sizes = np.minimum(stops[i], self.layout.stops[j]) - np.maximum(starts[i], self.layout.starts[j])
         volumes: IntArray = sizes.prod(axis=1)
         return volumes
 
     def holders(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
         """Return each holder of parts, in the layout's order: the part's position in ``numbers``, and the fragment."""
-        rows, first = self.layout.by_box
-        part, within = expanded(first[self.box[numbers]], np.diff(first)[self.box[numbers]])
-        return part, rows[within]
+        fragments, first = self.layout.by_box
+        part, row = expanded(first[self.box[numbers]], np.diff(first)[self.box[numbers]])
+        return part, fragments[row]
 
-    def holding(self, rank: int) -> tuple[IntArray, IntArray]:
-        """Return the numbers of the parts that a rank holds, and for each matrix where its own begin among them."""
-        rows = np.flatnonzero(np.isin(self.box, self.layout.boxes_of(rank)))
-        return rows, np.searchsorted(rows, self.first)
+    def parts_of_rank(self, rank: int) -> tuple[IntArray, IntArray]:
+        """Return the numbers of the parts that a rank holds, and where each matrix's begin among them."""
+        numbers = np.flatnonzero(np.isin(self.box, self.layout.boxes_of(rank)))
+        return numbers, np.searchsorted(numbers, self.first)
 
-    def resident(self, rank: int) -> NDArray[np.bool_]:
-        _, first = self.holding(rank)
-        resident: NDArray[np.bool_] = (np.diff(first) > 0)[self.representative]
-        return resident
+    def has_parts(self, rank: int) -> NDArray[np.bool_]:
+        """Return whether a rank holds a part of each matrix."""
+        _, first = self.parts_of_rank(rank)
+        has_parts: NDArray[np.bool_] = (np.diff(first) > 0)[self.representative]
+        return has_parts
 
     def places(
         self, index: IntArray, part: IntArray, fragment: IntArray
@@ -85,36 +93,39 @@ class MatrixParts:
             fragment: the fragment of the layout that holds it.
         """
         layout, j = self.layout, self.box[part]
+        # A part of the representative is a part of the matrix, as many pieces further on.
         i = self.piece[part] + (self.first_piece[index] - self.first_piece[self.representative[index]])
-        begin, end, shift, along = (array[i] for array in self.pieces)
-        lo, strides = np.maximum(begin, layout.starts[j]), layout.strides[fragment]
+        starts, stops, shift, matrix_strides = (array[i] for array in self.pieces)
+        lo, strides = np.maximum(starts, layout.starts[j]), layout.strides[fragment]
         offset = layout.offset[fragment] + ((lo - layout.starts[j]) * strides).sum(axis=1)
-        return np.minimum(end, layout.stops[j]) - lo, (offset, strides), (((lo + shift) * along).sum(axis=1), along)
+        matrix_offset = ((lo + shift) * matrix_strides).sum(axis=1)
+        return np.minimum(stops, layout.stops[j]) - lo, (offset, strides), (matrix_offset, matrix_strides)
 
 
 @lru_cache(maxsize=256)
 def matrix_parts(layout: TensorLayout, fused: Fused) -> MatrixParts:
+    """Intersect a parameter's matrices with its layout."""
     matrices, shapes = matrices_of(layout.shape, fused), shapes_of(layout.shape, fused)
-    pieces = [(piece, row_major(shape)) for matrix, shape in zip(matrices, shapes, strict=True) for piece in matrix]
-    width = len(layout.shape)
-    lo, hi, origin, strides = (
-        np.array(column, np.int64).reshape(-1, width)
-        for column in (
-            [piece.box.lo for piece, _ in pieces],
-            [piece.box.hi for piece, _ in pieces],
-            [piece.origin for piece, _ in pieces],
-            [along for _, along in pieces],
-        )
-    )
+    corners = []
+    for matrix, shape in zip(matrices, shapes, strict=True):
+        strides = row_major(shape)
+        corners += [(piece.box.lo, piece.box.hi, piece.origin, strides) for piece in matrix]
+    lo, hi, origin, strides_of_pieces = np.array(corners, np.int64).reshape(-1, 4, len(layout.shape)).swapaxes(0, 1)
     first_piece = np.cumsum([0, *map(len, matrices)])
-    expert, cut = np.divmod(np.arange(len(matrices)), max(len(matrices) // max(math.prod(layout.shape[:-2]), 1), 1))
-    # In a tiling, a box ends only where others begin.  In two dims the only expert is before the second cut.
-    between = np.searchsorted(np.unique(layout.starts[:, 0]), expert, side="right")
-    _, standing, kind = np.unique(between * len(matrices) + cut, return_index=True, return_inverse=True)
-    _, chosen = expanded(first_piece[standing], np.diff(first_piece)[standing])
-    i, j = overlaps(lo[chosen], hi[chosen], layout.starts, layout.stops)
-    first = np.searchsorted(chosen[i], first_piece)
-    return MatrixParts(layout, (lo, hi, origin - lo, strides), first_piece, standing[kind], chosen[i], j, first)
+
+    # Experts between two cuts of their stack have like parts, so the first of them stands for all.  In a tiling, a box
+    # ends only where others begin.  In two dims the only expert is before the second cut.
+    experts = max(math.prod(layout.shape[:-2]), 1)
+    expert, number = np.divmod(np.arange(len(matrices)), max(len(matrices) // experts, 1))
+    cut = np.searchsorted(np.unique(layout.starts[:, 0]), expert, side="right")
+    _, first_matrix, kind = np.unique(cut * len(matrices) + number, return_index=True, return_inverse=True)
+
+    # Their pieces meet the boxes of the layout in parts.
+    _, pieces = expanded(first_piece[first_matrix], np.diff(first_piece)[first_matrix])
+    i, j = overlaps(lo[pieces], hi[pieces], layout.starts, layout.stops)
+    first_part = np.searchsorted(pieces[i], first_piece)
+    arrays = lo, hi, origin - lo, strides_of_pieces
+    return MatrixParts(layout, arrays, first_piece, first_matrix[kind], pieces[i], j, first_part)
 
 
 @lru_cache(maxsize=4096)
@@ -125,20 +136,24 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
     parts = matrix_parts(layout, fused)
     numbers = np.arange(len(parts.piece))
     part, fragment = parts.holders(numbers)
-    positions = _positions(layout, ranks)
+    position = _positions(layout, ranks)[layout.buffer[fragment]]
     matrix = np.searchsorted(parts.first, part, side="right") - 1
 
-    standing = np.unique(parts.representative)
-    pairs, pair_of = np.unique(matrix * len(ranks) + positions[layout.buffer[fragment]], return_inverse=True)
-    held = np.zeros(len(pairs), np.int64)
-    np.add.at(held, pair_of, parts.volumes(numbers)[part])
-    cuts = np.searchsorted(pairs, standing[1:] * len(ranks))
-    alike: dict[tuple[bytes, bytes], tuple[IntArray, IntArray]] = {}
+    # The elements of all parts that a rank holds of a matrix.
+    pairs, pair_of_part = np.unique(matrix * len(ranks) + position, return_inverse=True)
+    elements = np.zeros(len(pairs), np.int64)
+    np.add.at(elements, pair_of_part, parts.volumes(numbers)[part])
+
+    # Cut by matrix; layers and experts that lie alike share arrays, by whose identity `schedule.assign` knows them.
+    representatives = np.unique(parts.representative)
+    cuts = np.searchsorted(pairs, representatives[1:] * len(ranks))
+    arrays: dict[tuple[bytes, bytes], tuple[IntArray, IntArray]] = {}
     homes = {}
-    splits = zip(standing.tolist(), np.split(pairs % len(ranks), cuts), np.split(held, cuts), strict=False)
-    for index, who, much in splits:
+    splits = np.split(pairs % len(ranks), cuts), np.split(elements, cuts)
+    for index, holders, held_elements in zip(representatives.tolist(), *splits, strict=False):
         # Not views, which would keep the arrays of all matrices.
-        homes[index] = alike.setdefault((who.tobytes(), much.tobytes()), (who.copy(), much.copy()))
+        key = holders.tobytes(), held_elements.tobytes()
+        homes[index] = arrays.setdefault(key, (holders.copy(), held_elements.copy()))
     return tuple(homes[index] for index in parts.representative.tolist())
 
 
@@ -146,8 +161,8 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
 def first_replicas(layout: TensorLayout, fused: Fused, index: int) -> Mapping[Buffer, int]:
     """Return for each holder of a matrix which replica of its first part it has."""
     parts = matrix_parts(layout, fused)
-    if (standing := int(parts.representative[index])) != index:
-        return first_replicas(layout, fused, standing)
+    if (representative := int(parts.representative[index])) != index:
+        return first_replicas(layout, fused, representative)
     part, fragment = parts.holders(parts.numbers(index))
     replica = np.arange(len(part)) - np.searchsorted(part, part)
     buffers, first = np.unique(layout.buffer[fragment], return_index=True)
@@ -159,10 +174,10 @@ def first_replica(layout: TensorLayout, fused: Fused, index: int, owner: int) ->
 
     Where nothing has replicas, it is the only one, whoever asks.
     """
-    return first_replicas(layout, fused, index).get(owner) if _replicated(layout) else 0
+    return first_replicas(layout, fused, index).get(owner) if _is_replicated(layout) else 0
 
 
-def _replicated(layout: TensorLayout) -> bool:
+def _is_replicated(layout: TensorLayout) -> bool:
     return len(layout.box) > len(layout.starts)
 
 
@@ -172,8 +187,8 @@ class RankCopies:
 
     Attributes:
         gives, takes_back: parts that it holds of others' matrices.
-        takes, gives_back: parts of its own matrices that others hold.
-        local: parts that it holds of its own matrices, from its tensor to the matrix.
+        takes, gives_back: parts of the matrices that it owns, held by others.
+        local: parts that it holds of the matrices that it owns, from its tensor to the matrix.
     """
 
     gives: Copies
@@ -201,8 +216,8 @@ class OwnedMatrices:
     index: IntArray
     owner: IntArray
 
-    def rows(self, chosen: NDArray[np.bool_]) -> OwnedMatrices:
-        return OwnedMatrices(self.tensor[chosen], self.index[chosen], self.owner[chosen])
+    def rows(self, mask: NDArray[np.bool_]) -> OwnedMatrices:
+        return OwnedMatrices(self.tensor[mask], self.index[mask], self.owner[mask])
 
 
 def rank_copies(
@@ -214,68 +229,79 @@ def rank_copies(
     Results go to all replicas.
     """
     parts = matrix_parts(layout, fused)
-    mine = matrices.owner == position
-    takes, own, gives_back = _of_owned(parts, fused, ranks, position, matrices.rows(mine))
-    gives, takes_back = _of_held(parts, fused, ranks, position, matrices.rows(~mine))
-    return RankCopies(gives, takes, own, gives_back, takes_back)
+    is_owner = matrices.owner == position
+    takes, local, gives_back = _copies_of_owner(parts, fused, ranks, position, matrices.rows(is_owner))
+    gives, takes_back = _copies_of_holder(parts, fused, ranks, position, matrices.rows(~is_owner))
+    return RankCopies(gives, takes, local, gives_back, takes_back)
 
 
-def _of_owned(
+def _copies_of_owner(
     parts: MatrixParts, fused: Fused, ranks: tuple[int, ...], position: int, matrices: OwnedMatrices
 ) -> tuple[Copies, Copies, Copies]:
     """Return a rank's copies of the matrices that it owns: it takes, has, and gives back."""
-    layout, stands = parts.layout, parts.representative[matrices.index]
-    matrix, part = expanded(parts.first[stands], np.diff(parts.first)[stands])
-    number = part - parts.first[stands[matrix]]
-    at, fragment = parts.holders(part)
-    holder, tensor = _positions(layout, ranks)[layout.buffer[fragment]], matrices.tensor[matrix][at]
-    sizes, near, inside = parts.places(matrices.index[matrix][at], part[at], fragment)
-    here = holder == position
-    back = Copies(sizes, tensor, *inside, holder, *_on_wire(sizes))
-    replicas = np.bincount(at, minlength=len(part))
-    first = _first_replicas(layout, fused, ranks, matrices)[matrix]
-    read = np.cumsum(replicas) - replicas + _chosen(number, first, replicas)
-    elsewhere = np.bincount(at[here], minlength=len(part)) == 0
-    own = Copies(sizes, tensor, *near, tensor, *inside).rows(here)
-    return back.rows(read[elsewhere]).inverse(), own, back.rows(~here)
+    # All holders of all parts, replicas too, as copies from the matrix to each.
+    layout, representative = parts.layout, parts.representative[matrices.index]
+    matrix, part = expanded(parts.first[representative], np.diff(parts.first)[representative])
+    row, fragment = parts.holders(part)
+    holder, tensor = _positions(layout, ranks)[layout.buffer[fragment]], matrices.tensor[matrix][row]
+    sizes, place, matrix_place = parts.places(matrices.index[matrix][row], part[row], fragment)
+    back = Copies(sizes, tensor, *matrix_place, holder, *_on_wire(sizes))
+
+    # Results go to all others.  Of a part that the owner does not hold itself, it reads one replica.
+    is_local = holder == position
+    local = Copies(sizes, tensor, *place, tensor, *matrix_place).rows(is_local)
+    replicas = np.bincount(row, minlength=len(part))
+    number = part - parts.first[representative[matrix]]
+    first = _first_replicas_of_owners(layout, fused, ranks, matrices)[matrix]
+    source = np.cumsum(replicas) - replicas + _replica_to_read(number, first, replicas)
+    is_elsewhere = np.bincount(row[is_local], minlength=len(part)) == 0
+    return back.rows(source[is_elsewhere]).inverse(), local, back.rows(~is_local)
 
 
-def _of_held(
+def _copies_of_holder(
     parts: MatrixParts, fused: Fused, ranks: tuple[int, ...], position: int, matrices: OwnedMatrices
 ) -> tuple[Copies, Copies]:
     """Return a rank's copies of others' matrices: it gives, and takes back."""
-    layout, stands = parts.layout, parts.representative[matrices.index]
-    held, first_held = parts.holding(ranks[position])
-    matrix, at = expanded(first_held[stands], np.diff(first_held)[stands])
-    part, owner = held[at], matrices.owner[matrix]
-    box, buffer_at = parts.box[part], _buffers(layout, ranks)
-    _, fragment = layout.find_fragments(box, np.full(len(box), buffer_at[position]))
-    sizes, near, _ = parts.places(matrices.index[matrix], part, fragment)
-    back = Copies(sizes, owner, *_on_wire(sizes), matrices.tensor[matrix], *near)
-    if not _replicated(layout):
+    # All parts that this rank holds, as copies back from each owner.
+    layout, representative = parts.layout, parts.representative[matrices.index]
+    numbers, first_number = parts.parts_of_rank(ranks[position])
+    matrix, row = expanded(first_number[representative], np.diff(first_number)[representative])
+    part, owner = numbers[row], matrices.owner[matrix]
+    box, buffer_of = parts.box[part], _buffers(layout, ranks)
+    _, fragment = layout.find_fragments(box, np.full(len(box), buffer_of[position]))
+    sizes, place, _ = parts.places(matrices.index[matrix], part, fragment)
+    back = Copies(sizes, owner, *_on_wire(sizes), matrices.tensor[matrix], *place)
+    if not _is_replicated(layout):
         return back.inverse(), back
+
+    # It gives those of which the owner has none itself, and reads this rank's replica.
     fragments, first_of_box = layout.by_box
     replica = np.empty_like(fragments)
     replica[fragments] = np.arange(len(fragments)) - first_of_box[layout.box[fragments]]
-    number, first = part - parts.first[stands[matrix]], _first_replicas(layout, fused, ranks, matrices)[matrix]
-    read = replica[fragment] == _chosen(number, first, np.diff(first_of_box)[box])
-    owner_has, _ = layout.find_fragments(box, buffer_at[owner])
-    return back.rows(read & ~owner_has).inverse(), back
+    number = part - parts.first[representative[matrix]]
+    first = _first_replicas_of_owners(layout, fused, ranks, matrices)[matrix]
+    is_read = replica[fragment] == _replica_to_read(number, first, np.diff(first_of_box)[box])
+    owner_has, _ = layout.find_fragments(box, buffer_of[owner])
+    return back.rows(is_read & ~owner_has).inverse(), back
 
 
-def _first_replicas(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], matrices: OwnedMatrices) -> IntArray:
+def _first_replicas_of_owners(
+    layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], matrices: OwnedMatrices
+) -> IntArray:
     """Return the `first_replica` of each matrix's owner, -1 for none."""
-    if not _replicated(layout):
+    if not _is_replicated(layout):
         return np.zeros(len(matrices.index), np.int64)
     pairs = zip(matrices.index.tolist(), matrices.owner.tolist(), strict=True)
     firsts = (first_replicas(layout, fused, index).get(ranks[owner], -1) for index, owner in pairs)
     return np.fromiter(firsts, np.int64, len(matrices.index))
 
 
-def _chosen(number: IntArray, first: IntArray, replicas: IntArray) -> IntArray:
-    """Return the replica of each part that is read by one who holds none of it."""
-    chosen: IntArray = np.where(first < 0, number, first) % replicas
-    return chosen
+def _replica_to_read(number: IntArray, first: IntArray, replicas: IntArray) -> IntArray:
+    """Return the replica of each part that an owner reads who holds none of it: the one with the number of the first
+    that it has of the matrix, or replicas in turn.
+    """
+    replica: IntArray = np.where(first < 0, number, first) % replicas
+    return replica
 
 
 def _on_wire(sizes: IntArray) -> tuple[IntArray, IntArray]:

@@ -192,7 +192,7 @@ def _stages(
         index = np.tile(np.arange(counts[numbers[0]]), len(numbers))
         unit = index + np.repeat(begins[numbers], counts[numbers[0]])
         for number, slot in enumerate(specs[numbers[0]].slots):
-            involved = matrix_parts(slot.layout, slot.fused).resident(rank)[index] | (owner[unit] == here)
+            involved = matrix_parts(slot.layout, slot.fused).has_parts(rank)[index] | (owner[unit] == here)
             matrices = OwnedMatrices(unit + number * len(owner), index, owner[unit]).rows(involved)
             copies = rank_copies(slot.layout, slot.fused, ranks, here, matrices)
             kinds.append((slot, copies if slot.returns else copies.one_way()))
