@@ -3,19 +3,18 @@
 ``groups`` sorts a model's parameters by rules, ``methods/`` has the algorithms, ``planning/`` decides who does which
 matrix, ``step/`` runs an update, ``newton_schulz/`` is the arithmetic, ``triton/`` its kernels, ``ground/`` has tools,
 and ``layer_wise/`` is a runtime for whole matrices with owners.  ``options`` checks hyper-parameters, whose defaults
-are in ``muonckpt/vocabulary``; ``state`` follows parameters that a framework replaces, ``restoration`` loads it;
+are in ``muonckpt/names/vocabulary``; ``state`` follows parameters that a framework replaces, ``restoration`` loads it;
 ``megatron_fsdp`` is an adapter.  Open ``muon`` first.
 """
 
 from .clipping import clip_grad_norm_
 from .groups import sort_parameters
 from .layer_wise import LayerWise
-from .max_logits import MaxLogits
+from .logits import MaxLogits, Projection, qk_clip
 from .methods.form import MatrixMethod, MethodSlot, Option, WholeMatrix, of_each
 from .methods.matrix import ADJUST_LR
 from .muon import Muon
 from .newton_schulz import COEFFICIENTS, CostTable, measure, orthogonalize
-from .qk_clip import Projection, qk_clip
 from .restoration import FreshStart
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Clipping gradients by their global norm, each element counted once, on whatever meshes they are."""
+"""Clipping of gradients by their global norm, each element counted once, on any meshes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from .step.exchange import gather_numbers
 from .step.rank_sets import collective_order, group_of, groups_of_mesh, ranks_of
 
 NORM_EPS = 1e-6
-"""Added to the norm that clipping divides by, as `torch.nn.utils.clip_grad_norm_` does."""
-
+"""The number that is added to the norm before division, as `torch.nn.utils.clip_grad_norm_` does."""
 
 IN_BUFFERS = WeakIdKeyDictionary()
 """Parameters whose gradients a `LayerWise` moves to its buffers."""
@@ -67,23 +66,25 @@ def clip_grad_norm_(
             unchanged.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if moved := sum(param in IN_BUFFERS for param in params if IN_BUFFERS):
+    if num_in_buffers := sum(param in IN_BUFFERS for param in params if IN_BUFFERS):
         raise ValueError(
-            f"{moved} of {len(params)} parameters have their gradients in the buffers of a LayerWise optimizer, where "
-            "they would be neither counted nor clipped. Write optimizer.clip_grad_norm_(max_norm)"
+            f"{num_in_buffers} of {len(params)} parameters have their gradients in the buffers of a LayerWise "
+            "optimizer, where they would be neither counted nor clipped. Write optimizer.clip_grad_norm_(max_norm)"
         )
     check_gradients(params, [param.grad for param in params])
+    # The sum of squares over all ranks, and over pipeline stages.
     squares, differs, limits, widest = _sum_over_ranks(params, max_norm)
     if pipeline is not None:
         received = gather_numbers([squares, differs.to(squares), *limits], pipeline)
         squares, differs = received[:, 0].sum(), received[:, 1].any()
         limits = [received[:, 2].amin(), received[:, 3].amax()]
+    # All must give one limit, and scale what they share by one norm.
     if (pipeline is not None or any(widest)) and not is_capturing():
         refuse_other_limits(max_norm, torch.stack(limits))
     if any(widest) and not is_capturing() and differs:
-        shared = " and ".join(f"ranks {[*ranks]}" for ranks in widest if ranks) or "another pipeline stage"
+        peers = " and ".join(f"ranks {[*ranks]}" for ranks in widest if ranks) or "another pipeline stage"
         raise ValueError(
-            f"ranks would scale gradients by different norms, and what they share would drift apart: of {shared} some "
+            f"ranks would scale gradients by different norms, and what they share would drift apart: of {peers} some "
             "have gradients that others have not (experts of their own on a part of the mesh, say), or other values of "
             "what is on all of them. Put such parameters on a mesh of all these ranks, sharded on the axis along which "
             "they differ, or reduce the gradients first"
@@ -101,11 +102,11 @@ def clip_with(gradients: Sequence[Tensor], squares: Tensor, max_norm: float, err
             "error_if_nonfinite=False to scale them by it anyway"
         )
     factor = (max_norm / (norm + NORM_EPS)).clamp(max=1.0)
-    alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        alike[gradient.device, gradient.dtype].append(gradient)
-    for (device, _), some in alike.items():
-        for portion in cut_portions([some]):
+        by_kind[gradient.device, gradient.dtype].append(gradient)
+    for (device, _), tensors in by_kind.items():
+        for portion in cut_portions([tensors]):
             with rounded_once(*portion) as [exact]:
                 torch._foreach_mul_(exact, factor.to(device, exact[0].dtype))
     return norm
@@ -113,10 +114,10 @@ def clip_with(gradients: Sequence[Tensor], squares: Tensor, max_norm: float, err
 
 def refuse_other_limits(max_norm: float, limits: Tensor) -> None:
     """Raise RuntimeError unless ``limits``, the ``max_norm`` of all ranks or their range, are this rank's."""
-    if others := sorted({*limits.tolist()} - {float(max_norm)}):
+    if differing := sorted({*limits.tolist()} - {float(max_norm)}):
         raise RuntimeError(
-            f"gradients are not clipped: max_norm is {float(max_norm)} on rank {dist.get_rank()}, and {others[0]} on "
-            "others. Every rank must give the same; the gradients are as they were"
+            f"gradients are not clipped: max_norm is {float(max_norm)} on rank {dist.get_rank()}, and {differing[0]} "
+            "on others. Every rank must give the same; the gradients are as they were"
         )
 
 
@@ -141,7 +142,7 @@ def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> tuple[Tensor, 
     sharing: defaultdict[Ranks, list[Tensor]] = defaultdict(list)
     for members in by_mesh.values():
         sharing[ranks_of(members[0], None)] += members
-    widest = [ranks for ranks in sharing if not any({*ranks} < {*others} for others in sharing)]
+    widest = [ranks for ranks in sharing if not any({*ranks} < {*larger} for larger in sharing)]
     device = params[0].device if params else torch.device("cpu")
     terms = [torch.zeros((), dtype=torch.float64, device=device)]
     differs = torch.zeros((), dtype=torch.bool, device=device)
@@ -149,22 +150,22 @@ def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> tuple[Tensor, 
     # Sorted: every rank uses the groups that it shares with others in one global order.
     for ranks, members in sorted(sharing.items(), key=lambda item: collective_order(item[0])):
         # Each gradient counts where its first copy is.
-        own = [local_of(p.grad) for p in members if p.grad is not None and is_first_copy(p.grad)]
-        squares = sum_of_squares(own, members[0].device)
+        gradients = [local_of(p.grad) for p in members if p.grad is not None and is_first_copy(p.grad)]
+        squares = sum_of_squares(gradients, members[0].device)
         mesh = members[0].device_mesh if isinstance(members[0], DTensor) else None
         if (group := group_of(ranks, *groups_of_mesh(mesh))) is not None:
             # The sums of smaller sets are complete, if all of those are in this one.
-            mine = [squares, _in_any_order(terms), squares.new_tensor(len(widest)), *limits]
-            received = gather_numbers([number.to(squares) for number in mine], group)
+            numbers = [squares, _sum_in_order(terms), squares.new_tensor(len(widest)), *limits]
+            received = gather_numbers([number.to(squares) for number in numbers], group)
             squares, sums = received[:, 0].sum(), received[:, 1]
             limits = [received[:, 3].amin().to(device), received[:, 4].amax().to(device)]
             if ranks in widest:
-                alike = ((sums == sums[0]) | (sums.isnan() & sums[0].isnan())) & (received[:, 2] == 1)
-                differs = differs | ~alike.all().to(device)
+                are_equal = ((sums == sums[0]) | (sums.isnan() & sums[0].isnan())) & (received[:, 2] == 1)
+                differs = differs | ~are_equal.all().to(device)
         terms.append(squares.to(device))
-    return _in_any_order(terms), differs, limits, widest
+    return _sum_in_order(terms), differs, limits, widest
 
 
-def _in_any_order(terms: Sequence[Tensor]) -> Tensor:
+def _sum_in_order(terms: Sequence[Tensor]) -> Tensor:
     """Add up from the smallest to the largest, as ranks may have the same terms in different orders."""
     return torch.stack([*terms]).sort().values.sum()

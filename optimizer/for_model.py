@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -20,7 +21,7 @@ from .options import FLAG, as_numbers, check_value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupsOfModel:
+class ModelGroups:
     """The arguments of `Muon.for_model` that make groups, with a weak reference to the model."""
 
     model: weakref.ref[nn.Module]
@@ -29,7 +30,7 @@ class GroupsOfModel:
     kinds: Mapping[str, Mapping[str, Any]]
     named: bool
 
-    def sort(self, model: nn.Module) -> list[dict[str, Any]]:
+    def make_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return the groups of the model as it is now.
 
         Raises:
@@ -44,10 +45,10 @@ class GroupsOfModel:
                 group["param_names"] = [names[param] for param in group["params"]]
         return groups
 
-    def to_add(self, model: nn.Module, missing: Mapping[nn.Parameter, str]) -> Iterator[str]:
-        """Yield lines of code that add parameters which no group has, given with their names in the model."""
+    def lines_to_add(self, model: nn.Module, missing: Mapping[nn.Parameter, str]) -> Iterator[str]:
+        """Yield lines of code that add parameters which no group has, by their names in the model."""
         try:
-            groups = self.sort(model)
+            groups = self.make_groups(model)
         except ValueError:  # no rule says what they are
             groups = [{"params": [*missing], "param_names": [*missing.values()], "algorithm": "adamw", **self.adamw}]
         for group in groups:
@@ -61,11 +62,8 @@ class GroupsOfModel:
                 yield f"optimizer.add_param_group({{'params': [{', '.join(places.values())}], {options}}})"
 
 
-def line(rules: str) -> str:
-    return f"Muon.for_model(model, rules={rules}, lr=0.02, adamw_lr=3e-4)"
-
-
-EXAMPLE_LINE = line(EXAMPLE)
+LINE = "Muon.for_model(model, rules={}, lr=0.02, adamw_lr=3e-4)"
+EXAMPLE_LINE = LINE.format(EXAMPLE)
 
 WITH_ALGORITHM = (
     f"[{{'params': ..., 'algorithm': ...}}], as it is an option of groups, or {EXAMPLE_LINE[:-1]}, "
@@ -80,14 +78,11 @@ def refuse_no_parameters(params: object) -> None:
         TypeError: shows the line that makes an optimizer of them.
     """
     if isinstance(params, nn.Module):
-        rules = rules_to_write(params)
-        raise TypeError(
-            f"params: expected parameters or groups, found a model, {type(params).__name__}. Write {line(rules)}"
-        )
+        line, kind = LINE.format(rules_to_write(params)), type(params).__name__
+        raise TypeError(f"params: expected parameters or groups, found a model, {kind}. Write {line}")
     if isinstance(params, Mapping):
-        write = "Muon([{'params': ...}])" if "params" in params else EXAMPLE_LINE
-        kind = type(params).__name__
-        raise TypeError(f"params: expected parameters or groups in a list, found {kind}. Write {write}")
+        line, kind = "Muon([{'params': ...}])" if "params" in params else EXAMPLE_LINE, type(params).__name__
+        raise TypeError(f"params: expected parameters or groups in a list, found {kind}. Write {line}")
     if isinstance(params, Decisions):
         raise TypeError(
             "params: expected parameters or groups, found the decisions of sort_parameters. Write "
@@ -95,15 +90,17 @@ def refuse_no_parameters(params: object) -> None:
         )
 
 
-def _refuse_group_options(options: Mapping[str, Any], own: Collection[str]) -> None:
-    """Refuse options that only some groups have; ``own`` are those that the optimizer takes for all."""
-    for key in sorted(options.keys() - own):
+def _refuse_group_options(options: Mapping[str, Any], arguments: Collection[str]) -> None:
+    """Raise TypeError for an option that only some groups have, and that is no argument of the optimizer."""
+    for key in sorted(options.keys() - arguments):
         value = options[key]
-        algorithms = [value] if key == "algorithm" else [name for name, known in GROUP_OPTIONS.items() if key in known]
-        usual = [kind for kind, of in KINDS.items() if of.algorithm in algorithms]
-        if kinds := usual or [kind for kind, of in KINDS.items() if {*algorithms} & {*FAMILIES[of.algorithm]}]:
-            given = ", ".join(f"{kind!r}: {{{key!r}: {value!r}}}" for kind in kinds)
-            raise TypeError(f"{key}={value!r} is an option of some kinds of parameters only. Write kinds={{{given}}}")
+        algorithms = [value] if key == "algorithm" else [name for name in GROUP_OPTIONS if key in GROUP_OPTIONS[name]]
+        # The kinds that have such an algorithm by themselves, or may choose one.
+        kinds = [name for name, kind in KINDS.items() if kind.algorithm in algorithms]
+        kinds = kinds or [name for name, kind in KINDS.items() if {*algorithms} & {*FAMILIES[kind.algorithm]}]
+        if kinds:
+            code = ", ".join(f"{kind!r}: {{{key!r}: {value!r}}}" for kind in kinds)
+            raise TypeError(f"{key}={value!r} is an option of some kinds of parameters only. Write kinds={{{code}}}")
 
 
 class ForModel:
@@ -111,9 +108,9 @@ class ForModel:
 
     param_groups: list[dict[str, Any]]
 
-    _groups_of_model: GroupsOfModel | None = None
+    _model_groups: ModelGroups | None = None
     _warned: frozenset[str] = frozenset()
-    """The names of parameters that no group has, of which a warning has been given."""
+    """The names of parameters in no group of which a warning has told."""
 
     @classmethod
     @called_like(EXAMPLE_LINE)
@@ -159,47 +156,47 @@ class ForModel:
         check_value("named", named, FLAG)
         rate = {} if adamw_lr is None else {"lr": adamw_lr}
         replicas = {"replicas": model.process_group} if isinstance(model, DistributedDataParallel) else {}
-        sorter = GroupsOfModel(weakref.ref(model), layers_of(rules), rate, kinds or {}, named)
-        if not (groups := sorter.sort(model)):
+        sorter = ModelGroups(weakref.ref(model), layers_of(rules), rate, kinds or {}, named)
+        if not (groups := sorter.make_groups(model)):
             raise ValueError(
                 "model: expected parameters to train, found none with requires_grad=True. Write "
                 "model.requires_grad_(True), or that of the modules to train, before this line"
             )
         optimizer = cls(groups, lr=lr, **{**replicas, **options})  # type: ignore[call-arg]
-        optimizer._groups_of_model = sorter
+        optimizer._model_groups = sorter
         return optimizer
 
     def decisions(self) -> Decisions | None:
-        """Return what `for_model` decides about each parameter of the model; None for groups that were given."""
-        model = self._groups_of_model.model() if self._groups_of_model is not None else None
-        if self._groups_of_model is None or model is None:
+        """Return the decisions of `for_model` on each parameter of the model; None if the code made the groups."""
+        model = self._model_groups.model() if self._model_groups is not None else None
+        if self._model_groups is None or model is None:
             return None
-        return sort_parameters(model, self._groups_of_model.rules)
+        return sort_parameters(model, self._model_groups.rules)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _warn_of_left_out(self, stacklevel: int) -> None:
         """Warn once of each parameter of the model that has a gradient and is in no group."""
-        model = self._groups_of_model.model() if self._groups_of_model is not None else None
-        if self._groups_of_model is None or model is None:
+        model = self._model_groups.model() if self._model_groups is not None else None
+        if self._model_groups is None or model is None:
             return
-        own = {id(param) for group in self.param_groups for param in group["params"]}
-        if all(id(param) in own or param.grad is None for param in model.parameters()):
+        grouped = set(map(id, chain(*(group["params"] for group in self.param_groups))))
+        if all(id(param) in grouped or param.grad is None for param in model.parameters()):
             return
         names = {param: name for name, param in model.named_parameters()}
-        if own.isdisjoint(map(id, names)):
-            return  # the model has other parameters than it had, of which `warn_if_no_gradient` warns
-        left = {
+        if grouped.isdisjoint(map(id, names)):
+            return  # the model has other parameters than it had, of which `warn_of_no_gradient` warns
+        ungrouped = {
             param: name
             for param, name in names.items()
-            if id(param) not in own and param.grad is not None and name not in self._warned
+            if id(param) not in grouped and param.grad is not None and name not in self._warned
         }
-        if left:
-            self._warned |= {*left.values()}
-            shown = in_globs([*left.values()], {*names.values()} - {*left.values()})
+        if ungrouped:
+            self._warned |= {*ungrouped.values()}
+            shown = in_globs([*ungrouped.values()], {*names.values()} - {*ungrouped.values()})
             warn_on_rank(
                 "parameters have gradients and are in no group, so no step changes them (they were frozen when the "
                 f"optimizer was made, or came later): {', '.join(shown)}. To train them, write this on all ranks, and "
-                f"make a scheduler anew: {'; '.join(self._groups_of_model.to_add(model, left))}",
+                f"make a scheduler anew: {'; '.join(self._model_groups.lines_to_add(model, ungrouped))}",
                 RuntimeWarning,
                 stacklevel=stacklevel,
             )
@@ -224,12 +221,12 @@ class ForModel:
         }
         groups = []
         for number, group in enumerate(self.param_groups):
-            own = group.get("param_names") or [names.get(param) for param in group["params"]]
-            if None in own:
+            labels = group.get("param_names") or [names.get(param) for param in group["params"]]
+            if None in labels:
                 raise ValueError(
-                    f"group {number}: parameter {own.index(None)} has no name; give describe() the model that has "
+                    f"group {number}: parameter {labels.index(None)} has no name; give describe() the model that has "
                     "all parameters, or make the optimizer of named_parameters()"
                 )
             options = {key: as_numbers(value) for key, value in group.items() if key not in ("params", "param_names")}
-            groups.append({"params": list(own), **options})
+            groups.append({"params": list(labels), **options})
         return {"param_groups": groups}

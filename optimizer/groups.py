@@ -1,4 +1,4 @@
-"""Parameter groups of a model by explicit rules; whatever they leave unclear is refused, not guessed.
+"""Parameter groups of a model by explicit rules; parameters that they leave unclear are refused, not guessed.
 
 A rule selects parameters by module type, number of dims, or name patterns, and gives them a kind, which decides how
 they are stepped.  `sort_parameters` applies rules to a model; open it first.
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Any, Union
 
@@ -39,15 +40,15 @@ class ParamKind:
     advice: str = ""
 
 
-_OTHERWISE = "kind 'other' gives anything to AdamW"
+_OTHER = "kind 'other' gives anything to AdamW"
 
 KINDS: Mapping[str, ParamKind] = {
-    "matrix": ParamKind("muon", (2,), f"a stack of matrices is kind 'experts', and {_OTHERWISE}"),
-    "experts": ParamKind("muon", (3,), f"one expert's own matrix is kind 'matrix', and {_OTHERWISE}"),
+    "matrix": ParamKind("muon", (2,), f"a stack of matrices is kind 'experts', and {_OTHER}"),
+    "experts": ParamKind("muon", (3,), f"one expert's own matrix is kind 'matrix', and {_OTHER}"),
     "embedding": ParamKind("adamw"),
     "head": ParamKind("adamw"),
-    "router": ParamKind("muon", (2,), _OTHERWISE),
-    "vector": ParamKind("adamw", (0, 1), _OTHERWISE),
+    "router": ParamKind("muon", (2,), _OTHER),
+    "vector": ParamKind("adamw", (0, 1), _OTHER),
     "other": ParamKind("adamw"),
 }
 """Embeddings and output heads go to AdamW by custom (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982).  Routers
@@ -84,7 +85,7 @@ class Split:
         def counts(value: int | AnyShape, total: int) -> AnyShape | None:
             if not isinstance(value, int):
                 return value
-            # If these do not add up to the total, the decision is refused.
+            # If they do not add up to the total, the decision is refused.
             return (total // value,) * value if value > 1 else None
 
         *_, rows, columns = shape
@@ -139,7 +140,7 @@ class Rule:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"{self!r}: unknown kind; expected one of {', '.join(KINDS)}")
-        if all(given is None for given in (self.names, self.module, self.attribute, self.dims, self.where)):
+        if all(selector is None for selector in (self.names, self.module, self.attribute, self.dims, self.where)):
             raise ValueError(f"{self!r} would select every parameter; give it names, a module, an attribute or dims")
         if self.split != WHOLE and KINDS[self.kind].algorithm != "muon":
             raise ValueError(f"{self!r}: only matrices, experts and routers are split")
@@ -151,14 +152,14 @@ class Rule:
     def reason(self, use: Use) -> str | None:
         """Return in words why this rule selects a parameter, or None."""
         matching = [pattern for pattern in self.patterns if fnmatchcase(use.name, pattern)]
-        holds = (
-            self.names is None or bool(matching),
-            self.module is None or isinstance(use.owner, self.module),
-            self.attribute is None or use.attribute == self.attribute,
-            self.dims is None or use.parameter.dim() in self.dims,
+        is_selected = (
+            (self.names is None or matching)
+            and (self.module is None or isinstance(use.owner, self.module))
+            and (self.attribute is None or use.attribute == self.attribute)
+            and (self.dims is None or use.parameter.dim() in self.dims)
+            and (self.where is None or self.where(use.owner))  # last, as it may rely on the other selectors
         )
-        # A condition on the module may rely on the other selectors.
-        if not all(holds) or not (self.where is None or self.where(use.owner)):
+        if not is_selected:
             return None
         place = ".".join(filter(None, [self.module.__name__ if self.module else "", self.attribute]))
         dims = f"{use.parameter.dim()}-D" if self.dims else ""
@@ -167,8 +168,8 @@ class Rule:
         return f"{reason} ({self.why})" if self.why else reason
 
     def __repr__(self) -> str:
-        given = ((field, getattr(self, field.name)) for field in fields(self))
-        shown = {field.name: repr(value) for field, value in given if value != field.default}
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        shown = {field.name: repr(value) for field, value in values if value != field.default}
         if self.module:
             shown["module"] = f"{self.module.__module__}.{self.module.__qualname__}"
         positional = ("kind", "names")
@@ -192,16 +193,16 @@ def layers_of(rules: Rules) -> list[tuple[Rule, ...]]:
     if isinstance(rules, Rule):
         return [(rules,)]
     if isinstance(rules, str | nn.Module) or not isinstance(rules, Iterable):
-        found = repr(rules) if isinstance(rules, str) else f"a {type(rules).__name__}"
-        raise TypeError(f"rules: expected rules in lists, as in rules={EXAMPLE}; found {found} among them")
+        intruder = repr(rules) if isinstance(rules, str) else f"a {type(rules).__name__}"
+        raise TypeError(f"rules: expected rules in lists, as in rules={EXAMPLE}; found {intruder} among them")
     layers: list[tuple[Rule, ...]] = []
-    beside = False  # the last layer is of rules side by side
-    for given in rules:
-        if isinstance(given, Rule) and beside:
-            layers[-1] += (given,)
+    follows_rule = False
+    for item in rules:
+        if isinstance(item, Rule) and follows_rule:
+            layers[-1] += (item,)
         else:
-            layers += layers_of(given)
-        beside = isinstance(given, Rule)
+            layers += layers_of(item)
+        follows_rule = isinstance(item, Rule)
     return layers
 
 
@@ -211,9 +212,8 @@ def stacked_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
 
 
 def grouped_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
-    """Return the split of a projection with a block of rows for each key head: its queries, its key, its value.
-
-    This is the order of Megatron's ``linear_qkv`` and torchtitan's ``wqkv``.
+    """Return the split of a projection with a block of rows for each key head: its queries, its key, its value, as in
+    Megatron's ``linear_qkv`` and torchtitan's ``wqkv``.
 
     Raises:
         ValueError: ``heads`` is not a multiple of ``kv_heads``.
@@ -241,8 +241,7 @@ def _ready(*rules: Rule) -> tuple[Rule, ...]:
 
 def _mlp(*places: str) -> Rule:
     """Return the rule of gated MLPs of three nn.Linear in these places, as transformers names them."""
-    parts = ("gate_proj", "up_proj", "down_proj")
-    return Rule("matrix", tuple(f"*{place}.{part}.weight" for place in places for part in parts))
+    return Rule("matrix", tuple(f"*{place}.{part}_proj.weight" for place in places for part in ("gate", "up", "down")))
 
 
 def gate_over_up(experts: nn.Module) -> bool:
@@ -374,24 +373,20 @@ class Decision:
 
     def cells(self) -> tuple[str, ...]:
         """Return this decision's row of the table, without names and count."""
-        counts = {"": self.fused.pieces or (), "columns ": self.fused.columns or ()}
-        fused = {}
-        for what, sizes in counts.items():
-            alike = len(sizes) > 2 and len(set(sizes)) == 1
-            fused[what] = f"{len(sizes)} x {sizes[0]}" if alike else " + ".join(map(str, sizes))
-        if self.fused.interleaved > 1:
-            fused[""] = f"{self.fused.interleaved} x ({fused['']})"
-        words = ", ".join(f"{what}{text}" for what, text in fused.items() if counts[what]) or "-"
-        return str(list(self.shape)), self.kind, self.algorithm, words, self.why
+        texts = []
+        for unit, sizes in (("", self.fused.pieces or ()), ("columns ", self.fused.columns or ())):
+            is_even = len(sizes) > 2 and len(set(sizes)) == 1
+            text = f"{len(sizes)} x {sizes[0]}" if is_even else " + ".join(map(str, sizes))
+            if sizes:
+                texts.append(f"{unit}{text}")
+        if self.fused.interleaved > 1 and self.fused.pieces:
+            texts[0] = f"{self.fused.interleaved} x ({texts[0]})"
+        return str(list(self.shape)), self.kind, self.algorithm, ", ".join(texts) or "-", self.why
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The decisions on all parameters of a model, in its order; ``str`` makes a table of them.
-
-    Raises:
-        ValueError: a parameter occurs twice.
-    """
+    """The decisions on all parameters of a model, in its order, each once; ``str`` makes a table of them."""
 
     decisions: tuple[Decision, ...]
 
@@ -423,41 +418,39 @@ class Decisions:
             raise ValueError(f"options for unknown kinds {sorted(unknown)}; expected some of {', '.join(KINDS)}")
         base = {"muon": {"algorithm": "muon", **muon}, "adamw": {"algorithm": "adamw", **adamw}}
         options = {kind: {**base[KINDS[kind].algorithm], **kinds.get(kind, {})} for kind in KINDS}
-        for kind, chosen in options.items():
-            if reserved := {"params", "pieces", "columns", "interleaved"} & set(chosen):
+        for kind, kind_options in options.items():
+            if reserved := {"params", "pieces", "columns", "interleaved"} & set(kind_options):
                 raise ValueError(
                     f"{sorted(reserved)} among the options of {kind!r}: the rules say that, not the options"
                 )
-            own = isinstance(chosen["algorithm"], MatrixMethod) and KINDS[kind].algorithm == "muon"
-            if not own and chosen["algorithm"] not in FAMILIES[KINDS[kind].algorithm]:
+            algorithm, usual = kind_options["algorithm"], KINDS[kind].algorithm
+            is_custom = isinstance(algorithm, MatrixMethod) and usual == "muon"
+            if not is_custom and algorithm not in FAMILIES[usual]:
                 raise ValueError(
-                    f"algorithm {chosen['algorithm']!r} for {kind!r}, which takes one of "
-                    f"{FAMILIES[KINDS[kind].algorithm]}; to change who steps a parameter, change its kind by a rule"
+                    f"algorithm {algorithm!r} for {kind!r}, which takes one of {FAMILIES[usual]}; to change who steps "
+                    "a parameter, change its kind by a rule"
                 )
-        gathered: dict[tuple[str, Fused], list[Tensor]] = {}
+        # Kinds without options of their own share a group.  Frozen parameters make groups, and are in none.
+        params: dict[tuple[str, Fused], list[Tensor]] = {}
         for decision in self.decisions:
             trained = decision.if_trained or decision
             if trained.kind != FROZEN:
-                # Kinds without options of their own share a group.
                 key = trained.kind if trained.kind in kinds else trained.algorithm
-                gathered.setdefault((key, trained.fused), []).extend([decision.parameter] * (trained is decision))
+                params.setdefault((key, trained.fused), []).extend([decision.parameter] * (trained is decision))
         order = [*FAMILIES, *KINDS]
 
-        def in_order(item: tuple[str, Fused]) -> tuple[Any, ...]:
+        def group_order(item: tuple[str, Fused]) -> tuple[Any, ...]:
             key, fused = item
             return order.index(key), fused.pieces or (), fused.columns or (), fused.interleaved
 
-        keys = sorted(gathered, key=in_order)
-        while keys and not gathered[keys[-1]]:
+        keys = sorted(params, key=group_order)
+        while keys and not params[keys[-1]]:
             keys.pop()
-        return [
-            {
-                **(options[key] if key in kinds else base[key]),
-                **{name: value for name, value in asdict(fused).items() if value != getattr(ONE_MATRIX, name)},
-                "params": gathered[key, fused],
-            }
-            for key, fused in keys
-        ]
+        groups = []
+        for key, fused in keys:
+            split = {name: value for name, value in asdict(fused).items() if value != getattr(ONE_MATRIX, name)}
+            groups.append({**(options[key] if key in kinds else base[key]), **split, "params": params[key, fused]})
+        return groups
 
     def __str__(self) -> str:
         rows = folded((" = ".join(decision.names), decision.cells()) for decision in self.decisions)
@@ -470,10 +463,10 @@ class Decisions:
 
 
 class _Unclear(ValueError):
-    """Rules leave a parameter unclear; one more rule would settle it, of a head or a matrix if it ``may_be_head``."""
+    """Rules leave a parameter unclear; one more ``rule`` would decide it, of a matrix or head if it ``may_be_head``."""
 
-    def __init__(self, what: str, rule: Rule, may_be_head: bool = False) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, rule: Rule, may_be_head: bool = False) -> None:
+        super().__init__(message)
         self.rule, self.may_be_head = rule, may_be_head
 
 
@@ -484,7 +477,6 @@ FSDP1 = (
 
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Parts that torch.compile, activation checkpointing and FSDP1 insert into names; DCP drops them too."""
-
 
 _WHERE = "where RULES are those given now; check the kinds: Muon steps a 'matrix' and all 'experts', AdamW the others"
 
@@ -505,7 +497,7 @@ def sort_parameters(model: nn.Module, *rules: Rules) -> Decisions:
 
     Raises:
         TypeError: this is no model, or something among the rules is no rule.
-        ValueError: lists everything that is unclear, and rules that would settle it: parameters under no rule, rules
+        ValueError: lists everything that is unclear, and rules that would decide it: parameters under no rule, rules
             that disagree, a shape that does not fit the kind or the split, a matrix as tall as an embedding that no
             rule names, matrices without a rule about an output head, rules that select nothing, and flat or
             uninitialized parameters.
@@ -523,21 +515,22 @@ def rules_to_write(model: nn.Module) -> str:
     try:
         _sort(_uses(model), [MODULE_TYPES], "MODULE_TYPES]")
     except ValueError as error:
-        _, found, code = str(error).rpartition("rules=")
-        return code if found else EXAMPLE
+        _, separator, code = str(error).rpartition("rules=")
+        return code if separator else EXAMPLE
     return "MODULE_TYPES"
 
 
-def _sort(uses_of: Mapping[Tensor, Sequence[Use]], layers: Sequence[Sequence[Rule]], given: str) -> Decisions:
-    every_use = [use for uses in uses_of.values() for use in uses]
-    known = [use.name for use in every_use]
-    problems: list[tuple[str, Exception]] = [
-        ("", ValueError(f"{rule!r} selects nothing{''.join(did_you_mean(name, known) for name in rule.patterns[:1])}"))
-        for layer in layers
-        for rule in layer
-        if not rule.optional and not any(map(rule.reason, every_use))
-    ]
-    heights = {use.parameter.shape[0] for use in every_use if isinstance(use.owner, nn.Embedding)}
+def _sort(uses_of: Mapping[Tensor, Sequence[Use]], layers: Sequence[Sequence[Rule]], present_rules: str) -> Decisions:
+    """Decide each parameter, or raise ValueError with code that puts rules before the present ones."""
+    all_uses = [*chain(*uses_of.values())]
+    all_names = [use.name for use in all_uses]
+    problems: list[tuple[str, Exception]] = []
+    for rule in chain(*layers):
+        if not rule.optional and not any(map(rule.reason, all_uses)):
+            close = "".join(did_you_mean(name, all_names) for name in rule.patterns[:1])
+            problems.append(("", ValueError(f"{rule!r} selects nothing{close}")))
+    # A matrix as tall as an embedding may be an output head.
+    heights = {use.parameter.shape[0] for use in all_uses if isinstance(use.owner, nn.Embedding)}
     decisions: list[Decision] = []
     for parameter, uses in uses_of.items():
         try:
@@ -550,42 +543,43 @@ def _sort(uses_of: Mapping[Tensor, Sequence[Use]], layers: Sequence[Sequence[Rul
                 problem = _Unclear(str(problem), error.rule, may_be_head)
             problems.append((" = ".join(use.name for use in uses), problem))
     problems += _possible_heads(decisions, uses_of, layers)
-    if problems:
-        unclear = [problem for _, problem in problems if isinstance(problem, _Unclear)]
-        settling = _as_code(_rules_to_settle(unclear, decisions, known), known)
-        lines = [
-            f"{name} ({count} alike) {what}" if count > 1 else f"{name} {what}"
-            for name, count, what in folded((name, str(problem)) for name, problem in problems)
-        ]
-        lines = ["the parameters cannot be sorted:", *map(str.strip, lines)]
-        raise ValueError("\n- ".join(lines) + (f"\nWrite rules=[[{', '.join(settling)}], {given}" if settling else ""))
-    return Decisions(tuple(decisions))
+    if not problems:
+        return Decisions(tuple(decisions))
+    # One line for parameters that are alike in all layers, and the rules to write.
+    lines = ["the parameters cannot be sorted:"]
+    for name, count, text in folded((name, str(problem)) for name, problem in problems):
+        lines.append((f"{name} ({count} alike) {text}" if count > 1 else f"{name} {text}").strip())
+    unclear = [problem for _, problem in problems if isinstance(problem, _Unclear)]
+    code = _as_code(_rules_to_add(unclear, decisions, all_names), all_names)
+    cure = f"\nWrite rules=[[{', '.join(code)}], {present_rules}" if code else ""
+    raise ValueError("\n- ".join(lines) + cure)
 
 
-def _rules_to_settle(unclear: Sequence[_Unclear], decisions: Sequence[Decision], known: Sequence[str]) -> list[Rule]:
-    """Return the rules to write; what may be a head and likely is none would lose Muon, and is a matrix."""
-    asked = {problem.rule.patterns[0] for problem in unclear if problem.may_be_head}
-    advised = (problem.rule.patterns[:1] for problem in unclear if problem.rule.kind == "matrix")
-    matrices = asked.union(*advised, (one.names[0] for one in decisions if one.kind == "matrix"))
-    heads = find_heads(*([name for name in known if name in names] for names in (asked, matrices)))
+def _rules_to_add(unclear: Sequence[_Unclear], decisions: Sequence[Decision], all_names: Sequence[str]) -> list[Rule]:
+    """Return the rules to write; a matrix that may be a head and likely is none would lose Muon, and stays a matrix."""
+    questions = {problem.rule.patterns[0] for problem in unclear if problem.may_be_head}
+    matrices = questions | {decision.names[0] for decision in decisions if decision.kind == "matrix"}
+    matrices.update(*(problem.rule.patterns[:1] for problem in unclear if problem.rule.kind == "matrix"))
+    heads = find_heads(*([name for name in all_names if name in names] for names in (questions, matrices)))
     has_head = any(decision.kind == "head" for decision in decisions)
-    kinds = dict.fromkeys(asked, "matrix") | dict.fromkeys(() if has_head else heads, "head")
+    kinds = dict.fromkeys(questions, "matrix") | dict.fromkeys(() if has_head else heads, "head")
     return [replace(p.rule, kind=kinds[p.rule.patterns[0]]) if p.may_be_head else p.rule for p in unclear]
 
 
-def _as_code(rules: Sequence[Rule], known: Collection[str]) -> list[str]:
-    """Return rules as code, those with names alone joined by their kind; ``known`` are all names of parameters."""
-    named = [rule for rule in rules if rule.names and rule == Rule(rule.kind, rule.names)]
+def _as_code(rules: Sequence[Rule], all_names: Collection[str]) -> list[str]:
+    """Return rules as code, those with names alone joined by their kind."""
+    name_rules = [rule for rule in rules if rule.names and rule == Rule(rule.kind, rule.names)]
     joined = []
-    for kind in dict.fromkeys(rule.kind for rule in named):
-        names = [name for rule in named if rule.kind == kind for name in rule.patterns]
-        globs = in_globs(names, {*known} - {*names}) if {*names} <= {*known} else names
+    for kind in dict.fromkeys(rule.kind for rule in name_rules):
+        names = [*chain(*(rule.patterns for rule in name_rules if rule.kind == kind))]
+        globs = in_globs(names, {*all_names} - {*names}) if {*names} <= {*all_names} else names
         joined.append(Rule(kind, globs[0] if len(globs) == 1 else tuple(globs)))
-    others = [rule for rule in rules if rule not in named]
-    return ["NO_HEAD" if rule == NO_HEAD else repr(rule) for rule in dict.fromkeys((*joined, *others))]
+    joined += [rule for rule in rules if rule not in name_rules]
+    return ["NO_HEAD" if rule == NO_HEAD else repr(rule) for rule in dict.fromkeys(joined)]
 
 
 def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
+    """Return the places of each parameter in a model, with names as they are without wrappers."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a model, whose names and modules decide, found a {type(model).__name__}")
     modules = list(model.named_modules(remove_duplicate=False))
@@ -595,14 +589,14 @@ def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
     inserted = {f"{path}.module".removeprefix(".") for path in replicated}
     uses_of: dict[Tensor, list[Use]] = {}
     for path, module in modules:
-        parts = path.split(".")
-        own = [
-            part
-            for end, part in enumerate(parts, 1)
-            if part and part not in WRAPPERS and ".".join(parts[:end]) not in inserted
+        names, prefixes = path.split("."), accumulate(path.split("."), "{}.{}".format)
+        parts = [
+            name
+            for name, prefix in zip(names, prefixes, strict=True)
+            if name and name not in WRAPPERS and prefix not in inserted
         ]
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = ".".join([*own, attribute])
+            name = ".".join([*parts, attribute])
             if is_lazy(parameter):
                 raise ValueError(f"{name} is uninitialized and has no shape yet; run the model once first")
             uses_of.setdefault(parameter, []).append(Use(name, module, attribute, parameter))
@@ -611,33 +605,35 @@ def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
 
 def _decide(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Rule]]) -> Decision:
     if parameter.requires_grad:
-        return _by_rules(parameter, uses, layers)
+        return _apply_rules(parameter, uses, layers)
     names = tuple(use.name for use in uses)
     frozen = Decision(parameter, names, tuple(parameter.shape), FROZEN, None, "requires_grad=False")
     try:
-        return replace(frozen, if_trained=_by_rules(parameter, uses, layers))
+        return replace(frozen, if_trained=_apply_rules(parameter, uses, layers))
     except ValueError:  # it needs no rule
         return frozen
 
 
-def _by_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Rule]]) -> Decision:
+def _apply_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Rule]]) -> Decision:
     names, shape = tuple(use.name for use in uses), tuple(parameter.shape)
+    # A linear weight without rows was flattened, unless a rule gives it to AdamW by name.
     is_linear = any(isinstance(use.owner, nn.Linear) and use.attribute == "weight" for use in uses)
-    adamw = [rule for layer in layers for rule in layer if rule.names and KINDS[rule.kind].algorithm == "adamw"]
-    is_flat = is_linear and parameter.dim() < 2 and not any(rule.reason(use) for rule in adamw for use in uses)
-    if isinstance(parameter, FlatParameter) or is_flat:
-        raise ValueError(FSDP1)
+    if isinstance(parameter, FlatParameter) or (is_linear and parameter.dim() < 2):
+        adamw = [rule for rule in chain(*layers) if rule.names and KINDS[rule.kind].algorithm == "adamw"]
+        if isinstance(parameter, FlatParameter) or not any(any(map(rule.reason, uses)) for rule in adamw):
+            raise ValueError(FSDP1)
     kind = _usual_kind(uses)
+    # The first layer that selects it decides.
     for layer in layers:
-        selecting = [(rule, why) for rule in layer for use in uses if (why := rule.reason(use))]
+        selecting = [(rule, why) for rule in layer for why in map(rule.reason, uses) if why]
         if selecting:
-            rule, why = _agreed(selecting, shared=len(uses) > 1)
+            rule, why = _agreed_rule(selecting, is_shared=len(uses) > 1)
             try:
-                whole = Decision(parameter, names, shape, rule.kind, rule, why)
+                decision = Decision(parameter, names, shape, rule.kind, rule, why)
             except ValueError as error:
                 raise _Unclear(str(error), Rule("other" if kind == "vector" else kind, names)) from error
             # Its kind has been checked to have rows and columns.
-            return whole if rule.split == WHOLE else replace(whole, fused=rule.split.of(shape))
+            return decision if rule.split == WHOLE else replace(decision, fused=rule.split.of(shape))
     hints = {"experts": "is a stack of matrices", "matrix": "multiplies activations"}
     hint = f" of kind {kind!r} if it {hints[kind]}, of kind 'other' if not" if kind in hints else ""
     raise _Unclear(f"no rule selects it; add one{hint}", Rule(kind, names))
@@ -645,18 +641,21 @@ def _by_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[
 
 def _usual_kind(uses: Sequence[Use]) -> str:
     """Return the kind that a parameter most likely has: advice, which the user is told to check."""
-    by_type = (rule.kind for use in uses for rule in MODULE_TYPES if rule.reason(use))
-    by_dims = {2: "matrix", 3: "experts"} if not any(isinstance(use.owner, _ConvNd) for use in uses) else {}
-    return next(by_type, by_dims.get(uses[0].parameter.dim(), "other"))
+    for use in uses:
+        for rule in MODULE_TYPES:
+            if rule.reason(use):
+                return rule.kind
+    return "other" if _is_in(uses, _ConvNd) else {2: "matrix", 3: "experts"}.get(uses[0].parameter.dim(), "other")
 
 
-def _agreed(selecting: Sequence[tuple[Rule, str]], shared: bool) -> tuple[Rule, str]:
+def _agreed_rule(selecting: Sequence[tuple[Rule, str]], is_shared: bool) -> tuple[Rule, str]:
+    """Return the rule on which a layer's rules agree, and its reason."""
     if len({(rule.kind, rule.split) for rule, _ in selecting}) == 1:
         return selecting[0]
     embedding = next(((rule, why) for rule, why in selecting if rule.kind == "embedding"), None)
     # A rule for a module type does not know that its parameter is an embedding elsewhere; a rule with names does.
-    by_type = all(rule.kind in ("embedding", "head") or _by_type(rule) for rule, _ in selecting)
-    if shared and embedding and by_type:
+    is_tied = all(rule.kind in ("embedding", "head") or _is_by_type(rule) for rule, _ in selecting)
+    if is_shared and embedding and is_tied:
         return embedding[0], f"{embedding[1]} (tied)"
     disagreeing = list(dict.fromkeys(rule for rule, _ in selecting))
     winner = next((rule for rule in disagreeing if rule.names), disagreeing[0])
@@ -664,7 +663,11 @@ def _agreed(selecting: Sequence[tuple[Rule, str]], shared: bool) -> tuple[Rule, 
     raise _Unclear(f"{listed} disagree; put the one that shall win into an earlier layer", winner)
 
 
-def _by_type(rule: Rule | None) -> bool:
+def _is_in(uses: Sequence[Use], module_type: type[nn.Module]) -> bool:
+    return any(isinstance(use.owner, module_type) for use in uses)
+
+
+def _is_by_type(rule: Rule | None) -> bool:
     return rule is not None and rule.kind == "matrix" and rule.names is None
 
 
@@ -672,26 +675,24 @@ def _possible_heads(
     decisions: Sequence[Decision], uses_of: Mapping[Tensor, Sequence[Use]], layers: Sequence[Sequence[Rule]]
 ) -> Iterator[tuple[str, _Unclear]]:
     """Yield names and problems of matrices that may be an output head, which only the user can tell."""
-    uses = [use for uses in uses_of.values() for use in uses]
-    by_type = [decision for decision in decisions if _by_type(decision.rule)]
-    heads = [rule for layer in layers for rule in layer if rule.kind == "head"]
-    named = any(rule.names == () or any(map(rule.reason, uses)) for rule in heads)
-    tied = any(
-        all(any(isinstance(use.owner, module) for use in shared) for module in (nn.Embedding, nn.Linear))
-        for shared in uses_of.values()
-    )
+    all_uses = [*chain(*uses_of.values())]
+    by_type = [decision for decision in decisions if _is_by_type(decision.rule)]
+    heads = [rule for rule in chain(*layers) if rule.kind == "head"]
+    is_named = any(rule.names == () or any(map(rule.reason, all_uses)) for rule in heads)
+    is_tied = any(_is_in(uses, nn.Embedding) and _is_in(uses, nn.Linear) for uses in uses_of.values())
     # Rules that name every matrix leave a head of another name unsorted, so it is enough that they know of heads.
-    known = named or tied or (heads and not by_type)
+    is_answered = is_named or is_tied or (heads and not by_type)
     # Frozen embeddings count too, by their module.
     embeddings = [decision.parameter for decision in decisions if decision.kind == "embedding"]
-    embeddings += [use.parameter for use in uses if isinstance(use.owner, nn.Embedding)]
+    embeddings += [use.parameter for use in all_uses if isinstance(use.owner, nn.Embedding)]
     heights = {tensor.shape[0] for tensor in embeddings if tensor.dim() == 2}
-    # What is tied is the head, so nothing else need be asked for.
-    tall = [decision for decision in by_type if decision.shape[0] in heights and not tied]
+    # A tied matrix is the head, so nothing else need be asked for.
+    tall = [decision for decision in by_type if decision.shape[0] in heights and not is_tied]
     for decision in tall:
         question = f"{list(decision.shape)} has as many rows as an embedding: is it an output head?"
         yield " = ".join(decision.names), _Unclear(question, Rule("head", decision.names), may_be_head=True)
-    if not known and not tall and (matrices := [d.names[0] for d in decisions if d.kind == "matrix"]):
-        alike = ", ".join(name for name, _, _ in folded((name, "") for name in matrices))
-        question = f"which matrix is the output head, if there is one: {alike}?  Then Rule('head', its name)"
+    matrices = [decision.names[0] for decision in decisions if decision.kind == "matrix"]
+    if not is_answered and not tall and matrices:
+        names = ", ".join(name for name, _, _ in folded((name, "") for name in matrices))
+        question = f"which matrix is the output head, if there is one: {names}?  Then Rule('head', its name)"
         yield "", _Unclear(question, NO_HEAD)

@@ -1,4 +1,4 @@
-"""Megatron-FSDP: where its shards are, and what it asks of whoever steps its parameters.
+"""Megatron-FSDP: the layout of its shards, and the hooks that it asks of an optimizer.
 
 ::
 
@@ -29,7 +29,6 @@ from ..layouts.mesh import Mesh
 from ..layouts.tensors import local_of
 from ..names.errors import LayoutError
 from .ground.dcp_hooks import declare_boxes
-from .methods.matrix import is_matrix_method
 from .muon import Muon
 
 
@@ -80,15 +79,15 @@ def layouts(model: Model) -> Callable[[Tensor], TensorLayout]:
                 raise LayoutError(
                     f"the mesh cuts buffers into {cuts.shards} shards, their group {buffer.dp_world_size}"
                 )
-        made = uneven_layout(tuple(param.shape), start, size, cuts)
-        rank, local = param.device_mesh.get_rank(), local_of(param).numel()
-        held = sum(fragment.box.numel for fragment in made.fragments_of(rank))
-        if held != local:
+        result = uneven_layout(tuple(param.shape), start, size, cuts)
+        rank, local_size = param.device_mesh.get_rank(), local_of(param).numel()
+        expected_size = sum(fragment.box.numel for fragment in result.fragments_of(rank))
+        if expected_size != local_size:
             raise LayoutError(
-                f"rank {rank} holds {local} elements of a parameter of shape {tuple(param.shape)}, but the buffer "
-                f"index says {held}"
+                f"rank {rank} holds {local_size} elements of a parameter of shape {tuple(param.shape)}, but the buffer "
+                f"index says {expected_size}"
             )
-        return made
+        return result
 
     return layout
 
@@ -108,7 +107,7 @@ def _cuts(param: Any, index: Any) -> Cuts:
             split = (axis, placement.dim)
         else:
             flat[name] = axis
-    # The outer axis cuts what the inner one has left (FSDPDistributedIndex.get_logical_hybrid_fsdp_rank).
+    # The outer axis cuts the shards of the inner one (FSDPDistributedIndex.get_logical_hybrid_fsdp_rank).
     order = [flat[name] for name in (index.dp_shard_dim, index.dp_outer_dim) if name in flat]
     return Cuts(Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())), tuple(order), split)
 
@@ -128,11 +127,11 @@ def finish_gradients(model: Model) -> None:
         model.finish_grad_sync()
     flat = model.param_and_grad_buffer
     for name, param in flat.optimizer_named_parameters:
-        created = flat.dist_main_grad.get(name)
+        gradient = flat.dist_main_grad.get(name)
         # zero_grad_buffer() takes the local tensor out of these.
-        local = None if created is None else created._local_tensor
+        local = None if gradient is None else gradient._local_tensor
         if param.grad is None and local is not None and local.numel() == 0:
-            param.grad = created
+            param.grad = gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,23 +163,23 @@ def attach(optimizer: Muon, model: Model) -> Attached:
         raise ValueError("this model puts gradients into decoupled_grad; build it with use_decoupled_grad=False")
     layout = layouts(model)
 
-    def before(_: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def finish(_: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if any(closure is not None for closure in (*args[1:], *kwargs.values())):
             raise RuntimeError("a closure would run after the gradients were finished: call it before step()")
         finish_gradients(model)
 
-    def after(*_: Any) -> None:
+    def install(*_: Any) -> None:
         model.install_optimized_model_weights()
 
     def describe(*_: Any) -> None:
         for group in optimizer.param_groups:
             # The state that a method keeps per row is sharded evenly, as its placements say; owners declare theirs.
-            method = optimizer._methods[group["algorithm"]] if is_matrix_method(group["algorithm"]) else None
-            kept = method.slots_of(group).items() if method is not None else ()
-            own = {slot for slot, how in kept if how.at_owner or how.shape != "[m, n]"}
+            method = optimizer._method_of(group)
+            slots = method.slots_of(group).items() if method is not None else ()
+            even_slots = {name for name, slot in slots if slot.at_owner or slot.shape != "[m, n]"}
             for param in group["params"]:
-                for slot, value in optimizer.state[param].items():
-                    if slot in own or not isinstance(value, DTensor):
+                for name, value in optimizer.state[param].items():
+                    if name in even_slots or not isinstance(value, DTensor):
                         continue
                     rank = value.device_mesh.get_rank()
                     boxes = [fragment.box for fragment in layout(param).fragments_of(rank)]
@@ -193,8 +192,8 @@ def attach(optimizer: Muon, model: Model) -> Attached:
 
     return Attached(
         (
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
+            optimizer.register_step_pre_hook(finish),
+            optimizer.register_step_post_hook(install),
             optimizer.register_state_dict_pre_hook(describe),
         )
     )

@@ -444,7 +444,7 @@ class Muon(ForModel, CollectiveOptimizer):
             params = [param for group in self.param_groups for param in group["params"]]
             if params and all(param.grad is None for param in params):
                 warn_of_no_gradient(stacklevel=6)
-            if self._groups_of_model is not None:
+            if self._model_groups is not None:
                 self._warn_of_left_out(stacklevel=7)
         # Refuse what no step can do before ranks meet.
         if self._offload is not None and is_capturing():

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from muonckpt.optimizer import MaxLogits, max_logits as module, qk_clip
+from muonckpt.optimizer import MaxLogits, logits as module, qk_clip
 
 BATCH, HEADS, LENGTH, WIDTH = 4, 4, 10, 8
 
@@ -46,7 +46,7 @@ CAUSAL = torch.zeros(LENGTH, LENGTH).masked_fill(torch.ones(LENGTH, LENGTH).triu
     ids=["all", "causal", "a mask", "a bias", "one row"],
 )
 def test_attention_is_as_ever_and_its_largest_logits_are_known(options, bias, at_a_time, monkeypatch):
-    monkeypatch.setattr(module, "LOGITS_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(module, "MAX_BLOCK_LOGITS", at_a_time)
     query, key = random(BATCH, HEADS, LENGTH, WIDTH), random(BATCH, 2, LENGTH, WIDTH, seed=1)
     seen = MaxLogits()
     found = seen.attention("a")(query, key, key, **options, enable_gqa=True)
