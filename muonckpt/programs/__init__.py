@@ -1,4 +1,4 @@
-"""What the known programs save, one file a program, which is mostly data; and what a checkpoint of any of them means.
+"""The known programs, one file for each or for a family, mostly data; and what a checkpoint of any of them means.
 
 A program is a `Dialect`: templates of its keys, its update methods with their slots and options, what tells it from
 others, and how its momentum accumulates.  ``codings`` are options that need more than another name.  ``registry``

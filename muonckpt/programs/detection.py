@@ -1,9 +1,8 @@
 """Tells which program wrote a checkpoint, and where its model and its optimizers lie; or lists the choices.
 
 Nothing on disk names the program.  Keys in torch's forms, under any root, prove nothing but the form: a program, and
-with it a momentum convention, is known only by slots and options that it alone writes.
-
-Roots are a part of the templates that :func:`under` gives a dialect, and nothing else knows of them.
+with it a momentum convention, is known only by slots and options that it alone writes.  Roots become a part of the
+templates of a dialect (:func:`dialect_at`), and nothing else knows of them.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from ..names.errors import SourceError, TargetError
@@ -21,10 +21,9 @@ from ..record.record import Manifest, StateRecord
 from .dialect import FLAT, NESTED, NUMBERED, AnyTemplate, Dialect, Template, Templates, option_template, state_template
 from .registry import DIALECTS, with_plugins
 
-KNOWN_SLOTS = frozenset(
-    slot
-    for dialect in DIALECTS.values()
-    for slot in (*dialect.derived, *(slot for method in dialect.methods for slot in method.slots.values()))
+_METHODS = tuple(chain.from_iterable(dialect.methods for dialect in DIALECTS.values()))
+KNOWN_SLOTS = frozenset[str]().union(
+    *(method.slots.values() for method in _METHODS), *(dialect.derived for dialect in DIALECTS.values())
 )
 """The slots of all programs."""
 
@@ -42,10 +41,10 @@ class ModelPlace:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The places of a checkpoint's optimizers, and of its model: None if it has none, or if nothing tells.
+    """The places of a checkpoint's optimizers, and of its model, which is None if it has none, or nothing tells.
 
     Attributes:
-        numbered: those of them in which parameters are known by their number.
+        numbered: the optimizers in which parameters are known by their number.
         groups: the names of the options of each group.
         slots: the names of the slots of state.
         example: a key of state.
@@ -76,15 +75,15 @@ def dialect_at(dialect: Dialect, keys: Keys) -> Dialect:
     if dialect.state not in _FORMS:
         return dialect
 
-    def one_or_more(templates: Iterable[Template]) -> AnyTemplate:
+    def at_places(templates: Iterable[Template]) -> AnyTemplate:
         by_place = dict(zip(map(str, keys.optimizers), templates, strict=True))
         return Templates(by_place) if len(by_place) > 1 else next(iter(by_place.values()))
 
     state: AnyTemplate = dialect.state
     option, model = dialect.option, dialect.model
     if keys.optimizers:
-        state = one_or_more(state_template(place, place in keys.numbered) for place in keys.optimizers)
-        option = one_or_more(map(option_template, keys.optimizers))
+        state = at_places(state_template(place, place in keys.numbered) for place in keys.optimizers)
+        option = at_places(map(option_template, keys.optimizers))
     if keys.model is not None:
         model = Template((f"{keys.model.prefix}{{name}}",), keys.model.root)
     unchanged = (state, option, model) == (dialect.state, dialect.option, dialect.model)
@@ -110,13 +109,15 @@ def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str
         TargetError: its keys are not of torch's forms, or have no such form.
     """
     if dialect.state not in _FORMS or form not in (None, *FORMS):
-        raise TargetError(f"--keys and --root: expected {' or '.join(FORMS)}, and a program with torch's keys; found "
-                          f"{form!r} for {dialect.name}")  # fmt: skip
-    if unknown := sorted(roots.keys() - {*ROOTS}):
-        raise TargetError(f"--root: expected one of {', '.join(ROOTS)}, found {unknown[0]!r}")
+        raise TargetError(
+            f"`keys=` and `roots=`: expected {' or '.join(FORMS)}, and a program with torch's keys; found {form!r} for "
+            f"{dialect.name}"
+        )
+    if unknown_roots := sorted(roots.keys() - {*ROOTS}):
+        raise TargetError(f"`roots=`: expected one of {', '.join(ROOTS)}, found {unknown_roots[0]!r}")
     flat = dialect.state == FLAT if form is None else form == "flat"
     if flat and dialect.numbered:
-        raise TargetError(f"--keys: {dialect.name} knows parameters by number, and flat keys have names")
+        raise TargetError(f"`keys=`: {dialect.name} knows parameters by number, and flat keys have names")
     model = ModelPlace(_path(roots["model"])) if "model" in roots else None
     optimizer = OptimizerPlace(_path(roots.get("optimizer", "optimizer")), flat=flat)
     return dialect_at(dialect, Keys((optimizer,), model, frozenset({optimizer} if dialect.numbered else ())))
@@ -125,7 +126,7 @@ def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str
 def _path(root: str) -> KeyPath:
     path = tuple(root.split(".")) if root else ()
     if not all(path) or {"{", "}"} & {*root}:
-        raise TargetError(f"--root: expected names with dots between them, such as app.optimizer, found {root!r}")
+        raise TargetError(f"`roots=`: expected names with dots between them, such as app.optimizer, found {root!r}")
     return path
 
 
@@ -141,72 +142,76 @@ def keys_of(manifest: Manifest) -> Keys:
     An optimizer is where state has parameter groups beside it, or if it has none, where all slots are known ones.  The
     model is where most of the parameters that have state are found under their names.
     """
-    paths = {entry.path: entry.key for entries in (manifest.tensors, manifest.blobs) for entry in entries}
+    # Read every path in all ways: as an option, and as state.
+    keys_by_path = {entry.path: entry.key for entry in chain[Any](manifest.tensors, manifest.blobs)}
     groups: defaultdict[OptimizerPlace, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for path in paths:
+    slots: defaultdict[OptimizerPlace, set[str]] = defaultdict(set)
+    readings_by_path: dict[KeyPath, list[OptimizerKey]] = {}
+    for path in keys_by_path:
         for option in OptimizerKey.of_option(path):
             groups[option.place][option.name].add(option.leaf)
-    states = {path: tuple(readings) for path in paths if (readings := tuple(OptimizerKey.of_slot(path)))}
-    slots: defaultdict[OptimizerPlace, set[str]] = defaultdict(set)
-    for readings in states.values():
+        if readings := list(OptimizerKey.of_slot(path)):
+            readings_by_path[path] = readings
         for reading in readings:
             slots[reading.place].add(reading.leaf)
-    bare = {place for place, found in slots.items() if found <= KNOWN_SLOTS and found - {STEP} and place not in groups}
-
-    def order(place: OptimizerPlace) -> tuple[object, ...]:
-        parts = re.split("([0-9]+)", str(place))
-        return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
-
-    chosen: dict[KeyPath, OptimizerKey] = {}
-    for path, readings in states.items():
+    # Keep the readings in optimizers, the shortest prefix first.
+    bare = {place for place, leaves in slots.items() if leaves <= KNOWN_SLOTS and leaves - {STEP}} - groups.keys()
+    state: dict[KeyPath, OptimizerKey] = {}
+    for path, readings in readings_by_path.items():
         accepted = [r for r in readings if r.place in groups] or [r for r in readings if r.place in bare]
         if accepted:
-            chosen[path] = accepted[0]
-    places = tuple(dict.fromkeys(reading.place for reading in chosen.values()))
+            state[path] = accepted[0]
     names_by_place: defaultdict[OptimizerPlace, set[str]] = defaultdict(set)
-    for reading in chosen.values():
+    for reading in state.values():
         names_by_place[reading.place].add(reading.name)
+    # The model is where tensors have the names of the parameters, which some optimizers number.
     numbered = {p for p, names in names_by_place.items() if not p.flat and all(map(NUMBER.fullmatch, names))}
-    names = {name for place, names in names_by_place.items() if place not in numbered for name in names}
-    weights = [tensor.path for tensor in manifest.tensors if tensor.path not in chosen]
+    names = set[str]().union(*(names for place, names in names_by_place.items() if place not in numbered))
+    weights = [tensor.path for tensor in manifest.tensors if tensor.path not in state]
     return Keys(
-        tuple(sorted(places, key=order)),
-        _model(weights, names),
+        tuple(sorted(names_by_place, key=_number_order)),
+        _find_model(weights, names),
         frozenset(numbered),
-        tuple(frozenset(options) for place in places for options in groups[place].values()),
-        frozenset(reading.leaf for reading in chosen.values()),
-        next((paths[path] for path in chosen), ""),
+        tuple(map(frozenset, chain.from_iterable(groups[place].values() for place in names_by_place))),
+        frozenset(reading.leaf for reading in state.values()),
+        next((keys_by_path[path] for path in state), ""),
     )
 
 
-def _model(weights: Iterable[KeyPath], names: Collection[str]) -> ModelPlace | None:
+def _number_order(place: OptimizerPlace) -> tuple[object, ...]:
+    """Return a key that sorts numbers in places by value."""
+    parts = re.split("([0-9]+)", str(place))
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
+
+
+def _find_model(weights: Iterable[KeyPath], names: Collection[str]) -> ModelPlace | None:
     """Return the place where most of these parameters are; one that is called ``model`` comes before its copies."""
-    found: Counter[ModelPlace] = Counter()
+    counts: Counter[ModelPlace] = Counter()
     for path in weights:
-        last = str(path[-1])
-        starts = (0, *(match.end() for match in re.finditer(r"\.", last)))
-        found.update(ModelPlace(path[:-1], last[:start]) for start in starts if last[start:] in names)
-    most = [place for place, count in found.items() if count == max(found.values())]
-    usual = [place for place in (ModelPlace(("model",)), ModelPlace(())) if place in most]
-    named = usual or [place for place in most if "model" in (*place.root[-1:], place.prefix.removesuffix("."))]
-    places = named[:1] or most
+        leaf = str(path[-1])
+        starts = (0, *(match.end() for match in re.finditer(r"\.", leaf)))
+        counts.update(ModelPlace(path[:-1], leaf[:start]) for start in starts if leaf[start:] in names)
+    candidates = [place for place, count in counts.items() if count == max(counts.values())]
+    usual = [place for place in (ModelPlace(("model",)), ModelPlace(())) if place in candidates]
+    models = usual or [place for place in candidates if "model" in (*place.root[-1:], place.prefix.removesuffix("."))]
+    places = models[:1] or candidates
     if len(places) > 1:
         raise SourceError(
             f"the optimizer's parameters are under {' and under '.join(map(repr, map(str, places)))}, and nothing says "
-            "which is the model; make a copy of one, with the optimizer, by `muonckpt convert --select`"
+            "which is the model; make a copy of one, with the optimizer, by muonckpt.convert with `select=`"
         )
     return next(iter(places), None)
 
 
 # Which program.
 
-_NAME_IT = "name one with `muonckpt convert --from`"
-"""The cure, with its command: those that only look at a checkpoint say so, too."""
+_NAME_IT = "name one with `from_dialect=` of muonckpt.convert"
+"""The cure, with its function: functions that only look at a checkpoint say so, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detected:
-    """A dialect, with templates for where its keys lie, and the ``reasons`` why it is this one, as sentences."""
+    """A dialect with templates for the places of its keys, and the ``reasons`` why it is this one, as sentences."""
 
     dialect: Dialect
     reasons: tuple[str, ...]
@@ -221,13 +226,15 @@ def detect(manifest: Manifest) -> Detected:
     Raises:
         SourceError: no dialect, or more than one, has such keys; the message lists them.
     """
-    entries = [*((t.key, t.path) for t in manifest.tensors), *((b.key, b.path) for b in manifest.blobs)]
+    # Some keys have a form that tells the program.
     for dialect in DIALECTS.values():
-        if dialect.unique_keys and (example := _first(dialect, entries)):
+        if dialect.unique_keys and (example := _state_key(dialect, manifest)):
             return Detected(dialect, (f"its state is under keys such as {example!r}",))
+    # State in torch's forms tells it by slots and options.
     keys = keys_of(manifest)
     if keys.optimizers:
         return _by_marks(keys)
+    # A model without an optimizer tells only where it lies.
     weights = [tensor.path for tensor in manifest.tensors if tensor.path[0] == "model"]
     models = [name for name in ("fsdp_dtensor", "dcp") if weights and all(map(DIALECTS[name].model.read, weights))]
     if models:
@@ -240,19 +247,16 @@ def detect(manifest: Manifest) -> Detected:
 
 
 def locate_dialect(manifest: Manifest, dialect: Dialect) -> Detected:
-    """Return the dialect that the user names, with templates for where its keys lie.
+    """Return the dialect that the user names, with templates for the places of its keys.
 
     Raises:
         SourceError: nothing says which of several places is that of the model.
     """
-    return Detected(dialect_at(dialect, keys_of(manifest)), ("--from names it",))
+    return Detected(dialect_at(dialect, keys_of(manifest)), ("`from_dialect=` names it",))
 
 
 def with_slots(manifest: Manifest) -> Manifest:
-    """Return the manifest with parameters and slots as its dialect's keys name them, where it does not record them.
-
-    Unchanged if the dialect is unknown.
-    """
+    """Return the manifest with parameters and slots as `with_slots_of` its dialect; unchanged if that is unknown."""
     try:
         return with_slots_of(manifest, detect(manifest).dialect)
     except SourceError:
@@ -261,7 +265,6 @@ def with_slots(manifest: Manifest) -> Manifest:
 
 def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
     """Return the manifest with parameters and slots as this dialect's keys name them, where it does not record them."""
-
     numbered = dialect.chained and dialect.numbered
 
     def with_slot(tensor: StateRecord) -> StateRecord:
@@ -274,7 +277,7 @@ def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
 
 
 def momentum_note(manifest: Manifest) -> tuple[str, ...]:
-    """Say what the momenta of a checkpoint ``with_slots`` accumulate, and why; nothing if it has none."""
+    """Say which convention the momenta of a checkpoint ``with_slots`` have, and why; empty if it has none."""
     recorded = {tensor.convention for tensor in manifest.tensors if tensor.convention is not None}
     if recorded:
         return (f"momentum: {' and '.join(sorted(recorded))}, because the manifest records it",)
@@ -290,21 +293,23 @@ def momentum_note(manifest: Manifest) -> tuple[str, ...]:
     return (f"momentum: {dialect.convention or 'unknown'}, because {why}",)
 
 
-def _first(dialect: Dialect, entries: list[tuple[str, KeyPath]]) -> str | None:
+def _state_key(dialect: Dialect, manifest: Manifest) -> str | None:
     """Return the first key of state; only known slots count, since a name could begin there."""
-    known_slots = {slot for method in dialect.methods for slot in method.slots.values()}
-    for key, path in entries:
-        fields = dialect.state.read(path)
+    known_slots = frozenset[str]().union(*(method.slots.values() for method in dialect.methods))
+    for entry in chain[Any](manifest.tensors, manifest.blobs):
+        fields = dialect.state.read(entry.path)
         if fields and fields["slot"] in known_slots:
-            return key
+            return str(entry.key)
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Claims:
-    """The programs of which a checkpoint bears a mark, each with a sentence that says which.
+    """The programs of which a checkpoint bears a mark, by name.
 
-    ``void`` are those that its groups contradict, each with a sentence that says by what.
+    Attributes:
+        marks: sentences that say the mark.
+        void: sentences about programs whose marks it bears and whose options its groups contradict.
     """
 
     marks: Mapping[str, str]
@@ -313,46 +318,46 @@ class _Claims:
 
 def _by_marks(keys: Keys) -> Detected:
     """Return the program that the slots and options tell, or none."""
-    where = ", ".join(map(str, keys.optimizers))
-    reason = f"{where} has torch's {keys.form} keys, such as {keys.example!r}"
+    places = ", ".join(map(str, keys.optimizers))
+    reason = f"{places} has torch's {keys.form} keys, such as {keys.example!r}"
     programs = DIALECTS
     claims = _claims(keys, programs)
     if not claims.marks:
         programs = with_plugins()
         claims = _claims(keys, programs)
     if len(claims.marks) > 1:
-        named = ", ".join(f"{name} ({why})" for name, why in claims.marks.items())
-        raise SourceError(f"{reason}, and marks of more than one program: {named}; {_NAME_IT}")
+        programs_marked = ", ".join(f"{name} ({why})" for name, why in claims.marks.items())
+        raise SourceError(f"{reason}, and marks of more than one program: {programs_marked}; {_NAME_IT}")
     for name, why in claims.marks.items():
         return Detected(dialect_at(programs[name], keys), (reason, why))
-    return _of_no_program(keys, reason, *claims.void or ("no slot or option is written by one program only",))
+    return _unknown_program(keys, reason, *claims.void or ("no slot or option is written by one program only",))
 
 
-def _of_no_program(keys: Keys, *reasons: str) -> Detected:
-    """Return the dialect of torch's keys that nobody knows the program of."""
+def _unknown_program(keys: Keys, *reasons: str) -> Detected:
+    """Return the dialect of torch's keys whose program is unknown."""
     numbered = keys.numbered and keys.numbered == {*keys.optimizers}
     return Detected(dialect_at(DIALECTS["fully_shard" if numbered else "dcp"], keys), reasons)
 
 
 def _claims(keys: Keys, dialects: Mapping[str, Dialect]) -> _Claims:
-    """Return which programs' marks the checkpoint bears; an option that a program never writes voids its claim."""
+    """Return the programs whose marks the checkpoint bears; an option that a program never writes voids its claim."""
     marks, void, closed = dict[str, str](), list[str](), dict[bool, str]()
     for dialect in dialects.values():
-        words = dialect.options_called("momentum")
-        groups = [group for group in keys.groups if words & group] or keys.groups
-        unknown = dict.fromkeys(option for group in groups for option in dialect.options.unknown_options(group))
+        momentum_options = dialect.options_called("momentum")
+        with_momentum = [group for group in keys.groups if momentum_options & group]
+        groups = with_momentum or keys.groups
+        unknown_options = dict.fromkeys(chain.from_iterable(map(dialect.options.unknown_options, groups)))
         for mark in dialect.marks:
             if mark.closed:
                 at_home = keys.model is not None and dialect_at(dialect, keys) is dialect
-                with_momentum = any(words & group for group in groups)
-                complete = with_momentum and all(dialect.options.always.keys() <= group for group in groups)
-                if complete and not unknown and (at_home or not mark.at_home):
+                complete = bool(with_momentum) and all(dialect.options.always.keys() <= group for group in groups)
+                if complete and not unknown_options and (at_home or not mark.at_home):
                     closed[mark.at_home] = dialect.name
-                elif complete and unknown and not mark.at_home:
-                    void.append(_voided(f"it has the options of {dialect.who}", unknown))
-            elif mark.slots <= keys.slots and (not mark.options or any(mark.options <= own for own in keys.groups)):
-                if unknown:
-                    void.append(_voided(f"it has the {mark} of {dialect.who}", unknown))
+                elif complete and unknown_options and not mark.at_home:
+                    void.append(_void_sentence(f"it has the options of {dialect.who}", unknown_options))
+            elif mark.slots <= keys.slots and (not mark.options or any(mark.options <= group for group in keys.groups)):
+                if unknown_options:
+                    void.append(_void_sentence(f"it has the {mark} of {dialect.who}", unknown_options))
                 else:
                     marks.setdefault(dialect.name, f"only it writes the {mark}")
     if closed:
@@ -362,13 +367,13 @@ def _claims(keys: Keys, dialects: Mapping[str, Dialect]) -> _Claims:
     return _Claims(marks, tuple(dict.fromkeys(void)))
 
 
-def _voided(sign: str, unknown: Iterable[str]) -> str:
-    options = ", ".join(map(repr, unknown))
+def _void_sentence(sign: str, unknown_options: Iterable[str]) -> str:
+    options = ", ".join(map(repr, unknown_options))
     return f"{sign}, but also {options}, which that never writes, so another program wrote it; {_NAME_IT}"
 
 
 def confirm(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str, Any]]) -> Detected:
-    """Return the program that keys tell if the values of its groups' options are of its kinds; otherwise none."""
+    """Return the detected program if the values of its groups' options are of its kinds; otherwise none."""
     dialect = detected.dialect
     if not dialect.options.closed:
         return detected
@@ -378,5 +383,5 @@ def confirm(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str
                 f"its groups have {option}={options[option]!r}, where {dialect.who} has {expected}, so another program "
                 f"wrote it; {_NAME_IT}"
             )
-            return _of_no_program(keys_of(manifest), detected.reasons[0], doubt)
+            return _unknown_program(keys_of(manifest), detected.reasons[0], doubt)
     return detected

@@ -1,4 +1,4 @@
-"""How one program names what it saves: a :class:`Dialect` is data, and reads and writes with the same templates."""
+"""Describes how one program names its state: a :class:`Dialect` is data, and reads and writes by the same templates."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _FIELDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "chain": ("chain", r"(?:chained_[0-9]+\.)*"),
     }
 )
-"""The names of fields when read, and patterns of their values.  Three are names of parameters."""
+"""The key of each field in what `Template.read` returns, and the pattern of its values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A key path with fields, such as ``("model", "module.{name}")``; ``{group}`` is a list position.
+    """A key path with fields, such as ``("model", "module.{name}")``, under a ``root`` without fields.
 
-    ``root`` is the path, without fields, under which this path lies.
+    ``{group}`` is a list position.
     """
 
     parts: tuple[str, ...]
@@ -68,22 +68,22 @@ class Template:
         return path
 
     def full_name(self, name: str, chain: str) -> str:
-        """Return the name of a parameter that is this name or number in an optimizer."""
+        """Return the name of a parameter from its name or number in an optimizer."""
         return name
 
     @property
     def numbered(self) -> bool:
-        """Return whether it names parameters by their number in the optimizer."""
+        """Return whether paths have parameters by their number in the optimizer."""
         return "{number}" in self.parts
 
     @property
     def listed(self) -> bool:
-        """Return whether it names groups by their position in a list."""
+        """Return whether paths have groups by their position in a list."""
         return "{group}" in self.parts
 
     @property
     def chained(self) -> bool:
-        """Return whether its paths say to which of several optimizers they belong."""
+        """Return whether paths say to which of several optimizers they belong."""
         return "{chain}" in self.parts[0]
 
     def __str__(self) -> str:
@@ -92,9 +92,9 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """A template for each of several optimizers, by ``{chain}``, where it lies.
+    """The templates of several optimizers, by the value of ``{chain}``.
 
-    Each numbers its parameters from 0, so a number is read as a name with its optimizer: ``"muon#0"``.
+    Each optimizer numbers its parameters from 0, so a number is read as a name with the optimizer: ``"muon#0"``.
     """
 
     by_chain: Mapping[str, Template]
@@ -102,15 +102,16 @@ class Templates:
     def read(self, path: KeyPath) -> dict[str, str] | None:
         for chain, template in self.by_chain.items():
             if fields := template.read(path):
-                named = {"name": self.full_name(fields["name"], chain)} if "name" in fields else {}
-                return {**fields, **named, "chain": chain}
+                if "name" in fields:
+                    fields["name"] = self.full_name(fields["name"], chain)
+                return {**fields, "chain": chain}
         return None
 
     def write(self, *, chain: str, **fields: str) -> KeyPath:
         return self.by_chain[chain].write(**{field: value.removeprefix(f"{chain}#") for field, value in fields.items()})
 
     def full_name(self, name: str, chain: str) -> str:
-        """Return the name of a parameter that is this name or number in an optimizer."""
+        """Return the name of a parameter from its name or number in an optimizer."""
         return f"{chain}#{name}" if self.by_chain[chain].numbered else name
 
     @property
@@ -134,9 +135,11 @@ AnyTemplate = Template | Templates
 
 @lru_cache(maxsize=256)
 def _pattern(part: str) -> re.Pattern[str]:
-    pieces = re.split(r"\{([a-z]+)\}", part)
-    fields = (f"(?P<{name}>{allowed})" for name, allowed in map(_FIELDS.__getitem__, pieces[1::2]))
-    return re.compile("".join(a + b for a, b in zip(map(re.escape, pieces[::2]), [*fields, ""], strict=True)))
+    literal, *pieces = re.split(r"\{([a-z]+)\}", part)
+    pattern = re.escape(literal)
+    for name, literal in zip(pieces[::2], pieces[1::2], strict=True):
+        pattern += "(?P<{}>{})".format(*_FIELDS[name]) + re.escape(literal)
+    return re.compile(pattern)
 
 
 # Keys that many programs have.
@@ -178,9 +181,9 @@ class StoredMethod:
         slots: the program's names of slots, by common name (``momentum``, ``first``, ``second``, ``step``, ``master``).
         options: the program's names of options whose values are common ones (``lr``, ``momentum``, ``pieces``, …).
         codings: the other options that change the update.
-        idle: options that a group has and that do not change this update, with their values in a new optimizer.
+        idle: options of a group that do not change this update, with their values in a new optimizer.
         assumed: options that change it and that the program needs, with their values in a new optimizer.
-        derived: functions from common options and a shape to the slots that follow from these; None: they do not.
+        derived: functions that compute slots from common options and a shape; they return None if they cannot.
         family: methods of one family have the same options with the same meaning.
     """
 
@@ -204,7 +207,7 @@ FOREIGN: Mapping[str, StoredMethod] = MappingProxyType(
 """Methods whose state looks like that of a known one but means something else, by an option of their groups alone."""
 
 
-_OF_ANY = frozenset({"momentum", "master"})
+_SHARED_SLOTS = frozenset({"momentum", "master"})
 """Common names of slots that mean the same in every method of a program."""
 
 
@@ -241,9 +244,7 @@ TRIPLE = OptionKind("three numbers", lambda value: _are_numbers(value, 3))
 TRIPLES = OptionKind("three numbers, or three for each step", lambda value: _are_numbers(value, 3) or _are_rows(value))
 COUNTS = OptionKind("whole numbers", lambda value: isinstance(value, list | tuple) and all(map(COUNT.includes, value)))
 
-_ADDED: Mapping[str, OptionKind] = MappingProxyType(
-    {PARAMS: ANYTHING, "param_names": ANYTHING, "name": ANYTHING, **dict.fromkeys(HISTORY_OPTIONS, ANYTHING)}
-)
+_COMMON_OPTIONS = frozenset({PARAMS, "param_names", "name"}) | HISTORY_OPTIONS
 """Options that state dicts, schedulers and users add to the groups of any program."""
 
 
@@ -253,9 +254,9 @@ class OptionTable:
 
     Attributes:
         always: options of every group with momentum, in all versions of the program.
-        beside: others that a group with momentum may have.
-        elementwise: those that only groups without momentum have.
-        closed: whether the program writes no others into a group with momentum.
+        beside: other options that a group with momentum may have.
+        elementwise: options that only groups without momentum have.
+        closed: whether the program writes no other options into a group with momentum.
     """
 
     always: Mapping[str, OptionKind] = field(default_factory=dict)
@@ -264,15 +265,15 @@ class OptionTable:
     closed: bool = False
 
     def unknown_options(self, options: Iterable[str]) -> list[str]:
-        """Return those options of a group with momentum that the program never writes."""
-        return sorted({*options} - {*self.always, *self.beside, *_ADDED}) if self.closed else []
+        """Return the options of a group with momentum that the program never writes."""
+        return sorted({*options} - {*self.always, *self.beside, *_COMMON_OPTIONS}) if self.closed else []
 
     def contradicted_by(self, options: Collection[str]) -> str:
         """Say why a group with momentum and these options is not the program's; empty if it may be."""
-        if lacking := sorted(self.always.keys() - {*options}):
-            return f"the group lacks {', '.join(map(repr, lacking))}, which the program always writes"
-        if unknown := self.unknown_options(options):
-            return f"the group has {', '.join(map(repr, unknown))}, which the program never writes"
+        if missing_options := sorted(self.always.keys() - {*options}):
+            return f"the group lacks {', '.join(map(repr, missing_options))}, which the program always writes"
+        if unknown_options := self.unknown_options(options):
+            return f"the group has {', '.join(map(repr, unknown_options))}, which the program never writes"
         return ""
 
     def misfits(self, options: Mapping[str, Any]) -> dict[str, str]:
@@ -292,7 +293,7 @@ class Mark:
     Attributes:
         slots, options: these slots, and these options of one group, together.
         closed: groups with momentum that `Dialect.options` does not contradict.
-        at_home: the keys have to lie where the program puts them; then this mark goes before others that are closed.
+        at_home: the keys have to lie where the program puts them; such a mark goes before other closed ones.
     """
 
     slots: Set[str] = frozenset()
@@ -312,12 +313,12 @@ class Dialect:
     """A description of one program's checkpoints.
 
     Attributes:
-        name: the value of ``--to`` and ``--from``.
+        name: the value of ``to_dialect=`` and ``from_dialect=``.
         who: the program.
         model, state, option: templates of keys; ``option`` is None if groups are not stored as items.
         convention: the convention of the momentum; None if the user must say it.
         methods: the update methods, in the order in which they are tried.
-        options: what its groups have; they tell the groups with momentum for which the convention holds.
+        options: the options of its groups; they tell the groups with momentum for which the convention holds.
         marks: each of them alone tells the program.
         unique_keys: whether the form of its keys tells the program.
         derived: slots that the program can compute again; they are left out when another dialect is written.
@@ -325,7 +326,7 @@ class Dialect:
         takes_methods: whether this option may name methods that are not listed, as users give the program their own.
         names_option: the option in which groups list the names of their parameters once more, as torch's groups of
             named parameters do; None if none is written.
-        facts: common options that the program has no words for, by method and name: what it always does.
+        facts: common options that are constants of the program, by method and name.
         hints: where a user finds common options that the program does not store.
         writable: whether checkpoints of this dialect can be written.
         common: the item that holds all groups and all other non-tensor values; None if there is no such item.
@@ -334,8 +335,8 @@ class Dialect:
         unsaid: options that are never added, as they would point to a program, and so to a convention.
         private: globs of items that mean nothing to other programs; a program with the same glob keeps them.
         opaque: globs of state that only the program can read, as nothing says whose it is.
-        arguments: reads the arguments of the run, or what of them is stored: what must be set in code because of them,
-            each with its values and the reason; None if the program stores none.
+        arguments: reads the stored arguments of the run, and yields what must be set in code because of them, with the
+            values and the reason; None if the program stores none.
         format: the format that the program needs, by the name of the `Container`; None if any that DCP reads will do.
     """
 
@@ -370,11 +371,11 @@ class Dialect:
         return self.state.numbered
 
     def slots_called(self, name: str) -> frozenset[str]:
-        """Return what its methods call the slot of this common name."""
+        """Return the names of the slot with this common name in all methods."""
         return frozenset(method.slots[name] for method in self.methods if name in method.slots)
 
     def options_called(self, name: str) -> frozenset[str]:
-        """Return what its methods call the option of this common name."""
+        """Return the names of the option with this common name in all methods."""
         return frozenset(method.options[name] for method in self.methods if name in method.options)
 
     def holds_groups(self, path: KeyPath) -> bool:
@@ -386,7 +387,7 @@ class Dialect:
         return self.state.chained
 
     def writes(self, method: StoredMethod) -> StoredMethod:
-        """Return the method of this dialect for what another dialect stores as ``method``.
+        """Return the method of this dialect for state that another dialect stores as ``method``.
 
         Raises:
             SourceError: there is none, or none with slots for all of that state.
@@ -400,77 +401,84 @@ class Dialect:
         available = ", ".join(slots) or "no such method"
         missing = ", ".join(sorted(method.slots[name] for name in needed))
         raise SourceError(
-            f"{self.name} has no place for {method.name} with {missing} (it has {available}); leave out "
-            "slots with --drop, and where these are float32 masters, make them weights with --weights masters, or "
-            "leave them out with --weights model"
+            f"{self.name} has no place for {method.name} with {missing} (it has {available}); leave out slots "
+            'with `drop=`, and where these are float32 masters, make them weights with `weights="masters"`, or leave '
+            'them out with `weights="model"`'
         )
 
-    def given_method(self, named: str | None, slots: frozenset[str]) -> StoredMethod | None:
-        """Return the method of a user that a group names, with these slots; None for methods that are listed."""
-        if not self.takes_methods or named is None or any(method.name == named for method in self.methods):
+    def _user_method(self, name: str | None, slots: frozenset[str]) -> StoredMethod | None:
+        """Return the method of a user that a group names, with these slots; None for methods of the program."""
+        if not self.takes_methods or name is None or any(method.name == name for method in self.methods):
             return None
-        common = {slot: name for method in self.methods for name, slot in method.slots.items() if name in _OF_ANY}
-        return StoredMethod(named, {common.get(slot, f"own {slot}"): slot for slot in sorted(slots)}, family=self.name)
+        common_names: dict[str, str] = {}
+        for method in self.methods:
+            common_names |= {slot: common for common, slot in method.slots.items() if common in _SHARED_SLOTS}
+        return StoredMethod(name, {common_names.get(s, f"own {s}"): s for s in sorted(slots)}, family=self.name)
 
-    def methods_with(self, slots: frozenset[str], counted: bool = True) -> list[StoredMethod]:
-        """Return the methods that keep these slots; where steps are ``counted`` elsewhere, that slot may be missing."""
+    def _methods_with(self, slots: frozenset[str], may_lack_step: bool = True) -> list[StoredMethod]:
+        """Return the methods that keep these slots, perhaps besides one for the number of steps."""
 
         def keeps(method: StoredMethod) -> bool:
-            return {*method.slots.values()} in (slots, slots | {method.slots.get("step")} if counted else slots)
+            return {*method.slots.values()} in (slots, slots | {method.slots.get("step")} if may_lack_step else slots)
 
         return list(filter(keeps, self.methods))
 
-    def likely_method(self, slots: frozenset[str], named: str | None) -> StoredMethod | None:
+    def likely_method(self, slots: frozenset[str], name: str | None) -> StoredMethod | None:
         """Return the method that keeps these slots, preferably the one that the group names; None if there is none."""
         stored = slots - self.derived
-        if (given := self.given_method(named, stored)) is not None:
-            return given
+        if (user_method := self._user_method(name, stored)) is not None:
+            return user_method
         averages = frozenset(stored_slot(slot).slot for slot in stored)
-        fitting = self.methods_with(averages)
-        fitting += [m for m in FOREIGN.values() if m.name == named and averages == {*m.slots.values()}]
-        method = next((method for method in fitting if method.name == named), fitting[0] if fitting else None)
+        methods = self._methods_with(averages)
+        methods += [m for m in FOREIGN.values() if m.name == name and averages == {*m.slots.values()}]
+        method = next((method for method in methods if method.name == name), methods[0] if methods else None)
         if method is None or averages == stored:
             return method
         # The stored slot that is shaped like the parameter stands for an average.
-        shaped = {part.slot: slot for slot in stored if (part := stored_slot(slot)).is_shaped}
-        return replace(method, slots={name: shaped.get(slot, slot) for name, slot in method.slots.items()})
+        shaped_slots = {stored_slot(slot).slot: slot for slot in stored if stored_slot(slot).is_shaped}
+        return replace(method, slots={common: shaped_slots.get(slot, slot) for common, slot in method.slots.items()})
 
     def method(
-        self, slots: frozenset[str], named: str | None, about: str, dropped: Collection[str] = (), counted: bool = False
+        self,
+        slots: frozenset[str],
+        name: str | None,
+        parameter: str,
+        dropped_slots: Collection[str] = (),
+        may_lack_step: bool = False,
     ) -> StoredMethod:
-        """Return the method of a parameter with these slots; ``named`` is the name in its group, if there is one.
+        """Return the method of a parameter with these slots.
 
-        NorMuon whose row variances are ``dropped`` is Muon.  Where the steps are ``counted`` elsewhere than in state,
-        the slot for them may be missing.
+        Args:
+            name: of the method, if the parameter's group says it.
+            dropped_slots: slots left out by the user: NorMuon without its row variances is Muon.
+            may_lack_step: the number of steps is stored elsewhere than in state.
 
         Raises:
             SourceError: no method has these slots, or more than one.
         """
         stored = slots - self.derived
-        if (given := self.given_method(named, stored)) is not None:
-            return given
-        without_dropped = [
-            {name: slot for name, slot in m.slots.items() if slot not in dropped}
-            for m in self.methods
-            if m.name == named
-        ]
-        fitting = [
+        if (user_method := self._user_method(name, stored)) is not None:
+            return user_method
+        # The method that the group names, or one that keeps as much of it as the user has left.
+        namesakes = [method for method in self.methods if method.name == name]
+        reduced_slots = [{c: s for c, s in method.slots.items() if s not in dropped_slots} for method in namesakes]
+        candidates = [
             method
-            for method in self.methods_with(stored, counted)
-            if named in (None, method.name) or ("momentum" in method.slots and method.slots in without_dropped)
+            for method in self._methods_with(stored, may_lack_step)
+            if name in (None, method.name) or ("momentum" in method.slots and method.slots in reduced_slots)
         ]
-        if len({method.name for method in fitting}) != 1:
-            if coded := sorted(slot for slot in stored if stored_slot(slot).is_coded):
-                raise SourceError(
-                    f"parameter {about!r} has {coded[0]}: state in 8 bits, which other programs cannot read; load it "
-                    "into an optimizer of the same options, and save an optimizer with state in another dtype that has "
-                    "taken its state_dict(), or convert --model-only"
-                )
-            available = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in self.methods)
-            state = f"{', '.join(sorted(stored))}" + (f" in a group of {named!r}" if named else "")
-            count = "more than one method" if fitting else "no method"
+        if len({method.name for method in candidates}) == 1:
+            return candidates[0]
+        if coded_slots := sorted(slot for slot in stored if stored_slot(slot).is_coded):
             raise SourceError(
-                f"parameter {about!r} has {state}: {count} of {self.name} ({available}) fits; "
-                "`muonckpt convert --drop` leaves a slot out, `muonckpt convert --from` names another program"
+                f"parameter {parameter!r} has {coded_slots[0]}: state in 8 bits, which other programs cannot read; "
+                "load it into an optimizer of the same options, and save an optimizer with state in another dtype that "
+                "has taken its state_dict(), or leave out all state with `model_only=True`"
             )
-        return fitting[0]
+        available = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in self.methods)
+        state = f"{', '.join(sorted(stored))}" + (f" in a group of {name!r}" if name else "")
+        count = "more than one method" if candidates else "no method"
+        raise SourceError(
+            f"parameter {parameter!r} has {state}: {count} of {self.name} ({available}) fits; muonckpt.convert leaves "
+            "a slot out with `drop=`, and takes the name of another program with `from_dialect=`"
+        )

@@ -1,11 +1,11 @@
-"""microsoft/dion (``dion/muon.py``): one class for matrices and scalars, so every group has every option."""
+"""microsoft/dion (``dion/muon.py``) and XTuner: one class for matrices and scalars, so every group has every option."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from ..names.vocabulary import Convention
-from .codings import FLATTEN, SPLITS, scale
+from .codings import FLATTEN, SPLITS, equal_parts, lr_ratio, scale
 from .dialect import (
     COUNT,
     COUNTS,
@@ -23,7 +23,7 @@ from .dialect import (
     OptionTable,
     StoredMethod,
 )
-from .torch import RATE_KINDS
+from .torch import PLAIN, RATE_KINDS
 
 SHARED = {**RATES, "step": "step"}
 MATRIX = {"momentum": "mu", "nesterov": "nesterov", "eps": "epsilon"}
@@ -102,3 +102,41 @@ PROGRAM = Dialect(
         "ns_steps": "5 in dion",
     },
 )
+
+XTUNER = Dialect(
+    "xtuner",
+    "InternLM/XTuner",
+    MODEL,
+    NESTED,
+    LISTED,
+    Convention.SUM,
+    (
+        StoredMethod(
+            "muon",
+            {"momentum": "momentum"},
+            {**SHARED, **MATRIX},
+            (scale("adjust_lr", {**SCALES, "none": ("none",)}), FLATTEN, equal_parts("num_experts", True)),
+            OF_SCALARS,
+            {"nesterov": False, "epsilon": 1e-8, "adjust_lr": "rms_norm", "num_experts": 1},
+            {"lr_ratio": lr_ratio},
+        ),
+        StoredMethod(
+            "adamw",
+            {"first": "momentum", "second": "variance"},
+            {**SHARED, **BETAS, "eps": "epsilon"},
+            idle={**OF_MATRICES, "adjust_lr": "rms_norm", "num_experts": 1},
+            assumed={"epsilon": 1e-8},
+        ),
+    ),
+    option_table({"num_experts": COUNT, "clip_grad": FLAG}),
+    marks=(
+        Mark(slots={"lr_ratio"}),
+        Mark(options={"num_experts", "algorithm", "epsilon", "mu"}),
+        Mark(options={"clip_grad", "algorithm", "epsilon", "mu"}),
+    ),
+    derived=frozenset({"lr_ratio"}),
+    method_option="algorithm",
+    facts={"muon": {**PLAIN, "ns": "quintic", "ns_steps": 5}, "adamw": PLAIN},
+    hints={"pieces": "muon_split_sizes, an argument of XTuner's constructor"},
+)
+"""InternLM/XTuner (``xtuner/v1/optim/muon.py``), which has its optimizer from dion."""

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from ..names.errors import SourceError, TargetError
 from ..names.plugins import load_plugins
-from . import deepspeed, dion, megatron, moonlight, ours, titan, torch, veomni, xtuner
+from . import deepspeed, dion, megatron, moonlight, ours, torch, veomni
 from .dialect import Dialect
 
 ENTRY_POINTS = "muonckpt.programs"
@@ -27,10 +27,10 @@ BUILT_IN = (
     *(
         torch.PROGRAM,
         veomni.PROGRAM,
-        titan.PROGRAM,
+        torch.TITAN,
         dion.PROGRAM,
         deepspeed.PROGRAM,
-        xtuner.PROGRAM,
+        dion.XTUNER,
         ours.PROGRAM,
         moonlight.PROGRAM,
     ),

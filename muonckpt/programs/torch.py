@@ -1,4 +1,4 @@
-"""torch.optim.Muon and AdamW of torch 2.13 (``torch/optim/_muon.py``, ``adamw.py``), in nested state dicts."""
+"""torch.optim.Muon and AdamW of torch 2.13 (``torch/optim/_muon.py``, ``adamw.py``), also as torchtitan saves them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from .codings import COUPLED, betas, coefficients, scale
 from .dialect import (
     COUNT,
     FLAG,
+    FLAT,
+    FLAT_OPTIONS,
     LISTED,
     MODEL,
     NESTED,
@@ -25,6 +27,7 @@ from .dialect import (
     OptionKind,
     OptionTable,
     StoredMethod,
+    Template,
 )
 
 KELLER = (3.4445, -4.775, 2.0315)
@@ -97,7 +100,21 @@ PROGRAM = Dialect(
     facts={"muon": {**PLAIN, "pieces": None, "gram": None}, "adamw": PLAIN},
 )
 
-# torch's keys and slots, from nobody knows which program.
+TITAN = Dialect(
+    "titan",
+    "torchtitan: a flat optimizer, the model at the top",
+    Template(("{name}",)),
+    FLAT,
+    FLAT_OPTIONS,
+    Convention.EMA,
+    (muon({**SCALES, "spectral": ("spectral_unclamped",)}), ADAMW),
+    OPTIONS,
+    marks=(Mark(closed=True, at_home=True),),
+    facts={"muon": {**PLAIN, "gram": None}, "adamw": PLAIN},
+)
+"""torchtitan: all optimizers in one flat state dict, with the model's weights at the top."""
+
+# torch's keys and slots, of an unknown program.
 
 _NEVER_ADDED = frozenset({"ns_coefficients"})
 _KINDS = OptionTable(beside={**MUON_KINDS, **ADAMW_KINDS, "ns_coefficients": TRIPLES})

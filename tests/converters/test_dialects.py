@@ -86,9 +86,9 @@ def test_keys_that_tell_a_dialect(state, name, tmp_path):
 @pytest.mark.parametrize(
     "state, message",
     [
-        (nested({"momentum": W, "lr_ratio": 1.0, "step_dev": 1}), r"dion \(.*'step_dev'\), xtuner \(.*--from"),
+        (nested({"momentum": W, "lr_ratio": 1.0, "step_dev": 1}), r"dion \(.*'step_dev'\), xtuner \(.*`from_dialect=`"),
         ({"something": {"else": W}}, "not those of a known dialect"),
-        ({"a": {"w": W}, "b": {"w": W}, "optim": {"state.w.momentum_buffer": W}}, "under 'a' and under 'b'.*--select"),
+        ({"a": {"w": W}, "b": {"w": W}, "optim": {"state.w.momentum_buffer": W}}, "under 'a' and under 'b'.*`select=`"),
     ],
 )
 def test_keys_that_do_not_tell_are_refused_with_the_choices(state, message, tmp_path):
@@ -205,7 +205,7 @@ def test_an_option_that_a_program_never_writes_voids_its_claim(program, flat, tm
     manifest, path = saved(tmp_path, state)
     found = detect(manifest)
     assert (found.dialect.name, found.dialect.convention) == ("dcp", None)
-    assert repr(stranger) in found.reasons[-1] and "--from" in found.reasons[-1]
+    assert repr(stranger) in found.reasons[-1] and "`from_dialect=`" in found.reasons[-1]
     seen = muonckpt.inspect(path)
     assert seen.dialect["name"] == "dcp" and repr(stranger) in seen.dialect["reasons"][-1]
 
@@ -242,7 +242,7 @@ def test_a_value_of_another_kind_than_the_programs_voids_its_claim(program, grou
     seen = muonckpt.inspect(path)
     assert seen.dialect["name"] == "dcp" and expected in seen.dialect["reasons"][-1]
     values = muonckpt.open(path).values
-    with pytest.raises(SourceError, match=r"unknown; give `convention=|fits; .muonckpt convert --drop. leaves"):
+    with pytest.raises(SourceError, match=r"unknown; give `convention=|fits; muonckpt.convert leaves a slot out"):
         translate(manifest, values, DIALECTS["muonckpt"], drop=frozenset({"use_muon"} & slots.keys()))
     if program == "torch":
         with pytest.raises(SourceError, match=rf"not {expected} as the program does.*give `convention="):

@@ -248,7 +248,7 @@ def test_any_program_is_written_in_flat_keys_and_read_back(tmp_path):
     back = muonckpt.convert(tmp_path / "flat", tmp_path / "back", **grouped(to_dialect="dcp", from_dialect="dion"))
     same = muonckpt.convert(tmp_path / "theirs", tmp_path / "same", **grouped(to_dialect="dcp", convention="sum"))
     assert back.fingerprints == same.fingerprints
-    assert "momentum: sum, because that is what dion keeps: --from names it" in back.notes
+    assert "momentum: sum, because that is what dion keeps: `from_dialect=` names it" in back.notes
     again = muonckpt.reshard(tmp_path / "flat", tmp_path / "as it is", mesh={"dp": 2})
     assert [note for note in again.notes if note.startswith("momentum: sum, because that is what dion keeps: only it")]
     with pytest.raises(TargetError, match="without --to"):

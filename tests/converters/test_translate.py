@@ -236,7 +236,7 @@ def test_a_parameter_without_dims_keeps_all_of_its_state(tmp_path):
 
 def test_state_without_a_place_in_the_target_is_refused(tmp_path):
     name = "megatron/layer_wise/ws4_padded/torch_dist"
-    with pytest.raises(SourceError, match=r"no place for muon with fp32_param, momentum_buffer.*--drop"):
+    with pytest.raises(SourceError, match=r"no place for muon with fp32_param, momentum_buffer.*`drop=`"):
         translated(name, "torch", overrides=Overrides(Convention.EMA))
     result = translated(name, "torch", overrides=Overrides(Convention.EMA), drop=frozenset({"fp32_param"}))
     path, _ = read(name)

@@ -215,5 +215,5 @@ def test_megatrons_layer_wise_run_goes_on_in_muon_and_in_layer_wise_of_any_dtype
             assert tensor.dtype == "bfloat16" and np.array_equal(tensor.numpy(), rounded.float().numpy())
     with pytest.raises(TargetError, match="no float32 masters"):
         muonckpt.convert(tmp_path / "masters", tmp_path / "x", **grouped(weights="masters"))
-    with pytest.raises(SourceError, match="--weights masters"):
+    with pytest.raises(SourceError, match='weights="masters"'):
         muonckpt.convert(source, tmp_path / "x", to_dialect="torch")

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ...names.errors import SourceError
 from ...names.vocabulary import HISTORY_OPTIONS, PARAMS, ParamGroup
-from ...programs import dion, moonlight, scripts, titan, torch, veomni, xtuner
+from ...programs import dion, moonlight, scripts, torch, veomni
 from ...programs.dialect import Dialect
 
 Said = Mapping[str, Any]
@@ -130,9 +130,9 @@ KNOWN = (
     KnownOptimizer(torch.PROGRAM, "torch", ("Muon",), _muon, _bfloat16),
     KnownOptimizer(torch.PROGRAM, "torch", ("AdamW", "Adam"), lambda group, state: "adamw"),
     KnownOptimizer(dion.PROGRAM, "dion", ("Muon", "NorMuon"), _by_option("algorithm"), _by_function),
-    KnownOptimizer(xtuner.PROGRAM, "xtuner", ("Muon",), _by_option("algorithm"), _of_xtuner),
+    KnownOptimizer(dion.XTUNER, "xtuner", ("Muon",), _by_option("algorithm"), _of_xtuner),
     KnownOptimizer(veomni.PROGRAM, "veomni", ("DistributedMuon",), _muon, _bfloat16),
-    KnownOptimizer(titan.PROGRAM, "torchtitan", ("DistMuon",), _muon, _bfloat16),
+    KnownOptimizer(torch.TITAN, "torchtitan", ("DistMuon",), _muon, _bfloat16),
     KnownOptimizer(scripts.EMERGING, "emerging_optimizers", ("Muon",), _muon, _of_emerging),
     KnownOptimizer(scripts.EMERGING, "megatron", _MEGATRON, _muon, _of_emerging),
     KnownOptimizer(
