@@ -1,7 +1,6 @@
 """Checkpoints in object stores, through fsspec: `Remote` stands where a `pathlib.Path` stands for a local place.
 
-An object is read by ranges and written once, front to back.  The store's own library finds the credentials, in the
-environment.
+An object is read by ranges and written once, front to back.  The store's own library finds the credentials.
 """
 
 from __future__ import annotations
@@ -28,15 +27,25 @@ REQUEST_BYTES = 4 << 20
 PART = 8 << 20
 """Bytes of the parts in which an object is written.  S3 demands 5 MiB."""
 
-_READ, _WRITTEN = 6, 5
+_REQUEST_COPIES, _PART_COPIES = 6, 5
 """Copies of a request, and of a part being written, in a thread's memory: in the libraries (measured with s3fs 2026.9),
 and in three windows of `Payloads`."""
 
-_PARTS = 9_000
+_MAX_PARTS = 9_000
 
-_ASKED_AT_ONCE = 16
+_CALLS_AT_ONCE = 16
 
-_STATE = ("ETag", "etag", "generation", "version_id", "LastModified", "last_modified", "mtime", "updated", "created")
+_STATE = (
+    "ETag",
+    "etag",
+    "generation",
+    "version_id",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "updated",
+    "created",
+)
 """Fields of a store's description of an object that change when it is written."""
 
 
@@ -117,10 +126,10 @@ class Remote:
             return [Remote(self.fs, path) for path in self.fs.find(self.path)]
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Return the store's description of every object in it, or of itself, by the name in this place."""
+        """Return the store's descriptions of the objects in it, or of itself, by their names in this place."""
         with store_errors(self):
-            found: dict[str, dict[str, Any]] = self.fs.find(self.path, detail=True)
-        return {path.removeprefix(self.path).lstrip("/"): info for path, info in found.items()}
+            infos: dict[str, dict[str, Any]] = self.fs.find(self.path, detail=True)
+        return {path.removeprefix(self.path).lstrip("/"): info for path, info in infos.items()}
 
     def glob(self, pattern: str) -> Iterator[Remote]:
         """Return its entries whose names match; none if it is not a directory."""
@@ -188,7 +197,7 @@ R = TypeVar("R")
 
 
 def listing(folder: Location) -> tuple[list[str], list[str]]:
-    """Return the names of the files in a folder, and of the folders in it, after one look at it; links count as files.
+    """Return the names of the files in a folder, and of the folders in it; links count as files.
 
     Raises:
         OSError: it cannot be listed.
@@ -202,14 +211,14 @@ def listing(folder: Location) -> tuple[list[str], list[str]]:
     return files, folders
 
 
-def map_each(place: Location, function: Callable[[T], R], things: Iterable[T]) -> list[R]:
-    """Apply a function to each thing, in order; in a store, which is slow to answer, many calls run at once."""
+def map_each(place: Location, function: Callable[[T], R], values: Iterable[T]) -> list[R]:
+    """Apply a function to each value, in order; in a store, which is slow to answer, many calls run at once."""
     if not isinstance(place, Remote):
-        return list(map(function, things))
+        return list(map(function, values))
     from concurrent.futures import ThreadPoolExecutor  # imports logging, which few commands need
 
-    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
-        return list(pool.map(function, things))
+    with ThreadPoolExecutor(_CALLS_AT_ONCE) as pool:
+        return list(pool.map(function, values))
 
 
 def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = ValueError) -> Location:
@@ -285,10 +294,12 @@ class RemoteFile:
         return self.views([(offset, length)])[0]
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        path, spans = self._place.path, [(start, start + length) for start, length in ranges if length]
+        # Stores refuse requests for no bytes.
+        requests = [(start, start + length) for start, length in ranges if length]
+        starts, stops = [start for start, _ in requests], [stop for _, stop in requests]
         with read_errors(self._place):
-            starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
-            parts = iter(self._place.fs.cat_ranges([path] * len(spans), starts, stops, on_error="raise"))
+            paths = [self._place.path] * len(requests)
+            parts = iter(self._place.fs.cat_ranges(paths, starts, stops, on_error="raise"))
         views = [memoryview(next(parts) if length else b"") for _, length in ranges]
         for view, (start, length) in zip(views, ranges, strict=True):
             if len(view) != length:
@@ -321,37 +332,38 @@ class Upload:
     def __init__(self, place: Remote, stream: Any) -> None:
         self._place = place
         self._stream = stream
-        self._at = 0
+        self._end = 0
 
     def write(self, data: bytes | memoryview, offset: int) -> int:
         """Write at byte ``offset``, not before the end of what has been written; return the new end."""
         self.fill(offset)
         with store_errors(self._place):
             self._stream.write(data)
-        self._at += len(data)
-        return self._at
+        self._end += len(data)
+        return self._end
 
     def fill(self, offset: int) -> None:
-        if offset < self._at:
-            raise ValueError(f"an object is written front to back, and byte {offset} lies before {self._at}")
+        if offset < self._end:
+            raise ValueError(f"an object is written front to back, and byte {offset} lies before {self._end}")
         with store_errors(self._place):
-            while self._at < offset:
-                self._at += self._stream.write(bytes(min(offset - self._at, 1 << 20)))
+            while self._end < offset:
+                self._end += self._stream.write(bytes(min(offset - self._end, 1 << 20)))
 
 
 def part_bytes(length: int) -> int:
     """Return the bytes of a part, a multiple of 1 MiB, for an object of ``length`` bytes."""
-    return max(PART, -(-length // _PARTS >> 20) + 1 << 20)
+    return max(PART, -(-length // _MAX_PARTS >> 20) + 1 << 20)
 
 
 def check_memory(source: Location, destination: Location, longest: int, threads: int, memory: int) -> None:
     """Raise `DestinationError` if a budget of memory is too small for objects of at most ``longest`` bytes."""
-    reads = _READ * REQUEST_BYTES if isinstance(source, Remote) else 0
-    writes = _WRITTEN * part_bytes(longest) if isinstance(destination, Remote) else 0
-    if threads * (reads + writes) > memory:
+    reads = _REQUEST_COPIES * REQUEST_BYTES if isinstance(source, Remote) else 0
+    writes = _PART_COPIES * part_bytes(longest) if isinstance(destination, Remote) else 0
+    buffers = threads * (reads + writes)
+    if buffers > memory:
         raise DestinationError(
-            f"object stores need {threads * (reads + writes) >> 20} MiB of buffers for {threads} threads and files of "
-            f"{longest} bytes, but the budget is {memory} bytes: raise --memory, or lower --jobs"
+            f"object stores need {buffers >> 20} MiB of buffers for {threads} threads and files of {longest} bytes, "
+            f"but the budget is {memory} bytes: raise `memory=`, or lower `jobs=`"
         )
 
 

@@ -1,8 +1,7 @@
 """A lock file, which another process takes over only if its user asks to resume the work.
 
-On one machine the kernel knows whether the process that made it is alive.  A network file system may not, and in an
-object store a lock left by a crash looks like one in use.  So a user may take it over, and the earlier owner can see
-that it has lost it.
+On one machine the kernel knows whether the process that made it is alive.  A network file system may not, and an object
+may stay after a crash.  So a user may take the lock over, and the earlier owner can see that it has lost it.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def lock_directory(folder: Path) -> int | None:
         FileNotFoundError: it has been removed.
     """
     with ExitStack() as stack:
-        handle, locked = _held(folder, stack)
-        if locked:
+        handle, is_locked = _lock_folder(folder, stack)
+        if is_locked:
             stack.pop_all()
             return handle
     return None
@@ -43,7 +42,7 @@ def lock_directory(folder: Path) -> int | None:
 
 @contextmanager
 def wait_for_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a directory, as soon as no other process does; where there are no such locks do without."""
+    """Lock a directory during the block, once no other process does; where there are no such locks do without."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):
@@ -53,19 +52,19 @@ def wait_for_lock(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _held(folder: Path, stack: ExitStack) -> tuple[int, bool]:
+def _lock_folder(folder: Path, stack: ExitStack) -> tuple[int, bool]:
     """Open and lock a directory; return its handle, which ``stack`` closes, and whether there are such locks."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     stack.callback(os.close, handle)
-    locked = _lock(handle)
+    is_locked = _lock(handle)
     with suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(handle), folder.stat()):
-            return handle, locked
+            return handle, is_locked
     raise InUse  # its owner has just renamed it
 
 
 class FileLock:
-    """A file with a line for each owner, of which the last counts; ``earlier`` are those it had, None if it is new.
+    """Locks by a file with a line for each owner; the last counts, ``earlier`` are those before, None if it is new.
 
     Where the file system supports it, the kernel locks the file, so that other machines see it, and the directory, so
     that no process enters while it is renamed.
@@ -74,7 +73,7 @@ class FileLock:
     def __init__(self, folder: Path, name: str) -> None:
         self._path, self._line = folder / name, b""
         with ExitStack() as stack:
-            _held(folder, stack)
+            _lock_folder(folder, stack)
             self._path.parent.mkdir(exist_ok=True)
             try:
                 self._stream, is_new = stack.enter_context(self._path.open("xb+")), True
@@ -114,7 +113,7 @@ def _lock(handle: int) -> bool:
 
 
 class ObjectLock:
-    """The same as an object, in a store such as S3 that can write one only where none exists."""
+    """Locks by an object, in a store such as S3 that can write one only where none exists."""
 
     def __init__(self, place: Remote) -> None:
         self._place, self._line = place, b""

@@ -11,10 +11,10 @@ from threading import local
 
 from .location import Location, Remote, Upload, map_each, store_errors
 
-_STRIDE = 2 << 20
+_WRITEBACK_BYTES = 2 << 20
 """Bytes after which the disk is asked to write."""
 
-_AT_ONCE = 256 << 10
+_WRITE_BYTES = 256 << 10
 """Most bytes of one write.  For larger ones file systems allocate larger pages, which a guest that has returned
 memory to its host must request again: measured at 4 GB, half the time in the kernel."""
 
@@ -50,7 +50,7 @@ def write_synced(file: Location, data: bytes) -> None:
 
 
 def write_parts(file: Location, parts: Iterable[bytes]) -> None:
-    """Write a small new file as `write_synced` does, from its parts."""
+    """Write a small new file from its parts, as `write_synced` does."""
     if isinstance(file, Remote):
         file.write(b"".join(parts))
         return
@@ -71,7 +71,7 @@ class Output:
     def __init__(self, path: Path, length: int) -> None:
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._length = length
-        self._begun = local()
+        self._writeback = local()
 
     def __enter__(self) -> Output:
         try:
@@ -90,17 +90,17 @@ class Output:
 
     def write(self, data: bytes | memoryview, offset: int) -> int:
         """Write at ``offset``; return the end."""
-        begun, left = getattr(self._begun, "at", offset), memoryview(data)
-        if not begun <= offset <= begun + _STRIDE:  # this thread goes on elsewhere
-            begun = offset
-        while left:
-            written = os.pwrite(self._handle, left[:_AT_ONCE], offset)
-            left, offset = left[written:], offset + written
-        if offset - begun >= _STRIDE:
-            # Linux starts writing dirty pages when asked to drop them.  Otherwise the disk would be idle until fsync().
-            os.posix_fadvise(self._handle, begun, offset - begun, os.POSIX_FADV_DONTNEED)
-            begun = offset
-        self._begun.at = begun
+        start, remaining = getattr(self._writeback, "start", offset), memoryview(data)
+        if not start <= offset <= start + _WRITEBACK_BYTES:  # this thread goes on elsewhere
+            start = offset
+        while remaining:
+            count = os.pwrite(self._handle, remaining[:_WRITE_BYTES], offset)
+            remaining, offset = remaining[count:], offset + count
+        # Linux starts writing dirty pages when asked to drop them.  Otherwise the disk would be idle until fsync().
+        if offset - start >= _WRITEBACK_BYTES:
+            os.posix_fadvise(self._handle, start, offset - start, os.POSIX_FADV_DONTNEED)
+            start = offset
+        self._writeback.start = start
         return offset
 
 
@@ -126,7 +126,7 @@ def read_object(place: Remote) -> bytes:
 
 
 class LineFile:
-    """Lines that one thread appends and that survive a crash of the machine: a file that is synced line by line."""
+    """Appends lines that survive a crash of the machine, by one thread: a file that is synced line by line."""
 
     def __init__(self, path: Path) -> None:
         self._stream = path.open("xb")
@@ -142,7 +142,7 @@ class LineFile:
 
 
 class LineObjects:
-    """The same in a store, where objects cannot grow: a folder with an object for each line."""
+    """Appends lines in a store, where objects cannot grow: a folder with an object for each line."""
 
     def __init__(self, place: Remote) -> None:
         self._place = place

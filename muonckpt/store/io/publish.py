@@ -45,15 +45,15 @@ def reserve(destination: Location) -> Location:
         staged = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:12]}.tmp"
         staged.mkdir()
         return staged
-    taken = DestinationError(f"{destination} is being written by another save; choose another destination")
+    conflict = DestinationError(f"{destination} is being written by another save; choose another destination")
     claim = destination / CLAIM
     try:
         claim.create(b"of a save that is not finished\n")
     except FileExistsError:
-        raise taken from None
+        raise conflict from None
     if any(place.name != CLAIM for place in destination.iterdir()):  # it was published since we looked
         claim.unlink()
-        raise taken
+        raise conflict
     return destination
 
 
@@ -77,10 +77,11 @@ def discard(staged: Location) -> None:
     with suppress(OSError):  # the error that led here is the one to report
         if isinstance(staged, Remote):
             staged.remove()
-        elif (match := STAGING.fullmatch(staged.name)) and match["discarded"]:
-            shutil.rmtree(staged, ignore_errors=True)
-        else:
-            shutil.rmtree(staged.rename(staged.with_name(f"{staged.name}.{uuid.uuid4().hex[:12]}")), ignore_errors=True)
+            return
+        match = STAGING.fullmatch(staged.name)
+        if not (match and match["discarded"]):  # under another name nobody publishes it
+            staged = staged.rename(staged.with_name(f"{staged.name}.{uuid.uuid4().hex[:12]}"))
+        shutil.rmtree(staged, ignore_errors=True)
 
 
 def refuse_existing(destination: Location, staged: Location | None = None) -> None:
@@ -132,7 +133,8 @@ def publish(staged: Location, destination: Location) -> None:
 def make_parents(place: Location) -> None:
     """Make the missing directories above a place, each on disk before anything is made in it."""
     if isinstance(place, Path):
-        for folder in reversed([folder for folder in place.parents if not folder.exists()]):
+        missing = [folder for folder in place.parents if not folder.exists()]
+        for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
             sync_directory(folder.parent)
 
@@ -140,8 +142,9 @@ def make_parents(place: Location) -> None:
 def sync_tree(path: Location) -> None:
     """Sync a directory and all below it to the disk; a store has none."""
     if isinstance(path, Path):
-        for folder in [*(folder for folder in path.rglob("*") if folder.is_dir()), path]:
-            sync_directory(folder)
+        for entry in (*path.rglob("*"), path):
+            if entry.is_dir():
+                sync_directory(entry)
 
 
 def sync_directory(path: Path) -> None:
@@ -153,7 +156,7 @@ def sync_directory(path: Path) -> None:
 
 
 def refuse_other(place: Location, data: bytes) -> None:
-    """Raise `DestinationError` if anything is there but the same file, as an interrupted run leaves it."""
+    """Raise `DestinationError` if anything is there but a file of these bytes, as an interrupted run leaves it."""
     if place.exists() or place.is_symlink():
         with suppress(SourceError), open_regular(place) as file:
             if file.size == len(data) and bytes(file.read(0, file.size)) == data:
@@ -202,7 +205,7 @@ def publish_first(place: Location, data: bytes, draft: Location) -> Iterator[Non
 MARK = ".muonckpt.removing"
 """The object in a stored checkpoint that is being removed."""
 
-_REMOVED = re.compile(r"\.(?P<name>.+?)(\.[0-9a-f]{12}\.tmp)?\.[0-9a-f]{12}\.removing")
+_REMOVAL = re.compile(r"\.(?P<name>.+?)(\.[0-9a-f]{12}\.tmp)?\.[0-9a-f]{12}\.removing")
 
 _STALE_FILES, _STALE_OBJECTS = 3600.0, 24 * 3600.0
 """Seconds without a change after which unfinished files have no writer any more.  A file grows while it is written; an
@@ -219,10 +222,10 @@ def remove(place: Location, descriptions: Collection[str]) -> None:
         (place / MARK).write(b"of a checkpoint that is being removed\n")
         finish_removal(place, descriptions)
     else:
-        moved = place.with_name(f".{place.name.removeprefix('.')}.{uuid.uuid4().hex[:12]}.removing")
-        place.rename(moved)
-        sync_directory(moved.parent)  # after a crash of the machine no checkpoint lacks files under its own name
-        shutil.rmtree(moved)
+        hidden = place.with_name(f".{place.name.removeprefix('.')}.{uuid.uuid4().hex[:12]}.removing")
+        place.rename(hidden)
+        sync_directory(hidden.parent)  # after a crash of the machine no checkpoint lacks files under its own name
+        shutil.rmtree(hidden)
 
 
 def finish_removal(place: Location, descriptions: Collection[str]) -> None:
@@ -238,7 +241,7 @@ def finish_removal(place: Location, descriptions: Collection[str]) -> None:
 
 def removed_name(name: str) -> str | None:
     """Return the name that a local directory had before its removal began; None if it is not being removed."""
-    if match := _REMOVED.fullmatch(name):
+    if match := _REMOVAL.fullmatch(name):
         return match["name"]
     match = STAGING.fullmatch(name)
     return match["name"] if match and match["discarded"] else None
@@ -261,34 +264,34 @@ def remove_abandoned(destination: Location) -> None:
         match = STAGING.fullmatch(entry.name)
         if match and match["name"] == destination.name:
             with suppress(InUse, FileNotFoundError):  # somebody writes there, or removes it as well
-                held = lock_directory(entry)
-                if held is not None:
+                lock = lock_directory(entry)
+                if lock is not None:
                     discard(entry)
-                    os.close(held)
+                    os.close(lock)
                 elif is_stale(entry, destination.parent):
                     discard(entry)
 
 
 def is_stale(place: Location, folder: Location) -> bool:
-    """Return True if nobody has changed unfinished files for so long, by the clock of ``folder``, that nobody will."""
+    """Return whether nobody has changed unfinished files for so long, by the clock of ``folder``, that nobody will."""
     try:
         if isinstance(place, Path):
-            changed = max(entry.lstat().st_mtime for entry in (place, *place.iterdir()))
+            last_change = max(entry.lstat().st_mtime for entry in (place, *place.iterdir()))
         else:
-            changed = max(map_each(place, _modified, place.below()))
+            last_change = max(map_each(place, _last_change, place.below()))
     except FileNotFoundError:  # it has been published, or removed, since it was listed
         return False
     if isinstance(folder, Path):
         folder.touch()
-        return folder.stat().st_mtime - changed > _STALE_FILES
+        return folder.stat().st_mtime - last_change > _STALE_FILES
     clock = folder / ".muonckpt.now"
     clock.write(b"")
-    now = _modified(clock)
+    now = _last_change(clock)
     clock.unlink(missing_ok=True)
-    return now - changed > _STALE_OBJECTS
+    return now - last_change > _STALE_OBJECTS
 
 
-def _modified(place: Remote) -> float:
+def _last_change(place: Remote) -> float:
     with store_errors(place):
-        changed: datetime = place.fs.modified(place.path)
-        return changed.timestamp()
+        moment: datetime = place.fs.modified(place.path)
+        return moment.timestamp()
