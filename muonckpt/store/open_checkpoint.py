@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, product
+from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..names.errors import SourceError, about
 from ..names.keys import OptimizerKey, key_of
 from ..names.vocabulary import Convention
 from ..programs.signs import NOT_READ, OUR_MARK
-from ..record.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
+from ..record.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord, no_chunks
 from .formats.registry import DCP, SAFETENSORS, ZARR, format_of
 from .formats.torch_save.inert_pickle import Anything
 from .formats.torch_save.plain_item import plain_value
@@ -65,8 +65,8 @@ def checked_blob(payloads: Payloads, blob: Blob) -> bytes:
         SourceError: it is damaged; names the item and the file.
     """
     if blob.item.length > limits.SMALL_DESCRIPTION:
-        most = limits.SMALL_DESCRIPTION + payloads.on_disk(blob.item.file)
-        limits.check_limit(blob.item.length, most, f"bytes in item {blob.key!r} of {blob.item.file}")
+        max_bytes = limits.SMALL_DESCRIPTION + payloads.on_disk(blob.item.file)
+        limits.check_limit(blob.item.length, max_bytes, f"bytes in item {blob.key!r} of {blob.item.file}")
     check_blob(payloads, blob)
     return bytes(payloads.view(blob.item))
 
@@ -77,18 +77,18 @@ class Values:
     def __init__(self, payloads: Payloads, tensors: TensorReader) -> None:
         self.payloads = payloads
         self._tensors = tensors
-        self._known: dict[Blob, Any] = {}
+        self._decoded: dict[Blob, Any] = {}
 
     def read(self, entry: Blob | StateRecord) -> Any:
         return self.scalar(entry) if isinstance(entry, StateRecord) else self.item(entry)
 
     def item(self, blob: Blob) -> Any:
         """Read an item: None, a bool, number or string, or lists, tuples and string-keyed dicts of these."""
-        if blob not in self._known:
+        if blob not in self._decoded:
             raw = checked_blob(self.payloads, blob)
             with about(f"item {blob.key!r}"):
-                self._known[blob] = plain_value(raw)
-        return self._known[blob]
+                self._decoded[blob] = plain_value(raw)
+        return self._decoded[blob]
 
     def parts(self, blob: Blob) -> Any:
         """Read an item of which only parts need to be plain data; the rest become inert `Record`s."""
@@ -97,7 +97,7 @@ class Values:
     def part(self, blob: Blob, key: str, value: object) -> Blob:
         """Return a part of an item as an item of its own, which `item` reads."""
         part = replace(blob, key=f"{blob.key}#{key}")
-        self._known[part] = value
+        self._decoded[part] = value
         return part
 
     def scalar(self, tensor: StateRecord) -> float | int:
@@ -131,10 +131,6 @@ class Items(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-_WIDER = "bfloat16"
-"""The type that numpy lacks, but float32 has exactly: its bits are the upper half of float32's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +184,7 @@ class StoredPart:
 
 
 class TensorReader:
-    """Reads boxes of tensors.  A chunk is located, and checked whole, before any of it is used.  Not thread-safe."""
+    """Reads boxes of tensors.  A chunk is located, and all of it checked, before any is used.  Not thread-safe."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -198,11 +194,13 @@ class TensorReader:
 
     def words(self, tensor: StateRecord, box: Box) -> NDArray[Any]:
         """Read a box as raw bits, into an array of its own (one more dim of 2 for 16-byte elements)."""
+        # Chunks that overlap, leave a hole or are cut are refused before memory is taken for their elements.
         tensor.chunk_layout()
         kind, chunks = dtype(tensor.dtype), self._chunks(tensor, box)
-        for chunk in chunks:  # before memory is taken for them
+        for chunk in chunks:
             payload = payload_of(tensor, chunk)
             self._reader.payloads.open_file(payload.file, payload.end)
+
         words = np.empty((*box.shape, *(2,) * (kind.itemsize > 8)), kind.bits)
         for chunk in chunks:
             common = chunk.box & box
@@ -223,15 +221,21 @@ class TensorReader:
         return tuple(parts)
 
     def _chunks(self, tensor: StateRecord, box: Box) -> list[Chunk]:
-        needed = [(number, own.lo) for number, own in enumerate(tensor.boxes) if own & box]
-        fresh = tensor.chunks.select([number for number, lo in needed if (tensor.key, lo) not in self._located])
-        (located,) = self._reader.locate((replace(tensor, chunks=fresh),))
-        self._located.update({(tensor.key, chunk.box.lo): chunk for chunk in located.chunks})
-        return [self._located[tensor.key, lo] for _, lo in needed]
+        """Return the chunks that have elements of a box, located."""
+        keys, unlocated = [], []
+        for number, stored_box in enumerate(tensor.boxes):
+            if stored_box & box:
+                keys.append((tensor.key, stored_box.lo))
+                if keys[-1] not in self._located:
+                    unlocated.append(number)
+        (located,) = self._reader.locate((replace(tensor, chunks=tensor.chunks.select(unlocated)),))
+        for chunk in located.chunks:
+            self._located[tensor.key, chunk.box.lo] = chunk
+        return [self._located[key] for key in keys]
 
     def _elements(self, tensor: StateRecord, chunk: Chunk, box: Box) -> NDArray[Any]:
         payloads = self._reader.payloads
-        if chunk not in self._checked and chunk.box == box:
+        if chunk not in self._checked and chunk.box == box:  # one read serves the check and the caller
             elements = checked_elements(payloads, tensor, chunk)
         else:
             if chunk not in self._checked:
@@ -312,8 +316,8 @@ class StoredTensor:
     def __getitem__(self, selection: Selection) -> NDArray[Any]:
         box = self._box(selection)
         elements: NDArray[Any] = _typed(self.reader.words(self.record, box), self.record)
-        whole = ranges_of(self.shape, selection)
-        return elements[tuple(0 if isinstance(taken, int) else slice(None) for taken in whole)]
+        # A dim of which one index is selected goes away, as numpy has it.
+        return elements[tuple(0 if isinstance(r, int) else slice(None) for r in ranges_of(self.shape, selection))]
 
     def parts(self, selection: Selection = ...) -> tuple[StoredPart, ...]:
         """Return where the elements that ``tensor[selection]`` reads lie, in the order of the chunks.
@@ -334,7 +338,7 @@ class StoredTensor:
 
 
 def _typed(words: NDArray[Any], tensor: StateRecord) -> NDArray[Any]:
-    if tensor.dtype == _WIDER:
+    if tensor.dtype == "bfloat16":  # numpy lacks it, but its bits are the upper half of float32's
         return (words.astype(np.uint32) << 16).view(np.float32)
     try:
         kind = np.dtype(tensor.dtype).newbyteorder("<")
@@ -385,7 +389,7 @@ class OpenCheckpoint:
 
     def with_lost_tensors(self, tensors: Iterable[StateRecord]) -> OpenCheckpoint:
         """Return the checkpoint as one that has lost these tensors of another one, too."""
-        lost = (replace(tensor, chunks=Chunks.of((), len(tensor.shape)), fingerprint=None) for tensor in tensors)
+        lost = (replace(tensor, chunks=no_chunks(len(tensor.shape)), fingerprint=None) for tensor in tensors)
         outline = replace(self.outline, tensors=(*self.outline.tensors, *lost))
         return OpenCheckpoint(self.path, self.format, LocatedReader(outline, self.payloads, tuple(self.faults)))
 
@@ -458,25 +462,27 @@ class OpenCheckpoint:
     def lost_files(self) -> Mapping[str, int | None]:
         """The sizes of files that are shorter than the manifest promises; None for those that cannot be opened."""
         manifest, payloads = self.outline, self.payloads
-        columns = manifest.columns
-        last = np.zeros(len(columns.names), np.int64)
-        np.maximum.at(last, columns.file, columns.item_end())
-        ends = {name: end for name, end in zip(columns.names, last.tolist(), strict=True) if end}
-        for blob in manifest.blobs:
-            ends[blob.item.file] = max(ends.get(blob.item.file, 0), blob.item.end)
-        expected = {**dict.fromkeys(manifest.files, 0), **ends}
 
-        def size(name: str) -> int | None:
+        # The promise: a file reaches to the end of its last item.
+        columns = manifest.columns
+        last_ends = np.zeros(len(columns.names), np.int64)
+        np.maximum.at(last_ends, columns.file, columns.item_end())
+        promised_sizes = dict.fromkeys(manifest.files, 0)
+        promised_sizes |= {name: end for name, end in zip(columns.names, last_ends.tolist(), strict=True) if end}
+        for blob in manifest.blobs:
+            promised_sizes[blob.item.file] = max(promised_sizes.get(blob.item.file, 0), blob.item.end)
+
+        def size_of(name: str) -> int | None:
             if payloads.is_in_memory(name):
-                return expected[name]
+                return promised_sizes[name]
             try:
                 with open_regular(payloads.place(name)) as file:
                     return file.size
             except SourceError:
                 return None
 
-        sizes = zip(expected, map_each(payloads.directory, size, expected), strict=True)
-        return {name: length for name, length in sizes if length is None or length < expected[name]}
+        sizes = zip(promised_sizes, map_each(payloads.directory, size_of, promised_sizes), strict=True)
+        return {name: size for name, size in sizes if size is None or size < promised_sizes[name]}
 
     @property
     def outline(self) -> Manifest:
@@ -513,19 +519,17 @@ class OpenCheckpoint:
             try:
                 return self.locate([tensor])[0]
             except SourceError as error:
-                if len(tensor.chunks) > 1:  # one of them: find out which
-                    numbers = range(len(tensor.chunks))
-                    parts = (
-                        locate_chunks(replace(tensor, chunks=tensor.chunks.select([number]))) for number in numbers
-                    )
-                    chunks = chain.from_iterable(part.chunks for part in parts)
-                    return replace(tensor, chunks=Chunks.of(chunks, len(tensor.shape)))
-                errors[tensor.key, tensor.chunks[0].box.lo] = error
-                return tensor
+                if len(tensor.chunks) == 1:
+                    errors[tensor.key, tensor.chunks[0].box.lo] = error
+                    return tensor
+                chunks: list[Chunk] = []
+                for number in range(len(tensor.chunks)):
+                    chunks += locate_chunks(replace(tensor, chunks=tensor.chunks.select([number]))).chunks
+                return replace(tensor, chunks=Chunks.of(chunks, len(tensor.shape)))
 
         try:
             return self.locate(tensors), errors
-        except SourceError:  # which of them all?
+        except SourceError:  # of one chunk at least: find out which, one by one
             return tuple(map(locate_chunks, tensors)), errors
 
     @property

@@ -380,7 +380,8 @@ def front(tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: S
     manifest = Manifest(tuple(described), (), provenance).to_json()
     head = Header(entries, {"format": "pt", MANIFEST_KEY: manifest}).encode()
     if len(head) - 8 > MAX_HEADER_BYTES:
-        raise DestinationError(f"a header of {len(head)} bytes, of at most {MAX_HEADER_BYTES}; give a smaller `shard_size=`")
+        size = f"a header of {len(head)} bytes, of at most {MAX_HEADER_BYTES}"
+        raise DestinationError(f"{size}; give a smaller `shard_size=`")
     return head
 
 

@@ -29,7 +29,7 @@ from .dtypes import PARTS, dtype, itemsize
 Reads = Callable[[int, memoryview], None]
 """Receives bytes as they were read from this byte of a file on."""
 
-_WINDOWS = READ_BYTES + (READ_BYTES >> 2)
+_WINDOW_BYTES = READ_BYTES + (READ_BYTES >> 2)
 """Most bytes of a thread's windows unless it may have fewer: a band of an output may lie in several chunks."""
 
 
@@ -37,27 +37,25 @@ class Windows:
     """Parts of files in one thread's memory, from which it gathers boxes near each other, the last used first.
 
     Outputs cut along other dims than their source consist of small pieces of it.  A call for each costs more than to
-    read the gaps, and to read all of them for every output costs as many times the source.  So a window reaches beyond
-    a box by the size of a gap, and outputs that are written in step find there what they need next.
+    read the gaps, and to read all gaps for every output costs as many times the source.  So a window reaches beyond a
+    box by the size of a gap, and outputs that are written in step find there what they need next.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._windows: list[_Window] = []
 
     def view(self, file: FileBytes, payload: Extent, offset: int, length: int, reads: Reads) -> memoryview:
         """Return a range of a payload, in memory that the next call may overwrite; ``reads`` receives new bytes."""
         window = next((window for window in self._windows if window.has(file, offset, length)), None)
         if window is None:
+            # Extend a window that ends near here, or open one; then close as many of the oldest as memory asks for.
             beyond = min(file.gap, length)
             start, stop = max(offset - beyond, payload.offset), min(offset + length + beyond, payload.end)
-            window = next((window for window in self._windows if window.reaches(file, start)), None)
-            if window is None:
-                window = _Window()
-            others = [other for other in self._windows if other is not window]
-            while others and sum(map(len, others)) + max(len(window), stop - start) > self._most:
-                others.pop()
-            self._windows = others
+            window = next((window for window in self._windows if window.reaches(file, start)), None) or _Window()
+            self._windows = [other for other in self._windows if other is not window]
+            while self._windows and sum(map(len, self._windows)) + max(len(window), stop - start) > self._max_bytes:
+                self._windows.pop()
             window.read(file, start, stop, reads)
         self._windows = [window, *(other for other in self._windows if other is not window)]
         return window.view(offset, length)
@@ -79,14 +77,15 @@ class _Window:
         return self._file is file and self._start <= start <= self._stop
 
     def read(self, file: FileBytes, start: int, stop: int, reads: Reads) -> None:
-        kept = self._memory[start - self._start : self._stop - self._start] if self.reaches(file, start) else b""
-        read_from = start + len(kept)
+        # Bytes from ``start`` on that it has already move to the front; the others are read behind them.
+        overlap = self._memory[start - self._start : self._stop - self._start] if self.reaches(file, start) else b""
         self._file = None  # until it has been read
         if len(self._memory) < stop - start:
             self._memory = np.empty(stop - start, np.uint8).data
-        self._memory[: len(kept)] = kept
-        file.fill(self._memory[len(kept) : stop - start], read_from)
-        reads(read_from, self._memory[len(kept) : stop - start])
+        self._memory[: len(overlap)] = overlap
+        behind, raw = start + len(overlap), self._memory[len(overlap) : stop - start]
+        file.fill(raw, behind)
+        reads(behind, raw)
         self._file, self._start, self._stop = file, start, stop
 
     def view(self, offset: int, length: int) -> memoryview:
@@ -99,8 +98,12 @@ Progress = Callable[[int, int], None]
 BAND_BYTES = 2 << 20
 """Bytes that are read and checked at a time: enough to amortise calls, few enough to stay in cache in between."""
 
-_LARGEST_SCRATCH = 64 << 20
+_MAX_SCRATCH = 64 << 20
 """Most bytes of memory that a thread keeps to read into."""
+
+
+_OF_THIS_PROCESS = frozenset({"_files", "_states", "_opening", "_scratch"})
+"""Attributes of `Payloads` that other processes make anew."""
 
 
 class Payloads:
@@ -113,22 +116,22 @@ class Payloads:
     def __init__(self, directory: Location, in_memory: Mapping[str, bytes] = MappingProxyType({})) -> None:
         self.directory = directory.absolute()
         self.pace: Pace | None = None
-        """What holds the reading of files back; set before the first is opened."""
-        self.window_bytes = _WINDOWS
-        """Most bytes of what a thread keeps to gather small pieces from; set before the first is read."""
+        """Limits the rate of reading; set before the first file is opened."""
+        self.window_bytes = _WINDOW_BYTES
+        """Most bytes of a thread's `Windows`; set before the first is read."""
         self._in_memory = {name: BytesInMemory(data) for name, data in in_memory.items()}
         self._files: dict[str, FileBytes] = {}
         self._states: dict[str, tuple[object, ...]] = {}
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # A quarter of what the process may have open: there may be other checkpoints.
-        self._most_open = sys.maxsize if soft == resource.RLIM_INFINITY else max(soft // 4, 1)
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_open = sys.maxsize if soft_limit == resource.RLIM_INFINITY else max(soft_limit // 4, 1)
         self._opening = Lock()
         self._scratch = local()
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = {"_files", "_states", "_opening", "_scratch"}
-        held = {name: bytes(data.view(0, data.size)) for name, data in self._in_memory.items()}
-        return {**{name: value for name, value in self.__dict__.items() if name not in mine}, "_in_memory": held}
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
+        in_memory = {name: bytes(data.view(0, data.size)) for name, data in self._in_memory.items()}
+        return {**state, "_in_memory": in_memory}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
@@ -149,17 +152,17 @@ class Payloads:
         return self.directory / name
 
     def keep(self, raw: bytes) -> Extent:
-        """Keep bytes in memory, to be read as those of a file with the name that is returned; workers get the same."""
+        """Keep bytes in memory, to be read as those of a file; return where.  Every process calls it the same."""
         name = xxh3_128([raw])
         self._in_memory.setdefault(name, BytesInMemory(raw))
         return Extent(name, 0, len(raw))
 
     def is_in_memory(self, name: str) -> bool:
-        """Return True if a name stands for bytes in memory that are no file."""
+        """Return whether a name stands for bytes in memory that are no file."""
         return name in self._in_memory and not self.place(name).exists()
 
     def is_verbatim(self, name: str) -> bool:
-        """Return True if the bytes under a name are those of the file, and not made of them."""
+        """Return whether the bytes under a name are those of the file, and not made of them."""
         return name not in self._in_memory
 
     def view(self, extent: Extent) -> memoryview:
@@ -189,6 +192,8 @@ class Payloads:
         size = itemsize(name)
         start, reach = payload.offset + place.offset * size, size * strided_span(shape, place.strides)
         file = self.open_file(payload.file, start + reach)
+
+        # Without gaps one read has all, and needs no copy if the elements lie in ``out`` as in the file.
         if reach == math.prod(shape) * size:
             if place.strides == row_major(shape) and out.flags.c_contiguous and out.dtype == dtype(name).bits:
                 raw = out.reshape(-1).view(np.uint8).data
@@ -200,6 +205,8 @@ class Payloads:
                 reads(start, raw)
                 out[...] = _strided_words(raw, name, place.strides, shape)
             return
+
+        # With gaps blocks are read, several by one call; one alone may lie in a window, or be followed by others there.
         parts = blocks(shape, place.strides, file.gap // size, file.max_bytes // size)
         for batch in batches(parts, file.max_bytes // size):
             ranges = [(start + block.start * size, block.span * size) for block in batch]
@@ -231,7 +238,7 @@ class Payloads:
     def read_checked(self, extent: Extent, check: Callable[[Iterator[memoryview]], None]) -> memoryview:
         """Return the bytes of an extent, after ``check`` got them part by part while they are in the processor's cache.
 
-        They are in memory that the next call of this thread overwrites.
+        They are in memory of `read_scratch`.
         """
         file, buffer = self.open_file(extent.file, extent.end), self._memory(extent.length)
 
@@ -245,7 +252,7 @@ class Payloads:
         return buffer
 
     def has_checksum(self, chunk: Chunk) -> bool:
-        """Return True if `check_chunk` has a checksum to compare a chunk's bytes with."""
+        """Return whether `check_chunk` has a checksum to compare a chunk's bytes with."""
         return chunk.digest is not None or chunk.crc32 is not None
 
     def check_item(self, item: Extent) -> None:
@@ -263,7 +270,7 @@ class Payloads:
             return opened.on_disk
 
     def _memory(self, length: int) -> memoryview:
-        if length > _LARGEST_SCRATCH:
+        if length > _MAX_SCRATCH:
             return np.empty(length, np.uint8).data
         if len(getattr(self._scratch, "bytes", b"")) < length:
             self._scratch.bytes = np.empty(length, np.uint8).data
@@ -282,7 +289,7 @@ class Payloads:
         if file is None:
             with self._opening:
                 file = self._in_memory.get(name) or self._opened(name)
-                if len(self._files) >= self._most_open:
+                if len(self._files) >= self._max_open:
                     self._files.pop(next(iter(self._files)))  # closed when nobody reads from it any more
                 self._files[name] = file
         return file
@@ -291,6 +298,7 @@ class Payloads:
         file = self.directory / name
         if name not in self._states and file.parent.resolve() != (self.directory.resolve() / name).parent:
             raise SourceError(f"cannot open {file}: one of its directories is a symbolic link")
+        # What is opened again, because others had to be closed, has to be the file that was opened first.
         opened = open_regular(file)
         check_holes(file, opened.size, opened.on_disk)
         if self._states.setdefault(name, opened.state) != opened.state:
@@ -335,7 +343,7 @@ def as_words(raw: memoryview, name: str, shape: Index) -> NDArray[Any]:
 def chunk_bands(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> Iterator[tuple[NDArray[Any], Index]]:
     """Yield a chunk's elements in the order of its box, in bands, each with the global index of its first element.
 
-    They are as `as_words` gives them, in memory that the next ones may overwrite.
+    They are as `as_words` gives them, in memory that the next band may overwrite.
     """
     payload, size = payload_of(tensor, chunk), itemsize(tensor.dtype)
     offset = payload.offset
