@@ -26,6 +26,12 @@ from ...checkpoint.loading import load_to_prove
 from ...checkpoint.node_copies import FoundCopy
 from ...checkpoint.saving import save
 from ...checkpoint.signals import On, Signals, Then
+from ...converters.engine.container import container_of
+from ...converters.engine.job import check_destination, make_job
+from ...converters.engine.workers import joined_ranks
+from ...converters.options import Execution, Translation
+from ...converters.rewrite import target_of
+from ...converters.target.topology import ROWS
 from ...names.errors import (
     ArgumentError,
     DamageError,
@@ -37,15 +43,23 @@ from ...names.errors import (
     warn_on_rank,
 )
 from ...names.resumption import SET_LINE, STATE_DICT, STATE_LINE, Globs
+from ...names.wording import listed
 from ...programs.signs import METADATA_FILE
-from ...store.io.location import location
+from ...store.io.location import Location, location
+from ...store.verify.diagnosis import advice_where_none_is_whole, open
 from ...store.verify.run import StepName
 from ..step_folder import Newest, StepFolder
-from .export import SHARD_SIZE, check_form, export_model
 from .node_memory import NodeMemory
 from .restored import Restored
 
 _Answer = TypeVar("_Answer")
+
+_FORMS = ("hf",)
+"""The forms of an export.  "hf": safetensors with an index, whole weights under the model's own names, as Hugging
+Face's libraries and inference engines load them beside a ``config.json``."""
+
+_SHARD_BYTES = 5 * 10**9
+"""The most bytes of weights in a file, unless one weight is larger: the usual size of shards of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +192,7 @@ class Series:
         name = self._new_name(step, replace, also)
         saved = self._saved(name)
         save(state_dict, saved.path, provenance={**(provenance or {}), "step": step}, process_group=self._group)
-        self._published(name, also)
+        self._clean_up(name, also)
         self._signals.met(saved.path)
         return saved
 
@@ -207,11 +221,11 @@ class Series:
 
         def begin() -> tuple[str, Callable[[], None]]:
             name = self._new_name(step, replace, also)
-            return self._saved(name).path, lambda: self._published(name, also)
+            return self._saved(name).path, lambda: self._clean_up(name, also)
 
-        wanted, details = f"step {step}", {**(provenance or {}), "step": step}
+        details = {**(provenance or {}), "step": step}
         ask = partial(self._signals.ask, "Series.async_save")
-        saving = save_in_thread(state_dict, wanted, details, self._group, on_error, when_busy, ask, begin)
+        saving = save_in_thread(state_dict, f"step {step}", details, self._group, on_error, when_busy, ask, begin)
         if self._signals.then == "stop":
             saving.result()
         self._signals.met(saving.path)
@@ -251,13 +265,12 @@ class Series:
             _check_step(step)
             return {"step": step}
 
-        def begin(asked: list[Mapping[str, object]]) -> tuple[str, StepName]:
-            refuse_differing(self._group, "async_copy", asked)
+        def begin() -> tuple[str, StepName]:
             run = self._asked(lambda: self._folder.identity(make=True), DestinationError)
             assert run is not None, "it was made"
             return run, NodeMemory.new_name(step)
 
-        run, name = decide_on_first(self._group, DestinationError, arguments, begin)
+        run, name = self._decide("async_copy", DestinationError, arguments, begin)
         assert self._memory is not None, "it was checked"
         if lane.busy():
             return None
@@ -270,7 +283,7 @@ class Series:
         form: str = "hf",
         destination: str | os.PathLike[str] | None = None,
         *,
-        shard_size: int = SHARD_SIZE,
+        shard_size: int = _SHARD_BYTES,
     ) -> str:
         """Write the model of a saved step as other programs load it, all ranks together; return where it is.
 
@@ -293,7 +306,7 @@ class Series:
         place = None if destination is None else os.fspath(destination)
 
         def arguments() -> Mapping[str, object]:
-            check_form(form)
+            _check_form(form)
             if type(step) is not int or type(shard_size) is not int or shard_size < 1:
                 raise ArgumentError(
                     "expected a step and a shard_size that are integers, the latter in bytes and above 0, found "
@@ -301,26 +314,23 @@ class Series:
                 )
             return {"step": step, "form": form, "destination": place, "shard_size": shard_size}
 
-        def chosen(asked: list[Mapping[str, object]]) -> StepName | None:
-            refuse_differing(self._group, "export", asked)
-            return self._folder.whole(step)
-
-        name = decide_on_first(self._group, SourceError, arguments, chosen)
+        name = self._decide("export", SourceError, arguments, lambda: self._folder.whole(step))
         if name is None:
             raise SourceError(f"expected a whole checkpoint of step {step} in {self._folder.place}, found none")
         return self._export(name, form, place, shard_size)
 
-    def _export(self, name: StepName, form: str, destination: str | None = None, shard_size: int = SHARD_SIZE) -> str:
-        place = (
-            self._folder.place / f"{name}-{form}" if destination is None else location(destination, DestinationError)
-        )
-        export_model(self._folder.path(name), place, self._group, shard_size)
+    def _export(self, name: StepName, form: str, destination: str | None = None, shard_size: int = _SHARD_BYTES) -> str:
+        place = self._folder.place / f"{name}-{form}"
+        if destination is not None:
+            place = location(destination, DestinationError)
+        _export_model(self._folder.path(name), place, self._group, shard_size)
         return str(place)
 
-    def _published(self, name: StepName, also: str | None) -> None:
+    def _clean_up(self, name: StepName, also: str | None) -> None:
+        """Remove what need not be kept, now that a checkpoint was published, and export it if that was asked for."""
         self._whole.add(name)
         if is_coordinator(self._group):
-            self._attempt(f"what {self._folder.place} need not keep", lambda: self._prune(name))
+            self._try_removal(f"what {self._folder.place} need not keep", lambda: self._prune(name))
         if also is not None:
             with about(f"{self._folder.path(name)} is saved, but not exported"):
                 self._export(name, also)
@@ -376,31 +386,17 @@ class Series:
         refuse_crossed(self._group, "Series.restore")
         copies = self._copies()
         while True:
+            # The newest checkpoint, and all that are newer and not whole.
             newest = self._newest()
             faults |= newest.faults
             newest = replace(newest, faults=faults)
+            # A copy in memory that is as new comes first.
             since = -1 if newest.name is None else newest.name.step
-            if (restored := self._from_memory(copies, since, state_dict, extra, patterns)) is not None:
+            restored = self._from_memory(copies, since, state_dict, extra, patterns)
+            if restored is not None:
                 return restored
             if newest.name is None:
-                place = self._folder.place
-                if faults:
-                    from ...store.verify.diagnosis import (
-                        advice_where_none_is_whole,  # not needed where nothing is wrong
-                    )
-
-                    listed = "\n- ".join(f"{self._folder.path(name)}: {fault}" for name, fault in faults.items())
-                    raise DamageError(
-                        f"expected a whole checkpoint in {place}, found none among {len(faults)}:\n- {listed}",
-                        self._ask_first(partial(advice_where_none_is_whole, place, [*map(str, faults)])),
-                    )
-                if required:
-                    raise SourceError(f"expected a checkpoint in {place}, found none: is it the folder of this run?")
-                if self._ask_first((place / METADATA_FILE).exists):
-                    raise SourceError(
-                        f"expected the folder of a run, found a checkpoint: {place}. Write "
-                        f"Series({str(place.parent)!r}), or muonckpt.load(state_dict, {str(place)!r})"
-                    )
+                self._refuse_empty(faults, required)
                 return None
             saved = self._saved(newest.name)
             self._warn_of(newest, f"restoring {saved.path} instead")
@@ -418,10 +414,33 @@ class Series:
                     continue  # it was removed while we read
                 if not isinstance(error, DamageError):
                     raise
+                # Damage that only reading shows: the one before is next.
                 self._damaged.add(newest.name)
                 faults[newest.name] = error.fault
             else:
                 return Restored.recorded(saved.step, saved.path, loaded, self._folder.place, self._group)
+
+    def _refuse_empty(self, faults: Mapping[StepName, str], required: bool) -> None:
+        """Raise unless a run may begin: no checkpoint was found damaged, none is required, and the folder is a run's.
+
+        Raises:
+            DamageError: no checkpoint is whole.
+            SourceError: there must be one, or the folder is a checkpoint.
+        """
+        place = self._folder.place
+        if faults:
+            lines = "\n- ".join(f"{self._folder.path(name)}: {fault}" for name, fault in faults.items())
+            raise DamageError(
+                f"expected a whole checkpoint in {place}, found none among {len(faults)}:\n- {lines}",
+                self._ask_first(partial(advice_where_none_is_whole, place, [*map(str, faults)])),
+            )
+        if required:
+            raise SourceError(f"expected a checkpoint in {place}, found none: is it the folder of this run?")
+        if self._ask_first((place / METADATA_FILE).exists):
+            raise SourceError(
+                f"expected the folder of a run, found a checkpoint: {place}. Write "
+                f"Series({str(place.parent)!r}), or muonckpt.load(state_dict, {str(place)!r})"
+            )
 
     def restore_copy(
         self,
@@ -483,16 +502,15 @@ class Series:
         def arguments() -> Mapping[str, object]:
             _check_step(step)
             if also is not None:
-                check_form(also)
+                _check_form(also)
             return {"step": step, "replace": replace, "also": also}
 
-        def begin(asked: list[Mapping[str, object]]) -> StepName:
-            refuse_differing(self._group, "save", asked)
-            self._attempt(f"what killed runs have left in {self._folder.place}", self._folder.clean)
+        def begin() -> StepName:
+            self._try_removal(f"what killed runs have left in {self._folder.place}", self._folder.clean)
             new = self._folder.new_name
             return self._asked(lambda: new(step, lambda name: replace or name in self._damaged), DestinationError)
 
-        return decide_on_first(self._group, DestinationError, arguments, begin)
+        return self._decide("save", DestinationError, arguments, begin)
 
     def _prune(self, saved: StepName) -> None:
         def is_whole(name: StepName) -> bool:  # looks at each checkpoint once, as time is short
@@ -509,19 +527,34 @@ class Series:
                 stacklevel=6,
             )
 
-    def _attempt(self, what: str, remove: Callable[[], None]) -> None:
+    def _try_removal(self, subject: str, remove: Callable[[], None]) -> None:
         try:
             remove()
         except (MuonckptError, OSError) as error:
-            warn_on_rank(f"cannot remove {what}; training goes on: {error}", RuntimeWarning, stacklevel=3)
+            warn_on_rank(f"cannot remove {subject}; training goes on: {error}", RuntimeWarning, stacklevel=3)
 
-    def _warn_of(self, newest: Newest, instead: str) -> None:
+    def _warn_of(self, newest: Newest, consequence: str) -> None:
         for name, fault in newest.faults.items():
             path = self._folder.path(name)
-            warn_on_rank(f"{path} is not whole: {fault}; {instead}", RuntimeWarning, stacklevel=3)
+            warn_on_rank(f"{path} is not whole: {fault}; {consequence}", RuntimeWarning, stacklevel=3)
         if newest.name is not None and newest.doubt:
             message = f"{self._folder.path(newest.name)} is taken, as nothing of it is lost, but: {newest.doubt}"
             warn_on_rank(message, RuntimeWarning, stacklevel=3)
+
+    def _decide(
+        self,
+        call: str,
+        kind: type[MuonckptError],
+        arguments: Callable[[], Mapping[str, object]],
+        decide: Callable[[], _Answer],
+    ) -> _Answer:
+        """Return the first rank's decision, once all ranks have called with the same arguments."""
+
+        def decide_for(ranks: list[Mapping[str, object]]) -> _Answer:
+            refuse_differing(self._group, call, ranks)
+            return decide()
+
+        return decide_on_first(self._group, kind, arguments, decide_for)
 
     def _ask_first(self, question: Callable[[], _Answer]) -> _Answer:
         return broadcast_from_first(self._group, SourceError, lambda: self._asked(question, SourceError))
@@ -538,6 +571,41 @@ class Series:
 def _check_step(step: object) -> None:
     if type(step) is not int or step < 0:
         actual = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__name__}"
-        given = "step" if isinstance(step, Mapping) else "int(step)"
-        line = "" if type(step) is int else f". Write series.save({given}, state_dict)"
+        argument = "step" if isinstance(step, Mapping) else "int(step)"
+        line = "" if type(step) is int else f". Write series.save({argument}, state_dict)"
         raise ArgumentError(f"a step is an integer, 0 or more, and comes before the state dict; found {actual}{line}")
+
+
+def _check_form(form: str) -> None:
+    if form not in _FORMS:
+        raise ArgumentError(f"expected a form of an export, one of {', '.join(map(repr, _FORMS))}, found {form!r}")
+
+
+def _export_model(
+    source: Location, destination: Location, process_group: dist.ProcessGroup | None, shard_size: int
+) -> None:
+    """Write the model of a checkpoint as a folder of safetensors files, each rank its share of them.
+
+    Weights are compared with the checkpoint's fingerprints on the way.  The folder appears when all is written.
+
+    Raises:
+        SourceError: the checkpoint is damaged, has no model, or a dtype that the form lacks.
+        DestinationError: the destination exists, or cannot be written.
+        Interrupted: a rank was lost.
+    """
+    request = Translation(model_only=True, roots={"model": ""}).request("muonckpt")
+    with joined_ranks(process_group) as workers, open(source) as opened:
+        container = container_of("safetensors", shard_size)
+        check_destination(opened.path, destination, container)
+        try:
+            job = make_job(opened, target_of({"dp": 1}, {}, ROWS), (), request.outputs, container)
+        except SourceError as error:
+            roots = {tensor.path[0] for tensor in opened.manifest.tensors}
+            if isinstance(error, DamageError) or "model" in roots:
+                raise
+            names = listed(map(repr, sorted(map(str, roots))), 4) or "nothing"
+            raise SourceError(
+                f"{opened.path}: expected weights of a model under 'model', found keys under {names}: save the state "
+                "dict as {'model': model.state_dict(), ...}"
+            ) from error
+        Execution(jobs=1).run(job, destination, (), workers)
