@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from ..names.errors import SourceError
 from ..store.io.location import Location, Remote, location
@@ -15,7 +16,7 @@ from ..store.io.regular import Pace
 from ..store.reading.payloads import Progress
 from ..store.verify.audit import AuditReport, verify
 from ..store.verify.run import Run, RunStep, look_at_folder
-from ..store.verify.verification import look_at_files, record_verification
+from ..store.verify.verification import as_source_error, look_at_files, record_verification
 
 Auditor = Callable[[Location], AuditReport]
 """Verifies a checkpoint."""
@@ -26,7 +27,7 @@ class StepVerdict:
     """The verification of one step of a run.
 
     Attributes:
-        report: what was found; None if the step was not read, because it is incomplete, or this package cannot.
+        report: the result; None if the step was not read, because it is incomplete, or this package cannot.
         sentence: what is wrong; empty if nothing is.
         note: why the verification could not be recorded; empty if it was.
     """
@@ -45,22 +46,21 @@ class StepVerdict:
         return bool(self.sentence) and (self.report is not None or self.step.state == "damaged")
 
 
-def verify_recorded(path: Location, audited: Auditor, folder: Location | None = None) -> tuple[AuditReport, str]:
+def verify_recorded(path: Location, auditor: Auditor, folder: Location | None = None) -> tuple[AuditReport, str]:
     """Verify a checkpoint and record it; return the report, and why it could not be recorded.
 
     Args:
-        folder: what the record names, the checkpoint or the folder of a step in which it is; the record is beside that.
+        folder: the folder of a step in which the checkpoint is, if the record is to name that.
 
     Raises:
         SourceError: as `verify`.
     """
-    recorded = path if folder is None else folder
-    try:
-        before = look_at_files(recorded)
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
-    report = audited(path)
-    return report, record_verification(recorded, report.verdict, report.diagnosis.sentence, bool(report.damage), before)
+    place = path if folder is None else folder
+    with as_source_error(path):
+        before = look_at_files(place)
+    report = auditor(path)
+    note = record_verification(place, report.verdict, report.diagnosis.sentence, bool(report.damage), before)
+    return report, note
 
 
 def verify_run(
@@ -88,36 +88,28 @@ def verify_run(
         SourceError: the folder cannot be read.
     """
     run = look_at_folder(location(path, SourceError).absolute())
-
-    def audited(place: Location) -> AuditReport:
-        return verify(place, jobs=jobs, progress=progress, pace=pace)
-
-    return verdicts_of(run, audited, every)
+    return verdicts_of(run, partial(verify, jobs=jobs, progress=progress, pace=pace), every)
 
 
-def verdicts_of(run: Run, audited: Auditor, every: bool = False) -> Iterator[StepVerdict]:
+def verdicts_of(run: Run, auditor: Auditor, every: bool = False) -> Iterator[StepVerdict]:
     """Verify steps of a run that has been looked at, as `verify_run` does."""
-    if every:
 
-        def last(step: RunStep) -> tuple[float, int, int]:
-            return step.verified.timestamp if step.verified else 0.0, -step.step, -step.attempt
+    def order(step: RunStep) -> tuple[float, int, int]:
+        return step.verified.timestamp if step.verified else 0.0, -step.step, -step.attempt
 
-        for step in sorted(run.steps, key=last):
-            yield _verdict(step, audited)
-        return
-    for step in reversed(run.steps):
-        verdict = _verdict(step, audited) if step.is_complete else StepVerdict(step, None, step.fault)
+    for step in sorted(run.steps, key=order) if every else reversed(run.steps):
+        verdict = StepVerdict(step, None, step.fault)
+        if step.is_complete or (every and step.state == "damaged"):
+            verdict = _verdict(step, auditor)
         yield verdict
-        if verdict.is_whole:
+        if verdict.is_whole and not every:
             return
 
 
-def _verdict(step: RunStep, audited: Auditor) -> StepVerdict:
-    if step.state in ("incomplete", "unread"):
-        return StepVerdict(step, None, step.fault)
+def _verdict(step: RunStep, auditor: Auditor) -> StepVerdict:
     try:
-        report, note = verify_recorded(step.path, audited, step.folder)
+        report, note = verify_recorded(step.path, auditor, step.folder)
     except SourceError as error:
-        gone = not step.path.exists()
-        return StepVerdict(step, None, "it was removed while it was read" if gone else str(error))
+        fault = str(error) if step.path.exists() else "it was removed while it was read"
+        return StepVerdict(step, None, fault)
     return StepVerdict(step, report, report.diagnosis.sentence, note)

@@ -84,11 +84,12 @@ class StepFolder:
         Raises:
             SourceError: the folder cannot be read, or a checkpoint is of a newer version of this package.
         """
+        names: set[StepName] | None = None
         faults: dict[StepName, str] = {}
-        listed: set[StepName] | None = None
-        while (names := self._names()) != listed:  # while we look, one may be published and another removed
-            listed, faults = names, {}
-            for name in sorted(self._listed(names).keys() - set(damaged), reverse=True):
+        # While we look, one may be published and another removed: then look again.
+        while names != (names := self._names()):
+            faults = {}
+            for name in sorted(self._saved_files(names).keys() - set(damaged), reverse=True):
                 step = self._look(name)
                 if not step.has_loss:
                     return Newest(name, faults, step.fault)
@@ -107,7 +108,7 @@ class StepFolder:
 
     def exists(self, name: StepName) -> bool:
         """Return True if a checkpoint of this name was published, and its removal has not begun."""
-        return name in self._listed([name])
+        return name in self._saved_files([name])
 
     def fault(self, name: StepName) -> str | None:
         """Return what of a checkpoint is lost, as far as is known without reading data; None if nothing is.
@@ -175,6 +176,7 @@ class StepFolder:
             OSError: something cannot be removed.
         """
         for entry in self._entries():
+            # A folder in a store keeps its name, and has a mark instead.
             if isinstance(entry, Remote):
                 files = _files(entry) if _is_of_series(entry.name) else set()
                 half_removed = publish.MARK in files
@@ -197,9 +199,9 @@ class StepFolder:
         return {name for entry in self._entries() if (name := StepName.parsed(entry.name))}
 
     def _published(self, names: Iterable[StepName]) -> set[StepName]:
-        return {name for name, files in self._listed(names).items() if MANIFEST_FILE in files}
+        return {name for name, files in self._saved_files(names).items() if MANIFEST_FILE in files}
 
-    def _listed(self, names: Iterable[StepName]) -> dict[StepName, set[str]]:
+    def _saved_files(self, names: Iterable[StepName]) -> dict[StepName, set[str]]:
         """Return the files of steps that have a description or a rank's file, and are not being saved or removed."""
 
         def files_of(name: StepName) -> tuple[StepName, set[str]]:

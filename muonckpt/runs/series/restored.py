@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -53,10 +54,8 @@ class Restored:
         report, state = loaded
         record = None
         if is_coordinator(group):
-            try:
+            with _warning(folder):
                 record = add_resume(folder, step, path, state.world_size, len(group_ranks(group)))
-            except (MuonckptError, OSError) as error:
-                _warn(folder, error)
         return cls(step, path, report, memory, _loaded=state, _folder=folder, _group=group, _record=record)
 
     @called_like("proof = restored.check(model, optimizer, scheduler=scheduler)")
@@ -89,13 +88,11 @@ class Restored:
         return self._compared(lambda: LiveParts.of_state_dict(self._loaded, state_dict))
 
     def _compared(self, take_parts: Callable[[], LiveParts]) -> ResumeProof:
-        """Compare, and record the outcome."""
+        """Compare, and record the proof in the run."""
         proof = compare(self._loaded, take_parts, self.step, self._group)
         if self._record is not None:
-            try:
+            with _warning(self._folder):
                 add_line(self._folder, replace(self._record, proof=proof.to_json()))
-            except (MuonckptError, OSError) as error:
-                _warn(self._folder, error)
         return proof
 
     def __str__(self) -> str:
@@ -111,5 +108,11 @@ class Restored:
     __add__ = __getitem__
 
 
-def _warn(folder: Location, error: Exception) -> None:
-    warn_on_rank(f"the resume cannot be recorded in {folder}; training goes on: {error}", RuntimeWarning, stacklevel=4)
+@contextmanager
+def _warning(folder: Location) -> Iterator[None]:
+    """Warn where a resume cannot be recorded, which is no reason to end a training."""
+    try:
+        yield
+    except (MuonckptError, OSError) as error:
+        message = f"the resume cannot be recorded in {folder}; training goes on: {error}"
+        warn_on_rank(message, RuntimeWarning, stacklevel=5)
