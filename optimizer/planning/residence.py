@@ -4,11 +4,11 @@
 of it, and back: the same intersections of boxes, the same choice among replicas, the same order on both sides
 (`test_owners` compares the two).  It is done here once more because
 
-- a model has tens of thousands of matrices: a plan of each, with a layout of its own, would take minutes.  Here the
-  matrices of a parameter are rows of a few arrays;
+- a model has tens of thousands of matrices, and a share of each would need two layouts and some calls of its own.
+  Here the matrices of a parameter are rows of a few arrays;
 - experts between two cuts of their stack have like parts, which are listed once, whatever the owners;
-- a rank needs its own copies only, and those of a matrix follow from the matrix and its owner alone, so that owners can
-  be chosen (`schedule.assign`) from what each rank holds before there is any plan.
+- owners are chosen (`schedule.assign_owners`) from what each rank holds, so the parts are needed before there is any layout
+  to go to.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
     elements = np.zeros(len(pairs), np.int64)
     np.add.at(elements, pair_of_part, parts.volumes(numbers)[part])
 
-    # Cut by matrix; layers and experts that lie alike share arrays, by whose identity `schedule.assign` knows them.
+    # Cut by matrix; layers and experts that lie alike share arrays, by whose identity `schedule.assign_owners` knows them.
     representatives = np.unique(parts.representative)
     cuts = np.searchsorted(pairs, representatives[1:] * len(ranks))
     arrays: dict[tuple[bytes, bytes], tuple[IntArray, IntArray]] = {}

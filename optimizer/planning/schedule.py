@@ -102,27 +102,25 @@ class Schedule:
     def params(self) -> list[list[int]]:
         """Return, by stage, the parameters of which this rank holds or owns something that the stage needs."""
         of_unit = np.array([unit.param for unit in self.units], np.int64)
-        numbers = (
-            (stage.gather.sends.source, stage.gather.local.source, stage.scatter.receives.target, stage.owned)
-            for stage in self.stages
-        )
-        return [
-            np.unique(of_unit[np.concatenate(some).astype(np.int64) % max(1, len(of_unit))]).tolist()
-            for some in numbers
-        ]
+        params = []
+        for stage in self.stages:
+            tensors = stage.gather.sends.source, stage.gather.local.source, stage.scatter.receives.target, stage.owned
+            units = np.concatenate(tensors).astype(np.int64) % max(1, len(of_unit))
+            params.append(np.unique(of_unit[units]).tolist())
+        return params
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """One matrix to give away: ``cost`` in any unit, the same for all; ``holders`` are positions, ascending, of the
-    ranks that hold ``held`` elements of it; ``owner`` is the position of the rank that has it already.
+    ranks that hold so many ``elements`` of it; ``owner`` is the position of the rank that has it already.
     """
 
     cost: int
     numel: int
     shape: tuple[int, ...]
     holders: IntArray
-    held: IntArray
+    elements: IntArray
     owner: int | None = None
 
 
@@ -147,29 +145,38 @@ def make_schedule(
         stages: the largest number of rounds; None: `worthwhile_stages`, or so many that the state of one is about
             ``most_state`` bytes a rank.
     """
-    same: dict[Spec, Spec] = {}
-    specs = [same.setdefault(spec, spec) for spec in specs]  # from here on they are told apart by identity
+    # Layers that repeat give equal specs; from here on they are told apart by identity.
+    unique_specs: dict[Spec, Spec] = {}
+    specs = [unique_specs.setdefault(spec, spec) for spec in specs]
+
+    # All matrices of all parameters, each with its cost and its holders.
     matrices = _matrices(specs, ranks)
     kinds = [matrices[id(spec)] for spec in specs]
     work = [matrix for kind in kinds for matrix, _ in kind]
-    owners = assign(work, ranks)
-    small = math.ceil(state_bytes(specs) / len(ranks) / most_state)
-    most = stages or max(worthwhile_stages(specs, len(ranks)), small)
-    turns = in_stages([matrix.cost for matrix in work], owners, len(ranks), most, small)
-    places = ((number, index, *matrix) for number, kind in enumerate(kinds) for index, matrix in enumerate(kind))
-    units = tuple(
-        Unit(number, index, work.shape, ranks[owner], stage, work.cost, form)
-        for (number, index, work, form), owner, stage in zip(places, owners, turns, strict=True)
-    )
-    by_stage = _stages(specs, list(map(len, kinds)), np.array(owners, np.int64), np.array(turns, np.int64), ranks, rank)
-    return Schedule(ranks, units, tuple(by_stage), _digest(specs, ranks, units))
+
+    # Who orthogonalises which, and when: in so many stages that the exchange hides behind the work.
+    owners = assign_owners(work, ranks)
+    min_stages = math.ceil(state_bytes(specs) / len(ranks) / most_state)
+    max_stages = stages or max(worthwhile_stages(specs, len(ranks)), min_stages)
+    turns = cut_stages([matrix.cost for matrix in work], owners, len(ranks), max_stages, min_stages)
+    units = []
+    decisions = zip(owners, turns, strict=True)
+    for number, kind in enumerate(kinds):
+        for index, (matrix, form) in enumerate(kind):
+            owner, stage = next(decisions)
+            units.append(Unit(number, index, matrix.shape, ranks[owner], stage, matrix.cost, form))
+
+    # This rank's copies; and a digest, which is the same on every rank that has planned alike.
+    counts = list(map(len, kinds))
+    by_stage = _stages(specs, counts, np.array(owners, np.int64), np.array(turns, np.int64), ranks, rank)
+    return Schedule(ranks, tuple(units), tuple(by_stage), _digest(specs, ranks, units))
 
 
 def choose_owners(specs: Sequence[Spec], ranks: Ranks) -> list[tuple[int, ...]]:
     """Return the owners, as global ranks, of each parameter's matrices, as `make_schedule` chooses them."""
     matrices = _matrices(specs, ranks)
     kinds = [matrices[id(spec)] for spec in specs]
-    owners = iter(assign([work for kind in kinds for work, _ in kind], ranks))
+    owners = iter(assign_owners([work for kind in kinds for work, _ in kind], ranks))
     return [tuple(ranks[next(owners)] for _ in kind) for kind in kinds]
 
 
@@ -182,38 +189,44 @@ def _stages(
         counts: of each spec's units.
         owner, turn: each unit's owner, as a position, and its stage.
     """
-    here = ranks.index(rank)
-    begins = np.cumsum([0, *counts])
-    alike: defaultdict[int, list[int]] = defaultdict(list)
+    position = ranks.index(rank)
+    first_unit = np.cumsum([0, *counts])
+    params_of_spec: defaultdict[int, list[int]] = defaultdict(list)
     for number, spec in enumerate(specs):
-        alike[id(spec)].append(number)
-    kinds: list[tuple[Slot, RankCopies]] = []
-    for numbers in alike.values():
-        index = np.tile(np.arange(counts[numbers[0]]), len(numbers))
-        unit = index + np.repeat(begins[numbers], counts[numbers[0]])
-        for number, slot in enumerate(specs[numbers[0]].slots):
-            involved = matrix_parts(slot.layout, slot.fused).has_parts(rank)[index] | (owner[unit] == here)
-            matrices = OwnedMatrices(unit + number * len(owner), index, owner[unit]).rows(involved)
-            copies = rank_copies(slot.layout, slot.fused, ranks, here, matrices)
-            kinds.append((slot, copies if slot.returns else copies.one_way()))
-    there, back = [slot.there.itemsize for slot, _ in kinds], [slot.back.itemsize for slot, _ in kinds]
-    gives = _by_stage([copies.gives for _, copies in kinds], there, turn)
-    takes = _by_stage([copies.takes.inverse() for _, copies in kinds], there, turn)
-    own = _by_stage([copies.local for _, copies in kinds], there, turn)
-    gives_back = _by_stage([copies.gives_back for _, copies in kinds], back, turn)
-    takes_back = _by_stage([copies.takes_back.inverse() for _, copies in kinds], back, turn)
-    for stage, (mine, _) in enumerate(own):
+        params_of_spec[id(spec)].append(number)
+
+    # Copies of each slot of equal parameters, all matrices that this rank has to do with at once.
+    slots: list[tuple[Slot, RankCopies]] = []
+    for params in params_of_spec.values():
+        index = np.tile(np.arange(counts[params[0]]), len(params))
+        unit = index + np.repeat(first_unit[params], counts[params[0]])
+        for number, slot in enumerate(specs[params[0]].slots):
+            has_part = matrix_parts(slot.layout, slot.fused).has_parts(rank)[index]
+            tensors = OwnedMatrices(unit + number * len(owner), index, owner[unit])
+            copies = rank_copies(
+                slot.layout, slot.fused, ranks, position, tensors.rows(has_part | (owner[unit] == position))
+            )
+            slots.append((slot, copies if slot.returns else copies.one_way()))
+
+    # Sorted by stage, in the order of units and slots on both sides of the wire.
+    there, back = [slot.there.itemsize for slot, _ in slots], [slot.back.itemsize for slot, _ in slots]
+    gives = _by_stage([copies.gives for _, copies in slots], there, turn)
+    takes = _by_stage([copies.takes.inverse() for _, copies in slots], there, turn)
+    local = _by_stage([copies.local for _, copies in slots], there, turn)
+    gives_back = _by_stage([copies.gives_back for _, copies in slots], back, turn)
+    takes_back = _by_stage([copies.takes_back.inverse() for _, copies in slots], back, turn)
+    for stage, (local_copies, _) in enumerate(local):
         yield Stage(
-            _route(gives[stage], takes[stage], mine, len(ranks)),
-            _route(gives_back[stage], takes_back[stage], mine.inverse(), len(ranks)),
-            tuple(np.flatnonzero((owner == here) & (turn == stage)).tolist()),
+            _route(gives[stage], takes[stage], local_copies, len(ranks)),
+            _route(gives_back[stage], takes_back[stage], local_copies.inverse(), len(ranks)),
+            tuple(np.flatnonzero((owner == position) & (turn == stage)).tolist()),
         )
 
 
 def _by_stage(tables: Sequence[Copies], itemsizes: Sequence[int], turn: IntArray) -> list[tuple[Copies, IntArray]]:
     """Return the rows of tables by stage, in the order of units and slots, with the bytes of each row's elements."""
     table = Copies.joined([NO_COPIES, *tables])
-    itemsize = np.repeat(np.array(itemsizes, np.int64), np.array([len(some) for some in tables], np.int64))
+    itemsize = np.repeat(np.array(itemsizes, np.int64), np.array(list(map(len, tables)), np.int64))
     slot, unit = np.divmod(table.source, max(len(turn), 1))
     order = np.lexsort((slot, unit, turn[unit]))
     table, itemsize = table.rows(order), itemsize[order]
@@ -221,40 +234,42 @@ def _by_stage(tables: Sequence[Copies], itemsizes: Sequence[int], turn: IntArray
     return [(table.rows(slice(*cut)), itemsize[slice(*cut)]) for cut in pairwise(cuts)]
 
 
-def _route(sends: tuple[Copies, IntArray], receives: tuple[Copies, IntArray], own: Copies, ranks: int) -> Route:
-    (sent, send_counts), (received, receive_counts) = (_laid_out(*some, ranks) for some in (sends, receives))
-    return Route(send_counts, receive_counts, sent, received.inverse(), own)
+def _route(sends: tuple[Copies, IntArray], receives: tuple[Copies, IntArray], local: Copies, ranks: int) -> Route:
+    sends_on_wire, send_counts = _lay_out(*sends, ranks)
+    receives_on_wire, receive_counts = _lay_out(*receives, ranks)
+    return Route(send_counts, receive_counts, sends_on_wire, receives_on_wire.inverse(), local)
 
 
-def _laid_out(copies: Copies, itemsize: IntArray, ranks: int) -> tuple[Copies, tuple[int, ...]]:
+def _lay_out(copies: Copies, itemsize: IntArray, ranks: int) -> tuple[Copies, tuple[int, ...]]:
     """Place copies on the wire, by the other side's rank and then in the order of the rows, each at a multiple of its
     elements' size, and count the bytes of each rank's part.
     """
     order = np.argsort(copies.target, kind="stable")
-    present, first = np.unique(copies.target[order], return_index=True)
+    peers, first = np.unique(copies.target[order], return_index=True)
     rows = list(zip((copies.numel * itemsize)[order].tolist(), itemsize[order].tolist(), strict=True))
-    empty = _up(NOTE, WIRE_ALIGNMENT)
-    counts, more = [empty] * ranks, 0
-    begins: list[int] = []
-    for peer, (low, high) in zip(present.tolist(), pairwise([*first.tolist(), len(order)]), strict=True):
-        start = peer * empty + more
+    # Every rank's part begins with a note, whether or not anything follows.
+    empty_part = _round_up(NOTE, WIRE_ALIGNMENT)
+    counts, extra = [empty_part] * ranks, 0
+    offsets: list[int] = []
+    for peer, (low, high) in zip(peers.tolist(), pairwise([*first.tolist(), len(order)]), strict=True):
+        start = peer * empty_part + extra
         end = start + NOTE
-        for nbytes, item in rows[low:high]:
-            begin = -(-end // item) * item
-            begins.append(begin)
-            end = begin + nbytes
-        counts[peer] = _up(end, WIRE_ALIGNMENT) - start
-        more += counts[peer] - empty
-    offsets = np.empty(len(order), np.int64)
-    offsets[order] = begins
-    return replace(copies, target_offset=offsets), tuple(counts)
+        for length, size in rows[low:high]:
+            offset = _round_up(end, size)
+            offsets.append(offset)
+            end = offset + length
+        counts[peer] = _round_up(end, WIRE_ALIGNMENT) - start
+        extra += counts[peer] - empty_part
+    target_offset = np.empty(len(order), np.int64)
+    target_offset[order] = offsets
+    return replace(copies, target_offset=target_offset), tuple(counts)
 
 
-def _up(offset: int, to: int) -> int:
-    return -(-offset // to) * to
+def _round_up(offset: int, multiple: int) -> int:
+    return -(-offset // multiple) * multiple
 
 
-def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[int]:
+def assign_owners(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[int]:
     """Return the position of each matrix's owner, by longest processing time first (Graham 1969) over all shapes.
 
     A matrix goes to the least loaded of its holders, while that rank's load stays within ``SLACK`` of the best possible
@@ -266,63 +281,78 @@ def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[in
     """
     if not work:
         return []
-    total = sum(matrix.cost for matrix in work)
-    best = max(-(-total // len(ranks)), max(matrix.cost for matrix in work))
-    cap = -(-sum(matrix.numel for matrix in work) // len(ranks)) + max(matrix.numel for matrix in work)
-    books = _Books(cap, np.asarray(ranks, np.int64) // node)
-    kinds: dict[Hashable, int] = {}
-    known: dict[int, int] = {}  # layers that repeat give the same object again
-    alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    costs, sizes = [matrix.cost for matrix in work], [matrix.numel for matrix in work]
+    makespan = max(-(-sum(costs) // len(ranks)), max(costs))
+    max_received = -(-sum(sizes) // len(ranks)) + max(sizes)
+    loads = _Loads(max_received, np.asarray(ranks, np.int64) // node)
+
+    # Matrices that have an owner count before any other is given away.  The rest are sorted, the costliest first;
+    # equal ones stand in one queue.
     owners = [0] * len(work)
+    kinds: dict[Hashable, int] = {}
+    kind_by_id: dict[int, int] = {}  # layers that repeat give the same object again
+    queues: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for index, matrix in enumerate(work):
         if matrix.owner is not None:
-            books.give(matrix.owner, matrix, int(matrix.held[matrix.holders == matrix.owner].sum()))
+            loads.add(matrix.owner, matrix, int(matrix.elements[matrix.holders == matrix.owner].sum()))
             owners[index] = matrix.owner
             continue
-        kind = known.get(id(matrix))
+        kind = kind_by_id.get(id(matrix))
         if kind is None:
             # Work that differs in its cost at most; `residence` caches the arrays.
-            same = matrix.shape, id(matrix.holders), id(matrix.held)
-            kind = known[id(matrix)] = kinds.setdefault(same, len(kinds))
-        alike[-matrix.cost, kind].append(index)
-    for numbers in (alike[key] for key in sorted(alike)):
+            key = matrix.shape, id(matrix.holders), id(matrix.elements)
+            kind = kind_by_id[id(matrix)] = kinds.setdefault(key, len(kinds))
+        queues[-matrix.cost, kind].append(index)
+
+    # Each goes to its best holder, unless that would make the step longer than it has to be.
+    for numbers in (queues[key] for key in sorted(queues)):
         matrix = work[numbers[0]]
-        home, rest = books.queue(matrix), books.least_loaded(matrix)
-        held = dict(zip(matrix.holders.tolist(), matrix.held.tolist(), strict=True))
+        candidates, least_loaded = loads.candidates(matrix), loads.least_loaded(matrix)
+        elements = dict(zip(matrix.holders.tolist(), matrix.elements.tolist(), strict=True))
         for index in numbers:
-            owner = books.first(home, matrix)
-            if owner is None or books.load[owner] + matrix.cost > SLACK * best:
-                least = next(rest)
-                owner = least if owner is None or books.load[least] < books.load[owner] else owner
-            books.give(owner, matrix, held.get(owner, 0))
+            owner = loads.best_holder(candidates, matrix)
+            if owner is None or loads.load[owner] + matrix.cost > SLACK * makespan:
+                other = next(least_loaded)
+                owner = other if owner is None or loads.load[other] < loads.load[owner] else owner
+            loads.add(owner, matrix, elements.get(owner, 0))
             owners[index] = owner
     return owners
 
 
-class _Books:
-    def __init__(self, cap: int, nodes: IntArray) -> None:
-        self.cap, self.nodes = cap, nodes
-        self.load, self.received = np.zeros(len(nodes), np.int64), np.zeros(len(nodes), np.int64)
-        self.shapes: defaultdict[tuple[int, ...], NDArray[np.bool_]] = defaultdict(lambda: np.zeros(len(nodes), bool))
+class _Loads:
+    """The load of each rank while matrices are given away, and the elements that it receives for them.
 
-    def queue(self, matrix: Work) -> list[Candidate]:
+    Args:
+        max_received: no rank receives more.
+        nodes: the node of each rank.
+    """
+
+    def __init__(self, max_received: int, nodes: IntArray) -> None:
+        self.max_received, self.nodes = max_received, nodes
+        self.load, self.received = np.zeros(len(nodes), np.int64), np.zeros(len(nodes), np.int64)
+        self.has_shape: defaultdict[tuple[int, ...], NDArray[np.bool_]] = defaultdict(
+            lambda: np.zeros(len(nodes), bool)
+        )
+
+    def candidates(self, matrix: Work) -> list[Candidate]:
         """Return the holders of a matrix as a heap, the best first."""
         ranks = matrix.holders
-        new, far = ~self.shapes[matrix.shape][ranks], self.nodes[ranks] != self._node(matrix)
-        columns = (self.load[ranks], -matrix.held, new, far, ranks)
-        candidates = list(zip(*(column.tolist() for column in columns), strict=True))
-        heapify(candidates)
-        return candidates
+        is_new, is_far = ~self.has_shape[matrix.shape][ranks], self.nodes[ranks] != self._node(matrix)
+        columns = (self.load[ranks], -matrix.elements, is_new, is_far, ranks)
+        heap = list(zip(*(column.tolist() for column in columns), strict=True))
+        heapify(heap)
+        return heap
 
-    def first(self, queue: list[Candidate], matrix: Work) -> int | None:
-        """Return the first of a queue that may receive the matrix, if any; outdated candidates are renewed."""
-        while queue:
-            load, minus_held, _, _, rank = queue[0]
-            if self.received[rank] + matrix.numel + minus_held > self.cap:
-                heappop(queue)
+    def best_holder(self, heap: list[Candidate], matrix: Work) -> int | None:
+        """Return the first candidate that may receive the matrix, if any; outdated ones are renewed."""
+        while heap:
+            load, minus_elements, _, _, rank = heap[0]
+            if self.received[rank] + matrix.numel + minus_elements > self.max_received:
+                heappop(heap)
             elif load != self.load[rank]:
-                new, far = not self.shapes[matrix.shape][rank], bool(self.nodes[rank] != self._node(matrix))
-                heapreplace(queue, (int(self.load[rank]), minus_held, new, far, rank))
+                is_new = not self.has_shape[matrix.shape][rank]
+                is_far = bool(self.nodes[rank] != self._node(matrix))
+                heapreplace(heap, (int(self.load[rank]), minus_elements, is_new, is_far, rank))
             else:
                 return rank
         return None
@@ -330,69 +360,77 @@ class _Books:
     def least_loaded(self, matrix: Work) -> Iterator[int]:
         """Yield, without end, the least loaded rank that may receive all of a matrix at that time; loads never sink."""
         while True:
-            loads = np.where(self.received + matrix.numel <= self.cap, self.load, np.iinfo(np.int64).max)
+            may_receive = self.received + matrix.numel <= self.max_received
+            loads = np.where(may_receive, self.load, np.iinfo(np.int64).max)
             least = loads.min()
-            equal = np.flatnonzero(loads == least)
-            far, new = self.nodes[equal] != self._node(matrix), ~self.shapes[matrix.shape][equal]
-            for rank in equal[np.lexsort((far, new))].tolist():
-                while self.load[rank] == least and self.received[rank] + matrix.numel <= self.cap:
+            ranks = np.flatnonzero(loads == least)
+            is_far, is_new = self.nodes[ranks] != self._node(matrix), ~self.has_shape[matrix.shape][ranks]
+            for rank in ranks[np.lexsort((is_far, is_new))].tolist():
+                while self.load[rank] == least and self.received[rank] + matrix.numel <= self.max_received:
                     yield rank
 
-    def give(self, rank: int, matrix: Work, held: int) -> None:
+    def add(self, rank: int, matrix: Work, elements: int) -> None:
+        """Give a matrix to a rank, which holds so many elements of it."""
         self.load[rank] += matrix.cost
-        self.received[rank] += matrix.numel - held
-        self.shapes[matrix.shape][rank] = True
+        self.received[rank] += matrix.numel - elements
+        self.has_shape[matrix.shape][rank] = True
 
     def _node(self, matrix: Work) -> int:
         return int(self.nodes[matrix.holders[0]])
 
 
-def in_stages(costs: Sequence[int], owners: Sequence[int], ranks: int, most: int, small: int = 1) -> list[int]:
-    """Return the stage of each matrix: at most ``most`` stages, of at least as many matrices as ranks on average.
+def cut_stages(
+    costs: Sequence[int], owners: Sequence[int], ranks: int, max_stages: int, min_stages: int = 1
+) -> list[int]:
+    """Return the stage of each matrix: at most ``max_stages``, of at least as many matrices as ranks on average.
 
     Each owner's matrices, largest first, are cut where its work passes equal parts of the greatest load, so that work
     hides the exchange of the next stage.  No stage is shorter than the largest matrix takes, as some ranks would wait,
-    unless it takes ``small`` stages to have as little state in one as there should be.
+    unless it takes ``min_stages`` to have as little state in one as there should be.
     """
     load = [0] * ranks
     for cost, owner in zip(costs, owners, strict=True):
         load[owner] += cost
     longest = max(*load, 1)
-    count = max(1, min(most, len(costs) // ranks, max(small, longest // max(costs, default=1))))
-    done = [0] * ranks
+    count = max(1, min(max_stages, len(costs) // ranks, max(min_stages, longest // max(costs, default=1))))
+    work_before = [0] * ranks
     stages = [0] * len(costs)
     for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # stable
         owner, cost = owners[index], costs[index]
-        stages[index] = min(count * (2 * done[owner] + cost) // (2 * longest), count - 1)
-        done[owner] += cost
-    used = {stage: number for number, stage in enumerate(sorted(set(stages)))}
-    return [used[stage] for stage in stages]
+        stages[index] = min(count * (2 * work_before[owner] + cost) // (2 * longest), count - 1)
+        work_before[owner] += cost
+    # Stages in which nobody has a matrix are left out.
+    numbers = {stage: number for number, stage in enumerate(sorted(set(stages)))}
+    return [numbers[stage] for stage in stages]
 
 
 def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
     """Return the number of stages that takes the least time: ``n`` of them leave an ``n``-th of the exchange uncovered,
     and take ``n`` times `STAGE_BYTES`.
     """
-    sent = sum(
-        math.prod(slot.layout.shape) * (slot.there.itemsize + slot.returns * slot.back.itemsize)
-        for spec in specs
-        for slot in spec.slots
-    )
-    per_rank = sent * (ranks - 1) // ranks**2
+    num_bytes = 0
+    for spec in specs:
+        for slot in spec.slots:
+            sizes = slot.there.itemsize + slot.returns * slot.back.itemsize
+            num_bytes += math.prod(slot.layout.shape) * sizes
+    per_rank = num_bytes * (ranks - 1) // ranks**2
     return min(max(math.isqrt(per_rank // STAGE_BYTES), 1), MAX_STAGES)
 
 
 def state_bytes(specs: Sequence[Spec]) -> int:
     """Return the bytes of state on all ranks, with an update's element for one of momentum, in float32."""
-    known: dict[int, int] = {}
+    bytes_of_spec: dict[int, int] = {}
     for spec in specs:
-        if id(spec) not in known:
-            kept = [4, *(slot.returns * slot.there.itemsize for slot in spec.slots[1:])]
-            shapes = list(map(rows_columns, spec.slots[0].shapes))
-            known[id(spec)] = sum(
-                size * slot.layout.total_numel for slot, size in zip(spec.slots, kept, strict=True)
-            ) + sum(4 * math.prod(SHAPES[kind].of_matrix(*shape)) for _, kind in spec.staying for shape in shapes)
-    return sum(known[id(spec)] for spec in specs)
+        if id(spec) in bytes_of_spec:
+            continue
+        update, *other_slots = spec.slots
+        num_bytes = 4 * update.layout.total_numel
+        num_bytes += sum(slot.returns * slot.there.itemsize * slot.layout.total_numel for slot in other_slots)
+        for _, kind in spec.staying:
+            sides = (SHAPES[kind].of_matrix(*rows_columns(shape)) for shape in update.shapes)
+            num_bytes += 4 * sum(map(math.prod, sides))
+        bytes_of_spec[id(spec)] = num_bytes
+    return sum(bytes_of_spec[id(spec)] for spec in specs)
 
 
 def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[int, list[tuple[Work, Form]]]:
@@ -400,35 +438,37 @@ def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[int, list[tuple[Work,
 
     The form follows from how many matrices of a shape a *parameter* has, which is the same under any sharding.
     """
-    matrices = {}
-    for kind, spec in {id(spec): spec for spec in specs}.items():
+    matrices: dict[int, list[tuple[Work, Form]]] = {}
+    for spec in specs:
+        if id(spec) in matrices:
+            continue
         update = spec.slots[0]
-        homes = residence(update.layout, update.fused, ranks)
         copies = Counter(map(rows_columns, update.shapes))
         forms = {shape: spec.form(*shape, count) for shape, count in copies.items()}
+        homes = residence(update.layout, update.fused, ranks)
         owners = [None] * len(homes) if spec.owners is None else list(map(ranks.index, spec.owners))
-        matrices[kind] = [
-            (Work(spec.cost(*rows_columns(shape)), math.prod(shape), shape, *home, owner), forms[rows_columns(shape)])
-            for shape, home, owner in zip(update.shapes, homes, owners, strict=True)
-        ]
+        matrices[id(spec)] = []
+        for shape, home, owner in zip(update.shapes, homes, owners, strict=True):
+            cost = spec.cost(*rows_columns(shape))
+            matrices[id(spec)].append((Work(cost, math.prod(shape), shape, *home, owner), forms[rows_columns(shape)]))
     return matrices
 
 
 def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes:
     """Return 16 bytes that are equal on two ranks exactly when their schedules are parts of one."""
-    whole = hashlib.blake2b(repr(ranks).encode(), digest_size=16)
-    known: dict[int, bytes] = {}
+    digest = hashlib.blake2b(repr(ranks).encode(), digest_size=16)
+    bytes_of_spec: dict[int, bytes] = {}
     for spec in specs:
-        if id(spec) not in known:
-            known[id(spec)] = b"".join(
-                _layout_digest(slot.layout)
-                + repr((slot.name, slot.fused, slot.there, slot.back, slot.returns)).encode()
-                for slot in spec.slots
-            )
-        whole.update(known[id(spec)])
+        if id(spec) not in bytes_of_spec:
+            slots = []
+            for slot in spec.slots:
+                words = repr((slot.name, slot.fused, slot.there, slot.back, slot.returns)).encode()
+                slots.append(_layout_digest(slot.layout) + words)
+            bytes_of_spec[id(spec)] = b"".join(slots)
+        digest.update(bytes_of_spec[id(spec)])
     plan = [(u.param, u.index, u.owner, u.stage, u.form.kernels, u.form.gram) for u in units]
-    whole.update(np.array(plan, np.int64).tobytes())
-    return whole.digest()
+    digest.update(np.array(plan, np.int64).tobytes())
+    return digest.digest()
 
 
 @lru_cache(maxsize=4096)

@@ -27,8 +27,8 @@ from muonckpt.optimizer.planning.schedule import (
     NOTE,
     Schedule,
     Work,
-    assign,
-    in_stages,
+    assign_owners,
+    cut_stages,
     make_schedule,
     paused_collector,
     worthwhile_stages,
@@ -132,11 +132,11 @@ def test_owners_are_balanced_within_the_bound_of_longest_first(seed):
     ranks = int(rng.integers(1, 17))
     rows = row_layout((40, 4), ranks)
     work = [work_of(rows, int(cost), ranks) for cost in rng.integers(1, 1000, size=rng.integers(1, 80))]
-    owners = assign(work, range(ranks))
+    owners = assign_owners(work, range(ranks))
     load = np.bincount(owners, weights=[w.cost for w in work], minlength=ranks)
     best = max(sum(w.cost for w in work) / ranks, max(w.cost for w in work))
     assert load.max() <= best * 4 / 3 + max(w.cost for w in work) / 3
-    assert owners == assign(work, range(ranks))
+    assert owners == assign_owners(work, range(ranks))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -150,19 +150,19 @@ def test_nobody_receives_more_than_the_mean_and_one_matrix(seed):
         layout = owned_layout(shape, int(rng.integers(ranks))) if rng.integers(2) else row_layout(shape, ranks)
         work.append(work_of(layout, int(rng.integers(1, 1000)), ranks))
     received = np.zeros(ranks)
-    for each, owner in zip(work, assign(work, range(ranks)), strict=True):
-        received[owner] += each.numel - int(each.held[each.holders == owner].sum())
+    for each, owner in zip(work, assign_owners(work, range(ranks)), strict=True):
+        received[owner] += each.numel - int(each.elements[each.holders == owner].sum())
     sizes = [each.numel for each in work]
     assert received.max() <= sum(sizes) / ranks + max(sizes) + 1
 
 
 def test_a_matrix_that_is_whole_somewhere_stays_there_if_the_balance_allows():
     work = [work_of(owned_layout((4, 4), owner), 7, 4) for owner in (3, 1, 2, 0)]
-    assert assign(work, range(4)) == [3, 1, 2, 0]
+    assert assign_owners(work, range(4)) == [3, 1, 2, 0]
     everywhere = [work_of(mesh_layout((4, 4), Mesh.of(4), (Replicate(),)), 7, 4) for _ in range(4)]
-    assert sorted(assign(everywhere, range(4))) == [0, 1, 2, 3]
+    assert sorted(assign_owners(everywhere, range(4))) == [0, 1, 2, 3]
     unbalanced = [work_of(owned_layout((4, 4), 0), 7, 4) for _ in range(4)]
-    assert sorted(assign(unbalanced, range(4))) == [0, 1, 2, 3]
+    assert sorted(assign_owners(unbalanced, range(4))) == [0, 1, 2, 3]
 
 
 def experts(count: int, mesh: Mesh, dim: int) -> Schedule:
@@ -188,8 +188,8 @@ def test_stages_share_every_ranks_work_and_have_as_many_matrices_as_ranks(seed):
     rng = np.random.default_rng(seed)
     ranks, most = int(rng.integers(1, 9)), int(rng.integers(1, 7))
     costs = rng.integers(1, 100, size=int(rng.integers(1, 100))).tolist()
-    owners = assign([work_of(row_layout((4, 4), ranks), cost, ranks) for cost in costs], range(ranks))
-    stages = in_stages(costs, owners, ranks, most)
+    owners = assign_owners([work_of(row_layout((4, 4), ranks), cost, ranks) for cost in costs], range(ranks))
+    stages = cut_stages(costs, owners, ranks, most)
     count = max(stages) + 1
     assert set(stages) == set(range(count)) and count <= max(1, min(most, len(costs) // ranks))
     load = np.zeros((ranks, count))
