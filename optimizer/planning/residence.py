@@ -7,8 +7,8 @@ of it, and back: the same intersections of boxes, the same choice among replicas
 - a model has tens of thousands of matrices, and a share of each would need two layouts and some calls of its own.
   Here the matrices of a parameter are rows of a few arrays;
 - experts between two cuts of their stack have like parts, which are listed once, whatever the owners;
-- owners are chosen (`schedule.assign_owners`) from what each rank holds, so the parts are needed before there is any layout
-  to go to.
+- owners are chosen (`schedule.assign_owners`) from what each rank holds, so the parts are needed before there is any
+  layout to go to.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
     elements = np.zeros(len(pairs), np.int64)
     np.add.at(elements, pair_of_part, parts.volumes(numbers)[part])
 
-    # Cut by matrix; layers and experts that lie alike share arrays, by whose identity `schedule.assign_owners` knows them.
+    # Cut by matrix; those that lie alike share arrays, by whose identity `schedule.assign_owners` knows them.
     representatives = np.unique(parts.representative)
     cuts = np.searchsorted(pairs, representatives[1:] * len(ranks))
     arrays: dict[tuple[bytes, bytes], tuple[IntArray, IntArray]] = {}
