@@ -22,11 +22,11 @@ class Coding:
     """A program's encoding of common options, where that takes more than another name.
 
     Attributes:
-        options: the program's own.
-        common: the common options that they mean.
-        read: returns the common options that own ones mean for a parameter of this shape.
-        write: returns the own options for known common ones; None if the program cannot say them.
-        optional: whether a group may lack the own options.
+        options: names of the program's options.
+        common: names of the common options that they mean.
+        read: returns the common options that the program's mean for a parameter of this shape.
+        write: returns the program's options for known common ones; None if it cannot express them.
+        optional: whether a group may lack the program's options.
     """
 
     options: tuple[str, ...]
@@ -36,53 +36,54 @@ class Coding:
     optional: bool = False
 
 
-def betas(own: str) -> Coding:
+def betas(option: str) -> Coding:
     """Return the coding of two decay rates as a pair."""
 
     def read(options: OptionValues, shape: Index) -> OptionValues:
-        match options.get(own):
+        match options.get(option):
             case [beta1, beta2]:
                 return {"beta1": beta1, "beta2": beta2}
         return {}
 
     def write(common: OptionValues, shape: Index) -> OptionValues:
-        return {own: (common["beta1"], common["beta2"])} if len(common) == 2 else {}
+        return {option: (common["beta1"], common["beta2"])} if len(common) == 2 else {}
 
-    return Coding((own,), ("beta1", "beta2"), read, write)
+    return Coding((option,), ("beta1", "beta2"), read, write)
 
 
-def scale(own: str, values: Mapping[str, Sequence[object]]) -> Coding:
-    """Return the coding of a matrix's scale; of the own words for a common one the first is written."""
+def scale(option: str, values: Mapping[str, Sequence[object]]) -> Coding:
+    """Return the coding of a matrix's scale; of the program's words for a common one the first is written."""
 
     def read(options: OptionValues, shape: Index) -> OptionValues:
-        if own not in options:
+        if option not in options:
             return {}
-        names = [name for name, words in values.items() if options[own] in words]
-        return {"scale": names[0] if names else f"{own}={options[own]!r}"}
+        names = [name for name, words in values.items() if options[option] in words]
+        return {"scale": names[0] if names else f"{option}={options[option]!r}"}
 
     def write(common: OptionValues, shape: Index) -> OptionValues | None:
         if not common:
             return {}
         words = values.get(common["scale"], ())
-        return {own: words[0]} if words else None
+        return {option: words[0]} if words else None
 
-    return Coding((own,), ("scale",), read, write)
+    return Coding((option,), ("scale",), read, write)
 
 
 def _schedule(common: OptionValues) -> tuple[Triple, ...] | None:
     """Return the polynomials of all steps, the norm's margin in the first; None if that is not known."""
     try:
-        chosen = coefficient_set(common["ns"])
+        polynomials = coefficient_set(common["ns"])
     except (ValueError, TypeError):
         return None
     if "ns_steps" not in common:
-        return (chosen.tail,) if chosen.steps == (chosen.tail,) and chosen.norm_scale == 1 else None
-    (a, b, c), *others = chosen.schedule(common["ns_steps"])
-    by = chosen.norm_scale
-    return ((a / by, b / by**3, c / by**5), *others)
+        is_constant = polynomials.steps == (polynomials.tail,) and polynomials.norm_scale == 1
+        return polynomials.steps if is_constant else None
+    (a, b, c), *further = polynomials.schedule(common["ns_steps"])
+    margin = polynomials.norm_scale
+    return ((a / margin, b / margin**3, c / margin**5), *further)
 
 
-def _named(rows: tuple[Triple, ...]) -> object:
+def _set_name(rows: tuple[Triple, ...]) -> object:
     """Return the name of the published set that begins with these rows, or the rows themselves."""
     if len(set(rows)) == 1:
         return plain_coefficients(rows[0])
@@ -103,7 +104,7 @@ def coefficients(of_steps: bool) -> Coding:
                 return steps
             case [[*_], *_]:
                 rows = tuple((float(a), float(b), float(c)) for a, b, c in numbers)
-                return {"ns": _named(rows), "ns_steps": len(rows)}
+                return {"ns": _set_name(rows), "ns_steps": len(rows)}
             case [a, b, c]:
                 return {"ns": plain_coefficients((a, b, c)), **steps}
         return {"ns": tuple(numbers), **steps}
@@ -135,19 +136,19 @@ def _count(common: OptionValues, shape: Index) -> int | None:
     return len(pieces) if len(shape) == 2 and len(set(pieces)) == 1 and sum(pieces) == shape[0] else None
 
 
-def equal_parts(own: str, always: bool) -> Coding:
+def equal_parts(option: str, always: bool) -> Coding:
     """Return the coding of a number of matrices, which a group has ``always``, or if it is not 1."""
 
     def read(options: OptionValues, shape: Index) -> OptionValues:
-        return _equal_parts(options.get(own, 1), shape)
+        return _equal_parts(options.get(option, 1), shape)
 
     def write(common: OptionValues, shape: Index) -> OptionValues | None:
         count = _count(common, shape) if common else 1
         if count is None:
             return None
-        return {own: count} if always or count > 1 else {}
+        return {option: count} if always or count > 1 else {}
 
-    return Coding((own,), ("pieces",), read, write, optional=True)
+    return Coding((option,), ("pieces",), read, write, optional=True)
 
 
 def _read_splits(options: OptionValues, shape: Index) -> OptionValues:

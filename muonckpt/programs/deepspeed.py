@@ -7,14 +7,14 @@ from dataclasses import replace
 from ..algebra.box import Index
 from ..names.vocabulary import Convention
 from .codings import Coding, OptionValues
-from .dialect import FLAG, LISTED, MODEL, NESTED, NUMBER, RATES, TEXT, Dialect, Mark, OptionTable, StoredMethod
+from .dialect import FLAG, NUMBER, RATES, TEXT, Dialect, Mark, OptionTable, StoredMethod
 from .torch import ADAMW, ADAMW_KINDS, PLAIN, RATE_KINDS
 
 _FORMS: dict[str, OptionValues] = {
     "standard": {"gram": None, "ns_dtype": "bfloat16"},
     "gram": {"gram": (2,), "ns_dtype": "float16"},
 }
-"""What each ``ns_method`` means; a device that lacks the dtype computes in float32."""
+"""The common options that each ``ns_method`` means; a device that lacks the dtype computes in float32."""
 
 
 def _read_form(options: OptionValues, shape: Index) -> OptionValues:
@@ -25,8 +25,11 @@ def _write_form(common: OptionValues, shape: Index) -> OptionValues | None:
     if "gram" not in common:
         return {}
     restarts = common["gram"]
-    form = {**common, "gram": restarts if restarts is None else tuple(restarts)}
-    return next(({"ns_method": word} for word, meant in _FORMS.items() if {**meant, **form} == meant), None)
+    options = {**common, "gram": restarts if restarts is None else tuple(restarts)}
+    for word, form in _FORMS.items():
+        if options.items() <= form.items():
+            return {"ns_method": word}
+    return None
 
 
 _KERNELS = Coding(
@@ -40,9 +43,6 @@ _KERNELS = Coding(
 PROGRAM = Dialect(
     "deepspeed",
     "DeepSpeed's Muon and AdamW, in the folders of ZeRO 1, 2 and 3",
-    MODEL,
-    NESTED,
-    LISTED,
     Convention.EMA,
     (
         StoredMethod(

@@ -315,10 +315,10 @@ class Dialect:
     Attributes:
         name: the value of ``to_dialect=`` and ``from_dialect=``.
         who: the program.
-        model, state, option: templates of keys; ``option`` is None if groups are not stored as items.
         convention: the convention of the momentum; None if the user must say it.
         methods: the update methods, in the order in which they are tried.
         options: the options of its groups; they tell the groups with momentum for which the convention holds.
+        model, state, option: templates of keys; ``option`` is None if groups are not stored as items.
         marks: each of them alone tells the program.
         unique_keys: whether the form of its keys tells the program.
         derived: slots that the program can compute again; they are left out when another dialect is written.
@@ -342,12 +342,12 @@ class Dialect:
 
     name: str
     who: str
-    model: Template
-    state: AnyTemplate
-    option: AnyTemplate | None
     convention: Convention | None
     methods: tuple[StoredMethod, ...]
     options: OptionTable = OptionTable()
+    model: Template = MODEL
+    state: AnyTemplate = NESTED
+    option: AnyTemplate | None = LISTED
     marks: tuple[Mark, ...] = ()
     unique_keys: bool = False
     derived: frozenset[str] = frozenset()

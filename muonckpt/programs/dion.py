@@ -10,9 +10,6 @@ from .dialect import (
     COUNT,
     COUNTS,
     FLAG,
-    LISTED,
-    MODEL,
-    NESTED,
     NUMBER,
     RATES,
     TEXT,
@@ -57,9 +54,6 @@ _IDLE = {**OF_MATRICES, "adjust_lr": "spectral_norm"}
 PROGRAM = Dialect(
     "dion",
     "microsoft/dion",
-    MODEL,
-    NESTED,
-    LISTED,
     Convention.SUM,
     (
         StoredMethod("muon", {"momentum": "momentum"}, {**_SHARED, **MATRIX}, _MATRIX_CODINGS, OF_SCALARS, _ASSUMED),
@@ -106,9 +100,6 @@ PROGRAM = Dialect(
 XTUNER = Dialect(
     "xtuner",
     "InternLM/XTuner",
-    MODEL,
-    NESTED,
-    LISTED,
     Convention.SUM,
     (
         StoredMethod(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from ..names.vocabulary import MASTER
 from .codings import betas
-from .dialect import COUNT, MODEL, NUMBER, PAIR, RATES, Dialect, OptionTable, StoredMethod, Template
+from .dialect import COUNT, NUMBER, PAIR, RATES, Dialect, OptionTable, StoredMethod, Template
 from .signs import COMMON_FILE, COMMON_STATE, item_key
 from .torch import RATE_KINDS
 
@@ -19,20 +19,17 @@ _IDLE: Mapping[str, object] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parall
 _MASTER, _STEP = {"master": MASTER}, {"step": "step"}
 
 
-def _methods(*more: Mapping[str, str]) -> tuple[StoredMethod, ...]:
+def _methods(*slot_sets: Mapping[str, str]) -> tuple[StoredMethod, ...]:
     """Return Muon and AdamW, each with every one of these sets of additional slots."""
-    muon = "muon", {"momentum": "momentum_buffer"}, {**RATES, "momentum": "momentum"}, ()
-    adamw = (
-        "adamw",
-        {"first": "exp_avg", "second": "exp_avg_sq"},
-        {**RATES, "eps": "eps", "step": "step"},
-        (betas("betas"),),
-    )
-    return tuple(
-        StoredMethod(name, {**slots, **extra}, options, codings, _IDLE, family="megatron")
-        for extra in more
-        for name, slots, options, codings in (muon, adamw)
-    )
+    methods: list[StoredMethod] = []
+    for slots in slot_sets:
+        momentum, moments = {"momentum": "momentum_buffer"}, {"first": "exp_avg", "second": "exp_avg_sq"}
+        muon_options, adamw_options = {**RATES, "momentum": "momentum"}, {**RATES, "eps": "eps", "step": "step"}
+        methods += [
+            StoredMethod("muon", {**momentum, **slots}, muon_options, (), _IDLE, family="megatron"),
+            StoredMethod("adamw", {**moments, **slots}, adamw_options, (betas("betas"),), _IDLE, family="megatron"),
+        ]
+    return tuple(methods)
 
 
 _OPTIONS = OptionTable(beside={**RATE_KINDS, "momentum": NUMBER, "betas": PAIR, "eps": NUMBER, "step": COUNT})
@@ -41,10 +38,10 @@ _ITEMS = frozenset(
     {COMMON_STATE, COMMON_FILE, "args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
     | {"opt_param_scheduler.*", "rng_state*", "rerun_state_machine*"}
 )
-"""What Megatron saves of its run."""
+"""Items of Megatron's run."""
 
 _BUCKETS = frozenset({"*optimizer.distributed.dp_group_idx_*"})
-"""What Megatron's distributed optimizer saves in `dp_reshardable` form: flat buckets without the names in them."""
+"""State of Megatron's distributed optimizer in `dp_reshardable` form: flat buckets without the names in them."""
 
 _HINTS = {
     "ns": "Megatron's --muon-coefficient-type",
@@ -55,19 +52,20 @@ _HINTS = {
 }
 
 
-def _of_arguments(arguments: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Yield by what matrices Newton-Schulz saw under tensor parallelism, unless it saw whole ones, as here.
+def _code_settings(arguments: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Yield the settings for matrices that Newton-Schulz saw cut by tensor parallelism; whole ones need none.
 
     Source: `TensorParallelMuon.orthogonalize` of core 0.19.2; the default changed on main in August 2026 (#6380).
     """
     mode = arguments.get("muon_tp_mode")
-    named = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
-    sizes = {size for name in named if type(size := arguments.get(name)) is int}
+    values = map(arguments.get, ("tensor_model_parallel_size", "expert_tensor_parallel_size"))
+    sizes = {size for size in values if type(size) is int}
     if sizes and max(sizes) == 1:
         return
-    of = "/".join(map(str, sorted(sizes - {1}))) or "N"
+    ranks = "/".join(map(str, sorted(sizes - {1}))) or "N"
     blocks = (
-        f"one matrix for each of {of} ranks: Split(pieces={of}) where rows were cut, columns={of} where columns were"
+        f"one matrix for each of {ranks} ranks: Split(pieces={ranks}) where rows were cut, columns={ranks} where "
+        "columns were"
     )
     if mode == "blockwise":
         yield "matrices of weights under tensor parallelism", ("muon_tp_mode='blockwise'",), blocks
@@ -84,19 +82,19 @@ def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
     return Dialect(
         name,
         who,
-        Template(("{weight}",)),
-        Template(("{chain}optimizer.state.{slot}.{name}",)),
-        None,
         None,
         _methods(_MASTER, {}),
         _OPTIONS,
+        Template(("{weight}",)),
+        Template(("{chain}optimizer.state.{slot}.{name}",)),
+        None,
         unique_keys=not chains,
         hints=_HINTS,
         common=(COMMON_STATE,),
         chains=chains,
         item=item_key,
         private=_ITEMS,
-        arguments=_of_arguments,
+        arguments=_code_settings,
         opaque=_BUCKETS,
         format="torch_dist",
     )
@@ -105,15 +103,15 @@ def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
 FSDP_DTENSOR = Dialect(
     "fsdp_dtensor",
     "dialect A: Megatron-LM with Megatron-FSDP v1",
-    Template(("model", "module.{name}")),
-    Template(("optimizer", "state", "module.module.module.{name}", "{slot}")),
-    Template(("optimizer", "param_to_group_meta", "module.module.module.{name}", "{option}")),
     None,
     _methods({}, _STEP),
     _OPTIONS,
+    Template(("model", "module.{name}")),
+    Template(("optimizer", "state", "module.module.module.{name}", "{slot}")),
+    Template(("optimizer", "param_to_group_meta", "module.module.module.{name}", "{option}")),
     unique_keys=True,
     private=_ITEMS,
-    arguments=_of_arguments,
+    arguments=_code_settings,
 )
 TORCH_DIST = _torch_dist("torch_dist", "Megatron torch_dist with layer-wise Muon", {})
 TORCH_DIST_CHAINED = _torch_dist(
@@ -124,14 +122,13 @@ TORCH_DIST_CHAINED = _torch_dist(
 LAYER_WISE = Dialect(
     "layer_wise",
     "Megatron's layer_wise_optimizer_{rank}.pt, under names",
-    MODEL,
-    Template(("layer_wise", "state", "{name}", "{slot}")),
-    Template(("layer_wise", "param_groups", "{group}", "{option}")),
     None,
     _methods(_MASTER, {}, {**_MASTER, **_STEP}, _STEP),
     _OPTIONS,
+    state=Template(("layer_wise", "state", "{name}", "{slot}")),
+    option=Template(("layer_wise", "param_groups", "{group}", "{option}")),
     unique_keys=True,
     writable=False,
     private=_ITEMS,
-    arguments=_of_arguments,
+    arguments=_code_settings,
 )

@@ -1,7 +1,7 @@
-"""What a checkpoint means: a :class:`ModelView` has its tensors by role, and its parameters with state and options.
+"""The meaning of a checkpoint: a :class:`ModelView` has tensors by role, and parameters with their state and options.
 
 It is made once, by :func:`view_by_keys` of a manifest alone, or by :func:`model_view` where the program and the options
-of the groups are known as well; whoever asks what a tensor is, or whose it is, reads it there.
+of the groups are known as well; everyone who asks for the role or the parameter of a tensor reads it there.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Role(StrEnum):
 _NOUNS: Mapping[Role, str] = MappingProxyType(
     {Role.MOMENTUM: "momenta", Role.MASTERS: "master weights", Role.STEPS: "step counters"}
 )
-"""What people call the tensors of a role, in the plural, where its own name is none."""
+"""Plural nouns for the tensors of a role, where its value is none."""
 
 BEGIN_ANEW = frozenset({Role.MOMENTUM, Role.MOMENTS, Role.STEPS})
-"""State of these roles is zeros when training begins, so that it can begin with them anew."""
+"""Roles of state that is zeros when training begins, and so can begin anew."""
 
 _ROLES: Mapping[str, Role] = MappingProxyType(
     {
@@ -117,7 +117,7 @@ class StoredParameter:
 
     @property
     def layer_pattern(self) -> tuple[str, Index]:
-        """Return what it has in common with its siblings in other layers; the number of a parameter is no layer's."""
+        """Return name and shape without the numbers of layers; the number of a parameter is no layer's."""
         return self.name if self.name.isdecimal() else unnumbered(self.name), self.shape
 
     @property
@@ -138,9 +138,9 @@ class ModelView:
     Attributes:
         dialect: the program whose keys it has; None if unknown.
         tensors: by role.
-        parameters: by name; those without a weight or state as a tensor are not here.
+        parameters: those with a weight or state as a tensor, by name.
         groups: with their options, as far as these were read.
-        owners: the names of the parameters that weights and state are of, by key.
+        owners: the names of the parameters to which weights and state belong, by key.
         names: of parameters that keys number, by number, as far as the checkpoint records them.
     """
 
@@ -170,9 +170,9 @@ class ModelView:
         return {tensor.key: role for role, members in self.tensors.items() for tensor in members}
 
     def noun(self, tensor: StateRecord) -> str:
-        """Return what people call such tensors, in the plural."""
+        """Return the plural noun for tensors of this role."""
         role = self.role(tensor)
-        if role is Role.OTHER and self.dialect is None:  # a manifest that has slots says itself what is no state
+        if role is Role.OTHER and self.dialect is None:  # where a manifest has slots, all else are weights
             return "weights" if len(self.tensors) > 1 else "tensors"
         return _NOUNS.get(role, role)
 
@@ -181,7 +181,7 @@ class ModelView:
         return (self.owners[tensor.key], tensor.slot) if tensor.key in self.owners else (tensor.key, None)
 
     def conventions(self, tensor: StateRecord) -> Mapping[str, str]:
-        """Return what is said of the convention of a tensor, by who says it; the first of them counts.
+        """Return the convention of a tensor by each source that says it; the first counts.
 
         Only momentum has one; the manifest, the parameter group and the program may say it.
         """
@@ -204,7 +204,7 @@ def model_view(
     groups: Sequence[ParameterGroup] = (),
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> ModelView:
-    """Sort the tensors of a checkpoint by what they are, and by whose they are.
+    """Sort the tensors of a checkpoint by role and by parameter.
 
     Args:
         manifest: with parameters and slots, as `with_slots_of` gives it.
@@ -212,7 +212,7 @@ def model_view(
         groups: with the names of parameters as the manifest has them; they tell methods and conventions.
         names: those that the manifest's tensors and groups have in place of numbers.
     """
-    # Weights and other tensors tell by their keys what they are; state by its parameter's method, once that is known.
+    # The keys of weights and other tensors tell their roles; those of state only its parameter.
     weights: dict[str, StateRecord] = {}
     state: defaultdict[str, dict[str, StateRecord]] = defaultdict(dict)
     roles: defaultdict[Role, list[StateRecord]] = defaultdict(list)
@@ -233,14 +233,14 @@ def model_view(
     for blob in manifest.blobs:
         if dialect and (fields := dialect.state.read(blob.path)):
             items[names.get(fields["name"], fields["name"])][fields["slot"]] = blob
-    # Parameters with their methods, by which a slot has its role: some slots mean something else in another method.
-    words = dialect or DIALECTS["muonckpt"]
-    usual_roles = _roles_of(reversed(words.methods))
+    # The method of a parameter tells the role of a slot: some slots mean something else in another method.
+    program = dialect or DIALECTS["muonckpt"]
+    usual_roles = _roles_of(reversed(program.methods))
     groups_by_name = {name: group for group in groups for name in group.parameters}
     parameters = {}
     for name in {**weights, **state}:
         slots, group = state.get(name, {}), groups_by_name.get(name)
-        method = words.likely_method(frozenset(slots), _method_named(words, group)) if slots else None
+        method = program.likely_method(frozenset(slots), _method_name(program, group)) if slots else None
         slot_roles = usual_roles | _roles_of([method] if method else [])
         for slot, tensor in slots.items():
             part = stored_slot(slot)
@@ -251,7 +251,7 @@ def model_view(
 
 
 def view_by_keys(manifest: Manifest) -> ModelView:
-    """Make the view of a checkpoint of any program from its keys alone; of an unknown one it has what is recorded."""
+    """Make the view of a checkpoint from its keys alone; if no program has such keys, from the slots recorded in it."""
     try:
         dialect = detect(manifest).dialect
     except SourceError:
@@ -260,17 +260,18 @@ def view_by_keys(manifest: Manifest) -> ModelView:
 
 
 def _roles_of(methods: Iterable[StoredMethod]) -> dict[str, Role]:
-    """Return the roles of the slots of methods, where those of a later one count."""
+    """Return the roles of the slots of methods; a later method overrides an earlier one."""
     roles: dict[str, Role] = {}
     for method in methods:
         roles |= {slot: _ROLES.get(common, Role.STATE) for common, slot in method.slots.items()}
     return roles
 
 
-def _method_named(dialect: Dialect, group: ParameterGroup | None) -> str | None:
+def _method_name(dialect: Dialect, group: ParameterGroup | None) -> str | None:
     """Return the name of the update method that a group's options tell."""
     if group is None:
         return None
-    foreign = [FOREIGN[option].name for option in FOREIGN.keys() & group.options.keys()]
-    named = group.options.get(dialect.method_option or "")
-    return foreign[0] if foreign else named if isinstance(named, str) else None
+    for option in FOREIGN.keys() & group.options.keys():
+        return FOREIGN[option].name
+    name = group.options.get(dialect.method_option or "")
+    return name if isinstance(name, str) else None

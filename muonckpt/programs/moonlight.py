@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..names.vocabulary import Convention
 from .codings import betas
-from .dialect import COUNT, FLAG, LISTED, MODEL, NESTED, NUMBER, PAIR, Dialect, Mark, OptionTable, StoredMethod
+from .dialect import COUNT, FLAG, NUMBER, PAIR, Dialect, Mark, OptionTable, StoredMethod
 from .torch import PLAIN
 
 _RATES = {"lr": "lr", "weight_decay": "wd"}
@@ -12,9 +12,6 @@ _RATES = {"lr": "lr", "weight_decay": "wd"}
 PROGRAM = Dialect(
     "moonlight",
     "MoonshotAI/Moonlight",
-    MODEL,
-    NESTED,
-    LISTED,
     Convention.SUM,
     (
         StoredMethod(

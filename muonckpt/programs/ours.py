@@ -24,9 +24,6 @@ from .codings import betas, scale
 from .dialect import (
     COUNT,
     FLAG,
-    LISTED,
-    MODEL,
-    NESTED,
     NUMBER,
     PAIR,
     TEXT,
@@ -68,9 +65,6 @@ def _method(name: str, extra: Mapping[str, str]) -> StoredMethod:
 PROGRAM = Dialect(
     "muonckpt",
     "muonckpt.optimizer.Muon",
-    MODEL,
-    NESTED,
-    LISTED,
     MUON_CONVENTION,
     tuple(_method(name, extra) for extra in ({}, {"master": MASTER}) for name in SLOTS),
     OptionTable(

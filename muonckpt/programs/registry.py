@@ -5,7 +5,7 @@ A package names its programs in the group ``muonckpt.programs``, each a `Dialect
     [project.entry-points."muonckpt.programs"]
     mine = "my_package:PROGRAM"
 
-Plug-ins are looked for only where no built-in program is meant, so they cost nothing elsewhere.
+Plug-ins are looked for only where no built-in program fits, so they cost nothing elsewhere.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ ENTRY_POINTS = "muonckpt.programs"
 """The group of entry points."""
 
 BUILT_IN = (
-    *(
-        torch.PROGRAM,
-        veomni.PROGRAM,
-        torch.TITAN,
-        dion.PROGRAM,
-        deepspeed.PROGRAM,
-        dion.XTUNER,
-        ours.PROGRAM,
-        moonlight.PROGRAM,
-    ),
-    *(megatron.FSDP_DTENSOR, torch.BY_NUMBER, torch.UNKNOWN),
-    *(megatron.TORCH_DIST, megatron.TORCH_DIST_CHAINED, megatron.LAYER_WISE),
+    torch.PROGRAM,
+    veomni.PROGRAM,
+    torch.TITAN,
+    dion.PROGRAM,
+    deepspeed.PROGRAM,
+    dion.XTUNER,
+    ours.PROGRAM,
+    moonlight.PROGRAM,
+    megatron.FSDP_DTENSOR,
+    torch.BY_NUMBER,
+    torch.UNKNOWN,
+    megatron.TORCH_DIST,
+    megatron.TORCH_DIST_CHAINED,
+    megatron.LAYER_WISE,
 )
 DIALECTS: Mapping[str, Dialect] = MappingProxyType({dialect.name: dialect for dialect in BUILT_IN})
 """The built-in programs by name."""

@@ -1,6 +1,6 @@
 """Optimizers whose checkpoints say too little to tell whose they are, and whose code says the rest.
 
-They are in no registry: nothing that is read from files is taken for theirs.  `checkup`, which sees the optimizer
+They are in no registry: nothing that is read from files is taken for theirs.  `lab.doctor`, which sees the optimizer
 itself, reads their groups by these.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..names.vocabulary import Convention
 from .codings import betas
-from .dialect import FLAG, LISTED, MODEL, NESTED, NUMBER, PAIR, RATES, Dialect, OptionTable, StoredMethod
+from .dialect import FLAG, NUMBER, PAIR, RATES, Dialect, OptionTable, StoredMethod
 from .torch import PLAIN, RATE_KINDS
 
 _MOMENTUM = {"momentum": "momentum_buffer"}
@@ -17,9 +17,6 @@ _FACTS = {**PLAIN, "gram": None, "ns_dtype": "bfloat16"}
 KELLER = Dialect(
     "keller",
     "Keller Jordan's script (muon.py)",
-    MODEL,
-    NESTED,
-    LISTED,
     Convention.EMA,
     (
         StoredMethod("muon", _MOMENTUM, {**RATES, "momentum": "momentum"}, idle={"use_muon": True}),
@@ -44,9 +41,6 @@ KELLER = Dialect(
 EMERGING = Dialect(
     "emerging",
     "NVIDIA's Emerging-Optimizers, and Megatron's TensorParallelMuon",
-    MODEL,
-    NESTED,
-    LISTED,
     Convention.EMA,
     (StoredMethod("muon", _MOMENTUM, {**RATES, "momentum": "momentum"}),),
     OptionTable({**RATE_KINDS, "momentum": NUMBER}),

@@ -9,7 +9,6 @@ from .dialect import (
     COUNTS,
     FLAT,
     FLAT_OPTIONS,
-    MODEL,
     NUMBER,
     TEXT,
     TRIPLES,
@@ -32,9 +31,6 @@ _MUON = StoredMethod(
 PROGRAM = Dialect(
     "veomni",
     "VeOmni: several optimizers in one flat dict",
-    MODEL,
-    FLAT,
-    FLAT_OPTIONS,
     Convention.EMA,
     (_MUON, ADAMW),
     OptionTable(
@@ -48,6 +44,8 @@ PROGRAM = Dialect(
         },
         closed=True,
     ),
+    state=FLAT,
+    option=FLAT_OPTIONS,
     marks=(Mark(options={"ns_implementation", "gram_ns_reset_iterations"}),),
     facts={"muon": PLAIN, "adamw": PLAIN},
 )

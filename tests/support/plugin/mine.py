@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from muonckpt.names.vocabulary import Convention
-from muonckpt.programs.dialect import LISTED, MODEL, NESTED, RATES, Dialect, Mark, StoredMethod
+from muonckpt.programs.dialect import RATES, Dialect, Mark, StoredMethod
 
 PROGRAM = Dialect(
     "mine",
     "a program of one's own",
-    MODEL,
-    NESTED,
-    LISTED,
     Convention.SUM,
     (StoredMethod("muon", {"momentum": "velocity"}, {**RATES, "momentum": "inertia"}),),
     marks=(Mark(slots={"velocity"}),),
