@@ -187,7 +187,7 @@ def _with_unlisted(broken: OpenCheckpoint, others: Sequence[OpenCheckpoint]) -> 
         tried = f"; those given ({', '.join(str(other.path) for other in others)}) do not" if others else ""
         raise SourceError(
             f"{broken.path}: {str(fault).removeprefix(f'{broken.path}: ')}. Nothing was written. {ADVICE}give a "
-            f"checkpoint that has the same keys, such as the step before, with --from: it says what there was{tried}"
+            f"checkpoint that has the same keys, such as the step before, with `others=`: it says what there was{tried}"
         )
     return broken
 

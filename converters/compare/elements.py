@@ -1,4 +1,4 @@
-"""Two tensors compared element by element, in bounded memory: raw bits as numbers, and what differs between them."""
+"""Compares two tensors element by element, in bounded memory: raw bits, or the numbers that they are."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...algebra.box import Box
+from ...record.record import Chunk, StateRecord
 from ...store.reading.blocks import bands
 from ...store.reading.dtypes import DTYPES, PARTS, itemsize
-from ...store.reading.payloads import Payloads
-from ..engine.outputs import OutputTensor, Words
-
-F64 = NDArray[np.float64]
+from ...store.reading.payloads import Payloads, payload_of
+from ..engine.outputs import OutputTensor, Values64, Words
 
 _NATIVE = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"}
 
@@ -31,11 +29,16 @@ _SMALL = {
 }
 
 
-def as_float64(words: Words, dtype: str) -> F64 | None:
-    """Convert raw words to numbers, flat; complex ones to two.  None for types that are not numbers.
+_NUMERIC = {*_NATIVE, *_SMALL, *PARTS, "bool", "bfloat16", "float8_e8m0fnu"}
 
-    Integers above 2**53 are rounded.
-    """
+
+def has_numbers(dtype: str) -> bool:
+    """Return whether `as_float64` takes this dtype; some types are only bits."""
+    return dtype in _NUMERIC
+
+
+def as_float64(words: Words, dtype: str) -> Values64:
+    """Convert raw words to numbers, flat; complex ones to two.  Integers above 2**53 are rounded."""
     flat = np.ascontiguousarray(words).reshape(-1)
     if dtype == "bool":
         return flat.astype(np.float64)
@@ -45,23 +48,21 @@ def as_float64(words: Words, dtype: str) -> F64 | None:
         return (flat.astype("<u4") << 16).view("<f4").astype(np.float64)
     if dtype in PARTS:
         return as_float64(flat.view(DTYPES[PARTS[dtype]].bits), PARTS[dtype])
-    if dtype in _SMALL:
-        numbers: F64 = _table(dtype)[flat]
-        return numbers
     if dtype == "float8_e8m0fnu":
         return np.where(flat == 255, np.nan, np.exp2(flat.astype(np.float64) - 127))
-    return None
+    numbers: Values64 = _table(dtype)[flat]
+    return numbers
 
 
 @cache
-def _table(dtype: str) -> F64:
+def _table(dtype: str) -> Values64:
     """Return the values of all 256 words of an 8-bit float."""
     exponent_bits, mantissa_bits, bias, kind = _SMALL[dtype]
     words = np.arange(256)
     exponent = words >> mantissa_bits & (1 << exponent_bits) - 1
     mantissa = (words & (1 << mantissa_bits) - 1) / (1 << mantissa_bits)
     normal = (1 + mantissa) * np.exp2((exponent - bias).astype(np.float64))
-    values: F64 = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), normal)
+    values: Values64 = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), normal)
     if kind == "ieee":
         largest = exponent == (1 << exponent_bits) - 1
         values = np.where(largest, np.where(mantissa == 0, np.inf, np.nan), values)
@@ -82,7 +83,7 @@ class Tolerance:
     def exact(self) -> bool:
         return self.rtol is None and self.atol is None
 
-    def far(self, a: F64, b: F64) -> int:
+    def far(self, a: Values64, b: Values64) -> int:
         """Count the pairs that are not close; a NaN is close to a NaN only."""
         if self.exact:
             return 0
@@ -146,18 +147,20 @@ class Statistics:
 
 def statistics_of(a: Words, a_dtype: str, b: Words, b_dtype: str, tolerance: Tolerance) -> Statistics:
     """Compare two parts of the same shape.  Types that are not numbers have only counts."""
-    left, right = as_float64(a, a_dtype), as_float64(b, b_dtype)
-    if left is None or right is None or left.size != right.size:
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return Statistics(a.size, a.size, a.size)
-        changed = int(np.count_nonzero(a != b))
+    is_same_type = a_dtype == b_dtype
+    numbers = [as_float64(a, a_dtype), as_float64(b, b_dtype)] if has_numbers(a_dtype) and has_numbers(b_dtype) else []
+    if not numbers or numbers[0].size != numbers[1].size:
+        is_comparable = a.shape == b.shape and a.dtype == b.dtype
+        changed = int(np.count_nonzero(a != b)) if is_comparable else a.size
         return Statistics(a.size, changed, changed)
-    same_type = a_dtype == b_dtype
-    differ = a.reshape(-1) != b.reshape(-1) if same_type else ~((left == right) | (np.isnan(left) & np.isnan(right)))
+    # Bits are compared where both have them; numbers are where types differ.
+    left, right = numbers
+    differ = a.reshape(-1) != b.reshape(-1) if is_same_type else ~((left == right) | (np.isnan(left) & np.isnan(right)))
     changed, far = int(np.count_nonzero(differ)), tolerance.far(left, right)
+    # Sums are over pairs of finite numbers.
     finite_a, finite_b = np.isfinite(left), np.isfinite(right)
-    bad = [int(left.size - np.count_nonzero(finite)) for finite in (finite_a, finite_b)]
-    if any(bad):
+    nonfinite = [int(left.size - np.count_nonzero(finite)) for finite in (finite_a, finite_b)]
+    if any(nonfinite):
         both = finite_a & finite_b
         left, right = left[both], right[both]
     change = right - left
@@ -173,11 +176,11 @@ def statistics_of(a: Words, a_dtype: str, b: Words, b_dtype: str, tolerance: Tol
         _norm(right),
         _norm(change),
         float(left @ right),
-        *bad,
+        *nonfinite,
     )
 
 
-def _norm(values: F64) -> float:
+def _norm(values: Values64) -> float:
     """Return the 2-norm, scaled where squares of float64 would overflow or vanish."""
     largest = float(np.abs(values).max(initial=0.0))
     if largest == 0.0 or 1e-140 < largest < 1e140:
@@ -218,9 +221,15 @@ class TensorDifference:
                 **{name: None if s is None else getattr(s, name) for name in names}}  # fmt: skip
 
 
+class ReadableBoxes(Protocol):
+    """The elements of a tensor, or of a part of it, which are read box by box as raw words."""
+
+    def words(self, box: Box) -> Words: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StoredSide:
-    """A tensor of one of the two checkpoints, and the bytes of its chunks."""
+    """A tensor of a checkpoint, and the bytes of its chunks."""
 
     tensor: OutputTensor
     payloads: Payloads
@@ -236,32 +245,63 @@ class StoredSide:
         return self.tensor.elements(self.payloads, [self.tensor.layout.fragments], box)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk of a tensor that may have lost others."""
+
+    tensor: StateRecord
+    chunk: Chunk
+    payloads: Payloads
+
+    def words(self, box: Box) -> Words:
+        place = self.chunk.stored("").place_at(box.lo)
+        return self.payloads.gather(payload_of(self.tensor, self.chunk), self.tensor.dtype, place, box.shape)
+
+
+_MAX_BITS_ELEMENTS = 1 << 18
+"""ReadableBoxes of which the bits are compared at once."""
+
+
+def compare_bits(a: ReadableBoxes, b: ReadableBoxes, box: Box) -> tuple[bool, bool]:
+    """Return whether two have the same bits in a box, and whether these are not one value throughout."""
+    first: Words | None = None
+    varies = False
+    for band in bands(box, _MAX_BITS_ELEMENTS):
+        for part in band.boxes:
+            words = a.words(part)
+            if not np.array_equal(words, b.words(part)):
+                return False, False
+            first = words.reshape(-1)[:1].copy() if first is None else first
+            varies = varies or bool((words != first).any())
+    return True, varies
+
+
 def known_to_be_equal(a: OutputTensor, b: OutputTensor) -> bool:
     """Return whether fingerprints say that two tensors have the same elements."""
-    mine, theirs = a.record, b.record
-    same_kind = (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-    return same_kind and mine.fingerprint is not None and mine.fingerprint == theirs.fingerprint
+    left, right = a.record, b.record
+    is_same_kind = (left.shape, left.dtype) == (right.shape, right.dtype)
+    return is_same_kind and left.fingerprint is not None and left.fingerprint == right.fingerprint
 
 
 def compare_elements(
-    a: StoredSide, b: StoredSide, tolerance: Tolerance, most: int, passed: Callable[[int], None]
+    a: StoredSide, b: StoredSide, tolerance: Tolerance, memory: int, passed: Callable[[int], None]
 ) -> TensorDifference:
     """Compare two tensors of the same shape.
 
     Args:
-        most: bytes of memory to use.
+        memory: bytes to use.
         passed: receives bytes that have been compared.
     """
-    one, other = a.tensor.record, b.tensor.record
+    left, right = a.tensor.record, b.tensor.record
     a.check()
     b.check()
-    found = Statistics()
-    for band in bands(Box.of(one.shape), max(most // BYTES_PER_ELEMENT, 1)):
+    statistics = Statistics()
+    for band in bands(Box.of(left.shape), max(memory // BYTES_PER_ELEMENT, 1)):
         for box in band.boxes:
-            found += statistics_of(a.words(box), one.dtype, b.words(box), other.dtype, tolerance)
-            passed(box.numel * (itemsize(one.dtype) + itemsize(other.dtype)))
-    equal = found.changed == 0 and one.dtype == other.dtype
-    status = CHANGED if tolerance.exact or found.far else CLOSE
-    if equal:
+            statistics += statistics_of(a.words(box), left.dtype, b.words(box), right.dtype, tolerance)
+            passed(box.numel * (itemsize(left.dtype) + itemsize(right.dtype)))
+    status = CHANGED if tolerance.exact or statistics.far else CLOSE
+    if statistics.changed == 0 and left.dtype == right.dtype:
         status = SAME if a.boxes() == b.boxes() else MOVED
-    return TensorDifference(one.key, status, "elements", (one.shape, other.shape), (one.dtype, other.dtype), found)
+    shapes, dtypes = (left.shape, right.shape), (left.dtype, right.dtype)
+    return TensorDifference(left.key, status, "elements", shapes, dtypes, statistics)

@@ -14,9 +14,9 @@ import numpy as np
 from ...algebra.box import Box
 from ...record.record import StateRecord
 from ...store.reading.blocks import bands
-from ...store.reading.dtypes import DTYPES, PARTS, itemsize
-from ..engine.outputs import Words
-from .elements import F64, StoredSide, as_float64
+from ...store.reading.dtypes import PARTS, itemsize
+from ..engine.outputs import Values64, Words
+from .elements import StoredSide, as_float64, has_numbers
 
 ELEMENT_BYTES = 40
 """Memory that one element takes: its word, its number, and what is computed of it."""
@@ -90,7 +90,7 @@ class TensorFigures:
 
 
 def is_numeric(dtype: str) -> bool:
-    return dtype not in PARTS and as_float64(np.empty(0, DTYPES[dtype].bits), dtype) is not None
+    return has_numbers(dtype) and dtype not in PARTS
 
 
 def figures_of(
@@ -105,23 +105,23 @@ def figures_of(
     """
     record = stored.tensor.record
     stored.check()
-    most = max(memory // ELEMENT_BYTES, 1)
+    max_elements = max(memory // ELEMENT_BYTES, 1)
     total = ElementFigures()
     spectra: list[Spectrum] = []
     for matrix in _matrices(record.shape):
-        kept: list[F64] = []
-        fits = matrix.numel <= most
-        own = ElementFigures()
-        for rows in _rows(stored, matrix, most):
-            own += _figures_of_each(rows)[0]
+        # The first pass measures, and keeps what has room for the passes of the sketch.
+        rows_in_memory: list[Values64] = []
+        has_room = matrix.numel <= max_elements
+        figures, columns = ElementFigures(), 0
+        for rows in _rows(stored, matrix, max_elements):
+            figures, columns = figures + _figures_of_each(rows)[0], rows.shape[-1]
             passed(rows.size * itemsize(record.dtype))
-            if fits:
-                kept.append(rows)
-        total += own
-        if sketch and len(record.shape) >= 2 and own.finite == own.elements:
-            again = partial(iter, kept) if fits else partial(_rows, stored, matrix, most)
-            columns = next(iter(again())).shape[-1] if matrix.numel else 0
-            spectra += spectra_of(columns, again, [own])
+            if has_room:
+                rows_in_memory.append(rows)
+        total += figures
+        if sketch and len(record.shape) >= 2 and figures.finite == figures.elements:
+            read_rows = partial(iter, rows_in_memory) if has_room else partial(_rows, stored, matrix, max_elements)
+            spectra += spectra_of(columns, read_rows, [figures])
     return TensorFigures(record.key, name, role, record.shape, record.dtype, total, tuple(spectra))
 
 
@@ -135,22 +135,22 @@ def figures_of_alike(
         labels: the name and the role of each tensor.
     """
     shape, dtype = records[0].shape, records[0].dtype
-    numbers = as_float64(words, dtype)
-    assert numbers is not None, "types that are not numbers are left out"
-    matrices = numbers.reshape(-1, *shape[-2:])
+    matrices = as_float64(words, dtype).reshape(-1, *shape[-2:])
     figures = _figures_of_each(matrices)
-    whole = [number for number, own in enumerate(figures) if own.finite == own.elements]
+    # Spectra are of the matrices without infinite elements or NaN.
+    finite = [number for number, of_matrix in enumerate(figures) if of_matrix.finite == of_matrix.elements]
     spectra: dict[int, Spectrum] = {}
-    if sketch and len(shape) >= 2 and whole:
-        sound = matrices if len(whole) == len(matrices) else matrices[whole]
-        found = spectra_of(shape[-1], lambda: iter((sound,)), [figures[number] for number in whole])
-        spectra = dict(zip(whole, found, strict=True))
-    each = len(matrices) // len(records)
+    if sketch and len(shape) >= 2 and finite:
+        stack = matrices if len(finite) == len(matrices) else matrices[finite]
+        sketches = spectra_of(shape[-1], lambda: iter((stack,)), [figures[number] for number in finite])
+        spectra = dict(zip(finite, sketches, strict=True))
+    # A tensor has so many matrices, one after the other.
+    count = len(matrices) // len(records)
     for number, (record, (name, role)) in enumerate(zip(records, labels, strict=True)):
-        mine = range(number * each, (number + 1) * each)
-        total = sum((figures[matrix] for matrix in mine), ElementFigures())
-        own = tuple(spectra[matrix] for matrix in mine if matrix in spectra)
-        yield TensorFigures(record.key, name, role, shape, dtype, total, own)
+        numbers = range(number * count, (number + 1) * count)
+        total = sum((figures[matrix] for matrix in numbers), ElementFigures())
+        spectra_of_tensor = tuple(spectra[matrix] for matrix in numbers if matrix in spectra)
+        yield TensorFigures(record.key, name, role, shape, dtype, total, spectra_of_tensor)
 
 
 def _matrices(shape: tuple[int, ...]) -> Iterator[Box]:
@@ -158,28 +158,30 @@ def _matrices(shape: tuple[int, ...]) -> Iterator[Box]:
         yield Box((*index, *(0 for _ in shape[-2:])), (*(i + 1 for i in index), *shape[-2:]))
 
 
-def _rows(stored: StoredSide, matrix: Box, most: int) -> Iterator[F64]:
+def _rows(stored: StoredSide, matrix: Box, max_elements: int) -> Iterator[Values64]:
     """Yield the numbers of a matrix, some rows at a time, ``[1, rows, columns]``; those of a vector are one column.
 
     Where rows are too long for memory, the rows of its transpose, which has the same singular values.
     """
-    lengths = matrix.shape[-2:] if len(matrix.shape) > 1 else (matrix.numel, 1)
-    transposed = lengths[1] > max(most, lengths[0])
-    by_rows = (box for band in bands(matrix, max(most, lengths[1])) for box in band.boxes)
-    for box in _columns(matrix, max(most // lengths[0], 1)) if transposed else by_rows:
-        numbers = as_float64(stored.words(box), stored.tensor.record.dtype)
-        assert numbers is not None, "types that are not numbers are left out"
-        yield (numbers.reshape(lengths[0], -1).T if transposed else numbers.reshape(-1, lengths[1]))[np.newaxis]
+    rows, columns = matrix.shape[-2:] if len(matrix.shape) > 1 else (matrix.numel, 1)
+    dtype = stored.tensor.record.dtype
+    if columns > max(max_elements, rows):
+        for box in _columns(matrix, max(max_elements // rows, 1)):
+            yield as_float64(stored.words(box), dtype).reshape(rows, -1).T[np.newaxis]
+        return
+    for band in bands(matrix, max(max_elements, columns)):
+        for box in band.boxes:
+            yield as_float64(stored.words(box), dtype).reshape(-1, columns)[np.newaxis]
 
 
 def _columns(matrix: Box, count: int) -> Iterator[Box]:
-    *lo, first = matrix.lo
-    *hi, end = matrix.hi
-    for start in range(first, end, count):
-        yield Box((*lo, start), (*hi, min(start + count, end)))
+    *lo, start = matrix.lo
+    *hi, stop = matrix.hi
+    for first in range(start, stop, count):
+        yield Box((*lo, first), (*hi, min(first + count, stop)))
 
 
-def _figures_of_each(stack: F64) -> list[ElementFigures]:
+def _figures_of_each(stack: Values64) -> list[ElementFigures]:
     """Measure each of the equal shapes along the first dim."""
     flat = stack.reshape(len(stack), -1)
     finite = np.isfinite(flat)
@@ -214,36 +216,37 @@ class Spectrum:
 
 
 def spectra_of(
-    columns: int, bands: Callable[[], Iterator[F64]], figures: Sequence[ElementFigures]
+    columns: int, read_rows: Callable[[], Iterator[Values64]], figures: Sequence[ElementFigures]
 ) -> tuple[Spectrum, ...]:
     """Sketch the spectra of finite matrices by subspace iteration (Halko, Martinsson & Tropp 2011, arXiv 0909.4061).
 
     Matrices of at most `SKETCH` columns are measured exactly.  The start is seeded, so results can be repeated.
 
     Args:
-        bands: yields the rows of the matrices in order, ``[matrices, rows, columns]``, some at a time, at every call.
+        read_rows: yields the rows of the matrices in order, ``[matrices, rows, columns]``, some at a time.
         figures: of each matrix; divided by their largest magnitude, squares neither overflow nor vanish.
     """
-    if not columns or not any(own.largest for own in figures):
-        return tuple(Spectrum((), own.norm) for own in figures)
+    if not columns or not any(of_matrix.largest for of_matrix in figures):
+        return tuple(Spectrum((), of_matrix.norm) for of_matrix in figures)
     width = min(SKETCH, columns)
-    largest = np.array([own.largest or 1.0 for own in figures])
-    by = largest[:, np.newaxis, np.newaxis]
-    basis: F64 = np.eye(columns)
+    largest = np.array([of_matrix.largest or 1.0 for of_matrix in figures])
+    divisor = largest[:, np.newaxis, np.newaxis]
+    # A random basis is turned towards the largest right singular vectors, one pass over the rows at a time.
+    basis: Values64 = np.eye(columns)
     if width < columns:  # drawing numbers makes numpy import its generators
         basis = np.linalg.qr(np.random.default_rng(0).normal(size=(columns, SKETCH)))[0]
     for _ in range(_PASSES if width < columns else 0):
-        turned = np.zeros((len(figures), columns, width))
-        for rows in bands():
-            scaled = rows / by
-            turned += scaled.swapaxes(1, 2) @ (scaled @ basis)
-        basis = np.linalg.qr(turned)[0]
+        image = np.zeros((len(figures), columns, width))
+        for rows in read_rows():
+            scaled = rows / divisor
+            image += scaled.swapaxes(1, 2) @ (scaled @ basis)
+        basis = np.linalg.qr(image)[0]
+    # The last pass measures in that basis: the eigenvalues of the Gram matrix are squares of singular values.
     gram = np.zeros((len(figures), width, width))
-    for rows in bands():
-        image = (rows / by) @ basis
-        gram += image.swapaxes(1, 2) @ image
+    for rows in read_rows():
+        projection = (rows / divisor) @ basis
+        gram += projection.swapaxes(1, 2) @ projection
     squares = np.linalg.eigvalsh(gram)[:, ::-1]
     values = (np.sqrt(np.maximum(squares, 0)) * largest[:, np.newaxis]).tolist()
-    return tuple(
-        Spectrum(tuple(mine) if own.largest else (), own.norm) for mine, own in zip(values, figures, strict=True)
-    )
+    pairs = zip(values, figures, strict=True)
+    return tuple(Spectrum(tuple(row) if of_matrix.largest else (), of_matrix.norm) for row, of_matrix in pairs)

@@ -25,11 +25,10 @@ from ...names.wording import listed
 from ...programs.model_view import Role, view_by_keys
 from ...record.record import Blob, Extent, Manifest
 from ...store.open_checkpoint import OpenCheckpoint, checked_blob
-from ...store.reading.blocks import bands
 from ...store.reading.dtypes import dtype
 from ...store.reading.payloads import Payloads
 from ..compare.diff import same_value
-from ..compare.elements import F64, StoredSide, as_float64
+from ..compare.elements import StoredSide, as_float64, compare_bits
 from ..engine.outputs import ELEMENTS_AT_A_TIME, FLOATS, OutputItem, Outputs, OutputTensor, Words, renumbered, rounded
 
 _INDIVISIBLE = ("float", "complex", "bits")
@@ -71,15 +70,9 @@ class AveragedTensor(OutputTensor):
             for start in range(0, len(average), ELEMENTS_AT_A_TIME):
                 part = slice(start, start + ELEMENTS_AT_A_TIME)
                 named = zip(flat, self.dtypes, factors, strict=True)
-                products = (_numbers(words[part], name) * factor for words, name, factor in named)
+                products = (as_float64(words[part], name) * factor for words, name, factor in named)
                 average[part] = rounded(reduce(operator.iadd, products), self.record.dtype)
         return average.reshape(terms[0].shape)
-
-
-def _numbers(words: Words, name: str) -> F64:
-    values = as_float64(words, name)
-    assert values is not None, "only tensors of numbers are averaged"
-    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +236,7 @@ def _same_elements(a: OutputTensor, b: OutputTensor, payloads: Payloads) -> bool
         return one.fingerprint == other.fingerprint
     for tensor in (a, b):
         tensor.check_sources(payloads)
-    mine, theirs = StoredSide(a, payloads), StoredSide(b, payloads)
-    boxes = (box for band in bands(Box.of(one.shape), ELEMENTS_AT_A_TIME) for box in band.boxes)
-    return all(np.array_equal(mine.words(box), theirs.words(box)) for box in boxes)
+    return compare_bits(StoredSide(a, payloads), StoredSide(b, payloads), Box.of(one.shape))[0]
 
 
 def shares(

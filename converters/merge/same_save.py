@@ -25,15 +25,14 @@ from ...programs.model_view import ModelView, Role
 from ...record.chunks import Boxes
 from ...record.record import Blob, Chunk, StateRecord, with_chunks
 from ...store.open_checkpoint import OpenCheckpoint, check_blob, checked_blob
-from ...store.reading.blocks import bands
 from ...store.reading.payloads import Payloads, check_chunk, chunk_share, payload_of
 from ...store.verify.audit import AuditReport
 from ...store.verify.damage import Damage
 from ..compare.diff import same_value
-from ..engine.outputs import Words
+from ..compare.elements import StoredChunk, compare_bits
 from ..look.contents import FirstLook, first_look
 
-Name = tuple[str, str | None]
+Identity = tuple[str, str | None]
 """A parameter, or a tensor of no parameter, and the slot of its state: the same in checkpoints with other keys."""
 
 Flags = NDArray[np.bool_]
@@ -41,20 +40,25 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class FillingSource:
-    """A checkpoint that may fill what another one lacks, or that one by its other description."""
+    """A checkpoint that may fill what another one lacks, or that one by its other description.
+
+    Attributes:
+        tensors: by key, and by parameter and slot.
+        items: by key.
+    """
 
     name: str
     opened: OpenCheckpoint
     look: FirstLook
-    tensors: Mapping[str | Name, StateRecord]
+    tensors: Mapping[str | Identity, StateRecord]
     items: Mapping[str, Blob]
 
     @classmethod
     def of(cls, name: str, opened: OpenCheckpoint) -> FillingSource:
         look = first_look(opened)
-        tensors: dict[str | Name, StateRecord] = {
-            look.view.identity(tensor): tensor for tensor in look.manifest.tensors
-        }
+        tensors: dict[str | Identity, StateRecord] = {}
+        for tensor in look.manifest.tensors:
+            tensors[look.view.identity(tensor)] = tensor
         tensors |= {tensor.key: tensor for tensor in look.manifest.tensors}
         return cls(name, opened, look, tensors, {blob.key: blob for blob in opened.outline.blobs})
 
@@ -65,12 +69,11 @@ class FillingSource:
     @property
     def records_digests(self) -> bool:
         """Return whether its own records tell that all of it is of one save."""
-        tensors = self.look.manifest.tensors
-        of_chunks = self.look.manifest.columns.has_digest
-        recorded = all(tensor.fingerprint is not None for tensor in tensors) or bool(of_chunks.all())
-        return recorded and is_listed_whole(self.opened)
+        manifest = self.look.manifest
+        has_fingerprints = all(tensor.fingerprint is not None for tensor in manifest.tensors)
+        return (has_fingerprints or bool(manifest.columns.has_digest.all())) and is_described(self.opened)
 
-    def whole(self, tensors: Sequence[StateRecord], jobs: int) -> list[StateRecord]:
+    def whole_chunks(self, tensors: Sequence[StateRecord], jobs: int) -> list[StateRecord]:
         """Return these tensors with those of their chunks, located, whose bytes are those that were written."""
         located, errors = self.opened.locate_each(tensors)
 
@@ -87,15 +90,13 @@ class FillingSource:
                 return False
             return True
 
-        stored = [(tensor, number) for tensor in located for number in range(len(tensor.chunks))]
+        places = [(tensor, number) for tensor in located for number in range(len(tensor.chunks))]
         with ThreadPoolExecutor(jobs) as pool:
-            verdicts = iter(list(pool.map(is_whole, stored)))
-        return with_chunks(
-            located, [[number for number in range(len(tensor.chunks)) if next(verdicts)] for tensor in located]
-        )
+            verdicts = iter(list(pool.map(is_whole, places)))
+        return with_chunks(located, [[n for n in range(len(tensor.chunks)) if next(verdicts)] for tensor in located])
 
 
-def is_listed_whole(opened: OpenCheckpoint) -> bool:
+def is_described(opened: OpenCheckpoint) -> bool:
     """Return whether the description that binds the files of a checkpoint together, if it has one, is there."""
     return not any(isinstance(fault, UnlistedError) and fault.keys is None for fault in opened.faults)
 
@@ -121,18 +122,15 @@ class WholePart:
         numbers = [(rows - start).tolist() for rows, start in zip(part.rows, damage.starts[:-1], strict=True)]
         located = opened.locate(with_chunks(part.tensors, numbers))
         # One of the records of a tensor may be damaged, where the others show that its elements are whole.
-        sums = (finding for finding in report.findings if finding.kind in ("digest", "fingerprint"))
-        wrong_keys = {key for finding in sums for key in finding.names} - {tensor.key for tensor in damage.tensors}
-        tensors = (
-            _undigested(tensor, part.fingerprints[tensor.key])
-            if tensor.key in wrong_keys & part.fingerprints.keys()
-            else tensor
-            for tensor in located
-        )
+        wrong_keys: set[str] = set()
+        for finding in report.findings:
+            wrong_keys |= {*finding.names} if finding.kind in ("digest", "fingerprint") else set()
+        wrong_keys &= part.fingerprints.keys() - {tensor.key for tensor in damage.tensors}
+        tensors = (_undigested(t, part.fingerprints[t.key]) if t.key in wrong_keys else t for t in located)
         part = replace(part, tensors=tuple(tensors))
         # A file of which all records say that it is of another save is so in what nothing is recorded of, too.
-        contradicted = part.files(part.recorded & damage.chunks) - part.files(part.recorded & part.whole)
-        strays = (contradicted - damage.files.keys()) & part.files(~part.recorded & part.whole)
+        contradicted = part.files(part.has_record & damage.chunks) - part.files(part.has_record & part.is_whole)
+        strays = (contradicted - damage.files.keys()) & part.files(~part.has_record & part.is_whole)
         return part.without(strays) if strays else part
 
     @property
@@ -151,7 +149,7 @@ class WholePart:
         return {blob.key: blob for blob in self.opened.outline.blobs if blob.key not in self.damage.items}
 
     @cached_property
-    def whole(self) -> Flags:
+    def is_whole(self) -> Flags:
         """For each chunk, whether it is whole, and has elements."""
         return ~self.damage.chunks & (self.look.manifest.elements > 0)
 
@@ -159,18 +157,18 @@ class WholePart:
     def rows(self) -> tuple[IntArray, ...]:
         """The numbers of the whole chunks of each tensor in ``damage.chunks``."""
         bounds = pairwise(self.damage.starts.tolist())
-        return tuple(start + np.flatnonzero(self.whole[start:stop]) for start, stop in bounds)
+        return tuple(start + np.flatnonzero(self.is_whole[start:stop]) for start, stop in bounds)
 
     @cached_property
-    def recorded(self) -> Flags:
+    def has_record(self) -> Flags:
         """For each chunk, whether a record of its own save has the digest of its elements, or of all of the tensor."""
         manifest = self.look.manifest
         keys = {tensor.key for tensor in manifest.tensors if tensor.fingerprint is not None}
-        return (manifest.columns.has_digest | self.chunks_of(keys)) & is_listed_whole(self.opened)
+        return (manifest.columns.has_digest | self.chunks_of(keys)) & is_described(self.opened)
 
     def lost_digests(self) -> Iterator[tuple[tuple[str, Box], str]]:
         """Yield the recorded digests of lost chunks by key and box, where the record is of this save."""
-        if not is_listed_whole(self.opened):
+        if not is_described(self.opened):
             return
         for tensor, start in zip(self.look.manifest.tensors, self.damage.starts.tolist(), strict=False):
             for number in np.flatnonzero(self.damage.chunks[start : start + len(tensor.chunks)]).tolist():
@@ -196,8 +194,9 @@ class WholePart:
 
     def chunks_of(self, keys: Collection[str]) -> Flags:
         """Return which chunks are of these tensors."""
-        is_asked = np.array([tensor.key in keys for tensor in self.tensors], np.bool_)
-        return np.repeat(is_asked, np.diff(self.damage.starts))
+        return np.repeat(
+            np.array([tensor.key in keys for tensor in self.tensors], np.bool_), np.diff(self.damage.starts)
+        )
 
     def files(self, chunks: Flags) -> frozenset[str]:
         """Return the files of these chunks."""
@@ -209,23 +208,22 @@ class WholePart:
 
     def without(self, files: frozenset[str]) -> WholePart:
         """Return the part without these files, which are of another save."""
-        inside = self.chunks_in(files) & (self.look.manifest.elements > 0)
-        items = {key for key, blob in self.items.items() if blob.item.file in files}
+        is_stray = self.chunks_in(files) & (self.look.manifest.elements > 0)
+        stray_items = {key for key, blob in self.items.items() if blob.item.file in files}
         damage = replace(
             self.damage,
-            chunks=self.damage.chunks | inside,
-            items=self.damage.items | items,
+            chunks=self.damage.chunks | is_stray,
+            items=self.damage.items | stray_items,
             strays=self.damage.strays | files,
         )
-        numbers = [np.flatnonzero(~inside[rows]).tolist() for rows in self.rows]
+        numbers = [np.flatnonzero(~is_stray[rows]).tolist() for rows in self.rows]
+        tensors = with_chunks(self.tensors, numbers)
         # What the files of another save record of their tensors is not true of these.
-        lost = {tensor.key for tensor in damage.tensors}
-        tensors = tuple(
-            replace(tensor, fingerprint=None) if tensor.key in lost and not self.recorded.any() else tensor
-            for tensor in with_chunks(self.tensors, numbers)
-        )
-        prints = {key: value for key, value in self.fingerprints.items() if key not in lost}
-        return WholePart(self.opened, self.look, damage, tensors, prints)
+        lost_keys = {tensor.key for tensor in damage.tensors}
+        if not self.has_record.any():
+            tensors = [replace(t, fingerprint=None) if t.key in lost_keys else t for t in tensors]
+        fingerprints = {key: value for key, value in self.fingerprints.items() if key not in lost_keys}
+        return WholePart(self.opened, self.look, damage, tuple(tensors), fingerprints)
 
 
 def _undigested(tensor: StateRecord, fingerprint: str) -> StateRecord:
@@ -257,20 +255,55 @@ class Comparison:
 
     def within(self, part: WholePart) -> Comparison:
         """Return the comparison with a smaller part."""
-        lost = part.damage.chunks
+        is_lost = part.damage.chunks
         return replace(
             self,
             part=part,
-            equal=self.equal & ~lost,
-            different=self.different & ~lost,
-            telling=self.telling & ~lost,
+            equal=self.equal & ~is_lost,
+            different=self.different & ~is_lost,
+            telling=self.telling & ~is_lost,
             equal_items=self.equal_items & part.items.keys(),
             different_items=self.different_items & part.items.keys(),
         )
 
+    # Whether it is the same save.
+
     @cached_property
     def differs(self) -> bool:
         return bool(self.different.any() or self.different_items)
+
+    def is_same_save(self, key: str | None = None) -> bool:
+        """Return whether the source is of the save of the damaged checkpoint, as far as both say so.
+
+        Args:
+            key: of a tensor that is asked for; the whole part of it tells where steps are unknown.
+        """
+        if self.differs or self._has_another_step:
+            return False
+        return self._has_known_steps or self._tells_moment or key in self._telling_keys
+
+    @property
+    def _has_known_steps(self) -> bool:
+        return None not in (self.part.step, self.source.look.step)
+
+    @property
+    def _has_another_step(self) -> bool:
+        return self._has_known_steps and self.part.step != self.source.look.step
+
+    @cached_property
+    def _tells_moment(self) -> bool:
+        return bool((self.telling & self.part.is_state).any())
+
+    @cached_property
+    def _telling_keys(self) -> frozenset[str]:
+        return self._keys_of(self.telling)
+
+    def _keys_of(self, chunks: Flags) -> frozenset[str]:
+        """Return the keys of the tensors of these chunks."""
+        pairs = zip(self.part.tensors, self.part.rows, strict=True)
+        return frozenset(tensor.key for tensor, rows in pairs if chunks[rows].any())
+
+    # Whether the damaged checkpoint has files of several saves.
 
     @cached_property
     def _different_files(self) -> frozenset[str]:
@@ -278,26 +311,20 @@ class Comparison:
         return self.part.files(self.different) | frozenset(items)
 
     @cached_property
-    def _proof(self) -> Flags:
-        """The equal chunks that only the same moment of a run has: of state, or of a tensor that differs elsewhere.
+    def shows_mixture(self) -> bool:
+        """Return whether some files have what the source's save has, and others do not.
 
+        Equal chunks prove it that only the same moment of a run has: of state, or of a tensor that differs elsewhere.
         Where steps differ they are both: the state of a parameter that is trained no more is the same throughout.
         """
-        torn = self.part.chunks_of(self._keys_in(self.different))
-        if self._has_another_step:
-            return self.telling & self.part.is_state & torn
-        return self.telling & (self.part.is_state | torn)
+        is_torn = self.part.chunks_of(self._keys_of(self.different))
+        moment = self.part.is_state & is_torn if self._has_another_step else self.part.is_state | is_torn
+        same_files = self.part.files(self.telling & moment)
+        return self.differs and bool(same_files) and not same_files & self._different_files
 
     @property
-    def _has_another_step(self) -> bool:
-        steps = self.part.step, self.source.look.step
-        return None not in steps and steps[0] != steps[1]
-
-    @property
-    def shows_mixture(self) -> bool:
-        """Return whether some files have what the source's save has, and others do not."""
-        proven = self.part.files(self._proof)
-        return self.differs and bool(proven) and not proven & self._different_files
+    def _agreeing(self) -> Flags:
+        return self.equal & ~self.part.chunks_in(self._different_files)
 
     @property
     def agreement(self) -> int:
@@ -305,23 +332,21 @@ class Comparison:
         return int(self.part.look.manifest.elements[self._agreeing].sum())
 
     @property
-    def _agreeing(self) -> Flags:
-        return self.equal & ~self.part.chunks_in(self._different_files)
-
-    @property
     def strays(self) -> frozenset[str]:
         """The files of the damaged checkpoint that are of another save than most of it, if the source can tell.
 
         It can if its own records say that it is of one save, and nothing in these files is recorded to be of theirs.
         """
-        different = self._different_files
-        recorded = (self.different & self.part.recorded).any() or self.different_items & self.part.recorded_items
-        if recorded or not self.shows_mixture or not self.source.records_digests:
+        files = self._different_files
+        is_recorded = (self.different & self.part.has_record).any() or self.different_items & self.part.recorded_items
+        if is_recorded or not self.shows_mixture or not self.source.records_digests:
             return frozenset()
-        compared = (self.equal | self.different) & self.part.chunks_in(different)
+        compared = (self.equal | self.different) & self.part.chunks_in(files)
         if self.agreement >= int(self.part.look.manifest.elements[compared].sum()):
-            return different
+            return files
         return self.part.files(self._agreeing)
+
+    # Sentences.
 
     @property
     def contradiction(self) -> str:
@@ -336,49 +361,23 @@ class Comparison:
     def mixture(self) -> str:
         """Say what contradicts that both are of one save each, and what to do."""
         files, name = sorted(self._different_files), self.source.name
-        equal = counted(len(self.part.files(self._agreeing)), "other file")
+        equal_files = counted(len(self.part.files(self._agreeing)), "other file")
         return (
-            f"{self.difference}, in {name}, and {equal} here is as there: one of the two is damaged, or has files of "
-            f"another save, and no digests were recorded that say which. Nothing was written. {ADVICE}if "
+            f"{self.difference}, in {name}, and {equal_files} here is as there: one of the two is damaged, or has "
+            f"files of another save, and no digests were recorded that say which. Nothing was written. {ADVICE}if "
             f"{listed(files, 3)} here is wrong, move it out of {self.part.opened.path} and salvage again; if {name} "
-            "has files of another save, leave that out; or --mix-steps keeps all that is here"
+            "has files of another save, leave that out; or `mix_steps=True` keeps all that is here"
         )
-
-    def is_same_save(self, key: str | None = None) -> bool:
-        """Return whether the source is of the save of the damaged checkpoint, as far as both say so.
-
-        Args:
-            key: of a tensor that is asked for; the whole part of it tells where steps are unknown.
-        """
-        if self.differs or self._has_another_step:
-            return False
-        if None not in (self.part.step, self.source.look.step):
-            return True
-        return self._tells_moment or key in self._telling_keys
-
-    @cached_property
-    def _tells_moment(self) -> bool:
-        return bool((self.telling & self.part.is_state).any())
-
-    @cached_property
-    def _telling_keys(self) -> frozenset[str]:
-        return self._keys_in(self.telling)
-
-    def _keys_in(self, chunks: Flags) -> frozenset[str]:
-        """Return the keys of the tensors of these chunks."""
-        pairs = zip(self.part.tensors, self.part.rows, strict=True)
-        return frozenset(tensor.key for tensor, rows in pairs if chunks[rows].any())
 
     @property
     def moment(self) -> str:
         """Say of which moment the source is, if it is not that of the damaged checkpoint."""
         if self._has_another_step:
             return f"step {self.source.look.step}"
-        is_step_known = None not in (self.part.step, self.source.look.step)
-        save = "the same step of another run" if is_step_known else "another save"
+        save = "the same step of another run" if self._has_known_steps else "another save"
         if self.differs:
             return f"{save} ({self.difference})"
-        return save if is_step_known else "an unknown step"
+        return save if self._has_known_steps else "an unknown step"
 
     @property
     def difference(self) -> str:
@@ -403,49 +402,43 @@ def compare(part: WholePart, source: FillingSource, jobs: int) -> Comparison:
     pairs: list[tuple[StateRecord, IntArray, StateRecord]] = []
     # Fingerprints that are recorded or known tell without reading.
     for tensor, rows in zip(part.tensors, part.rows, strict=True):
-        other = source.counterpart(tensor, part.look.view)
-        if other is None or (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
+        counterpart = source.counterpart(tensor, part.look.view)
+        if counterpart is None or (counterpart.shape, counterpart.dtype) != (tensor.shape, tensor.dtype):
             continue
-        conventions = {part.look.view.convention(tensor), source.look.view.convention(other)} - {None}
+        conventions = {part.look.view.convention(tensor), source.look.view.convention(counterpart)} - {None}
         if len(conventions) > 1:  # the same momentum has other elements
             continue
         fingerprint = tensor.fingerprint or part.fingerprints.get(tensor.key)
-        if other.fingerprint is not None:
-            fingerprints[tensor.key] = other.fingerprint
-        if fingerprint is not None and fingerprint == other.fingerprint:
+        if counterpart.fingerprint is not None:
+            fingerprints[tensor.key] = counterpart.fingerprint
+        if fingerprint is not None and fingerprint == counterpart.fingerprint:
             equal[rows], telling[rows] = True, int(fingerprint, 16) != 0 and tensor.shape != ()
-        elif tensor.fingerprint is not None and other.fingerprint is not None:
+        elif tensor.fingerprint is not None and counterpart.fingerprint is not None:
             different[rows] = True
         else:
-            pairs.append((tensor, rows, other))
+            pairs.append((tensor, rows, counterpart))
     # The elements of all others are read, where both are whole.
-    stored = source.whole([other for *_, other in pairs], jobs)
-    unlocated: list[IntArray] = []
-    compare_chunks = partial(_compare_chunks, part.opened.payloads, source.opened.payloads)
+    counterparts = source.whole_chunks([counterpart for *_, counterpart in pairs], jobs)
+    compare_tensors = partial(_compare_chunks, part.opened.payloads, source.opened.payloads)
+    unshown: list[IntArray] = []
     with ThreadPoolExecutor(jobs) as pool:
-        results = pool.map(compare_chunks, (tensor for tensor, *_ in pairs), stored)
-        for (tensor, rows, _), (same, unlike, tells, computed) in zip(pairs, results, strict=True):
-            equal[rows], different[rows], telling[rows] = same, unlike, tells
+        results = pool.map(compare_tensors, (tensor for tensor, *_ in pairs), counterparts)
+        for (tensor, rows, _), result in zip(pairs, results, strict=True):
+            equal[rows], different[rows], telling[rows], computed = result
             if computed is not None:
                 fingerprints.setdefault(tensor.key, computed)
             fingerprint, of_source = part.fingerprints.get(tensor.key), fingerprints.get(tensor.key)
-            if fingerprint is not None and of_source not in (None, fingerprint) and not unlike.any():
-                unlocated.append(rows[~same])  # where the source is damaged, and records what was there
+            is_different = fingerprint is not None and of_source not in (None, fingerprint)
+            if is_different and not different[rows].any():
+                unshown.append(rows[~equal[rows]])  # where the source is damaged, and records what was there
     # A difference that no chunk shows lies in a file that differs otherwise, if it has one.
-    shown = part.chunks_in(part.files(different))
-    for rows in unlocated:
-        different[rows] = shown[rows] if shown[rows].any() else True
-    items = dict(_compare_items(part, source))
-    return Comparison(
-        part,
-        source,
-        equal,
-        different,
-        telling,
-        frozenset(key for key, same in items.items() if same),
-        frozenset(key for key, same in items.items() if not same),
-        fingerprints,
-    )
+    in_different_files = part.chunks_in(part.files(different))
+    for rows in unshown:
+        different[rows] = in_different_files[rows] if in_different_files[rows].any() else True
+    is_equal_item = dict(_compare_items(part, source))
+    equal_items = frozenset(key for key, is_equal in is_equal_item.items() if is_equal)
+    different_items = frozenset(is_equal_item.keys() - equal_items)
+    return Comparison(part, source, equal, different, telling, equal_items, different_items, fingerprints)
 
 
 def one_save(part: WholePart, comparisons: Sequence[Comparison], mix_steps: bool) -> tuple[WholePart, list[Comparison]]:
@@ -454,28 +447,31 @@ def one_save(part: WholePart, comparisons: Sequence[Comparison], mix_steps: bool
     Raises:
         SourceError: it is of several, or a source is, and nothing tells which; unless ``mix_steps``.
     """
-    compared = list(comparisons)
-    # The source that has the most elements of the part is heard first.
-    while strays := next(filter(None, (one.strays for one in sorted(compared, key=lambda one: -one.agreement))), None):
+    # The source that has the most elements of the part counts first.
+    while True:
+        comparisons = [comparison.within(part) for comparison in comparisons]
+        by_agreement = sorted(comparisons, key=lambda comparison: -comparison.agreement)
+        strays = next(filter(None, (comparison.strays for comparison in by_agreement)), None)
+        if strays is None:
+            break
         part = part.without(strays)
-        compared = [one.within(part) for one in compared]
     # What contradicts itself is not written.
-    same = [one for one in compared if one.is_same_save() and one.source.records_digests]
-    unjudged = part.whole
-    for one in same:
-        unjudged = unjudged & ~one.equal
-    if part.mixture is not None and unjudged.any() and not mix_steps:
-        chunks = f"{int(unjudged.sum())} of {counted(int(part.whole.sum()), 'chunk')}"
+    witnesses = [c for c in comparisons if c.is_same_save() and c.source.records_digests]
+    is_unproved = part.is_whole
+    for comparison in witnesses:
+        is_unproved = is_unproved & ~comparison.equal
+    if part.mixture is not None and is_unproved.any() and not mix_steps:
+        chunks = f"{int(is_unproved.sum())} of {counted(int(part.is_whole.sum()), 'chunk')}"
         fault = str(part.mixture).removeprefix(f"{part.opened.path}: ")
         raise SourceError(
             f"{part.opened.path}: {fault}; {chunks} are in no source of the same save, with digests. Nothing was "
-            f"written. {ADVICE}give a copy of this save, in any format, with --from: it tells which files are of it, "
+            f"written. {ADVICE}give a copy of this save, in any format, as `others=`: it tells which files are of it, "
             "and has the others"
         )
-    for one in compared if not (mix_steps or same or part.recorded.any()) else ():
-        if one.shows_mixture:
-            raise SourceError(f"{part.opened.path}: {one.mixture}")
-    return part, compared
+    for comparison in comparisons if not (mix_steps or witnesses or part.has_record.any()) else ():
+        if comparison.shows_mixture:
+            raise SourceError(f"{part.opened.path}: {comparison.mixture}")
+    return part, list(comparisons)
 
 
 def _compare_items(part: WholePart, source: FillingSource) -> Iterator[tuple[str, bool]]:
@@ -499,7 +495,7 @@ def same_items(opened: OpenCheckpoint, blob: Blob, other_opened: OpenCheckpoint,
 
 
 def _compare_chunks(
-    payloads: Payloads, other_payloads: Payloads, tensor: StateRecord, other: StateRecord
+    payloads: Payloads, other_payloads: Payloads, tensor: StateRecord, counterpart: StateRecord
 ) -> tuple[Flags, Flags, Flags, str | None]:
     """Compare the chunks of a tensor with those of another one, all of them whole.
 
@@ -507,15 +503,16 @@ def _compare_chunks(
         Which are equal as far as the other has them, which differ, which are equal and not one value throughout; and
         the fingerprint of the other, if that was compared.
     """
-    if tensor.fingerprint is not None and (computed := _fingerprint(other_payloads, other)) is not None:
-        same = np.full(len(tensor.chunks), computed == tensor.fingerprint)
-        return same, ~same, same & (int(computed, 16) != 0), computed
+    if tensor.fingerprint is not None and (computed := _fingerprint(other_payloads, counterpart)) is not None:
+        equal = np.full(len(tensor.chunks), computed == tensor.fingerprint)
+        return equal, ~equal, equal & (int(computed, 16) != 0), computed
     equal, different, telling = (np.zeros(len(tensor.chunks), np.bool_) for _ in range(3))
-    for number, chunk, counterpart, common in common_boxes(tensor, other):
-        same_bits, tells = compare_box(payloads, tensor, chunk, other_payloads, other, counterpart, common)
-        different[number] |= not same_bits
+    for number, chunk, other_chunk, box in common_boxes(tensor, counterpart):
+        pair = StoredChunk(tensor, chunk, payloads), StoredChunk(counterpart, other_chunk, other_payloads)
+        is_equal, varies = compare_bits(*pair, box)
         equal[number] = True
-        telling[number] |= tells
+        different[number] |= not is_equal
+        telling[number] |= varies
     equal &= ~different
     return equal, different, telling & equal, None
 
@@ -529,42 +526,12 @@ def _fingerprint(payloads: Payloads, tensor: StateRecord) -> str | None:
     return as_hex(combine(*(chunk_share(payloads, tensor, chunk) for chunk in tensor.chunks)))
 
 
-def common_boxes(tensor: StateRecord, other: StateRecord) -> Iterator[tuple[int, Chunk, Chunk, Box]]:
+def common_boxes(tensor: StateRecord, counterpart: StateRecord) -> Iterator[tuple[int, Chunk, Chunk, Box]]:
     """Yield pairs of chunks that have elements in common, with the number of the first, and the box of these."""
-    chunks, counterparts = list(tensor.chunks), list(other.chunks)
-    for number, counterpart in overlapping(tensor.boxes, other.boxes).tolist():
-        if (common := chunks[number].box & counterparts[counterpart].box) is not None:
-            yield number, chunks[number], counterparts[counterpart], common
-
-
-_ELEMENTS_AT_A_TIME = 1 << 18
-
-
-def compare_box(
-    payloads: Payloads,
-    tensor: StateRecord,
-    chunk: Chunk,
-    other_payloads: Payloads,
-    other: StateRecord,
-    counterpart: Chunk,
-    box: Box,
-) -> tuple[bool, bool]:
-    """Return whether two chunks have the same bits in a box, and whether these are not one value throughout."""
-
-    def read_words(stored: Payloads, record: StateRecord, chunk: Chunk, part: Box) -> Words:
-        place = chunk.stored("").place_at(part.lo)
-        return stored.gather(payload_of(record, chunk), record.dtype, place, part.shape)
-
-    first: Words | None = None
-    telling = False
-    for band in bands(box, _ELEMENTS_AT_A_TIME):
-        for part in band.boxes:
-            words = read_words(payloads, tensor, chunk, part)
-            if not np.array_equal(words, read_words(other_payloads, other, counterpart, part)):
-                return False, False
-            first = words.reshape(-1)[:1].copy() if first is None else first
-            telling = telling or bool((words != first).any())
-    return True, telling
+    chunks, other_chunks = list(tensor.chunks), list(counterpart.chunks)
+    for number, other_number in overlapping(tensor.boxes, counterpart.boxes).tolist():
+        if (box := chunks[number].box & other_chunks[other_number].box) is not None:
+            yield number, chunks[number], other_chunks[other_number], box
 
 
 def overlapping(boxes: Boxes, others: Boxes) -> IntArray:

@@ -140,7 +140,7 @@ def test_a_copy_of_the_same_step_restores_every_bit(damage, steps, broken, tmp_p
 
 def test_boxes_of_another_step_are_taken_only_if_told_and_listed_for_ever(steps, broken, tmp_path):
     (broken / "__1_0.distcp").unlink()
-    with pytest.raises(SourceError, match=r"rank 1's file .*/step-2 has it of step 2, which --mix-steps allows"):
+    with pytest.raises(SourceError, match=r"rank 1's file .*/step-2 has it of step 2, which `mix_steps=True` allows"):
         muonckpt.salvage(broken, tmp_path / "new", others=[steps[2]])
     report = muonckpt.salvage(broken, tmp_path / "new", others=[steps[2]], mix_steps=True)
     expected, other = bits(steps[3]), bits(steps[2])
@@ -278,7 +278,7 @@ def test_a_file_of_bare_weights_is_known_by_the_names_of_parameters(steps, broke
     for step in (2, 3):
         save_file({name: state(step, step)["model"][name] for name in NAMES}, tmp_path / f"hf{step}.safetensors")
     with pytest.raises(
-        SourceError, match=r"of another save \(tensor 'model.layers.0.weight'.*which --mix-steps allows"
+        SourceError, match=r"of another save \(tensor 'model.layers.0.weight'.*which `mix_steps=True` allows"
     ):
         muonckpt.salvage(broken, tmp_path / "new", others=[tmp_path / "hf2.safetensors"])
     muonckpt.salvage(broken, tmp_path / "new", others=[tmp_path / "hf2.safetensors", tmp_path / "hf3.safetensors"])
@@ -439,7 +439,7 @@ def test_what_no_description_lists_any_more_another_checkpoint_says(what, steps,
         (broken / name).unlink()
     assert called("verify", broken).returncode == 1
     if needed:
-        with pytest.raises(SourceError, match=r"with --from: it says what there was$"):
+        with pytest.raises(SourceError, match=r"with `others=`: it says what there was$"):
             muonckpt.salvage(broken, tmp_path / "new")
     muonckpt.salvage(broken, tmp_path / "new", others=[steps[3]] * needed)
     mine, theirs = bits(steps[3]), bits(tmp_path / "new")
@@ -464,7 +464,8 @@ def test_an_array_of_another_save_is_not_taken_for_one_of_this(format, descripti
     assert called("verify", tmp_path / "3").returncode == 1
     for others in ([], [steps[2]]):
         with pytest.raises(
-            SourceError, match=r"another save.*Nothing was written|give a copy of this save, in any format, with --from"
+            SourceError,
+            match=r"another save.*Nothing was written|give a copy of this save, in any format, as `others=`",
         ):
             muonckpt.salvage(tmp_path / "3", tmp_path / "new", others=others)
     for number, others in enumerate(([steps[3]], [steps[2], steps[3]])):

@@ -140,7 +140,7 @@ def test_a_lost_item_is_taken_from_a_source_of_the_same_save_only(manifest, save
         (broken / "muonckpt.json").unlink()
     edited = state(0, 1000, lr=0.7)
     muonckpt.save(edited, tmp_path / "edited", provenance={"step": 1000})
-    with pytest.raises(SourceError, match=r"param_groups.0.lr.*--mix-steps"):
+    with pytest.raises(SourceError, match=r"param_groups.0.lr.*`mix_steps=True`"):
         muonckpt.salvage(broken, tmp_path / "new", others=[saves / "b"])
     if manifest:  # which has the digest of the item
         with pytest.raises(SourceError, match="of another save"):
@@ -346,7 +346,7 @@ def test_shards_of_bare_weights_that_differ_from_a_copy_are_named_with_their_fil
     with pytest.raises(TargetError, match=rf"'down.weight' .* is another there .* in {shard.name}, is of another one"):
         muonckpt.salvage(tmp_path / "one", tmp_path / "new", others=[tmp_path / "copy"])
     shard.rename(tmp_path / shard.name)
-    with pytest.raises(SourceError, match="of an unknown step, which --mix-steps allows"):
+    with pytest.raises(SourceError, match="of an unknown step, which `mix_steps=True` allows"):
         muonckpt.salvage(tmp_path / "one", tmp_path / "new", others=[tmp_path / "copy"])
     muonckpt.salvage(tmp_path / "one", tmp_path / "new", others=[tmp_path / "copy"], mix_steps=True)
     for name, weight in state(0, 1000)["model"].items():
