@@ -39,7 +39,7 @@ RULES = {
     "store/verify": "names algebra record programs store/io store/reading store/formats store",
     "checkpoint": "names algebra record ranks programs layouts store/io store/reading store/formats store store/verify",
     "runs": "names record programs store/io store/reading store/verify",
-    "runs/series": "names programs store/io store/verify checkpoint runs converters/target converters/engine "
+    "runs/series": "names record programs store/io store/verify checkpoint runs converters/target converters/engine "
     "converters",
     "lab": "",
     "optimizer/ground": "names algebra",

@@ -13,7 +13,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,13 +21,15 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from ..names.errors import DestinationError, SourceError, warn_on_rank
+from ..names.errors import DestinationError, SourceError, about, warn_on_rank
 from ..programs.signs import METADATA_FILE
-from ..record.record import MANIFEST_FILE, Extent
+from ..record.record import MANIFEST_FILE, Extent, Manifest
 from ..store.formats import native
 from ..store.io import publish
 from ..store.io.checksums import xxh3_128
+from ..store.io.limits import gc_paused
 from ..store.io.new_file import Writing, create_file, write_synced
+from ..store.io.regular import read_text_file
 from ..store.reading.payloads import Payloads
 from ..store.verify.run import StepName
 from .all_ranks import decide_on_first, exchange, gather_on_all, group_ranks, place_in
@@ -249,15 +251,35 @@ class NodeCopy:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """Return the folders of copies in that of a run on this node.  Files there are not ours."""
-    return [entry for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+    """Return the folders in that of a run on this node, without following links.  Files there are not ours.
+
+    Raises:
+        OSError: it is no folder, or cannot be read.
+    """
+    if not os.path.lexists(folder):
+        return []
+    with os.scandir(folder) as entries:
+        return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
 def remove_copies(folder: Path, superfluous: Callable[[StepName | None], bool], spared: Path | None = None) -> None:
-    """Remove copies from the folder of a run on this node, and what killed runs have left there, whose name is None."""
+    """Remove copies from the folder of a run on this node, and what killed runs have left there, whose name is None.
+
+    Warns of those that cannot be removed.
+
+    Raises:
+        OSError: as `folders_in`.
+    """
     for entry in folders_in(folder):
         if entry != spared and superfluous(StepName.parsed(entry.name)):
-            publish.remove(entry, ())
+            try:
+                publish.remove(entry, ())
+            except OSError as error:
+                warn_on_rank(
+                    f"cannot remove {entry}, so it takes memory on this node: {error.strerror or error}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
 
 
 def digest_of(folder: Path, name: str, size: int) -> str:
@@ -269,57 +291,129 @@ def digest_of(folder: Path, name: str, size: int) -> str:
         payloads.close()
 
 
+# --- The copies that nodes have ---------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class FoundCopy:
     """A copy, as nodes hold it together.
 
     Attributes:
         place: its directory on this node, or where that would be.
-        step: its step.
-        holders: for the first rank of each node that has its manifest, by place in the group, the sizes of the files.
+        name: its step, and the random number that tells it from other copies.
+        holders: for the first rank of each node that has its directory, by place in the group, the sizes of the files.
+        describer: the place of the first rank whose node has a whole manifest of it.
+        provenance: that of this manifest.
     """
 
     place: Path
-    step: int
+    name: StepName
     holders: Mapping[int, Mapping[str, int]]
+    describer: int
+    provenance: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.name.step
 
     def __str__(self) -> str:
         return str(self.place)
 
 
-def found_copies(folder: Path, nodes: Nodes, process_group: dist.ProcessGroup | None) -> list[FoundCopy]:
-    """Return the copies of a run, newest first, after removing what killed runs have left.  Collective.
+@dataclass(frozen=True, slots=True)
+class _NodePart:
+    """The files of a copy on one node by size, and digest and provenance of its manifest, or why it has none."""
 
-    Warns of copies of other runs.
+    sizes: Mapping[str, int]
+    digest: str = ""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    fault: str = ""
 
-    Raises:
-        SourceError: a folder cannot be read.
+    @classmethod
+    @gc_paused()
+    def of(cls, folder: Path) -> _NodePart:
+        """Look at a copy's directory, which may hold anything: files are read as those of any checkpoint are."""
+        sizes: dict[str, int] = {}
+        try:
+            with os.scandir(folder) as entries:
+                sizes |= {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+            text = read_text_file(folder / MANIFEST_FILE)
+            with about(folder / MANIFEST_FILE):
+                return cls(sizes, xxh3_128([text]), dict(Manifest.from_json(text).provenance))
+        except SourceError as error:
+            return cls(sizes, fault=str(error))
+        except OSError as error:
+            return cls(sizes, fault=f"cannot read {folder}: {error.strerror or error}")
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeFolder:
+    """The contents of the memory of one node: parts of copies of a run, folders of other runs, and faults."""
+
+    parts: Mapping[StepName, _NodePart] = field(default_factory=dict)
+    foreign: Sequence[str] = ()
+    faults: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, memory: Path, run: str | None) -> _NodeFolder:
+        """Look at a node's folder; never raises, so that what is wrong with one node hides no other's copies."""
+        parts: dict[StepName, _NodePart] = {}
+        foreign: list[str] = []
+        faults: list[str] = []
+        folder = memory / (run or "")
+        try:
+            foreign += [str(other) for other in folders_in(memory) if other.name != run]
+            if run is not None:
+                remove_copies(folder, lambda name: name is None)
+                for entry in folders_in(folder):
+                    if name := StepName.parsed(entry.name):
+                        parts[name] = _NodePart.of(entry)
+        except OSError as error:
+            faults.append(f"cannot read {error.filename or folder}: {error.strerror or error}")
+        return cls(parts, foreign, faults)
+
+
+def find_copies(
+    memory: Path, run: str | None, nodes: Nodes, process_group: dist.ProcessGroup | None
+) -> list[FoundCopy]:
+    """Find the copies of a run in the memory of nodes, after removing what killed runs have left.  Collective.
+
+    Warns of other runs, and of all that cannot be read: the files of a copy on other nodes may be enough.
+
+    Args:
+        memory: the folder of copies on this rank's node.
+        run: the name of the run's folder there; None if the run has made no copies.
     """
+    folders = gather_on_all(
+        process_group, SourceError, lambda: _NodeFolder.of(memory, run) if nodes.leads else _NodeFolder()
+    )
+    ranks = group_ranks(process_group)
+    parts: defaultdict[StepName, dict[int, _NodePart]] = defaultdict(dict)
+    for place, folder in enumerate(folders):
+        for fault in folder.faults:
+            _warn(f"{fault}; what is there, on the node of rank {ranks[place]}, is not taken")
+        for name, part in folder.parts.items():
+            parts[name][place] = part
 
-    def look() -> tuple[dict[tuple[StepName, str], dict[str, int]], list[str]]:
-        if not nodes.leads:
-            return {}, []
-        remove_copies(folder, lambda name: name is None)
-        held = {}
-        for entry in folders_in(folder):
-            name = StepName.parsed(entry.name)
-            assert name is not None, "others have been removed"
-            sizes = {file.name: file.stat().st_size for file in entry.iterdir()}
-            if MANIFEST_FILE in sizes:
-                held[name, xxh3_128([(entry / MANIFEST_FILE).read_bytes()])] = sizes
-        return held, [str(other) for other in folder.parent.iterdir() if other.name != folder.name and other.is_dir()]
-
-    holders: defaultdict[tuple[StepName, str], dict[int, Mapping[str, int]]] = defaultdict(dict)
-    others: dict[str, None] = {}
-    for place, (held, foreign) in enumerate(gather_on_all(process_group, SourceError, look)):
-        others |= dict.fromkeys(foreign)
-        for copy, sizes in held.items():
-            holders[copy][place] = sizes
-    if others:
-        warn_on_rank(
-            f"not of this run, and so not looked at: {', '.join(others)}; copies in memory stay until the machine "
-            "starts again, so remove what no run needs",
-            RuntimeWarning,
-            stacklevel=3,
+    # One copy for each description that is whole: where nodes differ in it, digests tell which files belong to which.
+    copies: list[FoundCopy] = []
+    for name, node_parts in sorted(parts.items(), reverse=True):
+        path = memory / (run or "") / str(name)
+        describers = {part.digest: place for place, part in reversed(node_parts.items()) if part.digest}
+        instead = "that of another node is read" if describers else "the copy is not taken"
+        for place, part in node_parts.items():
+            if part.fault:
+                _warn(f"{path} on the node of rank {ranks[place]} has no whole description: {part.fault}; {instead}")
+        sizes = {place: part.sizes for place, part in node_parts.items()}
+        copies += [FoundCopy(path, name, sizes, place, node_parts[place].provenance) for place in describers.values()]
+    foreign = dict.fromkeys(path for folder in folders for path in folder.foreign)
+    if foreign:
+        _warn(
+            f"not of this run, and so not looked at: {', '.join(foreign)}; copies in memory stay until the machine "
+            "starts again, so remove what no run needs"
         )
-    return [FoundCopy(folder / str(name), name.step, on) for (name, _), on in sorted(holders.items(), reverse=True)]
+    return copies
+
+
+def _warn(message: str) -> None:
+    warn_on_rank(message, RuntimeWarning, stacklevel=4)

@@ -53,12 +53,13 @@ def load_copy(
             state dict does not hold what was sent, and is unusable.
         SourceError, LayoutError, ArgumentError, LostRankError: as `redistribute`.
     """
-    first = min(copy.holders)
 
     def text() -> bytes:
         return zlib.compress((copy.place / MANIFEST_FILE).read_bytes(), 1)
 
-    manifest = Manifest.from_json(zlib.decompress(broadcast_from_first(process_group, SourceError, text, first)))
+    manifest = Manifest.from_json(
+        zlib.decompress(broadcast_from_first(process_group, SourceError, text, copy.describer))
+    )
     source = _Source(manifest, copy.place, Payloads(copy.place))
     objects: dict[str, bytes] = {}
     refused: set[tuple[int, str]] = set()

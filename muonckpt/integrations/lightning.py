@@ -103,6 +103,8 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         else:
             save(state, path, provenance=provenance)
         self._saved = checkpoint["global_step"]
+        if self._memory is not None:
+            self._memory.record_parent(self._saved, path)
 
     def copy_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Copy what the Trainer has collected to memory, unless a save or a copy is under way.  Collective.
@@ -192,7 +194,9 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
                 return opened.manifest.provenance.get("step")
 
         since = broadcast_from_first(None, SourceError, step)
-        restored = self._memory.restore_copy(state, since=since, fresh=self._fresh) if isinstance(since, int) else None
+        if not isinstance(since, int):
+            return None
+        restored = self._memory.restore_copy(state, since=since, parent=path, fresh=self._fresh)
         if restored is None:
             return None
         rank_zero_info(f"Not {path}, but {restored}")

@@ -167,6 +167,8 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         if saved:
             self._last_saved = curr_step
             place = self._create_checkpoint_id(curr_step)
+            if self._copies is not None:
+                self._copies.record_parent(curr_step, place)
             self._signals.ask(place)
             if self._signals.then == "stop" and self.save_future is not None:
                 self._wait_for_saving()
@@ -221,14 +223,21 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         if self._copies is not None and step == -1:
             states = self._states_to_load(False)
             everything = not self.exclude_from_loading
+            since = self._find_load_step()
             restored = self._copies.restore_copy(
-                states, since=self._find_load_step(), allow_extra=not everything, fresh=self._fresh
+                states,
+                since=since,
+                parent=None if since < 0 else self._create_checkpoint_id(since),
+                allow_extra=not everything,
+                fresh=self._fresh,
             )
             if restored is not None:
                 logger.info(str(restored))
                 self.states[MODEL].load_state_dict(states)
                 return True
         loaded: bool = super()._load(step)
+        if self._copies is not None and loaded and step != -1:
+            self._copies.record_parent(step, self._create_checkpoint_id(step))
         return loaded
 
     def _close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import warnings
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ def on(folder: Path, *nodes: int) -> list[Path]:
 
 
 def copies(folder: Path, node: int) -> list[Path]:
-    return sorted((folder / f"node{node}").glob("*/step-*"))
+    return sorted((folder / (f"node{node}" if type(node) is int else node)).glob("*/step-*"))
 
 
 def payloads(place: Path) -> dict[str, bytes]:
@@ -150,7 +151,7 @@ def test_copies_of_another_run_or_of_an_earlier_step_are_not_taken(trained, memo
     for step, from_memory, _, prints, warned, _ in found:
         assert not from_memory and prints == trained[1][0][0][SAVED]
         assert step == (SAVED if other == "copied" else 9)
-        assert bool(warned) == (other == "copied") and all("not of this run" in line for line in warned)
+        assert len(warned) == 1 and ("not of this run" if other == "copied" else "it is older than") in warned[0]
 
 
 @pytest.mark.parametrize(("event", "name"), [("open", "__1_0.distcp"), ("os.rename", ".tmp")])
@@ -260,3 +261,269 @@ def test_nothing_is_copied_while_a_save_is_under_way_and_a_failed_copy_is_told(t
         Series(tmp_path / "run").async_copy(3, one(3.0))
     with pytest.raises(ArgumentError, match="a step is an integer"):
         series.async_copy(one(3.0), 3)
+
+
+# --- Which copies are taken: a bad one hides no whole one, and those of a branch that was left are passed over
+
+
+def value(number: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((8,), float(number))}
+
+
+def restored(run: Path, node: Path) -> tuple[int | None, float, list[str]]:
+    """Restore into zeros; return the step, the value and the warnings."""
+    template = value(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        done = Series(run, memory=node).restore(template)
+    return done and done.step, template["w"][0].item(), [str(warning.message) for warning in caught]
+
+
+def as_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_link(target: str, path: Path) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+def as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def as_huge(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+
+
+HARMS = {
+    "a pipe": as_fifo,
+    "a device": partial(as_link, "/dev/zero"),
+    "a link to nothing": partial(as_link, "/nowhere"),
+    "a link to itself": lambda path: as_link(path.name, path),
+    "a folder": as_folder,
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: os.truncate(path, 100),
+    "huge": as_huge,
+    "garbage": lambda path: path.write_bytes(os.urandom(5000)),
+    "deep": lambda path: path.write_bytes(b"[" * 200_000),
+}
+
+
+@pytest.mark.filterwarnings("ignore:all ranks are on one node")
+@pytest.mark.parametrize("file", ["muonckpt.json", "__0_0.distcp"])
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_bad_copy_is_passed_over_with_a_sentence_and_hides_no_whole_one(harm, file, tmp_path):
+    run, node = tmp_path / "run", tmp_path / "node"
+    with Series(run, memory=node) as series:
+        series.save(3, value(3))
+        series.async_copy(4, value(4)).result()
+        (older,) = copies(tmp_path, "node")
+        shutil.copytree(older, tmp_path / "older")
+        series.async_copy(5, value(5)).result()
+        (newer,) = copies(tmp_path, "node")
+        shutil.copytree(newer, tmp_path / "newer")
+        # As after a copy that was killed before the one before was removed.
+        shutil.copytree(tmp_path / "older", older)
+        for bad, step in ((older, 5), (newer, 4)):
+            HARMS[harm](bad / file)
+            *state, lines = restored(run, node)
+            assert state == [step, step]
+            refusals = [line for line in lines if "is not taken" in line]
+            assert len(refusals) == (bad == newer or file == "muonckpt.json")  # an older one's elements are not read
+            assert all(str(bad) in line for line in refusals)
+            shutil.rmtree(bad)
+            shutil.copytree(tmp_path / ("older" if bad == older else "newer"), bad)
+        for bad in (older, newer):
+            HARMS[harm](bad / file)
+        *state, lines = restored(run, node)
+        assert state == [3, 3] and sum("is not taken" in line for line in lines) == 2
+        series.async_copy(6, value(6)).result()  # which removes the bad ones
+        assert restored(run, node) == (6, 6, [])
+        series.save(6, value(6))
+
+
+@pytest.mark.filterwarnings("ignore:all ranks are on one node")
+def test_whatever_lies_in_the_place_of_the_folders_stops_nobody(tmp_path):
+    run, node = tmp_path / "run", tmp_path / "node"
+    series = Series(run, memory=node)
+    series.save(3, value(3))
+    series.async_copy(4, value(4)).result()
+    (copy,) = copies(tmp_path, "node")
+    copy.with_name("step-00000009").write_text("a file")
+    copy.with_name("step-00000008").symlink_to(copy)
+    copy.with_name("step-00000007").mkdir()
+    step, number, told = restored(run, node)
+    assert (step, number) == (4, 4)
+    assert len(told) == 1 and "step-00000007" in told[0] and "muonckpt.json" in told[0]
+    for kind in ("file", "link", "pipe"):
+        folder = node / copy.parent.name
+        folder.rename(tmp_path / "away")
+        match kind:
+            case "file":
+                folder.write_text("a file")
+            case "link":
+                folder.symlink_to("/nowhere")
+            case "pipe":
+                os.mkfifo(folder)
+        step, number, told = restored(run, node)
+        assert (step, number, len(told)) == (3, 3, 1) and str(folder) in told[0], told
+        folder.unlink()
+        (tmp_path / "away").rename(folder)
+    identity = run / ".muonckpt.run"
+    identity.rename(tmp_path / "identity")
+    assert restored(run, node)[:2] == (3, 3) and "not of this run" in restored(run, node)[2][0]
+    os.mkfifo(identity)
+    step, number, told = restored(run, node)
+    assert (step, number, len(told)) == (3, 3, 1) and "copies in memory are not taken" in told[0]
+
+
+class Branches:
+    """A run of processes that are killed: each says what it restores, and state is a number."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run, self.folder = folder / "run", folder
+
+    def start(self, node: str, expected: int | None, told: str = "") -> Series:
+        series, template = Series(self.run, memory=self.folder / node), value(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            done = series.restore(template)
+        lines = [str(warning.message) for warning in caught]
+        assert (template["w"][0].item() if done else None) == expected, lines
+        assert any(told in line for line in lines) if told else not lines, lines
+        return series
+
+
+@pytest.fixture
+def branches(tmp_path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "all ranks are on one node")
+        yield Branches(tmp_path)
+
+
+LEFT = "it is of a branch that was left"
+
+
+def test_a_copy_of_a_branch_that_was_left_is_passed_over_with_a_sentence(branches):
+    first = branches.start("a", None)
+    first.save(5, value(5))
+    first.async_copy(10, value(110)).result()
+    second = branches.start("b", 5)
+    branches.start("a", 110)  # the other branch has saved nothing yet
+    for step in (6, 7, 8):
+        second.save(step, value(200 + step))
+    for _ in range(2):
+        third = branches.start("a", 208, LEFT)
+    third.async_copy(9, value(309)).result()  # the copy that was left is removed
+    branches.start("a", 309)
+
+
+def test_a_branch_without_memory_is_one_too(branches):
+    first = branches.start("a", None)
+    first.save(5, value(5))
+    first.async_copy(10, value(10)).result()
+    Series(branches.run).save(8, value(208))
+    branches.start("a", 208, LEFT).async_copy(9, value(9)).result()
+    branches.start("a", 9)
+
+
+def test_copies_descend_through_copies_through_saves_that_are_pruned_and_past_saves_that_fail(branches):
+    branches.start("a", None).async_copy(1, value(1)).result()
+    series = branches.start("a", 1)
+    series.save(5, value(5))
+    series.async_copy(10, value(10)).result()
+    series = branches.start("a", 10)
+    series.async_copy(12, value(12)).result()
+    series = branches.start("a", 12)
+    for step in (13, 14, 15, 16):
+        series.save(step, value(step))
+    with pytest.raises(muonckpt.MuonckptError):
+        series.save(17, {"w": Unstorable()})
+    series.async_copy(18, value(18)).result()
+    assert not (branches.run / "step-00000005").exists(), "it is pruned"
+    branches.start("a", 18)
+
+
+class Unstorable:
+    def __reduce__(self):
+        raise TypeError("this cannot be saved")
+
+
+@pytest.mark.parametrize("harm", ["data", "description"])
+def test_a_save_that_is_damaged_hides_no_copy_that_descends_from_it(branches, harm):
+    series = branches.start("a", None)
+    series.save(5, value(5))
+    series.save(8, value(8))
+    series.async_copy(12, value(12)).result()
+    os.truncate(branches.run / "step-00000008" / ("__0_0.distcp" if harm == "data" else "muonckpt.json"), 50)
+    branches.start("a", 12)
+    other = branches.start("b", 5, "is not whole")
+    other.async_copy(9, value(209)).result()
+    branches.start("b", 209)
+    other.save(6, value(206))
+    branches.start("a", 206, "is not whole")
+    branches.start("b", 206, "is not whole")  # copied before step 6 was saved, by whom nobody knows
+
+
+def test_a_save_that_is_replaced_or_moved_away_takes_its_copies_with_it(branches):
+    series = branches.start("a", None)
+    series.save(5, value(5))
+    series.save(8, value(8))
+    series.async_copy(9, value(9)).result()
+    again = branches.start("b", 8)
+    again.save(8, value(208), replace=True)
+    branches.start("a", 208, LEFT)
+    again.async_copy(9, value(209)).result()
+    branches.start("b", 209)
+    again.save(8, value(308), replace=True)  # the same process has gone back
+    branches.start("b", 308, LEFT)
+    again.async_copy(9, value(309)).result()
+    (branches.run / "step-00000008.3").rename(branches.run / "moved")
+    branches.start("b", 5, "the run does not go on from the save of step 8, from which it descends")
+    branches.start("b", 5, "the save of step 8").save(8, value(408))  # under the name that the first one had
+    branches.start("a", 408, LEFT)
+    branches.start("b", 408, LEFT)
+
+
+def test_of_two_branches_that_have_saved_nothing_the_one_that_began_last_is_taken(branches):
+    series = branches.start("a", None)
+    series.save(5, value(5))
+    series.async_copy(10, value(10)).result()
+    branches.start("b", 5).async_copy(7, value(207)).result()
+    (copy,) = copies(branches.folder, "b")
+    shutil.copytree(copy, next((branches.folder / "a").iterdir()) / copy.name)
+    branches.start("a", 207, "the run has left that branch, for")
+
+
+def test_copies_beside_the_checkpoints_of_a_trainer_descend_from_those_that_it_tells(branches, tmp_path):
+    def trainer(node: str, since: int, expected: int | None) -> Series:
+        series, template = Series(branches.run, memory=branches.folder / node), value(0)
+        path = None if since < 0 else tmp_path / f"{since}"
+        done = series.restore_copy(template, since=since, parent=path)
+        assert (template["w"][0].item() if done else None) == expected
+        return series
+
+    def save(series: Series, step: int) -> None:
+        muonckpt.save(value(step), tmp_path / f"{step}")
+        series.record_parent(step, tmp_path / f"{step}")
+
+    first = trainer("a", -1, None)
+    first.async_copy(1, value(1)).result()
+    trainer("a", -1, 1)
+    save(first, 5)
+    first.async_copy(10, value(10)).result()
+    trainer("a", 5, 10).async_copy(12, value(12)).result()
+    second = trainer("b", 5, None)
+    second.async_copy(6, value(206)).result()
+    trainer("b", 5, 206)
+    save(second, 8)
+    with pytest.warns(RuntimeWarning, match=LEFT):
+        trainer("a", 8, None)
+    second.record_parent(9, tmp_path / "9")  # a save that failed
+    second.async_copy(9, value(209)).result()
+    trainer("b", 8, 209)

@@ -1,27 +1,179 @@
-"""The memory of nodes, as a series uses it: copies of its run, and nobody else's."""
+"""The memory of nodes, as a series uses it: copies of its run that descend from what it has saved, and no others."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ...checkpoint.all_ranks import is_coordinator
 from ...checkpoint.async_saving import AsyncSave, Lane, OnError
-from ...checkpoint.node_copies import FoundCopy, NodeCopy, Nodes, folders_in, found_copies, remove_copies
+from ...checkpoint.node_copies import FoundCopy, NodeCopy, Nodes, find_copies, folders_in, remove_copies
 from ...checkpoint.node_recovery import load_copy
 from ...checkpoint.resume_check import LoadedState
-from ...names.errors import warn_on_rank
+from ...names.errors import DamageError, SourceError, warn_on_rank
 from ...names.resumption import LoadReport
+from ...programs.signs import METADATA_FILE
+from ...record.record import MANIFEST_FILE, Manifest
+from ...store.io.checksums import xxh3_128
+from ...store.io.location import Location
+from ...store.io.regular import open_regular, read_text_file
 from ...store.verify.run import StepName
+from ..step_folder import Newest, StepFolder
+
+DESCENT = "descent"
+"""The key of a `Descent` in the provenance of what a series with memory saves and copies."""
+
+_REWRITES = {"exported", "merged", "resharded", "salvaged"}
+"""Keys in the provenance of a checkpoint that a command has written: its state may be another than the one saved."""
+
+_MAX_LINES = 256
+
+
+class Line(NamedTuple):
+    """A part of a run's history: the steps that a series has taken since it was restored, up to one of them.
+
+    Attributes:
+        number: greater than those of all lines that the series could see when it began.
+        token: random, or the digest of a checkpoint that records no history.
+        step: the last step.
+    """
+
+    number: int
+    token: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Descent:
+    """The history of a state, by which branches of a run are told apart.
+
+    Attributes:
+        lines: the lines that led to it, oldest first; the last of them ends with the state itself.
+        save: the end of the newest save in that history; None if there is none.
+        damaged: names of newer checkpoints that were damaged when the last line began.
+    """
+
+    lines: tuple[Line, ...]
+    save: Line | None = None
+    damaged: tuple[str, ...] = ()
+
+    @classmethod
+    def parsed(cls, provenance: Mapping[str, Any]) -> Descent | None:
+        """Return the descent that a provenance records, whoever has written it; None if there is none."""
+        try:
+            fields = provenance[DESCENT]
+            lines = [_line(*line) for line in fields["lines"]]
+            save = None if fields["save"] is None else _line(*fields["save"])
+            return cls(tuple(lines), save, tuple(map(str, fields["damaged"]))) if lines else None
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    @classmethod
+    def of_checkpoint(cls, path: Location, step: int) -> Descent | None:
+        """Return the descent of a checkpoint on disk, with itself as its newest save; None if it cannot be read.
+
+        A checkpoint that records none, or that of another step, begins a history under the digest of its description.
+        """
+        try:
+            if not (path / MANIFEST_FILE).exists():
+                with open_regular(path / METADATA_FILE) as file:
+                    text, provenance = file.read(0, file.size), dict[str, Any]()
+            else:
+                text = read_text_file(path / MANIFEST_FILE)
+                provenance = dict(Manifest.from_json(text).provenance)
+        except SourceError:
+            return None
+        descent = None if provenance.keys() & _REWRITES else cls.parsed(provenance)
+        if descent is None or descent.lines[-1].step != step:
+            descent = cls((Line(0, xxh3_128([text]), step),))
+        return replace(descent, save=descent.lines[-1])
+
+    def includes(self, state: Line) -> bool:
+        """Return whether a state, the end of this line, is in the history, or is this one."""
+        return any(line[:2] == state[:2] and line.step >= state.step for line in self.lines)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"lines": self.lines, "save": self.save, "damaged": self.damaged}
+
+
+def _line(number: object, token: object, step: object) -> Line:
+    if type(number) is not int or type(token) is not str or type(step) is not int:
+        raise TypeError("not a line")
+    return Line(number, token, step)
+
+
+@dataclass(frozen=True, slots=True)
+class Saves:
+    """The checkpoints of a run from the newest whole one on, which decide what copies in memory are of use.
+
+    Attributes:
+        step, path, descent: of the newest whole one; -1, empty and None if there is none.
+        damaged: newer ones by name, each with its descent; None where that cannot be read.
+    """
+
+    step: int = -1
+    path: str = ""
+    descent: Descent | None = None
+    damaged: Mapping[StepName, Descent | None] = field(default_factory=dict)
+
+    @classmethod
+    def of_folder(cls, folder: StepFolder, newest: Newest) -> Saves:
+        def descent_of(name: StepName) -> Descent | None:
+            path = folder.path(name)
+            return Descent.of_checkpoint(path, name.step) if (path / MANIFEST_FILE).exists() else None
+
+        damaged = {name: descent_of(name) for name in newest.faults}
+        if newest.name is None:
+            return cls(damaged=damaged)
+        return cls(newest.name.step, str(folder.path(newest.name)), descent_of(newest.name), damaged)
+
+    @classmethod
+    def of_trainer(cls, step: int, path: Location | None) -> Saves:
+        """Return a checkpoint that a trainer has saved by itself, without a descent if nothing is known of it."""
+        return cls(step) if path is None else cls(step, str(path), Descent.of_checkpoint(path, step))
+
+    def fault(self, copy: FoundCopy) -> str | None:
+        """Return why a copy is not to be restored beside these checkpoints; None if it is to be preferred."""
+        if older := self.age_fault(copy):
+            return older
+        descent = Descent.parsed(copy.provenance)
+        if descent is None or descent.lines[-1].step != copy.step:
+            return "it does not record from which save it descends"
+        if self.descent is not None and not descent.includes(self.descent.lines[-1]):
+            return f"it does not descend from {self.path}, so it is of a branch that was left"
+        for name, saved in self.damaged.items():
+            if saved is None:  # only its name tells whether it is the save that the copy descends from
+                is_related = descent.save is not None and descent.save.step == name.step
+            else:
+                is_related = descent.includes(saved.lines[-1]) or saved.includes(descent.lines[-1])
+            if not is_related and str(name) not in descent.damaged:
+                return f"it does not descend from {name}, which is damaged but newer than what else there is on disk"
+        return self._loss(descent)
+
+    def age_fault(self, copy: FoundCopy) -> str | None:
+        """Return why a copy is too old, as far as steps alone tell; None if it is not."""
+        return f"it is older than {self.path or f'step {self.step}'}" if copy.step < self.step else None
+
+    def _loss(self, descent: Descent) -> str | None:
+        """Return a sentence if the newest save in a copy's history is gone: somebody has moved it, to go back."""
+        if descent.save is None or descent.save.step <= self.step:
+            return None
+        for name, saved in self.damaged.items():
+            if saved.includes(descent.save) if saved is not None else name.step == descent.save.step:
+                return None
+        return f"the run does not go on from the save of step {descent.save.step}, from which it descends"
 
 
 class NodeMemory:
     """A folder in shared memory on each node; in it, one for each run.
+
+    It keeps the history of what the series trains; the first rank's is recorded.
 
     Args:
         folder: on this rank's node.
@@ -32,6 +184,14 @@ class NodeMemory:
         self._group = process_group
         self._used: Path | None = None
         """The folder of this run, once it was looked at or written to."""
+        self._copies: set[StepName] = set()
+        """Names of the copies that this series has made or restored."""
+        self._descent: Descent | None = None
+        """The history of the state that the series has last restored, saved or copied."""
+        self._last_number = 0
+        """The greatest number of a line that was seen."""
+        self._parents: list[tuple[int, Location]] = []
+        """Checkpoints that a trainer has saved or loaded since the last copy, by step."""
 
     @cached_property
     def _nodes(self) -> Nodes:
@@ -42,6 +202,64 @@ class NodeMemory:
     def new_name(step: int) -> StepName:
         """Return a name that no copy had before, so that parts of two copies are never taken for one."""
         return StepName(step, 2 + secrets.randbelow(2**48 - 2))
+
+    # --- The history that saves and copies record
+
+    def begin_line(self, origin: Descent | None, damaged: Iterable[StepName | str] = (), attempt: int = 0) -> None:
+        """Begin a line of steps behind a state that was restored, or behind none.
+
+        Args:
+            damaged: checkpoints that are newer, but damaged.
+            attempt: the number of this resume among all of the run, if that is recorded.
+        """
+        past = origin or Descent(())
+        number = 1 + max([self._last_number, attempt, *(line.number for line in past.lines)])
+        lines = (*past.lines[-_MAX_LINES:], Line(number, secrets.token_hex(8), -1))
+        self._descent = Descent(lines, past.save, tuple(map(str, damaged)))
+
+    def descent_of_save(self, step: int) -> Mapping[str, Any]:
+        """Return what the provenance of a save records."""
+        descent = self._reached(step)
+        if descent.save == descent.lines[-1]:  # the step is saved anew, so another state may replace it
+            descent = self._forked(step)
+        return {DESCENT: descent.as_json()}
+
+    def descent_of_copy(self, step: int) -> Mapping[str, Any]:
+        """Return what the provenance of a copy records."""
+        for parent_step, path in self._parents:
+            if (parent := Descent.of_checkpoint(path, parent_step)) is not None:  # it was not saved, or is removed
+                past = () if self._descent is None else self._descent.lines
+                self.begin_line(replace(parent, lines=(*past, *parent.lines)))
+        self._parents.clear()
+        return {DESCENT: self._reached(step).as_json()}
+
+    def record_parent(self, step: int, path: Location) -> None:
+        """Let copies from now on descend from a checkpoint that a trainer has saved or loaded, if it is there then."""
+        self._parents.append((step, path))
+
+    def note_published(self, step: int) -> None:
+        """Let copies from now on descend from the save of a step that was recorded last."""
+        if self._descent is not None and self._descent.lines[-1].step == step:
+            self._descent = replace(self._descent, save=self._descent.lines[-1])
+
+    def _reached(self, step: int) -> Descent:
+        """Return the history up to a new step, on another line if the run has gone back without a restore."""
+        if self._descent is None:
+            self.begin_line(None)
+        assert self._descent is not None, "it has begun"
+        *past, line = self._descent.lines
+        if step < line.step:
+            return self._forked(step)
+        self._descent = replace(self._descent, lines=(*past, line._replace(step=step)))
+        return self._descent
+
+    def _forked(self, step: int) -> Descent:
+        assert self._descent is not None, "it has begun"
+        lines = (line._replace(step=min(line.step, step - 1)) for line in self._descent.lines)
+        self.begin_line(Descent(tuple(lines)), self._descent.damaged)
+        return self._reached(step)
+
+    # --- Copies
 
     def copy(
         self,
@@ -61,32 +279,68 @@ class NodeMemory:
                 stacklevel=3,
             )
         self._used = self._folder / run
+        self._copies.add(name)
         write = partial(NodeCopy, self._used, name, self._nodes)
-        return lane.submit(state_dict, str(self._used / str(name)), provenance, on_error, write, lambda: None)
+        details = {**provenance, **self.descent_of_copy(name.step)}
+        return lane.submit(state_dict, str(self._used / str(name)), details, on_error, write, lambda: None)
 
-    def found(self, run: str) -> list[FoundCopy]:
-        """Return the copies of a run, newest first.  Collective; raises as `found_copies`."""
-        self._used = self._folder / run
-        return found_copies(self._used, self._nodes, self._group)
+    def find(self, run: str | None) -> list[FoundCopy]:
+        """Return the copies of a run, those of the newest lines first.  Collective; warns as `find_copies`."""
+        if run is not None:
+            self._used = self._folder / run
+        copies = find_copies(self._folder, run, self._nodes, self._group)
+
+        def age(copy: FoundCopy) -> tuple[int, StepName]:
+            descent = Descent.parsed(copy.provenance)
+            return (0 if descent is None else descent.lines[-1].number), copy.name
+
+        self._last_number = max([self._last_number, *(number for number, _ in map(age, copies))])
+        return sorted(copies, key=age, reverse=True)
 
     def load(
-        self, copy: FoundCopy, state_dict: dict[str, Any], allow_extra: bool | Iterable[str], fresh: Iterable[str]
-    ) -> tuple[LoadReport, LoadedState]:
-        """Load a copy.  Collective; raises as `load_copy`."""
-        return load_copy(state_dict, copy, self._nodes, self._group, allow_extra=allow_extra, fresh=fresh)
+        self,
+        copies: list[FoundCopy],
+        fault: Callable[[FoundCopy], str | None],
+        state_dict: dict[str, Any],
+        allow_extra: bool | Iterable[str],
+        fresh: Iterable[str],
+    ) -> tuple[FoundCopy, tuple[LoadReport, LoadedState]] | None:
+        """Load the first of these copies without a fault that turns out to be whole; None if there is none.
+
+        Collective; raises as `load_copy`.  Warns of each copy that is passed over, and takes those that it has tried
+        from the list.
+        """
+        for copy in [copy for copy in copies if fault(copy) is None]:
+            copies.remove(copy)
+            try:
+                loaded = load_copy(state_dict, copy, self._nodes, self._group, allow_extra=allow_extra, fresh=fresh)
+            except DamageError as error:
+                _warn(f"{copy} is not taken: {error.fault}")
+                continue
+            for other in copies:
+                if other.step > copy.step:
+                    _warn(f"{other} is not taken: {fault(other) or f'the run has left that branch, for {copy}'}")
+            self._copies.add(copy.name)
+            return copy, loaded
+        for copy in copies:
+            _warn(f"{copy} is not taken: {fault(copy)}")
+        return None
 
     def end(self, saved: int) -> None:
         """Remove copies that are no newer than a saved step; on this node, without asking others."""
         if self._used is None or not self._nodes.leads:
             return
         remove_copies(self._used, lambda name: name is None or name.step <= saved)
-        left = sorted(folders_in(self._used))
-        if left and is_coordinator(self._group):
-            warn_on_rank(
-                f"{left[-1]} is newer than all that was saved: started again on these nodes, the run goes on from "
-                "there; else save the last step, so that it is removed",
-                RuntimeWarning,
-                stacklevel=4,
+        names = [StepName.parsed(path.name) for path in folders_in(self._used)]
+        newer = [self._used / str(name) for name in sorted(self._copies.intersection(names))]
+        if newer and is_coordinator(self._group):
+            _warn(
+                f"{newer[-1]} is newer than all that was saved: started again on these nodes, the run goes on from "
+                "there; else save the last step, so that it is removed"
             )
         if self._used.is_dir() and not any(self._used.iterdir()):
             self._used.rmdir()
+
+
+def _warn(message: str) -> None:
+    warn_on_rank(message, RuntimeWarning, stacklevel=5)

@@ -49,7 +49,7 @@ from ...store.io.location import Location, location
 from ...store.verify.diagnosis import advice_where_none_is_whole, open
 from ...store.verify.run import StepName
 from ..step_folder import Newest, StepFolder
-from .node_memory import NodeMemory
+from .node_memory import Descent, NodeMemory, Saves
 from .restored import Restored
 
 _Answer = TypeVar("_Answer")
@@ -191,7 +191,8 @@ class Series:
         settle_last(self._group)
         name = self._new_name(step, replace, also)
         saved = self._saved(name)
-        save(state_dict, saved.path, provenance={**(provenance or {}), "step": step}, process_group=self._group)
+        details = {**(provenance or {}), "step": step, **self._descent_of(name)}
+        save(state_dict, saved.path, provenance=details, process_group=self._group)
         self._clean_up(name, also)
         self._signals.met(saved.path)
         return saved
@@ -221,6 +222,7 @@ class Series:
 
         def begin() -> tuple[str, Callable[[], None]]:
             name = self._new_name(step, replace, also)
+            details.update(self._descent_of(name))
             return self._saved(name).path, lambda: self._clean_up(name, also)
 
         details = {**(provenance or {}), "step": step}
@@ -326,9 +328,14 @@ class Series:
         _export_model(self._folder.path(name), place, self._group, shard_size)
         return str(place)
 
+    def _descent_of(self, name: StepName) -> Mapping[str, Any]:
+        return {} if self._memory is None else self._memory.descent_of_save(name.step)
+
     def _clean_up(self, name: StepName, also: str | None) -> None:
         """Remove what need not be kept, now that a checkpoint was published, and export it if that was asked for."""
         self._whole.add(name)
+        if self._memory is not None:
+            self._memory.note_published(name.step)
         if is_coordinator(self._group):
             self._try_removal(f"what {self._folder.place} need not keep", lambda: self._prune(name))
         if also is not None:
@@ -362,7 +369,7 @@ class Series:
     ) -> Restored | None:
         """Load the newest whole checkpoint; if it turns out to be damaged, the one before, with a warning on all ranks.
 
-        A copy in memory that is as new as the newest checkpoint is preferred; it is always attested.
+        A copy in memory that descends from the newest checkpoint is preferred; it is always attested.
 
         Tensors may have been overwritten when damage is found; loading the one before writes all of them again.  If
         that fails as well, do not train on the state dict.  A checkpoint that does not fit, or cannot be reached for
@@ -390,13 +397,14 @@ class Series:
             newest = self._newest()
             faults |= newest.faults
             newest = replace(newest, faults=faults)
-            # A copy in memory that is as new comes first.
-            since = -1 if newest.name is None else newest.name.step
-            restored = self._from_memory(copies, since, state_dict, extra, patterns)
+            # A copy in memory that descends from it comes first.
+            saves = self._saves(newest)
+            restored = self._from_memory(copies, saves, saves.fault, state_dict, extra, patterns)
             if restored is not None:
                 return restored
             if newest.name is None:
                 self._refuse_empty(faults, required)
+                self._begin_line(saves)
                 return None
             saved = self._saved(newest.name)
             self._warn_of(newest, f"restoring {saved.path} instead")
@@ -418,7 +426,9 @@ class Series:
                 self._damaged.add(newest.name)
                 faults[newest.name] = error.fault
             else:
-                return Restored.recorded(saved.step, saved.path, loaded, self._folder.place, self._group)
+                restored = Restored.recorded(saved.step, saved.path, loaded, self._folder.place, self._group)
+                self._begin_line(saves, saves.descent, restored.attempt)
+                return restored
 
     def _refuse_empty(self, faults: Mapping[StepName, str], required: bool) -> None:
         """Raise unless a run may begin: no checkpoint was found damaged, none is required, and the folder is a run's.
@@ -447,6 +457,7 @@ class Series:
         state_dict: dict[str, Any],
         *,
         since: int,
+        parent: str | os.PathLike[str] | None = None,
         allow_extra: bool | Iterable[str] = False,
         fresh: Iterable[str] = (),
     ) -> Restored | None:
@@ -456,6 +467,8 @@ class Series:
             state_dict, allow_extra, fresh: as for `restore`.
             since: the step of the newest of those, -1 if there is none: an older copy is not taken.  The first rank's
                 counts.
+            parent: the path of that checkpoint, which the trainer loads if this returns None.  A copy that does not
+                descend from it is not taken: a trainer that gives it calls `record_parent` after its saves.
 
         Returns:
             What was loaded; None if there is no such copy that is whole.
@@ -465,30 +478,55 @@ class Series:
         """
         patterns, extra = Globs.of(fresh).patterns, Globs.of_extra(allow_extra).patterns
         refuse_crossed(self._group, "Series.restore_copy")
-        return self._from_memory(self._copies(), self._ask_first(lambda: since), state_dict, extra, patterns)
+        place = None if parent is None else location(parent, SourceError)
+        saves = self._ask_first(lambda: Saves.of_trainer(since, place))
+        fault = saves.age_fault if saves.descent is None else saves.fault
+        restored = self._from_memory(self._copies(), saves, fault, state_dict, extra, patterns)
+        if restored is None:
+            self._begin_line(saves, saves.descent)
+        return restored
+
+    def record_parent(self, step: int, path: str | os.PathLike[str]) -> None:
+        """Record a checkpoint that a trainer has saved or loaded by itself: copies from now on descend from it.
+
+        Not collective, and reads nothing: the next `async_copy` looks whether the checkpoint is there.
+        """
+        if self._memory is not None:
+            self._memory.record_parent(step, location(path, SourceError).absolute())
 
     def _copies(self) -> list[FoundCopy]:
-        run = None if self._memory is None else self._ask_first(lambda: self._folder.identity(make=False))
-        return [] if self._memory is None or run is None else self._memory.found(run)
+        if self._memory is None:
+            return []
+        try:
+            run = self._ask_first(lambda: self._folder.identity(make=False))
+        except SourceError as error:
+            warn_on_rank(f"copies in memory are not taken: {error}", RuntimeWarning, stacklevel=3)
+            return []
+        return self._memory.find(run)
+
+    def _saves(self, newest: Newest) -> Saves:
+        return Saves() if self._memory is None else self._ask_first(lambda: Saves.of_folder(self._folder, newest))
 
     def _from_memory(
         self,
         copies: list[FoundCopy],
-        since: int,
+        saves: Saves,
+        fault: Callable[[FoundCopy], str | None],
         state_dict: dict[str, Any],
         extra: bool | Iterable[str],
         fresh: Iterable[str],
     ) -> Restored | None:
-        """Load the newest of these copies that is whole, and take it and all before it from the list."""
-        while self._memory is not None and copies and copies[0].step >= since:
-            copy = copies.pop(0)
-            try:
-                loaded = self._memory.load(copy, state_dict, extra, fresh)
-            except DamageError as error:
-                warn_on_rank(f"{copy} is not taken: {error.fault}", RuntimeWarning, stacklevel=3)
-                continue
-            return Restored.recorded(copy.step, str(copy), loaded, self._folder.place, self._group, memory=True)
-        return None
+        """Load the first of these copies that has no fault and is whole."""
+        if self._memory is None or (found := self._memory.load(copies, fault, state_dict, extra, fresh)) is None:
+            return None
+        copy, loaded = found
+        restored = Restored.recorded(copy.step, str(copy), loaded, self._folder.place, self._group, memory=True)
+        self._begin_line(saves, Descent.parsed(copy.provenance), restored.attempt)
+        return restored
+
+    def _begin_line(self, saves: Saves, origin: Descent | None = None, attempt: int = 0) -> None:
+        if self._memory is not None:
+            self._memory.begin_line(origin, saves.damaged, attempt)
 
     def _newest(self) -> Newest:
         return self._ask_first(lambda: self._folder.newest(self._damaged))
