@@ -24,7 +24,7 @@ from ..names.state_forms import stored_slot
 from ..names.vocabulary import EXP_AVG_SQ, ParamGroup
 from ..names.wording import listed
 from .ground.cuda_graphs import is_capturing
-from .options import as_numbers, keys_of_code_options
+from .options import as_numbers, keys_of_code_options, params_of
 from .step.agreement import Facts, Task, refusal
 from .step.exchange import gather_texts
 from .step.rank_sets import State
@@ -41,6 +41,9 @@ class CollectiveOptimizer(Optimizer):
     """
 
     code_options: list[dict[str, Any]]
+
+    _nonfinite: NonFinite | None = None
+    """Skips steps, or raises, where gradients are not finite; None: nobody looks."""
 
     _has_waiting_peers = False
     """Whether the other ranks wait for this one's part in the present step."""
@@ -61,10 +64,19 @@ class CollectiveOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero gradients as any torch optimizer does, and count those that no step has used."""
-        if not self._grads_consumed and any(p.grad is not None for group in self.param_groups for p in group["params"]):
+        if not self._grads_consumed and any(param.grad is not None for param in params_of(self.param_groups)):
             self._zeroed_unused += 1
         self._grads_consumed = False
         super().zero_grad(set_to_none)
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps that were skipped because gradients were not finite (``nonfinite="skip"``)."""
+        return self._nonfinite.skipped if self._nonfinite is not None else 0
+
+    @property
+    def _nonfinite_policy(self) -> str | None:
+        return self._nonfinite.policy if self._nonfinite is not None else None
 
     def _consume_gradients(self) -> Facts:
         """Start the count anew, and return the fact that shows a rank which alone has left out a step."""
@@ -165,7 +177,7 @@ class NonFinite:
             )
         skip = torch.zeros((), dtype=torch.bool)
         try:
-            return (skip, failure) if failure is not None else (_has_too_large(gradients), None)
+            return (skip, failure) if failure is not None else (_any_too_large(gradients), None)
         except Exception as error:
             return skip, error
 
@@ -185,21 +197,21 @@ class NonFinite:
             return
         names = [guarded.name for guarded in gradients if guarded.is_too_large]
         complaint = "gradients that are not finite, or too large for their state"
-        here = f"{complaint}: {listed(names, SHOWN_PARAMETERS)}" if names else ""
+        report = f"{complaint}: {listed(names, SHOWN_PARAMETERS)}" if names else ""
         self.in_a_row += 1
         if self.in_a_row > self._max_in_a_row:
             history = f" ({self._max_in_a_row} steps before this one were skipped)" if self._max_in_a_row else ""
-            raise refusal(replace(SKIP_TASK, failure=SKIP_TASK.failure + history), gather_texts(here, group))
+            raise refusal(replace(SKIP_TASK, failure=SKIP_TASK.failure + history), gather_texts(report, group))
         self.skipped += 1
         warn_on_rank(
             f"a step was skipped, number {self.skipped} of this run and {self.in_a_row} in a row: "
-            f"{here or f'other ranks have {complaint}'}",
+            f"{report or f'other ranks have {complaint}'}",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
-def _has_too_large(gradients: Iterable[GuardedGradient]) -> Tensor:
+def _any_too_large(gradients: Iterable[GuardedGradient]) -> Tensor:
     by_kind: defaultdict[tuple[torch.device, torch.dtype, float], list[Tensor]] = defaultdict(list)
     for guarded in gradients:
         by_kind[guarded.gradient.device, guarded.gradient.dtype, guarded.max_element].append(guarded.gradient)

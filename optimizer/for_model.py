@@ -6,7 +6,6 @@ import inspect
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -17,7 +16,7 @@ from ..names.errors import called_like, warn_on_rank
 from ..names.resumption import in_globs
 from ..names.vocabulary import GROUP_OPTIONS
 from .groups import EXAMPLE, FAMILIES, KINDS, WRAPPERS, Decisions, Rules, layers_of, rules_to_write, sort_parameters
-from .options import FLAG, as_numbers, check_value
+from .options import FLAG, as_numbers, check_value, params_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,7 +178,7 @@ class ForModel:
         model = self._model_groups.model() if self._model_groups is not None else None
         if self._model_groups is None or model is None:
             return
-        grouped = set(map(id, chain(*(group["params"] for group in self.param_groups))))
+        grouped = {*map(id, params_of(self.param_groups))}
         if all(id(param) in grouped or param.grad is None for param in model.parameters()):
             return
         names = {param: name for name, param in model.named_parameters()}

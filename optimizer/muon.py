@@ -41,6 +41,7 @@ from .options import (
     check_value,
     cycled_defaults,
     options_in_code,
+    params_of,
     parse_coefficients,
     refuse_repeated,
     refuse_shared_rate,
@@ -277,11 +278,10 @@ class Muon(ForModel, CollectiveOptimizer):
 
     def _store_state(self, param: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a parameter's state in the memory where it rests; a count of steps stays where it is."""
-        memory = STATE_MEMORIES[self._offload]
-        return {
-            slot: tensor if slot == STEP else with_local(tensor, memory.store(local_of(tensor), param.device))
-            for slot, tensor in slots.items()
-        }
+        stored, memory = dict(slots), STATE_MEMORIES[self._offload]
+        for slot in slots.keys() - {STEP}:
+            stored[slot] = with_local(slots[slot], memory.store(local_of(slots[slot]), param.device))
+        return stored
 
     def _refuse_cut_blocks(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         codec = codec_of(group)
@@ -326,11 +326,6 @@ class Muon(ForModel, CollectiveOptimizer):
     def schedules(self) -> Mapping[Ranks, Schedule]:
         """The owners and stages of matrices, by the ranks that share them; planned by the first step."""
         return {ranks: step.schedule for ranks, step in self._steps.planned.items()}
-
-    @property
-    def skipped_steps(self) -> int:
-        """The number of steps that were skipped because gradients were not finite (``nonfinite="skip"``)."""
-        return self._nonfinite.skipped if self._nonfinite is not None else 0
 
     def report(self, most_elementwise: float = 0.5) -> MuonReport:
         """Report which parameters are stepped how, as data that print as a table.
@@ -441,7 +436,7 @@ class Muon(ForModel, CollectiveOptimizer):
         self._follow_parameters()
         self._follow_options()
         if self._warns:
-            params = [param for group in self.param_groups for param in group["params"]]
+            params = [*params_of(self.param_groups)]
             if params and all(param.grad is None for param in params):
                 warn_of_no_gradient(stacklevel=6)
             if self._model_groups is not None:
@@ -527,9 +522,9 @@ class Muon(ForModel, CollectiveOptimizer):
         """Replace all state by new state for the groups' present parameters."""
         self.state.clear()
         self._owners.clear()
-        fresh = {param: self._fresh_state(param, group) for group in self.param_groups for param in group["params"]}
-        self._add_owner_state(fresh)
-        self.state.update(fresh)
+        for group in self.param_groups:
+            self.state.update({param: self._fresh_state(param, group) for param in group["params"]})
+        self._add_owner_state(self.state)
         self._take_snapshots()
         self._steps.plan_anew()
 
@@ -597,7 +592,7 @@ class Muon(ForModel, CollectiveOptimizer):
             self._methods,
             self._owners,
             self._offload,
-            self._nonfinite.policy if self._nonfinite is not None else None,
+            self._nonfinite_policy,
             self._restarted.keys(),
         )
 

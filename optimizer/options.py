@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import chain
 from numbers import Integral, Real
 from typing import Any
 
@@ -59,6 +60,11 @@ def as_numbers(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
+def params_of(groups: Iterable[ParamGroup]) -> Iterator[Tensor]:
+    """Yield the parameters of all groups."""
+    return chain.from_iterable(group["params"] for group in groups)
+
+
 def state_options(method: MatrixMethod | None) -> Collection[str]:
     """Return the options that say how a group stores its state; they have no defaults."""
     if method is None:
@@ -68,7 +74,8 @@ def state_options(method: MatrixMethod | None) -> Collection[str]:
 
 def cycled_defaults(groups: Sequence[ParamGroup]) -> dict[str, Any]:
     """Return the defaults for these schedulers: only options that all groups have."""
-    return {key: groups[0][key] for key in CYCLED_OPTIONS if groups and all(key in group for group in groups)}
+    common = set.intersection(*(set(group) for group in groups)) if groups else set()
+    return {key: groups[0][key] for key in CYCLED_OPTIONS if key in common}
 
 
 def refuse_unknown(group: ParamGroup, algorithm: str, options: Collection[str]) -> None:
@@ -91,10 +98,10 @@ def refuse_repeated(groups: Sequence[ParamGroup]) -> None:
             name, param = item if isinstance(item, tuple) else (None, item)
             if "param_names" in group:
                 name = group["param_names"][place]
-            where = f"parameter {place} of group {number}{f', {name}' if name else ''}"
-            if isinstance(param, Tensor) and places.setdefault(param, where) != where:
+            position = f"parameter {place} of group {number}{f', {name}' if name else ''}"
+            if isinstance(param, Tensor) and places.setdefault(param, position) != position:
                 raise ValueError(
-                    f"{where} is {places[param]}, too: expected each parameter once, and none in more than one "
+                    f"{position} is {places[param]}, too: expected each parameter once, and none in more than one "
                     "parameter group. Write tied parameters once, as model.parameters() has them"
                 )
 
@@ -266,8 +273,8 @@ def options_in_code(group: ParamGroup) -> dict[str, Any]:
 
 def keys_of_code_options(group: ParamGroup, code_options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that a state dict needs, so that `options_in_code` tells the code's options."""
-    told = options_in_code(group)
-    return {GIVEN_KEYS[key]: value for key, value in code_options.items() if key in told and told[key] != value}
+    stated = options_in_code(group)
+    return {GIVEN_KEYS[key]: value for key, value in code_options.items() if key in stated and stated[key] != value}
 
 
 def adopt_saved_options(

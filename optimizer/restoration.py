@@ -27,7 +27,7 @@ from ..names.vocabulary import GIVEN_KEYS, SCHEDULER_OPTIONS, STEP, STEPS_TAKEN,
 from .collective import CollectiveOptimizer
 from .methods.matrix import UNNAMED
 from .methods.scalar import counted_on
-from .options import adopt_saved_options, as_numbers, options_in_code, parse_coefficients
+from .options import adopt_saved_options, as_numbers, options_in_code, params_of, parse_coefficients
 from .state import convert_averages, tensor_misfit
 
 RESTORED = ("lr", "momentum", "weight_decay", "betas", "beta2", "eps", STEPS_TAKEN, *sorted(SCHEDULER_OPTIONS))
@@ -204,7 +204,7 @@ def _names_of(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
 
 
 def _has_numbers(groups: Sequence[Mapping[str, Any]]) -> bool:
-    return not any(isinstance(key, str) for key in chain(*(group["params"] for group in groups)))
+    return not any(isinstance(key, str) for key in params_of(groups))
 
 
 def _restore_options(
@@ -276,9 +276,8 @@ def load_fitting(
 
     def restore(_: Optimizer) -> None:
         adopt_saved_options(optimizer.param_groups, former_groups, optimizer.code_options)
-        keys = chain(*(group["params"] for group in fitted[0].groups))
-        params = chain(*(group["params"] for group in optimizer.param_groups))
-        for param, key in zip(params, keys, strict=True):
+        pairs = zip(params_of(optimizer.param_groups), params_of(fitted[0].groups), strict=True)
+        for param, key in pairs:
             loaded, slots = fitted[0].state[key], {}
             for slot, former in former_state[param].items():
                 # A count of steps may have been made before the parameter was moved.

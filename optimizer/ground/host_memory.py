@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,41 +28,27 @@ TensorsByKey = Mapping[SlotKey, Tensor]
 Wait = Callable[[], None]
 
 
-class Transfers(Protocol):
-    """Copies between host memory and a device."""
+class Transfers:
+    """Copies between host memory and a device, which are done when they return, or by the stream that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def begin(self) -> None:
         """Order the next copies after all that was launched before, by visits that were broken off too."""
-        ...
 
     def fetch(self, host_tensors: Sequence[Tensor]) -> tuple[list[Tensor], Wait]:
         """Begin to copy tensors to the device; the function lets the computation wait for them, but not the host."""
-        ...
+        return [torch.empty_like(tensor, device=self._device).copy_(tensor) for tensor in host_tensors], lambda: None
 
     def send_back(self, host_tensors: Sequence[Tensor], device_tensors: Sequence[Tensor]) -> Wait:
         """Begin to copy tensors to host memory, after the computation; the function lets the host wait."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class TransfersInOrder:
-    """Copies that are done when they return, or by the same stream as the computation."""
-
-    device: torch.device
-
-    def begin(self) -> None:
-        return None
-
-    def fetch(self, host_tensors: Sequence[Tensor]) -> tuple[list[Tensor], Wait]:
-        return [torch.empty_like(tensor, device=self.device).copy_(tensor) for tensor in host_tensors], self.begin
-
-    def send_back(self, host_tensors: Sequence[Tensor], device_tensors: Sequence[Tensor]) -> Wait:
         for target, source in zip(host_tensors, device_tensors, strict=True):
             target.copy_(source)
-        return self.begin
+        return lambda: None
 
 
-class TransfersBeside:
+class TransfersBeside(Transfers):
     """Copies on two streams of a CUDA device, one for each direction, beside the stream that computes.
 
     The memory on the device belongs to the first of these streams.  Nobody else may free it early: it is dropped once
@@ -71,7 +56,7 @@ class TransfersBeside:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         self._fetching, self._returning = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
@@ -96,39 +81,25 @@ class TransfersBeside:
 @lru_cache
 def transfers_of(device: torch.device) -> Transfers:
     """Return the transfers of a device; the same for all optimizers, as they have two streams."""
-    return TransfersBeside(device) if device.type == "cuda" else TransfersInOrder(device)
+    return TransfersBeside(device) if device.type == "cuda" else Transfers(device)
 
 
-class Visits(Protocol):
-    """Visits of tensors, by key, in turns."""
+class Visits:
+    """Visits of tensors to the device that computes with them, in turns; none, as state rests there."""
 
     def receive(self, turn: int) -> TensorsByKey:
         """Return the tensors of a turn that visit the device; others are always there."""
-        ...
+        return {}
 
     def release(self, turn: int) -> TensorsByKey:
         """Send back the tensors that neither this turn nor the next ones need; return them in host memory."""
-        ...
+        return {}
 
     def finish(self) -> None:
         """Wait until all state is back in host memory, which the host may read."""
-        ...
 
 
-class NoVisits:
-    """State that rests on the device."""
-
-    def receive(self, turn: int) -> TensorsByKey:
-        return {}
-
-    def release(self, turn: int) -> TensorsByKey:
-        return {}
-
-    def finish(self) -> None:
-        return None
-
-
-class HostVisits:
+class HostVisits(Visits):
     """Visits of tensors that rest in host memory.
 
     Args:
@@ -151,9 +122,8 @@ class HostVisits:
         return {key: self._visitors[key] for key in self._turns[turn]}
 
     def release(self, turn: int) -> TensorsByKey:
-        next_turns = self._turns[turn + 1 : turn + 1 + self._ahead]
-        needed = set().union(*next_turns)
-        leaving = {key: tensor for key, tensor in self._turns[turn].items() if key not in needed}
+        staying = set().union(*self._turns[turn + 1 : turn + 1 + self._ahead])
+        leaving = {key: tensor for key, tensor in self._turns[turn].items() if key not in staying}
         copies = [self._visitors.pop(key) for key in leaving]
         departure = self._transfers.send_back([*leaving.values()], copies), copies
         # The next turn takes the memory of the one before this; meanwhile the device computes this one.
@@ -170,9 +140,9 @@ class HostVisits:
 
     def _fetch(self, turn: int) -> None:
         if turn < len(self._turns):
-            coming = {key: tensor for key, tensor in self._turns[turn].items() if key not in self._visitors}
-            copies, self._arrivals[turn] = self._transfers.fetch([*coming.values()])
-            self._visitors.update(zip(coming, copies, strict=True))
+            missing = {key: tensor for key, tensor in self._turns[turn].items() if key not in self._visitors}
+            copies, self._arrivals[turn] = self._transfers.fetch([*missing.values()])
+            self._visitors.update(zip(missing, copies, strict=True))
 
 
 def peak_bytes(turns: Sequence[TensorsByKey], ahead: int) -> int:
@@ -223,7 +193,7 @@ def _pin(tensor: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory() if device.type == "cuda" and not host.is_pinned() else host
 
 
-ON_DEVICE = StateMemory(lambda tensor, device: tensor, lambda *_: NoVisits(), math.inf)
+ON_DEVICE = StateMemory(lambda tensor, device: tensor, lambda *_: Visits(), math.inf)
 STATE_MEMORIES: Mapping[str | None, StateMemory] = {
     None: ON_DEVICE,
     "cpu": StateMemory(

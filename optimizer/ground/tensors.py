@@ -1,4 +1,4 @@
-"""Many tensors done together: by torch's ``_foreach_`` operators a portion at a time, or end to end in one memory.
+"""Operations on many tensors: by torch's ``_foreach_`` operators a portion at a time, or end to end in one memory.
 
 16-bit tensors are computed in float32 and rounded once.  torch's CPU kernels round a product with a number in the last
 elements of a 16-bit tensor and not in the vectors before them (``add_`` with ``alpha``), so in 16 bits an element would
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise, repeat
 from typing import Protocol
 
 import torch
@@ -25,8 +25,7 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 
 REDUCTIONS = {torch.float32: (2.0**64, 2.0**80), torch.float64: (2.0**512, 2.0**640)}
 """By dtype, a limit above every finite norm, the root of a finite sum, and the divisor of a matrix whose norm is
-infinite: then the squares of 2^32 elements of any size add up, and those that count beside the largest are normal
-numbers."""
+infinite: its squares, of up to 2^32 elements, add up, and those that count beside the largest are normal numbers."""
 
 ELEMENTS = 2**16
 """The largest portion for each thread: five times as many float32 fit into the second cache of today's processors."""
@@ -188,10 +187,8 @@ def view_boxes(tensors: Tensors, sizes: Index, strides: Index, offsets: Sequence
     """Return a view of a box in each of some contiguous tensors; without offsets each box is all of its tensor."""
     if not offsets:
         return list(tensors)
-    return [
-        tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
-        for tensor, offset in zip(tensors, offsets, strict=True)
-    ]
+    pairs = zip(tensors, offsets, strict=True)
+    return [tensor.as_strided(sizes, strides, tensor.storage_offset() + offset) for tensor, offset in pairs]
 
 
 def stack_boxes(boxes: Sequence[Tensor]) -> Tensor:
@@ -227,8 +224,7 @@ class Places:
     def __iter__(self) -> Iterator[RowsColumns]:
         """Yield the shape of each matrix."""
         for count, rows, columns in self.runs:
-            for _ in range(count):
-                yield rows, columns
+            yield from repeat((rows, columns), count)
 
     def __len__(self) -> int:
         return sum(count for count, _, _ in self.runs)
@@ -239,11 +235,7 @@ class Places:
 
     @property
     def tall(self) -> bool:
-        """True if matrices are taller than wide.
-
-        Raises:
-            ValueError: some are and some are not.
-        """
+        """Whether matrices are taller than wide; raises ValueError if some are and some are not."""
         kinds = {rows > columns for _, rows, columns in self.runs}
         if len(kinds) > 1:
             raise ValueError(f"tall matrices are not done together with others: {self.runs}")
@@ -257,7 +249,7 @@ class Places:
         """Return each matrix, a view of ``[numel]``."""
         if len(self) == 1:  # as a CPU does them: three operators less
             return [memory.view(self.runs[0][1:])]
-        return [matrix for run in self.split_runs(memory) for matrix in run.unbind()]
+        return [*chain.from_iterable(run.unbind() for run in self.split_runs(memory))]
 
     def split_runs(self, memory: Tensor) -> list[Tensor]:
         """Return each run, a view ``[count, rows, columns]`` of ``[numel]``."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ...names.errors import LayoutError, did_you_mean, lost_ranks
 from ...names.wording import listed
 from ..ground.tensors import exact_dtype
 from ..methods.matrix import is_matrix_method
+from ..options import params_of
 from ..step.agreement import Facts, plan_facts
 from ..step.exchange import ALL_GATHER
 
@@ -64,7 +65,7 @@ class Members:
         Raises:
             ValueError: a parameter is not the model's, is in no group, or cannot lie in flat buffers.
         """
-        grouped = set(map(id, chain(*(group["params"] for group in groups))))
+        grouped = {*map(id, params_of(groups))}
         named = {name: param for name, param in model.named_parameters() if id(param) in grouped}
         if len(named) < len(grouped):
             raise ValueError(f"{len(grouped) - len(named)} parameters in the groups are not the model's")

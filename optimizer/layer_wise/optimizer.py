@@ -9,8 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from ...algebra.box import Box, row_major
-from ...layouts.boxed_tensor import BoxedTensor
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.records import to_json
 from ...layouts.tensors import local_of
@@ -37,7 +35,7 @@ from ..ground.dcp_hooks import declare_boxes, declared_boxes
 from ..ground.tensors import exact_dtype, rounded_once
 from ..methods.matrix import is_matrix_method
 from ..muon import Muon
-from ..options import COUNT_OR_NONE, FLAG, adopt_saved_options, check_rates, check_value
+from ..options import COUNT_OR_NONE, FLAG, adopt_saved_options, check_rates, check_value, params_of
 from ..report import warn_of_no_gradient
 from ..restoration import fit_state_dict
 from ..state import CUT_OTHERWISE, GroupSnapshot, SlotSnapshot, find_cleared, tensor_misfit
@@ -134,7 +132,6 @@ class LayerWise(CollectiveOptimizer):
         self._device = next((param.device for param in model.parameters()), torch.device("cpu"))
         self._agreement = GroupAgreement((group, expert_group), self._device)
         self._outside_ranks = sorted({*ranks_of_group(expert_group)} - {*ranks_of_group(group)})
-        self._nonfinite: NonFinite | None = None
         self._layout = layout if isinstance(layout, str) else "recorded"
         # Check the arguments and lay out buffers, alike on all ranks or on none.
         intent = Intent.of(AGREE_ON_PLAN, {})
@@ -151,9 +148,8 @@ class LayerWise(CollectiveOptimizer):
             self._template = self._make_template(lr, options)
             request = self._members.placement_request(self.param_groups, bucket_size, previous)
             self.buffers = make_layouts(layout, request)
-            policy = self._nonfinite.policy if self._nonfinite is not None else None
             transport = {"average": average, "exact": exact, "overlap": overlap, "gradient_dtype": gradient_dtype}
-            facts = {name: str(value) for name, value in {**transport, "nonfinite": policy}.items()}
+            facts = {name: str(value) for name, value in {**transport, "nonfinite": self._nonfinite_policy}.items()}
             facts["expert_group"] = "reaches beyond group" if self._outside_ranks else "lies in group"
             intent = Intent.of(AGREE_ON_PLAN, {**facts, **self._members.facts(self.param_groups, self.buffers)})
         except Exception as error:
@@ -388,7 +384,7 @@ class LayerWise(CollectiveOptimizer):
         Raises:
             ValueError: a parameter was replaced, cast or moved.
         """
-        params = set(chain(*(group["params"] for group in self.param_groups)))
+        params = {*params_of(self.param_groups)}
         model = self._model()
         model_params = dict(model.named_parameters()) if model is not None else {}
         for param, name in self._members.name_of.items():
@@ -409,11 +405,6 @@ class LayerWise(CollectiveOptimizer):
                 RuntimeWarning,
                 stacklevel=6,
             )
-
-    @property
-    def skipped_steps(self) -> int:
-        """The number of steps that were skipped (`Muon.skipped_steps`)."""
-        return self._nonfinite.skipped if self._nonfinite is not None else 0
 
     def _step_with_ranks(self, failure: Exception | None) -> bool:
         self._has_waiting_peers = False
@@ -485,19 +476,6 @@ class LayerWise(CollectiveOptimizer):
             handle.remove()
 
     # Checkpoints.
-
-    @cached_property
-    def reduced_gradients(self) -> Mapping[Tensor, BoxedTensor]:
-        """This rank's part of each parameter's gradient, which the last step has used, until the next backward pass."""
-        gradients = {}
-        for param, name in self._members.name_of.items():
-            memory, boxes = self._parts[name].gradient, {}
-            for fragment in self._parts[name].fragments:
-                box, place = fragment.box, fragment.place
-                start = memory.storage_offset() + place.offset
-                boxes[box.lo] = memory.as_strided(box.shape, place.strides, start)
-            gradients[param] = BoxedTensor(param.shape, boxes, memory.dtype, memory.device)
-        return gradients
 
     def provenance(self) -> dict[str, Any]:
         """Return the layout and its owners, for ``muonckpt.save(..., provenance=...)``."""

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonckpt.optimizer import Muon, muon as muon_module
 from muonckpt.optimizer.ground import host_memory
-from muonckpt.optimizer.ground.host_memory import STATE_MEMORIES, TransfersInOrder
+from muonckpt.optimizer.ground.host_memory import STATE_MEMORIES, Transfers
 
 HERE = torch.device("cpu")
 
@@ -30,7 +30,7 @@ MOST = 3000
 """Bytes of state that come together: two or three of these tensors."""
 
 
-class LateTransfers(TransfersInOrder):
+class LateTransfers(Transfers):
     """Copies as two streams may do them at worst: those to the device at once, those back when somebody waits for them.
     Between the two there is only NaN (in codes, 85) where a tensor rests.
     """
@@ -52,7 +52,7 @@ class LateTransfers(TransfersInOrder):
         targets, sources = list(resting), list(here)
 
         def wait() -> None:
-            TransfersInOrder.send_back(self, targets, sources)
+            Transfers.send_back(self, targets, sources)
             sources.clear()
 
         return wait
