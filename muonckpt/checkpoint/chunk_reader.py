@@ -1,280 +1,298 @@
-"""Reading elements of a checkpoint into live tensors, after or while they are checked.
+"""Reading a rank's ranges of a checkpoint's chunks into memory, and checking them.
 
-A plan says which elements of which chunk go where.  Every chunk of which something is read is compared with its digest
-or, where ranks need one run of bytes each, with its CRC-32, which follows from those of the runs.  Only plain data is
-unpickled.
+Every chunk of which something is read is compared with its digest by the rank that reads all of it; or, where several
+ranks read parts, with its CRC-32, which follows from those of the parts.
 """
 
 from __future__ import annotations
 
-import io
-import operator
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..algebra.box import Box, Index
-from ..algebra.plan import Copy, make_share
 from ..names.errors import DamageError, SourceError
-from ..record.chunks import Boxes, layout_in_boxes
-from ..record.record import Blob, Chunk, Extent, StateRecord, with_chunks
+from ..record.record import Chunk, Extent, StateRecord, with_chunks
 from ..store.io.checksums import JoinedCrc, crc32
-from ..store.io.location import Location, Remote
-from ..store.open_checkpoint import OpenCheckpoint, checked_blob
+from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
-from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of
-from ..store.verify.diagnosis import open_to_load
+from ..store.reading.payloads import BAND_BYTES, check_bytes, check_chunk, checked_elements, payload_of
 from .bits import bits_of
-from .live_state import LiveState, RankBoxes, asked_layouts
-from .shared_memory import differing_ties, tied_origins
-from .storable import refuse_code
+from .live_state import LocalParts
+from .reading_plan import ChunkRange, ReadingRound
 
-WhenChecked = Literal["before", "while"]
+T = TypeVar("T")
 
-Where = tuple[str, Index]
-"""Identifies a chunk: its tensor's key, and its first index."""
+_ALIGNMENT = 64
+"""Reads of several items begin at multiples of it, so that items which are aligned in their file are so in memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class ByteRun:
-    """Bytes ``start:stop`` of a chunk's payload, and their CRC-32 as read."""
+class PartialSum:
+    """The CRC-32 of bytes ``start:stop`` of a chunk's payload, as a rank has read them.
 
+    Attributes:
+        key, chunk: of the tensor, and the chunk's number there.
+        payload_bytes, recorded_crc32: the length and the CRC-32 of all of the payload, as its item records them.
+    """
+
+    key: str
+    chunk: int
+    payload_bytes: int
+    recorded_crc32: int
     start: int
     stop: int
     crc32: int
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
-            raise ValueError(f"expected a range of bytes, got {self.start}:{self.stop}")
 
-
-@dataclass(frozen=True, slots=True)
-class PartlyRead:
-    """The runs that a rank has read of a chunk; the payload's length and CRC-32 as its item records them."""
-
-    length: int
-    crc32: int
-    runs: tuple[ByteRun, ...]
-
-
-def run_of(window_lo: Index, window: Index, shape: Index) -> tuple[int, int] | None:
-    """Return where a window of a dense row-major chunk begins and ends, in elements; None if it is not contiguous.
-
-    Args:
-        window_lo: its first index in the chunk.
-        window, shape: of both.
-    """
-    start, numel, row = 0, 1, 1
-    for lo, n, size in zip(reversed(window_lo), reversed(window), reversed(shape), strict=True):
-        if n != 1 and numel != row:  # parts of several rows
-            return None
-        start, numel, row = start + lo * row, numel * n, row * size
-    return start, start + numel
-
-
-def holds(reads: Sequence[PartlyRead]) -> bool | None:
-    """Return whether the runs that ranks have read of a chunk are its payload; None if they do not tile it.
-
-    Ranks that read the same run, as replicas do, must have the same checksum of it.
-    """
-    (length, recorded), *disagreeing = {(read.length, read.crc32) for read in reads}
-    sums: dict[tuple[int, int], int] = {}
-    for run in (run for read in reads for run in read.runs):
-        if sums.setdefault((run.start, run.stop), run.crc32) != run.crc32:
-            return False
-    joined = JoinedCrc()
-    for (start, stop), crc in sorted(sums.items()):
-        joined.add(start, stop, crc)
-    return not disagreeing and joined.crc32 == recorded if joined.reached == length else None
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Read:
-    """The elements of a box in a chunk, and where they go."""
+    """A range of a chunk that this rank reads.
+
+    Attributes:
+        extent: its bytes; None if they are no run that can be checked by itself, and so are gathered box by box.
+        boxes: of its elements in the tensor, in their order.
+    """
 
     tensor: StateRecord
     chunk: Chunk
-    box: Box
-    target: Tensor
+    range: ChunkRange
+    extent: Extent | None
+    boxes: tuple[Box, ...]
 
     @property
-    def run(self) -> range | None:
-        """The bytes of the payload, if they are a run that can be checked by itself, and not all of it."""
-        box, whole = self.box, self.chunk.box
-        if self.chunk.strides is not None or self.chunk.crc32 is None or box == whole:
-            return None
-        run = run_of(tuple(map(operator.sub, box.lo, whole.lo)), box.shape, whole.shape)
-        return None if run is None else range(*(place * itemsize(self.tensor.dtype) for place in run))
+    def file(self) -> str:
+        return self.chunk.item.file
 
-    def is_known_to_differ(self, other: _Read) -> bool:
-        """Return whether the tensors of two reads differ, by fingerprints or else by checksums of their chunks."""
-        if self.tensor.fingerprint and other.tensor.fingerprint:
-            return self.tensor.fingerprint != other.tensor.fingerprint
-        chunks = self.chunk, other.chunk
-        alike = chunks[0].box == chunks[1].box and chunks[0].strides == chunks[1].strides
-        return alike and None not in (sums := {chunk.crc32 for chunk in chunks}) and len(sums) > 1
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.tensor.dtype)
+        return dtype
 
 
 class ChunkReader:
-    """A reader of elements, after everything that ranks read has been checked, or while it is.
+    """A reader of the ranges that a plan gives to one rank, round by round.
+
+    It goes on after damage, so that all of it is known at the end.
 
     Args:
-        check: as for `load`.
-        opened: the checkpoint, if another rank has opened it for this one.
+        rounds: of the plan.
+        place: this rank's in the process group.
 
     Attributes:
-        partly_read: the runs that this rank has read of chunks that it did not read whole, for `judge`.
+        faults: the first fault of each damaged file, by name.
+        sums: of the parts of chunks that other ranks read too.
+
+    Raises:
+        SourceError: an item is damaged, or not what the metadata promise.
     """
 
-    def __init__(self, place: Location, check: WhenChecked | None = None, opened: OpenCheckpoint | None = None) -> None:
-        self.place = place
-        self.partly_read: dict[Where, PartlyRead] = {}
-        self._opened = opened
-        self._checks_before = (check or ("while" if isinstance(place, Remote) else "before")) == "before"
+    def __init__(self, checkpoint: OpenCheckpoint, rounds: Sequence[ReadingRound], place: int) -> None:
+        self.faults: dict[str, SourceError] = {}
+        self.sums: list[PartialSum] = []
+        self._checkpoint = checkpoint
+        self._payloads = checkpoint.payloads
         self._checked: set[Chunk] = set()
-        self._blobs: dict[str, Blob] = {}
-        self._raw: dict[str, bytes] = {}
-        self._reads: list[_Read] = []
-        """In the order in which they lie in files."""
+        self._rounds = [self._reads_of(each, place) for each in rounds]
 
-    @cached_property
-    def checkpoint(self) -> OpenCheckpoint:
-        """The checkpoint, opened when it is first needed, where errors reach all ranks."""
-        return self._opened or open_to_load(self.place)
+    def _reads_of(self, of_all: ReadingRound, place: int) -> list[_Read]:
+        """Open the items of this rank's chunks, and no others, and list its reads in the order of files."""
+        ranges: defaultdict[str, list[tuple[ChunkRange, tuple[Box, ...]]]] = defaultdict(list)
+        tensors: dict[str, StateRecord] = {}
+        for tensor, reading in of_all.readings:
+            for number in reading.numbers_by_reader.get(place, ()):
+                tensors[tensor.key] = tensor
+                ranges[tensor.key].append((reading.ranges[number], reading.boxes[number]))
+        numbers = [sorted({part.chunk for part, _ in ranges[key]}) for key in tensors]
+        located = self._checkpoint.locate(with_chunks([*tensors.values()], numbers))
+        reads = []
+        for tensor, chunk_numbers in zip(located, numbers, strict=True):
+            chunks = dict(zip(chunk_numbers, tensor.chunks, strict=True))
+            reads += [
+                _Read(tensor, chunks[part.chunk], part, _extent(tensor, chunks[part.chunk], part), boxes)
+                for part, boxes in ranges[tensor.key]
+            ]
+        return sorted(reads, key=_order)
 
-    @cached_property
-    def _tensors(self) -> Mapping[str, StateRecord]:
-        return {tensor.key: tensor for tensor in self.checkpoint.outline.tensors}
+    def check(self) -> None:
+        """Read everything once to check it, and keep nothing."""
+        for reads in self._rounds:
+            for read in reads:
+                self._guarded(read, partial(self._check, read, ()))
 
-    def plan(self, live: LiveState, sources: Mapping[str, str], zeros: Collection[str]) -> None:
-        """Plan to read values of a state dict, and open the items that have them, and no others.
+    def read(self, number: int, is_checked: bool) -> Mapping[str, LocalParts]:
+        """Read this rank's ranges of a round, and return their elements by the keys of tensors.
 
         Args:
-            sources: keys of the checkpoint, by those of the state dict.
-            zeros: keys of the state dict that become zeros.
-
-        Raises:
-            LayoutError: elements of the state dict share memory, and are not those of whole tied tensors.
-            SourceError: tensors of the checkpoint differ, and those of the state dict are tied.
+            is_checked: `check` has been called; else they are checked now.
         """
-        blobs = {blob.key: blob for blob in self.checkpoint.outline.blobs}
-        self._blobs = {key: blobs[source] for key, source in sources.items() if source not in self._tensors}
-        wanted: defaultdict[str, list[tuple[int, Box, Tensor]]] = defaultdict(list)
-        for key, source in sources.items():
-            if source in self._tensors:
-                tensor, local = self._tensors[source], live.local(key)
-                for copy in _takes(tensor.shape, tensor.boxes, local.boxes):
-                    wanted[source].append(
-                        (int(copy.source.buffer), copy.box, local.view(copy.target.offset, copy.box.lo, copy.box.hi))
-                    )
-        tensors = [tensor for key, tensor in self._tensors.items() if wanted[key]]
-        numbers = [sorted({number for number, _, _ in wanted[tensor.key]}) for tensor in tensors]
-        located = self.checkpoint.locate(with_chunks(tensors, numbers))
-        reads = []
-        for tensor, own in zip(located, numbers, strict=True):
-            chunks = dict(zip(own, tensor.chunks, strict=True))
-            reads += [_Read(tensor, chunks[number], box, view) for number, box, view in wanted[tensor.key]]
-        self._reads = sorted(reads, key=lambda read: (read.chunk.item.file, read.chunk.item.offset))
-        self._refuse_overwriting(tied_origins(live, sources, zeros))
+        elements: defaultdict[str, dict[tuple[int, int], Sequence[Tensor]]] = defaultdict(dict)
+        boxes: defaultdict[str, dict[tuple[int, int], Sequence[Box]]] = defaultdict(dict)
+        for reads in self._near_reads(self._rounds[number]):
+            raw_bytes = self._guarded(reads[0], partial(self._raw_bytes, reads)) or [None] * len(reads)
+            for read, raw in zip(reads, raw_bytes, strict=True):
+                parts = self._guarded(read, partial(self._elements, read, raw, is_checked))
+                place = read.range.chunk, read.range.start
+                boxes[read.tensor.key][place] = read.boxes
+                elements[read.tensor.key][place] = _zeros(read) if parts is None else parts
+        local = {}
+        for key in elements:
+            by_first: dict[Index, Tensor] = {}
+            for place in sorted(elements[key]):  # chunk by chunk, as plans count elements
+                by_first |= zip((box.lo for box in boxes[key][place]), elements[key][place], strict=True)
+            local[key] = LocalParts.of(by_first)
+        return local
 
-    def _refuse_overwriting(self, tied: Collection[tuple[str, str]]) -> None:
-        """Refuse to read tensors that differ into the same memory: what is read last would be left of them."""
-        if not tied:
-            return
-        reads: defaultdict[str, dict[Index, _Read]] = defaultdict(dict)
-        for read in self._reads:
-            reads[read.tensor.key].setdefault(read.box.lo, read)
-        for one, other in sorted(tied):
-            for lo in reads[one].keys() & reads[other].keys():
-                if reads[one][lo].is_known_to_differ(reads[other][lo]):
-                    raise SourceError(differing_ties(one, other, self.place))
+    def _guarded(self, read: _Read, action: Callable[[], T]) -> T | None:
+        """Return what an action returns; note its error as a fault of the read's file, and return None."""
+        try:
+            return action()
+        except SourceError as error:
+            self.faults.setdefault(read.file, error)
+        except Exception as error:  # other ranks wait in the exchange that comes next
+            place = self._payloads.place(read.file)
+            self.faults.setdefault(read.file, SourceError(f"cannot read {place}: {type(error).__name__}: {error}"))
+        return None
 
-    def check(self) -> Mapping[Where, PartlyRead]:
-        """Read objects, and check elements if that is done before they are read; return partial reads."""
-        for key, blob in self._blobs.items():
-            self._raw[key] = checked_blob(self.checkpoint.payloads, blob)
-            refuse_code(blob.key, self._raw[key])
-        for read in self._reads if self._checks_before else ():
-            self._check(read)
-        return self.partly_read
+    def _near_reads(self, reads: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
+        """Group reads: small ones near each other are read at once."""
+        start = 0
+        while start < len(reads):
+            stop = start + 1
+            first = reads[start].extent
+            gap = self._payloads.open_file(first.file, 0).gap if first is not None else 0
+            end = first.end if first is not None else 0
+            while first is not None and stop < len(reads):
+                following = reads[stop].extent
+                if following is None or following.file != first.file or following.offset > end + gap:
+                    break
+                if following.end - first.offset > BAND_BYTES:
+                    break
+                end, stop = max(end, following.end), stop + 1
+            yield reads[start:stop]
+            start = stop
 
-    def read(self) -> dict[str, Any]:
-        """Read elements into their tensors, after all ranks have checked, and return the objects."""
-        if self._checks_before:
-            self._checked.update(read.chunk for read in self._reads)
-            self.partly_read = {}
-        for read in self._reads:
-            self._copy(read)
-        return {key: torch.load(io.BytesIO(raw), weights_only=False) for key, raw in self._raw.items()}
+    def _raw_bytes(self, reads: Sequence[_Read]) -> Sequence[memoryview | None]:
+        """Read the bytes of reads that are near each other; None for one alone, which is checked band by band."""
+        if len(reads) == 1:
+            return [None]
+        extents = [read.extent for read in reads if read.extent is not None]
+        start = extents[0].offset // _ALIGNMENT * _ALIGNMENT
+        stop = max(extent.end for extent in extents)
+        raw = np.empty(stop - start, np.uint8).data
+        for _ in self._payloads.fill_bands(Extent(extents[0].file, start, stop - start), raw):
+            pass
+        return [raw[extent.offset - start : extent.end - start] for extent in extents]
 
-    def _check(self, read: _Read) -> None:
-        """Check the whole chunk, once, or note the checksum of a run of it for `judge`."""
-        tensor, chunk, run = read.tensor, read.chunk, read.run
-        if chunk in self._checked:
-            return
-        if run is None:
-            check_chunk(self.checkpoint.payloads, tensor, chunk)
-            self._checked.add(chunk)
+    def _elements(self, read: _Read, raw: memoryview | None, is_checked: bool) -> Sequence[Tensor]:
+        """Return the elements of each box of a read, after checking them unless that was done before."""
+        if not read.boxes:  # read for the checksum of the chunk alone
+            if not is_checked:
+                self._check(read, ())
+            return ()
+        if read.extent is None:
+            return [*self._gathered(read, is_checked)]
+        if raw is None:
+            raw = np.empty(read.extent.length, np.uint8).data
+            parts: Iterable[memoryview] = self._payloads.fill_bands(read.extent, raw)
         else:
-            extent = Extent(chunk.item.file, payload_of(tensor, chunk).offset + run.start, len(run))
-            self._note(read, ByteRun(run.start, run.stop, crc32(self.checkpoint.payloads.bands(extent))))
-
-    def _copy(self, read: _Read) -> None:
-        tensor, chunk, target, payloads = read.tensor, read.chunk, read.target, self.checkpoint.payloads
-        staged = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
-        words, payload = bits_of(staged), payload_of(tensor, chunk)
-        if chunk not in self._checked and (run := read.run):
-            raw = payloads.view(Extent(payload.file, payload.offset + run.start, len(run)))
-            self._note(read, ByteRun(run.start, run.stop, crc32([raw])))
-            np.copyto(words, as_words(raw, tensor.dtype, read.box.shape))
-        elif chunk not in self._checked and read.box == chunk.box:
-            np.copyto(words, checked_elements(payloads, tensor, chunk))
-            self._checked.add(chunk)
+            parts = (raw,)
+        if is_checked:
+            for _ in parts:
+                pass
         else:
-            self._check(read)
-            payloads.gather_into(words, payload, tensor.dtype, chunk.stored("").place_at(read.box.lo), read.box.shape)
-        if staged is not target:
-            target.copy_(staged)
+            self._check(read, parts)
+        elements = torch.frombuffer(raw, dtype=torch.uint8)
+        if elements.data_ptr() % read.dtype.itemsize:  # torch's kernels crash on elements of 16 bytes at such places
+            elements = elements.clone()
+        elements = elements.view(read.dtype)
+        by_box = torch.split(elements, [box.numel for box in read.boxes])
+        return [part.view(box.shape) for part, box in zip(by_box, read.boxes, strict=True)]
 
-    def _note(self, read: _Read, run: ByteRun) -> None:
-        tensor, chunk = read.tensor, read.chunk
-        assert chunk.crc32 is not None, "other chunks are read whole"
-        where = tensor.key, chunk.box.lo
-        known = self.partly_read.get(where, PartlyRead(payload_of(tensor, chunk).length, chunk.crc32, ()))
-        self.partly_read[where] = replace(known, runs=(*known.runs, run))
+    def _gathered(self, read: _Read, is_checked: bool) -> Iterator[Tensor]:
+        """Yield elements that do not lie in row-major order, or whose checksum is that of the whole chunk."""
+        payload = payload_of(read.tensor, read.chunk)
+        if not is_checked and read.range.is_whole:
+            part = torch.empty(read.chunk.box.shape, dtype=read.dtype)
+            np.copyto(bits_of(part), checked_elements(self._payloads, read.tensor, read.chunk))
+            yield part
+            return
+        if not is_checked:
+            self._check(read, ())
+        for box in read.boxes:
+            part = torch.empty(box.shape, dtype=read.dtype)
+            place = read.chunk.stored("").place_at(box.lo)
+            self._payloads.gather_into(bits_of(part), payload, read.tensor.dtype, place, box.shape)
+            yield part
 
-    def judge(self, partly_read: Sequence[Mapping[Where, PartlyRead]]) -> None:
-        """Compare the chunks that ranks have read in runs with their recorded checksums."""
-        reads: defaultdict[Where, list[PartlyRead]] = defaultdict(list)
-        for of_rank in partly_read:
-            for where, read in of_rank.items():
-                reads[where].append(read)
-        for (key, lo), of_chunk in reads.items():
-            verdict = holds(of_chunk)
-            if verdict:
-                continue
-            tensor = self._tensors[key]
-            (number,) = (n for n, box in enumerate(tensor.boxes) if box.lo == lo and box.numel)
-            # Read it whole, also to find out what is wrong.
-            (located,) = self.checkpoint.locate([replace(tensor, chunks=tensor.chunks.select([number]))])
-            (chunk,) = located.chunks
-            check_chunk(self.checkpoint.payloads, tensor, chunk)
-            if verdict is False:
-                raise DamageError(
-                    f"tensor {tensor.key!r} box {chunk.box}: a rank read other bytes than {chunk.item.file} has"
-                )
+    def _check(self, read: _Read, parts: Iterable[memoryview]) -> None:
+        """Compare a read with the digest of its chunk, or note its checksum.
+
+        Args:
+            parts: its bytes as they are read; none if they are still to be read.
+        """
+        tensor, chunk, extent = read.tensor, read.chunk, read.extent
+        if extent is None:
+            if chunk not in self._checked:
+                check_chunk(self._payloads, tensor, chunk)
+                self._checked.add(chunk)
+        elif read.range.is_whole:
+            check_bytes(self._payloads, tensor, chunk, parts or self._payloads.bands(extent))
+        else:
+            payload = payload_of(tensor, chunk)
+            assert chunk.crc32 is not None, "else it is no extent"
+            start = extent.offset - payload.offset
+            total = crc32(parts or self._payloads.bands(extent))
+            sum_of_part = PartialSum(
+                tensor.key, read.range.chunk, payload.length, chunk.crc32, start, start + extent.length, total
+            )
+            self.sums.append(sum_of_part)
+        for _ in parts:  # some checks read the file itself
+            pass
 
 
-@lru_cache(maxsize=4096)
-def _takes(shape: Index, boxes: Boxes, here: tuple[Box, ...]) -> tuple[Copy, ...]:
-    """Return the copies from chunks, by number, that fill boxes; a model's tensors have few geometries."""
-    if not here:
-        return ()
-    (asked,) = asked_layouts(shape, (RankBoxes(0, here),))
-    return make_share(layout_in_boxes(shape, boxes), asked, 0).takes
+def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum]) -> None:
+    """Compare chunks that several ranks have read in parts with their recorded checksums.
+
+    Raises:
+        DamageError: a part is not what was saved; names the tensor, the box and the file.
+    """
+    by_chunk: defaultdict[tuple[str, int], list[PartialSum]] = defaultdict(list)
+    for part in sums:
+        by_chunk[part.key, part.chunk].append(part)
+    for (key, number), parts in by_chunk.items():
+        total = JoinedCrc()
+        for part in parts:
+            total.add(part.start, part.stop, part.crc32)
+        recorded = {(part.payload_bytes, part.recorded_crc32) for part in parts}
+        if recorded == {(total.reached, total.crc32)}:
+            continue
+        # Read it here, to find out what is wrong.
+        tensor = checkpoint.tensors[key].record
+        (located,) = checkpoint.locate(with_chunks([tensor], [[number]]))
+        (chunk,) = located.chunks
+        check_chunk(checkpoint.payloads, located, chunk)
+        raise DamageError(f"tensor {key!r} box {chunk.box}: a rank read other bytes than {chunk.item.file} has")
+
+
+def _extent(tensor: StateRecord, chunk: Chunk, part: ChunkRange) -> Extent | None:
+    """Return the bytes of a range; None if they are no run, or the chunk has no checksum that parts could add up to."""
+    if chunk.strides is not None or not (part.is_whole or chunk.crc32 is not None):
+        return None
+    payload, size = payload_of(tensor, chunk), itemsize(tensor.dtype)
+    return Extent(payload.file, payload.offset + part.start * size, (part.stop - part.start) * size)
+
+
+def _zeros(read: _Read) -> Sequence[Tensor]:
+    """Return elements in the place of those that could not be read: the state dict is declared unusable then."""
+    return [torch.zeros(box.shape, dtype=read.dtype) for box in read.boxes]
+
+
+def _order(read: _Read) -> tuple[str, int, int]:
+    return read.chunk.item.file, read.chunk.item.offset, read.range.start

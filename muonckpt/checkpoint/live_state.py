@@ -154,6 +154,9 @@ class LocalParts:
         return self.parts[number][tuple(slice(a - at, b - at) for a, b, at in zip(lo, hi, origin, strict=True))]
 
 
+NO_PARTS = LocalParts((), (), ())
+"""Of a tensor of which nothing is here."""
+
 Item = tuple[str, Index | None]
 """A key, and the first index of the tensor's box; None for an object that is not a tensor."""
 
@@ -342,7 +345,7 @@ def refuse_no_state_dict(given: object, purpose: str) -> None:
 
 
 NOBODY = "nobody"
-"""The buffer for elements that no rank asks for."""
+"""The buffer of elements that no rank has, or asks for."""
 
 
 class RankBoxes(NamedTuple):
@@ -423,8 +426,11 @@ def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[Holder]]:
 
 
 @lru_cache(maxsize=65536)
-def held_layout(shape: Index, held: tuple[RankBoxes, ...]) -> TensorLayout:
+def held_layout(shape: Index, held: tuple[RankBoxes, ...], ranks: tuple[int, ...] = ()) -> TensorLayout:
     """Return the layout of a tensor on its ranks, with offsets as if a rank's boxes lay dense and end to end.
+
+    Args:
+        ranks: the global ranks of a group, if boxes are named by places in it: for errors.
 
     Raises:
         LayoutError: nobody holds some elements, or boxes overlap in part.
@@ -432,7 +438,8 @@ def held_layout(shape: Index, held: tuple[RankBoxes, ...]) -> TensorLayout:
     try:
         return TensorLayout.of(shape, _fragments(held))
     except LayoutError:
-        return TensorLayout.of(shape, _fragments(held, "rank {}".format))  # raises the same, in words
+        in_words = _fragments(held, lambda rank: f"rank {ranks[rank] if ranks else rank}")
+        return TensorLayout.of(shape, in_words)  # raises the same
 
 
 def _fragments(held: Iterable[RankBoxes], name: Callable[[int], Buffer] = int) -> Iterator[Fragment]:
@@ -458,15 +465,16 @@ def asked_layouts(shape: Index, held: tuple[RankBoxes, ...]) -> tuple[TensorLayo
     Raises:
         LayoutError: the boxes of one rank overlap, or reach outside the tensor.
     """
-    layouts = []
-    for together in _apart(held):
-        fragments = list(_fragments(together))
-        start = 0
-        for box in unheld(shape, (fragment.box for fragment in fragments)):
-            fragments.append(dense(box, NOBODY, start))
-            start += box.numel
-        layouts.append(TensorLayout.of(shape, tuple(fragments)))
-    return tuple(layouts)
+    return tuple(filled_layout(shape, together) for together in _apart(held))
+
+
+def filled_layout(shape: Index, ranks: Iterable[RankBoxes]) -> TensorLayout:
+    """Return the layout of a tensor on ranks, as `held_layout`, in which all other elements are with `NOBODY`."""
+    fragments, start = [*_fragments(ranks)], 0
+    for box in unheld(shape, (fragment.box for fragment in fragments)):
+        fragments.append(dense(box, NOBODY, start))
+        start += box.numel
+    return TensorLayout.of(shape, fragments)
 
 
 def _apart(held: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:

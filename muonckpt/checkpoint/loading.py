@@ -6,42 +6,186 @@ to read, and then reads it.  An error before that leaves all tensors as they wer
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..names.errors import ADVICE, ArgumentError, DamageError, SourceError, called_like, warn_on_rank
 from ..names.keys import key_of
-from ..names.resumption import CAST_ADVICE, IN_A_TRAINER, LOAD_LINES, NAMES_OF_GROUPS, Globs, LoadReport
+from ..names.resumption import (
+    CAST_ADVICE,
+    IN_A_TRAINER,
+    LOAD_LINES,
+    NAMES_OF_GROUPS,
+    Globs,
+    LoadReport,
+    LoadTraffic,
+)
 from ..names.vocabulary import HISTORY_OPTIONS, has_our_options
 from ..programs.detection import detect, with_slots
 from ..record.columns import UNKNOWN
-from ..store.io.location import Location, location
-from ..store.open_checkpoint import OpenCheckpoint
+from ..record.record import Blob, StateRecord
+from ..store.io.location import Location, Remote, location
+from ..store.open_checkpoint import OpenCheckpoint, checked_blob
 from ..store.verify.diagnosis import open_to_load
 from .all_ranks import (
     broadcast_from_first,
     decide_on_first,
+    exchange,
     group_ranks,
     place_in,
     refuse_crossed,
     refuse_differing,
     unusable,
+    wire_device,
 )
 from .attestation import TensorPrint, attest_loaded
 from .bits import dtype_name
-from .chunk_reader import ChunkReader, PartlyRead, WhenChecked, Where
-from .live_state import LiveState, RankState, prove_asked_whole, refuse_no_state_dict
+from .chunk_reader import ChunkReader, PartialSum, judge_sums
+from .live_state import NO_PARTS, LiveState, LocalParts, RankState, prove_asked_whole, refuse_no_state_dict
 from .matching import RankRequest, dropped_by_torch, judge, match, selection
+from .reading_plan import FileReaders, JointRequest, ReadingPlan
 from .resume_check import LoadedState
+from .shared_memory import differing_ties, tied_origins
+from .storable import refuse_code
 from .template import LoadTemplate, Matching, Stored, joint_sources
+from .transfer import DEFAULT_MEMORY, Transfer
+
+WhenChecked = Literal["before", "while"]
+
+
+KEPT_BYTES = 4 << 30
+"""Bytes of a checkpoint that a rank keeps at most between their check and the first write to a tensor, by default.
+
+Where all that it reads fits, each byte is read once; else it is read a second time, and checked the first time.
+"""
+
+_ROUND_BYTES = 128 << 20
+"""Bytes that a rank reads at a time where it cannot keep all of them: the next are read while these are sent."""
+
+
+class CheckpointFiles(FileReaders, Protocol):
+    """The files of one checkpoint as the ranks of a job see them.
+
+    Attributes:
+        place: where this rank sees them.
+        identity: the name of the checkpoint, which has to be the same on all ranks.
+        raw_items: bytes of items that are not tensors, as far as every rank has them already.
+    """
+
+    @property
+    def place(self) -> Location: ...
+
+    @property
+    def identity(self) -> str: ...
+
+    @property
+    def raw_items(self) -> Mapping[str, bytes]: ...
+
+    def open_together(
+        self, process_group: dist.ProcessGroup | None, check_arguments: Callable[[], None]
+    ) -> Callable[[], OpenCheckpoint]:
+        """Return a function that returns the open checkpoint; called once, where an error reaches all ranks.
+
+        Args:
+            check_arguments: is called on the rank that opens it, before that.
+        """
+        ...
+
+    def value_of(self, checkpoint: OpenCheckpoint, entry: StateRecord | Blob) -> Any:
+        """Read a small value, such as an option of a parameter group."""
+        ...
+
+    def report(self, faults: Mapping[str, SourceError]) -> Mapping[str, str]:
+        """Return what other ranks have to know of this rank's damaged files, or raise the first of the errors."""
+        ...
+
+    def refuse(self, faults: Sequence[Mapping[str, str]]) -> None:
+        """Note that each rank cannot read some files; raise `DamageError` if nobody can."""
+        ...
+
+
+class SharedFiles:
+    """Files that all ranks see in the same place."""
+
+    divides_chunks = True
+    raw_items: Mapping[str, bytes] = MappingProxyType({})
+
+    def __init__(self, path: str | os.PathLike[str], process_group: dist.ProcessGroup | None) -> None:
+        self._path = path
+        self._ranks = range(len(group_ranks(process_group)))
+
+    @cached_property
+    def place(self) -> Location:
+        return location(self._path, SourceError)
+
+    @property
+    def identity(self) -> str:
+        return str(self.place)
+
+    def of(self, file: str) -> Sequence[int]:
+        return self._ranks
+
+    def open_together(
+        self, process_group: dist.ProcessGroup | None, check_arguments: Callable[[], None]
+    ) -> Callable[[], OpenCheckpoint]:
+        """Open the checkpoint on the first rank, and send it to the others where they can use it.
+
+        They cannot with readers that cannot be sent, such as those of a plug-in; and not with elements that have no
+        checksum and lie where only the description says: a rank that sees another file would take whatever bytes are
+        there.  A rank may also lack a reader that the first one has, hence the function.
+        """
+        opened: list[OpenCheckpoint] = []
+
+        def pack() -> bytes | None:
+            check_arguments()
+            opened.append(open_to_load(self.place))
+            columns, elements = opened[0].outline.columns, opened[0].outline.elements
+            in_items = columns.payload_length() == UNKNOWN  # their checksums are there, too
+            is_checked = columns.has_digest | (columns.crc32 != UNKNOWN) | in_items
+            if not dist.is_initialized() or not (is_checked | (elements == 0)).all():
+                return None
+            try:
+                return zlib.compress(pickle.dumps(opened[0]), 1)  # columns are mostly zeros, or alike
+            except Exception:  # whatever a reader raises that cannot be pickled
+                return None
+
+        packed = broadcast_from_first(process_group, SourceError, pack)
+
+        def unpack() -> OpenCheckpoint:
+            if opened:
+                return opened[0]
+            if packed is None:
+                return open_to_load(self.place)
+            checkpoint: OpenCheckpoint = pickle.loads(zlib.decompress(packed))
+            return checkpoint
+
+        return unpack
+
+    def value_of(self, checkpoint: OpenCheckpoint, entry: StateRecord | Blob) -> Any:
+        return checkpoint.values.read(entry)
+
+    def report(self, faults: Mapping[str, SourceError]) -> Mapping[str, str]:
+        for error in faults.values():
+            raise error
+        return {}
+
+    def refuse(self, faults: Sequence[Mapping[str, str]]) -> None:
+        """Do nothing: `report` has raised all errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,79 +194,107 @@ class _Question:
 
     Attributes:
         arguments: those that have to be the same on all ranks.
+        asked: the tensors that it asks for.
         placed: for each kind of ``asked`` the global ranks that hold elements, where placements say that.
+        memory: bytes of what it may keep.
+        devices: types of devices on which it has tensors.
     """
 
     arguments: Mapping[str, object]
     request: RankRequest
     asked: RankState
     placed: Sequence[Collection[int]]
+    memory: int
+    devices: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreement:
+    """The first rank's answer; attributes as of `_Question`, of all ranks together."""
+
+    request: JointRequest
+    report: LoadReport
+    memory: int
+    devices: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A rank's check of what it has read: checksums of parts of chunks, and its damaged files."""
+
+    sums: Sequence[PartialSum]
+    faults: Mapping[str, str]
 
 
 @dataclass(eq=False)
-class _JointLoad:
-    """One load, with the arguments of `load`; ``matching`` exists once it is decided what this rank takes."""
+class JointLoad:
+    """One load, with the arguments of `load`."""
 
     state_dict: dict[str, Any]
-    path: str | os.PathLike[str]
+    files: CheckpointFiles
     allow_extra: bool | Iterable[str]
     fresh: Iterable[str]
     attest: bool
     check: WhenChecked | None
     group: dist.ProcessGroup | None
+    memory: int | None = None
 
     def __post_init__(self) -> None:
         self.matching: Matching
         self._live: LiveState
-        self._reader: ChunkReader
+        self._checkpoint: OpenCheckpoint
         self._stored: Stored
-        self._report: LoadReport
+        self._plan: ReadingPlan
+        self._reader: ChunkReader
+        self._is_checked_before = True
+        self._kept: Mapping[str, LocalParts] | None = None
+        """The elements that this rank has read, if all ranks keep theirs until they are checked."""
+        self._raw_items: dict[str, bytes] = {}
         self._sources: Mapping[str, str] = {}
         """Keys of tensors of the checkpoint by those that all ranks know them under; on the coordinator alone."""
         self._unloaded_keys: Sequence[str] = ()
         """Keys of the checkpoint that ``allow_extra`` leaves there; on the coordinator alone."""
 
+    def _check_arguments(self) -> None:
+        refuse_no_state_dict(self.state_dict, "to load into")
+        _ = self.files.place, self._selection
+
     @cached_property
-    def _checked(self) -> tuple[Location, Globs, Globs]:
+    def _selection(self) -> tuple[Globs, Globs]:
         """The checked arguments; made once, as globs may come from an iterator."""
         if self.check not in (None, "before", "while"):
             raise ArgumentError(f"check is 'before', 'while' or None; got {self.check!r}")
-        return location(self.path, SourceError), *selection(self.allow_extra, self.fresh)
+        if self.memory is not None and (type(self.memory) is not int or self.memory < 1):
+            raise ArgumentError(f"memory is a number of bytes, at least 1, or None; got {self.memory!r}")
+        return selection(self.allow_extra, self.fresh)
 
     def run(self) -> LoadReport:
         """Load in place, or fail on all ranks with one error."""
-
-        def place() -> Location:
-            refuse_no_state_dict(self.state_dict, "to load into")
-            return self._checked[0]
-
-        opened = _opened_together(self.group, place)
-        decide_on_first(self.group, SourceError, lambda: self.ask(opened), self.answer)
-
-        def read() -> Mapping[Where, PartlyRead]:
-            values = self._reader.read()
-            self._live.zero(self.matching.zeros)
-            self._live.put(values, self.matching.added)
-            return self._reader.partly_read
-
-        def report(ranks: list[Mapping[Where, PartlyRead]]) -> LoadReport:
-            self._reader.judge(ranks)
-            return self._report
-
-        # All ranks hear of it before any of them writes.
-        decide_on_first(self.group, SourceError, self._reader.check, self._reader.judge)
+        # 1. The checkpoint is opened once, and all ranks hear what all of them ask for.
+        opened = self.files.open_together(self.group, self._check_arguments)
+        agreement = decide_on_first(self.group, SourceError, lambda: self._ask(opened()), self._answer)
+        # 2. Each byte is read by one rank, and checked, before any rank writes.  Files of which another node has a
+        #    whole copy are read there in a second try.
+        while True:
+            faults = decide_on_first(self.group, SourceError, lambda: self._read(agreement), self._judge)
+            if not any(faults):
+                break
+            self.files.refuse(faults)
+        # 3. Elements go to the ranks that asked for them.
         with unusable('; check="before" finds damage before any tensor is touched'):
-            loaded = decide_on_first(self.group, SourceError, read, report)
+            failure = self._fill(agreement)
+            decide_on_first(self.group, SourceError, lambda: self._finish(failure), self._judge)
         if self.attest:
             with unusable():
-                attest_loaded(self.state_dict, self._reader.checkpoint, lambda: self._sources, self.group)
-        self._reader.checkpoint.close()
-        return loaded
+                attest_loaded(self.state_dict, self._checkpoint, lambda: self._sources, self.group)
+        self._checkpoint.close()
+        traffic = LoadTraffic(self._plan.bytes_read * self._passes, self._plan.bytes_sent, self._passes)
+        return replace(agreement.report, traffic=traffic)
 
     @property
     def loaded_state(self) -> LoadedState:
         """What was loaded, after `run`: the recorded fingerprints of tensors are on the coordinator."""
-        tensors = self._reader.checkpoint.tensors
+        tensors = self._checkpoint.tensors
         stored = {key: tensors[source] for key, source in self._sources.items() if source in tensors}
         prints = {
             key: TensorPrint(tensor.shape, tensor.dtype, tensor.fingerprint)
@@ -130,53 +302,185 @@ class _JointLoad:
             if tensor.fingerprint is not None
         }
         loaded_keys = [*self.matching.sources, *map(key_of, self.matching.added)]
-        provenance = self._reader.checkpoint.outline.provenance
+        provenance = self._checkpoint.outline.provenance
         return LoadedState.of(self._live, loaded_keys, prints, provenance, self._unloaded_keys)
 
     def advice(self) -> str:
         """Return on all ranks what to do about damage, after it was found."""
         from ..store.verify.diagnosis import advice_on  # not needed where nothing is wrong
 
-        return broadcast_from_first(self.group, SourceError, lambda: advice_on(self._checked[0]))
+        return broadcast_from_first(self.group, SourceError, lambda: advice_on(self.files.place))
 
-    def ask(self, opened: Callable[[], OpenCheckpoint | None]) -> _Question:
-        place, extra, globs = self._checked
+    def _ask(self, checkpoint: OpenCheckpoint) -> _Question:
+        """Match this rank's state dict with the checkpoint."""
+        self._check_arguments()
+        extra, globs = self._selection
         live = self._live = LiveState.of(self.state_dict, "to load into")
-        self._reader = ChunkReader(place, self.check, opened())
-        for tensor in self._reader.checkpoint.outline.tensors:
+        self._checkpoint = checkpoint
+        for tensor in checkpoint.outline.tensors:
             tensor.chunk_layout()  # proves that the chunks tile it; no item is opened
-        self._stored = Stored.of(self._reader.checkpoint, place_in(self.group))
+        entries: list[StateRecord | Blob] = [*checkpoint.outline.tensors, *checkpoint.outline.blobs]
+        self._stored = Stored(entries, partial(self.files.value_of, checkpoint), place_in(self.group))
         template = LoadTemplate.of(live, extra.matches_all)
         matching = self.matching = match(template, self._stored, globs)
         asked = RankState((), (), ())
         if matching.fits:
-            self._reader.plan(live, matching.sources, matching.zeros)
             asked = live.described.boxes({*matching.sources, *matching.zeros})
+            self._refuse_overwriting(tied_origins(live, matching.sources, matching.zeros))
         arguments = {
-            "path": str(place), "allow_extra": extra.patterns, "attest": self.attest, "check": self.check
+            "path": self.files.identity, "allow_extra": extra.patterns, "attest": self.attest, "check": self.check
         }  # fmt: skip
-        return _Question(arguments, RankRequest(matching, template.optimizers, globs), asked, live.placed_on(asked))
+        request = RankRequest(matching, template.optimizers, globs)
+        memory = min(KEPT_BYTES, available_memory() // 8) if self.memory is None else self.memory
+        return _Question(arguments, request, asked, live.placed_on(asked), memory, live.devices)
 
-    def answer(self, ranks: list[_Question]) -> None:
+    def _answer(self, ranks: list[_Question]) -> _Agreement:
         """Decide for all ranks, on the coordinator."""
         refuse_differing(self.group, "load", [question.arguments for question in ranks])
-        matching, self._report = judge([question.request for question in ranks], self._stored, self._checked[1])
+        extra, _ = self._selection
+        matching, report = judge([question.request for question in ranks], self._stored, extra)
         if not matching.fits:
             raise SourceError(self.refusal(matching))
         claimed = matching.spared.union(*(question.request.matching.sources.values() for question in ranks))
         self._unloaded_keys = sorted(
             key
             for key, entry in self._stored.entries.items()
-            if key not in claimed
-            and self._checked[1].match(key)
-            and entry.path[-1] not in HISTORY_OPTIONS | NAMES_OF_GROUPS
+            if key not in claimed and extra.match(key) and entry.path[-1] not in HISTORY_OPTIONS | NAMES_OF_GROUPS
         )
         self._sources = joint_sources([(question.asked, question.request.matching) for question in ranks])
         asked = ((question.asked, question.placed) for question in ranks)
         prove_asked_whole(dict(zip(group_ranks(self.group), asked, strict=True)))
+        request = JointRequest.of([(question.asked, question.request.matching.sources) for question in ranks])
+        devices = frozenset[str]().union(*(question.devices for question in ranks))
+        return _Agreement(request, report, min(question.memory for question in ranks), devices)
+
+    def _refuse_overwriting(self, tied: Collection[tuple[str, str]]) -> None:
+        """Refuse tensors that differ and would come into one memory: what is copied last would be left of them."""
+        records = {tensor.key: tensor for tensor in self._checkpoint.outline.tensors}
+        for key, other_key in sorted(tied):
+            if _differ(self._checkpoint, (records[key], records[other_key])):
+                raise SourceError(differing_ties(key, other_key, self.files.place))
+
+    def _read(self, agreement: _Agreement) -> _Checked:
+        """Read what this rank is to read, once, and check it; or check it alone, where it does not fit into memory."""
+        outline, (place, num_ranks) = self._checkpoint.outline, place_in(self.group)
+
+        def plan(read_memory: int) -> ReadingPlan:
+            return ReadingPlan.of(
+                outline.tensors, outline.blobs, agreement.request, self.files, num_ranks, read_memory, DEFAULT_MEMORY
+            )
+
+        # Everything is kept until it has been checked, or read a part at a time.
+        self._plan = plan(agreement.memory)
+        keeps_all = len(self._plan.rounds) <= 1
+        if self.check == "while" or not keeps_all:
+            self._plan = plan(min(agreement.memory, _ROUND_BYTES))
+        is_remote = isinstance(self.files.place, Remote)  # from there nothing is read twice
+        checks_before = self.check == "before" or (self.check is None and (keeps_all or not is_remote))
+        # Items that are not tensors are small: their reader keeps them.
+        blobs = {blob.key: blob for blob in outline.blobs}
+        self._raw_items = dict(self.files.raw_items)
+        for key, reader in self._plan.object_readers.items():
+            if reader == place and key not in self._raw_items:
+                self._raw_items[key] = checked_blob(self._checkpoint.payloads, blobs[key])
+                refuse_code(key, self._raw_items[key])
+        self._kept, self._reader = None, ChunkReader(self._checkpoint, self._plan.rounds, place)
+        self._passes = 1
+        if checks_before and keeps_all:
+            self._kept = self._reader.read(0, is_checked=False) if self._plan.rounds else None
+        elif checks_before:
+            self._reader.check()
+            self._passes = 2
+        return _Checked(self._reader.sums, self.files.report(self._reader.faults))
+
+    def _judge(self, ranks: list[_Checked]) -> list[Mapping[str, str]]:
+        """Compare chunks that were read in parts; return the damaged files of each rank, on the coordinator."""
+        faults = [checked.faults for checked in ranks]
+        if not any(faults):
+            judge_sums(self._checkpoint, chain.from_iterable(checked.sums for checked in ranks))
+        return faults
+
+    def _fill(self, agreement: _Agreement) -> Exception | None:
+        """Move elements into the tensors; return this rank's error, as it goes on exchanging.
+
+        Raises:
+            LostRankError: another rank was lost.
+        """
+        reader, rounds, device = self._reader, self._plan.rounds, wire_device(self.group, agreement.devices)
+        reader.sums.clear()
+        failure: Exception | None = None
+        self._exchange_items(agreement.request.objects, device)
+        for of_round, elements in zip(rounds, self._elements_by_round(), strict=True):
+            transfer = Transfer(
+                partial(_parts_of, elements), self._live.local, of_round.moves, of_round.stages, self.group, device
+            )
+            transfer.run()
+            failure = failure or transfer.failure
+        self._kept = None
+        return failure
+
+    def _elements_by_round(self) -> Iterator[Mapping[str, LocalParts]]:
+        """Yield the elements that this rank reads; the next ones are read while these are exchanged."""
+        if not self._plan.rounds:
+            return
+        if self._kept is not None:
+            yield self._kept
+            return
+        read = partial(self._reader.read, is_checked=self._passes == 2)
+        with ThreadPoolExecutor(1) as thread:
+            following = thread.submit(read, 0)
+            for number in range(1, len(self._plan.rounds)):
+                elements, following = following.result(), thread.submit(read, number)
+                yield elements
+            yield following.result()
+
+    def _exchange_items(self, objects: Mapping[str, Sequence[int]], device: torch.device) -> None:
+        """Send items that are not tensors from the ranks that have read them to those that ask for them.
+
+        Args:
+            objects: the places of the ranks that ask for each.
+        """
+        place, num_ranks = place_in(self.group)
+        lengths = {blob.key: blob.item.length for blob in self._checkpoint.outline.blobs}
+        outgoing: list[list[str]] = [[] for _ in range(num_ranks)]
+        incoming: list[list[str]] = [[] for _ in range(num_ranks)]
+        is_needed = False  # the same on all ranks
+        for key, reader in self._plan.object_readers.items():
+            if key in self.files.raw_items or tuple(objects[key]) == (reader,):
+                continue
+            is_needed = True
+            if reader == place:
+                for taker in objects[key]:
+                    outgoing[taker] += [key] * (taker != place)
+            elif place in objects[key]:
+                incoming[reader].append(key)
+        if not is_needed:
+            return
+        outbox = b"".join(self._raw_items[key] for keys in outgoing for key in keys)
+        splits = [[sum(lengths[key] for key in keys) for keys in by_rank] for by_rank in (outgoing, incoming)]
+        send = torch.tensor(np.frombuffer(bytearray(outbox), np.uint8), device=device)
+        receive = torch.empty(sum(splits[1]), dtype=torch.uint8, device=device)
+        exchange(self.group, send, splits[0], receive, splits[1])
+        inbox, start = receive.cpu().numpy().tobytes(), 0
+        for key in chain.from_iterable(incoming):
+            self._raw_items[key] = inbox[start : start + lengths[key]]
+            start += lengths[key]
+
+    def _finish(self, failure: Exception | None) -> _Checked:
+        """Set everything that is not read from chunks, after raising this rank's error, if there is one."""
+        self.files.report(self._reader.faults)
+        if failure is not None:
+            raise failure
+        self._live.zero(self.matching.zeros)
+        raw = {key: self._raw_items.get(source) for key, source in self.matching.sources.items()}
+        values = {
+            key: torch.load(io.BytesIO(item), weights_only=False) for key, item in raw.items() if item is not None
+        }
+        self._live.put(values, self.matching.added)
+        return _Checked(self._reader.sums, {})
 
     def refusal(self, matching: Matching) -> str:
-        begin, cure = f"{self._reader.place} does not fit the state dict", f"muonckpt.load(..., {{}}){IN_A_TRAINER}"
+        begin, cure = f"{self.files.place} does not fit the state dict", f"muonckpt.load(..., {{}}){IN_A_TRAINER}"
         translated = self._translation()
         other_keys = matching.differences or matching.extra_state or matching.faults[0].startswith("missing")
         if not other_keys or not translated:
@@ -185,7 +489,7 @@ class _JointLoad:
 
     def _translation(self) -> str:
         """Return how state of another program becomes that of our optimizer; empty where that is not what it needs."""
-        place, manifest, program = self._reader.place, self._reader.checkpoint.outline, ""
+        place, manifest, program = self.files.place, self._checkpoint.outline, ""
         if self._stored.translated or not has_our_options(self._live.flat):
             return ""
         try:
@@ -210,7 +514,7 @@ class _JointLoad:
         if not has_weights or len(dtypes) != 1 or not dtypes <= {*_STATE_DTYPES}:
             return CAST_ADVICE
         [dtype] = dtypes
-        line = f"muonckpt convert {self._reader.place} NEW --state-dtype {dtype}"
+        line = f"muonckpt convert {self.files.place} NEW --state-dtype {dtype}"
         return f"The weights fit, and state alone is cast: {line} ({_STATE_DTYPES[dtype]})"
 
 
@@ -221,31 +525,28 @@ _STATE_DTYPES = {
 """What becomes of state in these dtypes, in which ``--state-dtype`` writes it."""
 
 
-def _opened_together(
-    process_group: dist.ProcessGroup | None, place: Callable[[], Location]
-) -> Callable[[], OpenCheckpoint | None]:
-    """Open a checkpoint on the first rank, and return a function that gives it on each; None where each has to open it.
+_MEMORY = Path("/proc/meminfo")
 
-    That is so with readers that cannot be sent, such as those of a plug-in; and with elements that have no checksum
-    and lie where only the description says: a rank that sees another file would take whatever bytes are there.
-    Call the function once, where an error reaches all ranks: this one may lack a reader that the first has.
-    """
-    mine: list[OpenCheckpoint] = []
 
-    def packed() -> bytes | None:
-        mine.append(open_to_load(place()))
-        columns, elements = mine[0].outline.columns, mine[0].outline.elements
-        in_items = columns.payload_length() == UNKNOWN  # their checksums are there, too
-        guarded = columns.has_digest | (columns.crc32 != UNKNOWN) | in_items
-        if not dist.is_initialized() or not (guarded | (elements == 0)).all():
-            return None
-        try:
-            return zlib.compress(pickle.dumps(mine[0]), 1)  # columns are mostly zeros, or alike
-        except Exception:  # whatever a reader raises that cannot be pickled
-            return None
+def available_memory() -> int:
+    """Return the bytes of memory that processes of this machine can still have, as Linux estimates them."""
+    [line] = [line for line in _MEMORY.read_text().splitlines() if line.startswith("MemAvailable:")]
+    return int(line.split()[1]) << 10
 
-    heard = broadcast_from_first(process_group, SourceError, packed)
-    return lambda: mine[0] if mine else None if heard is None else pickle.loads(zlib.decompress(heard))
+
+def _parts_of(elements: Mapping[str, LocalParts], key: str) -> LocalParts:
+    return elements.get(key, NO_PARTS)
+
+
+def _differ(checkpoint: OpenCheckpoint, pair: tuple[StateRecord, StateRecord]) -> bool:
+    """Return whether two tensors are known to differ, by their fingerprints or else by checksums of equal chunks."""
+    prints = [tensor.fingerprint for tensor in pair]
+    if None not in prints:
+        return prints[0] != prints[1]
+    chunks, other_chunks = (tensor.chunks for tensor in checkpoint.locate(pair))
+    by_box = {(chunk.box, chunk.strides): chunk.crc32 for chunk in chunks}
+    sums = [(by_box.get((chunk.box, chunk.strides)), chunk.crc32) for chunk in other_chunks]
+    return any(None not in of_chunks and of_chunks[0] != of_chunks[1] for of_chunks in sums)
 
 
 @called_like(f"{LOAD_LINES}; muonckpt.open(path) reads a checkpoint without a model")
@@ -257,13 +558,14 @@ def load(
     fresh: Iterable[str] = (),
     attest: bool = False,
     check: WhenChecked | None = None,
+    memory: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load a checkpoint in place into the tensors of ``state_dict``, whatever mesh they are on.  Collective.
 
     Keys, coverage, shapes, dtypes, momentum conventions and the items of a stock checkpoint are checked on all ranks
-    before any tensor is touched, and so are digests and checksums unless ``check`` says otherwise.  A rank that needs
-    one run of elements of a chunk, such as rows, reads only that, and all ranks check the chunk together.
+    before any tensor is touched, and so are digests and checksums unless ``check`` says otherwise.  Each byte is read
+    by one rank and sent to those that ask for it; where that is the same rank, nothing is sent.
 
     Args:
         state_dict: the template, nested as it was saved; other objects with ``load_state_dict`` are called.
@@ -280,7 +582,10 @@ def load(
             (docs/guide/attest.md).
         check: ``"before"``: no rank touches a tensor unless what all of them load is whole.  ``"while"``: each chunk is
             checked when it is read; the error that reports damage says that the state dict is unusable.  None:
-            ``"before"``, or for an object store, from which bytes would be read twice, ``"while"``.
+            ``"before"``, or ``"while"`` for an object store from which bytes would be read twice.
+        memory: bytes that a rank keeps between their check and the first write to a tensor; where what it reads is
+            more, it is read twice.  The least that any rank gives counts.  None: 4 GiB, or an eighth of the memory that
+            is available, if that is less.
 
     Returns:
         What was done with which parameters, the same on every rank; print it.
@@ -292,7 +597,8 @@ def load(
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
         ArgumentError: an argument is none of these, or not the same on all ranks.
     """
-    return _run(_JointLoad(state_dict, path, allow_extra, fresh, attest, check, process_group))
+    files = SharedFiles(path, process_group)
+    return _run(JointLoad(state_dict, files, allow_extra, fresh, attest, check, process_group, memory), path)
 
 
 def load_to_prove(
@@ -305,14 +611,13 @@ def load_to_prove(
     process_group: dist.ProcessGroup | None,
 ) -> tuple[LoadReport, LoadedState]:
     """Load as `load` does, and return besides what a proof of the resume is compared with."""
-    joint = _JointLoad(state_dict, path, allow_extra, fresh, attest, None, process_group)
-    return _run(joint), joint.loaded_state
+    joint = JointLoad(state_dict, SharedFiles(path, process_group), allow_extra, fresh, attest, None, process_group)
+    return _run(joint, path), joint.loaded_state
 
 
-def _run(joint: _JointLoad) -> LoadReport:
+def _run(joint: JointLoad, path: object) -> LoadReport:
     """Run a load, and tell of its doubts."""
     refuse_crossed(joint.group, "load")
-    path = joint.path
     try:
         report, matching = joint.run(), joint.matching
     except DamageError as error:  # on all ranks

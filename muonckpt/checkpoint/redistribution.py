@@ -1,34 +1,28 @@
 """Live state from one mesh to another, between the ranks of one process group, without a disk.
 
-Every rank tells all others what it has, then what it asks for.  From that each derives the same plans and stages, and
-in each stage sends exactly what others ask of it.
+Every rank tells all others what it has, then what it asks for.  From that each derives the same moves and stages.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ..algebra.box import Box, Index
+from ..algebra.box import Box
 from ..algebra.fingerprint import as_hex, combine
-from ..algebra.overlap import IntArray
-from ..algebra.plan import Plan, make_plan
 from ..names.errors import AttestError, LayoutError, SourceError, TargetError, about, warn_on_rank
 from ..names.resumption import Globs, LoadReport
 from ..names.wording import listed
+from ..record.record import StateRecord
 from ..store.reading.dtypes import itemsize
 from .all_ranks import (
-    exchange,
+    decide_on_first,
     gather_on_all,
     group_ranks,
     place_in,
@@ -37,25 +31,16 @@ from .all_ranks import (
     unusable,
     wire_device,
 )
-from .attestation import MOST_FAULTS, SharesOfRank, TensorPrint, differing, held_together, shares_of
+from .attestation import MOST_FAULTS, SharesOfRank, held_together, shares_of
 from .bits import share_of, unsigned
-from .live_state import (
-    NOBODY,
-    HeldTensor,
-    LiveState,
-    LocalParts,
-    RankBoxes,
-    RankState,
-    asked_layouts,
-    held_layout,
-)
+from .live_state import LiveState, RankState, held_layout
 from .matching import RankRequest, judge, match, selection
 from .offers import Offer, known_jointly, stored_of
+from .reading_plan import AskedTensor, JointRequest
 from .shared_memory import check_apart, differing_ties, tied_origins
-from .template import LoadTemplate, Stored, joint_sources
-
-DEFAULT_MEMORY = 256 << 20
-"""Bytes of a rank's exchange buffers."""
+from .template import LoadTemplate, Stored
+from .transfer import DEFAULT_MEMORY, Transfer, views
+from .transfer_plan import Move, divide_in_stages, make_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,53 +113,10 @@ def redistribute(
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
     """
     refuse_crossed(group, "redistribute")
-    expected: Mapping[str, TensorPrint] | None = {} if attest else None
-    done, *_ = _redistribute(source_state_dict, target_state_dict, group, memory, allow_extra, fresh, expected)
-    return done
-
-
-def redistribute_attested(
-    source_state_dict: Mapping[str, Any],
-    target_state_dict: dict[str, Any],
-    expected: Mapping[str, TensorPrint],
-    *,
-    group: dist.ProcessGroup | None,
-    allow_extra: bool | Iterable[str],
-    fresh: Iterable[str],
-) -> tuple[LoadReport, LiveState, Collection[str], Mapping[str, str]]:
-    """Redistribute as with ``attest=True``, after proving that the source has these fingerprints.  Collective.
-
-    Returns:
-        The report, the target, which keys of it this rank has filled, and the keys of the source of all tensors, by
-        those that ranks have in common.
-
-    Args:
-        expected: by the keys of the source; tensors that nobody asks for are not looked at.
-
-    Raises:
-        AttestError: also if the source is not what the fingerprints say; before the target is touched.
-    """
-    done, target, filled, sources = _redistribute(
-        source_state_dict, target_state_dict, group, DEFAULT_MEMORY, allow_extra, fresh, expected
-    )
-    return done.report, target, filled, sources
-
-
-def _redistribute(
-    source_state_dict: Mapping[str, Any],
-    target_state_dict: dict[str, Any],
-    group: dist.ProcessGroup | None,
-    memory: int,
-    allow_extra: bool | Iterable[str],
-    fresh: Iterable[str],
-    expected: Mapping[str, TensorPrint] | None,
-) -> tuple[Redistribution, LiveState, Collection[str], Mapping[str, str]]:
-    """Redistribute; attest, if fingerprints are given, those tensors that have one, and all that moves."""
-    attest = expected is not None
-    ranks = group_ranks(group)
+    ranks, (place, _) = group_ranks(group), place_in(group)
     source: LiveState
     target: LiveState
-    carrier: Carrier
+    transfer: Transfer
     chosen: tuple[Globs, Globs]
 
     def offer() -> Offer:
@@ -185,74 +127,60 @@ def _redistribute(
         source = LiveState.of(source_state_dict, "to redistribute from")
         return Offer.of(source, {"allow_extra": chosen[0].patterns, "attest": attest})
 
+    def ask() -> _Request:
+        nonlocal source, target
+        source = source.known_as(offers[place].state)
+        target = LiveState.of(target_state_dict, "to redistribute into")
+        return _ask(source, target, stored, *chosen, memory)
+
+    # 1. All ranks hear what each has, and match their targets with it.
     offers = gather_on_all(group, SourceError, offer)
     refuse_differing(group, "redistribute", [offer.arguments for offer in offers])
     offers = known_jointly(offers)
     items, stored = stored_of(ranks, offers, place_in(group))
-
-    def ask() -> _Request:
-        nonlocal source, target
-        source = source.known_as(offers[place_in(group)[0]].state)
-        target = LiveState.of(target_state_dict, "to redistribute into")
-        return _asked(source, target, stored, *chosen, memory)
-
     requests = gather_on_all(group, SourceError, ask)
     matching, report = judge([request.rank for request in requests], stored, chosen[0])
     if not matching.fits:
         cure = "muonckpt.redistribute(..., {})"
         raise SourceError(f"the source does not fit the target: {matching.misfit(cure)}")
-    moves = _moves(ranks, offers, requests)
+    # 2. All ranks derive the same moves; nothing has been overwritten yet.
+    moves = _moves_of(ranks, offers, requests, stored)
     if tied := frozenset().union(*(request.tied for request in requests)):
         keys = {key for pair in tied for key in pair}
         _refuse_overwriting(ranks, tied, gather_on_all(group, LayoutError, lambda: shares_of(source, keys)))
-    stages = stages_of(moves, len(ranks), min(request.memory for request in requests))
+    stages = divide_in_stages(moves, len(ranks), min(request.memory for request in requests))
     devices = frozenset().union(*(offer.devices for offer in offers), *(request.devices for request in requests))
 
     def prepare() -> None:
-        nonlocal carrier
-        carrier = Carrier(source, target, moves, stages, group, wire_device(group, devices))
+        nonlocal transfer
+        transfer = Transfer(source.local, target.local, moves, stages, group, wire_device(group, devices))
 
     gather_on_all(group, TargetError, prepare)
-    shares: dict[tuple[str, Box], int] = {}
-    if expected is not None:
-        moving = {move.source for move in moves}
-        held = gather_on_all(group, AttestError, lambda: shares_of(source, moving))
-        state, numbers = held[carrier.place]
-        boxes = [(key, box) for key, kind in state.tensors() for box in kind.boxes]
-        shares = dict(zip(boxes, numbers, strict=True))
-        together = held_together(ranks, held)
-        faults = [
-            *together.faults,
-            *differing(
-                {key: together.tensors[key] for key in together.tensors.keys() & expected.keys()},
-                {key: expected[key] for key in moving & expected.keys()},
-            ),
-        ]
-        if faults:
-            reason = "differs from rank to rank" if together.faults else "is not what its fingerprints say"
-            raise AttestError(f"the source {reason}: {listed(faults, MOST_FAULTS, '; ')}")
-    carrier.run()
-    mine = requests[carrier.place].rank.matching
+    box_shares = _prove_replicas(source, moves, ranks, group) if attest else {}
+    # 3. Elements move; then everything else is set, and what has arrived is compared with what was sent.
+    transfer.run()
+    rank_matching = requests[place].rank.matching
 
-    def finish() -> tuple[Mapping[tuple[int, int], int], Mapping[int, int]]:
-        if carrier.failure is not None:
-            raise carrier.failure
-        target.zero(mine.zeros)
-        objects = {key: pickle.loads(items[origin]) for key, origin in mine.sources.items() if origin in items}
-        target.put(objects, mine.added)
-        return (carrier.departed(shares), carrier.arrived()) if attest else ({}, {})
+    def finish() -> _Shares:
+        if transfer.failure is not None:
+            raise transfer.failure
+        target.zero(rank_matching.zeros)
+        sources = rank_matching.sources.items()
+        target.put(
+            {key: pickle.loads(items[origin]) for key, origin in sources if origin in items}, rank_matching.added
+        )
+        return _Shares.of(moves, transfer, place, box_shares) if attest else _Shares({}, {})
 
     with unusable():
-        _compare(ranks, moves, gather_on_all(group, TargetError, finish))
-    if mine.own_options:
-        own = "; ".join(mine.own_options)
-        warn_on_rank(f"the source does not say options, which stay as the running optimizer's: {own}", stacklevel=3)
-    filled = len({move.target for move in moves})
-    done = Redistribution(report, filled, carrier.sent, carrier.received, len(stages), carrier.largest)
-    return done, target, mine.sources, joint_sources([(request.state, request.rank.matching) for request in requests])
+        decide_on_first(group, TargetError, finish, lambda shares: _compare(ranks, moves, shares))
+    if rank_matching.own_options:
+        options = "; ".join(rank_matching.own_options)
+        warn_on_rank(f"the source does not say options, which stay as the running optimizer's: {options}", stacklevel=3)
+    num_tensors = len({move.target for move in moves})
+    return Redistribution(report, num_tensors, transfer.sent, transfer.received, len(stages), transfer.buffer_bytes)
 
 
-def _asked(source: LiveState, target: LiveState, stored: Stored, extra: Globs, globs: Globs, memory: int) -> _Request:
+def _ask(source: LiveState, target: LiveState, stored: Stored, extra: Globs, globs: Globs, memory: int) -> _Request:
     """Return what this rank asks for, after checking that it would overwrite nothing that it has to give."""
     template = LoadTemplate.of(target, extra.matches_all)
     matching = match(template, stored, globs)
@@ -263,311 +191,106 @@ def _asked(source: LiveState, target: LiveState, stored: Stored, extra: Globs, g
     return _Request(request, target.described.boxes(keys), target.devices, memory, tied)
 
 
-def _refuse_overwriting(ranks: Sequence[int], pairs: Iterable[tuple[str, str]], held: Sequence[SharesOfRank]) -> None:
+def _refuse_overwriting(ranks: Sequence[int], pairs: Iterable[tuple[str, str]], shares: Sequence[SharesOfRank]) -> None:
     """Refuse tensors that differ where the target has one memory for both: what arrives last would be left of them."""
-    prints = held_together(ranks, held).tensors
-    for one, other in sorted(pairs):
-        if prints.get(one) != prints.get(other):
-            raise LayoutError(differing_ties(one, other, "the source"))
+    prints = held_together(ranks, shares).tensors
+    for key, other_key in sorted(pairs):
+        if prints.get(key) != prints.get(other_key):
+            raise LayoutError(differing_ties(key, other_key, "the source"))
 
 
-def _moves(ranks: Sequence[int], offers: Sequence[Offer], requests: Sequence[_Request]) -> list[Transfer]:
+def _moves_of(
+    ranks: Sequence[int], offers: Sequence[Offer], requests: Sequence[_Request], stored: Stored
+) -> list[Move]:
     """Return what has to move, after proving that the source is whole."""
-    kinds: dict[str, HeldTensor] = {}
-    given: defaultdict[str, list[RankBoxes]] = defaultdict(list)
-    asked: defaultdict[tuple[str, str], list[RankBoxes]] = defaultdict(list)
-    for rank, offer, request in zip(ranks, offers, requests, strict=True):
-        for key, kind in offer.state.tensors():
-            kinds.setdefault(key, kind)
-            given[key] += [RankBoxes(rank, kind.boxes)] if kind.boxes else []
-        for key, kind in request.state.tensors():
-            asked[request.rank.matching.sources[key], key] += [RankBoxes(rank, kind.boxes)] if kind.boxes else []
-    moves: list[Transfer] = []
-    for (origin, target), takers in sorted(asked.items()):
-        kind, boxes = kinds[origin], (tuple(given[origin]), tuple(takers))
-        with about(f"tensor {origin!r} of the source"):
-            moves += transfers_of(origin, target, itemsize(kind.dtype), kind.shape, *boxes, tuple(ranks))
+    places = range(len(ranks))
+    offered = JointRequest.of([(offer.state, {key: key for key in offer.state.keys}) for offer in offers]).tensors
+    asked = JointRequest.of([(request.state, request.rank.matching.sources) for request in requests]).tensors
+    moves: list[Move] = []
+    for key, targets in sorted(asked.items()):
+        record = stored.entries[key]
+        assert isinstance(record, StateRecord), "others are not asked for by boxes"
+        with about(f"tensor {key!r} of the source"):
+            [(_, holders)] = offered.get(key, [AskedTensor(key, ())])
+            layout = held_layout(record.shape, holders, tuple(ranks))
+            for target, asking in targets:
+                size = itemsize(record.dtype)
+                moves += (
+                    Move(key, target, size, record.shape, copies) for copies in make_copies(layout, asking, places)
+                )
     return moves
 
 
-def _compare(
-    ranks: Sequence[int],
-    moves: Sequence[Transfer],
-    shares: Sequence[tuple[Mapping[tuple[int, int], int], Mapping[int, int]]],
-) -> None:
+# --- Attesting what moves ---------------------------------------------------------------------------------------------
+
+BoxShares = dict[tuple[str, Box], int]
+"""Shares of boxes in the fingerprints of their tensors, by the tensor's key."""
+
+
+def _prove_replicas(
+    source: LiveState, moves: Sequence[Move], ranks: Sequence[int], group: dist.ProcessGroup | None
+) -> BoxShares:
+    """Prove that replicas of tensors that move are equal, and return the shares of this rank's boxes.
+
+    Raises:
+        AttestError: they differ; names the tensors.
+    """
+    keys = {move.source for move in moves}
+    shares = gather_on_all(group, AttestError, lambda: shares_of(source, keys))
+    if faults := held_together(ranks, shares).faults:
+        raise AttestError(f"the source differs from rank to rank: {listed(faults, MOST_FAULTS, '; ')}")
+    place, _ = place_in(group)
+    state, numbers = shares[place]
+    boxes = [(key, box) for key, kind in state.tensors() for box in kind.boxes]
+    return dict(zip(boxes, numbers, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """The shares in fingerprints of what a rank has sent, by move and receiver, and of what it has received, by move.
+
+    Copies of a rank to itself count as sent and received.
+    """
+
+    sent: Mapping[tuple[int, int], int]
+    received: Mapping[int, int]
+
+    @classmethod
+    def of(cls, moves: Sequence[Move], transfer: Transfer, place: int, box_shares: BoxShares) -> _Shares:
+        """Take the shares of a finished transfer; ``box_shares`` gains those of boxes that were sent in part."""
+        sent: defaultdict[tuple[int, int], int] = defaultdict(int)
+        received: dict[int, int] = {}
+        for number, (move, (sides, source, target)) in enumerate(zip(moves, transfer.parts, strict=True)):
+            for side in (sides.sent, sides.local_source):
+                corners = zip(side.lo.tolist(), side.hi.tolist(), strict=True)
+                for elements, (lo, hi), receiver in zip(views(source, side), corners, side.other.tolist(), strict=True):
+                    box = Box(tuple(lo), tuple(hi))
+                    if (move.source, box) not in box_shares:
+                        box_shares[move.source, box] = _share(elements, box)
+                    sent[number, receiver] = combine(sent[number, receiver], box_shares[move.source, box])
+            if len(sides.received.other) or len(sides.local_target.other):
+                received[number] = combine(*map(_share, target.parts, target.boxes))
+        return cls(dict(sent), received)
+
+
+def _compare(ranks: Sequence[int], moves: Sequence[Move], shares: Sequence[_Shares]) -> None:
+    """Compare what each rank has received with what was sent to it.
+
+    Raises:
+        AttestError: it differs; names the tensor and the rank.
+    """
     sent: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    for departed, _ in shares:
-        for taker, part in departed.items():
-            sent[taker].append(part)
-    for place, (_, arrived) in enumerate(shares):
-        for number, actual in arrived.items():
+    for of_rank in shares:
+        for receiver, share in of_rank.sent.items():
+            sent[receiver].append(share)
+    for place, of_rank in enumerate(shares):
+        for number, actual in of_rank.received.items():
             expected = combine(*sent[number, place])
             if actual != expected:
                 raise AttestError(
                     f"tensor {moves[number].target!r}: rank {ranks[place]} holds {as_hex(actual)}, sent was "
                     f"{as_hex(expected)}"
                 )
-
-
-# --- Which elements move in which stages ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AskedCopies:
-    """The copies of a plan that ranks ask for, in columns.
-
-    Attributes:
-        lo, hi: corners of each copy's box in the tensor, ``[n, d]``.
-        giver, taker: places of ranks in the process group, ``[n]``.
-        source_offset, target_offset: where the box begins if the rank's boxes lie dense and end to end, ``[n]``.
-    """
-
-    lo: IntArray
-    hi: IntArray
-    giver: IntArray
-    taker: IntArray
-    source_offset: IntArray
-    target_offset: IntArray
-
-    def moved(self, box: Box, ranks: int) -> IntArray:
-        """Return how many elements of a box each rank sends and receives together."""
-        sizes = np.minimum(self.hi, np.array(box.hi, np.int64)) - np.maximum(self.lo, np.array(box.lo, np.int64))
-        volumes = np.maximum(sizes, 0).prod(axis=1) * (self.giver != self.taker)
-        there = np.bincount(self.giver, volumes, ranks) + np.bincount(self.taker, volumes, ranks)
-        return there.astype(np.int64)
-
-
-@lru_cache(maxsize=65536)
-def _asked_copies(plan: Plan, ranks: tuple[int, ...]) -> AskedCopies:
-    places = {rank: place for place, rank in enumerate(ranks)}
-    givers, takers = (
-        np.array([-1 if buffer == NOBODY else places[int(buffer)] for buffer in buffers], np.int64)
-        for buffers in (plan.sources, plan.targets)
-    )
-    table, lo, taker = plan.table, plan.starts, takers[plan.table.target]
-    columns = lo, lo + table.sizes, givers[table.source], taker, table.source_offset, table.target_offset
-    return AskedCopies(*(column[taker >= 0] for column in columns))
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A tensor that moves: its keys on both sides, and the copies that fill the target."""
-
-    source: str
-    target: str
-    itemsize: int
-    shape: Index
-    copies: AskedCopies
-
-
-class Portion(NamedTuple):
-    """The elements of a box of the tensor whose transfer has this number."""
-
-    number: int
-    box: Box
-
-
-Portions = tuple[Portion, ...]
-"""A stage, which is exchanged at a time.  All elements have the same size."""
-
-
-def transfers_of(
-    source: str,
-    target: str,
-    itemsize: int,
-    shape: Index,
-    given: tuple[RankBoxes, ...],
-    asked: tuple[RankBoxes, ...],
-    ranks: tuple[int, ...],
-) -> list[Transfer]:
-    """Return the moves that give ranks the boxes that they ask for: several, if these overlap in part.
-
-    Raises:
-        LayoutError: as `held_layout` and `asked_layouts`.
-    """
-    layout = held_layout(shape, given)
-    plans = [make_plan(layout, wanted) for wanted in asked_layouts(shape, asked)]
-    return [Transfer(source, target, itemsize, shape, _asked_copies(plan, ranks)) for plan in plans]
-
-
-def stages_of(moves: Sequence[Transfer], ranks: int, memory: int) -> list[Portions]:
-    """Cut the moves into stages in which no rank sends and receives more than ``memory`` bytes together.
-
-    Raises:
-        TargetError: one element does not fit.
-    """
-    stages: list[Portions] = []
-    stage: list[Portion] = []
-    filled, size = np.zeros(ranks, np.int64), 0
-    for number in sorted(range(len(moves)), key=lambda number: -moves[number].itemsize):
-        move = moves[number]
-        for box, elements in _portions(move.copies, Box.of(move.shape), ranks, memory // move.itemsize):
-            cost = elements * move.itemsize
-            if stage and (size != move.itemsize or int((filled + cost).max()) > memory):
-                stages.append(tuple(stage))
-                stage, filled = [], np.zeros(ranks, np.int64)
-            size = move.itemsize
-            stage.append(Portion(number, box))
-            filled = filled + cost
-    return [*stages, tuple(stage)] if stage else stages
-
-
-def _portions(copies: AskedCopies, box: Box, ranks: int, most: int) -> Iterator[tuple[Box, IntArray]]:
-    """Halve a box, along the dim that spreads its elements best, until no rank moves more than ``most`` of them."""
-    elements = copies.moved(box, ranks)
-    peak = int(elements.max(initial=0))
-    if peak == 0:
-        return
-    if peak <= most:
-        yield box, elements
-        return
-    if box.numel == 1:
-        raise TargetError(
-            f"the memory has {most} places for elements of a tensor, and one of them needs {peak}: give more"
-        )
-
-    def halves(dim: int) -> tuple[Box, Box]:
-        middle = (box.lo[dim] + box.hi[dim]) // 2
-        hi, lo = ((*corner[:dim], middle, *corner[dim + 1 :]) for corner in (box.hi, box.lo))
-        return Box(box.lo, hi), Box(lo, box.hi)
-
-    cuts = [halves(dim) for dim in range(box.ndim) if box.shape[dim] > 1]
-    for half in min(cuts, key=lambda pair: max(int(copies.moved(half, ranks).max()) for half in pair)):
-        yield from _portions(copies, half, ranks, most)
-
-
-# --- One rank's part --------------------------------------------------------------------------------------------------
-
-
-class _Side(NamedTuple):
-    """The copies of a transfer that this rank gives, or takes; ``other`` is the other rank's place."""
-
-    parts: LocalParts
-    lo: IntArray
-    hi: IntArray
-    offset: IntArray
-    other: IntArray
-
-    def rows(self, chosen: IntArray | NDArray[np.bool_]) -> _Side:
-        return _Side(self.parts, *(column[chosen] for column in self[1:]))
-
-    def within(self, box: Box) -> _Side:
-        """Cut the copies to what lies in a box."""
-        lo, hi = np.maximum(self.lo, np.array(box.lo, np.int64)), np.minimum(self.hi, np.array(box.hi, np.int64))
-        return self._replace(lo=lo, hi=hi).rows(np.flatnonzero((lo < hi).all(axis=1)))
-
-    def views(self) -> Iterator[Tensor]:
-        return map(self.parts.view, self.offset.tolist(), self.lo.tolist(), self.hi.tolist())
-
-
-class _Parcels(NamedTuple):
-    """The elements that this rank gives or takes in a stage, by the other rank, and the bytes for each rank."""
-
-    elements: list[Tensor]
-    splits: list[int]
-
-    def on_wire(self, wire: Tensor) -> Iterator[Tensor]:
-        """Yield the elements' places on the wire: aligned, as all elements of a stage have one size."""
-        start = 0
-        for part in self.elements:
-            yield wire[start : start + part.nbytes].view(part.dtype).view(part.shape)
-            start += part.nbytes
-
-
-class Carrier:
-    """The executor of this rank's part of moves.
-
-    It keeps an error in ``failure`` and goes on exchanging, so that the other ranks do not hang.
-
-    Attributes:
-        place: this rank's, in the process group.
-        sent, received: bytes so far.
-        largest: bytes of its buffers.
-    """
-
-    def __init__(
-        self,
-        source: LiveState,
-        target: LiveState,
-        moves: Sequence[Transfer],
-        stages: Sequence[Portions],
-        group: dist.ProcessGroup | None,
-        wire: torch.device,
-    ) -> None:
-        self.place, _ = place_in(group)
-        self.failure: Exception | None = None
-        self.sent = self.received = 0
-        self._group = group
-        self._sources = [move.source for move in moves]
-        self._gives, self._takes = list[_Side](), list[_Side]()
-        for move in moves:
-            copies = move.copies
-            given, taken = np.flatnonzero(copies.giver == self.place), np.flatnonzero(copies.taker == self.place)
-            here, there = source.local(move.source), target.local(move.target)
-            self._gives.append(_Side(here, copies.lo, copies.hi, copies.source_offset, copies.taker).rows(given))
-            self._takes.append(_Side(there, copies.lo, copies.hi, copies.target_offset, copies.giver).rows(taken))
-        world = len(group_ranks(group))
-        self._stages = [
-            tuple(_parcels(stage, sides, self.place, world) for sides in (self._gives, self._takes)) for stage in stages
-        ]
-        self.largest = max((sum(gives.splits) + sum(takes.splits) for gives, takes in self._stages), default=0)
-        self._wire = torch.empty(self.largest, dtype=torch.uint8, device=wire)
-
-    @torch.no_grad()
-    def run(self) -> None:
-        for gives, takes in zip(self._gives, self._takes, strict=True):
-            self._copy(takes.rows(takes.other == self.place).views(), gives.rows(gives.other == self.place).views())
-        for given, taken in self._stages:
-            sent, received = sum(given.splits), sum(taken.splits)
-            send, receive = self._wire[:sent], self._wire[sent : sent + received]
-            self._copy(given.on_wire(send), given.elements)
-            exchange(self._group, send, given.splits, receive, taken.splits)
-            self._copy(taken.elements, taken.on_wire(receive))
-            self.sent, self.received = self.sent + sent, self.received + received
-        self._wire = self._wire[:0].clone()
-
-    def _copy(self, targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-        try:
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
-        except Exception as error:
-            self.failure = self.failure or error
-
-    def departed(self, known: dict[tuple[str, Box], int]) -> dict[tuple[int, int], int]:
-        """Return the fingerprints' shares of what this rank has given, by move and taker.
-
-        Args:
-            known: shares of boxes of the source; those of others that were given are added.
-        """
-        shares: defaultdict[tuple[int, int], int] = defaultdict(int)
-        for number, (key, side) in enumerate(zip(self._sources, self._gives, strict=True)):
-            boxes = map(Box, map(tuple, side.lo.tolist()), map(tuple, side.hi.tolist()))
-            for elements, box, taker in zip(side.views(), boxes, side.other.tolist(), strict=True):
-                if (key, box) not in known:
-                    known[key, box] = _share(elements, box)
-                shares[number, taker] = combine(shares[number, taker], known[key, box])
-        return dict(shares)
-
-    def arrived(self) -> dict[int, int]:
-        """Return the fingerprints' shares of what this rank has taken, by move."""
-        return {
-            number: combine(*map(_share, side.parts.parts, side.parts.boxes))
-            for number, side in enumerate(self._takes)
-            if len(side.other)
-        }
-
-
-def _parcels(stage: Portions, sides: Sequence[_Side], place: int, world: int) -> _Parcels:
-    """List what is exchanged with each rank, on both sides in the order of the stage and of the plan."""
-    elements, others = list[Tensor](), list[int]()
-    for number, box in stage:
-        part = sides[number].rows(sides[number].other != place).within(box)
-        elements += part.views()
-        others += part.other.tolist()
-    order = np.argsort(np.array(others, np.int64), kind="stable").tolist()
-    splits = np.zeros(world, np.int64)
-    np.add.at(splits, np.array(others, np.int64), [part.nbytes for part in elements])
-    return _Parcels([elements[row] for row in order], splits.tolist())
 
 
 def _share(elements: Tensor, box: Box) -> int:

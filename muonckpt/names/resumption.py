@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from glob import escape
 from itertools import chain
@@ -78,6 +78,23 @@ def _patterns(argument: str, value: Iterable[str], expected: str, example: str =
 
 
 @dataclass(frozen=True, slots=True)
+class LoadTraffic:
+    """Bytes of tensors that all ranks together have read and sent in a load.
+
+    Attributes:
+        passes: 1: each byte was read once; 2: it was read to be checked, and again later.
+    """
+
+    bytes_read: int
+    bytes_sent: int
+    passes: int
+
+    def __str__(self) -> str:
+        times = "once" if self.passes == 1 else "twice, as not all of it could be kept until it was checked"
+        return f"{self.bytes_read:,} bytes read, each {times}; {self.bytes_sent:,} bytes sent between ranks"
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """The result of a load, on all ranks together.
 
@@ -88,6 +105,7 @@ class LoadReport:
         dropped: parameters and weights that only the checkpoint has; nothing takes them.
         kept: keys of weights that the checkpoint lacks; they keep the values that they had.
         own_options: options that the checkpoint lacks and that stay as the running optimizer has them, as text.
+        traffic: the bytes that were read and sent; None if nothing was read.
     """
 
     loaded: tuple[str, ...] = ()
@@ -96,6 +114,7 @@ class LoadReport:
     dropped: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     own_options: tuple[str, ...] = ()
+    traffic: LoadTraffic | None = field(default=None, compare=False, kw_only=True)
 
     def __str__(self) -> str:
         rows = {

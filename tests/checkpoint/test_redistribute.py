@@ -23,8 +23,8 @@ from torch.distributed.tensor import Replicate, Shard
 import muonckpt
 from muonckpt import AttestError, BoxedTensor, LayoutError, SourceError, TargetError
 from muonckpt.algebra.box import Box
-from muonckpt.checkpoint.live_state import RankBoxes
-from muonckpt.checkpoint.redistribution import stages_of, transfers_of
+from muonckpt.checkpoint.live_state import RankBoxes, held_layout
+from muonckpt.checkpoint.transfer_plan import Move, divide_in_stages, make_copies
 from muonckpt.layouts.boxed_tensor import parts_of
 
 S, R = Shard, Replicate()
@@ -189,15 +189,16 @@ def test_stages_move_every_element_once_and_keep_to_the_memory(seed):
             for index in set().union(*map(within, boxes)) - mine.get(rank, set()):
                 expected[f"{number}", rank, index] = 1
         owned.append(mine)
-        moves += transfers_of(f"{number}", f"{number}", size, shape, given, asked, ranks)
+        copies = make_copies(held_layout(shape, given), asked, ranks)
+        moves += (Move(f"{number}", f"{number}", size, shape, table) for table in copies)
     found: Counter = Counter()
-    for stage in stages_of(moves, len(ranks), memory):
+    for stage in divide_in_stages(moves, len(ranks), memory):
         load: Counter = Counter()
-        assert len({moves[portion.number].itemsize for portion in stage}) == 1
+        assert len({moves[portion.move].itemsize for portion in stage}) == 1
         for portion in stage:
-            move = moves[portion.number]
+            move = moves[portion.move]
             copies = move.copies
-            columns = (column.tolist() for column in (copies.lo, copies.hi, copies.giver, copies.taker))
+            columns = (column.tolist() for column in (copies.lo, copies.hi, copies.source, copies.target))
             for lo, hi, giver, taker in zip(*columns, strict=True):
                 assert taker in ranks
                 common = Box(tuple(lo), tuple(hi)) & portion.box

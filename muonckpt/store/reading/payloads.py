@@ -240,16 +240,17 @@ class Payloads:
 
         They are in memory of `read_scratch`.
         """
-        file, buffer = self.open_file(extent.file, extent.end), self._memory(extent.length)
-
-        def parts() -> Iterator[memoryview]:
-            for start in range(0, extent.length, BAND_BYTES):
-                part = buffer[start : start + BAND_BYTES]
-                file.fill(part, extent.offset + start)
-                yield part
-
-        check(parts())
+        buffer = self._memory(extent.length)
+        check(self.fill_bands(extent, buffer))
         return buffer
+
+    def fill_bands(self, extent: Extent, buffer: memoryview) -> Iterator[memoryview]:
+        """Read an extent into a buffer of its length, `BAND_BYTES` at a time, and yield each part when it is there."""
+        file = self.open_file(extent.file, extent.end)
+        for start in range(0, extent.length, BAND_BYTES):
+            part = buffer[start : start + BAND_BYTES]
+            file.fill(part, extent.offset + start)
+            yield part
 
     def has_checksum(self, chunk: Chunk) -> bool:
         """Return whether `check_chunk` has a checksum to compare a chunk's bytes with."""
@@ -371,8 +372,13 @@ def check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> None:
     Raises:
         SourceError: they differ, or cannot be read; names the tensor, the box and the file.
     """
+    check_bytes(payloads, tensor, chunk, payloads.bands(payload_of(tensor, chunk)))
+
+
+def check_bytes(payloads: Payloads, tensor: StateRecord, chunk: Chunk, parts: Iterable[memoryview]) -> None:
+    """Compare a chunk's bytes, as they were read, in order; raises as `check_chunk`."""
     with _damage(payloads, tensor, chunk):
-        _compare_sums(payloads, chunk, payloads.bands(payload_of(tensor, chunk)))
+        _compare_sums(payloads, chunk, parts)
 
 
 def _damage(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> AbstractContextManager[None]:

@@ -1,0 +1,428 @@
+"""Which rank reads which bytes of a checkpoint, so that each stored byte is read once by all ranks together.
+
+What ranks ask for cuts each chunk into ranges of its elements.  A range that one rank asks for is read by that rank,
+and nothing of it is sent.  What several ask for, as replicas do, is divided among them, and each sends its part to the
+others.  The plan follows from the outline and from what all ranks ask for: every rank derives the same one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ..algebra.box import Box, Index, flat_boxes
+from ..algebra.layout import TensorLayout
+from ..algebra.overlap import overlaps
+from ..record.record import Blob, StateRecord
+from ..store.reading.dtypes import itemsize
+from .live_state import RankBoxes, RankState, filled_layout
+from .transfer_plan import Move, RankCopies, Stage, divide_in_stages, make_copies
+
+MIN_SHARED_BYTES = 256 << 10
+"""The least bytes of a range that several ranks ask for, when it is divided among them: fewer are read by one rank."""
+
+
+class ChunkRange(NamedTuple):
+    """Elements ``start:stop`` of a chunk, in the row-major order of its box, that one rank reads.
+
+    Attributes:
+        chunk: its number in the tensor.
+        reader: the rank's place in the process group.
+        is_asked: False if they are read for the checksum of their chunk alone.
+        is_whole: True if they are all of the chunk.
+    """
+
+    chunk: int
+    start: int
+    stop: int
+    reader: int
+    is_asked: bool
+    is_whole: bool
+
+
+class AskedTensor(NamedTuple):
+    """The boxes of a tensor that ranks ask for under one key of the state dict; ranks by their places in the group."""
+
+    target: str
+    ranks: tuple[RankBoxes, ...]
+
+
+@dataclass(frozen=True)
+class JointRequest:
+    """What all ranks ask for, by keys of the checkpoint.
+
+    Attributes:
+        tensors: the boxes; tensors that are held alike share them.
+        objects: for each item that is not a tensor the places of the ranks that ask for it.
+    """
+
+    tensors: Mapping[str, tuple[AskedTensor, ...]]
+    objects: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, requests: Sequence[tuple[RankState, Mapping[str, str]]]) -> JointRequest:
+        """Join requests: for each rank the tensors that it asks for, and keys of the checkpoint by all of its keys."""
+        # Ranks that ask for the same, but for their boxes, are looked at once.
+        classes: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+        for place, (state, sources) in enumerate(requests):
+            classes[state.keys, state.numbers, tuple(sources.items())].append(place)
+        tensors: dict[tuple[str, str], tuple[RankBoxes, ...]] = {}
+        objects: dict[str, tuple[int, ...]] = {}
+        for places in classes.values():
+            state, sources = requests[places[0]]
+            by_kind: dict[int, tuple[RankBoxes, ...]] = {}
+            for key, number in zip(state.keys, state.numbers, strict=True):
+                if key not in sources:  # state that begins as zeros
+                    continue
+                if number not in by_kind:
+                    kinds = ((place, requests[place][0].kinds[number]) for place in places)
+                    by_kind[number] = tuple(
+                        RankBoxes(place, kind.boxes) for place, kind in kinds if kind and kind.boxes
+                    )
+                pair = sources[key], key
+                tensors[pair] = tensors[pair] + by_kind[number] if pair in tensors else by_kind[number]
+            for key in sources.keys() - {*state.keys}:
+                objects[sources[key]] = (*objects.get(sources[key], ()), *places)
+        by_source: defaultdict[str, tuple[AskedTensor, ...]] = defaultdict(tuple)
+        for (source, target), ranks in tensors.items():
+            if ranks:
+                by_source[source] += (AskedTensor(target, ranks),)
+        return cls(dict(by_source), {key: tuple(sorted(set(places))) for key, places in objects.items()})
+
+
+class FileReaders(Protocol):
+    """The ranks that can read each file of a checkpoint.
+
+    Attributes:
+        divides_chunks: True if several ranks may each read a part of a chunk.
+    """
+
+    divides_chunks: bool
+
+    def of(self, file: str) -> Sequence[int]:
+        """Return the places of the ranks that can read a file, ascending."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class TensorReading:
+    """The ranges of a tensor that ranks read together, and the copies that fill the targets from them.
+
+    Tensors of one geometry share it.
+
+    Attributes:
+        ranges: of all ranks, in the order of chunks and elements.
+        boxes: for each range the boxes of its elements in the tensor, in their order; none if it is not asked for.
+        copies: for each key that asks for the tensor the tables of copies.
+    """
+
+    ranges: tuple[ChunkRange, ...]
+    boxes: tuple[tuple[Box, ...], ...]
+    copies: tuple[tuple[RankCopies, ...], ...]
+
+    @cached_property
+    def num_read(self) -> int:
+        """The elements that all ranks together read."""
+        return sum(part.stop - part.start for part in self.ranges)
+
+    @cached_property
+    def elements_by_reader(self) -> Mapping[int, int]:
+        """The elements that each rank has in memory after it has read its ranges."""
+        elements: Counter[int] = Counter()
+        for part in self.ranges:
+            elements[part.reader] += (part.stop - part.start) * part.is_asked
+        return elements
+
+    @cached_property
+    def numbers_by_reader(self) -> Mapping[int, tuple[int, ...]]:
+        """The numbers of each rank's ranges."""
+        numbers: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+        for number, part in enumerate(self.ranges):
+            numbers[part.reader] += (number,)
+        return dict(numbers)
+
+
+@dataclass(frozen=True)
+class ReadingRound:
+    """The readings whose elements are in memory together, and how they move from there.
+
+    Attributes:
+        readings: of tensors of the checkpoint.
+        moves, stages: as for `transfer.Transfer`.
+    """
+
+    readings: Sequence[tuple[StateRecord, TensorReading]]
+    moves: Sequence[Move]
+    stages: Sequence[Stage]
+
+
+@dataclass(frozen=True)
+class ReadingPlan:
+    """The plan of all ranks for one load.
+
+    Attributes:
+        rounds: in each of them no rank reads more than the memory that it may use.
+        object_readers: for each item that is not a tensor the place of the rank that reads it.
+    """
+
+    rounds: Sequence[ReadingRound]
+    object_readers: Mapping[str, int]
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that all ranks together read."""
+        readings = chain.from_iterable(of_round.readings for of_round in self.rounds)
+        return sum(reading.num_read * itemsize(tensor.dtype) for tensor, reading in readings)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of tensors that ranks send each other."""
+        moves = chain.from_iterable(of_round.moves for of_round in self.rounds)
+        return sum(move.copies.num_sent * move.itemsize for move in moves)
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[StateRecord],
+        blobs: Sequence[Blob],
+        request: JointRequest,
+        readers: FileReaders,
+        num_ranks: int,
+        read_memory: int,
+        wire_memory: int,
+    ) -> ReadingPlan:
+        """Plan a load; the same arguments give the same plan on all ranks.
+
+        Args:
+            tensors, blobs: of the checkpoint.
+            read_memory, wire_memory: bytes of what a rank reads in a round, and of its exchange buffers.
+        """
+        planner = _Planner(readers, range(num_ranks), read_memory)
+        rounds, readings, filled = [], list[tuple[StateRecord, TensorReading]](), np.zeros(num_ranks, np.int64)
+
+        def finish_round() -> None:
+            moves = [*_moves_of(readings, request)]
+            rounds.append(ReadingRound(tuple(readings), moves, divide_in_stages(moves, num_ranks, wire_memory)))
+
+        for tensor, reading in planner.readings(tensors, request):
+            elements = reading.elements_by_reader
+            size, places = itemsize(tensor.dtype), [*elements]
+            added = np.array([*elements.values()], np.int64) * size
+            if readings and int((filled[places] + added).max(initial=0)) > read_memory:
+                finish_round()
+                readings, filled = [], np.zeros(num_ranks, np.int64)
+            readings.append((tensor, reading))
+            filled[places] += added
+        if readings:
+            finish_round()
+        object_readers: dict[str, int] = {}
+        for blob in blobs:
+            if blob.key in request.objects:
+                candidates = _candidates(request.objects[blob.key], readers.of(blob.item.file))
+                object_readers[blob.key] = candidates[len(object_readers) % len(candidates)]
+        return cls(rounds, object_readers)
+
+
+def _moves_of(readings: Sequence[tuple[StateRecord, TensorReading]], request: JointRequest) -> Iterator[Move]:
+    for tensor, reading in readings:
+        size = itemsize(tensor.dtype)
+        for asked, tables in zip(request.tensors[tensor.key], reading.copies, strict=True):
+            for copies in tables:
+                yield Move(tensor.key, asked.target, size, tensor.shape, copies)
+
+
+def _candidates(asking: Sequence[int], able: Sequence[int]) -> Sequence[int]:
+    """Return the ranks of which one becomes the reader: those that ask, so that nothing is sent, if one of them can."""
+    return [place for place in asking if place in able] or able
+
+
+class _Need(NamedTuple):
+    """A rank's need of elements of a chunk: all lie in ``start:stop``, in whole rows of the outermost dim cut."""
+
+    start: int
+    stop: int
+    place: int
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """The choice of readers.
+
+    Attributes:
+        readers: which ranks can read a file.
+        ranks: the places of all.
+        max_bytes: the most bytes of one range.
+    """
+
+    readers: FileReaders
+    ranks: Sequence[int]
+    max_bytes: int
+
+    def readings(
+        self, tensors: Sequence[StateRecord], request: JointRequest
+    ) -> Iterator[tuple[StateRecord, TensorReading]]:
+        """Yield how ranks read the tensors that are asked for: one reading each, or several where memory is short."""
+        periods: dict[object, int] = {}
+        geometries: dict[object, tuple[TensorReading, ...]] = {}
+        planned_bytes = 0
+        for tensor in tensors:
+            requests = request.tensors.get(tensor.key, ())
+            if not requests or 0 in tensor.shape:
+                continue
+            able, divisible = self._able_ranks(tensor)
+            alike = tuple(id(asked.ranks) for asked in requests)
+            geometry = tensor.shape, tensor.dtype, tensor.boxes, able, divisible, alike
+            if geometry not in periods:
+                periods[geometry] = _turns(tensor, requests, divisible)
+            # Small tensors that follow one another have one reader, which then reads them at once.
+            turn = planned_bytes // MIN_SHARED_BYTES % periods[geometry]
+            planned_bytes += tensor.boxes.elements * itemsize(tensor.dtype)
+            if (geometry, turn) not in geometries:
+                geometries[geometry, turn] = tuple(self._plan_geometry(tensor, requests, able, divisible, turn))
+            for reading in geometries[geometry, turn]:
+                yield tensor, reading
+
+    def _able_ranks(self, tensor: StateRecord) -> tuple[tuple[Sequence[int], ...], tuple[bool, ...]]:
+        """Return for each chunk the ranks that can read it, and whether several of them may read parts of it."""
+        columns, rows = tensor.chunks.columns, slice(tensor.chunks.start, tensor.chunks.stop)
+        files = columns.file[rows].tolist()
+        by_file = {number: self.readers.of(columns.names[number]) for number in {*files}}
+        # Items that are still closed have a CRC-32 inside, as torch.save writes it; that of parts can be joined.
+        has_crc = (columns.crc32[rows] >= 0) | (columns.payload_length(rows) < 0)
+        is_dense = [strides is None for strides in tensor.chunks.strides or (None,) * len(files)]
+        divisible = has_crc & np.array(is_dense, np.bool_) & self.readers.divides_chunks
+        return tuple(by_file[number] for number in files), tuple(divisible.tolist())
+
+    def _plan_geometry(
+        self,
+        tensor: StateRecord,
+        requests: Sequence[AskedTensor],
+        able: Sequence[Sequence[int]],
+        divisible: Sequence[bool],
+        turn: int,
+    ) -> Iterator[TensorReading]:
+        # 1. Divide each chunk of which something is asked for among the ranks that need its parts.
+        ranges = list[ChunkRange]()
+        boxes = [*tensor.boxes]
+        for chunk, needs in sorted(_needs_by_chunk(boxes, requests).items()):
+            if divisible[chunk]:
+                ranges += self._divide(chunk, boxes[chunk], needs, able[chunk], itemsize(tensor.dtype), turn + chunk)
+            else:
+                candidates = _candidates(sorted({need.place for need in needs}), able[chunk])
+                reader, numel = candidates[(turn + chunk) % len(candidates)], boxes[chunk].numel
+                ranges += self._pieces(chunk, boxes[chunk], 0, numel, [reader], itemsize(tensor.dtype), 0)
+        # 2. Part them so that no rank holds too much of the tensor at once.
+        parts: defaultdict[int, list[ChunkRange]] = defaultdict(list)
+        number_of_part: Counter[int] = Counter()
+        bytes_in_part: Counter[int] = Counter()
+        for part in ranges:
+            part_bytes = (part.stop - part.start) * itemsize(tensor.dtype) * part.is_asked
+            if bytes_in_part[part.reader] and bytes_in_part[part.reader] + part_bytes > self.max_bytes:
+                number_of_part[part.reader] += 1
+                bytes_in_part[part.reader] = 0
+            parts[number_of_part[part.reader]].append(part)
+            bytes_in_part[part.reader] += part_bytes
+        # 3. Where elements are after that, and the copies from there to the ranks that ask for them.
+        for _, part_ranges in sorted(parts.items()):
+            range_boxes = [_boxes_of(boxes[part.chunk], part) for part in part_ranges]
+            layout = _layout_of(tensor.shape, part_ranges, range_boxes)
+            copies = (tuple(make_copies(layout, asked.ranks, self.ranks)) for asked in requests)
+            yield TensorReading(tuple(part_ranges), tuple(range_boxes), tuple(copies))
+
+    def _divide(
+        self, chunk: int, box: Box, needs: Sequence[_Need], able: Sequence[int], size: int, turn: int
+    ) -> Iterator[ChunkRange]:
+        """Yield ranges that tile a chunk: those that nobody needs are read as well, for the checksum of the chunk."""
+        changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        for need in needs:
+            changes[need.start][need.place] += 1
+            changes[need.stop][need.place] -= 1
+        edges = sorted({0, box.numel, *changes})
+        needing: Counter[int] = Counter()
+        readers = _candidates([needs[0].place], able)
+        for start, stop in pairwise(edges):
+            needing.update(changes[start])
+            asking = sorted(place for place, count in needing.items() if count)
+            readers = _candidates(asking, able) if asking else readers[:1]
+            for part in self._pieces(chunk, box, start, stop, readers, size, turn):
+                yield part._replace(is_asked=bool(asking))
+
+    def _pieces(
+        self, chunk: int, box: Box, start: int, stop: int, readers: Sequence[int], size: int, turn: int
+    ) -> Iterator[ChunkRange]:
+        """Yield the range in pieces of one reader each: equal ones, of whole rows where rows are that small."""
+        shared = min(len(readers), (stop - start) * size // MIN_SHARED_BYTES) if len(readers) > 1 else 1
+        count = max(shared, -(-(stop - start) * size // self.max_bytes), 1)
+        row = math.prod(box.shape[1:])
+        if row > (stop - start) // count:
+            row = 1
+        cuts = [start, *((start + (stop - start) * number // count) // row * row for number in range(1, count)), stop]
+        for number, (low, high) in enumerate(pairwise(cuts)):
+            if low < high:
+                reader = readers[(turn + number) % len(readers)]
+                yield ChunkRange(chunk, low, high, reader, True, high - low == box.numel)
+
+
+def _turns(tensor: StateRecord, requests: Sequence[AskedTensor], divisible: Sequence[bool]) -> int:
+    """Return among how many ranks the readers of a tensor take turns: 1 if no two of them need the same elements."""
+    longest = 1
+    for chunk, needs in _needs_by_chunk([*tensor.boxes], requests).items():
+        in_order = sorted(needs)
+        if not divisible[chunk] or any(after.start < before.stop for before, after in pairwise(in_order)):
+            longest = max(longest, len({need.place for need in needs}))
+    return longest
+
+
+def _needs_by_chunk(boxes: Sequence[Box], requests: Sequence[AskedTensor]) -> Mapping[int, list[_Need]]:
+    """Return the needs of all ranks, by the numbers of chunks."""
+    asked = [(box, of_rank.rank) for request in requests for of_rank in request.ranks for box in of_rank.boxes]
+    corners = (
+        np.array([corner or (side,) for corner in side_corners], np.int64)
+        for side, side_corners in (
+            (0, [box.lo for box in boxes]),
+            (1, [box.hi for box in boxes]),
+            (0, [box.lo for box, _ in asked]),
+            (1, [box.hi for box, _ in asked]),
+        )
+    )
+    needs: defaultdict[int, list[_Need]] = defaultdict(list)
+    for chunk, number in zip(*overlaps(*corners), strict=True):
+        box, place = asked[int(number)]
+        common = box & boxes[int(chunk)]
+        if common is None or not common.numel:  # of a chunk without elements
+            continue
+        needs[int(chunk)].append(_Need(*_rows_around(common, boxes[int(chunk)]), place))
+    return needs
+
+
+def _rows_around(box: Box, chunk: Box) -> tuple[int, int]:
+    """Return the elements ``start:stop`` of a chunk that reach around a box in it: the box's own if they are a run."""
+    start, row = 0, chunk.numel
+    for low, length, chunk_low, chunk_length in zip(box.lo, box.shape, chunk.lo, chunk.shape, strict=True):
+        row //= chunk_length
+        start += (low - chunk_low) * row
+        if length > 1:
+            return start, start + length * row
+    return start, start + row
+
+
+def _boxes_of(chunk: Box, part: ChunkRange) -> tuple[Box, ...]:
+    if not part.is_asked:
+        return ()
+    return tuple(box.shift(chunk.lo) for box in flat_boxes(chunk.shape, part.start, part.stop))
+
+
+def _layout_of(shape: Index, ranges: Sequence[ChunkRange], boxes: Sequence[tuple[Box, ...]]) -> TensorLayout:
+    """Return the layout of a tensor on the ranks that read it: their boxes end to end, all other elements nowhere."""
+    by_reader: defaultdict[int, tuple[Box, ...]] = defaultdict(tuple)
+    for part, part_boxes in zip(ranges, boxes, strict=True):
+        by_reader[part.reader] += part_boxes
+    ranks = [RankBoxes(reader, of_reader) for reader, of_reader in sorted(by_reader.items()) if of_reader]
+    return filled_layout(shape, ranks)

@@ -1,0 +1,152 @@
+"""Each stored byte is read once by all ranks together, whatever they ask for, and damage is found all the same."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from support import sweep
+from support.placed import numbered
+from support.sharded import as_stock
+from support.workers import run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import muonckpt
+from muonckpt import SourceError
+from muonckpt.checkpoint.chunk_reader import PartialSum, judge_sums
+from muonckpt.names.resumption import LoadTraffic
+from muonckpt.store.io.checksums import join_crc32
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 1 << 40))
+def test_the_sum_of_two_runs_is_that_of_both_end_to_end(first, second, far):
+    assert join_crc32(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+    in_two_steps = join_crc32(join_crc32(zlib.crc32(first), 0, far), 0, 5)
+    assert join_crc32(zlib.crc32(first), 0, far + 5) == in_two_steps
+
+
+SHAPES = {"w": (1024, 1024), "odd": (1023, 513), "cube": (8, 128, 256), "bias": (777,), "scalar": ()}
+
+TWICE = {"memory": 1 << 20}
+"""Too little to keep what was read until it has been checked."""
+
+HOMES = {
+    "FSDP 4": ((4,), (Shard(0),)),
+    "columns": ((4,), (Shard(1),)),
+    "HSDP 2 x 2": ((2, 2), (Replicate(), Shard(0))),
+    "DDP 4": ((4,), (Replicate(),)),
+    "TP x DP": ((2, 2), (Replicate(), Shard(1))),
+    "FSDP x TP": ((2, 2), (Shard(0), Shard(1))),
+}
+
+
+def state(home: str, has_values: bool) -> dict[str, torch.Tensor]:
+    """Tensors on a mesh, the same on all ranks; ``tied`` has the memory of ``w``."""
+    mesh_shape, placements = HOMES[home]
+    mesh = init_device_mesh("cpu", mesh_shape)
+    values = {}
+    for name, shape in SHAPES.items():
+        value = numbered(shape) if has_values else torch.zeros(shape)
+        fitting = [Replicate() if isinstance(p, Shard) and p.dim >= value.ndim else p for p in placements]
+        values[name] = distribute_tensor(value, mesh, fitting, src_data_rank=None)
+    return {**values, "tied": values["w"], "plain": torch.full((5,), 2.0 * has_values), "item": [1.5 * has_values, "a"]}
+
+
+def save_job(rank: int, world: int, path: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    values = {
+        name: distribute_tensor(numbered(shape), mesh, [Shard(0) if shape else Replicate()])
+        for name, shape in SHAPES.items()
+    }
+    muonckpt.save({**values, "tied": values["w"], "plain": torch.full((5,), 2.0), "item": [1.5, "a"]}, path)
+
+
+def load_job(rank: int, world: int, path: str, home: str, arguments: dict) -> tuple[int, LoadTraffic] | str:
+    """Load, and return the bytes that this process has read, or the error."""
+    template = state(home, has_values=False)
+    muonckpt.load(state(home, has_values=False), path, **arguments)  # what is imported when it is first used
+    read_before = bytes_read()
+    try:
+        report = muonckpt.load(template, path, **arguments)
+    except SourceError as error:
+        return str(error)
+    num_read = bytes_read() - read_before
+    for name, expected in state(home, has_values=True).items():
+        value = template[name]
+        local, expected_local = (v.to_local() if isinstance(v, DTensor) else v for v in (value, expected))
+        assert torch.equal(local, expected_local) if isinstance(local, torch.Tensor) else local == expected_local, name
+    return num_read, report.traffic
+
+
+def bytes_read() -> int:
+    """Bytes that read calls of this process got, of files and sockets alike."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+CASES = [
+    *((1, home, {}) for home in HOMES),
+    *((3, home, {}) for home in HOMES),
+    *(
+        (3, home, arguments)
+        for home in ("FSDP 4", "HSDP 2 x 2", "columns")
+        for arguments in ({"check": "while"}, TWICE)
+    ),
+]
+
+
+@pytest.mark.parametrize(("saved_on", "home", "arguments"), sweep(CASES, *CASES[6:]), ids=str)
+def test_all_ranks_together_read_each_byte_once(saved_on, home, arguments, tmp_path):
+    run(saved_on, save_job, str(tmp_path / "c"))
+    size = sum(file.stat().st_size for file in (tmp_path / "c").iterdir())
+    results = run(4, load_job, str(tmp_path / "c"), home, arguments)
+    (traffic,) = {traffic for _, traffic in results}
+    assert traffic.passes == (2 if arguments is TWICE else 1)
+    counts = [num_read for num_read, _ in results]
+    assert size * 0.99 <= sum(counts) / traffic.passes <= size * 1.02
+    assert max(counts) <= 1.5 * min(counts)
+
+
+def damaged_job(rank: int, world: int, path: str) -> str:
+    with pytest.raises(SourceError) as raised:
+        muonckpt.load(state("FSDP 4", has_values=False), path)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["manifest", "stock"])
+def test_every_rank_hears_of_damage_in_what_one_has_read(stock, tmp_path):
+    run(1, save_job, str(tmp_path / "c"))
+    tensor = next(t for t in muonckpt.open(tmp_path / "c").outline.tensors if t.key == "w")
+    payload = tensor.chunks[0].payload
+    if stock:
+        as_stock(tmp_path / "c")
+    with (tmp_path / "c" / payload.file).open("r+b") as file:
+        file.seek(payload.end - 1)
+        file.write(b"?")
+    for message in run(4, damaged_job, str(tmp_path / "c")):
+        assert f"tensor 'w' box {tensor.chunks[0].box}" in message and payload.file in message
+        assert f"is damaged: {'CRC-32' if stock else 'digest'}" in message
+
+
+def test_what_a_rank_misread_is_an_error_although_the_file_is_whole(tmp_path):
+    muonckpt.save({"w": torch.arange(12.0).reshape(4, 3)}, tmp_path / "c")
+    checkpoint = muonckpt.open(tmp_path / "c")
+    chunk = checkpoint.tensors["w"].record.chunks[0]
+    length, half = chunk.payload.length, chunk.payload.length // 2
+    raw = (tmp_path / "c" / chunk.payload.file).read_bytes()[chunk.payload.offset : chunk.payload.end]
+
+    def part(start: int, stop: int, flip: int = 0, recorded: int = chunk.crc32) -> PartialSum:
+        return PartialSum("w", 0, length, recorded, start, stop, zlib.crc32(raw[start:stop]) ^ flip)
+
+    judge_sums(checkpoint, [part(half, length), part(0, half)])
+    for parts in (
+        [part(0, half), part(half, length, flip=4)],
+        [part(0, half, flip=1), part(half, length)],
+        [part(0, half)],  # not all of it
+        [part(0, half), part(half, length, recorded=chunk.crc32 ^ 1)],  # items that say different things
+    ):
+        with pytest.raises(SourceError, match=r"'w'.*a rank read other bytes"):
+            judge_sums(checkpoint, parts)
