@@ -22,7 +22,7 @@ from .live_state import NOBODY, RankBoxes, asked_layouts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RankCopies:
+class CopyTable:
     """Copies between ranks, in columns.
 
     Attributes:
@@ -42,7 +42,7 @@ class RankCopies:
     num_sent: int
 
     @classmethod
-    def of(cls, plan: Plan, ranks: Sequence[int]) -> RankCopies:
+    def of(cls, plan: Plan, ranks: Sequence[int]) -> CopyTable:
         """Return the copies of a plan between ranks; those from or to `NOBODY` are left out.
 
         Args:
@@ -68,7 +68,7 @@ class RankCopies:
         return (sent + received).astype(np.int64)
 
 
-def make_copies(source: TensorLayout, asked: tuple[RankBoxes, ...], ranks: Sequence[int]) -> list[RankCopies]:
+def make_copies(source: TensorLayout, asked: tuple[RankBoxes, ...], ranks: Sequence[int]) -> list[CopyTable]:
     """Return the copies that give ranks the boxes that they ask for: several tables, if these overlap in part.
 
     Args:
@@ -78,7 +78,7 @@ def make_copies(source: TensorLayout, asked: tuple[RankBoxes, ...], ranks: Seque
     Raises:
         LayoutError: as `asked_layouts`.
     """
-    return [RankCopies.of(make_plan(source, layout), ranks) for layout in asked_layouts(source.shape, asked)]
+    return [CopyTable.of(make_plan(source, layout), ranks) for layout in asked_layouts(source.shape, asked)]
 
 
 class Move(NamedTuple):
@@ -88,7 +88,7 @@ class Move(NamedTuple):
     target: str
     itemsize: int
     shape: Index
-    copies: RankCopies
+    copies: CopyTable
 
 
 class Portion(NamedTuple):
@@ -126,7 +126,7 @@ def divide_in_stages(moves: Sequence[Move], num_ranks: int, memory: int) -> list
 
 
 @lru_cache(maxsize=4096)
-def _portions(copies: RankCopies, box: Box, num_ranks: int, max_elements: int) -> tuple[tuple[Box, IntArray], ...]:
+def _portions(copies: CopyTable, box: Box, num_ranks: int, max_elements: int) -> tuple[tuple[Box, IntArray], ...]:
     """Halve a box, along the dim that spreads its elements best, until no rank moves more than ``max_elements``.
 
     Cached: layers repeat.
@@ -187,7 +187,7 @@ class RankSides(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def sides_of(copies: RankCopies, place: int) -> RankSides:
+def sides_of(copies: CopyTable, place: int) -> RankSides:
     """Return the copies that concern the rank at a place.  Cached: layers repeat."""
     from_here, to_here = copies.source == place, copies.target == place
     source = CopySide(copies.lo, copies.hi, copies.source_offset, copies.target)
