@@ -23,7 +23,7 @@ from ..algebra.overlap import overlaps
 from ..record.record import Blob, StateRecord
 from ..store.reading.dtypes import itemsize
 from .live_state import RankBoxes, RankState, filled_layout
-from .transfer_plan import Move, CopyTable, Stage, divide_in_stages, make_copies
+from .transfer_plan import CopyTable, Move, Stage, divide_in_stages, make_copies
 
 MIN_SHARED_BYTES = 256 << 10
 """The least bytes of a range that several ranks ask for, when it is divided among them: fewer are read by one rank."""
