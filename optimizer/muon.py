@@ -29,7 +29,7 @@ from .ground.cuda_graphs import is_capturing
 from .ground.host_memory import STATE_MEMORIES
 from .methods.form import MatrixMethod
 from .methods.matrix import Methods, Scale, Scales, is_matrix_method
-from .methods.scalar import SCALARS, most_visiting
+from .methods.scalar import SCALARS, peak_state_bytes
 from .newton_schulz.costs import Cost
 from .newton_schulz.products import Choice, prefer_kernels
 from .newton_schulz.recipe import flops
@@ -363,7 +363,7 @@ class Muon(ForModel, CollectiveOptimizer):
         for group in self.param_groups:
             if group["algorithm"] in SCALARS and group["params"]:
                 states = [self.state[param] for param in group["params"]]
-                sizes.append(most_visiting(states, STATE_MEMORIES[self._offload]))
+                sizes.append(peak_state_bytes(states, STATE_MEMORIES[self._offload]))
         return max(sizes, default=0)
 
     def __getstate__(self) -> dict[str, Any]:

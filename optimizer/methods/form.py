@@ -63,9 +63,9 @@ class MethodSlot:
     def of(self, shape: Index, fused: Fused) -> Reduced:
         """Return its shape for a parameter."""
         kind = SHAPES[self.shape]
-        return (
-            at_owners(shape, fused, kind.of_matrix) if self.at_owner or not kind.sharded else kind.sharded(shape, fused)
-        )
+        if self.at_owner or not kind.sharded:
+            return at_owners(shape, fused, kind.of_matrix)
+        return kind.sharded(shape, fused)
 
 
 def dtype_named(name: str) -> torch.dtype | None:
@@ -174,8 +174,8 @@ class MatrixMethod:
 
     def defaults(self, common: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a new group, given the optimizer's for matrices."""
-        taken = {name: value for name, value in common.items() if name in OPTIONS_OF_INPUT[self.takes]}
-        return {**taken, **{name: option.default for name, option in self.options.items()}}
+        options = {name: value for name, value in common.items() if name in OPTIONS_OF_INPUT[self.takes]}
+        return options | {name: option.default for name, option in self.options.items()}
 
     def precision(self, group: ParamGroup) -> Precision:
         """Return the dtypes in which matrices travel and are multiplied."""
@@ -187,23 +187,24 @@ class MatrixMethod:
         Raises:
             ValueError: the update, or a slot, is of another shape or dtype than declared.
         """
-        declared = dict(whole.state)
+        slots = dict(whole.state)
         update = self.update(whole)
         self._check("the update", update, whole.matrix)
-        if whole.state.keys() != declared.keys():
-            raise ValueError(f"method {self.name!r} has slots {_listed(declared)}, and it left {_listed(whole.state)}")
-        for slot, tensor in declared.items():
-            if (given := whole.state[slot]) is not tensor:
-                self._check(slot, given, tensor)
-                if given.dtype != tensor.dtype:
-                    raise ValueError(f"method {self.name!r}: {slot} is {given.dtype}, declared is {tensor.dtype}")
-                whole.state[slot] = tensor.copy_(given)
+        if whole.state.keys() != slots.keys():
+            raise ValueError(f"method {self.name!r} has slots {_listed(slots)}, and it left {_listed(whole.state)}")
+        # A slot that was replaced is copied to its memory, from where it goes back to where it rests.
+        for name, tensor in slots.items():
+            if (replacement := whole.state[name]) is not tensor:
+                self._check(name, replacement, tensor)
+                if replacement.dtype != tensor.dtype:
+                    raise ValueError(f"method {self.name!r}: {name} is {replacement.dtype}, declared is {tensor.dtype}")
+                whole.state[name] = tensor.copy_(replacement)
         return update
 
-    def _check(self, what: str, given: Any, like: Tensor) -> None:
-        if not isinstance(given, Tensor) or given.shape != like.shape or not given.is_floating_point():
-            actual = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
-            raise ValueError(f"method {self.name!r}: {what} is {actual}, expected floats of shape {tuple(like.shape)}")
+    def _check(self, name: str, value: Any, like: Tensor) -> None:
+        if not isinstance(value, Tensor) or value.shape != like.shape or not value.is_floating_point():
+            actual = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ValueError(f"method {self.name!r}: {name} is {actual}, expected floats of shape {tuple(like.shape)}")
 
 
 def _listed(names: Collection[str]) -> str:

@@ -10,10 +10,8 @@ from typing import Any
 from ...algebra.box import Index
 from ...names.vocabulary import ParamGroup
 from ..planning.matrices import SHAPES, Fused, Reduced
-from .adamuon import ADAMUON
 from .form import MatrixMethod, MethodSlot, dtype_named
-from .hyperball import HYPERBALL
-from .muon import MUON, NORMUON
+from .muon import ADAMUON, HYPERBALL, MUON, NORMUON
 from .scalar import SCALARS
 from .soap import SOAP
 
@@ -36,29 +34,29 @@ UNNAMED = "original"
 class Scales:
     """Scales by the names that groups hold: `ADJUST_LR`, and functions that users gave."""
 
-    given: dict[str, Scale] = field(default_factory=dict)
+    registered: dict[str, Scale] = field(default_factory=dict)
 
     def name_of(self, scale: str | Scale | None) -> str:
         """Return a scale's name; raise ValueError if another function has it."""
         if not callable(scale):
             return scale or UNNAMED
         name = f"{scale.__module__}.{scale.__qualname__}"
-        if self.given.setdefault(name, scale) is not scale:
+        if self.registered.setdefault(name, scale) is not scale:
             raise ValueError(f"adjust_lr_fn: two different functions are called {name}")
         return name
 
     def as_given(self, group: Mapping[str, Any]) -> dict[str, str | Scale]:
         """Return a group's ``adjust_lr_fn`` as the user gave it; empty if it has none."""
         name = group.get("adjust_lr_fn")
-        return {} if name is None else {"adjust_lr_fn": self.given.get(name, name)}
+        return {} if name is None else {"adjust_lr_fn": self.registered.get(name, name)}
 
     @property
     def names(self) -> list[str]:
-        return [*ADJUST_LR, *self.given]
+        return [*ADJUST_LR, *self.registered]
 
     def factor(self, group: Mapping[str, Any], rows: int, columns: int) -> float:
         """Return the learning-rate factor of an ``m x n`` matrix of a group."""
-        return {**ADJUST_LR, **self.given}[group["adjust_lr_fn"]](rows, columns)
+        return {**ADJUST_LR, **self.registered}[group["adjust_lr_fn"]](rows, columns)
 
 
 MATRICES: Mapping[str, MatrixMethod] = {method.name: method for method in (MUON, NORMUON, ADAMUON, HYPERBALL, SOAP)}
@@ -74,7 +72,7 @@ def is_matrix_method(algorithm: str) -> bool:
 class Methods:
     """Methods by the names that groups hold: `MATRICES`, and those that users gave."""
 
-    given: dict[str, MatrixMethod] = field(default_factory=dict)
+    registered: dict[str, MatrixMethod] = field(default_factory=dict)
 
     def name_of(self, algorithm: str | MatrixMethod) -> str:
         """Return the name of what a user gives as ``algorithm``.
@@ -83,26 +81,26 @@ class Methods:
             ValueError: there is no such algorithm, or another one has its name.
         """
         if isinstance(algorithm, MatrixMethod):
-            known = SCALARS.get(algorithm.name) or MATRICES.get(algorithm.name)
-            if (known or self.given.setdefault(algorithm.name, algorithm)) != algorithm:
+            shipped = SCALARS.get(algorithm.name) or MATRICES.get(algorithm.name)
+            if (shipped or self.registered.setdefault(algorithm.name, algorithm)) != algorithm:
                 raise ValueError(f"algorithm: two different methods are called {algorithm.name!r}")
             return algorithm.name
-        if algorithm not in (names := {*MATRICES, *SCALARS, *self.given}):
+        if algorithm not in (names := {*MATRICES, *SCALARS, *self.registered}):
             raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {sorted(names)}, or a MatrixMethod")
         return algorithm
 
     def as_given(self, group: Mapping[str, Any]) -> dict[str, str | MatrixMethod]:
         """Return a group's ``algorithm`` as the user gave it."""
-        return {"algorithm": self.given.get(group["algorithm"], group["algorithm"])}
+        return {"algorithm": self.registered.get(group["algorithm"], group["algorithm"])}
 
     def __getitem__(self, algorithm: str) -> MatrixMethod:
-        return self.given.get(algorithm) or MATRICES[algorithm]
+        return self.registered.get(algorithm) or MATRICES[algorithm]
 
 
 def method_slots(shape: Index, group: ParamGroup, method: MatrixMethod) -> dict[str, tuple[MethodSlot, Reduced]]:
     """Return the state of a parameter besides momentum: how it is kept, and its shape."""
     fused = fused_of(group)
-    return {slot: (kept, kept.of(shape, fused)) for slot, kept in method.slots_of(group).items()}
+    return {name: (slot, slot.of(shape, fused)) for name, slot in method.slots_of(group).items()}
 
 
 def as_stored(
@@ -113,16 +111,17 @@ def as_stored(
     Its own FLOPs are unknown.  What could be sharded as the parameter is, rests so.
     """
     slots: dict[str, MethodSlot] = {}
-    for slot, (found, called) in state.items():
-        if slot.isidentifier() and (dtype := dtype_named(called)):
-            for kept in (MethodSlot(kind, dtype, at_owner) for kind, at_owner in _BY_SHAPE):
-                if kept.of(shape, fused).shape == found:
-                    slots[slot] = kept
+    for name_of_slot, (slot_shape, dtype_name) in state.items():
+        if name_of_slot.isidentifier() and (dtype := dtype_named(dtype_name)):
+            for kind, at_owner in _SLOT_KINDS:
+                slot = MethodSlot(kind, dtype, at_owner)
+                if slot.of(shape, fused).shape == slot_shape:
+                    slots[name_of_slot] = slot
     return MatrixMethod(name, MUON.update, slots=slots, takes="orthogonal" if averages else "gradient")
 
 
-_BY_SHAPE = [(kind, True) for kind in SHAPES if kind != "longer"]
-_BY_SHAPE += [(kind, False) for kind, owned in _BY_SHAPE if SHAPES[kind].sharded is not None]
+_SLOT_KINDS = [(kind, True) for kind in SHAPES if kind != "longer"]
+_SLOT_KINDS += [(kind, False) for kind, _ in _SLOT_KINDS if SHAPES[kind].sharded is not None]
 """Shapes of slots and whether they rest at owners, the likeliest last; "longer" is one of two others."""
 
 

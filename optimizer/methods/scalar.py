@@ -32,9 +32,9 @@ Slots = Mapping[str, Tensors]
 
 def fresh_average(param: Tensor, slot: str, codec: Codec) -> dict[str, Tensor]:
     """Return zeros for what a codec stores of an average."""
-    (first, (_, dtype)), *others = stored_slots(codec, slot, param).items()
+    (first, (_, dtype)), *other_parts = stored_slots(codec, slot, param).items()
     zeros = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
-    return {first: zeros, **{name: zeros_sharded_like(param, *shape_dtype) for name, shape_dtype in others}}
+    return {first: zeros, **{name: zeros_sharded_like(param, *shape_dtype) for name, shape_dtype in other_parts}}
 
 
 def placed_whole(param: Tensor) -> LocalFragments:
@@ -82,106 +82,125 @@ class Scalar:
         Raises:
             RuntimeError: a CUDA graph is being captured, and a parameter has no gradient or is not on a GPU.
         """
-        params = [param for param in group["params"] if param.grad is not None]
         codec = codec_of(group)
-        names = {
-            slot: [f"{slot}{part}" for part in codec.parts] if make is None else [slot]
-            for slot, make in self.slots.items()
+        parts_of_slots = {
+            slot: [slot] if make else [f"{slot}{part}" for part in codec.parts] for slot, make in self.slots.items()
         }
         if is_capturing():
             refuse_absent([tuple(p.shape) for p in group["params"]], [p.grad is not None for p in group["params"]])
-        alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for param in params:
-            alike[param.device, param.dtype].append(param)
-        for (device, _), together in alike.items():
-            for cut, states in _in_turns([state[param] for param in together], memory, device):
-                params = together[cut]
-                held = {slot: locals_of(slots[first] for slots in states) for slot, (first, *_) in names.items()}
+
+        # Parameters of one device and dtype are stepped together ...
+        by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for param in group["params"]:
+            if param.grad is not None:
+                by_kind[param.device, param.dtype].append(param)
+        for (device, _), members in by_kind.items():
+            # ... as many at a time as have their state on the device.
+            for numbers, states in _visiting_states([state[param] for param in members], memory, device):
+                params = members[numbers]
+                slots = {
+                    name: locals_of(slots[first] for slots in states) for name, (first, *_) in parts_of_slots.items()
+                }
                 weights, gradients = locals_of(params), locals_of(p.grad for p in params if p.grad is not None)
                 places: list[Any] = [None] * len(params)
                 if codec.depends_on_place:
-                    others = [others for slot, (_, *others) in names.items() if slot != STEP]
-                    local = ([(), *(locals_of(map(slots.__getitem__, parts)) for parts in others)] for slots in states)
-                    places = list(zip(map(placed, params), local, strict=True))
+                    other_parts = [parts for name, (_, *parts) in parts_of_slots.items() if name != STEP]
+                    for number, param in enumerate(params):
+                        lists = [locals_of(map(states[number].__getitem__, parts)) for parts in other_parts]
+                        places[number] = placed(param), [(), *lists]
                 if is_capturable(device):
-                    self._step_on_device(weights, gradients, held, group, places)
+                    self._step_on_device(weights, gradients, slots, group, places)
                 else:
                     refuse_host(group["algorithm"], device)
-                    self._step_on_host(weights, gradients, held, group, places)
+                    self._step_on_host(weights, gradients, slots, group, places)
 
     def _step_on_device(
-        self, weights: list[Tensor], gradients: list[Tensor], held: Slots, group: ParamGroup, places: Sequence[Any]
+        self, weights: list[Tensor], gradients: list[Tensor], slots: Slots, group: ParamGroup, places: Sequence[Any]
     ) -> None:
-        if STEP in held:
-            torch._foreach_add_(held[STEP], 1)
+        if STEP in slots:
+            torch._foreach_add_(slots[STEP], 1)
         codec = codec_of(group)
         if not codec.depends_on_place:
-            with rounded_once(weights, *held.values()) as (exact, *changed):
+            with rounded_once(weights, *slots.values()) as (exact, *exact_lists):
                 # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
-                self.on_device(
-                    exact, cast_tensors(gradients, exact[0].dtype), dict(zip(held, changed, strict=True)), group
-                )
+                exact_gradients = cast_tensors(gradients, exact[0].dtype)
+                self.on_device(exact, exact_gradients, dict(zip(slots, exact_lists, strict=True)), group)
             return
-        moments = [slot for slot in held if slot != STEP]
+        # Where bits depend on places, one parameter after the other, with its own count of steps.
+        averages = [slot for slot in slots if slot != STEP]
         for number, place in enumerate(places):
-            own = {slot: tensors[number : number + 1] for slot, tensors in held.items()}
-            lists = [weights[number : number + 1], *map(own.__getitem__, moments), gradients[number : number + 1]]
-            for (*changing, given), codecs in cut_state_portions(lists, codec, [None, *moments], [place]):
-                with rounded_once(*changing, codecs=codecs) as (exact, *changed):
-                    slots = own | dict(zip(moments, changed, strict=True))
-                    self.on_device(exact, cast_tensors(given, exact[0].dtype), slots, group)
+            one = slice(number, number + 1)
+            lists = [weights[one], *(slots[slot][one] for slot in averages), gradients[one]]
+            for (*changing, gradient), codecs in cut_state_portions(lists, codec, [None, *averages], [place]):
+                with rounded_once(*changing, codecs=codecs) as (exact, *exact_averages):
+                    exact_slots = dict(zip(averages, exact_averages, strict=True))
+                    if STEP in slots:
+                        exact_slots[STEP] = slots[STEP][one]
+                    self.on_device(exact, cast_tensors(gradient, exact[0].dtype), exact_slots, group)
 
     def _step_on_host(
-        self, weights: list[Tensor], gradients: list[Tensor], held: Slots, group: ParamGroup, places: Sequence[Any]
+        self, weights: list[Tensor], gradients: list[Tensor], slots: Slots, group: ParamGroup, places: Sequence[Any]
     ) -> None:
         lr, weight_decay, *betas = map(float, (group["lr"], group["weight_decay"], *group["betas"]))
         numbers = {**group, "lr": lr, "weight_decay": weight_decay, "betas": betas}
-        if STEP in held:
-            _add_number(held[STEP], 1)
-        counts = [counter.item() for counter in held.get(STEP, ())] or [0.0] * len(weights)
-        moments = {slot: tensors for slot, tensors in held.items() if slot != STEP}
-        alike: defaultdict[tuple[torch.dtype, float], list[tuple[Any, ...]]] = defaultdict(list)
-        for count, place, *tensors in zip(counts, places, weights, *moments.values(), gradients, strict=True):
-            alike[tensors[-1].dtype, count].append((place, *tensors))
-        for (_, count), parallel in alike.items():
-            placed, *lists = zip(*parallel, strict=True)
-            for (*changing, given), codecs in cut_state_portions(lists, codec_of(group), [None, *moments], placed):
-                with rounded_once(*changing, codecs=codecs) as (exact, *changed):
-                    given = cast_tensors(given, exact[0].dtype)
-                    self.on_host(exact, given, dict(zip(moments, changed, strict=True)), count, numbers)
+        if STEP in slots:
+            _add_number(slots[STEP], 1)
+        counts = [counter.item() for counter in slots.get(STEP, ())] or [0.0] * len(weights)
+        averages = {slot: tensors for slot, tensors in slots.items() if slot != STEP}
+
+        # A call takes one count of steps, and gradients of one dtype.
+        by_kind: defaultdict[tuple[torch.dtype, float], list[tuple[Any, ...]]] = defaultdict(list)
+        for count, place, *tensors in zip(counts, places, weights, *averages.values(), gradients, strict=True):
+            by_kind[tensors[-1].dtype, count].append((place, *tensors))
+        for (_, count), members in by_kind.items():
+            member_places, *lists = zip(*members, strict=True)
+            portions = cut_state_portions(lists, codec_of(group), [None, *averages], member_places)
+            for (*changing, gradient), codecs in portions:
+                with rounded_once(*changing, codecs=codecs) as (exact, *exact_averages):
+                    exact_slots = dict(zip(averages, exact_averages, strict=True))
+                    self.on_host(exact, cast_tensors(gradient, exact[0].dtype), exact_slots, count, numbers)
 
 
 States = Sequence[Mapping[str, Tensor]]
 """The state of each of some parameters, by slot."""
 
 
-def most_visiting(states: States, memory: StateMemory) -> int:
+def peak_state_bytes(states: States, memory: StateMemory) -> int:
     """Return the most bytes of state that a step of parameters has on the device at once, if it rests elsewhere."""
-    return peak_bytes([_visiting(states, numbers) for numbers in _turns(states, memory)], TURNS_AHEAD)
+    return peak_bytes([_visitors(states, numbers) for numbers in _turns(states, memory)], TURNS_AHEAD)
 
 
 def _turns(states: States, memory: StateMemory) -> list[range]:
     """Cut parameters to turns of which the state comes to the device together."""
-    return memory.cut_turns(
-        len(states), lambda number: sum(local_of(t).nbytes for slot, t in states[number].items() if slot != STEP)
-    )
+
+    def size(number: int) -> int:
+        return sum(tensor.nbytes for tensor in _visitors(states, range(number, number + 1)).values())
+
+    return memory.cut_turns(len(states), size)
 
 
-def _visiting(states: States, numbers: range) -> dict[SlotKey, Tensor]:
-    slots = ((number, slot, tensor) for number in numbers for slot, tensor in states[number].items())
-    return {(number, slot): local_of(tensor) for number, slot, tensor in slots if slot != STEP}
+def _visitors(states: States, numbers: range) -> dict[SlotKey, Tensor]:
+    """Return the local state of parameters, but for counts of steps."""
+    visitors = {}
+    for number in numbers:
+        for slot, tensor in states[number].items():
+            if slot != STEP:
+                visitors[number, slot] = local_of(tensor)
+    return visitors
 
 
-def _in_turns(states: States, memory: StateMemory, device: torch.device) -> Iterator[tuple[slice, States]]:
-    """Yield the state of as many parameters as come together, on the device."""
+def _visiting_states(states: States, memory: StateMemory, device: torch.device) -> Iterator[tuple[slice, States]]:
+    """Yield the states of as many parameters as come together, on the device, and their numbers."""
     turns = _turns(states, memory)
-    visits = memory.begin_visits(device, lambda turn: _visiting(states, turns[turn]), len(turns), TURNS_AHEAD)
+    visits = memory.begin_visits(device, lambda turn: _visitors(states, turns[turn]), len(turns), TURNS_AHEAD)
     for turn, numbers in enumerate(turns):
-        cut, here = slice(numbers.start, numbers.stop), visits.receive(turn)
-        own = states[cut]
-        if here:
-            own = [{slot: here.get((n, slot), states[n][slot]) for slot in states[n]} for n in numbers]
-        yield cut, own
+        states_of_turn, visitors = states[numbers.start : numbers.stop], visits.receive(turn)
+        if visitors:
+            states_of_turn = [
+                {slot: visitors.get((number, slot), tensor) for slot, tensor in states[number].items()}
+                for number in numbers
+            ]
+        yield slice(numbers.start, numbers.stop), states_of_turn
         visits.release(turn)
     visits.finish()
 
@@ -224,12 +243,15 @@ def _lion_on_host(params: Tensors, gradients: Tensors, slots: Slots, count: floa
 def _adamw_on_device(params: Tensors, gradients: Tensors, slots: Slots, group: ParamGroup) -> None:
     """Step as `_adamw_on_host`: one launch a list, except two a tensor for its own count of steps."""
     lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
+    # Averages of gradients and of their squares.
     means, squares = slots[EXP_AVG], slots[EXP_AVG_SQ]
     _mix(means, _times(gradients, 1 - beta1), beta1)
     squared = torch._foreach_mul(gradients, gradients)
     torch._foreach_mul_(squared, (1 - beta2).to(squared[0].dtype))
     _mix(squares, squared, beta2)
     del squared
+
+    # Decay, and the update: the corrections for averages that began at zero are divisors.
     _decay_on_device(params, means, lr * weight_decay, group["cautious"])
     count, dtype = torch.stack(slots[STEP]).double(), params[0].dtype
     divisors = torch._foreach_sqrt(squares)
@@ -257,12 +279,13 @@ def _decay_on_device(params: Tensors, updates: Tensors, rate: Tensor, cautious: 
 
 def _live(group: ParamGroup, device: torch.device) -> list[Tensor]:
     """Return rate, decay and betas as 0-d float64; only tensors on the device stay live in a captured graph."""
-    return [
-        value.reshape(()).double()
-        if isinstance(value, Tensor) and value.device == device
-        else torch.full((), float(value), dtype=torch.float64, device=device)
-        for value in (group["lr"], group["weight_decay"], *group["betas"])
-    ]
+
+    def on_device(value: float | Tensor) -> Tensor:
+        if isinstance(value, Tensor) and value.device == device:
+            return value.reshape(()).double()
+        return torch.full((), float(value), dtype=torch.float64, device=device)
+
+    return [*map(on_device, (group["lr"], group["weight_decay"], *group["betas"]))]
 
 
 def _mix(means: Tensors, shares: Tensors, beta: Tensor) -> None:

@@ -28,19 +28,24 @@ def _in_eigenbasis(whole: WholeMatrix) -> Tensor:
     mean, squares, count = whole.state[MEAN], whole.state[SQUARES], whole.state[COUNT]
     left, right = whole.state[LEFT_BASIS], whole.state[RIGHT_BASIS]
     beta1, beta2 = options["betas"]
-    done = round(count.item())
+    num_updates = round(count.item())
+
+    # Adam in the bases of the steps before.
     update = torch.zeros_like(gradient)
-    if done:
+    if num_updates:
         mean.lerp_(gradient, 1 - beta1)
         squares.lerp_((left.T @ gradient @ right).square_(), 1 - beta2)
         rotated = (left.T @ mean @ right) / squares.sqrt().add_(options["eps"])
-        update = (left @ rotated @ right.T) * (math.sqrt(1 - beta2**done) / (1 - beta1**done))
+        correction = math.sqrt(1 - beta2**num_updates) / (1 - beta1**num_updates)
+        update = (left @ rotated @ right.T) * correction
+
+    # The preconditioner, and its eigenvectors: exact ones at first, then renewed once in a period.
     for slot, outer in ((LEFT, gradient @ gradient.T), (RIGHT, gradient.T @ gradient)):
         whole.state[slot].lerp_(outer, 1 - options["shampoo_beta"])
-    if not done:
+    if not num_updates:
         for slot, basis in ((LEFT, left), (RIGHT, right)):
             basis.copy_(torch.linalg.eigh(whole.state[slot])[1].flip(1))
-    elif done % options["period"] == 0:
+    elif num_updates % options["period"] == 0:
         squares.copy_(squares[_renew(left, whole.state[LEFT])][:, _renew(right, whole.state[RIGHT])])
     count.add_(1)
     return update
