@@ -340,7 +340,7 @@ def test_objects_that_recur_are_read_in_columns(shared: bool, monkeypatch: pytes
     assert metadata == plain(stock)
     assert [*metadata.storage] == [*plain(stock).storage]
     content = inert_pickle.unpickle_in_columns(data, dcp_metadata.CLASSES)
-    items = [key for key in content.state["storage_data"] if type(key) is inert_pickle.Alike]
+    items = [key for key in content.state["storage_data"] if type(key) is inert_pickle.ObjectColumns]
     assert sum(alike.count for alike in items) > 0.8 * len(metadata.storage)
 
 

@@ -23,8 +23,8 @@ from ...programs.signs import FILESYSTEM, METADATA, OUR_MARK
 from ..io.limits import gc_paused
 from ..reading.dtypes import DTYPES
 from .torch_save.inert_pickle import (
-    Alike,
     Global,
+    ObjectColumns,
     Pickler,
     Record,
     expect,
@@ -120,7 +120,7 @@ def _metadata(content: object) -> Metadata:
         items_to_use = len(storage)
         tensors: dict[str, TensorMeta] = {}
         blobs: list[str] = []
-        boxes_of: dict[Alike, list[_Box]] = {}
+        boxes_of: dict[ObjectColumns, list[_Box]] = {}
         for key, value in expect(dict, fields["state_dict_metadata"]).items():
             if expect(Record, value).kind == f"{METADATA} BytesStorageMetadata":
                 blobs.append(expect(str, key))
@@ -152,14 +152,16 @@ def _fields(kind: str, value: object, module: str = METADATA) -> dict[str, objec
     return expect(dict, record.state)
 
 
-def _tensor(value: object, max_chunks: int, boxes_of: dict[Alike, list[_Box]]) -> TensorMeta:
+def _tensor(value: object, max_chunks: int, boxes_of: dict[ObjectColumns, list[_Box]]) -> TensorMeta:
     """Read a tensor; ``boxes_of`` gets the boxes of chunks that recur, which tensors share."""
     fields = _fields("TensorStorageMetadata", value)
     properties = expect(tuple, expect(Record, fields["properties"]).state)
     dtype = expect(Global, properties[0] if properties else None).removeprefix("torch ")
     if dtype not in DTYPES:
         raise SourceError(f"expected a dtype, found {dtype!r}")
-    chunks = [chunk if type(chunk) is Alike else Alike((chunk,)) for chunk in expect(list, fields["chunks"])]
+    chunks = [
+        chunk if type(chunk) is ObjectColumns else ObjectColumns((chunk,)) for chunk in expect(list, fields["chunks"])
+    ]
     if (count := sum(chunk.count for chunk in chunks)) > max_chunks:
         raise SourceError(f"expected a stored item for each chunk, found {count} chunks and {max_chunks} items")
     boxes: list[_Box] = []
@@ -175,7 +177,7 @@ def _storage(stored: dict[object, object]) -> dict[tuple[str, Index | None], Sto
     places: list[tuple[str, Index | None]] = []
     items: list[StoredItem] = []
     for key, value in stored.items():
-        entries = key if type(key) is Alike else Alike((key, value))
+        entries = key if type(key) is ObjectColumns else ObjectColumns((key, value))
         # The keys of the entries: (tensor key, offsets of the chunk).
         index = _fields("MetadataIndex", entries.model[0])
         offset = index.get("offset")
@@ -195,14 +197,14 @@ def _storage(stored: dict[object, object]) -> dict[tuple[str, Index | None], Sto
     return storage
 
 
-def _texts(objects: Alike, part: object) -> list[str]:
+def _texts(objects: ObjectColumns, part: object) -> list[str]:
     texts = objects.column(part)
     if kinds := {*map(type, texts)} - {str}:
         raise SourceError(f"expected str, found {', '.join(sorted(kind.__name__ for kind in kinds))}")
     return cast(list[str], texts)
 
 
-def _numbers(objects: Alike, part: object) -> list[int]:
+def _numbers(objects: ObjectColumns, part: object) -> list[int]:
     column = objects.column(part)
     numbers = cast(list[int], column)
     for number in (min(numbers), max(numbers)) if {*map(type, column)} == {int} else column:
@@ -210,7 +212,7 @@ def _numbers(objects: Alike, part: object) -> list[int]:
     return numbers
 
 
-def _sizes(objects: Alike, part: object) -> list[Index]:
+def _sizes(objects: ObjectColumns, part: object) -> list[Index]:
     """Return the sizes that a part of the model has in each object."""
     if not objects.columns:
         return [sizes_of(part)] * objects.count

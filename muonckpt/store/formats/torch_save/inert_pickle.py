@@ -48,7 +48,7 @@ class Record:
     state: object = None
     items: dict[object, object] | None = None
 
-    def own_items(self) -> dict[object, object]:
+    def mapping(self) -> dict[object, object]:
         """Return the dict of items, made when first needed: few of the millions of records in a file have any."""
         if self.items is None:
             self.items = {}
@@ -78,214 +78,208 @@ class Anything:
         return True
 
 
-class _Keys:
-    """Counts the keys of dicts that an attacker could have chosen for their equal hashes."""
+def unpickle(data: bytes, names: Container[str], max_parts: int | None = None) -> object:
+    """Read a pickle as tuples, lists, dicts, scalars and :class:`Record`; nothing in it is run.
 
-    def __init__(self) -> None:
-        self._count = 0
+    Args:
+        names: the names (``"module name"``) that may occur.
+        max_parts: how many tuples, lists, dicts and records there may be; None: in proportion to the data.
 
-    def check(self, key: object) -> None:
-        """Let a key pass, unless there are too many of its kind.
+    Raises:
+        LimitError: there are more.
+        SourceError: another name or opcode occurs, the data is cut, or it is not a pickle of plain data.
+    """
+    return _Machine(data, names, [], max_parts).content()
+
+
+def unpickle_in_columns(data: bytes, names: Container[str]) -> object:
+    """Read a pickle as :func:`unpickle` does, but with :class:`ObjectColumns` for objects that recur in a list or dict.
+
+    Raises:
+        LimitError, SourceError: as `unpickle`; or something refers to a part of such an object, which is never made.
+    """
+    memo: list[object] = []
+    return _Machine(data, names, memo, recurrence=_Recurrence(data, memo)).content()
+
+
+class _Machine:
+    """The stack and the memo that the opcodes of one pickle work on."""
+
+    def __init__(
+        self,
+        data: bytes,
+        names: Container[str],
+        memo: list[object],
+        max_parts: int | None = None,
+        recurrence: _Recurrence | None = None,
+    ) -> None:
+        self._data, self._names, self._memo, self._recurrence = data, names, memo, recurrence
+        self._max_parts = limits.FREE_PARTS + len(data) // limits.PICKLE_BYTES if max_parts is None else max_parts
+        self._num_hard_keys = 0
+
+    def content(self) -> object:
+        try:
+            return self._run()
+        except (IndexError, ValueError, struct.error) as error:
+            raise DamageError(f"expected a pickle of plain data, found it cut or damaged ({error})") from None
+
+    def _run(self) -> object:
+        # The opcodes are ordered by how often a large file has them, and the rare ones are in _run_rare.
+        data, memo, recurrence = self._data, self._memo, self._recurrence
+        stack: list[object] = []
+        marks: list[list[object]] = []
+        position = num_parts = 0
+        for stop in chain(range(_STRIDE, len(data), _STRIDE), (len(data),)):
+            # What an opcode makes is counted at once and compared once in a while, which costs less.
+            limits.check_limit(num_parts, self._max_parts, "tuples, lists, dicts and objects in a pickle")
+            while position < stop:
+                code = data[position]
+                position += 1
+                if code == _MEMOIZE:
+                    memo.append(stack[-1])
+                elif code == _LONG_BINGET:
+                    stack.append(memo[int.from_bytes(data[position : position + 4], "little")])
+                    position += 4
+                elif code == _BINGET:
+                    stack.append(memo[data[position]])
+                    position += 1
+                elif code == _BININT1:
+                    stack.append(data[position])
+                    position += 1
+                elif code in _WIDE:
+                    width = 2 if code == _BININT2 else 4
+                    stack.append(int.from_bytes(data[position : position + width], "little", signed=code == _BININT))
+                    position += width
+                elif code in _CALLS:
+                    args = stack.pop()
+                    stack[-1] = Record(expect(Global, stack[-1]), args)
+                    num_parts += 1
+                elif code == _EMPTY_TUPLE:
+                    stack.append(())
+                    num_parts += 1
+                elif code == _SHORT_TEXT:
+                    start, position = position + 1, position + 1 + data[position]
+                    stack.append(data[start:position].decode("utf-8", "surrogatepass"))
+                    num_parts += 1
+                elif code == _TUPLE1:
+                    stack[-1] = (stack[-1],)
+                    num_parts += 1
+                elif code == _TUPLE2:
+                    second = stack.pop()
+                    stack[-1] = (stack[-1], second)
+                    num_parts += 1
+                elif code == _MARK:
+                    marks.append(stack)
+                    stack = []
+                    num_parts += 1
+                elif code == _BUILD:
+                    state = stack.pop()
+                    expect(Record, stack[-1]).state = state
+                    if recurrence is not None and marks and marks[-1]:
+                        position, num_recurring = recurrence.after(position, stack, marks[-1][-1])
+                        num_parts += num_recurring
+                elif code == _SETITEMS:
+                    items, stack = stack, marks.pop()
+                    self._update(stack[-1], items)
+                elif code == _EMPTY_DICT:
+                    stack.append({})
+                    num_parts += 1
+                elif code == _TUPLE:
+                    items, stack = stack, marks.pop()
+                    stack.append(tuple(items))
+                elif code == _APPENDS:
+                    items, stack = stack, marks.pop()
+                    expect(list, stack[-1]).extend(items)
+                elif code == _STOP:
+                    if position != len(data):
+                        excess = len(data) - position
+                        raise SourceError(
+                            f"expected the end of the pickle at byte {position}, found {excess} bytes more"
+                        )
+                    return stack.pop()
+                else:
+                    position = self._run_rare(data[position - 1 : position], position, stack)
+                    num_parts += 1
+        raise ValueError(f"no end within {len(data)} bytes")
+
+    def _run_rare(self, opcode: bytes, position: int, stack: list[object]) -> int:
+        """Run one of the rarer opcodes, whose argument starts at byte ``position``; return the position behind it."""
+        data, memo = self._data, self._memo
+        if opcode in _CONSTANTS:
+            stack.append(_CONSTANTS[opcode])
+        elif opcode == pickle.BINUNICODE:
+            start = position + 4
+            position = start + int.from_bytes(data[position:start], "little")
+            stack.append(data[start:position].decode("utf-8", "surrogatepass"))
+        elif opcode in _PUTS:
+            start, position = position, position + _PUTS[opcode]
+            if int.from_bytes(data[start:position], "little") != len(memo):
+                raise SourceError(f"expected number {len(memo)} for the next memo entry, found another at byte {start}")
+            memo.append(stack[-1])
+        elif opcode in _SKIPS:
+            position += _SKIPS[opcode]
+        elif opcode == pickle.EMPTY_LIST:
+            stack.append([])
+        elif opcode == pickle.APPEND:
+            item = stack.pop()
+            expect(list, stack[-1]).append(item)
+        elif opcode == pickle.SETITEM:
+            value, key = stack.pop(), stack.pop()
+            self._update(stack[-1], [key, value])
+        elif opcode == pickle.TUPLE3:
+            third, second = stack.pop(), stack.pop()
+            stack[-1] = (stack[-1], second, third)
+        elif opcode == pickle.LONG1:
+            start, position = position + 1, position + 1 + data[position]
+            stack.append(int.from_bytes(data[start:position], "little", signed=True))
+        elif opcode == pickle.BINFLOAT:
+            stack.append(struct.unpack_from(">d", data, position)[0])
+            position += 8
+        elif opcode == pickle.STACK_GLOBAL:
+            name, module = expect(str, stack.pop()), expect(str, stack.pop())
+            stack.append(self._global(f"{module} {name}"))
+        elif opcode == pickle.GLOBAL:
+            start, position = position, data.index(b"\n", data.index(b"\n", position) + 1) + 1
+            stack.append(self._global(data[start : position - 1].decode().replace("\n", " ")))
+        elif opcode == pickle.BINPERSID:
+            stack[-1] = Record(self._global(PERSISTENT), stack[-1])
+        else:
+            from pickletools import opcodes  # not needed where nothing is wrong
+
+            kind = SourceError if opcode.decode("latin1") in {each.code for each in opcodes} else DamageError
+            raise kind(f"expected only opcodes of plain data, found {opcode!r} at byte {position - 1}")
+        return position
+
+    def _global(self, name: str) -> Global:
+        if name not in self._names:
+            raise SourceError(f"expected only the names that a stock file has, found {name!r}; nothing was run")
+        return Global(name)
+
+    def _update(self, target: object, items: list[object]) -> None:
+        """Set items of a dict, or of the mapping that a record stands for: keys and values in turn."""
+        keys = items[::2]
+        for key in keys:
+            if type(key) is not str:
+                self._check_key(key)
+        if type(target) is Record:
+            target = target.mapping()
+        expect(dict, target).update(zip(keys, items[1::2], strict=True))
+
+    def _check_key(self, key: object) -> None:
+        """Let a key of a dict pass, unless there are too many whose equal hashes an attacker could have chosen.
 
         Raises:
             LimitError: there are.
             SourceError: it is not of a type that is hashed without running code, and without end.
         """
         kind = type(key)
-        if kind in (str, Record, Alike) or (kind is int and abs(cast(int, key)) < limits.SMALL_KEY):
+        if kind in (Record, ObjectColumns) or (kind is int and abs(cast(int, key)) < limits.SMALL_KEY):
             return
         parts = key if type(key) is tuple else (key,)
         if len(parts) > _LONGEST_SEQUENCE or any(type(part) not in _SCALARS for part in parts):
             raise SourceError(f"expected a string, an integer or an object as a dict key, found {kind.__name__}")
-        self._count += 1
-        limits.check_limit(self._count, limits.KEYS, "dict keys that are large integers, floats or tuples")
-
-
-def unpickle(data: bytes, allowed: Container[str], containers: int | None = None) -> object:
-    """Read a pickle as tuples, lists, dicts, scalars and :class:`Record`; nothing in it is run.
-
-    Args:
-        allowed: the names (``"module name"``) that may occur.
-        containers: how many tuples, lists, dicts and records there may be; None: in proportion to the data.
-
-    Raises:
-        LimitError: there are more.
-        SourceError: another name or opcode occurs, the data is cut, or it is not a pickle of plain data.
-    """
-    most = limits.FREE_PARTS + len(data) // limits.PICKLE_BYTES if containers is None else containers
-    return _checked(data, allowed, most, [], None)
-
-
-def unpickle_in_columns(data: bytes, allowed: Container[str]) -> object:
-    """Read a pickle as :func:`unpickle` does, but with an :class:`Alike` for objects that recur in a list or dict.
-
-    Raises:
-        LimitError, SourceError: as `unpickle`; or something refers to a part of such an object, which is never made.
-    """
-    memo: list[object] = []
-    return _checked(data, allowed, limits.FREE_PARTS + len(data) // limits.PICKLE_BYTES, memo, _Recurrence(data, memo))
-
-
-def _checked(
-    data: bytes, allowed: Container[str], most: int, memo: list[object], recurrence: _Recurrence | None
-) -> object:
-    try:
-        return _run(data, allowed, most, memo, recurrence)
-    except (IndexError, ValueError, struct.error) as error:
-        raise DamageError(f"expected a pickle of plain data, found it cut or damaged ({error})") from None
-
-
-def _run(data: bytes, allowed: Container[str], most: int, memo: list[object], recurrence: _Recurrence | None) -> object:
-    # The opcodes are ordered by how often a large file has them, and the rare ones are in _run_one.
-    stack: list[object] = []
-    marks: list[list[object]] = []
-    keys = _Keys()
-    position = made = 0
-    for stop in chain(range(_STRIDE, len(data), _STRIDE), (len(data),)):
-        # What an opcode makes is counted at once and compared once in a while, which costs less.
-        limits.check_limit(made, most, "tuples, lists, dicts and objects in a pickle")
-        while position < stop:
-            code = data[position]
-            position += 1
-            if code == _MEMOIZE:
-                memo.append(stack[-1])
-            elif code == _LONG_BINGET:
-                stack.append(memo[int.from_bytes(data[position : position + 4], "little")])
-                position += 4
-            elif code == _BINGET:
-                stack.append(memo[data[position]])
-                position += 1
-            elif code == _BININT1:
-                stack.append(data[position])
-                position += 1
-            elif code in _WIDE:
-                width = 2 if code == _BININT2 else 4
-                stack.append(int.from_bytes(data[position : position + width], "little", signed=code == _BININT))
-                position += width
-            elif code in _CALLS:
-                args = stack.pop()
-                stack[-1] = Record(expect(Global, stack[-1]), args)
-                made += 1
-            elif code == _EMPTY_TUPLE:
-                stack.append(())
-                made += 1
-            elif code == _SHORT_TEXT:
-                start, position = position + 1, position + 1 + data[position]
-                stack.append(data[start:position].decode("utf-8", "surrogatepass"))
-                made += 1
-            elif code == _TUPLE1:
-                stack[-1] = (stack[-1],)
-                made += 1
-            elif code == _TUPLE2:
-                second = stack.pop()
-                stack[-1] = (stack[-1], second)
-                made += 1
-            elif code == _MARK:
-                marks.append(stack)
-                stack = []
-                made += 1
-            elif code == _BUILD:
-                state = stack.pop()
-                expect(Record, stack[-1]).state = state
-                if recurrence is not None and marks and marks[-1]:
-                    position, more = recurrence.after(position, stack, marks[-1][-1])
-                    made += more
-            elif code == _SETITEMS:
-                items, stack = stack, marks.pop()
-                _update(stack[-1], items, keys)
-            elif code == _EMPTY_DICT:
-                stack.append({})
-                made += 1
-            elif code == _TUPLE:
-                items, stack = stack, marks.pop()
-                stack.append(tuple(items))
-            elif code == _APPENDS:
-                items, stack = stack, marks.pop()
-                expect(list, stack[-1]).extend(items)
-            elif code == _STOP:
-                if position != len(data):
-                    raise SourceError(
-                        f"expected the end of the pickle at byte {position}, found {len(data) - position} bytes more"
-                    )
-                return stack.pop()
-            else:
-                position = _run_one(data[position - 1 : position], data, position, stack, memo, allowed, keys)
-                made += 1
-    raise ValueError(f"no end within {len(data)} bytes")
-
-
-def _run_one(
-    opcode: bytes,
-    data: bytes,
-    position: int,
-    stack: list[object],
-    memo: list[object],
-    allowed: Container[str],
-    keys: _Keys,
-) -> int:
-    """Run one of the rarer opcodes, whose argument starts at byte ``position``; return the position behind it."""
-    if opcode in _CONSTANTS:
-        stack.append(_CONSTANTS[opcode])
-    elif opcode == pickle.BINUNICODE:
-        start = position + 4
-        position = start + int.from_bytes(data[position:start], "little")
-        stack.append(data[start:position].decode("utf-8", "surrogatepass"))
-    elif opcode in _PUTS:
-        end = position + _PUTS[opcode]
-        if int.from_bytes(data[position:end], "little") != len(memo):
-            raise SourceError(f"expected number {len(memo)} for the next memo entry, found another at byte {position}")
-        memo.append(stack[-1])
-        return end
-    elif opcode in _SKIPS:
-        return position + _SKIPS[opcode]
-    elif opcode == pickle.EMPTY_LIST:
-        stack.append([])
-    elif opcode == pickle.APPEND:
-        item = stack.pop()
-        expect(list, stack[-1]).append(item)
-    elif opcode == pickle.SETITEM:
-        value, key = stack.pop(), stack.pop()
-        _update(stack[-1], [key, value], keys)
-    elif opcode == pickle.TUPLE3:
-        third, second = stack.pop(), stack.pop()
-        stack[-1] = (stack[-1], second, third)
-    elif opcode == pickle.LONG1:
-        start, position = position + 1, position + 1 + data[position]
-        stack.append(int.from_bytes(data[start:position], "little", signed=True))
-    elif opcode == pickle.BINFLOAT:
-        stack.append(struct.unpack_from(">d", data, position)[0])
-        position += 8
-    elif opcode == pickle.STACK_GLOBAL:
-        name, module = expect(str, stack.pop()), expect(str, stack.pop())
-        stack.append(_global(f"{module} {name}", allowed))
-    elif opcode == pickle.GLOBAL:
-        end = data.index(b"\n", data.index(b"\n", position) + 1)
-        stack.append(_global(data[position:end].decode().replace("\n", " "), allowed))
-        position = end + 1
-    elif opcode == pickle.BINPERSID:
-        stack[-1] = Record(_global(PERSISTENT, allowed), stack[-1])
-    else:
-        from pickletools import opcodes  # not needed where nothing is wrong
-
-        kind = SourceError if opcode.decode("latin1") in {known.code for known in opcodes} else DamageError
-        raise kind(f"expected only opcodes of plain data, found {opcode!r} at byte {position - 1}")
-    return position
-
-
-def _global(name: str, allowed: Container[str]) -> Global:
-    if name not in allowed:
-        raise SourceError(f"expected only the names that a stock file has, found {name!r}; nothing was run")
-    return Global(name)
-
-
-def _update(target: object, items: list[object], counted: _Keys) -> None:
-    keys = items[::2]
-    for key in keys:
-        if type(key) is not str:
-            counted.check(key)
-    if type(target) is Record:
-        target = target.own_items()
-    expect(dict, target).update(zip(keys, items[1::2], strict=True))
+        self._num_hard_keys += 1
+        limits.check_limit(self._num_hard_keys, limits.KEYS, "dict keys that are large integers, floats or tuples")
 
 
 def expect(kind: type[T], value: object) -> T:
@@ -320,13 +314,13 @@ _SIZE = "torch Size"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """Stands in the model of :class:`Alike` for what differs: its values are the column of this number."""
+    """Stands in the model of :class:`ObjectColumns` for a part that differs, whose values are a column."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Alike:
+class ObjectColumns:
     """Stands for ``count`` objects in a list, or for as many pairs in a dict, where it is both the key and the value.
 
     ``model`` is one of them, an object or a key and its value, with a :class:`Leaf` where they differ.
@@ -364,26 +358,29 @@ class _Recurrence:
         self._end = self._one_by_one = 0
 
     def after(self, position: int, stack: list[object], target: object) -> tuple[int, int]:
-        """Push what recurs after an object that was just made; return the position behind it, and how much it makes.
+        """Push the objects that recur after one that was just made; return the position behind them, and their parts.
 
         Args:
-            stack: what is to be added to ``target``.
+            stack: the objects to be added to ``target``.
         """
         width = 1 if type(target) is list else 2 if type(target) is dict else 0
         if not width or len(stack) % width:
             return position, 0
-        made, self._one_by_one = 0, self._one_by_one + 1
+        num_parts, self._one_by_one = 0, self._one_by_one + 1
         while (run := self._run_at(position, width)) is not None:
-            stack += [run.alike] * width
+            stack += [run.objects] * width
             self._memo += run.memo
-            position, made = position + len(run.code), made + run.made
+            position, num_parts = position + len(run.code), num_parts + run.num_parts
+
+        # The opcodes since the object before are those of one object, or pair, from which a pattern can be learnt.
         patterns = self._patterns[width]
-        few = len(patterns) < _MOST_PATTERNS and position - self._end <= _MOST_BYTES
-        if few and not made and self._target is target and self._one_by_one > _LEARN_AFTER:
-            pattern = _Pattern.of(self._data[self._end : position], self._memo)
-            patterns += [] if pattern is None or len(pattern.model) != width else [pattern]
+        can_learn = len(patterns) < _MAX_PATTERNS and position - self._end <= _MAX_PATTERN_BYTES
+        if can_learn and not num_parts and self._target is target and self._one_by_one > _LEARN_AFTER:
+            pattern = _Pattern.learn(self._data[self._end : position], self._memo)
+            if pattern is not None and len(pattern.model) == width:
+                patterns.append(pattern)
         self._target, self._end = target, position
-        return position, made
+        return position, num_parts
 
     def _run_at(self, position: int, width: int) -> _Run | None:
         """Return the objects, or pairs, from a position on that match one pattern, if any do."""
@@ -392,9 +389,10 @@ class _Recurrence:
             if self._data.startswith(run.code, position):
                 return run
         for pattern in self._patterns[width]:
-            if (match := pattern.many.match(self._data, position)) is not None:
+            if (match := pattern.run_expression.match(self._data, position)) is not None:
                 run = pattern.run(match, self._values)
-                runs[:] = [run, *runs[: _MOST_RUNS - 1]] if len(run.code) <= _LONGEST_RUN else runs
+                if len(run.code) <= _MAX_RUN_BYTES:
+                    runs[:] = [run, *runs[: _MAX_RUNS - 1]]
                 return run
         return None
 
@@ -402,10 +400,10 @@ class _Recurrence:
 _LEARN_AFTER = 64
 """Objects that are made one by one before a pattern is compiled, which takes as long as some hundred of them."""
 
-_MOST_PATTERNS, _MOST_BYTES = 8, 1024
+_MAX_PATTERNS, _MAX_PATTERN_BYTES = 8, 1024
 """Patterns, and the most bytes of the opcodes of which one is made."""
 
-_MOST_RUNS, _LONGEST_RUN = 8, 1 << 16
+_MAX_RUNS, _MAX_RUN_BYTES = 8, 1 << 16
 """Runs of objects that are kept, and the most bytes of one."""
 
 
@@ -436,11 +434,10 @@ class _Values(dict[bytes, object]):
 def _opcodes(code: bytes) -> tuple[list[bytes], set[int]]:
     """Split the opcodes of objects; return the numbers, too, of those that push keys of dicts.
 
-    Returns:
-        nothing if there are other opcodes than of objects with dicts of scalars and tuples.
+    Returns nothing if there are other opcodes than of objects with dicts of scalars and tuples.
     """
     opcodes, keys, position = list[bytes](), set[int](), 0
-    frames: list[list[int]] = [[]]  # what is on the stack since each mark: the number of its opcode
+    frames: list[list[int]] = [[]]  # the numbers of the opcodes that pushed the values on the stack since each mark
     while position < len(code):
         kind = code[position]
         length = 2 + code[position + 1] if kind in (_SHORT_TEXT, _LONG1) else _SCALAR_LENGTHS.get(kind, 1)
@@ -467,12 +464,12 @@ def _is_scalar(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """Objects alike: their opcodes, what these add to the memo, and how many tuples, dicts, texts and objects."""
+    """Objects that recur: their opcodes, what these add to the memo, and how many tuples, dicts, texts and objects."""
 
     code: bytes
-    alike: Alike
+    objects: ObjectColumns
     memo: list[object]
-    made: int
+    num_parts: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -480,58 +477,69 @@ class _Pattern:
     """The opcodes of one object, or of a key and its value.
 
     Attributes:
-        many, one: match several in a row, and one, with a group for each leaf.
-        model: as of `Alike`.
+        run_expression, object_expression: match several in a row, and one, with a group for each leaf.
+        model: as of `ObjectColumns`.
         memo: what the model adds to the memo.
-        made: how many tuples, dicts, texts and objects.
+        num_parts: how many tuples, dicts, texts and objects.
     """
 
-    many: re.Pattern[bytes]
-    one: re.Pattern[bytes]
+    run_expression: re.Pattern[bytes]
+    object_expression: re.Pattern[bytes]
     model: tuple[object, ...]
     memo: tuple[object, ...]
-    made: int
+    num_parts: int
 
     @classmethod
-    def of(cls, code: bytes, memo: Sequence[object]) -> _Pattern | None:
+    def learn(cls, code: bytes, memo: Sequence[object]) -> _Pattern | None:
         """Learn from the opcodes of one; return None if there are others than of objects with a dict of scalars."""
         opcodes, keys = _opcodes(code)
-        parts, program, known = list[tuple[bytes, bytes]](), pickle.MARK, list[object]()
+        if not opcodes:
+            return None
+
+        # Each scalar becomes a group that matches others, and a leaf that the model's program takes from its own memo.
+        run_parts, object_parts, program, model_memo = list[bytes](), list[bytes](), pickle.MARK, list[object]()
         for number, opcode in enumerate(opcodes):
             kind = opcode[0]
-            held = memo[int.from_bytes(opcode[1:], "little")] if kind in (_BINGET, _LONG_BINGET) else None
-            same = re.escape(opcode)
-            if kind not in _SCALAR_LENGTHS:
-                program += opcode
-                parts.append((same, same))
-                continue
-            program += pickle.LONG_BINGET + len(known).to_bytes(4, "little")
-            if number in keys or (held is not None and not _is_scalar(held)):
-                known.append(held)
-                parts.append((same, same))
+            memo_value = memo[int.from_bytes(opcode[1:], "little")] if kind in (_BINGET, _LONG_BINGET) else None
+            is_constant = number in keys or (memo_value is not None and not _is_scalar(memo_value))
+            if kind in _SCALAR_LENGTHS:
+                program += pickle.LONG_BINGET + len(model_memo).to_bytes(4, "little")
+                num_leaves = sum(type(value) is Leaf for value in model_memo)
+                model_memo.append(memo_value if is_constant else Leaf(num_leaves))
             else:
-                known.append(Leaf(sum(type(value) is Leaf for value in known)))
+                program += opcode
+            if kind in _SCALAR_LENGTHS and not is_constant:
                 pattern = _TEXT if kind == _SHORT_TEXT else _SCALAR
-                parts.append((b"(?:%b)" % pattern, b"(%b)" % pattern))
-        if not parts:
-            return None
-        outer, inner = (b"".join(pattern) for pattern in zip(*parts, strict=True))
-        first = len(known)
-        model = expect(tuple, _run(program + pickle.TUPLE + pickle.STOP, (), len(code), known, None))
-        many, one = re.compile(b"(?:%b)++" % outer, re.DOTALL), re.compile(inner, re.DOTALL)
-        made = sum(opcode[0] in _MAKING for opcode in opcodes)
-        return cls(many, one, model, tuple(known[first:]), made)
+                run_parts.append(b"(?:%b)" % pattern)
+                object_parts.append(b"(%b)" % pattern)
+            else:
+                run_parts.append(re.escape(opcode))
+                object_parts.append(re.escape(opcode))
+
+        # The program makes the model, and adds to the memo what each object adds.
+        num_values = len(model_memo)
+        machine = _Machine(program + pickle.TUPLE + pickle.STOP, (), model_memo, max_parts=len(code))
+        model = expect(tuple, machine.content())
+        return cls(
+            re.compile(b"(?:%b)++" % b"".join(run_parts), re.DOTALL),
+            re.compile(b"".join(object_parts), re.DOTALL),
+            model,
+            tuple(model_memo[num_values:]),
+            sum(opcode[0] in _MAKING for opcode in opcodes),
+        )
 
     def run(self, match: re.Match[bytes], values: _Values) -> _Run:
-        """Return the objects of a match of ``many``."""
-        found: list[Any] = self.one.findall(match.string, *match.span())
-        columns = zip(*found, strict=True) if self.one.groups > 1 else [found] * self.one.groups
-        alike = Alike(self.model, len(found), tuple([*map(values.__getitem__, column)] for column in columns))
-        memo: list[object] = [_UNMADE] * (len(self.memo) * len(found))
+        """Return the objects of a match of ``run_expression``."""
+        rows: list[Any] = self.object_expression.findall(match.string, *match.span())
+        num_leaves = self.object_expression.groups
+        opcode_columns = zip(*rows, strict=True) if num_leaves > 1 else [rows] * num_leaves
+        columns = tuple([*map(values.__getitem__, opcodes)] for opcodes in opcode_columns)
+        objects = ObjectColumns(self.model, len(rows), columns)
+        memo: list[object] = [_UNMADE] * (len(self.memo) * len(rows))
         for number, part in enumerate(self.memo):
             if type(part) is Leaf or _is_scalar(part):
-                memo[number :: len(self.memo)] = alike.column(part)
-        return _Run(match[0], alike, memo, self.made * len(found))
+                memo[number :: len(self.memo)] = objects.column(part)
+        return _Run(match[0], objects, memo, self.num_parts * len(rows))
 
 
 class _Unmade:
@@ -583,35 +591,35 @@ class Pickler:
         elif isinstance(value, float):
             self.out += pickle.BINFLOAT + struct.pack(">d", value)
         elif isinstance(value, tuple):
-            self._all(pickle.MARK, value, pickle.TUPLE)
+            self._put_all(pickle.MARK, value, pickle.TUPLE)
         elif isinstance(value, list):
-            self._all(pickle.EMPTY_LIST + pickle.MARK, value, pickle.APPENDS)
+            self._put_all(pickle.EMPTY_LIST + pickle.MARK, value, pickle.APPENDS)
         elif isinstance(value, dict):
-            self._all(pickle.EMPTY_DICT + pickle.MARK, chain.from_iterable(value.items()), pickle.SETITEMS)
+            self._put_all(pickle.EMPTY_DICT + pickle.MARK, chain.from_iterable(value.items()), pickle.SETITEMS)
         elif isinstance(value, Record) and value.kind == PERSISTENT:
-            self._all(b"", (value.args,), pickle.BINPERSID)
+            self._put_all(b"", (value.args,), pickle.BINPERSID)
         elif isinstance(value, Record):
-            self._all(b"", (value.kind, value.args), pickle.REDUCE if value.args else pickle.NEWOBJ)
+            self._put_all(b"", (value.kind, value.args), pickle.REDUCE if value.args else pickle.NEWOBJ)
             if value.items:
-                self._all(pickle.MARK, chain.from_iterable(value.items.items()), pickle.SETITEMS)
+                self._put_all(pickle.MARK, chain.from_iterable(value.items.items()), pickle.SETITEMS)
             if value.state is not None:
-                self._all(b"", (value.state,), pickle.BUILD)
+                self._put_all(b"", (value.state,), pickle.BUILD)
         else:
             raise TypeError(f"expected plain data to pickle, found {type(value).__name__}")
 
-    def _all(self, before: bytes, values: Iterable[object], after: bytes) -> None:
-        self.out += before
+    def _put_all(self, opcodes_before: bytes, values: Iterable[object], opcode_after: bytes) -> None:
+        self.out += opcodes_before
         for value in values:
             self.put(value)
-        self.out += after
+        self.out += opcode_after
 
     def _text(self, text: str) -> None:
-        known = self.memo.get((type(text), text))
-        if known is not None:
-            self.out += pickle.LONG_BINGET + known.to_bytes(4, "little")
+        number = self.memo.get((type(text), text))
+        if number is not None:
+            self.out += pickle.LONG_BINGET + number.to_bytes(4, "little")
             return
         if isinstance(text, Global):
-            self._all(b"", text.split(" "), pickle.STACK_GLOBAL)
+            self._put_all(b"", text.split(" "), pickle.STACK_GLOBAL)
         else:
             data = text.encode("utf-8", "surrogatepass")
             self.out += pickle.BINUNICODE + len(data).to_bytes(4, "little") + data
