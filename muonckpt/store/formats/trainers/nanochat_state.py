@@ -19,7 +19,7 @@ from dataclasses import replace
 from ....algebra.box import Box, Index
 from ....names.errors import DamageError, SourceError, about, did_you_mean
 from ....names.keys import is_optimizer, key_of
-from ....names.vocabulary import MOMENTUM, PARAMS, Convention
+from ....names.vocabulary import MOMENTUM, PARAMS, Convention, KeyPath
 from ....names.wording import listed
 from ....programs import signs
 from ....record.record import Chunk, Chunks, Extent, StateRecord
@@ -28,7 +28,7 @@ from ...reading.dtypes import itemsize
 from ...reading.reader import LocatedReader
 from ..torch_save.inert_pickle import expect
 from ..torch_save.plain_item import HeldItems
-from ..torch_save.torch_file import TorchFile, checksums_inside, read_torch_file, whole_record
+from ..torch_save.torch_file import TorchFile, checksums_inside, read_torch_file
 from .state_tree import (
     NamesFile,
     PlainTensor,
@@ -37,7 +37,9 @@ from .state_tree import (
     decoded,
     mapping,
     optimizer_with_names,
+    same_value,
     trainer_reader,
+    whole_records,
 )
 
 _FILE = re.compile(r"(?:model_([0-9]{6,12})|optim_([0-9]{6,12})_rank(0|[1-9][0-9]{0,5}))\.pt")
@@ -55,9 +57,10 @@ def reader(path: Location) -> LocatedReader:
     """
     folder = path if path.is_dir() else path.parent
     file_names = sorted(str(entry.name) for entry in folder.iterdir())
-    step = _step(path, file_names)
+    matches = list(filter(None, map(_FILE.fullmatch, file_names)))
+    step = _step(path, matches)
     model = f"model_{step}.pt"
-    ranks = sorted(int(m[3]) for name in file_names if (m := _FILE.fullmatch(name)) and m[2] == step)
+    ranks = sorted(int(match[3]) for match in matches if match[2] == step)
     with about(folder):
         if model not in file_names or ranks != list(range(len(ranks))):
             raise DamageError(
@@ -68,33 +71,28 @@ def reader(path: Location) -> LocatedReader:
         weights = read_torch_file(folder, model)
         files = [read_torch_file(folder, f"optim_{step}_rank{rank}.pt") for rank in ranks]
         items = HeldItems()
-        tensors: list[StateRecord] = []
         with about(weights.name):
-            for key, value in decoded(weights, weights.content, ("model",), dtensors=False):
-                if isinstance(value, PlainTensor):
-                    tensors.append(whole_record(key, value.dtype, value.chunk))
-                else:
-                    items.add(key, value)
-        shapes = {str(tensor.path[-1]): tensor.shape for tensor in tensors}
-        numbered = False
+            tensors = whole_records(decoded(weights, weights.content, ("model",)), items)
+        has_names = True
         if files:
-            state, numbered = _state(files, names, shapes, items)
+            shapes = {str(tensor.path[-1]): tensor.shape for tensor in tensors}
+            state, has_names = _state(files, names.of_optimizers.get(_OPTIMIZER), shapes, items)
             tensors += state
     read = {model, *(file.name for file in files), signs.NAMES_FILE}
     provenance = {
         "step": int(step),
         "ranks": len(ranks),
         signs.NOT_READ: [name for name in file_names if name not in read],
-        signs.NUMBERED: [_OPTIMIZER] if numbered else None,
+        signs.NUMBERED: [] if has_names else [_OPTIMIZER],
     }
     checksums = checksums_inside((weights, *files), tensors)
     return trainer_reader(folder, tensors, items, checksums, provenance)
 
 
-def _step(path: Location, file_names: Sequence[str]) -> str:
+def _step(path: Location, matches: Sequence[re.Match[str]]) -> str:
     if not path.is_dir():
         return expect(str, (_FILE.fullmatch(str(path.name)) or [None, None])[1])
-    steps = sorted({m[2] for name in file_names if (m := _FILE.fullmatch(name)) and m[2]})
+    steps = sorted({match[2] for match in matches if match[2]})
     if not steps:
         raise DamageError(
             f"{path}: expected nanochat's model_{{step}}.pt beside its optim_{{step}}_rank*.pt, found none"
@@ -108,101 +106,111 @@ def _step(path: Location, file_names: Sequence[str]) -> str:
 
 
 def _state(
-    files: Sequence[TorchFile], names: NamesFile, shapes: Mapping[str, Index], items: HeldItems
+    files: Sequence[TorchFile], names_listed: Sequence[str] | None, shapes: Mapping[str, Index], items: HeldItems
 ) -> tuple[list[StateRecord], bool]:
-    """Return the tensors of the optimizer's state, and whether its parameters have only numbers."""
-    ranks = []
+    """Return the tensors of the optimizer's state, and whether its parameters have names."""
+    if unknown := sorted({*(names_listed or ())} - shapes.keys()):
+        near = did_you_mean(unknown[0], [*shapes])
+        raise SourceError(f"{signs.NAMES_FILE} names {unknown[0]!r}, which the model lacks{near}")
+    ranks, has_names = [], False
     for file in files:
         with about(file.name):
-            if type(file.content) is list:
-                raise SourceError(
-                    "expected the state of nanochat's MuonAdamW, found a list of optimizers, as nanochat saved before "
-                    "February 2026; their parts are not read: load them in that version"
-                )
-            content = mapping(file.content)
-            if not is_optimizer(content):
-                raise SourceError("expected the state of an optimizer, found something else")
-            content, by_number = optimizer_with_names(content, names.of_optimizers.get(_OPTIMIZER))
-            if unknown := sorted({*names.of_optimizers.get(_OPTIMIZER, ())} - shapes.keys()):
-                near = did_you_mean(unknown[0], [*shapes])
-                raise SourceError(f"{signs.NAMES_FILE} names {unknown[0]!r}, which the model lacks{near}")
-            values = dict(decoded(file, content, (_OPTIMIZER,), dtensors=False))
-            for path, value in values.items():
-                if isinstance(value, PlainTensor) and value.chunk.strides is not None:
-                    raise SourceError(f"{key_of(path)}: expected elements in row-major order, found others")
-            ranks.append(values)
-    check_same_keys(ranks, files)
-    tensors: list[StateRecord] = []
-    stacked: dict[str, list[str]] = {}
+            values, has_names = _values(file, names_listed)
+        ranks.append(values)
+    check_same_keys(ranks, [file.name for file in files])
+    # State of a group of matrices is stacked under the first one.
+    stacks: dict[str, list[str]] = {}
     for path, value in ranks[0].items():
         match path:
             case (_, "param_groups", number, "kind") if value == "muon":
                 params = ranks[0].get((_OPTIMIZER, "param_groups", number, PARAMS))
-                names_of_stack = list(map(str, expect(list, params)))
-                stacked[names_of_stack[0]] = names_of_stack
+                stack = list(map(str, expect(list, params)))
+                stacks[stack[0]] = stack
+    # Put the ranks' parts together, and keep once what is the same on all.
+    tensors: list[StateRecord] = []
     for path in ranks[0]:
-        own = [values[path] for values in ranks]
+        values_of_ranks = [values[path] for values in ranks]
         with about(key_of(path)):
-            parts = [value for value in own if isinstance(value, PlainTensor)]
+            parts = [value for value in values_of_ranks if isinstance(value, PlainTensor)]
             if not parts:
-                if len({repr(value) for value in own}) > 1:
-                    raise SourceError(f"expected the same value on all ranks, found {own[0]!r:.80} and others")
-                items.add(path, own[0])
+                items.add(path, same_value(values_of_ranks))
                 continue
             name, slot = str(path[-2]), str(path[-1])
-            if len(parts) < len(own) or len({(part.dtype, part.chunk.box) for part in parts}) > 1:
+            if len(parts) < len(ranks) or len({(part.dtype, part.chunk.box) for part in parts}) > 1:
                 raise SourceError("expected tensors of one shape and dtype on all ranks, found others")
-            if name in stacked:
-                tensors += _unstacked(stacked[name], slot, parts)
+            if name in stacks:
+                tensors += _unstacked(stacks[name], slot, parts)
             else:
-                tensors.append(_rows(name, slot, parts, None if not by_number else shapes.get(name)))
-    if by_number:
-        check_shapes(((str(t.path[-2]), str(t.path[-1]), t.shape) for t in tensors), shapes)
-    return tensors, not by_number
+                tensors.append(_rows(name, slot, parts, shapes.get(name) if has_names else None))
+    if has_names:
+        check_shapes(tensors, shapes)
+    return tensors, has_names
+
+
+def _values(file: TorchFile, names_listed: Sequence[str] | None) -> tuple[dict[KeyPath, object], bool]:
+    """Return the values in a rank's file by path, and whether parameters have names."""
+    if type(file.content) is list:
+        raise SourceError(
+            "expected the state of nanochat's MuonAdamW, found a list of optimizers, as nanochat saved before "
+            "February 2026; their parts are not read: load them in that version"
+        )
+    content = mapping(file.content)
+    if not is_optimizer(content):
+        raise SourceError("expected the state of an optimizer, found something else")
+    content, name_by_number = optimizer_with_names(content, names_listed)
+    values = dict(decoded(file, content, (_OPTIMIZER,)))
+    for path, value in values.items():
+        if isinstance(value, PlainTensor) and value.chunk.strides is not None:
+            raise SourceError(f"{key_of(path)}: expected elements in row-major order, found others")
+    return values, bool(name_by_number)
 
 
 def _unstacked(params: Sequence[str], slot: str, parts: Sequence[PlainTensor]) -> Iterator[StateRecord]:
-    count, *shape = parts[0].chunk.box.shape
-    if count != -(-len(params) // len(parts)):
+    """Yield the state of each matrix of a stack, of which each rank has as many."""
+    num_matrices, *shape = parts[0].chunk.box.shape
+    expected = -(-len(params) // len(parts))
+    if num_matrices != expected:
         raise DamageError(
-            f"expected {-(-len(params) // len(parts))} of {len(params)} matrices on each of {len(parts)} ranks, found "
-            f"{count}: the file of a rank may be missing"
+            f"expected {expected} of {len(params)} matrices on each of {len(parts)} ranks, found {num_matrices}: the "
+            "file of a rank may be missing"
         )
     size = math.prod(shape) * itemsize(parts[0].dtype)
     for number, name in enumerate(params):
-        part = parts[number // count]
-        payload = part.chunk.payload
-        assert payload is not None, "chunks of files have payloads"
-        own = Extent(payload.file, payload.offset + number % count * size, size)
-        chunk = Chunk(Box.of(tuple(shape)), part.chunk.item, own)
-        yield _record(name, slot, tuple(shape), part.dtype, (chunk,))
+        stack = parts[number // num_matrices].chunk
+        assert stack.payload is not None, "chunks of files have payloads"
+        payload = Extent(stack.payload.file, stack.payload.offset + number % num_matrices * size, size)
+        yield _record(name, slot, tuple(shape), parts[0].dtype, (Chunk(Box.of(tuple(shape)), stack.item, payload),))
 
 
 def _rows(name: str, slot: str, parts: Sequence[PlainTensor], weight: Index | None) -> StateRecord:
+    """Return the state of a parameter of AdamW, which all ranks have whole, or cut by rows.
+
+    Args:
+        weight: the shape of the parameter; None if its name is not known.
+    """
     local, dtype = parts[0].chunk.box.shape, parts[0].dtype
-    cut = (local[0] * len(parts), *local[1:]) if local else ()
-    equal = len({part.chunk.crc32 for part in parts}) == 1
-    whole = local == weight or len(parts) == 1 or math.prod(cut) < _REPLICATED
-    if not whole and cut != weight and math.prod(local) < _REPLICATED and equal:
+    joined = (local[0] * len(parts), *local[1:]) if local else ()
+    is_equal = len({part.chunk.crc32 for part in parts}) == 1
+    is_whole = local == weight or len(parts) == 1 or math.prod(joined) < _REPLICATED
+    if not is_whole and joined != weight and math.prod(local) < _REPLICATED and is_equal:
         raise SourceError(
             f"cannot tell whether shape {local}, equal on all ranks, is the whole parameter or a part of it: write the "
             f"names of the parameters to {signs.NAMES_FILE} beside the files (docs/formats/trainers.md)"
         )
-    if weight is not None and (local if whole else cut) != weight:
+    if weight is not None and (local if is_whole else joined) != weight:
         raise DamageError(
             f"expected the shape {weight} of its weight, or rows of it, found {local} on {len(parts)} ranks: the file "
             "of a rank may be missing"
         )
-    if whole:
-        if not equal:
+    if is_whole:
+        if not is_equal:
             raise SourceError("expected the same state on all ranks, found others")
         return _record(name, slot, local, dtype, (parts[0].chunk,))
-    zeros = (0,) * (len(local) - 1)
-    chunks = tuple(
-        replace(part.chunk, box=Box((rank * local[0], *zeros), ((rank + 1) * local[0], *local[1:])))
-        for rank, part in enumerate(parts)
-    )
-    return _record(name, slot, cut, dtype, chunks)
+    chunks, zeros = [], (0,) * (len(local) - 1)
+    for rank, part in enumerate(parts):
+        box = Box((rank * local[0], *zeros), ((rank + 1) * local[0], *local[1:]))
+        chunks.append(replace(part.chunk, box=box))
+    return _record(name, slot, joined, dtype, chunks)
 
 
 def _record(name: str, slot: str, shape: Index, dtype: str, chunks: Sequence[Chunk]) -> StateRecord:

@@ -24,6 +24,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 
 from ....algebra.box import Box, Index
@@ -58,13 +59,13 @@ from .state_tree import (
     AS_PARAMETER,
     NamesFile,
     check_shapes,
-    check_shared,
-    is_dtensor,
+    decoded,
     is_mapping,
-    leaves,
     mapping,
     optimizers_with_names,
+    state_by_optimizer,
     trainer_reader,
+    whole_records,
 )
 
 _OPTIMIZER = re.compile(r"(optimizer(?:_[0-9]{1,4})?)\.(?:pt|bin)")
@@ -97,11 +98,10 @@ class _Parts:
         """Add what a file of ``torch.save`` has, or of its tensors only those with these keys."""
         file = read_torch_file(self.folder, name)
         with about(self.folder / name):
-            tensors, states = _read(file, root, self.names, self.items)
+            tensors, numbered = _read(file, root, self.names, self.items)
             tensors = [tensor for tensor in tensors if keys is None or _bare_key(tensor, root) in keys]
             self.tensors += tensors
-            self.numbered += states
-            check_shared(file, (chunk for tensor in tensors for chunk in tensor.chunks))
+            self.numbered += numbered
             self.checksums |= checksums_inside([file], tensors)
         self.files.append(name)
 
@@ -171,16 +171,19 @@ def _opened(path: Location, header_of: safetensors.HeaderOf) -> LocatedReader:
     else:
         parts.add_file(path.name, ())
     tensors = parts.tensors
+    # Names have to fit the optimizers, and their state the weights of these names.
     with about(folder):
-        parts.names.check_used({key_of(t.path[:-3]) for t in tensors if "state" in t.path[-3:-2]})
+        state = state_by_optimizer(tensors)
+        parts.names.check_used(state)
         weights = {str(t.path[-1]): t.shape for t in tensors if len(t.path) == 2 and str(t.path[0]).startswith("model")}
-        named = (t for t in tensors if "state" in t.path[-3:-2] and key_of(t.path[:-3]) not in parts.numbered)
-        check_shapes(((str(t.path[-2]), str(t.path[-1]), t.shape) for t in named), weights)
-    others = [name for name in listed if name not in parts.files and name != signs.NAMES_FILE] if path.is_dir() else []
+        for optimizer, slots in state.items():
+            if optimizer not in parts.numbered:
+                check_shapes(slots, weights)
+    not_read = [name for name in listed if name not in parts.files and name != signs.NAMES_FILE]
     provenance = {
         "files": parts.files,
-        signs.NOT_READ: [*others, *parts.copies] or None,
-        signs.NUMBERED: parts.numbered or None,
+        signs.NOT_READ: [*(not_read if path.is_dir() else ()), *parts.copies],
+        signs.NUMBERED: parts.numbered,
     }
     return trainer_reader(folder, tensors, parts.items, parts.checksums, provenance, parts.faults)
 
@@ -188,11 +191,11 @@ def _opened(path: Location, header_of: safetensors.HeaderOf) -> LocatedReader:
 def _add_folder(parts: _Parts, listed: Sequence[str]) -> None:
     """Add the optimizers of a folder, and the weights that its programs would load."""
     folder = parts.folder
-    optimizers: dict[str, KeyPath] = {n: (match[1],) for n in listed if (match := _OPTIMIZER.fullmatch(n))}
-    if len(set(optimizers.values())) < len(optimizers):
+    optimizers = list(filter(None, map(_OPTIMIZER.fullmatch, listed)))
+    if len({match[1] for match in optimizers}) < len(optimizers):
         raise SourceError(f"{folder}: expected optimizer.pt or optimizer.bin, found both; give the path of one")
-    for name, root in optimizers.items():
-        parts.add_file(name, root)
+    for match in optimizers:
+        parts.add_file(match[0], (match[1],))
     models = models_in(listed)
     if "model" not in models:
         if any(safetensors.ENDING in name for name in listed):
@@ -218,18 +221,7 @@ def _read(file: TorchFile, root: KeyPath, names: NamesFile, items: HeldItems) ->
     if not root and is_optimizer(mapping(content)):
         root = ("optimizer",)
     content, numbered = optimizers_with_names(mapping(content), root, names)
-    tensors = []
-    for path, value in leaves(file, content, root):
-        if is_dtensor(value):
-            raise SourceError(
-                f"{key_of(path)} is a DTensor, of which this file has the part of one rank: give the folder with "
-                "the files of all ranks, under the names that verl or accelerate gave them (docs/formats/trainers.md)"
-            )
-        if is_tensor(value):
-            tensors.append(whole_record(path, *file.chunk(value)))
-        else:
-            items.add(path, value)
-    return tensors, numbered
+    return whole_records(decoded(file, content, root), items), numbered
 
 
 _ZERO = "zero"
@@ -254,29 +246,29 @@ def universal_reader(path: Location) -> LocatedReader:
         SourceError: a parameter has no weight, a file is damaged or holds something else, or a shape is not known.
     """
     listed = sorted(str(entry.name) for entry in path.iterdir())
-    parameters = {
-        str(entry.name): sorted(str(file.name) for file in entry.iterdir())
-        for entry in (path / _ZERO).iterdir()
-        if entry.is_dir()
-    }
-    loose = [f"{_ZERO}/{entry.name}" for entry in (path / _ZERO).iterdir() if not entry.is_dir()]
-    items, shapes = HeldItems(), dict[str, Index]()
+    files: dict[str, list[str]] = {}
+    loose = []
+    for name in sorted(str(entry.name) for entry in (path / _ZERO).iterdir()):
+        folder = path / _ZERO / name
+        if folder.is_dir():
+            files[name] = sorted(str(file.name) for file in folder.iterdir())
+        else:
+            loose.append(f"{_ZERO}/{name}")
+    items, tensors, shapes = HeldItems(), list[StateRecord](), _FlatShapes(path, listed)
     with about(path):
-        if not parameters:
+        if not files:
             raise DamageError(f"expected folders of parameters in {_ZERO}, found none")
-        tensors = []
-        for name, files in sorted(parameters.items()):
-            if f"{_WEIGHT}.pt" not in files:
-                raise DamageError(f"expected {_ZERO}/{name}/{_WEIGHT}.pt, found {', '.join(files) or 'nothing'}")
-            for file in files:
-                tensor = _read_universal(path, name, file, items, shapes, listed)
-                tensors += [tensor] if tensor is not None else []
-    slots = {name: {file.removesuffix(".pt") for file in files} for name, files in parameters.items()}
+        for name, names in files.items():
+            if f"{_WEIGHT}.pt" not in names:
+                raise DamageError(f"expected {_ZERO}/{name}/{_WEIGHT}.pt, found {', '.join(names) or 'nothing'}")
+            for file in names:
+                tensors += _universal_tensor(path, name, file, items, shapes)
+    # Nothing lists the files: their shapes, and the files of other parameters, show what is wrong.
+    slots = {name: {file.removesuffix(".pt") for file in names} for name, names in files.items()}
     faults = dict([*_misplaced(tensors), *_lost_slots(slots)])
     keys = list(chain.from_iterable(faults.values()))
     fault = [UnlistedError(listed_names([*faults], 3, "; "), keys)] if faults else []
-    others = sorted(name for name in (*listed, *loose) if name != _ZERO)
-    provenance = {signs.NOT_READ: others or None}
+    provenance = {signs.NOT_READ: sorted({*listed, *loose} - {_ZERO})}
     return trainer_reader(path, (t for t in tensors if t.key not in keys), items, {}, provenance, fault)
 
 
@@ -287,36 +279,38 @@ def _misplaced(tensors: Sequence[StateRecord]) -> Iterator[tuple[str, list[str]]
     """
     by_name: defaultdict[str, dict[str, StateRecord]] = defaultdict(dict)
     for tensor in tensors:
-        if tensor.path[0] == "model" or tensor.path[-1] in AS_PARAMETER:
-            name, slot = (tensor.path[-1], _WEIGHT) if tensor.path[0] == "model" else tensor.path[-2:]
-            by_name[str(name)][str(slot)] = tensor
+        if tensor.path[0] == "model":
+            by_name[str(tensor.path[-1])][_WEIGHT] = tensor
+        elif tensor.path[-1] in AS_PARAMETER:
+            name, slot = map(str, tensor.path[-2:])
+            by_name[name][slot] = tensor
     for name, by_slot in by_name.items():
-        (shape, most), *others = Counter(tensor.shape for tensor in by_slot.values()).most_common()
+        (shape, count), *others = Counter(tensor.shape for tensor in by_slot.values()).most_common()
         if others:
-            said = ", ".join(f"{tensor.shape} in {slot}.pt" for slot, tensor in by_slot.items())
-            right = None if others[0][1] == most else shape
-            blamed = [tensor.key for tensor in by_slot.values() if tensor.shape != right]
-            yield f"expected files of one shape in {_ZERO}/{name}, found {said}: another file is in their place", blamed
+            shapes = ", ".join(f"{tensor.shape} in {slot}.pt" for slot, tensor in by_slot.items())
+            message = f"expected files of one shape in {_ZERO}/{name}, found {shapes}: another file is in their place"
+            is_tie = others[0][1] == count
+            yield message, [tensor.key for tensor in by_slot.values() if is_tie or tensor.shape != shape]
 
 
 def _lost_slots(slots: Mapping[str, AbstractSet[str]]) -> Iterator[tuple[str, list[str]]]:
     """Yield, for each parameter that lacks slots which others have beside the same, a fault, and the lacking keys."""
-    counts = Counter(frozenset(own - {_WEIGHT}) for own in slots.values())
-    for name, own in slots.items():
-        state = own - {_WEIGHT}
+    states = {name: frozenset(of_parameter - {_WEIGHT}) for name, of_parameter in slots.items()}
+    counts = Counter(states.values())
+    for name, state in states.items():
         larger = [other for other in counts if other > state and (state not in _COMPLETE or other - state == {STEP})]
         if larger and state:
             usual = min(larger, key=len)
-            lacking = sorted(usual - state)
-            files, numbers = " and ".join(f"{slot}.pt" for slot in lacking), counted(counts[usual], "parameter")
-            keys = [f"optimizer.state.{name}.{slot}" for slot in lacking]
+            lost = sorted(usual - state)
+            files, numbers = " and ".join(f"{slot}.pt" for slot in lost), counted(counts[usual], "parameter")
+            keys = [f"optimizer.state.{name}.{slot}" for slot in lost]
             yield f"{_ZERO}/{name} has lost {files}, which {numbers} with the same other files have", keys
 
 
-def _read_universal(
-    path: Location, name: str, file: str, items: HeldItems, shapes: dict[str, Index], listed: list[str]
-) -> StateRecord | None:
-    """Read the tensor in a file; None if it is a number, which becomes an item."""
+def _universal_tensor(
+    path: Location, name: str, file: str, items: HeldItems, shapes: _FlatShapes
+) -> Iterator[StateRecord]:
+    """Yield the tensor in a file; a number becomes an item."""
     slot, ending, _ = file.partition(".pt")
     if not ending:
         raise SourceError(f"expected files of torch.save in {_ZERO}/{name}, found {file}")
@@ -327,36 +321,48 @@ def _read_universal(
         value = mapping(content).get(_PARAM) if is_mapping(content) else content
         if type(value) in (int, float):
             items.add(key, value)
-            return None
+            return
         if not is_tensor(value):
             raise SourceError(f"expected a tensor, alone or under {_PARAM!r}, found something else; nothing was run")
         dtype, chunk = opened.chunk(value)
         if chunk.crc32 is None:
             raise SourceError("expected a storage of just the tensor, found a view of it")
+        # ZeRO 3 stores tensors flat, alone in their files.
         if not is_mapping(content) and chunk.box.shape and slot != "step":
-            if not shapes:
-                shapes.update(_shapes(path, listed))
-            if (shape := shapes.get(name)) is None:
-                raise SourceError(
-                    "expected its shape in param_shapes of a *_model_states.pt beside zero, found none: from ZeRO 3 "
-                    "tensors are flat, and DeepSpeed copies these files there"
-                )
+            shape = shapes.shape(name)
             if len(chunk.box.shape) != 1 or math.prod(shape) != chunk.box.numel:
                 raise SourceError(
                     f"expected {math.prod(shape)} elements for the shape {shape}, found shape {chunk.box.shape}"
                 )
             chunk = replace(chunk, box=Box.of(shape))
-        return whole_record(key, dtype, chunk)
+        yield whole_record(key, dtype, chunk)
 
 
-def _shapes(path: Location, listed: list[str]) -> Iterator[tuple[str, Index]]:
-    for file in listed:
-        if file.endswith("_model_states.pt"):
-            content = read_torch_file(path, file).content
-            with about(path / file):
-                recorded = mapping(content).get("param_shapes") if is_mapping(content) else None
-                groups = expect(list, recorded) if type(recorded) is list else [recorded]
-                for group in groups:
-                    known: Mapping[object, object] = mapping(group) if is_mapping(group) else {}
-                    yield from ((expect(str, name), sizes_of(shape)) for name, shape in known.items())
-            return
+class _FlatShapes:
+    """The shapes of parameters by name, from the model states beside ``zero``, which are read when they are needed."""
+
+    def __init__(self, path: Location, listed: Sequence[str]) -> None:
+        self._path = path
+        self._listed = listed
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, Index]:
+        file = next((name for name in self._listed if name.endswith("_model_states.pt")), None)
+        if file is None:
+            return {}
+        content = read_torch_file(self._path, file).content
+        shapes: dict[str, Index] = {}
+        with about(self._path / file):
+            recorded = mapping(content).get("param_shapes") if is_mapping(content) else None
+            for group in recorded if type(recorded) is list else [recorded]:
+                for name, shape in mapping(group).items() if is_mapping(group) else ():
+                    shapes[expect(str, name)] = sizes_of(shape)
+        return shapes
+
+    def shape(self, name: str) -> Index:
+        if name not in self._shapes:
+            raise SourceError(
+                "expected its shape in param_shapes of a *_model_states.pt beside zero, found none: from ZeRO 3 "
+                "tensors are flat, and DeepSpeed copies these files there"
+            )
+        return self._shapes[name]

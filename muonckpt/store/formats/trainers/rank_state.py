@@ -14,11 +14,13 @@ Sources: ``FSDPCheckpointManager`` and ``build_optimizer`` of verl (0.8), ``save
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 
 from ....algebra.box import Index, row_major
 from ....layouts.mesh import Mesh, fragments_on, local_shape
@@ -47,6 +49,8 @@ from .state_tree import (
     optimizer_with_names,
     optimizers_with_names,
     rank_part,
+    same_value,
+    state_by_optimizer,
     trainer_reader,
 )
 
@@ -98,31 +102,34 @@ def _read(path: Location, without: Collection[str] | None) -> LocatedReader:
             f"found {listed[:8]!r:.300}"
         )
     by_root: defaultdict[str, list[_RankFile]] = defaultdict(list)
-    for file in sorted(files, key=lambda file: file.rank):
+    for file in sorted(files, key=lambda file: (file.root, file.rank)):
         by_root[file.root].append(file)
     with about(path):
         world = _world(by_root) if without is None else 1 + max(file.rank for file in files)
         names = NamesFile.beside(path)
-        contents = {root: [read_torch_file(path, file.name) for file in own] for root, own in sorted(by_root.items())}
-        joined = _Joined([], HeldItems(), [], partial=without is not None)
+        opened = {root: [read_torch_file(path, file.name) for file in files] for root, files in by_root.items()}
+        joined = _JoinedRanks(is_partial=without is not None)
         order: dict[str, Index] = {}
         numbered: dict[str, None] = {}
-        for root, ranks in contents.items():
-            # Models come before optimizers, whose names may come from them.
+        # Models come before optimizers, whose names may come from them.
+        for root, ranks in opened.items():
             values = []
-            for opened in ranks:
-                content, unnamed = _named(opened, root, names, order)
+            for rank_file in ranks:
+                content, unnamed = _named(rank_file, root, names, order)
                 numbered |= dict.fromkeys(unnamed)
-                with about(opened.name):
-                    values.append(dict(decoded(opened, content, (root,))))
-            joined.add(values, ranks)
+                with about(rank_file.name):
+                    values.append(dict(decoded(rank_file, content, (root,), dtensors=True)))
+            joined.add(values, [file.name for file in ranks])
             if root == "model" and by_root[root][0].world is not None:
                 order = _parameters(values[0])
-        names.check_used({key_of(t.path[:-3]) for t in joined.tensors if "state" in t.path[-3:-2]})
-    known = {file.name for file in files} | {signs.NAMES_FILE, signs.TORCH_CHECKPOINTING_FILE}
-    others = [name for name in listed if name not in known]
-    checksums = checksums_inside((file for ranks in contents.values() for file in ranks), joined.tensors)
-    provenance = {"ranks": world, signs.NOT_READ: others or None, signs.NUMBERED: [*numbered] or None}
+        names.check_used(state_by_optimizer(joined.tensors))
+    known_names = {file.name for file in files} | {signs.NAMES_FILE, signs.TORCH_CHECKPOINTING_FILE}
+    provenance = {
+        "ranks": world,
+        signs.NOT_READ: [name for name in listed if name not in known_names],
+        signs.NUMBERED: [*numbered],
+    }
+    checksums = checksums_inside(chain.from_iterable(opened.values()), joined.tensors)
     return trainer_reader(path, joined.tensors, joined.items, checksums, provenance, joined.faults)
 
 
@@ -149,30 +156,35 @@ def _rank_files(listed: Sequence[str]) -> list[_RankFile]:
 
 
 def _world(by_root: Mapping[str, Sequence[_RankFile]]) -> int:
+    """Return the number of ranks, of each of which there has to be a file of each root."""
     worlds = {file.world for files in by_root.values() for file in files}
     if len(worlds) > 1:
         raise SourceError(
-            f"expected the files of one run, found some of {' and some of '.join(map(str, sorted(map(str, worlds))))} "
-            "ranks: move those of other runs away"
+            f"expected the files of one run, found some of {' and some of '.join(sorted(map(str, worlds)))} ranks: "
+            "move those of other runs away"
         )
-    ranks = {root: [file.rank for file in files] for root, files in by_root.items()}
-    world = worlds.pop() or 1 + max(map(max, ranks.values()))
-    for root, found in ranks.items():
-        if found != list(range(world)):
-            lost = sorted({*range(world)} - {*found})
-            what = f"none of rank {listed(lost)}" if lost else f"those of ranks {found[:16]}"
-            raise DamageError(f"expected a file of {root} of each of {world} ranks, found {what}")
+    world = worlds.pop() or 1 + max(files[-1].rank for files in by_root.values())
+    for root, files in by_root.items():
+        ranks = [file.rank for file in files]
+        if ranks != list(range(world)):
+            lost = sorted({*range(world)} - {*ranks})
+            actual = f"none of rank {listed(lost)}" if lost else f"those of ranks {ranks[:16]}"
+            raise DamageError(f"expected a file of {root} of each of {world} ranks, found {actual}")
     return world
 
 
 def _named(file: TorchFile, root: str, names: NamesFile, order: Mapping[str, Index]) -> tuple[object, list[str]]:
-    """Return a file's content with names for optimizers' numbers, and the keys of optimizers without names."""
+    """Return a file's content with names for optimizers' numbers, and the keys of optimizers without names.
+
+    Args:
+        order: the shapes of the model's parameters in their order, if that may be the optimizer's.
+    """
     with about(file.name):
         if not is_mapping(file.content):
             return file.content, []
         content = mapping(file.content)
-        asked = order and root not in names.of_optimizers and is_optimizer(content)
-        if asked and _is_of_whole_model(content, order, file):
+        may_follow = order and root not in names.of_optimizers and is_optimizer(content)
+        if may_follow and _is_of_whole_model(content, order, file):
             return optimizer_with_names(content, list(order))[0], []
         return optimizers_with_names(content, (root,), names)
 
@@ -185,14 +197,13 @@ def _is_of_whole_model(content: Mapping[object, object], order: Mapping[str, Ind
     groups = content["param_groups"]
     if type(groups) is not list or len(groups) != 1 or mapping(groups[0]).get("params") != list(range(len(order))):
         return False
-    shapes = list(order.values())
+    shapes = dict(enumerate(order.values()))
     for number, slots in mapping(content["state"]).items():
         for slot, value in mapping(slots).items():
-            known = type(number) is int and number < len(shapes)
-            if slot in AS_PARAMETER and not (
-                known and is_dtensor(value) and rank_part(file, value).shape == shapes[int(str(number))]
-            ):
-                return False
+            if slot in AS_PARAMETER:
+                shape = rank_part(file, value).shape if is_dtensor(value) else None
+                if type(number) is not int or shape is None or shapes.get(number) != shape:
+                    return False
     return True
 
 
@@ -208,77 +219,77 @@ def _parameters(values: Mapping[KeyPath, object]) -> dict[str, Index]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Joined:
-    """The tensors and items of all ranks, or if it is ``partial`` of some, and the damage found."""
+class _JoinedRanks:
+    """The tensors and items of all ranks, or if it is partial of some, and the damage found."""
 
-    tensors: list[StateRecord]
-    items: HeldItems
-    faults: list[SourceError]
-    partial: bool
+    is_partial: bool
+    tensors: list[StateRecord] = field(default_factory=list)
+    items: HeldItems = field(default_factory=HeldItems)
+    faults: list[SourceError] = field(default_factory=list)
 
-    def add(self, ranks: Sequence[Mapping[KeyPath, object]], opened: Sequence[TorchFile]) -> None:
-        check_same_keys(ranks, opened)
-        files = [file.name for file in opened]
+    def add(self, ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[str]) -> None:
+        """Join the values of ranks, which are in these files."""
+        check_same_keys(ranks, files)
         for path in ranks[0]:
-            own = [values[path] for values in ranks]
+            values = [values[path] for values in ranks]
             with about(f"tensor {key_of(path)!r}"):
-                parts = [value for value in own if isinstance(value, RankPart)]
-                if len(parts) == len(own):
+                parts = [value for value in values if isinstance(value, RankPart)]
+                if len(parts) == len(values):
                     self._add_sharded(path, parts, files)
-                elif parts or isinstance(own[0], PlainTensor):
-                    self._add_plain(path, own, files)
+                elif parts or isinstance(values[0], PlainTensor):
+                    self.tensors.append(_replicated(path, values, files))
                 else:
-                    if len({repr(value) for value in own}) > 1:
-                        raise SourceError(
-                            f"expected the same value on all ranks, found {own[0]!r:.80} and others: to read the rest, "
-                            f"move {files[0]} and its siblings away"
-                        )
-                    self.items.add(path, own[0])
-
-    def _add_plain(self, path: KeyPath, own: Sequence[object], files: Sequence[str]) -> None:
-        """Add a tensor that all ranks have whole, such as a counter of steps."""
-        kinds: set[object] = {
-            (value.dtype, value.chunk.box, value.chunk.crc32) if isinstance(value, PlainTensor) else type(value)
-            for value in own
-        }
-        first = own[0]
-        if len(kinds) > 1 or not isinstance(first, PlainTensor) or (first.chunk.crc32 is None and len(own) > 1):
-            raise SourceError(
-                f"expected DTensors, or the same tensor on all ranks, found others in {files[0]} to "
-                f"{files[-1]}, such as flat parameters of FSDP1, which do not say what is in them: load them in their "
-                "program and save a full state dict; to take the weights alone, move the optimizer's files away"
-            )
-        self.tensors.append(whole_record(path, first.dtype, first.chunk))
+                    advice = f": to read the rest, move {files[0]} and its siblings away"
+                    self.items.add(path, same_value(values, advice))
 
     def _add_sharded(self, path: KeyPath, parts: Sequence[RankPart], files: Sequence[str]) -> None:
         first = parts[0]
-        if math.prod(first.sizes) != len(parts) and not self.partial:
+        if math.prod(first.sizes) != len(parts) and not self.is_partial:
             raise SourceError(
                 f"expected a part of every rank of a mesh of sizes {first.sizes}, found the files of {len(parts)} ranks"
             )
-        holders: dict[Index, int] = {}
+        ranks: dict[Index, int] = {}
         chunks: dict[object, tuple[Chunk, int]] = {}
         for rank, part in enumerate(parts):
+            # The same cut on all ranks, and each at a coordinate of its own.
             if _cut(part) != _cut(first):
                 raise SourceError(
                     f"expected one shape, mesh and cut on all ranks, found {_cut(first)} in {files[0]} and "
                     f"{_cut(part)} in {files[rank]}"
                 )
-            if (other := holders.setdefault(part.coordinate, rank)) != rank:
+            if (other := ranks.setdefault(part.coordinate, rank)) != rank:
                 raise SourceError(
                     f"the shards overlap: {files[other]} and {files[rank]} are both of coordinate {part.coordinate}"
                 )
-            for chunk in _placed(part):
-                known, holder = chunks.setdefault(chunk.box, (chunk, rank))
-                if None not in (known.crc32, chunk.crc32) and known.crc32 != chunk.crc32:
+            # Of replicas the first is read, and the others have to have its checksum.
+            for chunk in _chunks_of(part):
+                replica, other = chunks.setdefault(chunk.box, (chunk, rank))
+                if None not in (replica.crc32, chunk.crc32) and replica.crc32 != chunk.crc32:
                     self.faults.append(
                         DamageError(
-                            f"tensor {key_of(path)!r}: the replicas of {chunk.box} in {files[holder]} and "
+                            f"tensor {key_of(path)!r}: the replicas of {chunk.box} in {files[other]} and "
                             f"{files[rank]} differ"
                         )
                     )
-        own = Chunks.of((chunk for chunk, _ in chunks.values()), len(first.shape))
-        self.tensors.append(StateRecord(key_of(path), path, first.shape, first.dtype, own))
+        joined = Chunks.of((chunk for chunk, _ in chunks.values()), len(first.shape))
+        self.tensors.append(StateRecord(key_of(path), path, first.shape, first.dtype, joined))
+
+
+def _replicated(path: KeyPath, values: Sequence[object], files: Sequence[str]) -> StateRecord:
+    """Return a tensor that all ranks have whole, such as a counter of steps."""
+    first, facts = values[0], set[object]()
+    for value in values:
+        if isinstance(value, PlainTensor):
+            facts.add((value.dtype, value.chunk.box, value.chunk.crc32))
+        else:
+            facts.add(type(value))
+    if len(facts) > 1 or not isinstance(first, PlainTensor) or (first.chunk.crc32 is None and len(values) > 1):
+        raise SourceError(
+            f"expected DTensors, or the same tensor on all ranks, found others in {files[0]} to {files[-1]}, such as "
+            "flat parameters of FSDP1, which do not say what is in them: load them in their program and save a full "
+            "state dict; to take the weights alone, move the optimizer's files away"
+        )
+    return whole_record(path, first.dtype, first.chunk)
 
 
 def _cut(part: RankPart) -> tuple[object, ...]:
@@ -292,17 +303,18 @@ def _mesh(sizes: Index) -> Mesh:
     return Mesh.of(*sizes)
 
 
-def _placed(part: RankPart) -> Iterator[Chunk]:
+def _chunks_of(part: RankPart) -> Iterator[Chunk]:
+    """Yield a rank's elements as chunks of the tensor: several where a strided shard has runs."""
     mesh = _mesh(part.sizes)
-    index = sum(i * step for i, step in zip(part.coordinate, row_major(part.sizes), strict=True))
+    rank = sum(map(operator.mul, part.coordinate, row_major(part.sizes)))
     try:
-        expected = local_shape(part.shape, mesh, part.placements, index)
+        expected = local_shape(part.shape, mesh, part.placements, rank)
     except LayoutError as error:
         raise SourceError(str(error)) from error
     local, size = part.local, itemsize(part.dtype)
     if local.box.shape != expected or local.payload is None:
         raise SourceError(f"expected a local tensor of shape {expected} by its placements, found {local.box.shape}")
-    fragments = fragments_on(part.shape, mesh, part.placements, index)
+    fragments = fragments_on(part.shape, mesh, part.placements, rank)
     for fragment in fragments:
         if len(fragments) == 1:
             yield replace(local, box=fragment.box)

@@ -1,4 +1,4 @@
-"""A state dict in a file of ``torch.save``: tensors and plain data by paths, names for numbers, and DTensors' parts.
+"""State dicts in files of ``torch.save``: tensors and plain data by paths, names for numbers, and DTensors' parts.
 
 Dicts and lists can share parts, so everything is counted as often as it is reached: a hostile file costs no more than
 in proportion to its size.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,28 +32,22 @@ from ...io.regular import read_text_file
 from ...reading.reader import LocatedReader
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
 from ..torch_save.plain_item import HeldItems, PlainParts
-from ..torch_save.torch_file import WITH_TYPE, MemberPayloads, TorchFile, is_tensor
+from ..torch_save.torch_file import WITH_TYPE, MemberPayloads, TorchFile, is_tensor, whole_record
 
 _MAPPINGS = frozenset({"collections OrderedDict", "collections defaultdict"})
-_DEEPEST = 32
+_MAX_DEPTH = 32
 
 
-def leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[KeyPath, object]]:
-    """Yield the tensors, as the pickle has them, and the plain data in a state dict, each with its path.
-
-    Keys of dicts become strings in paths, positions in lists integers, as in DCP.
-
-    Raises:
-        LimitError: there is more than in proportion to the file.
-        SourceError: there is something else; it is not run.
-    """
-    plain, most, met = PlainParts(file.described), limits.FREE_PARTS + file.described // limits.PICKLE_BYTES, 0
+def _leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+    """Yield the tensors, as the pickle has them, and the plain data in a state dict, each with its path."""
+    plain, count = PlainParts(file.described), 0
+    max_count = limits.FREE_PARTS + file.described // limits.PICKLE_BYTES
 
     def below(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
-        nonlocal met
-        met += 1
-        limits.check_limit(met, most, "values in dicts that a file's pickle uses more than once")
-        limits.check_limit(len(path), _DEEPEST, "dicts and lists in each other")
+        nonlocal count
+        count += 1
+        limits.check_limit(count, max_count, "values in dicts that a file's pickle uses more than once")
+        limits.check_limit(len(path), _MAX_DEPTH, "dicts and lists in each other")
         if is_mapping(value):
             for key, part in mapping(value).items():
                 if type(key) not in (str, int):
@@ -82,27 +76,53 @@ class PlainTensor:
 
 
 def decoded(
-    file: TorchFile, content: object, root: KeyPath, *, dtensors: bool = True
+    file: TorchFile, content: object, root: KeyPath, *, dtensors: bool = False
 ) -> Iterator[tuple[KeyPath, object]]:
-    """Yield what `leaves` does, with tensors as `PlainTensor`, and DTensors as `RankPart` unless they are refused.
+    """Yield the tensors and the plain data in a state dict, each with its path: `PlainTensor`, and `RankPart`.
+
+    Keys of dicts become strings in paths, positions in lists integers, as in DCP.
+
+    Args:
+        dtensors: whether DTensors are read, as parts of ranks; else they are refused.
 
     Raises:
-        LimitError: tensors share more than in proportion to the file.
-        SourceError: as `leaves`, `TorchFile.chunk` and `rank_part`; names the path, but not the file.
+        LimitError: there is more than in proportion to the file, or tensors share more.
+        SourceError: there is something else; it is not run.  Names the path, but not the file.
     """
     chunks = []
-    for path, value in leaves(file, content, root):
-        if is_tensor(value):
-            with about(key_of(path)):
-                part = rank_part(file, value) if dtensors and is_dtensor(value) else PlainTensor(*file.chunk(value))
-            chunks.append(part.local if isinstance(part, RankPart) else part.chunk)
-            yield path, part
-        else:
+    for path, value in _leaves(file, content, root):
+        if not is_tensor(value):
             yield path, value
+            continue
+        with about(key_of(path)):
+            if not is_dtensor(value):
+                tensor = PlainTensor(*file.chunk(value))
+                chunks.append(tensor.chunk)
+                yield path, tensor
+            elif dtensors:
+                part = rank_part(file, value)
+                chunks.append(part.local)
+                yield path, part
+            else:
+                raise SourceError(
+                    "it is a DTensor, of which this file has the part of one rank: give the folder with the files of "
+                    "all ranks, under the names that verl or accelerate gave them (docs/formats/trainers.md)"
+                )
     check_shared(file, chunks)
 
 
-def check_same_keys(ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[TorchFile]) -> None:
+def whole_records(values: Iterable[tuple[KeyPath, object]], items: HeldItems) -> list[StateRecord]:
+    """Return the tensors among decoded values, each in one chunk, and add the others to the items."""
+    tensors = []
+    for path, value in values:
+        if isinstance(value, PlainTensor):
+            tensors.append(whole_record(path, value.dtype, value.chunk))
+        else:
+            items.add(path, value)
+    return tensors
+
+
+def check_same_keys(ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[str]) -> None:
     """Refuse ranks whose files do not have the same paths.
 
     Raises:
@@ -111,8 +131,19 @@ def check_same_keys(ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[T
     for rank, values in enumerate(ranks):
         if differing := values.keys() ^ ranks[0].keys():
             key = key_of(min(differing, key=str))
-            only = f"only one of {files[0].name} and {files[rank].name}"
+            only = f"only one of {files[0]} and {files[rank]}"
             raise SourceError(f"expected the same keys on all ranks, found {key!r} in {only}")
+
+
+def same_value(values: Sequence[object], advice: str = "") -> object:
+    """Return the value that all ranks have.
+
+    Raises:
+        SourceError: one has another; the message ends with the advice.
+    """
+    if len({*map(repr, values)}) > 1:
+        raise SourceError(f"expected the same value on all ranks, found {values[0]!r:.80} and others{advice}")
+    return values[0]
 
 
 def is_mapping(value: object) -> bool:
@@ -154,9 +185,9 @@ def trainer_reader(
     provenance: Mapping[str, object],
     faults: Iterable[SourceError] = (),
 ) -> LocatedReader:
-    """Return the reader of state dicts in files of ``torch.save``; the provenance leaves out what is None."""
-    recorded = {key: value for key, value in provenance.items() if value is not None}
-    manifest = Manifest(tuple(tensors), tuple(items.blobs), recorded)
+    """Return the reader of state dicts in files of ``torch.save``; the provenance leaves out empty lists."""
+    provenance = {key: value for key, value in provenance.items() if value != []}
+    manifest = Manifest(tuple(tensors), tuple(items.blobs), provenance)
     return LocatedReader(manifest, MemberPayloads(folder, items.in_memory, checksums), tuple(faults))
 
 
@@ -192,16 +223,26 @@ class NamesFile:
                 raise SourceError("expected a list of names, or such a list for each of several optimizers")
         return cls(lists)
 
-    def check_used(self, roots: Collection[str]) -> None:
+    def check_used(self, optimizers: Collection[str]) -> None:
         """Check that it names parameters of these optimizers only.
 
         Raises:
             SourceError: it has names for others.
         """
-        if not self.of_optimizers.keys() <= {*roots}:
+        if not self.of_optimizers.keys() <= {*optimizers}:
             raise SourceError(
-                f"{NAMES_FILE} has names for {', '.join(self.of_optimizers)}; optimizers here are {', '.join(roots)}"
+                f"{NAMES_FILE} has names for {', '.join(self.of_optimizers)}; optimizers here are "
+                f"{', '.join(sorted(optimizers))}"
             )
+
+
+def state_by_optimizer(tensors: Iterable[StateRecord]) -> dict[str, list[StateRecord]]:
+    """Return the tensors that are state of optimizers, by the optimizers' keys."""
+    state: defaultdict[str, list[StateRecord]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.path[-3:-2] == (STATE,):
+            state[key_of(tensor.path[:-3])].append(tensor)
+    return state
 
 
 def optimizer_with_names(
@@ -224,7 +265,7 @@ def optimizer_with_names(
         raise DamageError(f"expected a group with the parameters that have state, found none with {listed(strange, 3)}")
     if not all(type(number) is int for number in (*numbers, *state)):
         return optimizer, {}
-    names = _recorded(groups) if names_listed is None else list(names_listed)
+    names = _recorded_names(groups) if names_listed is None else list(names_listed)
     if names is None:
         return optimizer, {}
     if len(names) != len(numbers):
@@ -273,41 +314,47 @@ def optimizers_with_names(
         return content, [key] if not by_number and has_numbers else []
     changed, numbered = dict(content), list[str]()
     for part, value in content.items():
-        if is_mapping(value) and is_optimizer(mapping(value)):
+        if _is_optimizer(value):
             changed[part], unnamed = optimizers_with_names(mapping(value), (*root, str(part)), names)
             numbered += unnamed
-        elif type(value) is list and any(is_mapping(entry) and is_optimizer(mapping(entry)) for entry in value):
-            both = [
-                optimizers_with_names(mapping(entry), (*root, str(part), i), names) for i, entry in enumerate(value)
-            ]
-            changed[part] = [state for state, _ in both]
-            numbered += (key for _, unnamed in both for key in unnamed)
+        elif type(value) is list and any(map(_is_optimizer, value)):
+            states = []
+            for position, entry in enumerate(value):
+                state, unnamed = optimizers_with_names(mapping(entry), (*root, str(part), position), names)
+                states.append(state)
+                numbered += unnamed
+            changed[part] = states
     return changed, numbered
 
 
-def _recorded(groups: Sequence[Mapping[object, object]]) -> list[str] | None:
+def _is_optimizer(value: object) -> bool:
+    return is_mapping(value) and is_optimizer(mapping(value))
+
+
+def _recorded_names(groups: Sequence[Mapping[object, object]]) -> list[str] | None:
     names: list[str] = []
     for group in groups:
-        own = group.get("param_names")
-        if own is None:
+        if group.get("param_names") is None:
             return None
-        names += (expect(str, name) for name in expect(list, own))
-        if len(expect(list, own)) != len(expect(list, group[PARAMS])):
+        group_names = expect(list, group["param_names"])
+        names += (expect(str, name) for name in group_names)
+        if len(group_names) != len(expect(list, group[PARAMS])):
             raise SourceError("expected as many param_names as parameters in a group, found others")
     return names
 
 
-def check_shapes(slots: Iterator[tuple[str, str, Index]], weights: Mapping[str, Index]) -> None:
-    """Compare the shapes of state (parameter, slot, shape) with the weights beside it.
+def check_shapes(tensors: Iterable[StateRecord], weights: Mapping[str, Index]) -> None:
+    """Compare the shapes of state with the weights beside it.
 
     Raises:
         SourceError: they differ, so names and numbers are not in the same order.
     """
-    for name, slot, shape in slots:
-        if slot in AS_PARAMETER and weights.get(name, shape) != shape:
+    for tensor in tensors:
+        name, slot = map(str, tensor.path[-2:])
+        if slot in AS_PARAMETER and weights.get(name, tensor.shape) != tensor.shape:
             raise SourceError(
-                f"expected {slot} of {name!r} in the shape {weights[name]} of its weight, found {shape}: the names are "
-                "in another order than the optimizer's parameters"
+                f"expected {slot} of {name!r} in the shape {weights[name]} of its weight, found {tensor.shape}: the "
+                "names are in another order than the optimizer's parameters"
             )
 
 
@@ -339,8 +386,8 @@ class RankPart:
 
 def is_dtensor(value: object) -> bool:
     match value:
-        case Record(kind=kind, args=(Global() as call, Global() as own, *_)):
-            return kind == WITH_TYPE and call == _WRAPPER and own in _DTENSOR
+        case Record(kind=kind, args=(Global() as call, Global() as tensor_class, *_)):
+            return kind == WITH_TYPE and call == _WRAPPER and tensor_class in _DTENSOR
     return False
 
 
@@ -355,6 +402,7 @@ def rank_part(file: TorchFile, value: object) -> RankPart:
             spec = _fields(state.get("_spec"))
         case _:
             raise SourceError("expected a DTensor, found something else")
+    # Its mesh, its cut and its global shape.
     dtype, local = file.chunk(state.get("_local_tensor"))
     mesh, meta = _fields(spec.get("mesh")), expect(Record, spec.get("tensor_meta"))
     shape = sizes_of(expect(tuple, meta.args)[0])
