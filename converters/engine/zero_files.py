@@ -24,9 +24,9 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from ...algebra.box import Box, Index
+from ...layouts.buffers.algorithms import part_numel, partitioned_group, partitioned_parameters, touched_parameters
 from ...layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, rank_of
 from ...layouts.buffers.parameters import Parameter
-from ...layouts.buffers.zero import part_numel, partitioned_group, partitioned_parameters, touched_parameters
 from ...names.errors import DestinationError, SourceError, TargetError
 from ...names.keys import PARAM_GROUPS, STATE, key_of
 from ...names.vocabulary import MOMENTUM, PARAMS, STEP

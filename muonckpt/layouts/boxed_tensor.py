@@ -1,7 +1,6 @@
-"""Tensors as the boxes that this rank holds of them, in the form in which DCP asks for them.
+"""Tensors as the boxes that this rank holds, and the hooks by which DCP asks for them.
 
-DCP takes a DTensor for one box on each rank, which is wrong where placements interleave, or a flat buffer was cut.  It
-asks tensors that have its hooks, as a `BoxedTensor` has.
+DCP takes a DTensor for one box on each rank, which is wrong where placements interleave, or a flat buffer was cut.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..names.errors import LayoutError
 from .tensors import declares_boxes, fragments_here, local_of
 
 Parts = Mapping[Index, Tensor]
-"""Boxes that a rank holds: by the global index of the first element of each, its elements where they lie."""
+"""The boxes of a rank: by the global index of each box's first element, a view of its elements."""
 
 _PARTWISE = {torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.zeros_like.default,
              torch.ops.aten.empty_like.default}  # fmt: skip
@@ -160,7 +159,7 @@ def parts_of(tensor: Tensor) -> Parts:
 
 
 def whole_shape(tensor: Tensor) -> Index:
-    """Return the global shape of any tensor: where it has DCP's hooks, the one that they name."""
+    """Return the global shape of any tensor: the one that DCP's hooks name, if it has them."""
     if not isinstance(tensor, DTensor | ShardedTensor | BoxedTensor) and declares_boxes(tensor):
         items: list[WriteItem] = tensor.__create_write_items__("", tensor)  # type: ignore[attr-defined]
         for item in items:

@@ -61,7 +61,7 @@ def flat_layout(shape: Index, start: int, shards: tuple[FlatShard, ...]) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """How each axis of a mesh cuts a tensor; an axis that is not named here holds replicas.
+    """The cuts of a tensor by the axes of a mesh; an axis that is not named here holds replicas.
 
     Args:
         flat: the axes that cut the flat buffer, coarsest parts first; if empty, every rank holds it all.
@@ -76,9 +76,9 @@ class Cuts:
     split: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        named = [*self.flat, *([self.split[0]] if self.split else [])]
-        if len(set(named)) != len(named) or not all(0 <= axis < len(self.mesh.shape) for axis in named):
-            raise LayoutError(f"axes {named} of a mesh of shape {self.mesh.shape}: each axis can cut once")
+        axes = [*self.flat, *([self.split[0]] if self.split else [])]
+        if len(set(axes)) != len(axes) or not all(0 <= axis < len(self.mesh.shape) for axis in axes):
+            raise LayoutError(f"axes {axes} of a mesh of shape {self.mesh.shape}: each axis can cut once")
 
     @property
     def shards(self) -> int:
@@ -118,19 +118,18 @@ def uneven_layout(shape: Index, start: int, buffer: int, cuts: Cuts) -> TensorLa
     if buffer % cuts.shards:
         raise LayoutError(f"a flat buffer of {buffer} elements does not divide into {cuts.shards} shards")
     size = buffer // cuts.shards
-    held: defaultdict[Box, list[FlatShard]] = defaultdict(list)
+    # Tensor parallelism cuts the tensor into parts, and the ranks of a part share its flat buffer.
+    shards: defaultdict[Box, list[FlatShard]] = defaultdict(list)
     for rank, coordinate in zip(cuts.mesh.ranks, product(*map(range, cuts.mesh.shape)), strict=True):
         part = cuts.part(shape, coordinate)
-        # This rank's share of the buffer, in elements of the part.
-        first = cuts.shard(coordinate) * size - start
-        lo, hi = max(first, 0), min(first + size, part.numel)
-        held[part] += [FlatShard(rank, lo, hi)] if lo < hi else []
-    fragments = (
-        Fragment(fragment.box.shift(part.lo), fragment.place)
-        for part, shards in held.items()
-        for fragment in flat_layout(part.shape, 0, tuple(shards)).fragments
-    )
-    return TensorLayout.of(shape, tuple(fragments))
+        begin = cuts.shard(coordinate) * size - start  # of the rank's share, in elements of the part
+        lo, hi = max(begin, 0), min(begin + size, part.numel)
+        shards[part] += [FlatShard(rank, lo, hi)] if lo < hi else []
+    fragments: list[Fragment] = []
+    for part in shards:
+        layout = flat_layout(part.shape, 0, tuple(shards[part]))
+        fragments += [Fragment(fragment.box.shift(part.lo), fragment.place) for fragment in layout.fragments]
+    return TensorLayout.of(shape, fragments)
 
 
 @lru_cache(maxsize=65536)

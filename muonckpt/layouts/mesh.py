@@ -1,4 +1,4 @@
-"""Meshes of ranks, with one placement per mesh axis (the vocabulary of torch's DTensor), to layouts.
+"""Turns meshes of ranks, with one placement per mesh axis (the vocabulary of torch's DTensor), into layouts.
 
 Placements apply from the first mesh axis to the last.  Along each tensor dim a rank's share is a list of *runs*,
 ``(start, stop)`` ranges of global indices in local order; a placement cuts the runs that the axes before it
@@ -28,12 +28,12 @@ from ..names.errors import LayoutError
 
 @dataclass(frozen=True)
 class DimShares:
-    """The runs of one dim that some shares hold.
+    """The shares of one dim, as runs of indices.
 
     Attributes:
-        count: how many shares there are.
-        share: for each run the number of its share, ascending; within a share runs are in local order.
-        start, stop: for each run; none is empty.
+        count: the number of shares.
+        share: the number of each run's share, ascending; within a share runs are in local order.
+        start, stop: of each run; none is empty.
     """
 
     count: int
@@ -65,9 +65,9 @@ class DimShares:
         """
         before, length = self.before, self.stop - self.start
         size = -(-self.length // parts)[self.share]
-        begin = before // size  # the first part that has some of a run
-        pieces = (before + length - 1) // size - begin + 1
-        run, part = expanded(begin, pieces)
+        # A run lies in several parts: one new run for each.
+        first_part = before // size
+        run, part = expanded(first_part, (before + length - 1) // size - first_part + 1)
         lo, hi = np.maximum(part * size[run], before[run]), np.minimum((part + 1) * size[run], (before + length)[run])
         shift = (self.start - before)[run]
         return DimShares(self.count * parts, self.share[run] * parts + part, lo + shift, hi + shift)
@@ -80,21 +80,21 @@ class DimShares:
         return DimShares(self.count * parts, share[order], fine.start[order], fine.stop[order])
 
     def renumbered(self, shares: IntArray) -> DimShares:
-        """Return these shares in another order: the first is share ``shares[0]`` of now."""
+        """Return these shares in another order: the first is the present share ``shares[0]``."""
         share = np.argsort(shares)[self.share]
         order = np.argsort(share, kind="stable")
         return DimShares(self.count, share[order], self.start[order], self.stop[order])
 
     def holders(self) -> IntArray:
-        """Return where runs of the dim begin, and whose they are; equal ones are equal shares, once they are joined."""
+        """Return the starts and the shares of runs, in the order of the dim; joined shares are equal if these are."""
         order = np.argsort(self.start)
         return np.stack([self.start[order], self.share[order]])
 
     def joined(self) -> DimShares:
         """Merge adjacent runs, so that a contiguous share is one box."""
-        apart = np.ones(len(self.share), np.bool_)
-        apart[1:] = (self.share[1:] != self.share[:-1]) | (self.start[1:] != self.stop[:-1])
-        return DimShares(self.count, self.share[apart], self.start[apart], self.stop[np.roll(apart, -1)])
+        is_head = np.ones(len(self.share), np.bool_)
+        is_head[1:] = (self.share[1:] != self.share[:-1]) | (self.start[1:] != self.stop[:-1])
+        return DimShares(self.count, self.share[is_head], self.start[is_head], self.stop[np.roll(is_head, -1)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +176,8 @@ def order_of_cuts(cuts: Cuts) -> list[tuple[int, int]]:
         placement, parts = cuts[number]
         split = placement.split if isinstance(placement, StridedShard) else 1
         # The first place before which the cuts have made as many parts as the split says.
-        made = accumulate((cuts[earlier][1] for earlier, _ in order), mul, initial=1)
-        place = next((place for place, count in enumerate(made) if count == split), None)
+        counts = accumulate((cuts[earlier][1] for earlier, _ in order), mul, initial=1)
+        place = next((place for place, count in enumerate(counts) if count == split), None)
         if parts == 1 or place is None:  # nothing is cut, or no order of cuts has such a split
             order.insert(0, (number, split))
         elif all(stripes == 1 or cuts[earlier][1] == 1 for earlier, stripes in order[:place]):
@@ -188,9 +188,9 @@ def order_of_cuts(cuts: Cuts) -> list[tuple[int, int]]:
 
 
 def _unordered(cuts: Cuts) -> LayoutError:
-    told = ", ".join(f"{placement} over {parts} ranks" for placement, parts in cuts)
+    shown = ", ".join(f"{placement} over {parts} ranks" for placement, parts in cuts)
     return LayoutError(
-        f"placements do not say in which order a dim was cut, and so which elements are here: {told} is written by "
+        f"placements do not say in which order a dim was cut, and so which elements are here: {shown} is written by "
         "fully_shard for parts of what a rank held before, and by distribute_tensor for other parts of the same sizes. "
         "To train the parameter, have fully_shard cut another dim of it (shard_placement_fn); to save it as it is, "
         "give the boxes that each rank holds as a muonckpt.BoxedTensor"
@@ -245,10 +245,12 @@ def _rows(
 
     A rank holds the product of its runs along each dim, the last dim's changing fastest.
     """
+    # One row for each combination of a rank's runs.
     along = [_along(dim, shape, mesh, placements, positions) for dim in range(len(shape))]
     runs = [np.diff(shares.first)[number] for shares, number in along]
     count = np.prod(runs, axis=0, dtype=np.int64) if runs else np.ones(len(positions), np.int64)
     holder, within = expanded(np.zeros_like(count), count)
+    # From the last dim to the first, the row's number within its rank tells the run, and local lengths make strides.
     lo, hi = np.zeros((2, len(holder), max(len(shape), 1)), np.int64)
     hi[:, len(shape) :] = 1
     offset, strides = np.zeros(len(holder), np.int64), np.zeros((len(holder), len(shape)), np.int64)
@@ -266,7 +268,7 @@ def _rows(
 def _along(
     dim: int, shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], positions: IntArray
 ) -> tuple[DimShares, IntArray]:
-    """Return the shares of one dim, and which of them the ranks at ``positions`` of the mesh hold."""
+    """Return the shares of one dim, and the number of the share of each rank at ``positions`` of the mesh."""
     cuts: list[tuple[Shard | StridedShard, int]] = []
     number = np.zeros(len(positions), np.int64)
     for placement, parts, step in zip(placements, mesh.shape, row_major(mesh.shape), strict=True):
@@ -286,17 +288,20 @@ def _shares(size: int, cuts: Cuts) -> DimShares:
     order = order_of_cuts(cuts)
     splits = [placement.split if isinstance(placement, StridedShard) else 1 for placement, _ in cuts]
     shares = _cut_in_order(size, cuts, list(enumerate(splits)))
+    # Where parts are unequal, the order of cuts that the splits stand for may give other elements.
     if size % math.prod(parts for _, parts in cuts) and [number for number, _ in order] != [*range(len(cuts))]:
-        others = _cut_in_order(size, cuts, order)
-        if not np.array_equal(shares.holders(), others.holders()) and np.array_equal(shares.length, others.length):
+        reordered = _cut_in_order(size, cuts, order)
+        if not np.array_equal(shares.holders(), reordered.holders()) and np.array_equal(
+            shares.length, reordered.length
+        ):
             raise _unordered(cuts)
     return shares
 
 
 def _cut_in_order(size: int, cuts: Cuts, order: Sequence[tuple[int, int]]) -> DimShares:
     """Cut a dim; shares are numbered by the coordinates on the axes in the order of the mesh, whatever the order is."""
-    whole = np.arange(min(size, 1))
-    shares = DimShares(1, whole, whole, whole + size)
+    zero = np.arange(min(size, 1))  # no run if the dim is empty
+    shares = DimShares(1, zero, zero, zero + size)
     for number, split in order:
         parts = cuts[number][1]
         shares = shares.cut(parts) if split == 1 else shares.cut_strided(split, parts)

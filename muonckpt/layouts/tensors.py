@@ -1,4 +1,4 @@
-"""Live torch tensors to layouts: the door at which torch's placements become boxes."""
+"""Turns live torch tensors into layouts: the door at which torch's placements become boxes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .mesh import AxisPlacement, Mesh, Replicate, Shard, StridedShard, fragments
 
 
 def layout_of(tensor: torch.Tensor, replicas: tuple[int, ...] = (0,)) -> TensorLayout:
-    """Return where the elements of ``tensor`` live on every rank, without communication.
+    """Return the layout of a tensor over all ranks, without communication.
 
     The buffers of a DTensor are global ranks.  A plain tensor lies whole on each rank of ``replicas``.
 
@@ -37,13 +37,13 @@ def layout_of(tensor: torch.Tensor, replicas: tuple[int, ...] = (0,)) -> TensorL
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``tensor``, which shares its memory and is detached from autograd."""
+    """Return this rank's part of a tensor, which shares its memory and is detached from autograd."""
     local: torch.Tensor = _local(tensor) if isinstance(tensor, DTensor) else tensor
     return local.detach() if local.requires_grad else local
 
 
 def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this rank's parts of ``tensors``, not detached: for what autograd does not record."""
+    """Return this rank's parts of tensors, not detached: for operations that autograd does not record."""
     return [_local(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
@@ -53,7 +53,7 @@ def _local(tensor: DTensor) -> torch.Tensor:
 
 
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` with another part of this rank's, which may be in other memory than that of its mesh."""
+    """Return a tensor with another part of this rank, which may be on another device than its mesh."""
     if local is local_of(tensor):
         return tensor
     if not isinstance(tensor, DTensor):
@@ -63,7 +63,7 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def is_first_copy(tensor: torch.Tensor) -> bool:
-    """Return True if this rank is the first that holds its part of ``tensor``, or the tensor is a plain one.
+    """Return whether this rank is the first that holds its part of a tensor, or the tensor is a plain one.
 
     Raises:
         LayoutError: a ``Partial`` or unknown placement.
@@ -76,7 +76,7 @@ def is_first_copy(tensor: torch.Tensor) -> bool:
 
 
 def rows_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the ranges of rows (of the first dim) of which this rank holds a part, in the order of its memory."""
+    """Return the ranges of rows (of the first dim) that this rank holds in part, in the order of its memory."""
     if not isinstance(tensor, DTensor):
         return [(0, tensor.shape[0])]
     # Sorted ranges are in the order of memory, as no placement reverses rows.
@@ -84,7 +84,7 @@ def rows_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def zeros_sharded_like(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros of another shape with as many dims, placed on the mesh as ``tensor`` is if that is a DTensor.
+    """Return zeros of another shape with as many dims, sharded as a tensor is.
 
     Where a dim is shorter than the axis that shards it, the last ranks are empty.
     """
@@ -114,7 +114,7 @@ def placement_json(tensor: torch.Tensor) -> Mapping[str, Any] | None:
 def _placement_json(
     mesh: Mesh, names: tuple[str, ...] | None, placements: tuple[TorchPlacement, ...], ndim: int
 ) -> Mapping[str, Any]:
-    """The result is cached and shared, so callers must not change it."""
+    """Return the JSON data of placements.  They are cached and shared, so callers must not change them."""
     return {
         "algorithm": "mesh",
         "version": 1,
@@ -126,9 +126,8 @@ def _placement_json(
 
 
 def declares_boxes(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor, or a DTensor's local one, says by DCP's hooks which boxes this rank holds."""
-    described = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return hasattr(described, "__create_chunk_list__")
+    """Return whether a tensor, or a DTensor's local one, declares the boxes of this rank by DCP's hooks."""
+    return hasattr(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, "__create_chunk_list__")
 
 
 def fragments_here(tensor: DTensor) -> tuple[Fragment, ...]:
@@ -142,9 +141,10 @@ def fragments_here(tensor: DTensor) -> tuple[Fragment, ...]:
 
 
 def _checked(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ...]]:
+    """Return our mesh and placements of a DTensor, whose local tensor has the shape that they imply."""
     rank = torch.distributed.get_rank()
     mesh = _mesh(tensor.device_mesh)
-    placements, expected = _placed(tensor.shape, mesh, tensor.placements, rank)
+    placements, expected = _placements_and_shape(tensor.shape, mesh, tensor.placements, rank)
     actual = tuple(tensor._local_tensor.shape)  # to_local() makes a view for autograd, which takes longer than the rest
     if expected is not None and actual != expected:
         raise LayoutError(
@@ -155,15 +155,16 @@ def _checked(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ...]]:
 
 
 @lru_cache(maxsize=65536)
-def _placed(
+def _placements_and_shape(
     shape: torch.Size, mesh: Mesh, placements: tuple[TorchPlacement, ...], rank: int
 ) -> tuple[tuple[AxisPlacement, ...], Index | None]:
     """Return our placements, and the shape of a rank's local tensor; None if it is not on the mesh.
 
     Cached by what torch calls equal: a model has thousands of equal tensors.
     """
-    ours = tuple(_placement(placement, len(shape)) for placement in placements)
-    return ours, local_shape(tuple(shape), mesh, ours, rank) if rank in mesh.ranks else None
+    axis_placements = tuple(_placement(placement, len(shape)) for placement in placements)
+    local = local_shape(tuple(shape), mesh, axis_placements, rank) if rank in mesh.ranks else None
+    return axis_placements, local
 
 
 _meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
@@ -171,10 +172,10 @@ _meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 
 
 def _mesh(mesh: DeviceMesh) -> Mesh:
-    known = _meshes.get(mesh)
-    if known is None:
-        known = _meshes[mesh] = Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
-    return known
+    cached = _meshes.get(mesh)
+    if cached is None:
+        cached = _meshes[mesh] = Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    return cached
 
 
 def _placements_of(tensor: DTensor) -> tuple[AxisPlacement, ...]:

@@ -1,4 +1,4 @@
-"""Algorithms that place parameters in flat buffers, all in backprop order, the reverse of the forward order.
+"""Algorithms that place parameters in flat buffers; but for DeepSpeed's all in the reverse of the forward order.
 
 Megatron's *padded* buffers hold whole parameters in equal shards (layer-wise optimizer), or cut them anywhere (all
 others).  Its *compact* ones lay parameters end to end without padding, and deal them, sorted by elements, to ranks
@@ -19,23 +19,33 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
 from ...names.errors import LayoutError
-from .buffer_layout import BufferLayout, PlacedParameter, Span, bucket_shards, end_to_end, owner_shards, round_up
+from .buffer_layout import (
+    BufferLayout,
+    PlacedParameter,
+    Span,
+    bucket_shards,
+    end_to_end,
+    owner_shards,
+    rank_of,
+    round_up,
+)
 from .parameters import GroupSizes, Parameter, closes_at, in_buckets, newton_schulz, numel, split
 
 ALIGNMENT = 64
 """Parameters begin at multiples of this many elements, except in compact buffers; balanced, also at their owner."""
 
 TOLERANCE = 1.02
-"""The busiest rank may work so many times as long as with a fresh assignment if parameters then keep their owners."""
+"""The busiest rank may work this many times as long as with a fresh assignment if parameters then keep their owners."""
 
-_FILL = 0.9
+_MIN_FILL = 0.9
 """A bucket stays open until it fills this fraction of shards as large as its largest parameter."""
 
-_SLACK = 1 + 0.3
+_MAX_FILL = 1 + 0.3
 """Cost-balanced packing may fill a shard up to this many times the mean of its bucket."""
 
 _PackedBucket = list[tuple[Parameter, int, int]]
@@ -53,12 +63,12 @@ def padded_numel(
         busbw: buckets end at multiples of 2¹⁶ elements too (``pad_buckets_for_high_nccl_busbw``).
     """
 
-    def buffer(own: Sequence[Parameter], shards: int) -> BufferLayout:
-        contents = in_buckets(reversed(own), lambda bucket: _is_full(bucket, shards, bucket_size))
+    def buffer(group: Sequence[Parameter], shards: int) -> BufferLayout:
+        contents = in_buckets(reversed(group), lambda bucket: _is_full(bucket, shards, bucket_size))
         packed = (_by_numel(bucket, shards) for bucket in contents)
-        return _assemble("padded-numel", own, shards, packed, bucket_size, busbw)
+        return _assemble("padded-numel", group, shards, packed, bucket_size, busbw)
 
-    return tuple(buffer(own, sizes.of(own[0])) for own in split(parameters))
+    return tuple(buffer(group, sizes.of(group[0])) for group in split(parameters))
 
 
 def padded_nscost(
@@ -69,13 +79,13 @@ def padded_nscost(
     Arguments as for `padded_numel`.  A full bucket still takes parameters that fit into its padding.
     """
 
-    def buffer(own: Sequence[Parameter], shards: int) -> BufferLayout:
+    def buffer(group: Sequence[Parameter], shards: int) -> BufferLayout:
         load = [0] * shards
-        contents = _closed_when_grown(own, shards, bucket_size, _shard_divisor(shards, busbw))
+        contents = _grown_buckets(group, shards, bucket_size, _shard_divisor(shards, busbw))
         packed = (_by_cost(bucket, load) for bucket in contents if bucket)
-        return _assemble("padded-nscost", own, shards, packed, bucket_size, busbw)
+        return _assemble("padded-nscost", group, shards, packed, bucket_size, busbw)
 
-    return tuple(buffer(own, sizes.of(own[0])) for own in split(parameters))
+    return tuple(buffer(group, sizes.of(group[0])) for group in split(parameters))
 
 
 def distributed_optimizer(
@@ -86,24 +96,26 @@ def distributed_optimizer(
     Arguments as for `padded_numel`; here a bucket closes after the parameter that fills it.
     """
 
-    def buffer(own: Sequence[Parameter], ranks: int) -> BufferLayout:
-        def full(bucket: list[Parameter]) -> bool:
-            *before, last = (parameter.numel for parameter in bucket)
-            return bucket_size is not None and sum(round_up(size, ALIGNMENT) for size in before) + last >= bucket_size
+    def buffer(group: Sequence[Parameter], ranks: int) -> BufferLayout:
+        def is_full(bucket: list[Parameter]) -> bool:
+            *sizes, last_size = (parameter.numel for parameter in bucket)
+            aligned = sum(round_up(size, ALIGNMENT) for size in sizes)
+            return bucket_size is not None and aligned + last_size >= bucket_size
 
-        ranges, buckets = end_to_end(in_buckets(reversed(own), full), ALIGNMENT, _bucket_divisor(ranks, busbw))
+        contents = in_buckets(reversed(group), is_full)
+        ranges, buckets = end_to_end(contents, ALIGNMENT, _bucket_divisor(ranks, busbw))
         return BufferLayout(
             algorithm="distributed-optimizer",
             version=1,
             ranks=ranks,
-            parameters=tuple(ranges[parameter.name] for parameter in own),
+            parameters=tuple(ranges[parameter.name] for parameter in group),
             buckets=buckets,
             shards=bucket_shards(buckets, ranks),
             alignment=ALIGNMENT,
             options={"bucket_size": bucket_size, "busbw": busbw},
         )
 
-    return tuple(buffer(own, sizes.of(own[0])) for own in split(parameters))
+    return tuple(buffer(group, sizes.of(group[0])) for group in split(parameters))
 
 
 def _matrix_cost(parameter: Parameter) -> int:
@@ -125,10 +137,10 @@ def _shard_divisor(ranks: int, busbw: bool) -> int:
 def _is_full(bucket: list[Parameter], ranks: int, bucket_size: int | None) -> bool:
     if bucket_size is None or not bucket:
         return False
-    return numel(bucket) >= max(bucket_size, int(ranks * max(p.numel for p in bucket) * _FILL))
+    return numel(bucket) >= max(bucket_size, int(ranks * max(p.numel for p in bucket) * _MIN_FILL))
 
 
-def _closed_when_grown(
+def _grown_buckets(
     parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, divisor: int
 ) -> Iterator[list[Parameter]]:
     """Yield the contents of each bucket: a full one closes only before a parameter that would enlarge its shards.
@@ -142,8 +154,8 @@ def _closed_when_grown(
             yield from (bucket, [parameter])
             bucket, filled = [], [0] * ranks
             continue
-        fits = round_up(min(filled), ALIGNMENT) + parameter.numel <= round_up(max(filled), divisor)
-        if not fits and _is_full(bucket, ranks, bucket_size):
+        fits_padding = round_up(min(filled), ALIGNMENT) + parameter.numel <= round_up(max(filled), divisor)
+        if not fits_padding and _is_full(bucket, ranks, bucket_size):
             yield bucket
             bucket, filled = [], [0] * ranks
         _append(parameter, _emptiest(filled), filled)
@@ -171,15 +183,16 @@ def _by_cost(bucket: list[Parameter], load: list[int]) -> _PackedBucket:
     """Pack by cost and add to ``load``, the cost of each shard so far.  A tied parameter costs nothing."""
     if bucket[0].tied:
         return [(bucket[0], 0, 0)]
-    placed: _PackedBucket = []
+    contents: _PackedBucket = []
     filled = [0] * len(load)
-    most = sum(parameter.numel for parameter in bucket) / len(load) * _SLACK
+    max_stop = numel(bucket) / len(load) * _MAX_FILL
     for parameter in sorted(bucket, key=lambda p: -_matrix_cost(p)):
-        fitting = [s for s, stop in enumerate(filled) if round_up(stop, ALIGNMENT) + parameter.numel <= most]
-        shard = min(fitting, key=lambda s: load[s]) if fitting else _emptiest(filled)
-        placed.append(_append(parameter, shard, filled))
+        # The cheapest of the shards with space, or else the emptiest.
+        shards = [s for s, stop in enumerate(filled) if round_up(stop, ALIGNMENT) + parameter.numel <= max_stop]
+        shard = min(shards, key=lambda s: load[s]) if shards else _emptiest(filled)
+        contents.append(_append(parameter, shard, filled))
         load[shard] += _matrix_cost(parameter)
-    return placed
+    return contents
 
 
 def _assemble(
@@ -194,10 +207,10 @@ def _assemble(
     ranges: dict[str, PlacedParameter] = {}
     buckets: list[Span] = []
     base = 0
-    for placed in packed:
-        size = round_up(max(start + p.numel for p, _, start in placed), _shard_divisor(ranks, busbw))
+    for contents in packed:
+        size = round_up(max(start + p.numel for p, _, start in contents), _shard_divisor(ranks, busbw))
         number = len(buckets)
-        ranges |= {p.name: PlacedParameter(p, base + shard * size + start, number) for p, shard, start in placed}
+        ranges |= {p.name: PlacedParameter(p, base + shard * size + start, number) for p, shard, start in contents}
         buckets.append((base, base + ranks * size))
         base += ranks * size
     return BufferLayout(
@@ -233,14 +246,14 @@ def legacy_pingpong(
     Raises:
         LayoutError: the groups do not name every parameter once.
     """
-    listed = sorted(parameters, key=lambda p: p.expert)
+    in_order = sorted(parameters, key=lambda p: p.expert)
     if groups is not None:
-        order = {name: number for number, name in enumerate(name for group in groups for name in group)}
-        if order.keys() != {p.name for p in listed} or len(order) != sum(map(len, groups)):
+        order = {name: number for number, name in enumerate(chain.from_iterable(groups))}
+        if order.keys() != {p.name for p in in_order} or len(order) != sum(map(len, groups)):
             raise LayoutError("the parameter groups do not name every parameter exactly once")
-        listed.sort(key=lambda p: order[p.name])
-    listed.sort(key=lambda p: p.numel)
-    return _with_owners("legacy-pingpong", _compact(parameters, bucket_size), listed, sizes, bucket_size)
+        in_order.sort(key=lambda p: order[p.name])
+    in_order.sort(key=lambda p: p.numel)
+    return _with_owners("legacy-pingpong", _compact(parameters, bucket_size), in_order, sizes, bucket_size)
 
 
 def decoupled_total_order(
@@ -251,38 +264,37 @@ def decoupled_total_order(
     Arguments as for `legacy_pingpong`.
     """
     buffers = _compact(parameters, bucket_size)
-    listed = sorted(
-        (placed.parameter.numel, placed.parameter.chunk, number, placed.start, placed.parameter)
-        for number, (ranges, _) in enumerate(buffers)
-        for placed in ranges
-    )
-    return _with_owners("decoupled-total-order", buffers, [p for *_, p in listed], sizes, bucket_size)
+    sort_keys: list[tuple[int, int, int, int, Parameter]] = []
+    for number, (entries, _) in enumerate(buffers):
+        sort_keys += [(e.parameter.numel, e.parameter.chunk, number, e.start, e.parameter) for e in entries]
+    in_order = [parameter for *_, parameter in sorted(sort_keys, key=lambda key: key[:4])]
+    return _with_owners("decoupled-total-order", buffers, in_order, sizes, bucket_size)
 
 
 def _compact(parameters: Iterable[Parameter], bucket_size: int | None) -> list[_CompactBuffer]:
     buffers: list[_CompactBuffer] = []
-    for own in split(parameters):
-        contents = in_buckets(reversed(own), closes_at(bucket_size), alone=lambda parameter: False)
+    for group in split(parameters):
+        contents = in_buckets(reversed(group), closes_at(bucket_size), is_alone=lambda parameter: False)
         ranges, buckets = end_to_end(contents)
-        buffers.append((tuple(ranges[parameter.name] for parameter in own), buckets))
+        buffers.append((tuple(ranges[parameter.name] for parameter in group), buckets))
     return buffers
 
 
 def _with_owners(
     algorithm: str,
     buffers: Iterable[_CompactBuffer],
-    listed: Iterable[Parameter],
+    in_order: Iterable[Parameter],
     sizes: GroupSizes,
     bucket_size: int | None,
 ) -> tuple[BufferLayout, ...]:
-    """Deal the parameters in this order, dense and expert ranks each in turn."""
-    dealt: defaultdict[bool, int] = defaultdict(int)
+    """Deal the parameters in this order to ranks 0 … n-1, n-1 … 0, and so on, dense and expert ones by themselves."""
+    counts: defaultdict[bool, int] = defaultdict(int)
     owners = {}
-    for parameter in listed:
+    for parameter in in_order:
         ranks = sizes.of(parameter)
-        turn = dealt[parameter.expert] % (2 * ranks)
+        turn = counts[parameter.expert] % (2 * ranks)
         owners[parameter.name] = min(turn, 2 * ranks - 1 - turn)
-        dealt[parameter.expert] += 1
+        counts[parameter.expert] += 1
     return tuple(
         BufferLayout(
             algorithm=algorithm,
@@ -312,15 +324,15 @@ def balanced(
     """
     owners = balanced_owners(parameters, sizes, previous)
 
-    def buffer(own: Sequence[Parameter], ranks: int) -> BufferLayout:
-        contents = in_buckets(reversed(own), closes_at(bucket_size))
+    def buffer(group: Sequence[Parameter], ranks: int) -> BufferLayout:
+        contents = in_buckets(reversed(group), closes_at(bucket_size))
         by_owner = (sorted(bucket, key=lambda parameter: owners[parameter.name]) for bucket in contents)
         ranges, buckets = end_to_end(by_owner, ALIGNMENT, ALIGNMENT)
         return BufferLayout(
             algorithm="balanced",
             version=1,
             ranks=ranks,
-            parameters=tuple(ranges[parameter.name] for parameter in own),
+            parameters=tuple(ranges[parameter.name] for parameter in group),
             buckets=buckets,
             shards=owner_shards(ranges.values(), buckets[-1][1], owners),
             alignment=ALIGNMENT,
@@ -328,7 +340,7 @@ def balanced(
             options={"bucket_size": bucket_size},
         )
 
-    return tuple(buffer(own, sizes.of(own[0])) for own in split(parameters))
+    return tuple(buffer(group, sizes.of(group[0])) for group in split(parameters))
 
 
 def balanced_owners(
@@ -346,8 +358,8 @@ def balanced_owners(
     where expert parallelism is the innermost axis.  Elsewhere only the balance suffers.
 
     Args:
-        previous: owners by name.  A parameter stays with its own, if that is still a rank, unless that rank would then
-            work longer than `TOLERANCE` times the busiest of a fresh assignment.
+        previous: owners by name.  A parameter keeps its owner, if that is still a rank, unless the rank would then work
+            longer than `TOLERANCE` times the busiest of a fresh assignment.
     """
     tied = {parameter.name: 0 for parameter in parameters if parameter.tied}
     fresh, busiest = _longest_first(parameters, sizes, tied, 0)
@@ -365,13 +377,14 @@ def _longest_first(
     """
     seats = math.lcm(*(sizes.of(parameter) for parameter in parameters))
     cost = {parameter.name: newton_schulz(parameter) for parameter in parameters}
-    load, held, awaited = np.zeros((3, seats), np.int64)
+    load, numels, awaited = np.zeros((3, seats), np.int64)
     for p in parameters:
         if (home := homes.get(p.name)) is not None and home < sizes.of(p):
             awaited.reshape(sizes.of(p), -1)[home] += cost[p.name]
     owners: dict[str, int] = {}
     for p in sorted(parameters, key=lambda p: (-cost[p.name], -p.numel)):
-        loads, elements, waiting = (seat.reshape(sizes.of(p), -1) for seat in (load, held, awaited))
+        # Loads, elements and awaited costs of the seats of each rank that may own the parameter.
+        loads, elements, waiting = (seat.reshape(sizes.of(p), -1) for seat in (load, numels, awaited))
         owner = int(np.lexsort((elements.max(1), waiting.max(1), loads.max(1)))[0])
         if (home := homes.get(p.name)) is not None and home < len(loads):
             waiting[home] -= cost[p.name]
@@ -381,3 +394,56 @@ def _longest_first(
         elements[owner] += p.numel
         owners[p.name] = owner
     return owners, int(load.max())
+
+
+# DeepSpeed's partitions of a parameter group: ZeRO 1 and 2 cut the group, ZeRO 3 each parameter.
+# Source: ``stage_1_and_2.py`` and ``stage3.py`` of DeepSpeed 0.19.8.
+
+PARTITION_ALIGNMENT = 2
+"""Each partition of ZeRO 1 and 2 has a multiple of so many elements."""
+
+
+def partitioned_group(
+    parameters: Sequence[Parameter], ranks: int, size: int | None = None, paddings: Sequence[int] = ()
+) -> BufferLayout:
+    """Lay the parameters of a group end to end and cut them evenly, as ZeRO 1 and 2 do.
+
+    Args:
+        size: elements of each partition; None: as few as fit.
+        paddings: elements behind each parameter, if any.
+
+    Raises:
+        LayoutError: the partitions are too small.
+    """
+    entries: list[PlacedParameter] = []
+    start = 0
+    for number, parameter in enumerate(parameters):
+        entries.append(PlacedParameter(parameter, start, 0))
+        start = entries[-1].stop + (paddings[number] if paddings else 0)
+    if size is None:
+        size = round_up(entries[-1].stop, PARTITION_ALIGNMENT * ranks) // ranks
+    buckets = ((0, size * ranks),)
+    return BufferLayout("zero", 1, ranks, tuple(entries), buckets, bucket_shards(buckets, ranks))
+
+
+def partitioned_parameters(parameters: Sequence[Parameter], ranks: int) -> BufferLayout:
+    """Cut each parameter evenly, padded, and lay the parts of each rank end to end, as ZeRO 3 does."""
+    entries, buckets = end_to_end([[parameter] for parameter in parameters], divisor=ranks)
+    return BufferLayout("zero-3", 1, ranks, tuple(entries.values()), buckets, bucket_shards(buckets, ranks))
+
+
+def touched_parameters(layout: BufferLayout) -> list[list[PlacedParameter]]:
+    """Return for each rank the parameters that its partition touches, placed end to end as its momentum is.
+
+    Muon under ZeRO 1 and 2 keeps momentum whole, so matrices at the ends of partitions lie on several ranks.
+    """
+    parameters_by_rank: list[list[Parameter]] = [[] for _ in range(layout.ranks)]
+    for entry in layout.parameters:
+        for shard in layout.shards_of(entry):
+            parameters_by_rank[rank_of(shard)].append(entry.parameter)
+    return [list(end_to_end([parameters])[0].values()) for parameters in parameters_by_rank]
+
+
+def part_numel(layout: BufferLayout) -> int:
+    """Return the elements of each rank's part, padding included."""
+    return layout.numel // layout.ranks

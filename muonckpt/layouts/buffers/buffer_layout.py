@@ -1,16 +1,15 @@
-"""Flat buffers of many parameters: where each begins, what one collective moves, and who holds what.
+"""Flat buffers of many parameters: the range of each, the buckets of collectives, and the shards of ranks.
 
-One description serves padded, compact, ping-pong and byte-sharded buffers.  *Parameters* are listed with their ranges,
-*buckets* say what is communicated at once, *shards* which ranks hold which ranges once gradients are reduced.  An owner
-is the rank whose one shard holds all of a parameter; padding is what no parameter covers.  All starts, stops and sizes
-are in elements of the buffer.
+One description serves padded, compact, ping-pong and byte-sharded buffers.  A *bucket* is communicated at once;
+*shards* say which ranks hold which ranges once gradients are reduced.  An owner is the rank whose one shard holds all
+of a parameter; no parameter covers padding.  All starts, stops and sizes are in elements of the buffer.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 
@@ -48,7 +47,7 @@ def round_up(value: int, divisor: int) -> int:
 def end_to_end(
     contents: Iterable[Sequence[Parameter]], alignment: int = 1, divisor: int = 1
 ) -> tuple[dict[str, PlacedParameter], tuple[Span, ...]]:
-    """Place the contents of each bucket end to end; return the parameters by name, and the buckets.
+    """Place the contents of each bucket end to end, and return the parameters by name, and the buckets.
 
     Args:
         alignment: every parameter begins at a multiple of it.
@@ -60,8 +59,8 @@ def end_to_end(
     for parameters in contents:
         stop = start
         for parameter in parameters:
-            placed = ranges[parameter.name] = PlacedParameter(parameter, round_up(stop, alignment), len(buckets))
-            stop = placed.stop
+            entry = ranges[parameter.name] = PlacedParameter(parameter, round_up(stop, alignment), len(buckets))
+            stop = entry.stop
         buckets.append((start, round_up(stop, divisor)))
         start = buckets[-1][1]
     return ranges, tuple(buckets)
@@ -85,18 +84,18 @@ def owner_shards(parameters: Iterable[PlacedParameter], numel: int, owners: Mapp
 
     Neighbours of one owner in a bucket make one shard, which reaches to the next shard or to the end of the buffer.
     """
-    in_order = sorted(parameters, key=lambda placed: placed.start)
-    runs = groupby(in_order, key=lambda placed: (placed.bucket, owners[placed.name]))
+    in_order = sorted(parameters, key=lambda entry: entry.start)
+    runs = groupby(in_order, key=lambda entry: (entry.bucket, owners[entry.name]))
     heads = [(next(run).start, rank) for (_, rank), run in runs]
     ends = [*(start for start, _ in heads[1:]), numel]
     return consecutive_shards((start, stop, rank) for (start, rank), stop in zip(heads, ends, strict=False))
 
 
-def consecutive_shards(held: Iterable[tuple[int, int, int]]) -> tuple[FlatShard, ...]:
-    """Make shards of (start, stop, rank), in order: those of a rank lie one after the other in its buffer."""
+def consecutive_shards(ranges: Iterable[tuple[int, int, int]]) -> tuple[FlatShard, ...]:
+    """Make shards of (start, stop, rank), in order: a rank's lie one after the other in its buffer."""
     ends: defaultdict[int, int] = defaultdict(int)
     shards = []
-    for start, stop, rank in held:
+    for start, stop, rank in ranges:
         shards.append(FlatShard(rank, start, stop, ends[rank]))
         ends[rank] += stop - start
     return tuple(shards)
@@ -107,8 +106,8 @@ class BufferLayout:
     """One flat buffer.
 
     Proved on construction: the buckets tile the buffer; the shards, replicas counted once, tile every bucket, and a
-    rank's lie one after the other in what it holds; parameters are disjoint, aligned, each in its bucket, and if
-    ``whole`` each in one shard.
+    rank's lie one after the other in its buffer; parameters are disjoint, aligned, each in its bucket, and if ``whole``
+    each in one shard.
 
     Args:
         algorithm: the name of the placement; ``version`` is that of its rules.  A checkpoint records both.
@@ -154,20 +153,23 @@ class BufferLayout:
     def filled(self) -> tuple[int, ...]:
         """Number of elements of each bucket that belong to parameters."""
         filled = [0] * len(self.buckets)
-        for placed in self.parameters:
-            filled[placed.bucket] += placed.parameter.numel
+        for entry in self.parameters:
+            filled[entry.bucket] += entry.parameter.numel
         return tuple(filled)
 
     @property
     def owners(self) -> dict[str, int | None]:
         """The only rank that holds any of each parameter; None where it is cut or replicated."""
-        held = ((placed.name, tuple(self.shards_of(placed))) for placed in self.parameters)
-        return {name: rank_of(shards[0]) if len(shards) == 1 else None for name, shards in held}
+        owners: dict[str, int | None] = {}
+        for entry in self.parameters:
+            shard, *others = self.shards_of(entry)
+            owners[entry.name] = None if others else rank_of(shard)
+        return owners
 
     @property
     def origins(self) -> tuple[Index, ...]:
         """The first index of each parameter: one zero per dim."""
-        return tuple((0,) * len(placed.parameter.shape) for placed in self.parameters)
+        return tuple((0,) * len(entry.parameter.shape) for entry in self.parameters)
 
     @property
     def even(self) -> bool:
@@ -175,11 +177,10 @@ class BufferLayout:
         divides = all((stop - start) % self.ranks == 0 for start, stop in self.buckets)
         return divides and self.shards == bucket_shards(self.buckets, self.ranks)
 
-    def shards_of(self, placed: PlacedParameter) -> Iterator[FlatShard]:
-        """Yield the shards that hold any of ``placed``, in order."""
-        last = max(bisect_right(self._starts, placed.start) - 1, 0)
-        for number in range(bisect_left(self._starts, self._starts[last]), bisect_left(self._starts, placed.stop)):
-            yield self.shards[number]
+    def shards_of(self, entry: PlacedParameter) -> tuple[FlatShard, ...]:
+        """Return the shards that hold any of a parameter, in order."""
+        holder = max(bisect_right(self._starts, entry.start) - 1, 0)
+        return self.shards[bisect_left(self._starts, self._starts[holder]) : bisect_left(self._starts, entry.stop)]
 
     def tensor_layouts(self, buffers: Sequence[Buffer] | None = None) -> dict[str, TensorLayout]:
         """Return each parameter's layout over the ranks' buffers, where shards lie one after the other.
@@ -188,14 +189,11 @@ class BufferLayout:
             buffers: names of the ranks' buffers, such as global ranks; None: ranks in the group.
         """
         names = range(self.ranks) if buffers is None else buffers
-        return {
-            placed.name: flat_layout(
-                placed.parameter.shape,
-                placed.start,
-                tuple(replace(shard, buffer=names[rank_of(shard)]) for shard in self.shards_of(placed)),
-            )
-            for placed in self.parameters
-        }
+        layouts = {}
+        for entry in self.parameters:
+            shards = tuple(replace(shard, buffer=names[rank_of(shard)]) for shard in self.shards_of(entry))
+            layouts[entry.name] = flat_layout(entry.parameter.shape, entry.start, shards)
+        return layouts
 
 
 def rank_of(shard: FlatShard) -> int:
@@ -204,6 +202,7 @@ def rank_of(shard: FlatShard) -> int:
 
 
 def _prove_shards(layout: BufferLayout) -> None:
+    # A rank's shards follow one another in its buffer, and replicas are in the order of ranks.
     ends: defaultdict[Buffer, int] = defaultdict(int)
     for shard in layout.shards:
         if shard.buffer not in range(layout.ranks):
@@ -211,43 +210,45 @@ def _prove_shards(layout: BufferLayout) -> None:
         if shard.offset != ends[shard.buffer]:
             raise LayoutError(f"{shard} should follow at {ends[shard.buffer]} of what its rank holds")
         ends[shard.buffer] += shard.stop - shard.start
-    for one, other in pairwise(layout.shards):
-        if (one.start, one.stop) == (other.start, other.stop) and rank_of(one) >= rank_of(other):
-            raise LayoutError(f"{one} and {other} are replicas, but not in the order of their ranks")
+    for a, b in pairwise(layout.shards):
+        if (a.start, a.stop) == (b.start, b.stop) and rank_of(a) >= rank_of(b):
+            raise LayoutError(f"{a} and {b} are replicas, but not in the order of their ranks")
+    # Without replicas they tile the buffer, and every bucket.
     _prove_tiling("shard", list(dict.fromkeys((shard.start, shard.stop) for shard in layout.shards)), layout.numel)
     cuts = {0, *(shard.stop for shard in layout.shards)}
-    if crossed := [bucket for bucket in layout.buckets if not cuts.issuperset(bucket)]:
-        raise LayoutError(f"a shard crosses an end of bucket {crossed[0]}")
+    for bucket in layout.buckets:
+        if not cuts.issuperset(bucket):
+            raise LayoutError(f"a shard crosses an end of bucket {bucket}")
 
 
-def _prove_tiling(what: str, spans: Sequence[Span], numel: int) -> None:
+def _prove_tiling(noun: str, spans: Sequence[Span], numel: int) -> None:
     end = 0
     for start, stop in spans:
         if start != end or stop <= start:
-            raise LayoutError(f"{what} [{start}, {stop}) does not follow the one before it, which ends at {end}")
+            raise LayoutError(f"{noun} [{start}, {stop}) does not follow the one before it, which ends at {end}")
         end = stop
     if end != numel:
-        raise LayoutError(f"the last {what} ends at {end} of {numel} elements")
+        raise LayoutError(f"the last {noun} ends at {end} of {numel} elements")
 
 
 def _prove_parameters(layout: BufferLayout) -> None:
-    if len({placed.name for placed in layout.parameters}) != len(layout.parameters):
+    if len({entry.name for entry in layout.parameters}) != len(layout.parameters):
         raise LayoutError("two parameters of one name")
     end = 0
-    for placed in sorted(layout.parameters, key=lambda placed: placed.start):
-        about = f"{placed.name!r} at [{placed.start}, {placed.stop})"
-        if placed.start < end:
+    for entry in sorted(layout.parameters, key=lambda entry: entry.start):
+        about = f"{entry.name!r} at [{entry.start}, {entry.stop})"
+        if entry.start < end:
             raise LayoutError(f"{about} overlaps the parameter before it, which ends at {end}")
-        if placed.start % layout.alignment:
+        if entry.start % layout.alignment:
             raise LayoutError(f"{about} does not begin at a multiple of {layout.alignment}")
-        if placed.bucket not in range(len(layout.buckets)):
+        if entry.bucket not in range(len(layout.buckets)):
             raise LayoutError(
-                f"{about} is in no bucket: expected a number below {len(layout.buckets)}, found {placed.bucket}"
+                f"{about} is in no bucket: expected a number below {len(layout.buckets)}, found {entry.bucket}"
             )
-        start, stop = layout.buckets[placed.bucket]
-        if not start <= placed.start <= placed.stop <= stop:
-            raise LayoutError(f"{about} does not lie in bucket {placed.bucket}, [{start}, {stop})")
-        spans = {(shard.start, shard.stop) for shard in layout.shards_of(placed)}
+        start, stop = layout.buckets[entry.bucket]
+        if not start <= entry.start <= entry.stop <= stop:
+            raise LayoutError(f"{about} does not lie in bucket {entry.bucket}, [{start}, {stop})")
+        spans = {(shard.start, shard.stop) for shard in layout.shards_of(entry)}
         if layout.whole and len(spans) > 1:
             raise LayoutError(f"{about} is cut into {len(spans)}, though the layout keeps parameters whole")
-        end = placed.stop
+        end = entry.stop

@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 
 from ...algebra.box import MAX_DIMS, MAX_ELEMENTS, Index
@@ -92,28 +93,28 @@ def split(parameters: Iterable[Parameter]) -> tuple[tuple[Parameter, ...], ...]:
     buffers: defaultdict[tuple[int, bool, str], list[Parameter]] = defaultdict(list)
     for parameter in parameters:
         buffers[parameter.chunk, parameter.expert, parameter.dtype].append(parameter)
-    times = Counter(parameter.name for buffer in buffers.values() for parameter in buffer)
-    if twice := sorted(name for name, count in times.items() if count > 1):
-        raise LayoutError(f"expected a name of its own for every parameter, found more than once: {twice}")
+    counts = Counter(parameter.name for parameter in chain.from_iterable(buffers.values()))
+    if repeated := sorted(name for name, count in counts.items() if count > 1):
+        raise LayoutError(f"expected a name of its own for every parameter, found more than once: {repeated}")
     return tuple(tuple(buffers[key]) for key in sorted(buffers, key=lambda key: key[:2]))
 
 
 def in_buckets(
-    walk: Iterable[Parameter],
-    full: Callable[[list[Parameter]], bool],
-    alone: Callable[[Parameter], bool] = attrgetter("tied"),
+    parameters: Iterable[Parameter],
+    is_full: Callable[[list[Parameter]], bool],
+    is_alone: Callable[[Parameter], bool] = attrgetter("tied"),
 ) -> Iterator[list[Parameter]]:
-    """Yield the contents of each bucket, never empty, in the order of ``walk``.
+    """Yield the contents of each bucket, never empty, in the order of the parameters.
 
-    A bucket closes after the parameter that makes it ``full``; a parameter that must be ``alone`` gets its own bucket.
+    A bucket closes after the parameter that makes it full; a parameter that has to be alone gets a bucket of its own.
     """
     bucket: list[Parameter] = []
-    for parameter in walk:
-        if bucket and alone(parameter):
+    for parameter in parameters:
+        if bucket and is_alone(parameter):
             yield bucket
             bucket = []
         bucket.append(parameter)
-        if alone(parameter) or full(bucket):
+        if is_alone(parameter) or is_full(bucket):
             yield bucket
             bucket = []
     if bucket:

@@ -1,4 +1,4 @@
-"""Every way to place a model's parameters in flat buffers so that matrices stay whole, by its public name.
+"""The ways to place a model's parameters in flat buffers so that matrices stay whole, by public name.
 
 The name is the same in training (``LayerWise(layout=...)``), on the command line (``--layout``), in
 ``layer_wise.toml``, and as ``algorithm`` in every record of a buffer; docs/design/buffers.md says how names were
@@ -40,14 +40,6 @@ class PlacementRequest:
     busbw: bool = False
     previous: Mapping[str, int | None] | None = None
 
-    @property
-    def owned(self) -> list[Parameter]:
-        return [parameter for parameter in self.parameters if parameter.name in self.matrices]
-
-    @property
-    def others(self) -> list[Parameter]:
-        return [parameter for parameter in self.parameters if parameter.name not in self.matrices]
-
 
 @dataclass(frozen=True, slots=True)
 class BufferPlacement:
@@ -62,22 +54,24 @@ class BufferPlacement:
     place: Callable[[PlacementRequest], tuple[BufferLayout, ...]]
 
 
-def _place(name: str, model: PlacementRequest) -> tuple[BufferLayout, ...]:
+def _place(name: str, request: PlacementRequest) -> tuple[BufferLayout, ...]:
     from . import algorithms
 
-    whole, sizes, bucket_size = model.owned, model.sizes, model.bucket_size
+    sizes, bucket_size = request.sizes, request.bucket_size
+    matrices = [parameter for parameter in request.parameters if parameter.name in request.matrices]
     match name:
         case "padded-nscost":
-            buffers = algorithms.padded_nscost(whole, sizes, bucket_size, model.busbw)
+            buffers = algorithms.padded_nscost(matrices, sizes, bucket_size, request.busbw)
         case "padded-numel":
-            buffers = algorithms.padded_numel(whole, sizes, bucket_size, model.busbw)
+            buffers = algorithms.padded_numel(matrices, sizes, bucket_size, request.busbw)
         case "decoupled-total-order":
-            buffers = algorithms.decoupled_total_order(whole, sizes, bucket_size)
+            buffers = algorithms.decoupled_total_order(matrices, sizes, bucket_size)
         case "balanced":
-            buffers = algorithms.balanced(whole, sizes, bucket_size, model.previous)
+            buffers = algorithms.balanced(matrices, sizes, bucket_size, request.previous)
         case _:
-            return algorithms.legacy_pingpong(model.parameters, sizes, bucket_size, model.groups)
-    return buffers + algorithms.distributed_optimizer(model.others, sizes, bucket_size, model.busbw)
+            return algorithms.legacy_pingpong(request.parameters, sizes, bucket_size, request.groups)
+    others = [parameter for parameter in request.parameters if parameter.name not in request.matrices]
+    return buffers + algorithms.distributed_optimizer(others, sizes, bucket_size, request.busbw)
 
 
 PLACEMENTS: Mapping[str, BufferPlacement] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Flat buffers as JSON data in checkpoints, so that no reader has to know how parameters were placed."""
+"""Flat buffers as JSON data in checkpoints, so that no reader has to know how parameters were entry."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PARAMETER: FieldTypes = {
     "bucket": (int,),
     "owner": (int, NoneType),
 }
-"""The fields of a parameter: what the algorithm looked at, then its range, its bucket, and its owner if it has one."""
+"""The fields of a parameter: the input of the algorithm, then its range, its bucket, and its owner if it has one."""
 
 
 def to_json(layout: BufferLayout) -> dict[str, Any]:
@@ -63,14 +63,14 @@ def to_json(layout: BufferLayout) -> dict[str, Any]:
         "shards": [[shard.start, shard.stop, rank_of(shard)] for shard in layout.shards],
         "parameters": [
             {
-                **asdict(placed.parameter),
-                "shape": list(placed.parameter.shape),
-                "start": placed.start,
-                "stop": placed.stop,
-                "bucket": placed.bucket,
-                "owner": owners[placed.name],
+                **asdict(entry.parameter),
+                "shape": list(entry.parameter.shape),
+                "start": entry.start,
+                "stop": entry.stop,
+                "bucket": entry.bucket,
+                "owner": owners[entry.name],
             }
-            for placed in layout.parameters
+            for entry in layout.parameters
         ],
     }
 
@@ -85,22 +85,22 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
         check_fields(data, LAYOUT)
         layout = BufferLayout(
             **{key: data[key] for key in ("algorithm", "version", "options", "ranks", "alignment", "whole")},
-            parameters=tuple(map(_placed, data["parameters"])),
+            parameters=tuple(map(_entry, data["parameters"])),
             buckets=tuple((start, stop) for start, stop in map(int_tuple, data["buckets"])),
             shards=consecutive_shards((start, stop, rank) for start, stop, rank in map(int_tuple, data["shards"])),
         )
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise SourceError(f"damaged buffer layout: {error}") from error
     written = to_json(layout)
-    if wrong := [key for key in LAYOUT if data[key] != written[key]]:
-        raise SourceError(f"damaged buffer layout: {wrong} do not agree with the rest")
+    if inconsistent := [key for key in LAYOUT if data[key] != written[key]]:
+        raise SourceError(f"damaged buffer layout: {inconsistent} do not agree with the rest")
     return layout
 
 
-def _placed(data: Any) -> PlacedParameter:
+def _entry(data: Any) -> PlacedParameter:
     check_fields(data, PARAMETER)
-    seen = {field.name: data[field.name] for field in fields(Parameter)}
-    return PlacedParameter(Parameter(**{**seen, "shape": int_tuple(data["shape"])}), data["start"], data["bucket"])
+    parameter = {field.name: data[field.name] for field in fields(Parameter)}
+    return PlacedParameter(Parameter(**parameter | {"shape": int_tuple(data["shape"])}), data["start"], data["bucket"])
 
 
 def check_fields(data: Any, kinds: FieldTypes) -> None:
@@ -152,15 +152,15 @@ class GroupBuffer:
         if len(self.group) != self.layout.ranks or len(set(self.group)) != len(self.group) or min(self.group) < 0:
             raise LayoutError(f"expected {self.layout.ranks} ranks that share a buffer, got {self.group}")
         dims = [len(origin) for origin in self.origins]
-        if dims != [len(placed.parameter.shape) for placed in self.layout.parameters]:
+        if dims != [len(entry.parameter.shape) for entry in self.layout.parameters]:
             raise LayoutError(f"the origins {self.origins} are not those of the buffer's parameters")
 
     def fragments(self) -> Iterator[tuple[str, Fragment]]:
         """Yield the key of each tensor with the fragments of its boxes, whose buffers are the global ranks."""
-        held = self.layout.tensor_layouts(self.group)
-        for placed, origin in zip(self.layout.parameters, self.origins, strict=True):
-            for fragment in held[placed.name].fragments:
-                yield placed.name, Fragment(fragment.box.shift(origin), fragment.place)
+        layouts = self.layout.tensor_layouts(self.group)
+        for entry, origin in zip(self.layout.parameters, self.origins, strict=True):
+            for fragment in layouts[entry.name].fragments:
+                yield entry.name, Fragment(fragment.box.shift(origin), fragment.place)
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON data: the fields of `GROUP`, then those of the layout."""
@@ -180,16 +180,16 @@ class GroupBuffer:
             SourceError: a field is missing, of another type, or not what the others say.
         """
         try:
-            own = {key: data[key] for key in GROUP}
-            check_fields(own, GROUP)
-            layout = from_json({key: data[key] for key in LAYOUT})
-            return cls(own["slot"], own["part"], int_tuple(own["group"]), tuple(map(int_tuple, own["origins"])), layout)
+            fields = {key: data[key] for key in GROUP}
+            check_fields(fields, GROUP)
+            group, origins = int_tuple(data["group"]), tuple(map(int_tuple, data["origins"]))
+            return cls(data["slot"], data["part"], group, origins, from_json({key: data[key] for key in LAYOUT}))
         except (KeyError, TypeError, ValueError) as error:
             raise SourceError(f"damaged record of a flat buffer: {type(error).__name__}: {error}") from error
 
 
 def recorded_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
-    """Read the flat buffers that the tensors of a checkpoint lie in from its provenance.
+    """Read the flat buffers of a checkpoint's tensors from its provenance.
 
     Raises:
         SourceError: the record is not as docs/formats/manifest.md says.
@@ -201,7 +201,7 @@ def recorded_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
 
 
 def run_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
-    """Read the flat buffers of the layer-wise run that saved a checkpoint from its provenance; none of another run.
+    """Read the flat buffers of the layer-wise run that saved a checkpoint from its provenance; empty for other runs.
 
     They hold parameters and gradients, by the names of the parameters, so they have no slot.
 
