@@ -7,66 +7,64 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from ...algebra.box import Index
 from ...names.errors import SourceError
 from ...names.wording import counted, fields_of, listed, moment, size
-from ...programs.model_view import Role
-from ...record.record import Manifest
+from ...programs.model_view import ModelView, Role
+from ...record.record import StateRecord, no_chunks
 from ...runs.resumes import Resume, resumes_of
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.verify.run import Run, RunStep, Visit, look_at_folder, run_of
-from .contents import FirstLook, first_look, option_value
+from .contents import first_look, option_value
 from .holders import writing_ranks
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class StepFacts:
-    """What the metadata of one checkpoint say, as far as it may change in the course of a run.
+class StepView:
+    """The metadata of one checkpoint of a run.
 
     Attributes:
         format: what a user calls it.
-        program: whose keys it has; empty if unknown.
         ranks: how many processes wrote it; None if that is recorded nowhere.
-        tensors: of each tensor, by key, its role, shape, dtype and recorded fingerprint.
-        options: of each parameter, by name, the options of its group.
+        view: the model view, without chunks and parameters: a run has many steps.
     """
 
     format: str
-    program: str
     ranks: int | None
-    tensors: Mapping[str, tuple[Role, Shape, str, str | None]]
-    options: Mapping[str, Mapping[str, Any]]
+    view: ModelView
 
+    @classmethod
+    def of(cls, opened: OpenCheckpoint) -> StepView:
+        look = first_look(opened)
+        tensors: dict[Role, tuple[StateRecord, ...]] = {}
+        for role, members in look.view.tensors.items():
+            tensors[role] = tuple(replace(tensor, chunks=no_chunks(len(tensor.shape))) for tensor in members)
+        world = look.manifest.provenance.get("world")
+        is_recorded = isinstance(world, int) and not look.manifest.provenance.get("resharded")
+        ranks = world if is_recorded else len(writing_ranks(look.manifest)) or None
+        return cls(opened.format.name, ranks, replace(look.view, tensors=tensors, parameters={}, owners={}))
 
-def facts_of(opened: OpenCheckpoint) -> StepFacts:
-    known = first_look(opened)
-    options = {name: group.options for group in known.groups.groups for name in group.parameters}
-    program = known.program if isinstance(known.program, str) else known.program.dialect.name
-    tensors = {
-        tensor.key: (role, tensor.shape, tensor.dtype, tensor.fingerprint)
-        for role, members in known.view.tensors.items()
-        for tensor in members
-    }
-    return StepFacts(opened.format.name, _program(known, program), _ranks(known.manifest), tensors, options)
+    @property
+    def program(self) -> str:
+        """The program whose keys it has; empty if unknown."""
+        return self.view.dialect.name if self.view.dialect else ""
 
+    def tensors(self) -> dict[str, StateRecord]:
+        return {tensor.key: tensor for tensor in self.view.tensors_of(*self.view.tensors)}
 
-def _program(known: FirstLook, name: str) -> str:
-    return "" if isinstance(known.program, str) else name
-
-
-def _ranks(manifest: Manifest) -> int | None:
-    world = manifest.provenance.get("world")
-    if isinstance(world, int) and not manifest.provenance.get("resharded"):
-        return world
-    return len(writing_ranks(manifest)) or None
+    def options(self) -> dict[str, Mapping[str, Any]]:
+        """Return the options of each parameter's group, by name."""
+        options: dict[str, Mapping[str, Any]] = {}
+        for group in self.view.groups:
+            options |= dict.fromkeys(group.parameters, group.options)
+        return options
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +97,7 @@ class StepChange:
     @property
     def counts(self) -> tuple[int, int, int]:
         """How many tensors in both changed, stayed the same, and cannot be told by fingerprints."""
-        changed, same, unknown = (
-            (sum(column) for column in zip(*self.moved.values(), strict=True)) if self.moved else (0,) * 3
-        )
+        changed, same, unknown = map(sum, zip((0, 0, 0), *self.moved.values(), strict=True))
         return changed, same, unknown
 
     @property
@@ -114,66 +110,75 @@ class StepChange:
             yield f"keys of {self.programs[0] or 'an unknown program'}, then of {self.programs[1] or 'an unknown one'}"
         if self.ranks[0] != self.ranks[1]:
             yield f"ranks {self.ranks[0] or 'unknown'} -> {self.ranks[1] or 'unknown'}"
-        for what, keys in (("new", self.added), ("gone", self.removed)):
+        for word, keys in (("new", self.added), ("gone", self.removed)):
             if keys:
-                yield f"{counted(len(keys), 'tensor')} {what}: {listed(keys, 3)}"
+                yield f"{counted(len(keys), 'tensor')} {word}: {listed(keys, 3)}"
         for key, (before, after) in list(self.reshaped.items())[:3]:
             yield f"{key}: {before} -> {after}"
         if len(self.reshaped) > 3:
             yield f"and {len(self.reshaped) - 3} more tensors of another shape or dtype"
         for name, before, after, count in self.options:
             yield f"{name} {option_value(before)} -> {option_value(after)} ({counted(count, 'parameter')})"
-        still = {role: same for role, (changed, same, _) in self.moved.items() if same and role in _MOVING}
-        for role, same in still.items():
-            total = sum(self.moved[role])
-            yield f"{same} of {counted(total, 'tensor')} of {role} did not change: frozen, without gradients, or stale"
+        for role, (changed, same, unknown) in self.moved.items():
+            if same and role in _TRAINED:
+                total = counted(changed + same + unknown, "tensor")
+                yield f"{same} of {total} of {role} did not change: frozen, without gradients, or stale"
 
     def to_json(self) -> dict[str, Any]:
-        options = [{"option": n, "before": a, "after": b, "parameters": count} for n, a, b, count in self.options]
-        moved = {role: dict(zip(("changed", "same", "unknown"), n, strict=True)) for role, n in self.moved.items()}
+        options = [dict(zip(_OPTION_FIELDS, option, strict=True)) for option in self.options]
+        moved = {role: dict(zip(_MOVED_FIELDS, counts, strict=True)) for role, counts in self.moved.items()}
         return {**fields_of(self), "options": options, "moved": moved, "lines": self.lines}
 
 
-_MOVING = frozenset({Role.WEIGHTS, Role.MOMENTUM, Role.MOMENTS, Role.MASTERS})
+_OPTION_FIELDS = ("option", "before", "after", "parameters")
+_MOVED_FIELDS = ("changed", "same", "unknown")
+
+_TRAINED = frozenset({Role.WEIGHTS, Role.MOMENTUM, Role.MOMENTS, Role.MASTERS})
 
 _ABSENT = "absent"
 
 
-def change_between(since: str, before: StepFacts, name: str, after: StepFacts) -> StepChange:
-    """Compare the facts of two checkpoints."""
-    both = [key for key in after.tensors if key in before.tensors]
-    moved = {str(role): [0, 0, 0] for role, *_ in after.tensors.values()}
+def change_between(since: str, before: StepView, name: str, after: StepView) -> StepChange:
+    """Compare two checkpoints of one run, or of two."""
+    # Tensors of both by shape and dtype, and where both record a fingerprint, by that.
+    old_tensors, new_tensors = before.tensors(), after.tensors()
+    moved = {str(role): [0, 0, 0] for role in after.view.tensors}
     reshaped = {}
-    for key in both:
-        (_, shape, dtype, fingerprint), (role, new_shape, new_dtype, new) = before.tensors[key], after.tensors[key]
-        if (shape, dtype) != (new_shape, new_dtype):
-            reshaped[key] = f"{_shape(shape)} {dtype}", f"{_shape(new_shape)} {new_dtype}"
-        moved[str(role)][2 if None in (fingerprint, new) else int(fingerprint == new)] += 1
-    changed: Counter[tuple[str, str]] = Counter()
-    values: dict[tuple[str, str], tuple[str, Any, Any]] = {}
-    for parameter in (name for name in after.options if name in before.options):
-        old, options = before.options[parameter], after.options[parameter]
-        if old == options:
+    for key, new in new_tensors.items():
+        old = old_tensors.get(key)
+        if old is None:
             continue
-        for option in dict.fromkeys((*options, *old)):
-            pair = old.get(option, _ABSENT), options.get(option, _ABSENT)
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            reshaped[key] = f"{_shape(old.shape)} {old.dtype}", f"{_shape(new.shape)} {new.dtype}"
+        is_comparable = None not in (old.fingerprint, new.fingerprint)
+        moved[after.view.role(new)][int(old.fingerprint == new.fingerprint) if is_comparable else 2] += 1
+    # Options by parameter: each change once, with the number of parameters that it concerns.
+    old_options, new_options = before.options(), after.options()
+    changes: Counter[tuple[str, str]] = Counter()
+    values: dict[tuple[str, str], tuple[str, Any, Any]] = {}
+    for parameter in (parameter for parameter in new_options if parameter in old_options):
+        old_group, new_group = old_options[parameter], new_options[parameter]
+        if old_group == new_group:
+            continue
+        for option in dict.fromkeys((*new_group, *old_group)):
+            pair = old_group.get(option, _ABSENT), new_group.get(option, _ABSENT)
             if pair[0] != pair[1]:
-                changed[option, repr(pair)] += 1
+                changes[option, repr(pair)] += 1
                 values[option, repr(pair)] = option, *pair
     return StepChange(
         since,
         name,
-        added=tuple(key for key in after.tensors if key not in before.tensors),
-        removed=tuple(key for key in before.tensors if key not in after.tensors),
+        added=tuple(key for key in new_tensors if key not in old_tensors),
+        removed=tuple(key for key in old_tensors if key not in new_tensors),
         reshaped=reshaped,
-        options=tuple((*values[key], count) for key, count in changed.items()),
+        options=tuple((*values[key], count) for key, count in changes.items()),
         ranks=(before.ranks, after.ranks),
         programs=(before.program, after.program),
         moved={role: (counts[0], counts[1], counts[2]) for role, counts in moved.items()},
     )
 
 
-def _shape(shape: Shape) -> str:
+def _shape(shape: Index) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
@@ -183,13 +188,13 @@ class RunHistory:
 
     Attributes:
         run: the folder with its steps.
-        facts: by the name of the step; those whose metadata cannot be read have none.
+        views: by the name of the step; those whose metadata cannot be read have none.
         resumes: as `Series` has recorded them, the oldest first.
         unread_resumes: a sentence about what of their record cannot be read; empty if all is.
     """
 
     run: Run
-    facts: Mapping[str, StepFacts]
+    views: Mapping[str, StepView]
     resumes: tuple[Resume, ...] = ()
     unread_resumes: str = ""
 
@@ -204,8 +209,8 @@ class RunHistory:
     @cached_property
     def changes(self) -> tuple[StepChange, ...]:
         """What changed between each two consecutive steps whose metadata can be read."""
-        named = [step.name for step in self.steps if step.name in self.facts]
-        return tuple(change_between(a, self.facts[a], b, self.facts[b]) for a, b in pairwise(named))
+        names = [step.name for step in self.steps if step.name in self.views]
+        return tuple(change_between(a, self.views[a], b, self.views[b]) for a, b in pairwise(names))
 
     def to_json(self) -> dict[str, Any]:
         pointer = self.run.pointer
@@ -232,38 +237,34 @@ def look_at_run(path: str | os.PathLike[str] | Remote) -> RunHistory:
         SourceError: the folder cannot be read, or holds no checkpoint in a folder that ends with a number.
     """
     place = location(path, SourceError)
-    facts, visit = _collecting()
-    run = look_at_folder(place, visit)
-    if not run.steps:
+    history = _history(place, look_at_folder)
+    if history is None or not history.steps:
         raise SourceError(f"expected checkpoints in folders that end with the number of a step in {place}, found none")
-    return _history(run, facts)
+    return history
 
 
 def history_of(path: Location) -> RunHistory | None:
     """Look at a run as `look_at_run` does; None if the path is not the folder of one."""
-    facts, visit = _collecting()
-    run = run_of(path, visit)
-    return None if run is None else _history(run, facts)
+    return _history(path, run_of)
 
 
-def _history(run: Run, facts: Mapping[str, StepFacts]) -> RunHistory:
-    resumes, unread = resumes_of(run.path)
-    return RunHistory(run, facts, tuple(resumes), unread)
-
-
-def _collecting() -> tuple[dict[str, StepFacts], Visit]:
-    facts: dict[str, StepFacts] = {}
+def _history(path: Location, find_run: Callable[[Location, Visit], Run | None]) -> RunHistory | None:
+    views: dict[str, StepView] = {}
 
     def visit(name: str, opened: OpenCheckpoint) -> None:
-        facts[name] = facts_of(opened)
+        views[name] = StepView.of(opened)
 
-    return facts, visit
+    run = find_run(path, visit)
+    if run is None:
+        return None
+    resumes, unread_resumes = resumes_of(path)
+    return RunHistory(run, views, tuple(resumes), unread_resumes)
 
 
 def overview_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
     """Yield what there is to know about a run beside the table of its steps, as labelled lines."""
     run, newest = history.run, history.newest_whole
-    formats = dict.fromkeys(facts.format for facts in history.facts.values())
+    formats = dict.fromkeys(view.format for view in history.views.values())
     total = size(sum(step.bytes for step in run.steps))
     yield "run", f"{run.path}: {counted(len(run.steps), 'step')}, {total}, {', '.join(formats) or 'none readable'}"
     for step in run.steps:
@@ -315,15 +316,20 @@ def diff_runs(a: str | os.PathLike[str] | Remote, b: str | os.PathLike[str] | Re
     Raises:
         SourceError: as `look_at_run`.
     """
-    histories = look_at_run(a), look_at_run(b)
-    named = [{step.step: step.name for step in history.steps if step.name in history.facts} for history in histories]
-    steps = [
-        change_between(named[0][step], histories[0].facts[named[0][step]], name, histories[1].facts[name])
-        for step, name in named[1].items()
-        if step in named[0]
-    ]
-    only_a, only_b = (tuple(sorted(one.keys() - other.keys())) for one, other in (named, named[::-1]))
-    return RunDifference(*histories, tuple(steps), only_a, only_b)
+    history_a, history_b = look_at_run(a), look_at_run(b)
+    names_a, names_b = _readable_steps(history_a), _readable_steps(history_b)
+    changes = []
+    for step, name in names_b.items():
+        if step in names_a:
+            view_a, view_b = history_a.views[names_a[step]], history_b.views[name]
+            changes.append(change_between(names_a[step], view_a, name, view_b))
+    only_a, only_b = sorted(names_a.keys() - names_b.keys()), sorted(names_b.keys() - names_a.keys())
+    return RunDifference(history_a, history_b, tuple(changes), tuple(only_a), tuple(only_b))
+
+
+def _readable_steps(history: RunHistory) -> dict[int, str]:
+    """Return the names of the steps whose metadata can be read, by number."""
+    return {step.step: step.name for step in history.steps if step.name in history.views}
 
 
 def verdict_of(step: RunStep) -> str:
@@ -337,10 +343,10 @@ def verdict_of(step: RunStep) -> str:
 def _pointed(history: RunHistory) -> str:
     pointer = history.run.pointer
     assert pointer is not None, "asked for only where there is one"
-    found = next((step for step in history.steps if step.name == pointer.name), None)
-    said = f"the file {pointer.file} says {pointer.text}"
-    if found is None:
-        return f"{said}, which is not here: its program will not find what to resume from"
-    if found.state != "whole":
-        return f"{said}, which is {found.state}: its program would resume from that"
-    return said
+    target = next((step for step in history.steps if step.name == pointer.name), None)
+    sentence = f"the file {pointer.file} says {pointer.text}"
+    if target is None:
+        return f"{sentence}, which is not here: its program will not find what to resume from"
+    if target.state != "whole":
+        return f"{sentence}, which is {target.state}: its program would resume from that"
+    return sentence

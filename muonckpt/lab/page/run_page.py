@@ -157,7 +157,7 @@ def page_of_run(history: RunHistory, reading: Reading, progress: Progress) -> Ru
     before: tuple[str, Looked] | None = None
     with ExitStack() as stack:
         for step in history.steps:
-            if step.name not in history.facts:
+            if step.name not in history.views:
                 continue
             looked = Looked.at(step.path, stack)
             numbers[step.name] = _numbers_of(looked, before, reading, turn())
