@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ..converters.look.contents import groups_as_code, groups_as_data, plain_items
-from ..converters.look.holders import Branch, cut_in_words, part_as_json
+from ..converters.look.holders import Branch, cut_text, part_as_json
 from ..converters.look.inspection import LOOK_AT, Inspection, inspection_of, overview
 from ..converters.look.run_history import history_of
 from ..names.wording import counted, size
@@ -101,7 +101,7 @@ def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as
     if as_json:
         more = {"parts": [part_as_json(part) for part in parts]} if index else {}
         return {**_described(record), "shards": shards, **more}
-    print_line(f"{record.key}: {_shape(record.shape)}, {record.dtype}, {cut_in_words(record)}")
+    print_line(f"{record.key}: {_shape(record.shape)}, {record.dtype}, {cut_text(record)}")
     if index:
         _print_parts(tensor, parts)
         return None
@@ -168,7 +168,7 @@ def _show_tree(
 
 def _branch_rows(branches: Sequence[Branch], depth: int) -> Iterator[tuple[object, ...]]:
     for branch in branches:
-        count, each = (f" ({branch.alike} alike)", " each") if branch.alike > 1 else ("", "")
+        count, each = (f" ({branch.count} alike)", " each") if branch.count > 1 else ("", "")
         shape = "" if branch.shape is None else _shape(branch.shape)
         name = f"{'  ' * depth}{branch.name}{count}"
         yield name, branch.tensors, f"{size(branch.bytes)}{each}", shape, branch.dtype or ""
@@ -210,7 +210,7 @@ def _show_summary(
         manifest = {"manifest": json.loads(inspection.manifest.to_json())} if tensors else {}
         return {**inspection.to_json(), **manifest}
     if globs:
-        rows = [(t.key, _shape(t.shape), t.dtype, t.slot or "-", size(_bytes(t)), cut_in_words(t)) for t in listed]
+        rows = [(t.key, _shape(t.shape), t.dtype, t.slot or "-", size(_bytes(t)), cut_text(t)) for t in listed]
         print_table(("tensor", "shape", "dtype", "slot", "bytes", "cut into"), rows)
         return None
     for number, line in enumerate(inspection.diagnosis.lines):
@@ -259,7 +259,7 @@ def _shape(shape: Sequence[int]) -> str:
 def _described(tensor: StateRecord) -> dict[str, Any]:
     return {"key": tensor.key, "shape": tensor.shape, "dtype": tensor.dtype, "name": tensor.name, "slot": tensor.slot,
             "convention": tensor.convention, "bytes": _bytes(tensor), "chunks": len(tensor.chunks),
-            "cut": cut_in_words(tensor), "fingerprint": tensor.fingerprint}  # fmt: skip
+            "cut": cut_text(tensor), "fingerprint": tensor.fingerprint}  # fmt: skip
 
 
 def _row(tensor: StateRecord) -> tuple[object, ...]:

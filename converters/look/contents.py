@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 from ...names.errors import MuonckptError, SourceError
 from ...names.vocabulary import CONVENTION, PARAMS
-from ...names.wording import LAYER_NUMBER, unnumbered
+from ...names.wording import unnumbered
 from ...programs.detection import Detected, confirm, detect, with_slots_of
 from ...programs.dialect import Dialect
-from ...programs.model_view import ModelView, ParameterGroup, Role, model_view
-from ...record.record import Blob, Manifest, StateRecord
+from ...programs.model_view import Entry, ModelView, ParameterGroup, Role, model_view
+from ...record.record import Manifest, StateRecord
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, Values
 from ..translate.parse import NAMES, merge_equal, name_numbers, stored_groups
@@ -33,8 +34,9 @@ def option_value(value: object) -> str:
             return str(value)
 
 
-def folded(names: Sequence[str]) -> tuple[str, ...]:
+def folded_names(names: Sequence[str]) -> tuple[str, ...]:
     """Write many names as few: numbers as ``*`` or as ranges, and what differs between two of them in braces."""
+    # Names that end in numbers of parameters.
     numbers: defaultdict[str, list[int]] = defaultdict(list)
     for name in names:
         optimizer, sign, number = name.rpartition("#")
@@ -42,36 +44,35 @@ def folded(names: Sequence[str]) -> tuple[str, ...]:
             numbers[optimizer + sign].append(int(number))
     if sum(map(len, numbers.values())) == len(names):
         return tuple(f"{optimizer}{ranges(sorted(members))}" for optimizer, members in numbers.items())
-    between: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    # Names of parameters: those that differ only between the last layer's number and their own last part.
+    middles: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for pattern in dict.fromkeys(map(unnumbered, names)):
-        head, star, rest = pattern.rpartition("*.")
-        middle, dot, tail = rest.rpartition(".")
-        between[f"{head}{star}", f"{dot}{tail}"].append(middle)
-    return tuple(
-        f"{head}{{{', '.join(middles)}}}{tail}" if len(middles) > 1 else f"{head}{middles[0]}{tail}"
-        for (head, tail), middles in between.items()
-    )
+        head, star, below = pattern.rpartition("*.")
+        middle, dot, tail = below.rpartition(".")
+        middles[f"{head}{star}", f"{dot}{tail}"].append(middle)
+    folded = []
+    for (head, tail), members in middles.items():
+        middle = f"{{{', '.join(members)}}}" if len(members) > 1 else members[0]
+        folded.append(f"{head}{middle}{tail}")
+    return tuple(folded)
 
 
 def ranges(numbers: Sequence[int]) -> str:
     """Write ascending numbers with runs as ranges: ``0-3,7``."""
     text = ""
     for index, number in enumerate(numbers):
-        follows = index and numbers[index - 1] == number - 1
-        goes_on = index + 1 < len(numbers) and numbers[index + 1] == number + 1
-        if not follows:
+        if not index or numbers[index - 1] != number - 1:
             text += f",{number}"
-        elif not goes_on:
+        elif index + 1 == len(numbers) or numbers[index + 1] != number + 1:
             text += f"-{number}"
     return text[1:]
 
 
-def layer_of(name: str) -> str:
-    """Return a name up to its last part that is a number; empty if there is none."""
-    return name[: max((match.end() for match in LAYER_NUMBER.finditer(name)), default=0)]
-
-
-_MOST_COUNTERS = 32
+_MAX_COUNTERS = 32
+_MAX_GROUPS = 1000
+_MAX_REMOTE_GROUPS = 64
+"""The most step counters, and the most groups of one parameter each in a folder and in an object store, that are read.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,31 +91,28 @@ class HyperParameters:
     notes: tuple[str, ...] = ()
 
 
-_MOST_GROUPS = 1000
-_MOST_REMOTE_GROUPS = 64
-"""The most groups of one parameter each whose options are read, of a folder and of an object store."""
-
-
-def _hyper_parameters(manifest: Manifest, dialect: Dialect | None, values: Values, most: int) -> HyperParameters:
-    """Read the options of the groups, and note what cannot be read."""
+def _hyper_parameters(manifest: Manifest, dialect: Dialect | None, values: Values, limit: int) -> HyperParameters:
+    """Read the options of the groups, and note what cannot be read; of groups by name, evenly spread, up to a limit."""
     if dialect is None:
         return HyperParameters((), notes=("the program is unknown, and so are its parameter groups",))
     try:
         groups, names = stored_groups(manifest, dialect, values), dict[str, str]()
         if dialect.numbered:
             groups, names = name_numbers(groups, values)
-        named = [group for group in groups if not group.positions]
-        read = [*(group for group in groups if group.positions), *_spread(named, most)]
-        return HyperParameters(_merged(read, dialect), len(groups) - len(read), names)
+        listed = [group for group in groups if group.positions]
+        chosen = [*listed, *_spread([group for group in groups if not group.positions], limit)]
+        return HyperParameters(_merge_options(chosen, dialect), len(groups) - len(chosen), names)
     except MuonckptError as error:
         return HyperParameters((), notes=(f"the parameter groups cannot be read: {error}",))
 
 
-def _merged(groups: Sequence[ParameterGroup], dialect: Dialect) -> tuple[ParameterGroup, ...]:
-    known_options = [dialect.method_option or ""]
+def _merge_options(groups: Sequence[ParameterGroup], dialect: Dialect) -> tuple[ParameterGroup, ...]:
+    """Merge groups with equal options, those that matter to the update first."""
+    update_options = [dialect.method_option or ""]
     for method in dialect.methods:
-        known_options += (*method.options.values(), *(own for coding in method.codings for own in coding.options))
-    order = dict.fromkeys((*known_options, CONVENTION))
+        update_options += method.options.values()
+        update_options += chain.from_iterable(coding.options for coding in method.codings)
+    order = dict.fromkeys((*update_options, CONVENTION))
     merged: dict[str, ParameterGroup] = {}
     for group in groups:
         options = {name: group.options[name] for name in order if name in group.options}
@@ -143,20 +141,21 @@ class StepCounts:
 def steps_of(view: ModelView, values: Values) -> StepCounts:
     """Read step counters of parameters, evenly spread, or else those of the groups."""
     dialect = view.dialect
-    options = {method.options.get("step", "") for method in dialect.methods} - {""} if dialect else set()
-    counters: list[Any] = [*view.tensors_of(Role.STEPS)]
+    counters: list[Entry] = [*view.tensors_of(Role.STEPS)]
     if dialect is not None:
         slots = dialect.slots_called("step")
         for parameter in view.parameters.values():
             counters += [item for slot, item in parameter.items.items() if slot in slots]
-    read = list(_numbers(_spread(counters, _MOST_COUNTERS), values))
-    if not counters:
-        found = [group.options[option] for group in view.groups for option in options & group.options.keys()]
-        read = [value for value in found if isinstance(value, int | float)]
-    return StepCounts(min(read, default=None), max(read, default=None), len(read), len(counters) or len(read))
+    steps = list(_numbers(_spread(counters, _MAX_COUNTERS), values))
+    if not counters and dialect is not None:
+        options = {method.options["step"] for method in dialect.methods if "step" in method.options}
+        for group in view.groups:
+            group_steps = (value for option, value in group.options.items() if option in options)
+            steps += (value for value in group_steps if isinstance(value, int | float))
+    return StepCounts(min(steps, default=None), max(steps, default=None), len(steps), len(counters) or len(steps))
 
 
-def _numbers(counters: Sequence[Any], values: Values) -> Iterator[int | float]:
+def _numbers(counters: Sequence[Entry], values: Values) -> Iterator[int | float]:
     for counter in counters:
         try:
             value = values.read(counter)
@@ -170,7 +169,7 @@ def plain_items(manifest: Manifest, values: Values) -> dict[str, Any]:
     """Decode all items and scalar tensors, by key; what is not plain data becomes a sentence that says so."""
     decoded: dict[str, Any] = {}
     scalars = [tensor for tensor in manifest.tensors if tensor.shape == ()]
-    entries: list[Blob | StateRecord] = [*manifest.blobs, *scalars]
+    entries: list[Entry] = [*manifest.blobs, *scalars]
     for entry in entries:
         try:
             decoded[entry.key] = values.read(entry)
@@ -183,11 +182,11 @@ def plain_items(manifest: Manifest, values: Values) -> dict[str, Any]:
 T = TypeVar("T")
 
 
-def _spread(sequence: Sequence[T], most: int) -> list[T]:
-    """Choose at most so many, evenly spread, the first and the last among them."""
-    if len(sequence) <= most:
+def _spread(sequence: Sequence[T], limit: int) -> list[T]:
+    """Choose members up to a limit, evenly spread, the first and the last among them."""
+    if len(sequence) <= limit:
         return list(sequence)
-    return [sequence[index * (len(sequence) - 1) // (most - 1)] for index in range(most)]
+    return [sequence[index * (len(sequence) - 1) // (limit - 1)] for index in range(limit)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +207,10 @@ class FirstLook:
     @property
     def step(self) -> int | float | None:
         """Return the step that the saving program recorded, or else that of the step counters if they agree."""
-        counted = self.steps.most if self.steps.least == self.steps.most else None
-        return counted if (recorded := recorded_step(self.manifest)) is None else recorded
+        recorded = recorded_step(self.manifest)
+        if recorded is not None:
+            return recorded
+        return self.steps.most if self.steps.least == self.steps.most else None
 
 
 def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
@@ -221,12 +222,14 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
     except SourceError as error:
         program = str(error)
     dialect = program.dialect if isinstance(program, Detected) else None
-    most = _MOST_REMOTE_GROUPS if isinstance(checkpoint.path, Remote) else _MOST_GROUPS
-    groups = _hyper_parameters(manifest, dialect, values, most)
+    limit = _MAX_REMOTE_GROUPS if isinstance(checkpoint.path, Remote) else _MAX_GROUPS
+    groups = _hyper_parameters(manifest, dialect, values, limit)
+    # Options can tell programs apart whose keys are equal.
     if isinstance(program, Detected):
         program = confirm(manifest, program, (group.options for group in groups.groups))
         dialect = program.dialect
         manifest = with_slots_of(manifest, dialect)
+    # State of numbered parameters gets the names that the groups record.
     if groups.names:
         named = (replace(t, name=groups.names.get(t.name, t.name)) if t.name else t for t in manifest.tensors)
         manifest = replace(manifest, tensors=tuple(named))
@@ -255,9 +258,12 @@ def groups_as_code(groups: Sequence[dict[str, Any]], width: int = 120) -> str:
     """Return a Python list of groups, with as many options on a line as the ``width`` has room for."""
     lines: list[str] = []
     for group in groups:
-        words = [word for option, value in group.items() for word in _option_as_code(option, value)] or [""]
-        lines.append(f"{' ' if lines else '['}{{{words[0]}")
-        for word in words[1:]:
+        words: list[str] = []
+        for option, value in group.items():
+            words += _option_as_code(option, value)
+        first, *others = words or [""]
+        lines.append(f"{' ' if lines else '['}{{{first}")
+        for word in others:
             if len(lines[-1]) + len(word) + len(" },]") > width:
                 lines.append(f"  {word}")
             else:
@@ -268,7 +274,10 @@ def groups_as_code(groups: Sequence[dict[str, Any]], width: int = 120) -> str:
 
 def _option_as_code(option: str, value: object) -> list[str]:
     """Return an option of a group as words of code, between which a line may end."""
-    parts = [repr(part) for part in value] if isinstance(value, list) and value else [repr(value)]
-    first, last = ("[", "]") if isinstance(value, list) and value else ("", "")
-    parts = [f"{option!r}: {first}{parts[0]}", *parts[1:]]
-    return [*(f"{part}," for part in parts[:-1]), f"{parts[-1]}{last},"]
+    parts = [repr(value)]
+    if isinstance(value, list) and value:
+        parts = list(map(repr, value))
+        parts[0] = f"[{parts[0]}"
+        parts[-1] += "]"
+    parts[0] = f"{option!r}: {parts[0]}"
+    return [f"{part}," for part in parts]

@@ -47,31 +47,27 @@ def part_as_json(part: StoredPart) -> dict[str, Any]:
 def shards_of(tensor: StateRecord) -> tuple[StoredShard, ...]:
     """Return a tensor's shards in the order of their first elements; ``offset`` is that of elements or item."""
     size = itemsize(tensor.dtype)
-    chunks = sorted(tensor.chunks, key=lambda chunk: (chunk.box.lo, chunk.box.hi))
-    return tuple(
-        StoredShard(
-            chunk.box,
-            chunk.item.file,
-            rank_in_name(chunk.item.file),
-            (chunk.payload or chunk.item).offset,
-            chunk.box.numel * size,
-        )
-        for chunk in chunks
-    )
+    shards = []
+    for chunk in sorted(tensor.chunks, key=lambda chunk: (chunk.box.lo, chunk.box.hi)):
+        file, offset = chunk.item.file, (chunk.payload or chunk.item).offset
+        shards.append(StoredShard(chunk.box, file, rank_in_name(file), offset, chunk.box.numel * size))
+    return tuple(shards)
 
 
-def held_by(manifest: Manifest, rank: int) -> dict[str, tuple[StoredShard, ...]]:
+def shards_on_rank(manifest: Manifest, rank: int) -> dict[str, tuple[StoredShard, ...]]:
     """Return the shards in the files of a rank, by key."""
     files = {file for file in manifest.columns.names if rank_in_name(file) == rank}
-    held = {}
+    shards = {}
     for tensor in manifest.tensors:
         if any(chunk.item.file in files for chunk in tensor.chunks):
-            held[tensor.key] = tuple(shard for shard in shards_of(tensor) if shard.rank == rank)
-    return held
+            shards[tensor.key] = tuple(shard for shard in shards_of(tensor) if shard.rank == rank)
+    return shards
 
 
 def writing_ranks(manifest: Manifest) -> list[int]:
-    return sorted({rank for file in manifest.columns.names if (rank := rank_in_name(file)) is not None})
+    """Return the ranks that the names of the files tell."""
+    ranks = set(map(rank_in_name, manifest.columns.names))
+    return sorted(rank for rank in ranks if rank is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +101,10 @@ def balance_of(shares: Mapping[int, int]) -> Balance | None:
 def bytes_by_rank(manifest: Manifest) -> dict[int, int]:
     """Return the bytes of elements in the files of each rank; empty if names of files do not tell ranks."""
     columns = manifest.columns
-    held = np.zeros(len(columns.names), np.int64)
-    np.add.at(held, columns.file, chunk_bytes(manifest))
+    by_file = np.zeros(len(columns.names), np.int64)
+    np.add.at(by_file, columns.file, chunk_bytes(manifest))
     by_rank: Counter[int] = Counter()
-    for file, amount in zip(columns.names, held.tolist(), strict=True):
+    for file, amount in zip(columns.names, by_file.tolist(), strict=True):
         rank = rank_in_name(file)
         if rank is None:
             return {}
@@ -128,16 +124,18 @@ def newton_schulz_by_rank(view: ModelView, ranks: Sequence[int]) -> dict[int, in
     None unless every matrix is whole on a rank: otherwise the training program decides who orthogonalises it.
     """
     matrices = [tensor for tensor in view.tensors_of(Role.MOMENTUM) if len(tensor.shape) >= 2]
-    amounts = [_newton_schulz(tensor.shape, tensor.dtype, tensor.boxes) for tensor in matrices]
-    if not matrices or None in amounts:
+    if not matrices:
         return None
-    of_files: defaultdict[str, int] = defaultdict(int)
-    for tensor, of_chunks in zip(matrices, amounts, strict=True):
+    by_file: Counter[str] = Counter()
+    for tensor in matrices:
+        amounts = _newton_schulz(tensor.shape, tensor.dtype, tensor.boxes)
+        if amounts is None:
+            return None
         chunks, columns = tensor.chunks, tensor.chunks.columns
-        for file, own in zip(columns.file[chunks.start : chunks.stop].tolist(), of_chunks or (), strict=True):
-            of_files[columns.names[file]] += own
+        for file, amount in zip(columns.file[chunks.start : chunks.stop].tolist(), amounts, strict=True):
+            by_file[columns.names[file]] += amount
     work = dict.fromkeys(ranks, 0)
-    for name, amount in of_files.items():
+    for name, amount in by_file.items():
         rank = rank_in_name(name)
         if rank is None:
             return None
@@ -147,22 +145,23 @@ def newton_schulz_by_rank(view: ModelView, ranks: Sequence[int]) -> dict[int, in
 
 @lru_cache(maxsize=1024)
 def _newton_schulz(shape: Index, dtype: str, boxes: Boxes) -> tuple[int, ...] | None:
-    """Return the FLOPs of each box; None if a matrix is cut.  Cached as `_cut` is."""
+    """Return the FLOPs of each box; None if a matrix is cut.  Cached as `_cut_text` is."""
     sizes = boxes.hi - boxes.lo
     if (sizes[:, -2:] != shape[-2:]).any():
         return None
-    return tuple(newton_schulz(Parameter("", tuple(own), dtype)) if math.prod(own) else 0 for own in sizes.tolist())
+    box_shapes = map(tuple, sizes.tolist())
+    return tuple(newton_schulz(Parameter("", box, dtype)) if math.prod(box) else 0 for box in box_shapes)
 
 
-def cut_in_words(tensor: StateRecord) -> str:
+def cut_text(tensor: StateRecord) -> str:
     """Say how a tensor is cut into chunks: ``whole``, ``4 parts by rows``, ``2 x 3 parts by rows and columns``."""
-    return _cut(tensor.shape, tensor.boxes)
+    return _cut_text(tensor.shape, tensor.boxes)
 
 
 @lru_cache(maxsize=1024)
-def _cut(shape: Index, every: Boxes) -> str:
+def _cut_text(shape: Index, all_boxes: Boxes) -> str:
     """Say how a tensor is cut.  Cached: the tensors of a model are cut in few ways."""
-    boxes = [box for box in every if box.numel]
+    boxes = [box for box in all_boxes if box.numel]
     if not math.prod(shape):
         return "without elements"
     if len(boxes) == 1:
@@ -180,13 +179,13 @@ class Branch:
     """A module or a tensor.
 
     Attributes:
-        name: its part of the key; ``0-11`` or ``0,2,4-7`` for modules that are alike.
-        alike: how many this stands for within its parent; the other fields are those of one of them.
+        name: its part of the key; ``0-11`` or ``0,2,4-7`` for equal modules with these numbers.
+        count: how many this stands for within its parent; the other fields are those of one of them.
         shape, dtype: None of a module.
     """
 
     name: str
-    alike: int
+    count: int
     tensors: int
     bytes: int
     shape: tuple[int, ...] | None
@@ -206,28 +205,30 @@ def _fold(entries: Sequence[_Entry]) -> tuple[Branch, ...]:
     children: defaultdict[str, list[_Entry]] = defaultdict(list)
     for parts, tensor in entries:
         children[parts[0]].append((parts[1:], tensor))
-    branches = [branch for name, below in children.items() for branch in _branch(name, below)]
+    # Numbered branches that are equal but for their numbers become one.
     groups: defaultdict[Any, list[Branch]] = defaultdict(list)
-    for branch in branches:
-        number = branch.name.isdecimal()
-        key = (branch.bytes, branch.shape, branch.dtype, branch.branches) if number else branch.name
-        groups[number, key].append(branch)
-    return tuple(_alike(members) for members in groups.values())
+    for name, below in children.items():
+        for branch in _branches(name, below):
+            is_numbered = branch.name.isdecimal()
+            content = (branch.bytes, branch.shape, branch.dtype, branch.branches) if is_numbered else branch.name
+            groups[is_numbered, content].append(branch)
+    return tuple(_merge(members) for members in groups.values())
 
 
-def _branch(name: str, below: list[_Entry]) -> Iterator[Branch]:
+def _branches(name: str, below: Sequence[_Entry]) -> Iterator[Branch]:
+    """Yield the tensors that end at a part of keys, and the module of those that go on."""
     for tensor in (tensor for parts, tensor in below if not parts):
         yield Branch(name, 1, 1, math.prod(tensor.shape) * itemsize(tensor.dtype), tensor.shape, tensor.dtype, ())
     inner = _fold([(parts, tensor) for parts, tensor in below if parts])
-    chain = len(inner) == 1 and inner[0].alike == 1
-    if chain and not name.isdecimal() and not inner[0].name[:1].isdecimal():  # on one line; numbers can be folded
+    is_chain = len(inner) == 1 and inner[0].count == 1
+    if is_chain and not name.isdecimal() and not inner[0].name[:1].isdecimal():  # on one line; numbers can be folded
         yield replace(inner[0], name=f"{name}.{inner[0].name}")
     elif inner:
-        tensors = sum(branch.tensors * branch.alike for branch in inner)
-        yield Branch(name, 1, tensors, sum(b.bytes * b.alike for b in inner), None, None, inner)
+        tensors = sum(branch.tensors * branch.count for branch in inner)
+        yield Branch(name, 1, tensors, sum(b.bytes * b.count for b in inner), None, None, inner)
 
 
-def _alike(members: list[Branch]) -> Branch:
+def _merge(members: Sequence[Branch]) -> Branch:
     if len(members) == 1:
         return members[0]
-    return replace(members[0], name=ranges(sorted(int(branch.name) for branch in members)), alike=len(members))
+    return replace(members[0], name=ranges(sorted(int(branch.name) for branch in members)), count=len(members))

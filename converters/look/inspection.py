@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -25,17 +25,17 @@ from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
 from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damaged
 from ...store.verify.verification import Verification, last_verification
-from .contents import NO_STATE, FirstLook, first_look, folded, option_value, ranges
+from .contents import NO_STATE, FirstLook, first_look, folded_names, option_value, ranges
 from .holders import (
     Branch,
     StoredShard,
     balance_of,
     bytes_by_rank,
-    cut_in_words,
-    held_by,
+    cut_text,
     module_tree,
     newton_schulz_by_rank,
     shards_of,
+    shards_on_rank,
     writing_ranks,
 )
 from .symptoms import symptoms_of
@@ -130,7 +130,7 @@ class Inspection:
         Raises:
             TargetError: as `tensor`; or the indices are not such as numpy takes.
         """
-        match = _SELECTED.fullmatch(words)
+        match = _SELECTION.fullmatch(words)
         if match is None or any(tensor.key == words for tensor in self.manifest.tensors):
             return self.tensor(words), ()
         return self.tensor(match[1]), tuple(map(_index, match[2].split(",")))
@@ -158,12 +158,12 @@ class Inspection:
         Raises:
             TargetError: no file is that rank's.
         """
-        held = held_by(self.manifest, rank)
-        if not held:
+        shards = shards_on_rank(self.manifest, rank)
+        if not shards:
             ranks = writing_ranks(self.manifest)
-            found = f"ranks {ranks[0]} to {ranks[-1]} do" if ranks else "the names of its files tell no rank"
-            raise TargetError(f"rank {rank} holds nothing of {self.checkpoint}: {found}")
-        return held
+            holders = f"ranks {ranks[0]} to {ranks[-1]} do" if ranks else "the names of its files tell no rank"
+            raise TargetError(f"rank {rank} holds nothing of {self.checkpoint}: {holders}")
+        return shards
 
     def bytes_of_ranks(self) -> Mapping[int, int]:
         """Return the bytes of elements in the files of each rank; empty if the names of files do not tell ranks."""
@@ -174,7 +174,7 @@ class Inspection:
         return module_tree(self.matching(*globs))
 
 
-_SELECTED = re.compile(r"(.+)\[([^\[\]]+)\]")
+_SELECTION = re.compile(r"(.+)\[([^\[\]]+)\]")
 _INDEX = re.compile(r"\s*(?:(-?[0-9]{1,18})|(\.\.\.)|(-?[0-9]{1,18})?\s*:\s*(-?[0-9]{1,18})?)\s*")
 
 
@@ -204,56 +204,72 @@ def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
 
 
 @gc_paused()
-def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) -> Inspection:
-    """Summarise an open checkpoint; ``known`` is its `first_look`, if that was taken."""
-    known = known or first_look(checkpoint)
-    manifest, groups, view, program = known.manifest, known.groups, known.view, known.program
+def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> Inspection:
+    """Summarise an open checkpoint; ``look`` is its `first_look`, if that was taken."""
+    look = look or first_look(checkpoint)
+    manifest, groups, view, program = look.manifest, look.groups, look.view, look.program
+    tensors, elements = manifest.tensors, manifest.elements
+    empty_chunks = int((elements == 0).sum())
+    # The program, and the provenance without its long records.
     dialect: dict[str, Any] = {"name": None, "who": None, "reasons": [program]}
     if not isinstance(program, str):
         dialect = {"name": program.dialect.name, "who": program.dialect.who, "reasons": list(program.reasons)}
-    tensors = manifest.tensors
-    texts = {id(tensor.layout): json.dumps(tensor.layout) for tensor in {id(t.layout): t for t in tensors}.values()}
-    layouts = Counter(texts[id(tensor.layout)] for tensor in tensors if tensor.layout)
-    cuts = Counter(map(cut_in_words, tensors))
-    slots = dict.fromkeys(tensor.slot for tensor in tensors)
-    elements = manifest.elements
-    empty = int((elements == 0).sum())
     provenance = {name: value for name, value in manifest.provenance.items() if name != "buffers"}
     if run := provenance.get("layer_wise"):
         provenance["layer_wise"] = {name: value for name, value in run.items() if name not in ("buffers", "ranks")}
+    # Tensors by role and by slot.
+    roles = []
+    for role, members in view.tensors.items():
+        roles.append({"role": str(role), **_sizes(members), "slots": view.slots_of(role)})
+    by_slot: defaultdict[str | None, list[StateRecord]] = defaultdict(list)
+    for tensor in tensors:
+        by_slot[tensor.slot].append(tensor)
+    # What is lost as far as files tell, and what looks sick of the others.
+    last = last_verification(checkpoint.path)
+    diagnosis = diagnosis_by_files(checkpoint, last)
+    notes = [*groups.notes, *([f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else [])]
     return Inspection(
         checkpoint=str(checkpoint.path),
         kind=checkpoint.format.name,
         dialect=dialect,
         provenance=provenance,
         tensors=len(tensors),
-        chunks=len(elements) - empty,
-        empty_chunks=empty,
+        chunks=len(elements) - empty_chunks,
+        empty_chunks=empty_chunks,
         bytes=sum(map(_bytes, tensors)),
         other_items=len(manifest.blobs),
         files=len({*manifest.columns.names, *(blob.item.file for blob in manifest.blobs)}),
-        step=known.step,
-        steps=dataclasses.asdict(known.steps),
+        step=look.step,
+        steps=dataclasses.asdict(look.steps),
         optimizer=tuple(_methods(view)),
         conventions=tuple(_conventions(view)),
         groups=tuple(_groups(view)),
         unread_groups=groups.unread,
-        roles=tuple(
-            {"role": str(role), **_sizes(members), "slots": view.slots_of(role)}
-            for role, members in view.tensors.items()
-        ),
-        layouts=tuple({**json.loads(layout), "tensors": count} for layout, count in layouts.most_common()),
-        cuts=tuple({"cut": cut, "tensors": count} for cut, count in cuts.most_common()),
+        roles=tuple(roles),
+        layouts=tuple(_layouts(tensors)),
+        cuts=tuple({"cut": cut, "tensors": count} for cut, count in Counter(map(cut_text, tensors)).most_common()),
         balance=_balance(manifest, view),
         buffers=_buffers(manifest.provenance),
-        slots=tuple({"slot": slot or NO_STATE, **_sizes([t for t in tensors if t.slot == slot])} for slot in slots),
+        slots=tuple({"slot": slot or NO_STATE, **_sizes(members)} for slot, members in by_slot.items()),
         checks=_checks(manifest),
-        verified=(last := last_verification(checkpoint.path)),
-        diagnosis=(diagnosis := diagnosis_by_files(checkpoint, last)),
-        symptoms=symptoms_of(view, manifest, groups, known.steps, diagnosis.damage),
-        notes=(*groups.notes, *([f"not read: {listed(checkpoint.not_read)}"] if checkpoint.not_read else [])),
+        verified=last,
+        diagnosis=diagnosis,
+        symptoms=symptoms_of(view, manifest, groups, look.steps, diagnosis.damage),
+        notes=tuple(notes),
         manifest=manifest,
     )
+
+
+def _layouts(tensors: Sequence[StateRecord]) -> Iterator[dict[str, Any]]:
+    """Yield each layout with the number of its tensors, which mostly share it."""
+    texts: dict[int, str] = {}
+    counts: Counter[str] = Counter()
+    for layout in (tensor.layout for tensor in tensors if tensor.layout):
+        if id(layout) not in texts:
+            texts[id(layout)] = json.dumps(layout)
+        counts[texts[id(layout)]] += 1
+    for text, count in counts.most_common():
+        yield {**json.loads(text), "tensors": count}
 
 
 def _buffers(provenance: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
@@ -265,25 +281,31 @@ def _buffers(provenance: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _groups(view: ModelView) -> Iterator[dict[str, Any]]:
+    """Yield the groups, each with the name of what steps it: as its option says, or the one method of its members."""
     option = view.dialect.method_option if view.dialect else None
     for group in view.groups:
         members = [view.parameters[name] for name in group.parameters if name in view.parameters]
         methods = {parameter.method.name for parameter in members if parameter.method}
-        said = group.options.get(option or "")
+        name = group.options.get(option or "")
+        if not isinstance(name, str):
+            name = methods.pop() if len(methods) == 1 else ""
         yield {
-            "name": said if isinstance(said, str) else methods.pop() if len(methods) == 1 else "",
+            "name": name,
             "groups": group.positions,
             "parameters": len(group.parameters),
-            "holds": folded(group.parameters),
+            "holds": folded_names(group.parameters),
             "options": group.options,
         }
 
 
 def _methods(view: ModelView) -> Iterator[dict[str, Any]]:
-    stateful = [parameter for parameter in view.parameters.values() if parameter.state]
-    names = Counter(parameter.method.name if parameter.method else "unknown" for parameter in stateful)
-    matrices = Counter(p.method.name if p.method else "unknown" for p in stateful if p.is_matrix)
-    for name, count in names.most_common():
+    parameters, matrices = Counter[str](), Counter[str]()
+    for parameter in view.parameters.values():
+        if parameter.state:
+            name = parameter.method.name if parameter.method else "unknown"
+            parameters[name] += 1
+            matrices[name] += parameter.is_matrix
+    for name, count in parameters.most_common():
         yield {"method": name, "parameters": count, "matrices": matrices[name]}
 
 
@@ -291,16 +313,16 @@ def _conventions(view: ModelView) -> Iterator[dict[str, Any]]:
     """Count momentum conventions as the manifest records them, or else the group, or else the program."""
     counts: Counter[tuple[str | None, str]] = Counter()
     for tensor in view.tensors_of(Role.MOMENTUM):
-        by, convention = next(iter(view.conventions(tensor).items()), ("recorded nowhere", None))
-        counts[convention, by] += 1
-    for (convention, by), count in counts.most_common():
-        yield {"convention": convention, "tensors": count, "by": by}
+        authority, convention = next(iter(view.conventions(tensor).items()), ("recorded nowhere", None))
+        counts[convention, authority] += 1
+    for (convention, authority), count in counts.most_common():
+        yield {"convention": convention, "tensors": count, "by": authority}
 
 
 def _balance(manifest: Manifest, view: ModelView) -> dict[str, Any]:
-    held = bytes_by_rank(manifest)
-    work = newton_schulz_by_rank(view, list(held)) if held else None
-    shares = {"bytes": balance_of(held), "newton_schulz": balance_of(work) if work else None}
+    amounts = bytes_by_rank(manifest)
+    work = newton_schulz_by_rank(view, list(amounts)) if amounts else None
+    shares = {"bytes": balance_of(amounts), "newton_schulz": balance_of(work) if work else None}
     return {name: share and share.to_json() for name, share in shares.items()}
 
 
@@ -328,29 +350,29 @@ def _bytes(tensor: StateRecord) -> int:
 LOOK_AT = "look at"
 """The label of what looks sick."""
 
-_MOST_LINES = 8
-_MOST_GROUPS = 24
-_MOST_NAMES = 36
+_MAX_LINES = 8
+_MAX_GROUPS = 24
+_MAX_NAMES = 36
 """Characters of the names of a group's parameters; `.groups` has them whole."""
 
-_MOST_CUTS = 3
-_MOST_OPTIONS = 3
+_MAX_CUTS = 3
+_MAX_OPTIONS = 3
 """Options of a group that no other group of its method contrasts with; the others are counted."""
 
 _FIRST = ("algorithm", "lr", "weight_decay", "wd", "momentum", "mu", "betas", "beta1", "beta2", "adamw_betas", "step",
           "convention", "nesterov")  # fmt: skip
 """Options that come first; what programs call them does not matter otherwise."""
 
-_MADE_WITH = ("program", "torch", "python", "world")
-"""What says of the provenance where a checkpoint was made."""
+_MAKERS = ("program", "torch", "python", "world")
+"""Entries of the provenance that say where a checkpoint was made."""
 
-_SAID_ELSEWHERE = frozenset({*_MADE_WITH, "platform", "format", "version", "step", "resharded", "salvaged"})
+_OTHER_LINES = frozenset({*_MAKERS, "platform", "format", "version", "step", "resharded", "salvaged"})
 
 
 def overview(inspection: Inspection) -> Iterator[tuple[str, str]]:
     """Yield the summary of a checkpoint as labelled lines, with what looks sick; the tables are not included."""
     yield from description(inspection)
-    yield from _some(LOOK_AT, [symptom.message for symptom in inspection.symptoms])
+    yield from _limited(LOOK_AT, [symptom.message for symptom in inspection.symptoms])
 
 
 def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
@@ -361,11 +383,11 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield "kind", f"{inspection.kind}, keys {keys}"
     for reason in () if dialect["name"] else dialect["reasons"]:
         yield "", reason
-    made = [f"{name} {inspection.provenance[name]}" for name in _MADE_WITH if inspection.provenance.get(name)]
-    if made:
-        yield "made by", ", ".join(made).removeprefix("program ")
+    makers = [f"{name} {inspection.provenance[name]}" for name in _MAKERS if inspection.provenance.get(name)]
+    if makers:
+        yield "made by", ", ".join(makers).removeprefix("program ")
     for name, value in inspection.provenance.items():
-        if name not in _SAID_ELSEWHERE and value not in ([], {}, None, ""):
+        if name not in _OTHER_LINES and value not in ([], {}, None, ""):
             yield name, value if isinstance(value, str) else json.dumps(value)
     for step in inspection.provenance.get("resharded") or ():
         yield "resharded", _resharded(step)
@@ -373,19 +395,21 @@ def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
         yield "salvaged", _salvaged(step)
     yield from _step_lines(inspection)
     yield from _optimizer_lines(inspection)
-    others = f"{counted(inspection.other_items, 'other item')}; {counted(inspection.files, 'file')}"
+    # Where the tensors lie.
+    items = f"{counted(inspection.other_items, 'other item')}; {counted(inspection.files, 'file')}"
     empty = f" and {inspection.empty_chunks} empty" if inspection.empty_chunks else ""
     chunks = f"{inspection.tensors} in {counted(inspection.chunks, 'chunk')}{empty}, {size(inspection.bytes)}"
-    yield "tensors", f"{chunks}; {others}"
-    layouts = [f"{counted(layout['tensors'], 'tensor')} {_how(layout)}" for layout in inspection.layouts]
-    yield from _some("layout", layouts)
-    cuts = [f"{cut['tensors']}: {cut['cut']}" for cut in inspection.cuts]
-    if others := sum(cut["tensors"] for cut in inspection.cuts[_MOST_CUTS:]):
-        cuts[_MOST_CUTS:] = [f"{others} more"]
+    yield "tensors", f"{chunks}; {items}"
+    layouts = [f"{counted(layout['tensors'], 'tensor')} {_layout_text(layout)}" for layout in inspection.layouts]
+    yield from _limited("layout", layouts)
+    cuts = [f"{cut['tensors']}: {cut['cut']}" for cut in inspection.cuts[:_MAX_CUTS]]
+    if rare := sum(cut["tensors"] for cut in inspection.cuts[_MAX_CUTS:]):
+        cuts.append(f"{rare} more")
     yield "cut into", "; ".join(cuts)
     yield from _balance_lines(inspection.balance)
-    words = {"digest": "digests", "crc32": "CRC-32s", "in_the_item": "in items, if any"}
-    sums = ", ".join(f"{inspection.checks[kind]} {word}" for kind, word in words.items() if inspection.checks[kind])
+    # By what the bytes can be checked, and when they were.
+    nouns = {"digest": "digests", "crc32": "CRC-32s", "in_the_item": "in items, if any"}
+    sums = ", ".join(f"{inspection.checks[kind]} {noun}" for kind, noun in nouns.items() if inspection.checks[kind])
     last = inspection.verified
     faults = f": {last.sentence}" if last and last.sentence else ""
     when = f"{moment(last.timestamp)} UTC, {last.verdict}{faults}" if last else "never, as its files are now"
@@ -397,9 +421,9 @@ def _step_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
     if inspection.step is not None:
         yield "step", str(inspection.step)
     if steps["least"] is not None and (steps["least"], steps["most"]) != (inspection.step, inspection.step):
-        which = "all" if steps["read"] == steps["counters"] else f"{steps['read']}"
+        count = "all" if steps["read"] == steps["counters"] else f"{steps['read']}"
         span = steps["most"] if steps["least"] == steps["most"] else f"{steps['least']} to {steps['most']}"
-        yield "counters", f"{span}, by {which} of {counted(steps['counters'], 'step counter')}"
+        yield "counters", f"{span}, by {count} of {counted(steps['counters'], 'step counter')}"
 
 
 def _optimizer_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
@@ -421,56 +445,68 @@ def _optimizer_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
 def _group_lines(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Say each option once: of all groups, of those of one name, or of the one group that has it so.
 
-    What differs between groups of one name is said whole; of the rest the first options are, and the others counted.
+    What differs between groups of one name is said whole; of other options the first are, and the rest counted.
     """
-    options = [group["options"] for group in groups]
-    names = Counter(group["name"] for group in groups)
-    shared = _shared(options)
-    own = {name: _shared([g["options"] for g in groups if g["name"] == name]) for name in names if names[name] > 1}
-    if len(groups) > 1 and shared:
-        yield "groups", f"all: {_in_words(shared, _MOST_OPTIONS)}"
-    for name, common in own.items():
-        differing = {option: value for option, value in common.items() if option not in shared and value != name}
-        if differing and len(names) > 1:
-            yield "groups", f"{name or 'others'}: {_in_words(differing, _MOST_OPTIONS)}"
-    for group in groups[:_MOST_GROUPS]:
-        known = {**shared, **own.get(group["name"], {})} if len(groups) > 1 else {}
-        mine = {o: value for o, value in group["options"].items() if o not in known and value != group["name"]}
+    # Options that all groups have in common.
+    common = _common_options(groups) if len(groups) > 1 else {}
+    if common:
+        yield "groups", f"all: {_options_text(common, _MAX_OPTIONS)}"
+    # Options that all groups of one name have in common.
+    by_name: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for group in groups:
+        by_name[group["name"]].append(group)
+    common_by_name = {name: _common_options(members) for name, members in by_name.items() if len(members) > 1}
+    for name, options in common_by_name.items():
+        new = {option: value for option, value in options.items() if option not in common and value != name}
+        if new and len(by_name) > 1:
+            yield "groups", f"{name or 'others'}: {_options_text(new, _MAX_OPTIONS)}"
+    # Each group with the options that remain.
+    for group in groups[:_MAX_GROUPS]:
+        name = group["name"]
+        said = {**common, **common_by_name.get(name, {})}
+        options = {o: value for o, value in group["options"].items() if o not in said and value != name}
         numbers = f"{ranges(group['groups'])}: " if group["groups"] else ""
-        name = f"{group['name']}, " if group["name"] else ""
-        held = ", ".join(group["holds"])
-        holds = f" ({held if len(held) <= _MOST_NAMES else f'{held[:_MOST_NAMES].rstrip()} …'})" if held else ""
-        most = None if names[group["name"]] > 1 else _MOST_OPTIONS
-        words = f": {_in_words(mine, most)}" if mine else "" if known else ", without options"
-        yield "group", f"{numbers}{name}{counted(group['parameters'], 'parameter')}{holds}{words}"
-    if len(groups) > _MOST_GROUPS:
-        yield "", f"and {len(groups) - _MOST_GROUPS} groups with other options (`.groups`)"
+        members = ", ".join(group["holds"])
+        if len(members) > _MAX_NAMES:
+            members = f"{members[:_MAX_NAMES].rstrip()} …"
+        count = counted(group["parameters"], "parameter") + (f" ({members})" if members else "")
+        limit = None if len(by_name[name]) > 1 else _MAX_OPTIONS
+        nothing = "" if said else ", without options"
+        text = f": {_options_text(options, limit)}" if options else nothing
+        yield "group", f"{numbers}{f'{name}, ' if name else ''}{count}{text}"
+    if len(groups) > _MAX_GROUPS:
+        yield "", f"and {len(groups) - _MAX_GROUPS} groups with other options (`.groups`)"
 
 
-def _shared(options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _common_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the options that all groups have, with the same values."""
-    first, *others = options or ({},)
-    return {name: value for name, value in first.items()
-            if all(name in other and repr(other[name]) == repr(value) for other in others)}  # fmt: skip
+    common = dict(groups[0]["options"])
+    for group in groups[1:]:
+        options = group["options"]
+        common = {name: value for name, value in common.items() if repr(options.get(name, ...)) == repr(value)}
+    return common
 
 
-def _in_words(options: Mapping[str, Any], most: int | None = None) -> str:
+def _options_text(options: Mapping[str, Any], limit: int | None) -> str:
     ordered = sorted(options, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
-    known = [name for name in ordered if options[name] is not None]
-    most = len(options) if most is None or len(options) <= most + 1 else most  # one more is no longer than its count
-    said = [f"{name} {option_value(options[name])}" for name in known[:most]]
-    if more := len(known) - len(said):
-        said.append(f"{more} more (`.groups`)")
-    unset = ", ".join(name for name in ordered if options[name] is None) if len(options) <= most else ""
-    return "; ".join(filter(None, (", ".join(said), unset and f"not set: {unset}")))
+    names = [name for name in ordered if options[name] is not None]
+    if limit is None or len(options) <= limit + 1:  # one more is no longer than its count
+        limit = len(options)
+    phrases = [f"{name} {option_value(options[name])}" for name in names[:limit]]
+    if len(names) > limit:
+        phrases.append(f"{len(names) - limit} more (`.groups`)")
+    unset = ", ".join(name for name in ordered if options[name] is None) if len(options) <= limit else ""
+    return "; ".join(filter(None, (", ".join(phrases), unset and f"not set: {unset}")))
 
 
 def _balance_lines(balance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    held, work = balance["bytes"], balance["newton_schulz"]
-    if held:
-        most = f", at most {size(held['most'])} (rank {held['busiest_rank']}): {held['most_to_mean']:.3g} of the mean"
-        mean = f"{size(round(held['mean']))}{most if held['ranks'] > 1 else ''}"
-        yield "balance", f"{counted(held['ranks'], 'rank')} of {mean}"
+    bytes_, work = balance["bytes"], balance["newton_schulz"]
+    if bytes_:
+        text = f"{counted(bytes_['ranks'], 'rank')} of {size(round(bytes_['mean']))}"
+        if bytes_["ranks"] > 1:
+            ratio = f"{bytes_['most_to_mean']:.3g} of the mean"
+            text += f", at most {size(bytes_['most'])} (rank {bytes_['busiest_rank']}): {ratio}"
+        yield "balance", text
     if work and work["ranks"] > 1:
         busiest = f"rank {work['busiest_rank']} has {work['most_to_mean']:.3g} of the mean"
         yield "", f"Newton-Schulz work of the matrices that ranks hold: {busiest}"
@@ -479,47 +515,54 @@ def _balance_lines(balance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _resharded(step: Mapping[str, Any]) -> str:
     mesh = step.get("mesh")
     on = f" on {','.join(f'{axis}={size}' for axis, size in mesh.items())}" if isinstance(mesh, dict) else ""
-    named = {"program", "source", "mesh", "layout"}
-    more = "".join(f", {name} {json.dumps(value)}" for name, value in step.items() if name not in named and value)
-    return f"from {step.get('source')} to {step.get('layout')}{on}{more}, by {step.get('program')}"
+    others = {name: value for name, value in step.items() if value and name not in _RESHARD_FIELDS}
+    options = "".join(f", {name} {json.dumps(value)}" for name, value in others.items())
+    return f"from {step.get('source')} to {step.get('layout')}{on}{options}, by {step.get('program')}"
+
+
+_RESHARD_FIELDS = frozenset({"program", "source", "mesh", "layout"})
 
 
 def _salvaged(step: Mapping[str, Any]) -> str:
-    """Say what is not of the checkpoint that was damaged, by source; the boxes are in the provenance."""
+    """Say which parts are not of the checkpoint that was damaged, by source; the boxes are in the provenance."""
     try:
         boxes, items = Counter(step["taken"]["source"]), Counter(step["items"].values())
-        given = []
+        tensors: defaultdict[int, set[Any]] = defaultdict(set)
+        for tensor, number in zip(step["taken"]["tensor"], step["taken"]["source"], strict=True):
+            tensors[number].add(tensor)
+        parts = []
         for number in sorted(boxes.keys() | items.keys()):
-            tensors = {t for t, s in zip(step["taken"]["tensor"], step["taken"]["source"], strict=True) if s == number}
             source = step["sources"][number]
-            what = f"{counted(boxes[number], 'box').replace('boxs', 'boxes')} of {counted(len(tensors), 'tensor')}"
+            count = (
+                f"{counted(boxes[number], 'box').replace('boxs', 'boxes')} of {counted(len(tensors[number]), 'tensor')}"
+            )
             also = f" and {counted(items[number], 'item')}" if items[number] else ""
             of = "" if source["step"] is None else f" (step {source['step']})"
-            given.append(f"{what}{also} from {source['name']}{of}")
-        return f"from {step['source']}, and {'; '.join(given) or 'nothing from elsewhere'} (`.to_json()`)"
+            parts.append(f"{count}{also} from {source['name']}{of}")
+        return f"from {step['source']}, and {'; '.join(parts) or 'nothing from elsewhere'} (`.to_json()`)"
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):  # another program's, or damaged
         return json.dumps(step)
 
 
-def _some(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for line in lines[:_MOST_LINES]:
+def _limited(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for line in lines[:_MAX_LINES]:
         yield label, line
-    if len(lines) > _MOST_LINES:
-        yield "", f"and {len(lines) - _MOST_LINES} more (`.to_json()`)"
+    if len(lines) > _MAX_LINES:
+        yield "", f"and {len(lines) - _MAX_LINES} more (`.to_json()`)"
 
 
-def _how(layout: Mapping[str, Any]) -> str:
+def _layout_text(layout: Mapping[str, Any]) -> str:
     match layout:
         case {"algorithm": "mesh", "mesh": [*sizes], "placements": [*placements]}:
-            return f"on mesh {_mesh_in_words(sizes, layout)}: {', '.join(map(str, placements))}"
+            return f"on mesh {_mesh_text(sizes, layout)}: {', '.join(map(str, placements))}"
         case {"algorithm": algorithm, "version": version, "mesh": [*sizes], "cuts": [*cuts]}:
             cut = "".join(f", {axis} cuts dim {dim}" for axis, dim in cuts)
-            return f"by {algorithm} v{version} on mesh {_mesh_in_words(sizes, layout)}{cut}"
+            return f"by {algorithm} v{version} on mesh {_mesh_text(sizes, layout)}{cut}"
         case _:
             return json.dumps({name: value for name, value in layout.items() if name != "tensors"})
 
 
-def _mesh_in_words(sizes: Sequence[object], layout: Mapping[str, Any]) -> str:
+def _mesh_text(sizes: Sequence[object], layout: Mapping[str, Any]) -> str:
     axes = layout.get("axes") or [None] * len(sizes)
     named = (str(size) if axis is None else f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
     return " x ".join(named)

@@ -4,40 +4,39 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
+from itertools import chain
 
 from ...algebra.box import Index
 from ...names.errors import LayoutError
-from ...names.wording import Finding
+from ...names.wording import LAYER_NUMBER, Finding
 from ...programs.model_view import ModelView, Role, StoredParameter
 from ...record.record import Manifest
 from ...store.verify.damage import Damage
-from .contents import HyperParameters, StepCounts, layer_of
+from .contents import HyperParameters, StepCounts
 
 
 def symptoms_of(
     view: ModelView, manifest: Manifest, groups: HyperParameters, steps: StepCounts, damage: Damage
 ) -> tuple[Finding, ...]:
     """Look for what is odd, the gravest first; what ``damage`` has lost is no symptom, but said by itself."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for tensor in (tensor for tensor in manifest.tensors if tensor.key not in damage.holes):
         try:
             tensor.chunk_layout()
         except LayoutError as error:
-            found.append(Finding("hole", str(error), (tensor.key,)))
-    found += _muon_off(view)
-    found += _unfit_state(view)
-    found += _without_partner(view, groups)
-    found += _dtypes(view)
-    found += _conventions(view)
+            findings.append(Finding("hole", str(error), (tensor.key,)))
+    findings += _muon_off(view)
+    findings += _unfit_state(view)
+    findings += _without_partner(view, groups)
+    findings += _dtypes(view)
+    findings += _conventions(view)
     if steps.least != steps.most:
-        found.append(
-            Finding(
-                "steps",
-                f"parameters have taken different numbers of steps: {steps.least} to {steps.most} (an expert without "
-                "tokens, or a parameter that joined later, takes fewer)",
-            )
+        message = (
+            f"parameters have taken different numbers of steps: {steps.least} to {steps.most} (an expert without "
+            "tokens, or a parameter that joined later, takes fewer)"
         )
-    return tuple(found)
+        findings.append(Finding("steps", message))
+    return tuple(findings)
 
 
 def _muon_off(view: ModelView) -> Iterator[Finding]:
@@ -52,20 +51,22 @@ def _muon_off(view: ModelView) -> Iterator[Finding]:
             return bool(momentum & parameter.state.keys())
         return parameter.method.slots.get("momentum") in parameter.state  # a slot's name can have two meanings
 
-    matrices = [p for p in view.parameters.values() if p.is_matrix and p.state]
-    by_muon = [p for p in matrices if is_by_muon(p)]
-    others = [p for p in matrices if not is_by_muon(p) and moments & p.state.keys()]
-    if not by_muon:
+    muon_counts, adam_counts = Counter[tuple[str, Index]](), Counter[tuple[str, Index]]()
+    by_adam: list[StoredParameter] = []
+    for parameter in view.parameters.values():
+        if parameter.is_matrix and parameter.state:
+            if is_by_muon(parameter):
+                muon_counts[parameter.layer_pattern] += 1
+            elif moments & parameter.state.keys():
+                adam_counts[parameter.layer_pattern] += 1
+                by_adam.append(parameter)
+    if not muon_counts:
         return
-    on, without = (Counter(p.layer_pattern for p in ps) for ps in (by_muon, others))
-    off = [p.name for p in others if on[p.layer_pattern] >= without[p.layer_pattern]]
-    if off:
-        yield Finding.listing(
-            "muon_off",
-            f"Muon is off for {_are(off, 'matrix', 'matrices')}, whose siblings in other layers carry momentum, "
-            "not Adam's state",
-            off,
-        )
+    odd = [p.name for p in by_adam if muon_counts[p.layer_pattern] >= adam_counts[p.layer_pattern]]
+    if odd:
+        count = _count(odd, "matrix", "matrices")
+        message = f"Muon is off for {count}, whose siblings in other layers carry momentum, not Adam's state"
+        yield Finding.listing("muon_off", message, odd)
 
 
 def _unfit_state(view: ModelView) -> Iterator[Finding]:
@@ -74,22 +75,23 @@ def _unfit_state(view: ModelView) -> Iterator[Finding]:
     Slots of no method known here are those of another optimizer, unless most siblings in other layers lack them.
     """
     if view.dialect is not None:
-        known = {slot for method in view.dialect.methods for slot in method.slots.values()}
-        usual = defaultdict[tuple[str, Index], Counter[frozenset[str]]](Counter)
+        method_slots = {slot for method in view.dialect.methods for slot in method.slots.values()}
+        slot_sets = defaultdict[tuple[str, Index], Counter[frozenset[str]]](Counter)
         for parameter in view.parameters.values():
             if parameter.state:
-                usual[parameter.layer_pattern][frozenset(parameter.state)] += 1
+                slot_sets[parameter.layer_pattern][frozenset(parameter.state)] += 1
         odd: defaultdict[str, list[str]] = defaultdict(list)
         for parameter in view.parameters.values():
             slots = frozenset(parameter.state)
             if parameter.method or not slots:
                 continue
-            if slots <= known or slots != usual[parameter.layer_pattern].most_common(1)[0][0]:
+            if slots <= method_slots or slots != slot_sets[parameter.layer_pattern].most_common(1)[0][0]:
                 odd[", ".join(sorted(parameter.state))].append(parameter.name)
-        for listed, names in odd.items():
+        for slot_names, names in odd.items():
             methods = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in view.dialect.methods)
-            about = f"{_are(names, 'parameter has', 'parameters have')} the state {listed}"
-            yield Finding("odd_state", f"{about}, which no method of {view.dialect.name} keeps ({methods})", (*names,))
+            count = _count(names, "parameter has", "parameters have")
+            message = f"{count} the state {slot_names}, which no method of {view.dialect.name} keeps ({methods})"
+            yield Finding("odd_state", message, (*names,))
     for parameter in view.parameters.values():
         for tensor in parameter.shaped():
             if tensor.shape != parameter.shape:
@@ -108,30 +110,34 @@ def _without_partner(view: ModelView, groups: HyperParameters) -> Iterator[Findi
     if dialect is None or not stateful:
         return
     weights = {p.name for p in parameters if p.weight}
-    grouped = {name for group in groups.groups for name in group.parameters}
-    bare = [p for p in parameters if not p.state and p.weight]
-    trained, without = Counter(p.layer_pattern for p in parameters if p.state), Counter(p.layer_pattern for p in bare)
-    layers = {layer_of(name) for name in stateful}
-    listed, halved = list[str](), list[str]()
+    grouped = set[str]()
+    # Parameters of groups without state; where half of a group or more has some, that has another cause.
+    stateless, left_by_others = list[str](), list[str]()
     for group in groups.groups:
+        grouped.update(group.parameters)
         # Megatron's groups may name the whole of what is stored in parts, torch's name what has state.
         members = [name for name in group.parameters if name in weights or not dialect.unique_keys]
-        lacking = [name for name in members if name not in stateful]
-        (halved if len(members) <= 2 * len(lacking) < 2 * len(members) else listed).extend(lacking)
-    loose = [
-        p.name
-        for p in bare
-        if p.name not in grouped and trained[p.layer_pattern] >= without[p.layer_pattern] and layer_of(p.name) in layers
-    ]
+        bare = [name for name in members if name not in stateful]
+        (left_by_others if len(members) <= 2 * len(bare) < 2 * len(members) else stateless).extend(bare)
+    # Parameters in no group without state.
+    layers = {_layer_of(name) for name in stateful}
+    trained = Counter(p.layer_pattern for p in parameters if p.state)
+    untrained = Counter(p.layer_pattern for p in parameters if not p.state and p.weight)
+    loose = []
+    for parameter in (p for p in parameters if not p.state and p.weight and p.name not in grouped):
+        pattern = parameter.layer_pattern
+        if trained[pattern] >= untrained[pattern] and _layer_of(parameter.name) in layers:
+            loose.append(parameter.name)
+    # State without a weight or a group; numbered state has the names that groups record, if any.
     named = stateful.keys() & {*groups.names.values()} if dialect.numbered else stateful
     orphans = [p.name for p in parameters if p.weight is None and p.name in named] if weights else []
-    complete = groups.groups and not groups.unread and not dialect.unique_keys
-    ungrouped = [name for name in stateful if name not in grouped] if complete else []
+    is_complete = groups.groups and not groups.unread and not dialect.unique_keys
+    ungrouped = [name for name in stateful if name not in grouped] if is_complete else []
     for kind, names, message in (
-        ("no_state", listed, "no state, though in a parameter group (frozen, or no gradient has come)"),
+        ("no_state", stateless, "no state, though in a parameter group (frozen, or no gradient has come)"),
         (
             "no_state",
-            halved,
+            left_by_others,
             "no state, though others of their group have: every rank keeps the state of those that it owns, and one "
             "rank's was saved; or they are frozen, or no gradient has come",
         ),
@@ -140,7 +146,12 @@ def _without_partner(view: ModelView, groups: HyperParameters) -> Iterator[Findi
         ("no_group", ungrouped, "state, but no parameter group has them, so no options"),
     ):
         if names:
-            yield Finding.listing(kind, f"{_are(names, 'parameter has', 'parameters have')} {message}", names)
+            yield Finding.listing(kind, f"{_count(names, 'parameter has', 'parameters have')} {message}", names)
+
+
+def _layer_of(name: str) -> str:
+    """Return a name up to its last part that is a number; empty if there is none."""
+    return name[: max((match.end() for match in LAYER_NUMBER.finditer(name)), default=0)]
 
 
 def _dtypes(view: ModelView) -> Iterator[Finding]:
@@ -153,26 +164,28 @@ def _dtypes(view: ModelView) -> Iterator[Finding]:
         if parameter.weight:
             by_kind["weights", pattern][parameter.weight.key] = parameter.weight.dtype
     for (kind, name), dtypes in by_kind.items():
-        if len(counts := Counter(dtypes.values())) > 1:
-            usual = counts.most_common(1)[0][0]
-            odd = tuple(key for key, dtype in dtypes.items() if dtype != usual)
-            numbers = ", ".join(f"{dtype} in {count}" for dtype, count in counts.most_common())
+        counts = Counter(dtypes.values()).most_common()
+        if len(counts) > 1:
+            odd = tuple(key for key, dtype in dtypes.items() if dtype != counts[0][0])
+            numbers = ", ".join(f"{dtype} in {count}" for dtype, count in counts)
             yield Finding.listing("dtype", f"{kind} of {name}: more than one dtype, {numbers} tensors", odd)
 
 
 def _conventions(view: ModelView) -> Iterator[Finding]:
     """Report momentum in more than one convention, or in another than its group or its program says."""
-    named = {tensor.key: {*view.conventions(tensor).values()} for tensor in view.tensors_of(Role.MOMENTUM)}
-    if torn := [key for key, conventions in named.items() if len(conventions) > 1]:
-        about = f"manifest, group and program disagree on the convention of {_are(torn, 'momentum', 'momenta')}"
-        yield Finding.listing("convention", about, torn)
-    counts = Counter(name for conventions in named.values() for name in conventions)
-    if len(counts) > 1 and not torn:
-        least = counts.most_common()[-1][0]
-        odd = [key for key, conventions in named.items() if least in conventions]
-        numbers = ", ".join(f"{name} in {count}" for name, count in counts.most_common())
+    conventions = {tensor.key: {*view.conventions(tensor).values()} for tensor in view.tensors_of(Role.MOMENTUM)}
+    disputed = [key for key, names in conventions.items() if len(names) > 1]
+    if disputed:
+        count = _count(disputed, "momentum", "momenta")
+        message = f"manifest, group and program disagree on the convention of {count}"
+        yield Finding.listing("convention", message, disputed)
+        return
+    counts = Counter(chain.from_iterable(conventions.values())).most_common()
+    if len(counts) > 1:
+        odd = [key for key, names in conventions.items() if counts[-1][0] in names]
+        numbers = ", ".join(f"{name} in {count}" for name, count in counts)
         yield Finding.listing("convention", f"momentum follows more than one convention, {numbers} tensors", odd)
 
 
-def _are(names: Collection[str], one: str, many: str) -> str:
-    return f"{len(names)} {one if len(names) == 1 else many}"
+def _count(names: Collection[str], singular: str, plural: str) -> str:
+    return f"{len(names)} {singular if len(names) == 1 else plural}"

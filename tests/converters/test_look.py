@@ -366,7 +366,7 @@ def test_the_tree_folds_layers_that_are_alike_and_keeps_every_tensor_and_byte(tm
     inspection = inspected(state, tmp_path / "run")
     [model] = inspection.tree("model.*")
     assert (model.name, model.tensors, model.bytes) == ("model.layers", 9, 6 * 96 - 48 + 3 * 24)
-    assert [(branch.name, branch.alike, branch.tensors) for branch in model.branches] == [("0,2", 2, 3), ("1", 1, 3)]
+    assert [(branch.name, branch.count, branch.tensors) for branch in model.branches] == [("0,2", 2, 3), ("1", 1, 3)]
 
     def size(branches):
         return sum(b.alike * (size(b.branches) if b.branches else 4 * math.prod(b.shape)) for b in branches)

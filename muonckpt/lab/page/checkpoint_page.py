@@ -25,7 +25,7 @@ from ...converters.compare.stats import (
     stats_of,
 )
 from ...converters.look.contents import FirstLook
-from ...converters.look.holders import chunk_bytes, cut_in_words, newton_schulz_by_rank
+from ...converters.look.holders import chunk_bytes, cut_text, newton_schulz_by_rank
 from ...converters.look.inspection import Inspection, description, inspection_of
 from ...names.errors import DamageError, SourceError
 from ...names.version import VERSION
@@ -317,7 +317,7 @@ def shard_columns(manifest: Manifest, view: ModelView) -> dict[str, Any]:
     for tensor in manifest.tensors:
         number = cuts.setdefault((tensor.shape, tensor.boxes), len(cuts))
         if number == len(words):
-            words.append(cut_in_words(tensor))
+            words.append(cut_text(tensor))
         cut_of.append(number)
     columns = manifest.columns
     held = np.zeros(len(columns.names), np.int64)
