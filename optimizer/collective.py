@@ -195,6 +195,7 @@ class NonFinite:
         if not is_skipped:
             self.in_a_row = 0
             return
+        # Name the gradients of this rank, and raise once there were too many skipped steps.
         names = [guarded.name for guarded in gradients if guarded.is_too_large]
         complaint = "gradients that are not finite, or too large for their state"
         report = f"{complaint}: {listed(names, SHOWN_PARAMETERS)}" if names else ""
@@ -212,6 +213,7 @@ class NonFinite:
 
 
 def _any_too_large(gradients: Iterable[GuardedGradient]) -> Tensor:
+    # One operation for all gradients of a device, a dtype and a limit.
     by_kind: defaultdict[tuple[torch.device, torch.dtype, float], list[Tensor]] = defaultdict(list)
     for guarded in gradients:
         by_kind[guarded.gradient.device, guarded.gradient.dtype, guarded.max_element].append(guarded.gradient)

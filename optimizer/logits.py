@@ -4,7 +4,7 @@ large (Kimi K2, arXiv 2507.20534).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -97,15 +97,16 @@ class MaxLogits:
         packed = torch.full((len(names), 1, max(counts)), -torch.inf, device=largest[names[0]].device)
         for row, name in enumerate(names):
             packed[row, 0, : counts[row]] = largest[name]
-        axes = mesh.mesh_dim_names or (None,) * mesh.ndim
-        placements: list[Placement] = [Shard(1) if heads and axis == heads else Partial("max") for axis in axes]
+        placements: list[Placement] = [Partial("max")] * mesh.ndim
+        if heads is not None:
+            placements[(mesh.mesh_dim_names or ()).index(heads)] = Shard(1)
         reduced = gather_tensor(DTensor.from_local(packed, mesh, placements, run_check=False))
-        self._largest = {}
-        replicated = [Replicate()] * mesh.ndim
-        return {
-            name: DTensor.from_local(reduced[row, :, :count].reshape(-1), mesh, replicated, run_check=False)
-            for row, (name, count) in enumerate(zip(names, counts, strict=True))
-        }
+        # Unpack: all ranks have all heads of all layers.
+        self._largest, layers = {}, dict[str, Tensor]()
+        for row, (name, count) in enumerate(zip(names, counts, strict=True)):
+            local = reduced[row, :, :count].reshape(-1)
+            layers[name] = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return layers
 
 
 @torch.no_grad()
@@ -128,25 +129,20 @@ def largest_logits(
     heads, key = query.shape[-3], key.detach()
     key = key.repeat_interleave(heads // key.shape[-3], dim=-3)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    blocks = [block.amax(dim=(-2, -1)) for block in _logits(query.detach(), key, attn_mask, is_causal, factor)]
-    largest = torch.stack(blocks).amax(dim=0)
-    return largest.reshape(-1, heads).amax(dim=0).float()
-
-
-def _logits(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, factor: float) -> Iterator[Tensor]:
-    """Yield the logits of some queries at a time."""
     length, keys = query.shape[-2], key.shape[-2]
     rows = max(MAX_BLOCK_LOGITS // max(query.shape[:-2].numel() * keys, 1), 1)
+    blocks = []
     for start in range(0, length, rows):
-        block = query[..., start : start + rows, :]
-        logits = (block @ key.transpose(-2, -1)) * factor
-        if causal:
+        logits = (query.detach()[..., start : start + rows, :] @ key.transpose(-2, -1)) * factor
+        if is_causal:
             visible = torch.arange(keys, device=query.device) <= torch.arange(length, device=query.device)[:, None]
             logits = logits.masked_fill(~visible[start : start + rows], -torch.inf)
-        if mask is not None:
-            part = mask if mask.shape[-2] == 1 else mask[..., start : start + rows, :]
-            logits = logits.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else logits + part
-        yield logits
+        if attn_mask is not None:
+            mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., start : start + rows, :]
+            logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+        blocks.append(logits.amax(dim=(-2, -1)))
+    # Over all blocks, then over the batch.
+    return torch.stack(blocks).amax(dim=0).reshape(-1, heads).amax(dim=0).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +179,7 @@ class Projection:
         if rows % heads:
             raise ValueError(f"{rows} rows are not a whole number for each of {heads} heads")
         start, stop = self._range()
+        # Factors of all rows, of which this rank takes its own.
         head_factors = head_factors.where(~head_factors.isnan(), 1.0)
         row_factors = head_factors.new_ones(self.weight.shape[0]).view(self.split.interleaved, -1)
         row_factors[:, start:stop] = head_factors.repeat_interleave(rows // heads).view(self.split.interleaved, -1)
@@ -241,7 +238,8 @@ def qk_clip(
         raise ValueError(f"threshold={threshold!r}: expected a positive number")
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha!r}: expected a number in [0, 1]")
-    queries, keys = (side if isinstance(side, Projection) else Projection(side) for side in (query, key))
+    queries = query if isinstance(query, Projection) else Projection(query)
+    keys = key if isinstance(key, Projection) else Projection(key)
     # The largest logits of all ranks.
     largest = gather_tensor(max_logit).double()
     if isinstance(queries.weight, DTensor) and not isinstance(max_logit, DTensor):

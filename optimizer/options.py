@@ -80,8 +80,8 @@ def cycled_defaults(groups: Sequence[ParamGroup]) -> dict[str, Any]:
 
 def refuse_unknown(group: ParamGroup, algorithm: str, options: Collection[str]) -> None:
     """Raise ValueError for an option that the algorithm lacks, naming the one that may be meant."""
-    off = {key for key in FOREIGN if not group.get(key)}
-    for key in sorted(group.keys() - options - HISTORY_OPTIONS - NAMES - off):
+    foreign_but_off = {key for key in FOREIGN if not group.get(key)}
+    for key in sorted(group.keys() - options - HISTORY_OPTIONS - NAMES - foreign_but_off):
         near = get_close_matches(key, options, n=1, cutoff=0.85)
         cure = f"is {near[0]!r} meant?" if near else f"expected {', '.join(sorted(options))}, or 'name' for your logs"
         if key == "use_muon":  # of other programs' groups
@@ -241,9 +241,11 @@ def check_group(group: ParamGroup, scales: Collection[str], method: MatrixMethod
         scales: the names that ``adjust_lr_fn`` may have.
         method: None for element-wise algorithms.
     """
+    # Each option by itself.
     for name in dict.fromkeys([*_DECLARATIONS, "eps", *(method.options if method is not None else ())]):
         if name in group:
             _check_option(name, group, method)
+    # Those that depend on others: of state, of scales, and the restarts of the Gram form.
     codec_of(group)
     if method is None:
         return
@@ -266,6 +268,7 @@ def _check_option(name: str, group: ParamGroup, method: MatrixMethod | None) -> 
 
 def options_in_code(group: ParamGroup) -> dict[str, Any]:
     """Return the options that the code gave a group, as far as the group can tell."""
+    # A scheduler has changed the rate, but not its initial value.
     options = {**group, "lr": group.get("initial_lr", group["lr"])}
     options |= {option: group[key] for option, key in GIVEN_KEYS.items() if key in group}
     return {option: as_tuples(as_numbers(options[option])) for option in GIVEN_KEYS if option in options}

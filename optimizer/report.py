@@ -87,6 +87,7 @@ class MuonReport:
     doubts: tuple[str, ...]
 
     def __str__(self) -> str:
+        # A table of the groups, and their names.
         rows = [("group", "name", "algorithm", "parameters", "matrices", "elements", "update RMS")]
         for group in self.groups:
             rms = " to ".join(dict.fromkeys(f"{rms:.2g}" for rms in group.update_rms or ())) or "-"
@@ -94,12 +95,13 @@ class MuonReport:
             rows.append((str(group.number), group.name, group.algorithm, *counts, rms))
         lines = table(rows)
         lines += [f"group {group.number}: {group.layers}" for group in self.groups if group.names]
+        # Work, traffic and memory of this rank beside the others'.
         if self.matrices_by_rank is None:
             lines.append("owners are known after the first step")
         else:
-            fewest, highest, here = self.matrices_by_rank
+            fewest, highest, count = self.matrices_by_rank
             lines.append(
-                f"{fewest} to {highest} matrices a rank, {here} on this one, which sends {self.sent_bytes:,} bytes a "
+                f"{fewest} to {highest} matrices a rank, {count} on this one, which sends {self.sent_bytes:,} bytes a "
                 "step"
             )
         lines.append(f"{self.state_bytes:,} bytes of state on this rank")
@@ -128,10 +130,10 @@ def count_sent_bytes(schedules: Sequence[Schedule]) -> int | None:
     """Return the bytes that this rank sends to others in a step; None without schedules."""
     sent_bytes = 0
     for schedule in schedules:
-        here = schedule.ranks.index(_this_rank()) if _this_rank() in schedule.ranks else 0
+        index = schedule.ranks.index(_this_rank()) if _this_rank() in schedule.ranks else 0
         for stage in schedule.stages:
             for route in (stage.gather, stage.scatter):
-                sent_bytes += sum(route.send_counts) - route.send_counts[here]
+                sent_bytes += sum(route.send_counts) - route.send_counts[index]
     return sent_bytes if schedules else None
 
 
@@ -144,6 +146,7 @@ def report_group(
 ) -> GroupReport:
     """Return the report of a group of this number, given the names of parameters in a model."""
     params, algorithm, rate = group["params"], group["algorithm"], float(group["lr"])
+    # An update's root mean square without the rate: of each shape of matrices, or of elements.
     matrices: list[tuple[int, int]] = []
     expected: list[float | None] = [1.0] if algorithm == "lion" else [*ADAMW_RMS]
     if is_matrix_method(algorithm):
@@ -174,6 +177,7 @@ def count_owner_bytes(
             if param not in owners:
                 continue
             counts.update(dict.fromkeys(ranks_of(param, replicas), 0))
+            # Each matrix has its state on one rank.
             shapes = list(map(rows_columns, shapes_of(tuple(param.shape), fused_of(group))))
             for slot in methods[group["algorithm"]].slots_of(group).values():
                 itemsize = (slot.dtype or param.dtype).itemsize if slot.at_owner else 0

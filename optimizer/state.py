@@ -27,6 +27,7 @@ from ..names.state_forms import AVERAGES, stored_parts
 from ..names.vocabulary import MOMENTUM
 from .ground.codecs import codec_of, detect_codec, in_a_dim, stored_slots
 from .ground.dcp_hooks import declare_boxes
+from .ground.tensors import view_boxes
 from .methods.form import MatrixMethod
 from .methods.matrix import fused_of, method_slots
 from .methods.scalar import SCALARS, fresh_average
@@ -51,10 +52,11 @@ def fresh_state(
     codec = codec_of(group)
     if method is None:
         return SCALARS[group["algorithm"]].fresh(param, codec)
-    matrices_of(layout.shape, fused_of(group))
+    matrices_of(layout.shape, fused_of(group))  # refuses pieces that do not add up
     state: dict[str, Tensor] = {}
     if method.averages:
         state |= fresh_average(param, MOMENTUM, codec)
+    # Slots of the method, in the layout of the parameter or sharded as its rows or columns are.
     for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
         dtype = slot.dtype or param.dtype
         if slot.shape == "[m, n]" and not slot.at_owner:
@@ -96,6 +98,7 @@ def owner_state(
         if mesh is None:
             state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
             continue
+        # This rank's matrices end to end, under the global shape.
         numel = sum(box.numel for box in owner_boxes(reduced, owners))
         local_shape = shape if numel == math.prod(shape) else (numel, *(1,) * (len(shape) - 1))
         state[name] = DTensor.from_local(
@@ -150,11 +153,12 @@ def convert_averages(state: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> 
     converted = {**loaded}
     for slot in AVERAGES:
         stored, saved = stored_parts(state, slot), stored_parts(loaded, slot)
-        layouts, saved_layouts = (
-            {name: describe_layout(value) for name, value in parts.items()} for parts in (stored, saved)
-        )
-        if not stored or layouts == saved_layouts or (exact := _decode_loaded(saved, stored)) is None:
+        names, saved_names = [*stored], [*saved]
+        layouts, saved_layouts = [*map(describe_layout, stored.values())], [*map(describe_layout, saved.values())]
+        is_same_form = (names, layouts) == (saved_names, saved_layouts)
+        if not stored or is_same_form or (exact := _decode_loaded(saved, stored)) is None:
             continue
+        # Store the exact numbers as this state does.
         fresh = {name: torch.zeros_like(part) for name, part in stored.items()}
         numbers, *scales = (in_a_dim(local_of(part)) for part in fresh.values())
         if (codec := detect_codec(stored)) is not None:
@@ -171,7 +175,8 @@ def _decode_loaded(saved: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Te
     codec = detect_codec(tensors) if len(tensors) == len(saved) else None
     if codec is None:
         return None
-    expected, actual = (next(iter(parts.values())) for parts in (stored, tensors))
+    # The first part has the elements, so its layout tells where they lie.
+    expected, actual = next(iter(stored.values())), next(iter(tensors.values()))
     parts = [in_a_dim(local_of(part)) for part in tensors.values()]
     if not has_same_layout(actual, expected) or parts[0].shape != in_a_dim(local_of(expected)).shape:
         return None
@@ -291,9 +296,9 @@ def find_changes(snapshots: Sequence[GroupSnapshot], groups: Sequence[Mapping[st
             continue
         # The group must have its members, and as many.
         members = set(map(id, params))
-        for other_number, other in enumerate(snapshots):
-            if other_number != number and not members.isdisjoint(map(id, other.params)):
-                raise ValueError(f"group {number} has parameters that were in group {other_number}: {_KEEP_GROUPS}")
+        for former_number, former_group in enumerate(snapshots):
+            if former_number != number and not members.isdisjoint(map(id, former_group.params)):
+                raise ValueError(f"group {number} has parameters that were in group {former_number}: {_KEEP_GROUPS}")
         if len(snapshot.params) != len(params):
             raise ValueError(
                 f"group {number} had {len(snapshot.params)} parameters, and now it has {len(params)}: add parameters "
@@ -419,6 +424,7 @@ def _copy_local(source: Tensor, target: Tensor) -> bool:
     """Copy this rank's part of a tensor to another layout; False if this rank does not hold all of it."""
     if declares_boxes(target) or declares_boxes(source):
         return _copy_boxes(parts_of(source), parts_of(target))
+    # The share of this rank in a plan between the two layouts, if it needs no other rank.
     rank = dist.get_rank() if dist.is_initialized() else 0
     meshes = [tensor.device_mesh for tensor in (target, source) if isinstance(tensor, DTensor)]
     ranks = tuple(meshes[0].mesh.flatten().tolist()) if meshes else (rank,)
@@ -426,10 +432,8 @@ def _copy_local(source: Tensor, target: Tensor) -> bool:
     if any(copy.source.buffer != rank for copy in copies):
         return False
     for copy in copies:
-        source_view, target_view = (
-            local.as_strided(copy.box.shape, place.strides, local.storage_offset() + place.offset)
-            for local, place in ((local_of(source), copy.source), (local_of(target), copy.target))
-        )
+        [source_view] = view_boxes([local_of(source)], copy.box.shape, copy.source.strides, [copy.source.offset])
+        [target_view] = view_boxes([local_of(target)], copy.box.shape, copy.target.strides, [copy.target.offset])
         target_view.copy_(source_view)
     return True
 
