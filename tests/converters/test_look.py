@@ -369,7 +369,7 @@ def test_the_tree_folds_layers_that_are_alike_and_keeps_every_tensor_and_byte(tm
     assert [(branch.name, branch.count, branch.tensors) for branch in model.branches] == [("0,2", 2, 3), ("1", 1, 3)]
 
     def size(branches):
-        return sum(b.alike * (size(b.branches) if b.branches else 4 * math.prod(b.shape)) for b in branches)
+        return sum(b.count * (size(b.branches) if b.branches else 4 * math.prod(b.shape)) for b in branches)
 
     assert size(inspection.tree()) == inspection.bytes
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
