@@ -162,21 +162,23 @@ class ChunkReader:
 
     def _near_reads(self, reads: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
         """Group reads: small ones near each other are read at once."""
-        start = 0
-        while start < len(reads):
-            stop = start + 1
-            first = reads[start].extent
-            gap = self._payloads.open_file(first.file, 0).gap if first is not None else 0
-            end = first.end if first is not None else 0
-            while first is not None and stop < len(reads):
-                following = reads[stop].extent
-                if following is None or following.file != first.file or following.offset > end + gap:
-                    break
-                if following.end - first.offset > BAND_BYTES:
-                    break
-                end, stop = max(end, following.end), stop + 1
-            yield reads[start:stop]
-            start = stop
+        group: list[_Read] = []
+        for read in reads:
+            if group and not self._is_near(group, read):
+                yield group
+                group = []
+            group.append(read)
+        if group:
+            yield group
+
+    def _is_near(self, group: Sequence[_Read], read: _Read) -> bool:
+        """Return whether a read can be done in one call with those before it."""
+        first, last = group[0].extent, group[-1].extent
+        if first is None or last is None or read.extent is None or read.file != group[0].file:
+            return False
+        file = self._guarded(read, partial(self._payloads.open_file, read.file, 0))
+        is_close = file is not None and read.extent.offset <= last.end + file.gap
+        return is_close and read.extent.end - first.offset <= BAND_BYTES
 
     def _raw_bytes(self, reads: Sequence[_Read]) -> Sequence[memoryview | None]:
         """Read the bytes of reads that are near each other; None for one alone, which is checked band by band."""
