@@ -111,7 +111,8 @@ def salvage(
         itself = [stack.enter_context(one) for one in (*descriptions, *_replicas(broken, damage))] if damage else []
         work = Filling.of(part, diagnosis, itself, comparisons)
         work.fill(mix_steps, fresh, execution.jobs)
-        salvaged, outputs = work.outputs()
+        misspelt = (finding.names for finding in found.findings if finding.kind == "key")
+        salvaged, outputs = work.outputs(set[str]().union(*misspelt))
         job = make_job(salvaged, target, (), lambda _: outputs, container)
         entry = salvaged.provenance["salvaged"][-1]
         later = replace(execution, progress=lambda count, total: execution.progress(count, found.payload_bytes + total))

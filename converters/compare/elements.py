@@ -259,7 +259,7 @@ class StoredChunk:
 
 
 _MAX_BITS_ELEMENTS = 1 << 18
-"""ReadableBoxes of which the bits are compared at once."""
+"""Elements of which the bits are compared at once."""
 
 
 def compare_bits(a: ReadableBoxes, b: ReadableBoxes, box: Box) -> tuple[bool, bool]:

@@ -7,7 +7,7 @@ gives the boxes that those before it lack.  Together they tile each tensor, or i
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -18,8 +18,9 @@ import numpy as np
 from ...algebra.box import Box, Index
 from ...algebra.layout import Fragment, Place, TensorLayout, dense, holes_in
 from ...names.errors import ADVICE, DamageError, MuonckptError, SourceError, about
+from ...names.keys import key_of
 from ...names.version import PROGRAM
-from ...names.vocabulary import begins_as_zeros
+from ...names.vocabulary import KeyPath, begins_as_zeros
 from ...names.wording import counted, listed
 from ...programs.model_view import BEGIN_ANEW, ModelView, Role
 from ...record.chunks import Boxes, Chunks, Strides
@@ -308,11 +309,15 @@ class Filling:
 
     # What is written.
 
-    def outputs(self) -> tuple[JoinedCheckpoints, Outputs]:
+    def outputs(self, misspelt_keys: Collection[str] = ()) -> tuple[JoinedCheckpoints, Outputs]:
         """Return the checkpoints as one source of a job, and what is written of them.
+
+        Args:
+            misspelt_keys: of tensors and items, whose keys are others than their paths.
 
         Raises:
             LayoutError: the boxes of a tensor do not tile it; names the tensor.
+            SourceError: nothing tells whether a key is damaged or its path.
         """
         # What each checkpoint gives, the damaged one first; their files get names in which the number is.
         given_tensors = [list(self.part.tensors), *(list[StateRecord]() for _ in self.sources)]
@@ -335,10 +340,41 @@ class Filling:
         for manifest in manifests:
             items |= {blob.key: blob for blob in manifest.blobs}
         output_items = [OutputItem(blob.key, blob.path, items[blob.key]) for blob in self.damaged.outline.blobs]
+        for number, output in enumerate(outputs):
+            if output.key in misspelt_keys:
+                key, path = self._spelling(output.record, misspelt_keys)
+                outputs[number] = replace(output, record=replace(output.record, key=key, path=path))
+        for number, item in enumerate(output_items):
+            if item.key in misspelt_keys:
+                key, path = self._spelling(item, misspelt_keys)
+                output_items[number] = replace(item, key=key, path=path)
         base = self._provenance()
         provenance = {**base, "salvaged": [*base.get("salvaged", ()), self._entry()]}
         source = JoinedCheckpoints(self.damaged.path, payloads, manifests, provenance)
         return source, Outputs(outputs, output_items, constants=tuple(zeros.values()))
+
+    def _spelling(self, entry: StateRecord | OutputItem, misspelt_keys: Collection[str]) -> tuple[str, KeyPath]:
+        """Return the key and the path of a tensor or an item of which one is damaged: a source tells which.
+
+        Raises:
+            SourceError: no source tells, and neither does the rest of the parameter.
+        """
+        keys = entry.key, key_of(entry.path)
+        for source in self.sources:
+            candidate = next((source.items[key] for key in keys if key in source.items), None)
+            tensor = source.counterpart(entry, self.view) if isinstance(entry, StateRecord) else None
+            if (witness := tensor or candidate) and witness.key in keys:
+                return witness.key, witness.path
+        # A path is right if it says that the tensor is of a parameter that is known otherwise.
+        if parameter := self.view.parameters.get(self.view.owners.get(entry.key, "")):
+            tensors = (*parameter.state.values(), *((parameter.weight,) if parameter.weight else ()))
+            if parameter.group or {tensor.key for tensor in tensors} - {*misspelt_keys}:
+                return keys[1], entry.path
+        raise SourceError(
+            f"{self.damaged.path}: {self.diagnosis.sentence}: {keys[0]!r} has the path of {keys[1]!r}, and nothing "
+            f"tells which is right. Nothing was written. {ADVICE}give a checkpoint that has it, such as the step "
+            "before, as `others=`"
+        )
 
     def _provenance(self) -> dict[str, Any]:
         """Return what is known of the save: what the checkpoint says, or a source of the same save if it cannot."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from support.commands import called
 
 import muonckpt
@@ -351,3 +352,39 @@ def test_shards_of_bare_weights_that_differ_from_a_copy_are_named_with_their_fil
     muonckpt.salvage(tmp_path / "one", tmp_path / "new", others=[tmp_path / "copy"], mix_steps=True)
     for name, weight in state(0, 1000)["model"].items():
         assert contents(tmp_path / "new")[name] == weight.view(torch.uint32).tolist()
+
+
+@pytest.mark.parametrize(
+    "word", ["model.up.weight", "up.weight", "optimizer.state.up.weight.step", "groups.0.lr", "step"]
+)
+def test_a_letter_flipped_in_a_stock_description_is_spelt_as_it_was_or_refused(word, saves, tmp_path):
+    """A key and its path are two records: which of them is damaged a copy tells, or the rest of the parameter."""
+    dcp.save(state(0, 1000), checkpoint_id=tmp_path / "copy", no_dist=True)
+    raw = (tmp_path / "copy" / ".metadata").read_bytes()
+    written = contents(tmp_path / "copy")
+    places = [match.end() - 2 for match in re.finditer(re.escape(word.encode()), raw)]
+    assert places
+    for number, at in enumerate(places):
+        broken = tmp_path / f"broken-{number}"
+        shutil.copytree(tmp_path / "copy", broken)
+        flip(broken / ".metadata", at)
+        if not any(finding.kind == "key" for finding in muonckpt.verify(broken).findings):
+            continue  # a letter of something else, which other tests have
+        muonckpt.salvage(broken, tmp_path / f"new-{number}", others=[tmp_path / "copy"])
+        assert contents(tmp_path / f"new-{number}") == written
+        paths = {tensor.key: tensor.path for tensor in muonckpt.open(tmp_path / f"new-{number}").manifest.tensors}
+        assert paths == {tensor.key: tensor.path for tensor in muonckpt.open(tmp_path / "copy").manifest.tensors}
+        try:
+            muonckpt.salvage(broken, tmp_path / f"alone-{number}")
+        except SourceError as error:
+            assert "nothing tells which is right" in str(error) and "`others=`" in str(error)
+        else:
+            assert contents(tmp_path / f"alone-{number}") == written
+
+
+def test_a_misspelt_weight_that_has_state_is_spelt_without_a_copy(saves, tmp_path):
+    dcp.save(state(0, 1000), checkpoint_id=tmp_path / "broken", no_dist=True)
+    written, raw = contents(tmp_path / "broken"), (tmp_path / "broken" / ".metadata").read_bytes()
+    flip(tmp_path / "broken" / ".metadata", raw.index(b"model.up.weight") + len("model."))
+    muonckpt.salvage(tmp_path / "broken", tmp_path / "new")
+    assert contents(tmp_path / "new") == written
