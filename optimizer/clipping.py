@@ -38,15 +38,13 @@ def clip_grad_norm_(
     """Scale gradients in place so that their total 2-norm is at most ``max_norm``.
 
     Parameters may be plain tensors and DTensors on any meshes, in any mixture (FSDP, HSDP, tensor and expert
-    parallelism); torch's function of this name refuses several meshes.  Every element counts once, however many ranks
-    hold it.  A plain tensor is the same on all ranks (DDP), or belongs to this rank's pipeline stage.
+    parallelism), which torch's function of this name refuses.  Every element counts once, however many ranks hold it.
+    A plain tensor is the same on all ranks (DDP), or belongs to this rank's pipeline stage.
 
-    Collective: all ranks that hold a parameter must call it, with its gradient or without.
-
-    All ranks get the same bits, or an error: parameters that differ between ranks must be on a mesh that says so.
-    Squares are added up in float64 and the norm is rounded to float32, so another sharding of the same gradients gives
-    the same norm, except about once in ten million, when it gives its neighbour.  16-bit gradients are scaled in
-    float32 and rounded once.
+    Collective: all ranks that hold a parameter must call it, with its gradient or without.  All get the same bits, or
+    an error: parameters that differ between ranks must be on a mesh that says so.  Squares are added up in float64 and
+    the norm is rounded to float32, so another sharding gives the same norm, except about once in ten million, when it
+    gives its neighbour.  16-bit gradients are scaled in float32 and rounded once.
 
     Args:
         parameters: the same ones, in the same order, on every rank that shares them.
@@ -61,9 +59,8 @@ def clip_grad_norm_(
         ValueError: ranks that share a parameter do not have the same norm, as they have others on a mesh of only some
             of them; or their sets of ranks overlap in part, so that this cannot be seen; or gradients are in the
             buffers of a `LayerWise`.
-        RuntimeError: ``max_norm`` is not the same on all ranks; or a gradient is not laid out as its parameter.
-        RuntimeError: the norm is not finite and ``error_if_nonfinite``; on all ranks alike, with the gradients
-            unchanged.
+        RuntimeError: ``max_norm`` is not the same on all ranks; a gradient is not laid out as its parameter; or the
+            norm is not finite and ``error_if_nonfinite``.  The gradients are unchanged then.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if num_in_buffers := sum(param in IN_BUFFERS for param in params if IN_BUFFERS):
@@ -130,11 +127,9 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> tuple[Tensor, Tensor, list[Tensor], list[Ranks]]:
-    """Add up the squares of all gradients over ranks.  Collective.
-
-    Returns:
-        The sum, on the device of the first parameter; whether some rank that has a part of it has another sum; the
-        least and the greatest ``max_norm``; the widest sets of ranks that share parameters with this one.
+    """Return the sum of the squares of all gradients, on the device of the first parameter; whether some rank that has
+    a part of it has another sum; the least and the greatest ``max_norm``; and the widest sets of ranks that share
+    parameters with this one.  Collective.
     """
     by_mesh: defaultdict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for param in params:

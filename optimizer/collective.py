@@ -241,10 +241,9 @@ def guard_gradients(groups: Iterable[ParamGroup], state: State) -> Iterator[Guar
 def max_gradient(slots: Mapping[str, Tensor]) -> float:
     """Return the size up to which an element of a gradient gives a finite state and update.
 
-    An exponential moving average is no larger than its numbers.  So momenta stay below half of the end of their range,
-    and differences of two can be computed; averages of squares stay within theirs.  A finite matrix has a finite update
-    then: singular values begin below 1, and no published set makes more than 2 of them, for which `recipe.HOLD` has
-    room.
+    An exponential moving average is no larger than its numbers, so momenta stay below half of the end of their range,
+    and averages of squares within theirs.  A finite matrix has a finite update then: singular values begin below 1, and
+    no published set makes more than 2 of them, for which `recipe.HOLD` has room.
     """
     limits = [MAX_WIRE_UPDATE / 2]
     for name, tensor in slots.items():

@@ -403,8 +403,7 @@ class Decisions:
         """Return parameter groups for `Muon`; each parameter that is not frozen is in exactly one.
 
         Schedulers know groups by number, so the order depends on rules and ``kinds`` only: matrices, the rest, then
-        kinds with options of their own, in the order of `KINDS`.  A group whose parameters are all frozen stays, empty,
-        unless it is last.
+        kinds with options of their own, in the order of `KINDS`.  A group of frozen parameters is empty, unless last.
 
         Args:
             muon: options of all groups of matrices, such as ``lr`` or ``algorithm="normuon"``.
@@ -483,14 +482,14 @@ _WHERE = "where RULES are those given now; check the kinds: Muon steps a 'matrix
 
 @called_like(f"sort_parameters(model, {EXAMPLE})")
 def sort_parameters(model: nn.Module, *rules: Rules) -> Decisions:
-    """Decide by rules what every parameter of ``model`` is, and refuse everything that they leave unclear.
+    """Decide the kind of every parameter of ``model`` by rules, and refuse everything that they leave unclear.
 
     The first layer with a rule for a parameter decides it, and all rules of that layer that select it must agree.  A
     shared parameter that is an embedding under one name, and a head or a matrix by module type under the others, is a
-    tied embedding.
+    tied embedding.  Frozen parameters need no rule.
 
     The model may be sharded (DTensors count with their global shape), compiled, checkpointed or wrapped for DDP; names
-    are without parts that wrappers insert.  Frozen parameters need no rule.
+    are without parts that wrappers insert.
 
     Args:
         rules: as for `Muon.for_model`: a set, or several in a list, of which earlier ones beat later ones.
@@ -498,9 +497,8 @@ def sort_parameters(model: nn.Module, *rules: Rules) -> Decisions:
     Raises:
         TypeError: this is no model, or something among the rules is no rule.
         ValueError: lists everything that is unclear, and rules that would decide it: parameters under no rule, rules
-            that disagree, a shape that does not fit the kind or the split, a matrix as tall as an embedding that no
-            rule names, matrices without a rule about an output head, rules that select nothing, and flat or
-            uninitialized parameters.
+            that disagree or select nothing, a shape that does not fit the kind or the split, a matrix that may be an
+            output head, and flat or uninitialized parameters.
     """
     uses_of = _uses(model)
     if not (layers := layers_of(rules)):

@@ -7,9 +7,8 @@
 
 Megatron-FSDP cuts its flat buffers where a shard ends, so its DTensors are uneven in ways that placements do not say.
 The model's buffer index says it, the same on every rank: where each parameter begins, how long the buffer is, which
-mesh axes cut it.
-
-Nothing of the package is imported here; :class:`Model` lists what is used.  Checked with megatron-fsdp 0.6.1.
+mesh axes cut it.  Its package is not imported here; :class:`Model` lists the parts in use.  Checked with megatron-fsdp
+0.6.1.
 """
 
 from __future__ import annotations
@@ -115,13 +114,12 @@ def _cuts(param: Any, index: Any) -> Cuts:
 def finish_gradients(model: Model) -> None:
     """Finish the gradients of the backward passes, so that all ranks that hold a parameter have its gradient, or none.
 
-    Calls ``finish_grad_sync()`` once after backward passes: a second call would undo clipping, and could reduce twice.
-    An empty shard, whose ``grad`` Megatron-FSDP leaves as None, gets its empty gradient.
+    :func:`attach` does this before each step; call it yourself to look at or clip the gradients before that.  It calls
+    ``finish_grad_sync()`` once after backward passes, as a second call would undo clipping, and could reduce twice.  An
+    empty shard, whose ``grad`` Megatron-FSDP leaves as None, gets its empty gradient.
 
     As always with Megatron-FSDP, a parameter that no backward pass has reached has a gradient of zeros: its momentum
     fades and its weights decay.  Only frozen parameters have None, and all after ``zero_grad_buffer()``.
-
-    :func:`attach` does this before each step; call it yourself to look at or clip the gradients before that.
     """
     if model.microbatch_count:
         model.finish_grad_sync()

@@ -83,16 +83,15 @@ from .step.step import Step, Steps
 class Muon(ForModel, CollectiveOptimizer):
     """Muon for matrices and AdamW or Lion for the rest, in one optimizer.
 
-    Each parameter group chooses ``algorithm="muon"`` (the default), another of `methods.matrix.MATRICES` ("normuon",
-    "adamuon", "hyperball", "soap"), a `MatrixMethod`, "adamw" or "lion".  Parameters are plain tensors
-    or DTensors on any mesh (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``).  The same
-    global gradients give the same bits on any mesh.  A parameter of three dims is a stack of matrices (experts).
+    Each group chooses ``algorithm="muon"`` (the default), another of `methods.matrix.MATRICES` ("normuon", "adamuon",
+    "hyperball", "soap"), a `MatrixMethod`, "adamw" or "lion".  Parameters are plain tensors or DTensors on any mesh
+    (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``), and the same global gradients give
+    the same bits on all of them.  A parameter of three dims is a stack of matrices (experts).
 
-    Every parameter has state from construction on: in its own layout ``momentum_buffer`` (``m = momentum * m +
-    (1 - momentum) * g``), NorMuon's ``second_moment`` (one float32 number a row), or ``exp_avg``, ``exp_avg_sq`` and
-    ``step``; and what a method keeps at the owners of matrices.  So stock ``get_optimizer_state_dict`` and DCP save and
-    load all of it.  A parameter without a gradient is
-    skipped, as in torch; it must then have none on any rank that holds it.
+    Every parameter has state from construction on, so stock ``get_optimizer_state_dict`` and DCP save and load all of
+    it: in its own layout ``momentum_buffer`` (``m = momentum * m + (1 - momentum) * g``), NorMuon's ``second_moment``
+    (one float32 number a row), or ``exp_avg``, ``exp_avg_sq`` and ``step``; and state at the owners of matrices.  A
+    parameter without a gradient is skipped, as in torch; it must then have none on any rank that holds it.
 
     Args:
         params: parameters or groups, as for any torch optimizer.
@@ -110,22 +109,21 @@ class Muon(ForModel, CollectiveOptimizer):
         eps: the smallest norm that a matrix is divided by.
         pieces, columns, interleaved: the matrices that are fused in each parameter of a group, such as
             ``pieces=(q, k, v)`` (`matrices.Fused`); each is orthogonalised and scaled by itself.
-        cost: cost of a matrix, for sharing out the work: a function of rows, columns, steps and gram, or a
+        cost: cost of a matrix, to share out the work: a function of rows, columns, steps and gram, or a
             `costs.CostTable` of measured times.  The same on every rank.
-        form: chooses how a matrix is orthogonalised: by kernels or torch and, with ``gram``, in the Gram form or not.
-            A function that estimates, or the ``form`` of a `costs.CostTable`.  The same on every rank.
+        form: chooses kernels or torch for a matrix and, with ``gram``, the Gram form or not: a function that estimates,
+            or the ``form`` of a `costs.CostTable`.  The same on every rank.
         replicas: process group over which *plain* tensors are replicated (DDP); it shares out their matrices.  None:
             this process orthogonalises its plain tensors itself.
         exchange: "all_to_all", or "all_gather" for networks on which that does not scale; it sends more bytes.
-        stages: the most rounds of exchange and compute, which overlap.  More need smaller buffers, and each takes time
-            of its own.  None: up to 4, depending on the bytes (`schedule.worthwhile_stages`).
+        stages: the most rounds of exchange and compute, which overlap.  More need smaller buffers and more time.  None:
+            up to 4, depending on the bytes (`schedule.worthwhile_stages`).
         layout: returns the layout of a parameter, its state and gradients, if mesh and placements do not say it.
         offload: "cpu": state rests in host memory, pinned for a GPU, and comes to the parameters' device stage by
-            stage: with the same bits, and in more stages than else, unless ``stages`` is given.  A step waits until its
-            state is back, so none can be captured in a CUDA graph.  None: state rests on that device.
+            stage, with the same bits.  A step waits until its state is back, so none can be captured in a CUDA graph.
         nonfinite: if a gradient on any of the ranks that share parameters is not finite, or too large for its state,
-            "skip" the step, which changes nothing, or "raise".  It looks at every gradient, without a collective; on
-            one GPU a step waits for the device, and no step can be captured in a CUDA graph.  None: no look.
+            "skip" the step, which changes nothing, or "raise".  It needs no collective; on one GPU a step waits for the
+            device, and none can be captured in a CUDA graph.
         most_skipped: steps that may be skipped in a row; the next one raises.
 
     Raises:
@@ -400,8 +398,8 @@ class Muon(ForModel, CollectiveOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:  # type: ignore[override]
         """Load state, and the hyper-parameters that schedules change (`RESTORED`).  If refused, nothing is changed.
 
-        Options of the arithmetic (``ns_coefficients``, ``adjust_lr_fn``, …) stay as the code has them, with a warning,
-        and another warns of hyper-parameters that the code gives otherwise than that of the saved run.
+        Options of the arithmetic (``ns_coefficients``, ``adjust_lr_fn``, …) stay as the code has them.  Warnings tell
+        where they differ, and which hyper-parameters of the code the saved run overrides.
 
         Args:
             state_dict: its parameters are matched by name if both optimizers have names, else by number.  Frozen ones

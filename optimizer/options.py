@@ -1,9 +1,8 @@
 """Options of parameter groups: their checks, and those that the code gave, of which a resume tells what it overrides.
 
-Their defaults are in `names.vocabulary`.  A loaded state brings the rates of the saved run, which schedules have
-changed, so the code's present ones have no effect; they were changed on purpose if they differ from the code's at that
-time.  A group does not say those once a schedule has changed them, other than by ``initial_lr``, so state dicts have
-`GIVEN_KEYS`.
+A loaded state brings the rates of the saved run, so the code's present ones have no effect.  They were changed on
+purpose if they differ from the code's at that time, which state dicts have under `GIVEN_KEYS`, as schedules change the
+rates of groups.  Defaults are in `names.vocabulary`.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """Codecs: how a group stores averages, which nobody else asks: numbers of a dtype, or codes of 8 bits in blocks.
 
-A codec follows from the options of a group, or from the stored tensors.  It says which slots an average takes, reads
-and writes them, and says whether a sharding may cut them; `names.state_forms` has their names, shapes and dtypes.
+A codec follows from the options of a group, or from the stored tensors; `names.state_forms` has the names, shapes and
+dtypes of its slots.
 
-Noise that rounds stochastically is a function of seed, step, slot and an element's global index: the same on every
-topology, and continued after a resume on another one.  An element at a column ``c`` gets the upper 16 bits of
-``a * c + b`` modulo 2^64, with numbers ``a`` and ``b`` of its row, which SplitMix64 makes: uniform, and independent for
-any two elements (Dietzfelbinger 1996, "Universal hashing and k-wise independent random variables via integer arithmetic
-without primes").
+Noise that rounds stochastically is a function of seed, step, slot and an element's global index, so it is the same on
+every topology.  An element at a column ``c`` gets the upper 16 bits of ``a * c + b`` modulo 2^64, with numbers ``a``
+and ``b`` of its row, which SplitMix64 makes: uniform, and independent for any two elements (Dietzfelbinger 1996,
+"Universal hashing and k-wise independent random variables via integer arithmetic without primes").
 
-State in 8 bits has a code for each element, and a float32 scale for each block: a run along the last dim of the
-*global* tensor, whose scale is its largest magnitude (Dettmers et al. 2022, arXiv 2110.02861).  No rank holds a part of
-a block (`Codec.refuse_cut`), so codes and scales are those of one process on every topology.
+State in 8 bits has a code for each element, and for each block, a run along the last dim of the *global* tensor, its
+largest magnitude as a float32 scale (Dettmers et al. 2022, arXiv 2110.02861).  No rank holds a part of a block
+(`Codec.refuse_cut`), so codes and scales are the same on every topology.
 """
 
 from __future__ import annotations
@@ -515,8 +514,7 @@ def cut_state_portions(
 ) -> Iterator[tuple[list[Tensors], list[LocalCodec | None]]]:
     """Cut parallel lists of local tensors to portions, with the codecs of the first of them (`rounded_once`).
 
-    Portions are those of `tensors.cut_portions` where nothing depends on the places of elements.  Tensors that are not
-    contiguous are copied, and written back after their last part.
+    Tensors that are not contiguous are copied, and written back after their last part.
 
     Args:
         slots: of the first lists, which have first parts; None where a list is no state of the group.

@@ -76,9 +76,8 @@ class LayerWise(CollectiveOptimizer):
     reduces gradients into the buffers; run all but the last one of a step under `no_sync`.  ``param.grad`` is None
     afterwards; clip with `clip_grad_norm_`.  Only owners hold state (momentum, float32 masters of 16-bit parameters).
     State dicts have DTensors of the parameters' shapes, which runs on FSDP can load, and the other way round.  The same
-    reduced gradients give the bits of `Muon` in one process, in every layout.
-
-    A parameter without a gradient on any rank is skipped; where only some ranks have one, the others count as zero.
+    reduced gradients give the bits of `Muon` in one process, in every layout.  A parameter without a gradient on any
+    rank is skipped; where only some ranks have one, the others count as zero.
 
     Args:
         model: its parameters are plain tensors; those that take gradients must all be in ``groups``.
@@ -86,7 +85,7 @@ class LayerWise(CollectiveOptimizer):
         layout: a placement: "padded-nscost" (equal shards with padding, as in Megatron main), "padded-numel" (as in
             core 0.18 and 0.19), "decoupled-total-order" (ping-pong owners without padding, as in Megatron dev),
             "legacy-pingpong" (ping-pong owners of everything) or "balanced" (ours); or the buffers that a checkpoint
-            records (`run_buffers` in `muonckpt.layouts.buffers.records`), whose owners are kept.
+            records (`layouts.buffers.records.run_buffers`), whose owners are kept.
         bucket_size: elements at which a bucket closes; None: one bucket for each buffer.
         group: data-parallel ranks; None: all, or this process alone if there is no process group.
         experts: parameters that only the ranks of ``expert_group`` share.
@@ -94,8 +93,8 @@ class LayerWise(CollectiveOptimizer):
         average: divide the sums of gradients by the size of ``group`` (those of experts too, as their tokens come from
             all of it).
         exact: reduce unequal shards to their owners only; False: each bucket by one all-reduce.
-        overlap: `step` leaves gathers under way, and each module waits for its own parameters before its next forward.
-            Where a parameter is used elsewhere, call `wait` first.
+        overlap: `step` returns before gathers are done, and each module waits for its own parameters before its next
+            forward.  Where a parameter is used elsewhere, call `wait` first.
         previous: owners by name, which "balanced" keeps where it can (`BufferLayout.owners`).
         nonfinite, most_skipped: as for `Muon`, but of reduced gradients.
         options: of `Muon`, except those of exchange.
@@ -525,9 +524,8 @@ def shared_state(
     """Return the state of one parameter, with the same slots on every rank; it shares memory with the stepped state.
 
     Args:
-        meta, template: the whole parameter as it is stepped, on the meta device, and its state.
-        part: this rank's part of it.
-        inner: state of ``part.master``; empty for a matrix that this rank does not own.
+        meta, template: the whole parameter on the meta device, and its state.
+        part, inner: this rank's part of it, and its state; empty for a matrix that this rank does not own.
         mesh: the ranks that share the parameter; None: this process alone.
     """
     template, local = dict(template), dict(inner)
