@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 import struct
-import zlib
 from collections.abc import Container, Iterable
 from types import NoneType
 from typing import Any
@@ -20,35 +19,34 @@ from ....names.vocabulary import KeyPath
 from ....record.record import Blob, Extent
 from ...io import limits
 from .inert_pickle import Global, Record, unpickle
-from .stored_zip import MEMBER_ALIGNMENT, SERIALIZATION_ID, directory, read_members, store
+from .stored_zip import member_data, read_members, store_end, store_front
 
 _NUMBERS = ("numpy._core.multiarray scalar", "numpy.core.multiarray scalar")
 """The functions of numpy 2 and 1 that make a scalar: learning rates computed by schedules may be such scalars."""
 
-_OF_NUMBERS = frozenset((*_NUMBERS, "numpy dtype", "_codecs encode"))
+_NUMBER_NAMES = frozenset((*_NUMBERS, "numpy dtype", "_codecs encode"))
 _CODES = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"}
 
 
-def plain_value(raw: bytes, allowed: Container[str] = ()) -> Any:
-    """Return the object in the bytes of an item: plain data, and `Record`s of the names that are allowed.
+def plain_value(raw: bytes, names: Container[str] = ()) -> Any:
+    """Return the object in the bytes of an item: plain data, and `Record`s of these names.
 
     numpy's scalars become Python's numbers.
 
     Raises:
         SourceError: it is something else, or not an item at all.
     """
-    members = {
-        member.name: member for member in read_members(lambda offset, count: raw[offset : offset + count], len(raw))
-    }
+
+    def read(offset: int, length: int) -> bytes:
+        return raw[offset : offset + length]
+
+    members = {member.name: member for member in read_members(read, len(raw))}
     pickled = members.get("data.pkl")
     if pickled is None:
         raise SourceError(f"expected a data.pkl, found a zip archive of {', '.join(members):.200}")
     limits.check_limit(pickled.length, limits.ITEM_BYTES, "bytes in the data.pkl of an item")
-    data = raw[pickled.offset : pickled.offset + pickled.length]
-    if pickled.crc32 is not None and zlib.crc32(data) != pickled.crc32:
-        raise SourceError(f"expected checksum {pickled.crc32:#010x} for data.pkl, found {zlib.crc32(data):#010x}")
-    content = unpickle(data, allowed or _OF_NUMBERS, limits.ITEM_CONTAINERS)
-    return PlainParts(len(data), strict=not allowed).part(content)
+    content = unpickle(member_data(read, pickled, pickled.length), names or _NUMBER_NAMES, limits.ITEM_CONTAINERS)
+    return PlainParts(pickled.length, strict=not names).part(content)
 
 
 class PlainParts:
@@ -60,9 +58,9 @@ class PlainParts:
 
     def __init__(self, length: int, strict: bool = True) -> None:
         self._strict = strict
-        self._most = limits.SMALL_DESCRIPTION + limits.UNFOLDED * length
-        self._unfolded = 0
-        self._known: dict[int, tuple[Any, int]] = {}
+        self._max_size = limits.SMALL_DESCRIPTION + limits.UNFOLDED * length
+        self._size = 0
+        self._converted: dict[int, tuple[Any, int]] = {}
         """The containers that have been converted, by id: pickles share them."""
 
     def part(self, value: object) -> Any:
@@ -73,34 +71,34 @@ class PlainParts:
             SourceError: it is something else.
         """
         try:
-            converted, unfolded = self._converted(value)
+            plain, size = self._convert(value)
         except RecursionError:
             raise SourceError("expected plain data, found it nested too deeply") from None
-        self._unfolded += unfolded
-        limits.check_limit(self._unfolded, self._most, "elements and characters in an item's data")
-        return converted
+        self._size += size
+        limits.check_limit(self._size, self._max_size, "elements and characters in an item's data")
+        return plain
 
-    def _converted(self, value: Any) -> tuple[Any, int]:
+    def _convert(self, value: Any) -> tuple[Any, int]:
         """Return a converted value, and how many elements and characters it has."""
         if type(value) is str:
             return value, 1 + len(value)
         if type(value) in (int, float, bool, NoneType):
             return value, 1
-        if id(value) not in self._known:
-            self._known[id(value)] = self._container(value)
-        return self._known[id(value)]
+        if id(value) not in self._converted:
+            self._converted[id(value)] = self._convert_container(value)
+        return self._converted[id(value)]
 
-    def _container(self, value: Any) -> tuple[Any, int]:
+    def _convert_container(self, value: Any) -> tuple[Any, int]:
         match value:
             case list() | tuple():
-                parts, sizes = self._all(value)
-                return type(value)(parts), 1 + sizes
+                parts, size = self._convert_all(value)
+                return type(value)(parts), 1 + size
             case dict():
-                keys, key_sizes = self._all(value)
-                if self._strict and (others := {type(key).__name__ for key in keys} - {"str", "int"}):
-                    raise SourceError(f"expected strings or integers as dict keys, found {', '.join(sorted(others))}")
-                parts, sizes = self._all(value.values())
-                return dict(zip(keys, parts, strict=True)), 1 + key_sizes + sizes
+                keys, key_size = self._convert_all(value)
+                if self._strict and (kinds := {type(key).__name__ for key in keys} - {"str", "int"}):
+                    raise SourceError(f"expected strings or integers as dict keys, found {', '.join(sorted(kinds))}")
+                parts, size = self._convert_all(value.values())
+                return dict(zip(keys, parts, strict=True)), 1 + key_size + size
             case Record(
                 kind=kind,
                 args=(
@@ -118,13 +116,13 @@ class PlainParts:
                 raise SourceError(f"expected plain data, found {getattr(value, 'kind', value)}; nothing was run")
         return value, 1
 
-    def _all(self, values: Iterable[Any]) -> tuple[list[Any], int]:
-        converted, total = [], 0
+    def _convert_all(self, values: Iterable[Any]) -> tuple[list[Any], int]:
+        parts, total_size = [], 0
         for value in values:
-            part, size = self._converted(value)
-            converted.append(part)
-            total += size
-        return converted, total
+            part, size = self._convert(value)
+            parts.append(part)
+            total_size += size
+        return parts, total_size
 
 
 def plain_item(value: object) -> bytes:
@@ -134,16 +132,8 @@ def plain_item(value: object) -> bytes:
         TypeError: the value is not plain data.
     """
     _check_plain(value)
-    contents = (
-        ("data.pkl", pickle.dumps(value, protocol=2)),
-        (".format_version", b"1"),
-        (".storage_alignment", str(MEMBER_ALIGNMENT).encode()),
-        ("byteorder", b"little"),
-        ("version", b"3\n"),
-        (".data/serialization_id", SERIALIZATION_ID),
-    )
-    out, entries = store(contents, 0)
-    return out + directory(entries, len(out))
+    front, entries = store_front(pickle.dumps(value, protocol=2))
+    return front + store_end(len(front), entries)
 
 
 class HeldItems:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,7 +28,7 @@ SERIALIZATION_ID = b"0" * 40
 """Stands in for torch's hash of the item's names and checksums."""
 
 _BIG = 0xFFFFFFFF
-_HEAD, _TAIL = 1024, 2048
+_HEAD_BYTES, _TAIL_BYTES = 1024, 2048
 _FOLDER = 0x10  # of the external attributes
 
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -86,6 +86,19 @@ def store(contents: Iterable[tuple[str, bytes]], start: int) -> tuple[bytes, tup
     return out, tuple(entries)
 
 
+def store_front(pickled: bytes) -> tuple[bytes, tuple[ZipEntry, ...]]:
+    """Lay out the members that torch writes before the elements."""
+    alignment = str(MEMBER_ALIGNMENT).encode()
+    members = (("data.pkl", pickled), (".format_version", b"1"), (".storage_alignment", alignment))
+    return store((*members, ("byteorder", b"little")), 0)
+
+
+def store_end(start: int, entries: Sequence[ZipEntry], serialization_id: bytes = SERIALIZATION_ID) -> bytes:
+    """Lay out the members that torch writes after the elements, from byte ``start`` on, and the directory of all."""
+    data, last_entries = store((("version", b"3\n"), (".data/serialization_id", serialization_id)), start)
+    return data + directory((*entries, *last_entries), start + len(data))
+
+
 def local_header(entry: ZipEntry) -> bytes:
     name = f"archive/{entry.name}".encode()
     zip64 = entry.zip64(packed=0)
@@ -131,16 +144,16 @@ def read_members(read: Read, length: int) -> tuple[ZipMember, ...]:
     return members_in(window(read, 0, length), 0, length)
 
 
-def member_data(read: Read, member: ZipMember, most: int) -> bytes:
+def member_data(read: Read, member: ZipMember, max_bytes: int) -> bytes:
     """Read a small member, compared with its checksum.  ``read`` takes offsets in the file.
 
     Raises:
         DamageError: it has another checksum.
-        SourceError: it has more than ``most`` bytes.
+        SourceError: it has more than ``max_bytes``.
     """
-    if member.length > most:
-        raise SourceError(f"expected at most {most} bytes in {member.name}, found {member.length}")
-    data = _exactly(read, member.offset, member.length)
+    if member.length > max_bytes:
+        raise SourceError(f"expected at most {max_bytes} bytes in {member.name}, found {member.length}")
+    data = _read_exactly(read, member.offset, member.length)
     if member.crc32 is not None and zlib.crc32(data) != member.crc32:
         raise DamageError(f"expected checksum {member.crc32:#010x} for {member.name}, found {zlib.crc32(data):#010x}")
     return data
@@ -148,23 +161,23 @@ def member_data(read: Read, member: ZipMember, most: int) -> bytes:
 
 def window(read: Read, offset: int, length: int) -> Read:
     """Read parts of an item by offsets in it.  Its ends, all but the payload, are read once."""
-    head = _exactly(read, offset, length if length <= _HEAD + _TAIL else _HEAD)
-    tail_at = max(length - _TAIL, 0)
-    tail = head[tail_at:] if len(head) == length else _exactly(read, offset + tail_at, _TAIL)
+    head = _read_exactly(read, offset, length if length <= _HEAD_BYTES + _TAIL_BYTES else _HEAD_BYTES)
+    tail_start = max(length - _TAIL_BYTES, 0)
+    tail = head[tail_start:] if len(head) == length else _read_exactly(read, offset + tail_start, _TAIL_BYTES)
 
     def part(start: int, count: int) -> bytes:
         if start < 0 or start + count > length:
             raise SourceError(f"expected bytes {start}:{start + count} in an item of {length} bytes")
         if start + count <= len(head):
             return head[start : start + count]
-        if start >= tail_at:
-            return tail[start - tail_at : start - tail_at + count]
-        return _exactly(read, offset + start, count)
+        if start >= tail_start:
+            return tail[start - tail_start : start - tail_start + count]
+        return _read_exactly(read, offset + start, count)
 
     return part
 
 
-def _exactly(read: Read, offset: int, length: int) -> bytes:
+def _read_exactly(read: Read, offset: int, length: int) -> bytes:
     data = bytes(read(offset, length))
     if len(data) != length:
         raise DamageError(f"expected {length} bytes at byte {offset} of the file, found {len(data)}")
@@ -172,31 +185,33 @@ def _exactly(read: Read, offset: int, length: int) -> bytes:
 
 
 def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
-    directory_at, count, listing = _directory(part, length)
+    """Return the members of the item of ``length`` bytes at byte ``offset`` of a file, of which ``part`` reads."""
+    directory_offset, count, listing = _directory(part, length)
     entries = sorted(_entries(listing), key=lambda entry: entry.header_offset)
     if len(entries) != count:
         raise SourceError(f"expected {count} members in the zip archive, found {len(entries)}")
-    split = [entry.name.partition("/") for entry in entries]
-    if len({folder for folder, _, _ in split}) != 1 or len({name for _, _, name in split}) != len(entries):
-        names = ", ".join(entry.name for entry in entries[:9])
-        raise SourceError(f"expected members of one folder with different names, found {names:.200}")
-    recorded = any(entry.crc32 for entry in entries)
+    folders, _, names = zip(*(entry.name.partition("/") for entry in entries), strict=True) if entries else ((), (), ())
+    if len({*folders}) != 1 or len({*names}) != len(entries):
+        first_names = ", ".join(entry.name for entry in entries[:9])
+        raise SourceError(f"expected members of one folder with different names, found {first_names:.200}")
+
+    # Each local header says the same name, and its data end before the next one: no two readers see different bytes.
+    has_checksums = any(entry.crc32 for entry in entries)
+    ends = [*(entry.header_offset for entry in entries[1:]), directory_offset]
     members = []
-    for entry, next_at, (_, _, name) in zip(
-        entries, [*(entry.header_offset for entry in entries[1:]), directory_at], split, strict=True
-    ):
-        expected = entry.name.encode()
-        header = part(entry.header_offset, _LOCAL.size + len(expected))
+    for entry, end, name in zip(entries, ends, names, strict=True):
+        expected_name = entry.name.encode()
+        header = part(entry.header_offset, _LOCAL.size + len(expected_name))
         signature, *_, name_length, extra_length = _LOCAL.unpack_from(header)
-        found = header[_LOCAL.size :]
-        if signature != b"PK\3\4" or name_length != len(expected) or found != expected:
+        local_name = header[_LOCAL.size :]
+        if signature != b"PK\3\4" or name_length != len(expected_name) or local_name != expected_name:
             raise SourceError(
-                f"expected the header of {entry.name!r} at byte {entry.header_offset} of the item, found {found!r}"
+                f"expected the header of {entry.name!r} at byte {entry.header_offset} of the item, found {local_name!r}"
             )
         start = entry.header_offset + len(header) + int(extra_length)
-        if start + entry.size > next_at:
-            raise SourceError(f"expected {name} to end by byte {next_at} of the item, found {start + entry.size}")
-        members.append(ZipMember(name, offset + start, entry.size, entry.crc32 if recorded else None))
+        if start + entry.size > end:
+            raise SourceError(f"expected {name} to end by byte {end} of the item, found {start + entry.size}")
+        members.append(ZipMember(name, offset + start, entry.size, entry.crc32 if has_checksums else None))
     return tuple(members)
 
 
@@ -205,15 +220,16 @@ def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
 
     Redundant fields must agree: other zip readers may use them.
     """
-    signature, *disks, here, count, size, start, comment = _END.unpack(part(length - _END.size, _END.size))
+    signature, *disks, count_on_disk, count, size, start, comment = _END.unpack(part(length - _END.size, _END.size))
     if signature != b"PK\5\6" or comment:
         kind = DamageError if part(0, 4) == b"PK\3\4" else SourceError
         raise kind(f"expected a zip archive to end in the last {_END.size} bytes, found {signature!r}")
-    short, most = (here, count, size, start), (0xFFFF, 0xFFFF, _BIG, _BIG)
+    # The numbers of the short record are those of the long one, or the largest that fit there.
+    short, maxima = (count_on_disk, count, size, start), (0xFFFF, 0xFFFF, _BIG, _BIG)
     numbers = _end64(part, length) or short
-    agree = all(number in (long, top) for number, long, top in zip(short, numbers, most, strict=True))
-    saturated = numbers is short and {0xFFFF, _BIG} & {count, size, start}
-    if any(disks) or numbers[0] != numbers[1] or not agree or saturated:
+    agree = all(number in (long, maximum) for number, long, maximum in zip(short, numbers, maxima, strict=True))
+    is_saturated = numbers is short and {0xFFFF, _BIG} & {count, size, start}
+    if any(disks) or numbers[0] != numbers[1] or not agree or is_saturated:
         raise SourceError(f"expected the end records of one zip archive, found {short} and {numbers} on disks {disks}")
     _, count, size, start = numbers
     limits.check_limit(size, limits.ZIP_DIRECTORY, "bytes in the directory of a zip archive")
@@ -222,16 +238,18 @@ def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
 
 def _end64(part: Read, length: int) -> tuple[int, int, int, int] | None:
     """Return the numbers of the zip64 end record (entries on this disk, entries, size, offset), if there is one."""
-    before = length - _END.size - _LOCATOR.size
-    if before < 0:
+    locator_offset = length - _END.size - _LOCATOR.size
+    if locator_offset < 0:
         return None
-    locator, disk, end64_at, disks = _LOCATOR.unpack(part(before, _LOCATOR.size))
+    locator, disk, end64_offset, disks = _LOCATOR.unpack(part(locator_offset, _LOCATOR.size))
     if locator != b"PK\6\7":
         return None
-    end64, record, _, _, *counters, here, count, size, start = _END64.unpack(part(end64_at, _END64.size))
-    if (end64, record, disk, disks, *counters) != (b"PK\6\6", _END64.size - 12, 0, 1, 0, 0):
-        raise SourceError(f"expected a zip64 end record of one disk, found {end64!r} of {record} bytes")
-    return here, count, size, start
+    signature, record, _, _, *disk_numbers, count_on_disk, count, size, start = _END64.unpack(
+        part(end64_offset, _END64.size)
+    )
+    if (signature, record, disk, disks, *disk_numbers) != (b"PK\6\6", _END64.size - 12, 0, 1, 0, 0):
+        raise SourceError(f"expected a zip64 end record of one disk, found {signature!r} of {record} bytes")
+    return count_on_disk, count, size, start
 
 
 def _entries(directory: bytes) -> Iterator[ZipEntry]:
@@ -242,16 +260,17 @@ def _entries(directory: bytes) -> Iterator[ZipEntry]:
             raise SourceError(f"expected an entry at byte {position} of the zip directory, found {signature!r}")
         _, _, _, flags, method, _, _, *numbers, disk, _, kind, header = _CENTRAL.unpack_from(directory, position)
         crc32, packed, size, name_length, extra_length, comment_length = numbers
-        name_at = position + _CENTRAL.size
-        extra_at = name_at + name_length
-        position = extra_at + extra_length + comment_length
+        name_offset = position + _CENTRAL.size
+        extra_offset = name_offset + name_length
+        position = extra_offset + extra_length + comment_length
         if position > len(directory):
             raise SourceError(
                 f"expected an entry of at most {len(directory)} bytes in the zip directory, found {position}"
             )
-        name = directory[name_at:extra_at].decode("utf-8", "replace")
+        name = directory[name_offset:extra_offset].decode("utf-8", "replace")
         if _BIG in (size, packed, header):
-            size, packed, header = _unsaturated((size, packed, header), directory[extra_at : extra_at + extra_length])
+            extra = directory[extra_offset : extra_offset + extra_length]
+            size, packed, header = _unsaturated((size, packed, header), extra)
         if disk or kind & _FOLDER or method or flags & ~0x808 or packed != size:
             raise SourceError(f"expected {name!r} stored plainly, found method {method}, flags {flags:#x}")
         yield ZipEntry(name, header, size, crc32)

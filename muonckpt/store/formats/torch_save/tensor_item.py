@@ -36,22 +36,20 @@ from ...io.checksums import Checksum, crc32_of
 from ...reading.dtypes import DTYPES, itemsize
 from .inert_pickle import PERSISTENT, Global, Record, expect, integer, sizes_of, unpickle
 from .stored_zip import (
-    MEMBER_ALIGNMENT,
     SERIALIZATION_ID,
     Read,
     ZipEntry,
     descriptor,
-    directory,
     local_header,
     member_data,
     members_in,
-    store,
+    store_end,
+    store_front,
     window,
 )
 
 _PAYLOAD = "data/0"
-_LARGEST_PICKLE = 1 << 12
-
+_MAX_PICKLE = 1 << 12
 
 _REBUILD = {"torch._utils _rebuild_tensor_v2": 6, "torch._utils _rebuild_tensor_v3": 7}
 _UNTYPED = "torch.storage UntypedStorage"
@@ -92,10 +90,10 @@ class ItemFrame:
         """Return the bytes after a payload with this CRC-32.  ``serialization_id`` has 40 ASCII digits."""
         if serialization_id != SERIALIZATION_ID:
             return _tail(self.members, len(self.head) + self.payload_length, checksum, serialization_id)
-        after, written = bytearray(self.blank), checksum.to_bytes(4, "little")
+        tail, crc32 = bytearray(self.blank), checksum.to_bytes(4, "little")
         for place in self.crc32_at:
-            after[place : place + 4] = written
-        return bytes(after)
+            tail[place : place + 4] = crc32
+        return bytes(tail)
 
 
 @lru_cache(maxsize=1024)
@@ -107,27 +105,20 @@ def frame(dtype: str, shape: Index) -> ItemFrame:
     Raises:
         SourceError: the dtype is not one that torch can save.
     """
-    payload_length = math.prod(shape) * itemsize(dtype)
-    contents = (
-        ("data.pkl", tensor_pickle(dtype, shape)),
-        (".format_version", b"1"),
-        (".storage_alignment", str(MEMBER_ALIGNMENT).encode()),
-        ("byteorder", b"little"),
-    )
-    head, members = store(contents, 0)
-    payload = ZipEntry(_PAYLOAD, len(head), payload_length, 0)
+    head, entries = store_front(tensor_pickle(dtype, shape))
+    payload = ZipEntry(_PAYLOAD, len(head), math.prod(shape) * itemsize(dtype), 0)
     head += local_header(payload)
-    payload_end = len(head) + payload_length
-    every = (*members, payload)
-    blank, full = (_tail(every, payload_end, crc32, SERIALIZATION_ID) for crc32 in _ANY_PAYLOAD)
-    differ = np.flatnonzero(np.frombuffer(blank, np.uint8) != np.frombuffer(full, np.uint8))
-    return ItemFrame(head, payload_length, payload_end + len(blank), every, blank, tuple(differ[::4].tolist()))
+    members, end = (*entries, payload), len(head) + payload.size
+    # Where the tails of two checksums differ is where the checksum stands, as four bytes.
+    blank, full = (_tail(members, end, crc32, SERIALIZATION_ID) for crc32 in _CHECKSUMS)
+    differing = np.flatnonzero(np.frombuffer(blank, np.uint8) != np.frombuffer(full, np.uint8))
+    return ItemFrame(head, payload.size, end + len(blank), members, blank, tuple(differing[::4].tolist()))
 
 
-_ANY_PAYLOAD = (0, 0xFFFFFFFF)
+_CHECKSUMS = (0, 0xFFFFFFFF)
 """Checksums that differ in every byte."""
 
-_ANY_ID = tuple(digit * 40 for digit in (b"0", b"1", b"2", b"4", b"8", b"9"))
+_IDS = tuple(digit * 40 for digit in (b"0", b"1", b"2", b"4", b"8", b"9"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,59 +149,51 @@ class ItemTemplate:
         """Return the CRC-32 of the payload that an item records around it; None if it is another kind of item."""
         if head != self.head or len(tail) != self.length - self.tail_offset:
             return None
-        crc32, *others = [tail[where] for where in self.crc32_at]
-        alike = all(other == crc32 for other in others) and all(tail[where] == data for where, data in self.fixed)
-        return int.from_bytes(crc32, "little") if alike else None
+        checksums = {tail[place] for place in self.crc32_at}
+        if len(checksums) > 1 or any(tail[place] != data for place, data in self.fixed):
+            return None
+        return int.from_bytes(checksums.pop(), "little")
 
     def recorded(self, items: NDArray[np.uint8]) -> tuple[NDArray[np.bool_], NDArray[np.uint32]]:
         """Return which of whole items ``[items, length]`` are of this kind, and their recorded CRC-32s."""
         tails = items[:, self.tail_offset :]
-        crc32, *others = (np.ascontiguousarray(tails[:, where]).view("<u4")[:, 0] for where in self.crc32_at)
-        alike = (items[:, : len(self.head)] == np.frombuffer(self.head, np.uint8)).all(axis=1)
-        for other in others:
-            alike &= other == crc32
-        for where, data in self.fixed:
-            alike &= (tails[:, where] == np.frombuffer(data, np.uint8)).all(axis=1)
-        return alike, crc32
+        fits = (items[:, : len(self.head)] == np.frombuffer(self.head, np.uint8)).all(axis=1)
+        for place, data in self.fixed:
+            fits &= (tails[:, place] == np.frombuffer(data, np.uint8)).all(axis=1)
+        crc32, *repetitions = (np.ascontiguousarray(tails[:, place]).view("<u4")[:, 0] for place in self.crc32_at)
+        for repetition in repetitions:
+            fits &= repetition == crc32
+        return fits, crc32
 
 
 @lru_cache(maxsize=4096)
 def template(dtype: str, shape: Index) -> ItemTemplate | None:
-    """Return the template of items of dense row-major tensors of this dtype and shape; None if they have no
-    elements.
+    """Return the template of items of dense row-major tensors; None if they have no elements.
 
     Raises:
         SourceError: the dtype is not one that torch can save.
     """
-    around = frame(dtype, shape)
-    if not around.payload_length:
+    item = frame(dtype, shape)
+    if not item.payload_length:
         return None
-    tails = [around.tail(crc32) for crc32 in _ANY_PAYLOAD]
-    tails += [around.tail(0, own) for own in _ANY_ID]
-    same = [len(set(column)) == 1 for column in zip(*tails, strict=True)]
-    bounds = [at for at in range(len(same) + 1) if (at < len(same) and same[at]) != (at > 0 and same[at - 1])]
-    fixed = tuple(slice(*bound) for bound in zip(bounds[::2], bounds[1::2], strict=True))
+    # The bytes in which the tails of any checksum and any id agree, as ranges.
+    tails = [*(item.tail(crc32) for crc32 in _CHECKSUMS), *(item.tail(0, identity) for identity in _IDS)]
+    columns = np.stack([np.frombuffer(tail, np.uint8) for tail in tails])
+    is_fixed = np.pad((columns == columns[0]).all(axis=0), 1)
+    bounds = np.flatnonzero(is_fixed[1:] != is_fixed[:-1]).reshape(-1, 2).tolist()
     return ItemTemplate(
-        around.head,
-        around.payload_length,
-        around.length,
-        tuple((where, tails[0][where]) for where in fixed),
-        tuple(slice(start, start + 4) for start in around.crc32_at),
+        item.head,
+        item.payload_length,
+        item.length,
+        tuple((slice(start, stop), tails[0][start:stop]) for start, stop in bounds),
+        tuple(slice(start, start + 4) for start in item.crc32_at),
     )
 
 
 def _tail(members: tuple[ZipEntry, ...], payload_end: int, crc32: int, serialization_id: bytes) -> bytes:
     payload = replace(members[-1], crc32=crc32)
-    after = descriptor(payload)
-    start = payload_end + len(after)
-    rest, tail_entries = _after(start, serialization_id)
-    entries = (*members[:-1], payload, *tail_entries)
-    return after + rest + directory(entries, start + len(rest))
-
-
-@lru_cache(maxsize=1024)
-def _after(start: int, serialization_id: bytes) -> tuple[bytes, tuple[ZipEntry, ...]]:
-    return store((("version", b"3\n"), (".data/serialization_id", serialization_id)), start)
+    behind = descriptor(payload)
+    return behind + store_end(payload_end + len(behind), (*members[:-1], payload), serialization_id)
 
 
 def tensor_pickle(dtype: str, shape: Index, member: bytes = b"0") -> bytes:
@@ -225,13 +208,13 @@ def tensor_pickle(dtype: str, shape: Index, member: bytes = b"0") -> bytes:
         version, kind, count = b"3", b"torch.storage\nUntypedStorage", numel * itemsize(dtype)
         element = b"ctorch\n" + dtype.encode() + b"\nq%c"
     strides = [math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]
-    after = b"\x89ccollections\nOrderedDict\nq%c)Rq%c" + element + b"tq%cRq%c."
+    end = b"\x89ccollections\nOrderedDict\nq%c)Rq%c" + element + b"tq%cRq%c."
     numbers = itertools.count(8 if shape else 6)
     return (
         b"\x80\2ctorch._utils\n_rebuild_tensor_v%b\nq\0((X\7\0\0\0storageq\1c%b\nq\2" % (version, kind)
         + b"X%b%bq\3X\3\0\0\0cpuq\4%btq\5QK\0" % (len(member).to_bytes(4, "little"), member, integer(count))
         + (_tuple(shape) + b"q\6" + _tuple(strides) + b"q\7" if shape else b"))")
-        + after % tuple(itertools.islice(numbers, after.count(b"%c")))
+        + end % tuple(itertools.islice(numbers, end.count(b"%c")))
     )
 
 
@@ -285,7 +268,7 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
         raise SourceError(f"expected the item of one tensor, found a zip archive of {', '.join(members):.200}")
 
     def content(name: str) -> bytes:
-        return member_data(lambda start, count: part(start - offset, count), members[name], _LARGEST_PICKLE)
+        return member_data(lambda start, count: part(start - offset, count), members[name], _MAX_PICKLE)
 
     if "byteorder" in members and content("byteorder") != b"little":
         raise SourceError(f"expected little-endian elements, found {content('byteorder')!r}")
@@ -299,7 +282,7 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
 
 @lru_cache(maxsize=1024)
 def _tensor(data: bytes) -> tuple[str, Index, Index]:
-    tensor = described(unpickle(data, _TENSOR_NAMES))
+    tensor = described_tensor(unpickle(data, _TENSOR_NAMES))
     if tensor.start != 0 or tensor.count != math.prod(tensor.shape):
         raise SourceError(
             f"expected a storage of just the elements of shape {tensor.shape}, found a view of {tensor.count}"
@@ -324,7 +307,7 @@ class Described:
     count: int
 
 
-def described(value: object) -> Described:
+def described_tensor(value: object) -> Described:
     """Return the tensor that part of a pickle stands for.
 
     Raises:
@@ -340,25 +323,25 @@ def described(value: object) -> Described:
     storage, start, size, stride, _, hooks, *element = args
     match storage:
         case Record(kind=reference, args=("storage", Global() as kind, str() as key, str(), int() as count)):
-            hooked = expect(Record, hooks)
-            known = reference == PERSISTENT and hooked.args == () and not hooked.items
+            no_hooks = expect(Record, hooks)
+            is_plain = reference == PERSISTENT and no_hooks.args == () and not no_hooks.items
         case _:
-            known = False
-    if not known:
+            is_plain = False
+    if not is_plain:
         raise SourceError("expected a tensor with a storage and without hooks, found something else")
     dtype = expect(Global, element[0]).removeprefix("torch ") if element else _TYPED.get(kind, kind)
     if bool(element) != (kind == _UNTYPED) or dtype not in DTYPES:
         raise SourceError(f"expected the storage and the dtype to agree, found {kind} and {dtype}")
     shape, strides = sizes_of(size), sizes_of(stride)
-    (first,), (stored,) = sizes_of((start,)), sizes_of((count,))
+    first, stored = sizes_of((start, count))
     if 0 in shape:
         first = 0  # torch 2.9 keeps where an empty part was cut, in a storage that it has dropped
-    held, rest = divmod(stored, itemsize(dtype) if element else 1)
-    if rest or first + math.prod(shape) > held:
-        raise SourceError(f"expected a storage with the elements of shape {shape} from {first} on, found {held}")
+    numel, remainder = divmod(stored, itemsize(dtype) if element else 1)
+    if remainder or first + math.prod(shape) > numel:
+        raise SourceError(f"expected a storage with the elements of shape {shape} from {first} on, found {numel}")
     if not _is_dense(shape, strides):
         raise SourceError(f"expected each element once, found strides {strides} for shape {shape}")
-    return Described(key, dtype, shape, strides, first, held)
+    return Described(key, dtype, shape, strides, first, numel)
 
 
 def _is_dense(shape: Index, strides: Index) -> bool:

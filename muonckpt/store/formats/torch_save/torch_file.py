@@ -9,6 +9,7 @@ the ways in which a tensor is pickled.
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -26,18 +27,16 @@ from ...reading.dtypes import DTYPES, itemsize
 from ...reading.payloads import Payloads, compare_checksums
 from .inert_pickle import PERSISTENT, Anything, Global, Pickler, Record, unpickle
 from .stored_zip import (
-    MEMBER_ALIGNMENT,
-    SERIALIZATION_ID,
     ZipEntry,
     ZipMember,
     descriptor,
-    directory,
     local_header,
     member_data,
     read_members,
-    store,
+    store_end,
+    store_front,
 )
-from .tensor_item import described, is_row_major
+from .tensor_item import described_tensor, is_row_major
 
 
 class MemberPayloads(Payloads):
@@ -51,7 +50,7 @@ class MemberPayloads(Payloads):
     def __init__(self, directory: Location, in_memory: Mapping[str, bytes], checksums: Mapping[Extent, int]) -> None:
         super().__init__(directory, in_memory)
         self._checksums = checksums
-        self._sound: set[Extent] = set()
+        self._checked_items: set[Extent] = set()
 
     def has_checksum(self, chunk: Chunk) -> bool:
         return super().has_checksum(chunk) or chunk.item in self._checksums
@@ -59,10 +58,9 @@ class MemberPayloads(Payloads):
     def check_item(self, item: Extent) -> None:
         """Compare a whole storage with its CRC-32, once."""
         expected = self._checksums.get(item)
-        if expected is None or item in self._sound:
-            return
-        compare_checksums("CRC-32", f"{crc32(self.bands(item)):08x}", f"{expected:08x}")
-        self._sound.add(item)
+        if expected is not None and item not in self._checked_items:
+            compare_checksums("CRC-32", f"{crc32(self.bands(item)):08x}", f"{expected:08x}")
+            self._checked_items.add(item)
 
 
 _TYPES = ("torch Tensor", "torch.nn.parameter Parameter")
@@ -122,7 +120,7 @@ class TorchFile:
         Raises:
             SourceError: it is not a tensor, or its elements are not without gaps in a member of the file.
         """
-        tensor = described(_bare(value))
+        tensor = described_tensor(_bare(value))
         member = self.members.get(f"data/{tensor.storage}")
         size = itemsize(tensor.dtype)
         if member is None or member.length != tensor.count * size:
@@ -147,14 +145,16 @@ def whole_record(path: KeyPath, dtype: str, chunk: Chunk) -> StateRecord:
 
 def checksums_inside(files: Iterable[TorchFile], tensors: Iterable[StateRecord]) -> dict[Extent, int]:
     """Return the CRC-32 of each storage of these files of which a tensor uses only a part."""
-    used = {chunk.item for tensor in tensors for chunk in tensor.chunks if chunk.crc32 is None}
-    known = (
-        (Extent(file.name, member.offset, member.length), member.crc32)
-        for file in files
-        for name, member in file.members.items()
-        if name.startswith("data/")
-    )
-    return {extent: crc32 for extent, crc32 in known if crc32 is not None and extent in used}
+    storages: set[Extent] = set()
+    for tensor in tensors:
+        storages.update(chunk.item for chunk in tensor.chunks if chunk.crc32 is None)
+    checksums = {}
+    for file in files:
+        for name, member in file.members.items():
+            extent = Extent(file.name, member.offset, member.length)
+            if name.startswith("data/") and member.crc32 is not None and extent in storages:
+                checksums[extent] = member.crc32
+    return checksums
 
 
 def read_torch_file(directory: Location, name: str) -> TorchFile:
@@ -175,8 +175,8 @@ def read_torch_file(directory: Location, name: str) -> TorchFile:
         if "byteorder" in members and member_data(file.read, members["byteorder"], 64) != b"little":
             raise SourceError("expected little-endian elements")
         pickled = members["data.pkl"].length
-        most = limits.SMALL_DESCRIPTION + max(file.on_disk - pickled, 0)
-        limits.check_limit(pickled, most, "bytes in data.pkl, in proportion to the rest of the file")
+        max_bytes = limits.SMALL_DESCRIPTION + max(file.on_disk - pickled, 0)
+        limits.check_limit(pickled, max_bytes, "bytes in data.pkl, in proportion to the rest of the file")
         content = unpickle(member_data(file.read, members["data.pkl"], pickled), Anything())
         return TorchFile(name, content, members, pickled)
 
@@ -186,8 +186,8 @@ def _bare(value: object) -> object:
     match value:
         case Record(kind=kind, args=args) if kind in _PARAMETERS:
             return args[0] if isinstance(args, tuple) and args else value
-        case Record(kind=kind, args=(Global() as call, Global() as own, args, _)) if kind == WITH_TYPE:
-            return Record(call, args) if own in _TYPES else value
+        case Record(kind=kind, args=(Global() as call, Global() as tensor_class, args, _)) if kind == WITH_TYPE:
+            return Record(call, args) if tensor_class in _TYPES else value
     return value
 
 
@@ -234,13 +234,7 @@ class Archive:
         """Lay out the archive of this content, in which every tensor is."""
         pickler = Pickler()
         pickler.put(content)
-        contents = (
-            ("data.pkl", bytes(pickler.out) + b"."),
-            (".format_version", b"1"),
-            (".storage_alignment", str(MEMBER_ALIGNMENT).encode()),
-            ("byteorder", b"little"),
-        )
-        self._front, entries = store(contents, 0)
+        self._front, entries = store_front(bytes(pickler.out) + pickle.STOP)
         self._entries = list(entries)
         end = len(self._front)
         for number, length in enumerate(self.lengths):
@@ -248,10 +242,10 @@ class Archive:
             self._entries.append(entry)
             self.offsets.append(end + len(local_header(entry)))
             end = self.offsets[-1] + length + len(descriptor(entry))
-        self.length = end + len(self._end(end, self._entries))
+        self.length = end + len(store_end(end, self._entries))
 
     def around(self, checksums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield what lies around the storages, with the offset of each part, given their CRC-32s."""
+        """Yield the bytes around the storages, each with its offset, given the CRC-32s of the storages."""
         yield 0, self._front
         first = len(self._entries) - len(self.lengths)
         entries = self._entries[:first]
@@ -262,8 +256,4 @@ class Archive:
             end = offset + entry.size
             yield end, descriptor(entries[-1])
             end += len(descriptor(entries[-1]))
-        yield end, self._end(end, entries)
-
-    def _end(self, start: int, entries: Sequence[ZipEntry]) -> bytes:
-        rest, last = store((("version", b"3\n"), (".data/serialization_id", SERIALIZATION_ID)), start)
-        return rest + directory((*entries, *last), start + len(rest))
+        yield end, store_end(end, entries)
