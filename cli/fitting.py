@@ -54,10 +54,10 @@ def _print(fit: Fit) -> None:
     for line in lines:
         print_line(line)
     amounts = ("bytes", "least", "mean", "most")
-    rows = [(held["slot"], held["tensors"], *(size(round(held[name])) for name in amounts)) for held in fit.held]
+    rows = [(s["slot"], s["tensors"], *(size(round(s[name])) for name in amounts)) for s in fit.shares]
     print_section(("a rank would hold", "tensors", *amounts), rows)
     uneven = [(entry.pattern, entry.tensors, " x ".join(map(str, entry.shape)), entry.cuts,
-               f"{entry.least} to {entry.most}", entry.without) for entry in fit.uneven]  # fmt: skip
+               f"{entry.least} to {entry.most}", entry.empty_ranks) for entry in fit.uneven]  # fmt: skip
     headers = ("uneven", "tensors", "shape", "cut by", "elements", "ranks without")
     used = sum(-(-len(line) // _WIDTH) for line in lines) + 2 + len(rows)  # a section has a blank line and a header
     most = max(_SCREEN - used - 5, _FEWEST_ROWS)  # and "and more", the duration and the prompt

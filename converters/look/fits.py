@@ -22,7 +22,7 @@ from ...algebra.overlap import overlaps
 from ...names.errors import SourceError
 from ...names.wording import Finding, counted, fields_of, size, unnumbered
 from ...programs.model_view import Role
-from ...record.record import Boxes, Manifest, StateRecord, says_convention
+from ...record.record import Boxes, StateRecord, says_convention
 from ...store.io.limits import gc_paused
 from ...store.io.location import Location, Remote, location
 from ...store.open_checkpoint import OpenCheckpoint
@@ -47,7 +47,8 @@ class Unevenness:
     Attributes:
         pattern: the name of their parameter, or their key, with ``*`` for the parts that are numbers.
         cuts: the axes and the dims that they cut.
-        least, most: the elements of a rank; ``without`` is the number of ranks that hold none.
+        least, most: the elements of a rank.
+        empty_ranks: how many hold none.
     """
 
     pattern: str
@@ -56,7 +57,7 @@ class Unevenness:
     cuts: str
     least: int
     most: int
-    without: int
+    empty_ranks: int
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ class Fit:
     Attributes:
         mesh: sizes by axis, outermost first; ``layout`` and ``rules`` as `reshard` takes them.
         tensors: how many there are; ``uneven_tensors`` of them are cut into unequal shares, and of ``empty_tensors``
-            some rank would hold nothing: at most ``ranks_without`` of one.
+            some ranks would hold nothing: at most ``empty_ranks`` of one.
         optimizer: what its state needs: ``"load"``, ``"convert"``, or ``"none"`` if there is none.
-        held: for each slot ``tensors``, ``bytes``, and the ``least``, ``mean``, ``most`` that a rank would hold; the
+        shares: for each slot ``tensors``, ``bytes``, and the ``least``, ``mean``, ``most`` that a rank would hold; the
             last entry is of all.
         uneven: what ranks would hold unequal shares of, folded by layers.
         findings: what else to know before the run is started.
@@ -84,9 +85,9 @@ class Fit:
     tensors: int
     uneven_tensors: int
     empty_tensors: int
-    ranks_without: int
+    empty_ranks: int
     optimizer: str
-    held: tuple[Mapping[str, Any], ...]
+    shares: tuple[Mapping[str, Any], ...]
     uneven: tuple[Unevenness, ...]
     findings: tuple[Finding, ...]
     reads: Mapping[str, int]
@@ -111,20 +112,20 @@ class Fit:
             return f"no: {self.diagnosis.sentence}"
         shares = []
         if self.uneven_tensors:
-            are = "is" if self.uneven_tensors == 1 else "are"
-            shares.append(f"{self.uneven_tensors} of {counted(self.tensors, 'tensor')} {are} uneven")
+            verb = "is" if self.uneven_tensors == 1 else "are"
+            shares.append(f"{self.uneven_tensors} of {counted(self.tensors, 'tensor')} {verb} uneven")
         if self.empty_tensors:
-            ranks = f"{'up to ' * (self.empty_tensors > 1)}{counted(self.ranks_without, 'rank')}"
-            hold = "holds" if self.ranks_without == 1 else "hold"
-            shares.append(f"{ranks} {hold} nothing of {self.empty_tensors}")
+            ranks = f"{'up to ' * (self.empty_tensors > 1)}{counted(self.empty_ranks, 'rank')}"
+            verb = "holds" if self.empty_ranks == 1 else "hold"
+            shares.append(f"{ranks} {verb} nothing of {self.empty_tensors}")
         if self.layout != ROWS:
-            shares.append(f"a rank would hold {size(self.held[-1]['least'])} to {size(self.held[-1]['most'])}")
-        begin = {
+            shares.append(f"a rank would hold {size(self.shares[-1]['least'])} to {size(self.shares[-1]['most'])}")
+        answer = {
             "load": "yes: `load` reshards it",
             "convert": "yes for its weights, which `load` reshards; its optimizer state after `convert`",
             "none": "yes: `load` reshards its weights; it has no optimizer state, which would start fresh",
         }[self.optimizer]
-        return f"{begin}; {' and '.join(shares) or 'all ranks hold equal shares'}"
+        return f"{answer}; {' and '.join(shares) or 'all ranks hold equal shares'}"
 
     @property
     def advice(self) -> str:
@@ -135,16 +136,17 @@ class Fit:
         reads = f"the ranks would read {counted(self.reads['count'], 'piece')} of {size(mean)} on average"
         if self.reads["count"] < max(_MANY_READS, 2 * self.reads["resharded"]) or mean > _SMALL_READ:
             return f"`load` suffices: {reads}"
-        rules = [word for rule in self.rules for word in ("--shard", rule)]
-        layout = ["--layout", self.layout] if self.layout != ROWS else []
-        resharded = command("reshard", self.checkpoint, f"{self.checkpoint}-resharded", "--mesh", self.place, *rules,
-                            *layout)  # fmt: skip
+        options = ["--mesh", self.place]
+        for rule in self.rules:
+            options += ["--shard", rule]
+        options += ["--layout", self.layout] if self.layout != ROWS else []
+        reshard = command("reshard", self.checkpoint, f"{self.checkpoint}-resharded", *options)
         fewer = counted(self.reads["resharded"], "piece")
-        return f"`load` suffices, but {reads}; from a slow store it may pay to reshard once ({fewer}): {resharded}"
+        return f"`load` suffices, but {reads}; from a slow store it may pay to reshard once ({fewer}): {reshard}"
 
     def to_json(self) -> dict[str, Any]:
-        own = {"fits": bool(self), "sentence": self.sentence, "advice": self.advice, "ranks": self.ranks}
-        return own | fields_of(self)
+        answer = {"fits": bool(self), "sentence": self.sentence, "advice": self.advice, "ranks": self.ranks}
+        return answer | fields_of(self)
 
 
 _MANY_READS = 100_000
@@ -179,13 +181,10 @@ def fits(
 @gc_paused()
 def fit_of(opened: OpenCheckpoint, target: Target) -> Fit:
     """Answer for an open checkpoint."""
-    known = first_look(opened)
-    manifest = known.manifest
-    tensors = [tensor for tensor in manifest.tensors if math.prod(tensor.shape)]
-    laid = lay_out(target, tensors, opened.provenance)
-    shares = _Shares(target, laid.layouts)
-    parameters = known.view.parameters.values()
-    names = {t.key: p.name for p in parameters for t in (p.weight, *p.state.values()) if t and not p.name.isdecimal()}
+    look = first_look(opened)
+    tensors = [tensor for tensor in look.manifest.tensors if math.prod(tensor.shape)]
+    shares = _Shares(target, lay_out(target, tensors, opened.provenance).layouts)
+    names = {key: name for key, name in look.view.owners.items() if not name.isdecimal()}
     uneven = tuple(shares.uneven(tensors, names))
     return Fit(
         checkpoint=str(opened.path),
@@ -194,21 +193,23 @@ def fit_of(opened: OpenCheckpoint, target: Target) -> Fit:
         rules=tuple(map(str, target.rules)),
         tensors=len(tensors),
         uneven_tensors=sum(entry.tensors for entry in uneven),
-        empty_tensors=sum(entry.tensors for entry in uneven if entry.without),
-        ranks_without=max((entry.without for entry in uneven), default=0),
-        optimizer=_optimizer(known, manifest),
-        held=tuple(shares.held(tensors)),
+        empty_tensors=sum(entry.tensors for entry in uneven if entry.empty_ranks),
+        empty_ranks=max((entry.empty_ranks for entry in uneven), default=0),
+        optimizer=_optimizer(look),
+        shares=tuple(shares.by_slot(tensors)),
         uneven=uneven,
-        findings=tuple(_findings(known, target, tensors, opened.path)),
+        findings=tuple(_findings(look, target, tensors, opened.path)),
         reads=shares.reads(tensors),
         diagnosis=diagnosis_by_files(opened, last_verification(opened.path)),
     )
 
 
-def _optimizer(known: FirstLook, manifest: Manifest) -> str:
-    if not any(parameter.state for parameter in known.view.parameters.values()):
-        slots = any(tensor.slot is not None for tensor in manifest.tensors)
-        return "convert" if slots else "none"
+def _optimizer(look: FirstLook) -> str:
+    """Return whether the optimizer's state can be loaded, has to be converted, or is missing."""
+    manifest = look.manifest
+    if not any(parameter.state for parameter in look.view.parameters.values()):
+        has_slots = any(tensor.slot is not None for tensor in manifest.tensors)
+        return "convert" if has_slots else "none"
     return "load" if says_convention((*manifest.tensors, *manifest.blobs)) else "convert"
 
 
@@ -218,54 +219,58 @@ class _Shares:
 
     target: Target
     layouts: Mapping[str, TensorLayout]
-    _known: dict[int, Counts] = field(default_factory=dict)
+    _elements: dict[int, Counts] = field(default_factory=dict)
     _pairs: dict[tuple[int, Boxes], int] = field(default_factory=dict)
 
     def elements(self, layout: TensorLayout) -> Counts:
         """Return the elements that each rank holds."""
-        if id(layout) not in self._known:
-            held = np.zeros(self.target.ranks, np.int64)
+        if id(layout) not in self._elements:
+            by_rank = np.zeros(self.target.ranks, np.int64)
             numel = (layout.stops - layout.starts).prod(axis=1)
-            np.add.at(held, np.array(layout.buffers, np.int64)[layout.buffer], numel[layout.box])
+            np.add.at(by_rank, np.array(layout.buffers, np.int64)[layout.buffer], numel[layout.box])
             if not layout.shape:  # one rank writes a scalar, and each has it
-                held[:] = 1
-            self._known[id(layout)] = held
-        return self._known[id(layout)]
+                by_rank[:] = 1
+            self._elements[id(layout)] = by_rank
+        return self._elements[id(layout)]
 
-    def held(self, tensors: Sequence[StateRecord]) -> Iterator[dict[str, Any]]:
-        """Yield what ranks hold of each slot, and of all."""
-        times: defaultdict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
+    def by_slot(self, tensors: Sequence[StateRecord]) -> Iterator[dict[str, Any]]:
+        """Yield the shares of each slot, and of all."""
+        # Tensors of one geometry are counted, and their shares computed once.
+        counts: defaultdict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
         for tensor in tensors:
             layout = self.layouts[tensor.key]
             self.elements(layout)
-            times[tensor.slot or WEIGHTS][id(layout), itemsize(tensor.dtype)] += 1
+            counts[tensor.slot or WEIGHTS][id(layout), itemsize(tensor.dtype)] += 1
         total = np.zeros(self.target.ranks, np.int64)
-        for slot, counts in times.items():
-            held = np.zeros(self.target.ranks, np.int64)
-            for (layout_id, width), count in counts.items():
-                held += self._known[layout_id] * (width * count)
-            total += held
-            yield _amounts(slot, sum(counts.values()), held)
-        if len(times) > 1:
+        for slot, geometries in counts.items():
+            by_rank = np.zeros(self.target.ranks, np.int64)
+            for (layout_id, width), count in geometries.items():
+                by_rank += self._elements[layout_id] * (width * count)
+            total += by_rank
+            yield _amounts(slot, sum(geometries.values()), by_rank)
+        if len(counts) > 1:
             yield _amounts("all", len(tensors), total)
 
     def uneven(self, tensors: Sequence[StateRecord], names: Mapping[str, str]) -> Iterator[Unevenness]:
-        """Yield what ranks hold unequal shares of; in buffers that is the sense of the layout, and not told.
+        """Yield unequal shares; in buffers these are the sense of the layout, and not told.
 
         Args:
             names: the parameter of each weight and of its state, by key.
         """
-        folded: Counter[tuple[str, tuple[int, ...], str, int]] = Counter()
-        every = tuple((axis, 0) for axis in self.target.mesh)
-        for tensor in tensors:
-            if tensor.shape and self.target.layout == ROWS:
-                held = self.elements(layout := self.layouts[tensor.key])
-                if held.min() != held.max():
-                    cuts = ", ".join(f"{axis}:{dim}" for axis, dim in self.target.cuts(tensor, every))
-                    folded[unnumbered(names.get(tensor.key, tensor.key)), tensor.shape, cuts, id(layout)] += 1
-        for (pattern, shape, cuts, layout_id), count in folded.items():
-            held = self._known[layout_id]
-            yield Unevenness(pattern, count, shape, cuts, int(held.min()), int(held.max()), int((held == 0).sum()))
+        if self.target.layout != ROWS:
+            return
+        patterns: Counter[tuple[str, tuple[int, ...], str, int]] = Counter()
+        all_axes = tuple((axis, 0) for axis in self.target.mesh)
+        for tensor in (tensor for tensor in tensors if tensor.shape):
+            layout = self.layouts[tensor.key]
+            by_rank = self.elements(layout)
+            if by_rank.min() != by_rank.max():
+                cuts = ", ".join(f"{axis}:{dim}" for axis, dim in self.target.cuts(tensor, all_axes))
+                patterns[unnumbered(names.get(tensor.key, tensor.key)), tensor.shape, cuts, id(layout)] += 1
+        for (pattern, shape, cuts, layout_id), count in patterns.items():
+            by_rank = self._elements[layout_id]
+            least, most, empty_ranks = int(by_rank.min()), int(by_rank.max()), int((by_rank == 0).sum())
+            yield Unevenness(pattern, count, shape, cuts, least, most, empty_ranks)
 
     def reads(self, tensors: Sequence[StateRecord]) -> dict[str, int]:
         """Count what ranks read of the chunks that there are, and of such as they would write themselves."""
@@ -278,24 +283,24 @@ class _Shares:
             layout = self.layouts[tensor.key]
             key = id(layout), tensor.boxes
             if key not in self._pairs:
-                copies = np.bincount(layout.box, minlength=len(layout.starts))
-                filled = tensor.boxes.numel > 0
-                chunks = tensor.boxes.lo[filled], tensor.boxes.hi[filled]
+                replicas = np.bincount(layout.box, minlength=len(layout.starts))
+                has_elements = tensor.boxes.numel > 0
+                chunks = tensor.boxes.lo[has_elements], tensor.boxes.hi[has_elements]
                 boxes, _ = overlaps(layout.starts, layout.stops, *chunks)
-                self._pairs[key] = int(copies[boxes].sum())
+                self._pairs[key] = int(replicas[boxes].sum())
             count += self._pairs[key]
             bytes_read += layout.total_numel * itemsize(tensor.dtype)
             resharded += len(layout.box)
         return {"count": count, "bytes": bytes_read, "resharded": resharded}
 
 
-def _amounts(slot: str, tensors: int, held: Counts) -> dict[str, Any]:
-    balance = balance_of(dict(enumerate(held.tolist())))
+def _amounts(slot: str, tensors: int, by_rank: Counts) -> dict[str, Any]:
+    balance = balance_of(dict(enumerate(by_rank.tolist())))
     assert balance is not None, "a mesh has ranks"
-    return {"slot": slot, "tensors": tensors, "bytes": int(held.sum()), **balance.to_json()}
+    return {"slot": slot, "tensors": tensors, "bytes": int(by_rank.sum()), **balance.to_json()}
 
 
-def _findings(known: FirstLook, target: Target, tensors: Sequence[StateRecord], path: Location) -> Iterator[Finding]:
+def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], path: Location) -> Iterator[Finding]:
     if target.layout == ROWS and not target.rules and len(target.mesh) > 1:
         axes = " and ".join(target.mesh)
         yield Finding(
@@ -303,20 +308,21 @@ def _findings(known: FirstLook, target: Target, tensors: Sequence[StateRecord], 
             f"without `shard=`, {axes} together cut the rows of every tensor into {target.ranks} parts; give the cuts "
             "of your program for what its ranks would hold (`load` takes any)",
         )
-    if _optimizer(known, known.manifest) == "convert":
-        who = "nobody known" if isinstance(known.program, str) else known.program.dialect.name
-        source = " --from PROGRAM" if isinstance(known.program, str) else ""
+    dialect = look.view.dialect
+    if _optimizer(look) == "convert":
+        who = dialect.name if dialect else "nobody known"
+        source = "" if dialect else " --from PROGRAM"
         to_ours = command("convert", path, f"{path}-for-muonckpt", "--to", "muonckpt")
         yield Finding(
             "program", f"the optimizer state has the keys of {who}: {to_ours}{source}; then `load` reshards that, too"
         )
-    if not isinstance(known.program, str) and known.program.dialect.numbered:
+    if dialect and dialect.numbered:
         yield Finding(
             "numbers",
             "the optimizer state knows parameters by number: only the same parameter groups in the same order take it; "
             "get_state_dict saves names, which any groups take",
         )
-    if masters := known.view.tensors_of(Role.MASTERS):
+    if masters := look.view.tensors_of(Role.MASTERS):
         yield Finding.listing(
             "masters",
             f"{counted(len(masters), 'parameter')} with float32 masters in the state, which LayerWise takes; for an "
@@ -324,7 +330,7 @@ def _findings(known: FirstLook, target: Target, tensors: Sequence[StateRecord], 
             [tensor.key for tensor in masters],
         )
     if target.layout == ROWS:
-        yield from _bad_cuts(target, tensors, _pieces(known))
+        yield from _bad_cuts(target, tensors, _pieces(look))
     elif cutting := {axis for rule in target.rules for axis, _ in rule.cuts if target.mesh[axis] > 1}:
         yield Finding(
             "layer_wise",
@@ -348,41 +354,44 @@ def _bad_cuts(
     target: Target, tensors: Sequence[StateRecord], pieces: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Finding]:
     """Yield the cuts by rules that go through fused matrices (``pieces``, by key), and unequal ones of other dims."""
-    found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    keys_by_cut: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for tensor in tensors:
-        for dim, axes in _parts(target, tensor).items():
+        for dim, axes in _cut_dims(target, tensor).items():
             parts, length = math.prod(target.mesh[axis] for axis in axes), tensor.shape[dim]
             share = -(-length // parts)
-            without = parts - -(-length // share)
+            empty_parts = parts - -(-length // share)
             cut = f"{','.join(axes)}:{dim} cuts"
-            shares = f"{parts} parts of at most {share}{f', {without} of them empty' if without else ''}"
+            shares = f"{parts} parts of at most {share}{f', {empty_parts} of them empty' if empty_parts else ''}"
             if tensor.key in pieces and dim == len(tensor.shape) - 2:
                 heights = "+".join(map(str, pieces[tensor.key]))
-                found["fused", f"{cut} rows that are fused of {heights} into {parts} parts"].append(tensor.key)
+                kind, message = "fused", f"{cut} rows that are fused of {heights} into {parts} parts"
             elif length % parts and len(tensor.shape) == 3 and dim == 0:
-                found["stack", f"{cut} stacks of {length} matrices into {shares}"].append(tensor.key)
+                kind, message = "stack", f"{cut} stacks of {length} matrices into {shares}"
             elif length % parts and dim:
-                found["unequal", f"{cut} {length} indices into {shares}"].append(tensor.key)
-    for (kind, message), keys in found.items():
+                kind, message = "unequal", f"{cut} {length} indices into {shares}"
+            else:
+                continue
+            keys_by_cut[kind, message].append(tensor.key)
+    for (kind, message), keys in keys_by_cut.items():
         yield Finding.listing(kind, f"{message} ({_MEANS[kind]})", keys)
 
 
-def _pieces(known: FirstLook) -> dict[str, tuple[int, ...]]:
+def _pieces(look: FirstLook) -> dict[str, tuple[int, ...]]:
     """Return the rows of fused matrices by key, for weights as for the state that records them."""
     pieces: dict[str, tuple[int, ...]] = {}
-    by_group = {name: group.options.get("pieces") for group in known.groups.groups for name in group.parameters}
-    for parameter in known.view.parameters.values():
+    for parameter in look.view.parameters.values():
         tensors = [tensor for tensor in (parameter.weight, *parameter.state.values()) if tensor]
-        own = next((tensor.pieces for tensor in tensors if tensor.pieces), None) or by_group.get(parameter.name)
-        if isinstance(own, list | tuple) and len(own) > 1:
-            pieces |= {tensor.key: tuple(own) for tensor in tensors if len(tensor.shape) >= 2}
+        recorded = next((tensor.pieces for tensor in tensors if tensor.pieces), None)
+        rows = recorded or parameter.options.get("pieces")
+        if isinstance(rows, list | tuple) and len(rows) > 1:
+            pieces |= {tensor.key: tuple(rows) for tensor in tensors if len(tensor.shape) >= 2}
     return pieces
 
 
-def _parts(target: Target, tensor: StateRecord) -> Mapping[int, list[str]]:
+def _cut_dims(target: Target, tensor: StateRecord) -> Mapping[int, list[str]]:
     """Return the axes by which a rule cuts each dim of a tensor; nothing if no rule matches it."""
-    cut: defaultdict[int, list[str]] = defaultdict(list)
+    axes_by_dim: defaultdict[int, list[str]] = defaultdict(list)
     for axis, dim in target.cuts(tensor, ()):
         if target.mesh[axis] > 1:
-            cut[dim].append(axis)
-    return cut
+            axes_by_dim[dim].append(axis)
+    return axes_by_dim

@@ -56,22 +56,22 @@ def test_ranks_hold_what_reshard_writes_for_them(mesh, shard, layout, saved, tmp
     for tensor in muonckpt.open(tmp_path / "out").outline.tensors:
         for chunk in tensor.chunks if tensor.shape else ():
             written[int(chunk.item.file.split("_")[2])] += chunk.box.numel * 4
-    scalars = {entry["slot"]: entry for entry in fit.held}["step"]
+    scalars = {entry["slot"]: entry for entry in fit.shares}["step"]
     assert (scalars["tensors"], scalars["least"], scalars["most"]) == (2, 8, 8), "every rank has the counters"
-    every = fit.held[-1]
+    every = fit.shares[-1]
     if not shard:
         assert (every["least"], every["most"]) == (min(written.values()) + 8, max(written.values()) + 8)
         assert every["bytes"] == sum(written.values()) + 8 * fit.ranks
-    assert sum(entry["bytes"] for entry in fit.held[:-1]) == every["bytes"] >= sum(written.values())
+    assert sum(entry["bytes"] for entry in fit.shares[:-1]) == every["bytes"] >= sum(written.values())
 
 
 def test_uneven_and_empty_shares_are_named_by_layers(saved):
     fit = muonckpt.fits(saved, {"dp": 8})
-    assert [(u.pattern, u.tensors, u.least, u.most, u.without) for u in fit.uneven] == [
+    assert [(u.pattern, u.tensors, u.least, u.most, u.empty_ranks) for u in fit.uneven] == [
         ("layers.*.experts", 4, 0, 128, 2),
         ("layers.*.bias", 6, 0, 2, 3),
     ]
-    assert (fit.uneven_tensors, fit.empty_tensors, fit.ranks_without, fit.tensors) == (10, 10, 3, 20)
+    assert (fit.uneven_tensors, fit.empty_tensors, fit.empty_ranks, fit.tensors) == (10, 10, 3, 20)
     assert "10 of 20 tensors are uneven and up to 3 ranks hold nothing of 10" in fit.sentence
     assert "equal shares" in muonckpt.fits(saved, {"dp": 2}).sentence
 
