@@ -15,8 +15,9 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import TypeVar
 
 from ....algebra.box import Box, Index
@@ -48,7 +49,7 @@ from .state_tree import PlainTensor, check_shared, is_mapping, mapping
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(0|[1-9][0-9]{0,5})_mp_rank_([0-9]{2,5})_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(0|[1-9][0-9]{0,5})_)?mp_rank_([0-9]{2,5})_model_states\.pt")
 
-_MOST_RANKS = 1 << 16
+_MAX_RANKS = 1 << 16
 
 _STEPS = "steps-in-memory"
 """The name that stands for numbers of updates as tensors."""
@@ -60,6 +61,7 @@ _RUN = "deepspeed"
 """The root of the run's own values."""
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _NOT_OF_THE_RUN = frozenset(
     {"module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
@@ -90,43 +92,47 @@ def remains(path: Location, without: Collection[str]) -> LocatedReader:
 def _read(path: Location, without: Collection[str] | None) -> LocatedReader:
     listed = sorted(str(entry.name) for entry in path.iterdir())
     with about(path):
-        models = dict(_opened(path, listed, _MODEL_FILE, without))
+        # Model states say what the run was; those of ZeRO 3 are of a rank each.
+        models = dict(_open_files(path, listed, _MODEL_FILE, without))
         if not models:
             raise DamageError("expected *_model_states.pt, which name the parameters, found none that can be read")
         run = mapping(next(iter(models.values())).content)
-        ranks = expect(int, run.get("dp_world_size"))
-        limits.check_limit(ranks, _MOST_RANKS, "data-parallel ranks")
-        files = dict(_opened(path, listed, _OPTIMIZER_FILE, without))
-        missing = _missing(files, ranks) + (_missing(models, ranks) if all(map(_of_rank, models.values())) else [])
-        found = _Found()
-        flats = _add_optimizer(found, run, {rank: _Rank.of(file) for rank, file in files.items()}, ranks)
-        _add_model(found, run, models, ranks)
-        _add_run(found, next(iter(models.values())))
-        for file in (*files.values(), *models.values()):
-            check_shared(
-                file, (chunk for t in found.tensors if t.shape for chunk in t.chunks if chunk.item.file == file.name)
-            )
+        num_ranks = expect(int, run.get("dp_world_size"))
+        limits.check_limit(num_ranks, _MAX_RANKS, "data-parallel ranks")
+        files = dict(_open_files(path, listed, _OPTIMIZER_FILE, without))
+        missing = _missing(files, num_ranks)
+        if all(map(_is_of_rank, models.values())):
+            missing += _missing(models, num_ranks)
+        # The optimizer has the weights, too; the model states the rest.
+        contents = _Contents()
+        stage = _add_optimizer(contents, run, _per_rank(files, _Rank.of), num_ranks)
+        _add_model(contents, run, models, num_ranks)
+        _add_run(contents, next(iter(models.values())))
+        opened = (*files.values(), *models.values())
+        for file in opened:
+            chunks = chain.from_iterable(tensor.chunks for tensor in contents.tensors if tensor.shape)
+            check_shared(file, (chunk for chunk in chunks if chunk.item.file == file.name))
     names = (name for name in listed if not (_OPTIMIZER_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name)))
-    provenance = {"zero": {"ranks": ranks, **flats}, signs.NOT_READ: [*names, *found.not_read]}
-    said = {name: value for name, value in provenance.items() if value}
-    manifest = Manifest(tuple(found.tensors), tuple(found.items.blobs), said, dict.fromkeys(missing, ""))
-    checksums = checksums_inside((*files.values(), *models.values()), [*found.tensors, *found.compared])
-    held = {**found.items.in_memory, _STEPS: bytes(found.steps)}
+    not_read = [*names, *contents.not_read]
+    provenance = {"zero": {"ranks": num_ranks, "stage": stage}} | ({signs.NOT_READ: not_read} if not_read else {})
+    manifest = Manifest(tuple(contents.tensors), tuple(contents.items.blobs), provenance, dict.fromkeys(missing, ""))
+    checksums = checksums_inside(opened, [*contents.tensors, *contents.compared])
+    in_memory = {**contents.items.in_memory, _STEPS: bytes(contents.steps)}
     faults = tuple(LostFileError(f"{path / name} is missing") for name in missing)
-    return LocatedReader(manifest, _ZeroPayloads(path, held, checksums, found.copies), faults)
+    return LocatedReader(manifest, _ZeroPayloads(path, in_memory, checksums, contents.copies), faults)
 
 
-def _opened(
+def _open_files(
     path: Location, listed: Sequence[str], pattern: re.Pattern[str], without: Collection[str] | None
 ) -> Iterator[tuple[int, TorchFile]]:
     """Yield the data-parallel ranks of files with such names, and the files; one of all ranks counts as rank 0's."""
-    known: dict[int, str] = {}
+    name_by_rank: dict[int, str] = {}
     for name in listed:
         match = pattern.fullmatch(name)
         if match is None or name in (without or ()):
             continue
         rank = int(match[1] or 0)
-        if int(match[2]) or (other := known.setdefault(rank, name)) != name:
+        if int(match[2]) or (other := name_by_rank.setdefault(rank, name)) != name:
             raise SourceError(
                 f"expected one file of a rank, found {name if int(match[2]) else f'{other} and {name}'}: parts of "
                 "tensor- and pipeline-parallel models are not joined; ds_to_universal.py of DeepSpeed joins them where "
@@ -139,12 +145,12 @@ def _opened(
                 raise
 
 
-def _of_rank(file: TorchFile) -> bool:
+def _is_of_rank(file: TorchFile) -> bool:
     """Return whether a file of the model is of one rank, as in ZeRO 3, and has buffers and parts only."""
     return file.name.startswith("zero")
 
 
-def _missing(files: Mapping[int, TorchFile], ranks: int) -> list[str]:
+def _missing(files: Mapping[int, TorchFile], num_ranks: int) -> list[str]:
     """Return the names of the files of other ranks, which are not there.
 
     Raises:
@@ -152,11 +158,11 @@ def _missing(files: Mapping[int, TorchFile], ranks: int) -> list[str]:
         SourceError: there is the file of a rank that the run did not have.
     """
     if not files:
-        raise DamageError(f"expected *_optim_states.pt of {ranks} ranks, found none that can be read")
-    if max(files) >= ranks:
-        raise SourceError(f"the model states are of {ranks} ranks, found {files[max(files)].name}: move it away")
-    before, after = re.split("zero_pp_rank_[0-9]+_", files[max(files)].name)
-    return [f"{before}zero_pp_rank_{rank}_{after}" for rank in range(ranks) if rank not in files]
+        raise DamageError(f"expected *_optim_states.pt of {num_ranks} ranks, found none that can be read")
+    if max(files) >= num_ranks:
+        raise SourceError(f"the model states are of {num_ranks} ranks, found {files[max(files)].name}: move it away")
+    prefix, suffix = re.split("zero_pp_rank_[0-9]+_", files[max(files)].name)
+    return [f"{prefix}zero_pp_rank_{rank}_{suffix}" for rank in range(num_ranks) if rank not in files]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,26 +198,27 @@ class _ZeroPayloads(MemberPayloads):
             super().check_item(item)
             return
         copies = self._copies[item]
-        (first, _, one), *others = copies.places
         for _, storage, _ in copies.places:
             super().check_item(storage)
-        for rank, _, other in others:
-            for start in range(0, one.length, BAND_BYTES):
-                band = min(BAND_BYTES, one.length - start)
-                expected = bytes(self.read_scratch(Extent(one.file, one.offset + start, band)))
-                if expected != self.read_scratch(Extent(other.file, other.offset + start, band)):
+        (first_rank, _, first), *others = copies.places
+        for rank, _, copy in others:
+            for start in range(0, first.length, BAND_BYTES):
+                length = min(BAND_BYTES, first.length - start)
+                expected = bytes(self.read_scratch(Extent(first.file, first.offset + start, length)))
+                if expected != self.read_scratch(Extent(copy.file, copy.offset + start, length)):
                     raise DamageError(
-                        f"ranks {first} and {rank} both hold the whole momentum of {copies.name!r}, which their "
-                        f"partitions cut, and {one.file} and {other.file} differ in it: one of them is wrong"
+                        f"ranks {first_rank} and {rank} both hold the whole momentum of {copies.name!r}, which their "
+                        f"partitions cut, and {first.file} and {copy.file} differ in it: one of them is wrong"
                     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """What a checkpoint holds.
+class _Contents:
+    """The tensors and items of a checkpoint, as they are added.
 
     Attributes:
         copies: the copies of what is read, by the item of its chunk; each is in ``compared``.
+        steps: numbers of updates as bytes of float32.
     """
 
     tensors: list[StateRecord] = field(default_factory=list)
@@ -222,8 +229,7 @@ class _Found:
     steps: bytearray = field(default_factory=bytearray)
 
     def add(self, path: KeyPath, shape: Index, dtype: str, chunks: Iterable[Chunk]) -> None:
-        own = Chunks.of(chunks, len(shape))
-        self.tensors.append(StateRecord(key_of(path), path, shape, dtype, own))
+        self.tensors.append(StateRecord(key_of(path), path, shape, dtype, Chunks.of(chunks, len(shape))))
 
     def add_number(self, path: KeyPath, value: object) -> None:
         """Add state that is no tensor; a number of updates, which fused optimizers keep so, as torch's AdamW has it."""
@@ -237,17 +243,16 @@ class _Found:
 
     def add_parts(self, root: KeyPath, end: KeyPath, layout: BufferLayout, parts: Mapping[int, PlainTensor]) -> None:
         """Add the parameters of a layout, of which each rank has a flat part; those of other ranks are lost."""
-        dtype = _same("dtype", {rank: part.dtype for rank, part in parts.items()})
-        held = layout.tensor_layouts()
-        for placed in layout.parameters:
-            places = ((f.box, f.place.offset, parts.get(_rank(f.place.buffer))) for f in held[placed.name].fragments)
-            chunks = [_chunk(box, offset, part) for box, offset, part in places if part]
-            self.add((*root, placed.name, *end), placed.parameter.shape, dtype, chunks)
-
-
-def _rank(buffer: object) -> int:
-    assert isinstance(buffer, int), "the buffers of a group are its ranks"
-    return buffer
+        dtype = _same("dtype", _per_rank(parts, lambda part: part.dtype))
+        layouts = layout.tensor_layouts()
+        for parameter in layout.parameters:
+            chunks = []
+            for fragment in layouts[parameter.name].fragments:
+                rank = fragment.place.buffer
+                assert isinstance(rank, int), "the buffers of a group are its ranks"
+                if rank in parts:
+                    chunks.append(_chunk(fragment.box, fragment.place.offset, parts[rank]))
+            self.add((*root, parameter.name, *end), parameter.parameter.shape, dtype, chunks)
 
 
 def _chunk(box: Box, offset: int, part: PlainTensor) -> Chunk:
@@ -286,10 +291,16 @@ class _Rank:
             groups = [mapping(group) for group in expect(list, mapping(below).get(PARAM_GROUPS))]
             return cls(file, zero, masters, mapping(mapping(below).get(STATE)), groups)
 
-    def listed(self, key: str, number: int, missing: object = None) -> object:
-        """Return what ZeRO has for a group; ``missing`` where it has no such list."""
+    @property
+    def stage(self) -> object:
+        """The stage of ZeRO; BF16_Optimizer, which records none, is of stage 1."""
+        stage = self.zero.get("zero_stage")
+        return stage.args[0] if isinstance(stage, Record) and type(stage.args) is tuple else 1
+
+    def listed(self, key: str, number: int, default: object = None) -> object:
+        """Return what ZeRO has for a group; the default where it has no such list."""
         values = self.zero.get(key)
-        return missing if values is None else dict(enumerate(expect(list, values))).get(number)
+        return default if values is None else dict(enumerate(expect(list, values))).get(number)
 
     def configured(self, *keys: str) -> object:
         """Return a value of the configuration of ZeRO; None if it has none."""
@@ -298,228 +309,242 @@ class _Rank:
             node = mapping(node).get(key) if is_mapping(node) else None
         return node
 
+    def plain(self, value: object) -> object:
+        return PlainParts(self.file.described).part(value)
+
 
 def _add_optimizer(
-    found: _Found, run: Mapping[object, object], optimizers: Mapping[int, _Rank], ranks: int
-) -> dict[str, object]:
-    """Add weights and state; return the stage, for the provenance."""
-    first = next(iter(optimizers.values()))
-    numbers = [number for group in first.groups for number in expect(list, group.get(PARAMS))]
-    shapes = [_shapes(group) for group in expect(list, run.get("param_shapes"))]
-    for rank in optimizers.values():
-        if not len(numbers) == len(shapes) == len(rank.masters):
-            raise SourceError(
-                f"{rank.file.name}: expected flat partitions of {len(shapes)} groups, as the model states have, found "
-                f"{len(rank.masters)}"
-            )
-        counts = rank.zero.get("partition_count")
-        if any(count != ranks for count in (counts if type(counts) is list else [counts])):
-            raise SourceError(
-                f"{rank.file.name}: expected groups over all {ranks} ranks, found {counts}: those of experts are not "
-                "read; ds_to_universal.py of DeepSpeed joins them where no group is Muon's"
-            )
+    contents: _Contents, run: Mapping[object, object], ranks: Mapping[int, _Rank], num_ranks: int
+) -> object:
+    """Add weights and state; return the stage."""
+    first = next(iter(ranks.values()))
+    numbers = list(chain.from_iterable(expect(list, group.get(PARAMS)) for group in first.groups))
+    groups = [_parameters(group) for group in expect(list, run.get("param_shapes"))]
+    for rank in ranks.values():
+        _check_groups(rank, len(groups), len(numbers), num_ranks)
+    # Each group of parameters is one flat parameter of the optimizer below.
     layouts = []
-    for number, parameters in enumerate(shapes):
-        masters = {rank: _flat(own.file, own.masters[number]) for rank, own in optimizers.items()}
+    for number, parameters in enumerate(groups):
+        masters = {place: _flat(rank.file, rank.masters[number]) for place, rank in ranks.items()}
         with about(f"group {number}"):
-            layouts.append(_layout(parameters, number, optimizers, masters, ranks))
-            found.add_parts(("model",), (), layouts[-1], masters)
-            _add_state(found, layouts[-1], {rank: (own, numbers[number]) for rank, own in optimizers.items()})
-    position = 0
+            layout = _layout(parameters, number, ranks, masters, num_ranks)
+            contents.add_parts(("model",), (), layout, masters)
+            _add_state(contents, layout, ranks, numbers[number])
+            layouts.append(layout)
+    # Options are those of its groups, which have several flat parameters.
+    remaining = iter(layouts)
     for number, group in enumerate(first.groups):
-        own = layouts[position : position + len(expect(list, group.get(PARAMS)))]
-        position += len(own)
         root = ("optimizer", PARAM_GROUPS, number)
         for option in group:
-            values = {rank: _plain(other, other.groups[number].get(option)) for rank, other in optimizers.items()}
             if option != PARAMS:
-                found.items.add((*root, expect(str, option)), _same(f"{option} of group {number}", values))
-        found.items.add((*root, PARAMS), [placed.name for layout in own for placed in layout.parameters])
-    stage = first.zero.get("zero_stage")
-    return {"stage": stage.args[0] if isinstance(stage, Record) and type(stage.args) is tuple else 1}
+                values = {place: rank.plain(rank.groups[number].get(option)) for place, rank in ranks.items()}
+                contents.items.add((*root, expect(str, option)), _same(f"{option} of group {number}", values))
+        layouts_of_group = islice(remaining, len(expect(list, group.get(PARAMS))))
+        parameters_of_group = chain.from_iterable(layout.parameters for layout in layouts_of_group)
+        contents.items.add((*root, PARAMS), [parameter.name for parameter in parameters_of_group])
+    return first.stage
 
 
-def _shapes(group: object) -> list[Parameter]:
+def _check_groups(rank: _Rank, num_groups: int, num_parameters: int, num_ranks: int) -> None:
+    """Refuse a rank whose optimizer has other groups than the model states, or groups over other ranks."""
+    if not num_parameters == num_groups == len(rank.masters):
+        raise SourceError(
+            f"{rank.file.name}: expected flat partitions of {num_groups} groups, as the model states have, found "
+            f"{len(rank.masters)}"
+        )
+    counts = rank.zero.get("partition_count")
+    if any(count != num_ranks for count in (counts if type(counts) is list else [counts])):
+        raise SourceError(
+            f"{rank.file.name}: expected groups over all {num_ranks} ranks, found {counts}: those of experts are not "
+            "read; ds_to_universal.py of DeepSpeed joins them where no group is Muon's"
+        )
+
+
+def _parameters(group: object) -> list[Parameter]:
     return [Parameter(expect(str, name), sizes_of(shape), "float32") for name, shape in mapping(group).items()]
 
 
 def _layout(
     parameters: Sequence[Parameter],
     number: int,
-    optimizers: Mapping[int, _Rank],
+    ranks: Mapping[int, _Rank],
     masters: Mapping[int, PlainTensor],
-    ranks: int,
+    num_ranks: int,
 ) -> BufferLayout:
     """Return how a group is partitioned.
 
     Raises:
         SourceError: the partitions have other sizes, or DeepSpeed recorded other places.
     """
-    first = next(iter(optimizers.values()))
-    sizes = {rank: part.chunk.box.numel for rank, part in masters.items()}
+    first = next(iter(ranks.values()))
+    sizes = _per_rank(masters, lambda part: part.chunk.box.numel)
     try:
         if _MASTERS_3 in first.zero:
-            layout = partitioned_parameters(parameters, ranks)
+            layout = partitioned_parameters(parameters, num_ranks)
         else:
             if "zero_stage" in first.zero:  # else they are of BF16_Optimizer, which stores the padding
-                cut_off = {rank: expect(int, own.listed("group_paddings", number)) for rank, own in optimizers.items()}
-                sizes = {rank: size + cut_off[rank] for rank, size in sizes.items()}
-            between = [
-                expect(int, count) for count in expect(list, first.listed("param_alignment_paddings", number, []))
-            ]
-            layout = partitioned_group(parameters, ranks, _same("size of the partitions", sizes), between)
+                paddings = _per_rank(ranks, lambda rank: expect(int, rank.listed("group_paddings", number)))
+                sizes = {rank: size + paddings[rank] for rank, size in sizes.items()}
+            alignment = expect(list, first.listed("param_alignment_paddings", number, []))
+            between = [expect(int, count) for count in alignment]
+            layout = partitioned_group(parameters, num_ranks, _same("size of the partitions", sizes), between)
     except LayoutError as error:
         raise SourceError(f"the partitions do not hold the parameters of the model states: {error}") from error
     _check_sizes(sizes, layout)
-    _check_recorded(layout, number, optimizers)
+    _check_recorded(layout, number, ranks)
     return layout
 
 
-def _check_recorded(layout: BufferLayout, number: int, optimizers: Mapping[int, _Rank]) -> None:
+def _check_recorded(layout: BufferLayout, number: int, ranks: Mapping[int, _Rank]) -> None:
     """Compare a layout with the places that DeepSpeed recorded for a universal checkpoint.
 
     Raises:
         SourceError: they differ.
     """
-    expected: dict[int, dict[object, object]] = {rank: {} for rank in optimizers}
-    for placed in layout.parameters:
-        for shard in layout.shards_of(placed):
+    expected: dict[int, dict[object, object]] = {rank: {} for rank in ranks}
+    for parameter in layout.parameters:
+        for shard in layout.shards_of(parameter):
             if (rank := rank_of(shard)) in expected:
-                lo, hi = max(placed.start, shard.start), min(placed.stop, shard.stop)
-                expected[rank][placed.name] = {"numel": hi - lo, "start": shard.offset + lo - shard.start}
-    for rank, own in optimizers.items():
-        recorded = own.listed("param_slice_mappings", number)
-        if recorded is None or own.configured("round_robin_gradients"):  # with that it records another order
+                lo, hi = max(parameter.start, shard.start), min(parameter.stop, shard.stop)
+                expected[rank][parameter.name] = {"numel": hi - lo, "start": shard.offset + lo - shard.start}
+    for place, optimizer in ranks.items():
+        recorded = optimizer.listed("param_slice_mappings", number)
+        if recorded is None or optimizer.configured("round_robin_gradients"):  # with that it records another order
             continue
         places = {name: expect(Record, address).state for name, address in mapping(recorded).items()}
-        if places != expected[rank]:
-            name = next(name for name in {**expected[rank], **places} if places.get(name) != expected[rank].get(name))
-            raise SourceError(
-                f"{own.file.name}: expected {name!r} at {expected[rank].get(name)}, as param_shapes of the model "
-                f"states say, found {places.get(name)}: the files are of different runs"
-            )
+        for name in {**expected[place], **places}:
+            if places.get(name) != expected[place].get(name):
+                raise SourceError(
+                    f"{optimizer.file.name}: expected {name!r} at {expected[place].get(name)}, as param_shapes of the "
+                    f"model states say, found {places.get(name)}: the files are of different runs"
+                )
 
 
-def _add_state(found: _Found, layout: BufferLayout, owners: Mapping[int, tuple[_Rank, object]]) -> None:
-    """Add the state of a group's parameters, given the ranks and the number of its state on each."""
-    whole = touched_parameters(layout)
-    states = {}
-    for rank, (own, number) in owners.items():
-        state = mapping(own.state.get(number, {}))
-        if whole[rank] or state:
-            states[rank] = (own, state)
+def _add_state(contents: _Contents, layout: BufferLayout, ranks: Mapping[int, _Rank], number: object) -> None:
+    """Add the state of a group's parameters, given the number of its flat parameter."""
+    touched = touched_parameters(layout)
+    states = {place: mapping(rank.state.get(number, {})) for place, rank in ranks.items()}
+    states = {place: state for place, state in states.items() if touched[place] or state}
     if not states:
         return
-    slots = [expect(str, slot) for slot in next(iter(states.values()))[1]]
-    names = [placed.name for placed in layout.parameters]
-    for slot in slots:
+    roots = [("optimizer", STATE, parameter.name) for parameter in layout.parameters]
+    for slot in (expect(str, slot) for slot in next(iter(states.values()))):
         with about(slot):
-            values = {rank: state.get(slot) for rank, (_, state) in states.items()}
-            _same("state", {rank: is_tensor(value) for rank, value in values.items()})
-            if not is_tensor(values[min(values)]):
-                value = _same("value", {rank: _plain(states[rank][0], value) for rank, value in values.items()})
-                for name in names:
-                    found.add_number(("optimizer", STATE, name, slot), value)
+            values = {place: state.get(slot) for place, state in states.items()}
+            # A value that all parameters share.
+            if not _same("state", _per_rank(values, is_tensor)):
+                value = _same("value", {place: ranks[place].plain(value) for place, value in values.items()})
+                for root in roots:
+                    contents.add_number((*root, slot), value)
                 continue
-            decoded = {rank: PlainTensor(*states[rank][0].file.chunk(value)) for rank, value in values.items()}
-            if not _same("dims", {rank: part.chunk.box.ndim for rank, part in decoded.items()}):
-                _same("value", {rank: part.chunk.crc32 for rank, part in decoded.items()})
-                part = decoded[min(decoded)]
-                for name in names:
-                    found.tensors.append(whole_record(("optimizer", STATE, name, slot), part.dtype, part.chunk))
-            elif slot == MOMENTUM and _is_whole(decoded, layout, whole, states):
-                _add_whole(found, slot, whole, decoded)
+            parts = {place: PlainTensor(*ranks[place].file.chunk(value)) for place, value in values.items()}
+            # A tensor without dims that all parameters share.
+            if not _same("dims", _per_rank(parts, lambda part: part.chunk.box.ndim)):
+                _same("value", _per_rank(parts, lambda part: part.chunk.crc32))
+                part = parts[min(parts)]
+                for root in roots:
+                    contents.tensors.append(whole_record((*root, slot), part.dtype, part.chunk))
+            # Momenta that each rank holds whole, or the partitions' elements.
+            elif slot == MOMENTUM and _is_whole(parts, layout, touched, ranks):
+                _add_whole(contents, slot, touched, parts)
             else:
-                _check_sizes({rank: part.chunk.box.numel for rank, part in decoded.items()}, layout)
-                found.add_parts(("optimizer", STATE), (slot,), layout, decoded)
+                _check_sizes(_per_rank(parts, lambda part: part.chunk.box.numel), layout)
+                contents.add_parts(("optimizer", STATE), (slot,), layout, parts)
 
 
 def _is_whole(
     parts: Mapping[int, PlainTensor],
     layout: BufferLayout,
-    whole: Sequence[Sequence[PlacedParameter]],
-    states: Mapping[int, tuple[_Rank, object]],
+    touched: Sequence[Sequence[PlacedParameter]],
+    ranks: Mapping[int, _Rank],
 ) -> bool:
     """Return whether momentum lies as `touched_parameters` says, and not as the partitions do.
 
     Raises:
         SourceError: it has the size of neither.
     """
-    own = states[min(parts)][0]
-    if "zero_stage" not in own.zero or _MASTERS_3 in own.zero:
+    first = ranks[min(parts)]
+    if "zero_stage" not in first.zero or _MASTERS_3 in first.zero:
         return False
-    if own.configured("offload_optimizer", "device") not in (None, "none"):
+    if first.configured("offload_optimizer", "device") not in (None, "none"):
         return False
-    shards = [(placed, list(layout.shards_of(placed))) for placed in layout.parameters]
-    cut = {rank_of(shard) for _, own_shards in shards if len(own_shards) > 1 for shard in own_shards}
+    cutting_ranks = set()
+    for parameter in layout.parameters:
+        shards = list(layout.shards_of(parameter))
+        cutting_ranks |= set(map(rank_of, shards)) if len(shards) > 1 else set()
     for rank, part in parts.items():
-        numel = whole[rank][-1].stop if whole[rank] else 0
-        uncut = rank not in cut
-        if part.chunk.box.numel != numel and not (uncut and part.chunk.box.numel == part_numel(layout)):
+        numel, expected = part.chunk.box.numel, touched[rank][-1].stop if touched[rank] else 0
+        if numel != expected and (rank in cutting_ranks or numel != part_numel(layout)):
             raise SourceError(
-                f"{states[rank][0].file.name}: expected {numel} elements, as many as the parameters of its partition "
-                f"have whole, found {part.chunk.box.numel}"
+                f"{ranks[rank].file.name}: expected {expected} elements, as many as the parameters of its partition "
+                f"have whole, found {numel}"
             )
     return True
 
 
 def _add_whole(
-    found: _Found, slot: str, whole: Sequence[Sequence[PlacedParameter]], parts: Mapping[int, PlainTensor]
+    contents: _Contents, slot: str, touched: Sequence[Sequence[PlacedParameter]], parts: Mapping[int, PlainTensor]
 ) -> None:
     """Add parameters whose state each rank that has a part of them holds whole."""
-    dtype = _same("dtype", {rank: part.dtype for rank, part in parts.items()})
+    dtype = _same("dtype", _per_rank(parts, lambda part: part.dtype))
     copies: dict[str, list[tuple[int, Chunk]]] = {}
     shapes: dict[str, Index] = {}
-    for rank, held in enumerate(whole):
-        for placed in held:
-            shapes[placed.name] = placed.parameter.shape
-            own = copies.setdefault(placed.name, [])
+    for rank, parameters in enumerate(touched):
+        for parameter in parameters:
+            shapes[parameter.name] = parameter.parameter.shape
+            copies.setdefault(parameter.name, [])
             if rank in parts:
-                own.append((rank, _chunk(Box.of(placed.parameter.shape), placed.start, parts[rank])))
+                chunk = _chunk(Box.of(parameter.parameter.shape), parameter.start, parts[rank])
+                copies[parameter.name].append((rank, chunk))
     for name, places in copies.items():
         path = ("optimizer", STATE, name, slot)
         chunks = [chunk for _, chunk in places[:1]]
-        if len(places) > 1 and (read := chunks[0].payload):
-            chunks = [replace(chunks[0], item=read)]
-            found.copies[read] = _Copies(name, tuple((rank, c.item, c.payload) for rank, c in places if c.payload))
-            found.compared.extend(whole_record(path, dtype, chunk) for _, chunk in places)
-        found.add(path, shapes[name], dtype, chunks)
+        # One copy is read, and compared with the others when it is checked.
+        if len(places) > 1 and (payload := chunks[0].payload):
+            chunks = [replace(chunks[0], item=payload)]
+            extents = tuple((rank, chunk.item, chunk.payload) for rank, chunk in places if chunk.payload)
+            contents.copies[payload] = _Copies(name, extents)
+            contents.compared.extend(whole_record(path, dtype, chunk) for _, chunk in places)
+        contents.add(path, shapes[name], dtype, chunks)
 
 
-def _add_model(found: _Found, run: Mapping[object, object], models: Mapping[int, TorchFile], ranks: int) -> None:
+def _add_model(
+    contents: _Contents, run: Mapping[object, object], models: Mapping[int, TorchFile], num_ranks: int
+) -> None:
     """Add what the optimizer does not have: buffers, frozen parameters, and the other names of shared ones."""
     file = models[min(models)]
-    known = {str(tensor.path[-1]): tensor for tensor in found.tensors if tensor.path[0] == "model"}
+    weights = {str(tensor.path[-1]): tensor for tensor in contents.tensors if tensor.path[0] == "model"}
     for alias, name in _items(run, "shared_params"):
-        if (tensor := known.get(str(name))) is not None:
+        if (tensor := weights.get(str(name))) is not None:
             path = ("model", expect(str, alias))
-            found.tensors.append(replace(tensor, key=key_of(path), path=path))
-            known[str(alias)] = tensor
-    in_parts = _of_rank(file)
+            weights[str(alias)] = replace(tensor, key=key_of(path), path=path)
+            contents.tensors.append(weights[str(alias)])
+    is_of_rank = _is_of_rank(file)
     buffers = expect(list, run.get("buffer_names") or [])
     for name, value in _items(run, "module"):
-        if name not in known and is_tensor(value) and (name in buffers or not in_parts):
-            found.tensors.append(whole_record(("model", expect(str, name)), *file.chunk(value)))
-    for name, shape in _items(run, "frozen_param_shapes") if in_parts else ():
-        layout = partitioned_parameters([Parameter(expect(str, name), sizes_of(shape))], ranks)
-        parts = {
-            rank: _flat(own, dict(_items(mapping(own.content), "frozen_param_fragments")).get(name))
-            for rank, own in models.items()
-        }
-        found.add_parts(("model",), (), layout, parts)
+        if name not in weights and is_tensor(value) and (name in buffers or not is_of_rank):
+            contents.tensors.append(whole_record(("model", expect(str, name)), *file.chunk(value)))
+    # In ZeRO 3 frozen parameters are cut as others are.
+    for name, shape in _items(run, "frozen_param_shapes") if is_of_rank else ():
+        layout = partitioned_parameters([Parameter(expect(str, name), sizes_of(shape))], num_ranks)
+        parts = {}
+        for rank, model in models.items():
+            fragments = dict(_items(mapping(model.content), "frozen_param_fragments"))
+            parts[rank] = _flat(model, fragments.get(name))
+        contents.add_parts(("model",), (), layout, parts)
 
 
-def _add_run(found: _Found, file: TorchFile) -> None:
+def _add_run(contents: _Contents, file: TorchFile) -> None:
     for key, value in mapping(file.content).items():
         if key not in _NOT_OF_THE_RUN and value is not None:
             try:
-                found.items.add((_RUN, expect(str, key)), PlainParts(file.described).part(value))
+                contents.items.add((_RUN, expect(str, key)), PlainParts(file.described).part(value))
             except SourceError:
-                found.not_read.append(f"{key!r} in {file.name}")
+                contents.not_read.append(f"{key!r} in {file.name}")
 
 
-def _items(of: Mapping[object, object], key: str) -> Iterable[tuple[object, object]]:
-    value = of.get(key)
+def _items(content: Mapping[object, object], key: str) -> Iterable[tuple[object, object]]:
+    value = content.get(key)
     return () if value is None else mapping(value).items()
 
 
@@ -530,12 +555,12 @@ def _flat(file: TorchFile, value: object) -> PlainTensor:
     return PlainTensor(dtype, chunk)
 
 
-def _plain(rank: _Rank, value: object) -> object:
-    return PlainParts(rank.file.described).part(value)
+def _per_rank(values: Mapping[int, T], function: Callable[[T], R]) -> dict[int, R]:
+    return {rank: function(value) for rank, value in values.items()}
 
 
-def _same(what: str, values: Mapping[int, T]) -> T:
-    """Return what all ranks have.
+def _same(noun: str, values: Mapping[int, T]) -> T:
+    """Return the value that all ranks have.
 
     Raises:
         SourceError: two ranks have something else.
@@ -544,12 +569,12 @@ def _same(what: str, values: Mapping[int, T]) -> T:
     for rank, value in values.items():
         if repr(value) != repr(values[first]):
             raise SourceError(
-                f"expected the same {what} on all ranks, found {values[first]!r:.80} on rank {first} and "
+                f"expected the same {noun} on all ranks, found {values[first]!r:.80} on rank {first} and "
                 f"{value!r:.80} on rank {rank}"
             )
     return values[first]
 
 
-def _check_sizes(parts: Mapping[int, int], layout: BufferLayout) -> None:
-    if _same("size of the partitions", parts) != part_numel(layout):
-        raise SourceError(f"expected partitions of {part_numel(layout)} elements, found {parts[min(parts)]}")
+def _check_sizes(sizes: Mapping[int, int], layout: BufferLayout) -> None:
+    if _same("size of the partitions", sizes) != part_numel(layout):
+        raise SourceError(f"expected partitions of {part_numel(layout)} elements, found {sizes[min(sizes)]}")
