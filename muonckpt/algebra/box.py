@@ -51,7 +51,7 @@ class Box:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Box:
-        """The box of a whole tensor of this shape."""
+        """Return the box of a whole tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -67,7 +67,7 @@ class Box:
         return math.prod(map(sub, self.hi, self.lo))
 
     def __and__(self, other: Box) -> Box | None:
-        """The intersection, or None where there is no common element."""
+        """Return the intersection; None where there is no common element."""
         lo = tuple(map(max, self.lo, other.lo))
         hi = tuple(map(min, self.hi, other.hi))
         return None if any(map(ge, lo, hi)) else Box(lo, hi)
@@ -76,9 +76,9 @@ class Box:
         """Return whether every element of ``other`` is in this box."""
         return other.numel == 0 or (self & other) == other
 
-    def shift(self, by: Sequence[int]) -> Box:
-        """This box moved by ``by`` elements per dim."""
-        return Box(tuple(map(operator.add, self.lo, by)), tuple(map(operator.add, self.hi, by)))
+    def shift(self, offset: Sequence[int]) -> Box:
+        """Return this box moved by ``offset`` elements per dim."""
+        return Box(tuple(map(operator.add, self.lo, offset)), tuple(map(operator.add, self.hi, offset)))
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in zip(self.lo, self.hi, strict=True)) + "]"
@@ -94,21 +94,23 @@ def ranges_of(shape: Sequence[int], selection: Selection) -> list[int | range]:
     Raises:
         IndexError: there are more indices than dims, an index is outside its dim, or a step is not one.
     """
-    given: list[Any] = list(selection) if isinstance(selection, tuple) else [selection]
-    given += [] if ... in given else [...]
-    missing = len(shape) - len(given) + 1
-    if missing < 0 or given.count(...) > 1:
-        raise IndexError(f"{len(shape)} dims, found {len(given) - 1} indices")
-    before = given.index(...)
+    # The ellipsis stands for whole dims.
+    indices: list[Any] = list(selection) if isinstance(selection, tuple) else [selection]
+    indices += [] if ... in indices else [...]
+    num_whole = len(shape) - len(indices) + 1
+    if num_whole < 0 or indices.count(...) > 1:
+        raise IndexError(f"{len(shape)} dims, found {len(indices) - 1} indices")
+    ellipsis = indices.index(...)
+    indices[ellipsis : ellipsis + 1] = [slice(None)] * num_whole
     ranges: list[int | range] = []
-    for dim, index in enumerate([*given[:before], *[slice(None)] * missing, *given[before + 1 :]]):
+    for dim, index in enumerate(indices):
         length = shape[dim]
         if isinstance(index, int) and not -length <= index < length:
             raise IndexError(f"the indices 0 to {length - 1} in dim {dim}, not {index}")
-        taken: int | range = range(length)[index]
-        if isinstance(taken, range) and taken.step != 1:
+        selected: int | range = range(length)[index]
+        if isinstance(selected, range) and selected.step != 1:
             raise IndexError(f"slices with a step of 1 only, found {index}")
-        ranges.append(taken)
+        ranges.append(selected)
     return ranges
 
 
@@ -118,13 +120,13 @@ def box_at(shape: Sequence[int], selection: Selection) -> Box:
     Raises:
         IndexError: as `ranges_of`.
     """
-    ranges = [range(taken, taken + 1) if isinstance(taken, int) else taken for taken in ranges_of(shape, selection)]
+    ranges = [range(index, index + 1) if isinstance(index, int) else index for index in ranges_of(shape, selection)]
     lo = tuple(along.start for along in ranges)
     return Box(lo, tuple(start + len(along) for start, along in zip(lo, ranges, strict=True)))
 
 
 def row_major(shape: Sequence[int]) -> Index:
-    """Strides, in elements, of a dense row-major tensor of this shape."""
+    """Return the strides, in elements, of a dense row-major tensor of this shape."""
     strides = []
     step = 1
     for size in reversed(shape):

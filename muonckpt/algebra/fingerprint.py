@@ -38,7 +38,7 @@ _COLUMNS = 1 << 16
 
 
 def fingerprint(values: NDArray[np.unsignedinteger], origin: Index) -> int:
-    """The share of one box in its tensor's fingerprint, in ``0 … 2**64 - 1``.
+    """Return the share of one box in its tensor's fingerprint, in ``0 … 2**64 - 1``.
 
     Args:
         values: raw bits of the box's elements, one unsigned integer each of 1, 2, 4 or 8 bytes, in the box's shape.
@@ -65,12 +65,12 @@ def fingerprint(values: NDArray[np.unsignedinteger], origin: Index) -> int:
 
 
 def box_shares(values: NDArray[np.unsignedinteger], origin: Index) -> list[int]:
-    """The shares of boxes of one shape and origin, of different tensors: each of ``values`` as `fingerprint` takes it.
+    """Return shares of boxes of one shape and origin, of different tensors; each of ``values`` as for `fingerprint`.
 
     Faster than a call for each if boxes are small.
     """
     if values[:1].size > _COLUMNS:
-        return [fingerprint(own, origin) for own in values]
+        return [fingerprint(box_values, origin) for box_values in values]
     if values.ndim == 1:
         values, origin = values[:, np.newaxis], (0,)
     if values.itemsize == 8:
@@ -81,29 +81,24 @@ def box_shares(values: NDArray[np.unsignedinteger], origin: Index) -> list[int]:
     return shares
 
 
-def weights_of(shape: Index, origin: Index) -> U64:
-    """Return the weights of a box's elements, flattened: those with which `fingerprint` sums them."""
-    return _outer(0, shape, origin)
-
-
 def combine(*shares: int) -> int:
-    """Fingerprint of the union of disjoint boxes."""
+    """Return the fingerprint of the union of disjoint boxes, from their shares."""
     return sum(shares) & _MASK
 
 
 def as_hex(value: int) -> str:
-    """The 16 hex digits that manifests and tools show."""
+    """Return a fingerprint as the 16 hex digits that manifests and tools show."""
     return f"{value:016x}"
 
 
 def _blocks(values: NDArray[np.unsignedinteger], origin: Index) -> Iterator[tuple[NDArray[np.unsignedinteger], Index]]:
-    """Pieces of the last dim, so that its weights stay in cache however long it is."""
+    """Yield pieces of the last dim, so that its weights stay in cache however long it is."""
     for start in range(0, values.shape[-1], _COLUMNS):
         yield values[..., start : start + _COLUMNS], (*origin[:-1], origin[-1] + start)
 
 
 def _split(shape: Index) -> int:
-    """First of the trailing dims that together have at most `_COLUMNS` elements."""
+    """Return the first of the trailing dims that together have at most `_COLUMNS` elements."""
     split = len(shape) - 1
     while split > 0 and math.prod(shape[split - 1 :]) <= _COLUMNS:
         split -= 1
@@ -111,7 +106,7 @@ def _split(shape: Index) -> int:
 
 
 def _outer(first_dim: int, shape: Index, origin: Index) -> U64:
-    """Products of the weights of the dims from ``first_dim`` on, flattened; one 1 where there is none."""
+    """Return products of the weights of the dims from ``first_dim`` on, flattened; one 1 where there is none."""
     factors = [_weights(dim, origin[dim], origin[dim] + shape[dim]) for dim in range(first_dim, len(shape))]
     return reduce(_flat_products, factors) if factors else np.ones(1, np.uint64)
 
@@ -122,7 +117,7 @@ def _flat_products(left: U64, right: U64) -> U64:
 
 @lru_cache(maxsize=16)
 def _weights(dim: int, start: int, stop: int) -> U64:
-    """Odd weights of global indices ``start:stop`` along ``dim``.
+    """Return odd weights of global indices ``start:stop`` along ``dim``.
 
     At most 512 KiB each along the last dim.  The cache serves the bands of a tensor and the layers of a model, and
     stays small beside any memory budget."""

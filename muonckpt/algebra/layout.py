@@ -1,4 +1,4 @@
-"""Layouts: where a tensor's elements live.
+"""Layouts: the places of a tensor's elements.
 
 A :class:`Fragment` maps one box of the tensor's global index space to an affine :class:`Place` in a buffer.  A
 :class:`TensorLayout` is the fragments of one tensor, on every holder.  Rows, columns, replicas, flat-buffer cuts,
@@ -9,7 +9,7 @@ All offsets, strides and sizes are in elements.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A non-empty box of the tensor and where its elements lie.
+    """A non-empty box of the tensor and the place of its elements.
 
     Raises:
         LayoutError: the box is empty, or place and box differ in their number of dims.
@@ -51,10 +51,10 @@ class Fragment:
             raise LayoutError(f"a place needs one stride per dim and an offset >= 0: {self}")
 
     def place_at(self, index: Index) -> Place:
-        """The place of the part of this fragment that begins at the global ``index``, which must lie inside it."""
+        """Return the place of the part of this fragment that begins at the global ``index``, which lies inside it."""
         offset = self.place.offset
-        for new, old, stride in zip(index, self.box.lo, self.place.strides, strict=True):
-            offset += (new - old) * stride
+        for begin, lo, stride in zip(index, self.box.lo, self.place.strides, strict=True):
+            offset += (begin - lo) * stride
         return Place(self.place.buffer, offset, self.place.strides)
 
     def __str__(self) -> str:
@@ -65,8 +65,8 @@ class Fragment:
 class TensorLayout:
     """Every fragment of one tensor of the given logical shape, as columns: thousands of ranks may hold parts of it.
 
-    `of` makes one of fragments, `of_columns` of arrays; ``fragments``, ``holders`` and ``boxes_by_buffer`` are made of
-    the columns when they are first asked for, `fragments_of` and `boxes_of` for one buffer alone.
+    `of` makes one of fragments, `of_columns` of arrays; ``fragments`` and ``holders`` are made of the columns when they
+    are first asked for, `fragments_of` and `boxes_of` for one buffer alone.
 
     Proved on construction: all boxes lie in the shape; two boxes are either equal (replicas, in different buffers)
     or disjoint; together they cover the tensor exactly.  Padding is not in the index space, so it cannot appear.
@@ -93,17 +93,18 @@ class TensorLayout:
 
     @classmethod
     def of(cls, shape: Index, fragments: Iterable[Fragment]) -> TensorLayout:
-        """The layout of these fragments, in their order."""
-        listed = tuple(fragments)
+        """Make the layout of these fragments, in their order."""
+        fragments = tuple(fragments)
         boxes: dict[Box, int] = {}
         buffers: dict[Buffer, int] = {}
-        box = [boxes.setdefault(fragment.box, len(boxes)) for fragment in listed]
-        buffer = [buffers.setdefault(fragment.place.buffer, len(buffers)) for fragment in listed]
+        box = [boxes.setdefault(fragment.box, len(boxes)) for fragment in fragments]
+        buffer = [buffers.setdefault(fragment.place.buffer, len(buffers)) for fragment in fragments]
         starts, stops = _corners(shape, list(boxes))
-        offset, strides = [f.place.offset for f in listed], [f.place.strides for f in listed]
-        number, holder, begin = (np.array(column, np.int64) for column in (box, buffer, offset))
-        along = np.array(strides, np.int64).reshape(len(listed), len(shape))
-        return cls(shape, starts, stops, tuple(buffers), number, holder, begin, along)
+        offset = [fragment.place.offset for fragment in fragments]
+        strides = np.array([fragment.place.strides for fragment in fragments], np.int64)
+        numbers, holders, offsets = (np.array(column, np.int64) for column in (box, buffer, offset))
+        along = strides.reshape(len(fragments), len(shape))
+        return cls(shape, starts, stops, tuple(buffers), numbers, holders, offsets, along)
 
     @classmethod
     def of_columns(
@@ -115,7 +116,7 @@ class TensorLayout:
         offset: IntArray,
         strides: IntArray,
     ) -> TensorLayout:
-        """The layout of fragments that are rows of arrays; ``corners`` are those of the box of each fragment."""
+        """Make the layout of fragments that are rows of arrays; ``corners`` are those of each fragment's box."""
         rows = np.concatenate(corners, axis=1)
         boxes: dict[Hashable, int] = {}
         keys = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel().tolist()
@@ -152,7 +153,7 @@ class TensorLayout:
 
     @cached_property
     def fragments(self) -> tuple[Fragment, ...]:
-        """All fragments, as they were given."""
+        """All fragments, in their first order."""
         return tuple(self._fragments(slice(None)))
 
     @cached_property
@@ -164,26 +165,17 @@ class TensorLayout:
         )
 
     @cached_property
-    def boxes_by_buffer(self) -> Mapping[Buffer, tuple[int, ...]]:
-        """The numbers of the boxes that each buffer holds."""
-        held: dict[Buffer, list[int]] = {buffer: [] for buffer in self.buffers}
-        rows, _ = self.by_box
-        for box, buffer in zip(self.box[rows].tolist(), self.buffer[rows].tolist(), strict=True):
-            held[self.buffers[buffer]].append(box)
-        return {buffer: tuple(boxes) for buffer, boxes in held.items()}
-
-    @cached_property
     def by_box(self) -> tuple[IntArray, IntArray]:
-        """The numbers of all fragments, box by box, and where each box's begin among them: the last is how many."""
+        """The numbers of all fragments, box by box, and where each box's begin; the last entry is their count."""
         rows = np.argsort(self.box, kind="stable")
         return rows, np.searchsorted(self.box[rows], np.arange(len(self.starts) + 1))
 
     def find_fragments(self, box: IntArray, buffer: IntArray) -> tuple[IntArray, IntArray]:
         """Return a mask of the buffers (by number; -1 for none) that hold these boxes, and the fragments."""
         keys, fragments = self._by_holder
-        asked = box * len(self.buffers) + buffer
-        at = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
-        return (buffer >= 0) & (keys[at] == asked), fragments[at]
+        wanted_keys = box * len(self.buffers) + buffer
+        row = np.minimum(np.searchsorted(keys, wanted_keys), len(keys) - 1)
+        return (buffer >= 0) & (keys[row] == wanted_keys), fragments[row]
 
     @cached_property
     def _by_holder(self) -> tuple[IntArray, IntArray]:
@@ -193,11 +185,11 @@ class TensorLayout:
         return keys[fragments], fragments
 
     def boxes_of(self, buffer: Buffer) -> IntArray:
-        """The numbers of the boxes that a buffer holds, ascending; none if it holds nothing."""
+        """Return the numbers of the boxes that a buffer holds, ascending; empty if it holds nothing."""
         return np.sort(self.box[self._rows_of(buffer)])
 
     def fragments_of(self, buffer: Buffer) -> tuple[Fragment, ...]:
-        """The fragments in a buffer, in the order of all."""
+        """Return the fragments in a buffer, in the order of all."""
         return tuple(self._fragments(self._rows_of(buffer)))
 
     def _rows_of(self, buffer: Buffer) -> IntArray:
@@ -216,16 +208,16 @@ class TensorLayout:
         return int((self.stops - self.starts).prod(axis=1)[self.box].sum())
 
     def digest(self) -> bytes:
-        """16 bytes of shape and fragments: the same in every process, unlike a hash."""
+        """Return 16 bytes of shape and fragments, the same in every process, unlike a hash."""
         from hashlib import blake2b  # loads OpenSSL, which few programs need
 
         rows, _ = self.by_box
         buffers = map(self.buffers.__getitem__, self.buffer[rows].tolist())
         names = list(zip(self.box[rows].tolist(), buffers, strict=True))
-        whole = blake2b(repr((self.shape, names)).encode(), digest_size=16)
+        digest = blake2b(repr((self.shape, names)).encode(), digest_size=16)
         for array in (self.starts, self.stops, np.column_stack((self.offset, self.strides))):
-            whole.update(array.tobytes())
-        return whole.digest()
+            digest.update(array.tobytes())
+        return digest.digest()
 
 
 _NONE = np.empty(0, np.int64)
@@ -233,14 +225,14 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a parameter and where its first element goes in a matrix with as many dims."""
+    """A box of a parameter and the place of its first element in a matrix with as many dims."""
 
     box: Box
     origin: Index
 
 
 def stacked(boxes: Iterable[Box], dim: int) -> tuple[Piece, ...]:
-    """Pieces that lay these boxes of a fused parameter one after the other along ``dim``, as one matrix."""
+    """Return pieces that lay boxes of a fused parameter one after the other along ``dim``, as one matrix."""
     pieces = []
     start = 0
     for box in boxes:
@@ -251,7 +243,9 @@ def stacked(boxes: Iterable[Box], dim: int) -> tuple[Piece, ...]:
 
 @lru_cache(maxsize=65536)
 def through(pieces: tuple[Piece, ...], layout: TensorLayout) -> TensorLayout:
-    """The layout of the matrix that ``pieces`` of a parameter make, given the parameter's layout.  Cached by geometry.
+    """Return the layout of the matrix that ``pieces`` of a parameter make, from the parameter's layout.
+
+    Cached by geometry.
 
     Raises:
         LayoutError: the pieces do not tile a matrix, or reach outside the parameter.
@@ -265,19 +259,23 @@ def through(pieces: tuple[Piece, ...], layout: TensorLayout) -> TensorLayout:
         piece = pieces[i]
         common = piece.box & layout.holders[j][0].box
         assert common is not None, "overlaps() returned a pair of disjoint boxes"
-        moved = common.shift([new - old for new, old in zip(piece.origin, piece.box.lo, strict=True)])
-        fragments += [Fragment(moved, fragment.place_at(common.lo)) for fragment in layout.holders[j]]
-    ends = [piece.box.shift([o - lo for o, lo in zip(piece.origin, piece.box.lo, strict=True)]).hi for piece in pieces]
+        box = common.shift(_shift(piece))
+        fragments += [Fragment(box, fragment.place_at(common.lo)) for fragment in layout.holders[j]]
+    ends = [piece.box.shift(_shift(piece)).hi for piece in pieces]
     return TensorLayout.of(tuple(map(max, zip(*ends, strict=True))), fragments)
 
 
+def _shift(piece: Piece) -> list[int]:
+    return [origin - lo for origin, lo in zip(piece.origin, piece.box.lo, strict=True)]
+
+
 def dense(box: Box, buffer: Buffer, offset: int = 0) -> Fragment:
-    """A box stored contiguously, row-major, from ``offset`` of ``buffer``."""
+    """Return the fragment of a box stored contiguously, row-major, from ``offset`` of ``buffer``."""
     return Fragment(box, Place(buffer, offset, row_major(box.shape)))
 
 
 def _corners(shape: Index, boxes: Sequence[Box]) -> tuple[IntArray, IntArray]:
-    """Boxes as two read-only arrays ``[n, max(ndim, 1)]``; a 0-d tensor counts as one element of one dim."""
+    """Return boxes as two read-only arrays ``[n, max(ndim, 1)]``; a 0-d tensor counts as one element of one dim."""
     for box in boxes:
         if box.ndim != len(shape):
             raise LayoutError(f"box {box} has {box.ndim} dims, the tensor of shape {shape} has {len(shape)}")
@@ -289,7 +287,7 @@ def _corners(shape: Index, boxes: Sequence[Box]) -> tuple[IntArray, IntArray]:
 
 
 def _prove_rows(layout: TensorLayout) -> None:
-    """One number for each box and buffer, in order of first appearance, and no place before its buffer's beginning."""
+    """Prove that boxes and buffers are numbered in order of first appearance, and no place is before its buffer."""
     for numbers, count in ((layout.box, len(layout.starts)), (layout.buffer, len(layout.buffers))):
         highest = np.maximum.accumulate(np.append(-1, numbers))
         if numbers.min(initial=0) < 0 or np.diff(highest).max(initial=0) > 1 or highest[-1] + 1 != count:
@@ -301,7 +299,7 @@ def _prove_rows(layout: TensorLayout) -> None:
 
 
 def _prove_tiling(layout: TensorLayout) -> None:
-    """Boxes inside the shape that hold each element exactly once are disjoint and cover it."""
+    """Prove that boxes are disjoint and cover the shape: they are inside it, and hold each element exactly once."""
     lo, hi, shape = layout.starts, layout.stops, np.array(layout.shape or (1,))
     outside = np.flatnonzero((hi > shape).any(axis=1))
     if len(outside):
@@ -309,10 +307,10 @@ def _prove_tiling(layout: TensorLayout) -> None:
     if Box.of(layout.shape).numel > MAX_ELEMENTS:
         raise LayoutError(f"a tensor of shape {layout.shape} has more than {MAX_ELEMENTS} elements")
     if not tile(shape, lo, hi):
-        start, stop, held = first_fault(shape, lo, hi)
-        if len(held):
-            one, other = (_replica(layout, box) for box in held)
-            raise LayoutError(f"{one} and {other} overlap in part; boxes must be equal (replicas) or disjoint")
+        start, stop, overlapping = first_fault(shape, lo, hi)
+        if len(overlapping):
+            a, b = (_replica(layout, box) for box in overlapping)
+            raise LayoutError(f"{a} and {b} overlap in part; boxes must be equal (replicas) or disjoint")
         hole = Box(*(tuple(corner[: len(layout.shape)].tolist()) for corner in (start, stop)))
         holders = ", ".join(map(repr, layout.buffers[:8])) or "none"
         raise LayoutError(f"no buffer holds box {hole} of the tensor of shape {layout.shape} (buffers: {holders})")
@@ -322,33 +320,33 @@ def _prove_tiling(layout: TensorLayout) -> None:
 
 
 def _replica(layout: TensorLayout, box: int) -> Fragment:
-    """The first fragment of a box, of perhaps a million."""
+    """Return the first fragment of a box, without making the others, which may be a million."""
     return next(layout._fragments(np.flatnonzero(layout.box == box)[:1]))
 
 
-def holes_in(whole: Box, boxes: Iterable[Box], most: int | None = None) -> list[Box]:
-    """Return boxes of ``whole`` that no box covers, by their first indices.
+def holes_in(whole: Box, boxes: Iterable[Box], limit: int | None = None) -> list[Box]:
+    """Return the parts of a box that no box covers, by their first indices.
 
     Args:
-        most: stop as soon as more boxes than this are left over, and return these, of which later boxes may cover some:
-            for boxes that may lie as an enemy wishes.
+        limit: stop as soon as there are more parts, and return them, though later boxes may cover some: for boxes that
+            may lie as an enemy wishes.
     """
     lo, hi = (np.array([corner], np.int64).reshape(1, -1) for corner in (whole.lo, whole.hi))
-    for taken in boxes:
-        first, last = np.maximum(lo, taken.lo), np.minimum(hi, taken.hi)
+    for box in boxes:
+        first, last = np.maximum(lo, box.lo), np.minimum(hi, box.hi)
         cut = (first < last).all(axis=1)
         if not cut.any():
             continue
         parts = [(lo[~cut], hi[~cut])]
         begin, end, first, last = lo[cut], hi[cut], first[cut], last[cut]
-        for d in range(whole.ndim):  # what is left below and above it, within what is taken of the dims before
+        for d in range(whole.ndim):  # the rest below and above it, within the covered range of the dims before
             for start, stop in ((begin[:, d], first[:, d]), (last[:, d], end[:, d])):
-                some = start < stop
-                below, above = begin[some], end[some]
-                below[:, d], above[:, d] = start[some], stop[some]
-                parts.append((below, above))
+                is_part = start < stop
+                part_lo, part_hi = begin[is_part], end[is_part]
+                part_lo[:, d], part_hi[:, d] = start[is_part], stop[is_part]
+                parts.append((part_lo, part_hi))
             begin[:, d], end[:, d] = first[:, d], last[:, d]
         lo, hi = map(np.concatenate, zip(*parts, strict=True))
-        if most is not None and len(lo) > most:
+        if limit is not None and len(lo) > limit:
             break
     return [Box(tuple(a), tuple(b)) for a, b in sorted(zip(lo.tolist(), hi.tolist(), strict=True))]

@@ -1,4 +1,4 @@
-"""Which boxes of two lists have elements in common, and whether boxes tile a shape, without comparing every pair.
+"""Finds the boxes of two lists that overlap, and proves that boxes tile a shape, without comparing every pair.
 
 Boxes are rows of two integer arrays, ``lo`` and ``hi``, both of shape ``[n, d]`` (``d >= 1``).
 """
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
-_AT_ONCE = 1 << 16
+_BATCH = 1 << 16
 """Candidates that are filtered together: a few arrays of this length stay in a cache, those of a large grid do not."""
 
 _PRIME = (1 << 31) - 1
@@ -23,16 +23,16 @@ _LANES = 4
 
 
 def expanded(first: IntArray, count: IntArray) -> tuple[IntArray, IntArray]:
-    """Ranges of numbers, end to end: for each number that of its range, and itself.
+    """Return the numbers of ranges, end to end, after the index of each number's range.
 
     Range ``k`` is ``first[k]`` and the ``count[k] - 1`` numbers after it.
     """
-    which = np.repeat(np.arange(len(count)), count)
-    return which, np.arange(len(which)) + (first - np.cumsum(count) + count)[which]
+    index = np.repeat(np.arange(len(count)), count)
+    return index, np.arange(len(index)) + (first - np.cumsum(count) + count)[index]
 
 
 def _candidates(a_lo: IntArray, a_hi: IntArray, b_lo: IntArray, b_hi: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Along one dim: the order that sorts ``b`` by start, and for each ``a`` the range of it that may overlap.
+    """Return, along one dim, the order that sorts ``b`` by start, and for each ``a`` the range of it that may overlap.
 
     Ends are not sorted when intervals of ``b`` nest, so the first candidate is found in their running maximum:
     nothing before it can overlap, some after it may not.
@@ -44,7 +44,7 @@ def _candidates(a_lo: IntArray, a_hi: IntArray, b_lo: IntArray, b_hi: IntArray) 
 
 
 def overlaps(a_lo: IntArray, a_hi: IntArray, b_lo: IntArray, b_hi: IntArray) -> tuple[IntArray, IntArray]:
-    """Index pairs ``(i, j)`` with ``a[i]`` and ``b[j]`` overlapping, sorted by ``i`` and then ``j``.
+    """Return index pairs ``(i, j)`` with ``a[i]`` and ``b[j]`` overlapping, sorted by ``i`` and then ``j``.
 
     Sorts along every dim, joins along the one with the fewest candidates and filters by the others.  For tilings
     cut along one dim that is linear in the output; for an ``n``-box grid cut evenly along two, ``O(n ** 1.5)``.
@@ -56,9 +56,9 @@ def overlaps(a_lo: IntArray, a_hi: IntArray, b_lo: IntArray, b_hi: IntArray) -> 
     count = last - first
     ends = np.cumsum(count)
     pairs = []
-    for rows in np.split(np.arange(len(a_lo)), np.searchsorted(ends, np.arange(_AT_ONCE, ends[-1], _AT_ONCE))):
-        which, number = expanded(first[rows], count[rows])
-        i, j = rows[which], order[number]
+    for rows in np.split(np.arange(len(a_lo)), np.searchsorted(ends, np.arange(_BATCH, ends[-1], _BATCH))):
+        row, candidate = expanded(first[rows], count[rows])
+        i, j = rows[row], order[candidate]
         common = (np.maximum(a_lo[i], b_lo[j]) < np.minimum(a_hi[i], b_hi[j])).all(axis=1)
         pairs.append((i[common], j[common]))
     i, j = map(np.concatenate, zip(*pairs, strict=True))
@@ -75,15 +75,15 @@ def tile(shape: IntArray, lo: IntArray, hi: IntArray) -> bool:
     """
     volumes = np.ones((_LANES, len(lo) + 1), np.uint64)
     for d, size in enumerate(shape.tolist()):
-        cuts, at = np.unique(np.concatenate((lo[:, d], [0], hi[:, d], [size])), return_inverse=True)
+        cuts, cut = np.unique(np.concatenate((lo[:, d], [0], hi[:, d], [size])), return_inverse=True)
         places = np.frombuffer(os.urandom(4 * _LANES * len(cuts)), np.uint32).reshape(_LANES, -1) % np.uint32(_PRIME)
-        begin, end = places[:, at.reshape(2, -1)].astype(np.uint64).transpose(1, 0, 2)
+        begin, end = places[:, cut.reshape(2, -1)].astype(np.uint64).transpose(1, 0, 2)
         volumes = volumes * (end + (np.uint64(_PRIME) - begin)) % np.uint64(_PRIME)
     return bool((volumes[:, :-1].sum(axis=1) % np.uint64(_PRIME) == volumes[:, -1]).all())
 
 
 def first_fault(shape: IntArray, lo: IntArray, hi: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the corners of a box that no box holds, or several do, and the numbers of two of these; none if none does.
+    """Return the corners of a box that no box holds, or several do, and the numbers of two that do, if any.
 
     The boxes, inside the shape and none of them empty, do not `tile` it.  Halves what is searched again and again.
     """
@@ -92,13 +92,15 @@ def first_fault(shape: IntArray, lo: IntArray, hi: IntArray) -> tuple[IntArray, 
         lo, hi = np.maximum(lo, begin), np.minimum(hi, end)
         inside = (lo < hi).all(axis=1)
         lo, hi, rows = lo[inside], hi[inside], rows[inside]
-        whole = ((lo == begin) & (hi == end)).all(axis=1)
-        if not len(rows) or whole.any():
-            one = np.flatnonzero(whole)[:1]
-            two = np.concatenate((np.delete(np.arange(len(rows)), one)[:1], one))
-            if len(two):
-                begin, end = lo[two[0]], hi[two[0]]
-            return begin, end, np.sort(rows[two])
+        # A box that fills the searched one, beside another, is the fault; no box at all is a hole.
+        fills = ((lo == begin) & (hi == end)).all(axis=1)
+        if not len(rows) or fills.any():
+            filler = np.flatnonzero(fills)[:1]
+            pair = np.concatenate((np.delete(np.arange(len(rows)), filler)[:1], filler))
+            if len(pair):
+                begin, end = lo[pair[0]], hi[pair[0]]
+            return begin, end, np.sort(rows[pair])
+        # Otherwise one of the halves has a fault; the cut goes through the dim with the most edges.
         cuts = np.concatenate((lo, hi))
         within = (cuts > begin) & (cuts < end)
         d = int(within.sum(axis=0).argmax())

@@ -63,9 +63,9 @@ class Copies:
         numel: IntArray = self.sizes.prod(axis=1)
         return numel
 
-    def rows(self, chosen: IntArray | NDArray[np.bool_] | slice) -> Copies:
+    def rows(self, rows: IntArray | NDArray[np.bool_] | slice) -> Copies:
         """Return some rows, by number, mask or range."""
-        return Copies(*(column[chosen] for column in self.columns))
+        return Copies(*(column[rows] for column in self.columns))
 
     def inverse(self) -> Copies:
         """Return the copies back, from the target to the source."""
@@ -92,7 +92,7 @@ NO_COPIES = Copies(*(np.empty((0, 0) if wide else 0, np.int64) for wide in (1, 0
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One row with its buffers' names: the elements of ``box`` go from ``source`` to ``target``, where it begins."""
+    """One row with its buffers' names: the elements of ``box`` go from ``source`` to ``target``."""
 
     box: Box
     source: Place
@@ -122,9 +122,9 @@ class Plan:
     target_numel: int
 
     def __post_init__(self) -> None:
-        written = int(self.table.numel.sum())
-        if written != self.target_numel:
-            raise LayoutError(f"the plan writes {written} of the {self.target_numel} elements of the target")
+        numel = int(self.table.numel.sum())
+        if numel != self.target_numel:
+            raise LayoutError(f"the plan writes {numel} of the {self.target_numel} elements of the target")
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
@@ -134,8 +134,8 @@ class Plan:
     def moved(self) -> int:
         """Return how many elements change buffer."""
         numbers = {buffer: number for number, buffer in enumerate(self.targets)}
-        same = np.array([numbers.get(buffer, -1) for buffer in self.sources], np.int64)[self.table.source]
-        return int(self.table.numel[same != self.table.target].sum())
+        source = np.array([numbers.get(buffer, -1) for buffer in self.sources], np.int64)[self.table.source]
+        return int(self.table.numel[source != self.table.target].sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,18 +174,21 @@ def make_share(source: TensorLayout, target: TensorLayout, buffer: Buffer) -> Sh
         LayoutError: the shapes differ, or the buffer would not take all that it holds of the target.
     """
     _check_shapes(source, target)
-    ours, theirs = source.boxes_of(buffer), target.boxes_of(buffer)
-    t, s = overlaps(target.starts, target.stops, source.starts[ours], source.stops[ours])
-    starts, table = _intersection(source, target, t, ours[s])
-    given = table.source == (source.buffers.index(buffer) if len(ours) else -1)
-    gives = _listed(source.buffers, target.buffers, starts[given], table.rows(given))
-    t, s = overlaps(target.starts[theirs], target.stops[theirs], source.starts, source.stops)
-    starts, table = _intersection(source, target, theirs[t], s)
-    asked = table.target == (target.buffers.index(buffer) if len(theirs) else -1)
-    taken, expected = int(table.numel[asked].sum()), int((target.stops - target.starts)[theirs].prod(axis=1).sum())
-    if taken != expected:
-        raise LayoutError(f"the plan writes {taken} of the {expected} elements that {buffer!r} holds of the target")
-    takes = _listed(source.buffers, target.buffers, starts[asked], table.rows(asked))
+    source_boxes, target_boxes = source.boxes_of(buffer), target.boxes_of(buffer)
+    # It gives copies of its boxes of the source, where no other replica does.
+    t, s = overlaps(target.starts, target.stops, source.starts[source_boxes], source.stops[source_boxes])
+    starts, table = _intersection(source, target, t, source_boxes[s])
+    is_giver = table.source == (source.buffers.index(buffer) if len(source_boxes) else -1)
+    gives = _listed(source.buffers, target.buffers, starts[is_giver], table.rows(is_giver))
+    # It takes its boxes of the target, all of them.
+    t, s = overlaps(target.starts[target_boxes], target.stops[target_boxes], source.starts, source.stops)
+    starts, table = _intersection(source, target, target_boxes[t], s)
+    is_taker = table.target == (target.buffers.index(buffer) if len(target_boxes) else -1)
+    numel = int(table.numel[is_taker].sum())
+    expected = int((target.stops - target.starts)[target_boxes].prod(axis=1).sum())
+    if numel != expected:
+        raise LayoutError(f"the plan writes {numel} of the {expected} elements that {buffer!r} holds of the target")
+    takes = _listed(source.buffers, target.buffers, starts[is_taker], table.rows(is_taker))
     return Share(tuple(gives), tuple(takes))
 
 
@@ -200,11 +203,13 @@ def _intersection(source: TensorLayout, target: TensorLayout, t: IntArray, s: In
     Every holder of the target box gets a copy from one holder of the source box.
     """
     ndim = len(source.shape)
+    # One row for each fragment of a target box, which receives from one fragment of the source box.
     fragments, first = target.by_box
     pair, number = expanded(first[t], np.diff(first)[t])
     receiver, turn = fragments[number], number - first[t][pair] + t[pair]
     t, s = t[pair], s[pair]
     giver = _givers(source, target, s, receiver, turn)
+    # The common box begins in both at an offset along the strides.
     lo = np.maximum(target.starts[t], source.starts[s])
     sizes = (np.minimum(target.stops[t], source.stops[s]) - lo)[:, :ndim]
 
@@ -223,15 +228,15 @@ def _givers(source: TensorLayout, target: TensorLayout, s: IntArray, receiver: I
         turn: tells receivers apart that hold nothing of the source.
     """
     fragments, first = source.by_box
-    if len(fragments) == len(source.starts):
+    if len(fragments) == len(source.starts):  # there are no replicas
         return fragments[s]
     numbers = {buffer: number for number, buffer in enumerate(source.buffers)}
     reader = np.array([numbers.get(buffer, -1) for buffer in target.buffers], np.int64)[target.buffer[receiver]]
     replica = np.arange(len(fragments)) - first[source.box[fragments]]
     _, of_first_box = np.unique(source.buffer[fragments], return_index=True)
-    chosen = np.where(reader < 0, s + turn, replica[of_first_box][reader]) % np.diff(first)[s]
-    own, its_fragment = source.find_fragments(s, reader)
-    return np.where(own, its_fragment, fragments[first[s] + chosen])
+    number = np.where(reader < 0, s + turn, replica[of_first_box][reader]) % np.diff(first)[s]
+    is_local, local_fragment = source.find_fragments(s, reader)
+    return np.where(is_local, local_fragment, fragments[first[s] + number])
 
 
 def _listed(sources: Sequence[Buffer], targets: Sequence[Buffer], starts: IntArray, table: Copies) -> Iterator[Copy]:

@@ -90,7 +90,7 @@ class Signals:
             call: has to be the same on all ranks.
         """
         heard = self._listener.hear(frozenset(group_ranks(self._group)))
-        self._wanted |= bits_of_all(self._group, call, requests.made()) if heard is None else heard
+        self._wanted |= bits_of_all(self._group, call, requests.pending()) if heard is None else heard
         return self.then
 
     def ask(self, call: str) -> None:
@@ -98,7 +98,7 @@ class Signals:
 
         Where no rank listens, nor `due` has told of one, requests are left to others: what they save is not saved here.
         """
-        bits = bits_of_all(self._group, call, requests.made() | (_LISTENS if self._listens else 0))
+        bits = bits_of_all(self._group, call, requests.pending() | (_LISTENS if self._listens else 0))
         if bits & _LISTENS or self._wanted:
             self._listener.hear(frozenset(group_ranks(self._group)))
             self._wanted |= bits & ~_LISTENS
@@ -146,7 +146,7 @@ class Signals:
 
         def handle(number: int, frame: FrameType | None) -> None:
             if number in self._handlers and (number != signal.SIGTERM or os.getpid() == process):
-                requests.make(bit)
+                requests.add(bit)
             elif signal.getsignal(number) is handle:  # closed behind another, or in a fork that its parent ends
                 signal.signal(number, former)
                 signal.raise_signal(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,23 +20,22 @@ from ..programs import dion, ours
 METHODS = {method.name: method for method in dion.PROGRAM.methods if method.name != "normuon"}
 """The algorithms of dion that this package has, too."""
 
-SCALES: Mapping[str | None, str] = {
-    word: ours.SCALES[common][0] for common, words in dion.SCALES.items() for word in words
-}
+SCALES: Mapping[str | None, str] = {value: ours.SCALES[common][0] for common, (value, *_) in dion.SCALES.items()}
 """Our name of each value of dion's ``adjust_lr``."""
 
 OPTIONS: Mapping[str, Mapping[str, str]] = {
-    name: {own: common for common, own in method.options.items() if common in GROUP_OPTIONS[name]}
+    name: {option: common for common, option in method.options.items() if common in GROUP_OPTIONS[name]}
     for name, method in METHODS.items()
 }
 """Our name of each option that an algorithm of dion reads of a group."""
 
-_CODED = {own for method in METHODS.values() for coding in method.codings for own in coding.options}
-WORDS = {own for method in METHODS.values() for own in (*method.options.values(), *method.idle)} | _CODED
-"""Every option of a group there that has another name or meaning here, or that some algorithms do not read."""
-WORDS -= dion.SHARED.keys() - {"step"}
+_CODINGS = chain.from_iterable(method.codings for method in METHODS.values())
+_CODED = frozenset(chain.from_iterable(coding.options for coding in _CODINGS))
+DION_OPTIONS = _CODED.union(*((*method.options.values(), *method.idle) for method in METHODS.values()))
+DION_OPTIONS -= dion.SHARED.keys() - {"step"}
+"""Every option of dion that has another name or meaning here, or that some algorithms do not read."""
 
-WRITTEN = WORDS - GROUP_OPTIONS["muon"].keys()
+FOREIGN_OPTIONS = DION_OPTIONS - GROUP_OPTIONS["muon"].keys()
 """Options of dion that no group here has under the same name."""
 
 SLOTS: Mapping[str, Mapping[str, str]] = {
@@ -51,14 +51,14 @@ class Muon(optimizer.Muon):
     ``split_sizes``, …) and those of `optimizer.Muon`.  ``param_groups`` then has our names; an option that is written
     there under dion's name is taken over by the next step.
 
-    What differs: momentum is kept as an average instead of a sum, which gives the same updates (`load_state_dict`
+    Differences: momentum is kept as an average instead of a sum, which gives the same updates (`load_state_dict`
     converts); ``epsilon`` is the smallest norm of a matrix instead of being added to it; and every mesh is supported,
     with several sharded dims, and shards of any sizes.
 
     Args:
         params, lr, weight_decay: as for `optimizer.Muon`, but with dion's defaults.
         distributed_mesh: a process group or a mesh of one axis over which plain tensors are replicated, so that ranks
-            share their matrices out.  DTensors know themselves where they are.
+            share their matrices out.  DTensors have their own meshes.
         mu, epsilon, nesterov, cautious_wd: ``momentum``, ``eps``, ``nesterov`` and ``cautious`` of `optimizer.Muon`.
         betas: of AdamW and Lion groups; in a group ``beta1`` and ``beta2``.
         adjust_lr: "spectral_norm", "rms_norm" or None.
@@ -112,29 +112,28 @@ class Muon(optimizer.Muon):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group whose options have dion's names, or ours."""
-        given = param_group["params"]
-        members = [given] if isinstance(given, Tensor) else list(given)
+        params = param_group["params"]
+        members = [params] if isinstance(params, Tensor) else list(params)
         params = [member[1] if isinstance(member, tuple) else member for member in members]
         group = {"flatten": self._flatten, **param_group}
         algorithm = _algorithm(group)
-        arguments: dict[str, Any] = {}  # of the optimizer, which dion takes for element-wise groups
+        arguments: dict[str, Any] = {}  # of the constructor, which dion uses for element-wise groups
         if algorithm in ("adamw", "lion"):
             arguments = {"lr": self.defaults["lr"], "betas": self._betas}
         if algorithm == "adamw":
             arguments["eps"] = self._epsilon
-        super().add_param_group({**arguments, **_ours(group, params, self._betas), "params": members})
+        super().add_param_group({**arguments, **_our_options(group, params, self._betas), "params": members})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("_betas", "_epsilon", "_flatten")}
-        return {**super().__getstate__(), **own}
+        return super().__getstate__() | {name: getattr(self, name) for name in ("_betas", "_epsilon", "_flatten")}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do one update; options written under dion's names since the last one are taken over first."""
+        """Do one update, after taking over the options that were written under dion's names since the last one."""
         for group in self.param_groups:
-            written = {name: group.pop(name) for name in WRITTEN & group.keys()}
-            if written:
-                written["algorithm"] = group["algorithm"]
-                group.update(_ours(written, group["params"], group.get("betas", self._betas)))
+            options = {name: group.pop(name) for name in FOREIGN_OPTIONS & group.keys()}
+            if options:
+                options["algorithm"] = group["algorithm"]
+                group.update(_our_options(options, group["params"], group.get("betas", self._betas)))
         return super().step(closure)
 
     def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:  # type: ignore[override]
@@ -152,10 +151,10 @@ class Muon(optimizer.Muon):
     def _converted(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict of dion in our names and convention; its tensors are not changed."""
         groups, state = [], {}
-        for mine, group in zip(self.param_groups, saved["param_groups"], strict=False):
-            options = _ours(group, mine["params"], self._betas)
-            told = {"convention": MUON_CONVENTION.value} if options["algorithm"] == "muon" else {}
-            groups.append({**options, **told})
+        for live_group, group in zip(self.param_groups, saved["param_groups"], strict=False):
+            options = _our_options(group, live_group["params"], self._betas)
+            convention = {"convention": MUON_CONVENTION.value} if options["algorithm"] == "muon" else {}
+            groups.append(options | convention)
             for key in group["params"]:
                 slots = dict(saved["state"].get(key, {}))
                 if group["algorithm"] == "adamw":
@@ -180,11 +179,11 @@ def _algorithm(group: ParamGroup) -> str:
     return str(algorithm)
 
 
-def _ours(group: ParamGroup, params: Sequence[Tensor], betas: tuple[float, float]) -> dict[str, Any]:
+def _our_options(group: ParamGroup, params: Sequence[Tensor], betas: tuple[float, float]) -> dict[str, Any]:
     """Return a group's options in our names, without those that its algorithm does not read in dion."""
     algorithm = _algorithm(group)
-    options = {name: value for name, value in group.items() if name not in WORDS}
-    options |= {mine: group[name] for name, mine in OPTIONS[algorithm].items() if name in group}
+    options = {name: value for name, value in group.items() if name not in DION_OPTIONS}
+    options |= {common: group[name] for name, common in OPTIONS[algorithm].items() if name in group}
     if algorithm == "muon":
         if "adjust_lr" in group:
             options["adjust_lr_fn"] = _scale(group["adjust_lr"])
@@ -203,14 +202,15 @@ def _scale(adjust_lr: str | None) -> str:
 def _pieces(group: ParamGroup, params: Sequence[Tensor]) -> dict[str, Any]:
     """Return ``pieces`` for the matrices in a group's parameters, if it describes any."""
     shapes = {tuple(param.shape) for param in params}
-    if group.get("flatten") and (deep := [shape for shape in shapes if len(shape) > 2]):
+    stacks = [shape for shape in shapes if len(shape) > 2]
+    if group.get("flatten") and stacks:
         raise ValueError(
-            f"flatten=True: a parameter of shape {deep[0]} is a stack of matrices here; keep the weight in two dims "
+            f"flatten=True: a parameter of shape {stacks[0]} is a stack of matrices here; keep the weight in two dims "
             "and view it in the forward pass, or put it into an 'adamw' group"
         )
-    heads, split = group.get("num_heads") or 1, group.get("split_sizes")
-    if heads > 1 and split is not None:
-        raise ValueError(f"num_heads={heads} and split_sizes={split}: expected one of them")
+    heads, sizes = group.get("num_heads") or 1, group.get("split_sizes")
+    if heads > 1 and sizes is not None:
+        raise ValueError(f"num_heads={heads} and split_sizes={sizes}: expected one of them")
     if heads > 1:
         heights = {shape[0] for shape in shapes}
         if len(heights) > 1 or any(len(shape) != 2 or shape[0] % heads for shape in shapes):
@@ -219,7 +219,7 @@ def _pieces(group: ParamGroup, params: Sequence[Tensor]) -> dict[str, Any]:
                 "make a group for each height"
             )
         return {"pieces": tuple(height // heads for height in heights) * heads}
-    return {"pieces": tuple(split)} if split is not None else {}
+    return {"pieces": tuple(sizes)} if sizes is not None else {}
 
 
 def _newton_schulz(gram: bool, polar_express: bool) -> dict[str, Any]:

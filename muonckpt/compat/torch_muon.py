@@ -20,7 +20,7 @@ class Muon(optimizer.Muon):
     Groups take torch's options and those of `optimizer.Muon`.  State is the same in both: a state dict of either loads
     into the other.
 
-    What differs: state exists from construction on, not from a parameter's first gradient on; loading an incomplete one
+    Differences: state exists from construction on, not from a parameter's first gradient on; loading an incomplete one
     is refused; and parameters may be sharded in any way, with the same bits as in one process.
 
     Args:
@@ -73,9 +73,8 @@ class Muon(optimizer.Muon):
         """Return `optimizer.Muon.state_dict`, with coefficients as numbers, as torch has them."""
         state = super().state_dict()
         for group in state["param_groups"]:
-            chosen = coefficient_set(group["ns_coefficients"])
-            if (
-                chosen.steps == (chosen.tail,) and chosen.norm_scale == 1
-            ):  # torch knows numbers only, the same every step
-                group["ns_coefficients"] = chosen.tail
+            # torch has only numbers, the same in every step
+            polynomials = coefficient_set(group["ns_coefficients"])
+            if polynomials.steps == (polynomials.tail,) and polynomials.norm_scale == 1:
+                group["ns_coefficients"] = polynomials.tail
         return state

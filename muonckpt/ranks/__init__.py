@@ -1,4 +1,4 @@
-"""What optimizer and checkpoints share about processes: their groups, and requests that travel with notes.
+"""Processes, for optimizer and checkpoints: their groups, and requests that travel with the notes of a step.
 
 Open ``requests`` first.
 """

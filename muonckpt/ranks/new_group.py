@@ -1,8 +1,8 @@
-"""Process groups that only their members make, whatever other groups each of them knows.
+"""Makes process groups among their members alone, whatever other groups each of them has.
 
-``torch.distributed.new_group`` names a group after how many this process has made or knows.  Where members have
-different counts, the names differ, and all of them wait for the time-out; where a group was destroyed, a name comes a
-second time.  So a group of ours is named after its ranks and how many of these we have made.
+``torch.distributed.new_group`` names a group by the number of groups in this process.  Where members have different
+numbers, the names differ, and all of them wait for the time-out; where a group was destroyed, a name comes a second
+time.  So a group of ours is named by its ranks and the number of groups of these ranks.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def new_group(members: Collection[int], backend: str, timeout: timedelta | None)
 
 
 def time_out(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return the time-out that a group was made with; None if it has no backend for the device, or that has none."""
+    """Return the time-out of a group; None if it has no backend for the device, or the backend has none."""
     if device not in group._device_types:
         return None
-    waits: timedelta | None = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-    return waits
+    timeout: timedelta | None = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+    return timeout
 
 
 @contextmanager

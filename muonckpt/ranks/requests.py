@@ -1,7 +1,7 @@
-"""Requests of one process to all ranks, such as a signal makes: bits that travel with what ranks exchange anyway.
+"""Requests of one process to all ranks, such as a signal makes: bits that travel with the exchanges of a step.
 
-The optimizer sends those of this process in a step's first notes, and reports here what all ranks have sent.  Who asks
-for that (`checkpoint.signals`) needs a collective of its own only if no step has run meanwhile.
+The optimizer sends the requests of this process in a step's first notes, and records here what all ranks have sent.
+`checkpoint.signals`, which asks for them, needs a collective of its own only if no step has run meanwhile.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ BITS = (SAVE, STOP)
 
 Ranks = frozenset[int]
 
-_made: set[int] = set()
+_pending: set[int] = set()
 """The requests of this process.  A signal handler adds to it, which is one operation of the interpreter."""
 
-make = _made.add
+add = _pending.add
 
 
-def made() -> int:
+def pending() -> int:
     """Return the requests of this process, as bits."""
-    return sum(_made)
+    return sum(_pending)
 
 
 def withdraw(bits: int) -> None:
-    """Forget requests of this process, as they are met."""
+    """Forget requests of this process, which are met."""
     for bit in BITS:
         if bits & bit:
-            _made.discard(bit)
+            _pending.discard(bit)
 
 
 @dataclass(slots=True)
 class _Exchanges:
-    """Exchanges of one set of ranks that have told of requests.
+    """A count of the exchanges of one set of ranks.
 
     Attributes:
-        number: of the last one; the first is 1.
-        last: the number of the last one in which each request was made.
-        unheard: those with requests since anybody has asked for them.
+        count: the number of exchanges so far, which is the number of the latest.
+        latest_by_bit: the number of the latest exchange with each request.
+        num_unheard: the number of exchanges with requests since a `Listener` asked for them.
     """
 
-    number: int = 0
-    last: dict[int, int] = field(default_factory=dict)
-    unheard: int = 0
+    count: int = 0
+    latest_by_bit: dict[int, int] = field(default_factory=dict)
+    num_unheard: int = 0
 
 
 _exchanges: dict[Ranks, _Exchanges] = {}
@@ -56,17 +56,17 @@ PATIENCE = 8
 """Exchanges with a request that nobody asks for, until a warning: a step may have several, one for each optimizer."""
 
 
-def report(ranks: Ranks, bits: int) -> None:
-    """Record that these ranks have exchanged their requests, of which ``bits`` were made by any of them.
+def record_exchange(ranks: Ranks, bits: int) -> None:
+    """Record that ranks have exchanged their requests, which are ``bits`` together.
 
     Warns:
         RuntimeWarning: nobody has asked for requests in `PATIENCE` exchanges.
     """
     exchanges = _exchanges.setdefault(ranks, _Exchanges())
-    exchanges.number += 1
-    exchanges.last |= {bit: exchanges.number for bit in BITS if bits & bit}
-    exchanges.unheard += bits > 0
-    if bits and exchanges.unheard == PATIENCE:
+    exchanges.count += 1
+    exchanges.latest_by_bit |= {bit: exchanges.count for bit in BITS if bits & bit}
+    exchanges.num_unheard += bits > 0
+    if bits and exchanges.num_unheard == PATIENCE:
         warn_on_rank(
             "a signal asked for a checkpoint some steps ago, and there is none yet: write "
             "`if series.due(step): series.save(step, state_dict)` after each step",
@@ -76,17 +76,17 @@ def report(ranks: Ranks, bits: int) -> None:
 
 
 class Listener:
-    """Hears, at each call, of the requests since the last one, and at first since it was made."""
+    """Returns, at each call, the requests since the call before, and at first since its construction."""
 
     def __init__(self) -> None:
-        self._heard = {ranks: exchanges.number for ranks, exchanges in _exchanges.items()}
+        self._counts = {ranks: exchanges.count for ranks, exchanges in _exchanges.items()}
 
     def hear(self, ranks: Ranks) -> int | None:
-        """Return the requests of any of these ranks; None if they have not all exchanged any since the last call."""
-        news: int | None = None
-        for together, exchanges in _exchanges.items():
-            before = self._heard.get(together, 0)
-            if ranks <= together and exchanges.number > before:
-                news = (news or 0) | sum(bit for bit, number in exchanges.last.items() if number > before)
-                self._heard[together], exchanges.unheard = exchanges.number, 0
-        return news
+        """Return the new requests of any of these ranks; None if they have not all exchanged theirs since."""
+        bits: int | None = None
+        for members, exchanges in _exchanges.items():
+            count = self._counts.get(members, 0)
+            if ranks <= members and exchanges.count > count:
+                bits = (bits or 0) | sum(bit for bit, number in exchanges.latest_by_bit.items() if number > count)
+                self._counts[members], exchanges.num_unheard = exchanges.count, 0
+        return bits

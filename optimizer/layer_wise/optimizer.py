@@ -302,7 +302,7 @@ class LayerWise(CollectiveOptimizer):
             nonlocal skip
             names = [name for name, group in group_of.items() if group is notes.group]
             flags = torch.tensor([name in arrived_names for name in names], dtype=torch.uint8, device=notes.device)
-            request_flags = torch.tensor([requests.made() & bit > 0 for bit in requests.BITS]).to(flags)
+            request_flags = torch.tensor([requests.pending() & bit > 0 for bit in requests.BITS]).to(flags)
             flags = torch.cat([flags, request_flags, skip.view(1).to(flags)])
             flags, differing = reduce_flags(flags, intent, notes.group)
             notes.check(intent, differing, at_once=True)

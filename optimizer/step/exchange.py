@@ -254,7 +254,7 @@ class Notes:
 
     def report(self, flags: Sequence[bool | int]) -> None:
         """Report which of `requests.BITS` any rank of the group has sent."""
-        requests.report(self._ranks, sum(bit for bit, flag in zip(requests.BITS, flags, strict=True) if flag))
+        requests.record_exchange(self._ranks, sum(bit for bit, flag in zip(requests.BITS, flags, strict=True) if flag))
 
     def check(self, intent: Intent, differing: Tensor, at_once: bool = False) -> None:
         """Raise an `AgreedError`, on every rank, if notes differ, or let `read` do so on a GPU, unless ``at_once``."""
@@ -297,7 +297,7 @@ class StepExchange:
 
     def _set_intent(self, intent: Intent) -> None:
         self._intent = intent
-        self._note = intent.note(self._notes.device, requests.made() << 1) if self._notes is not None else None
+        self._note = intent.note(self._notes.device, requests.pending() << 1) if self._notes is not None else None
         if self._note is not None and self._skip is not None:
             self._note[-1].add_(self._skip)
 

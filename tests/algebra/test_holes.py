@@ -28,4 +28,4 @@ def test_each_element_is_in_a_box_or_in_one_hole():
 def test_more_holes_than_asked_for_are_not_looked_for():
     strips = [Box((2 * row, 0), (2 * row + 1, 100)) for row in range(50)]
     assert len(holes_in(Box.of((100, 100)), strips)) == 50
-    assert len(holes_in(Box.of((100, 100)), strips, most=10)) == 11
+    assert len(holes_in(Box.of((100, 100)), strips, limit=10)) == 11

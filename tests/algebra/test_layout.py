@@ -74,7 +74,7 @@ def test_layouts_that_differ_in_anything_are_different_and_have_other_digests():
 
 def test_columns_are_numbered_in_order_of_first_appearance_and_fragments_are_not_empty():
     layout = TensorLayout.of((4, 3), (*ROWS.fragments, *(dense(f.box, 9, 5) for f in ROWS.fragments)))
-    assert layout.boxes_by_buffer == {0: (0,), 1: (1,), 9: (0, 1)} and layout.fragments_of(9) == layout.fragments[2:]
+    assert layout.fragments_of(9) == layout.fragments[2:]
     assert layout.boxes_of(9).tolist() == [0, 1] and not len(layout.boxes_of(3)) and layout.total_numel == 24
     for name, wrong in [
         ("box", [1, 0, 1, 0]),
