@@ -15,7 +15,7 @@ from ...store.io.location import Location
 from ...store.io.regular import FileBytes
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.payloads import Payloads, chunk_share
-from ...store.reading.reader import LocatedReader
+from ...store.reading.reader import Reader
 
 
 class JoinedPayloads(Payloads):
@@ -77,7 +77,7 @@ def joined_checkpoints(opened: Iterable[OpenCheckpoint]) -> list[OpenCheckpoint]
         del one, manifest, columns
     columns, payloads = builder.build(), JoinedPayloads([payloads for _, _, payloads, _, _ in parts])
     return [
-        OpenCheckpoint(path, format, LocatedReader(manifest.on_columns(columns, start), payloads))
+        OpenCheckpoint(path, format, Reader(manifest.on_columns(columns, start), payloads))
         for path, format, _, manifest, start in parts
     ]
 

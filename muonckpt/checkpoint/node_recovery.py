@@ -23,7 +23,7 @@ from ..store.formats.torch_save.plain_item import plain_value
 from ..store.io.regular import read_text_file
 from ..store.open_checkpoint import OpenCheckpoint, checked_blob
 from ..store.reading.payloads import Payloads
-from ..store.reading.reader import LocatedReader
+from ..store.reading.reader import Reader
 from .all_ranks import broadcast_from_first, decide_on_first, group_ranks
 from .loading import JointLoad
 from .node_copies import FoundCopy, Nodes
@@ -76,7 +76,7 @@ class NodeFiles:
             manifest = Manifest.from_json(zlib.decompress(packed))
         except SourceError as error:
             raise DamageError(f"{MANIFEST_FILE} of the copy of step {self._copy.step} is damaged: {error}") from error
-        checkpoint = OpenCheckpoint(self.place, OWN, LocatedReader(manifest, Payloads(self.place)))
+        checkpoint = OpenCheckpoint(self.place, OWN, Reader(manifest, Payloads(self.place)))
         self._read_small_values(checkpoint)
         return lambda: checkpoint
 

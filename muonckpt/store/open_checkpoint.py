@@ -33,7 +33,7 @@ from .io.regular import open_regular
 from .reading.blocks import slices_within
 from .reading.dtypes import dtype
 from .reading.payloads import Payloads, check_chunk, checked_elements, compare_checksums, payload_of
-from .reading.reader import Format, LocatedReader, Reader
+from .reading.reader import Format, Reader
 
 
 def check_blob(payloads: Payloads, blob: Blob) -> None:
@@ -391,7 +391,7 @@ class OpenCheckpoint:
         """Return the checkpoint as one that has lost these tensors of another one, too."""
         lost = (replace(tensor, chunks=no_chunks(len(tensor.shape)), fingerprint=None) for tensor in tensors)
         outline = replace(self.outline, tensors=(*self.outline.tensors, *lost))
-        return OpenCheckpoint(self.path, self.format, LocatedReader(outline, self.payloads, tuple(self.faults)))
+        return OpenCheckpoint(self.path, self.format, replace(self._reader, outline=outline))
 
     def close(self) -> None:
         """Close the files; reading opens them again."""

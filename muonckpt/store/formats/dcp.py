@@ -13,10 +13,12 @@ import fnmatch
 import json
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain
+from functools import partial
+from itertools import chain, repeat, starmap
 from typing import Any
 
 import numpy as np
@@ -31,11 +33,11 @@ from ...record.chunks import Boxes, Chunks, Strides, columns_of, on_columns
 from ...record.columns import UNKNOWN, Columns, Row
 from ...record.record import Blob, Extent, Manifest, StateRecord
 from ..io import limits
-from ..io.checksums import xxh3_128
 from ..io.location import Location, folders_with
 from ..io.regular import File, extent_faults, open_regular
 from ..reading.blocks import join_ranges
 from ..reading.payloads import Payloads
+from ..reading.reader import Reader
 from .dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
 from .torch_save import tensor_item
 from .torch_save.tensor_item import ItemTemplate
@@ -51,27 +53,29 @@ def locate_chunks(path: Location, tensors: Sequence[StateRecord]) -> tuple[State
     columns = columns_of(tensor.chunks for tensor in tensors)
     payload, payload_length, crc32 = columns.payload(), columns.payload_length(), columns.crc32.copy()
     strides: dict[int, Index] = {}
-    stored = [(tensor, box) for tensor in tensors for box in tensor.boxes]
     offsets, lengths = columns.item.tolist(), columns.item_length().tolist()
-    order = np.lexsort((columns.item, columns.file))
-    by_file = np.split(order, np.flatnonzero(np.diff(columns.file[order])) + 1) if len(order) else []
+    chunk_boxes: list[tuple[StateRecord, Box]] = []
+    for tensor in tensors:
+        chunk_boxes += zip(repeat(tensor), tensor.boxes, strict=False)
 
     def read_items(rows: NDArray[np.int64]) -> None:
         name = columns.names[columns.file[rows[0]]]
-        items: list[tuple[int, ItemTemplate | None]] = []
+        templates: dict[int, ItemTemplate] = {}
         for row in rows.tolist():
-            tensor, box = stored[row]
+            tensor, box = chunk_boxes[row]
             template = tensor_item.template(tensor.dtype, box.shape)
-            items.append((row, template if template is not None and template.length == lengths[row] else None))
+            if template is not None and template.length == lengths[row]:
+                templates[row] = template
         with open_regular(path / name) as file:
-            around = _Surroundings(file, ((known, offsets[row]) for row, known in items if known is not None))
-            for row, template in items:
-                offset = offsets[row]
-                if template is not None and (sums := around.crc32(template, offset)) is not None:
+            around = _Surroundings(file, ((template, offsets[row]) for row, template in templates.items()))
+            for row in rows.tolist():
+                # An item that is like its template need not be parsed.
+                offset, template = offsets[row], templates.get(row)
+                if template is not None and (payload_crc32 := around.crc32(template, offset)) is not None:
                     payload[row], payload_length[row] = offset + len(template.head), template.payload_length
-                    crc32[row] = sums
+                    crc32[row] = payload_crc32
                     continue
-                tensor, box = stored[row]
+                tensor, box = chunk_boxes[row]
                 try:
                     item = tensor_item.read_tensor(file.read, offset, lengths[row])
                     if (item.dtype, item.shape) != (tensor.dtype, box.shape):
@@ -87,21 +91,25 @@ def locate_chunks(path: Location, tensors: Sequence[StateRecord]) -> tuple[State
                 if not item.row_major:
                     strides[row] = item.strides  # saved while transposed or channels-last
 
+    # The rows of each file, in the order of its items.
+    order = np.lexsort((columns.item, columns.file))
+    rows_by_file = np.split(order, np.flatnonzero(np.diff(columns.file[order])) + 1) if len(order) else []
     try:
-        if len(by_file) > 1:
+        if len(rows_by_file) > 1:
             with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-                list(pool.map(read_items, by_file))
+                list(pool.map(read_items, rows_by_file))
         else:
-            list(map(read_items, by_file))
+            list(map(read_items, rows_by_file))
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
     extents = columns.item, columns.item_length(), payload, payload_length
-    known = Columns.of_extents(columns.names, columns.file, *extents, columns.digest, columns.has_digest, crc32)
-    result = []
-    for tensor, own in zip(tensors, on_columns((tensor.chunks for tensor in tensors), known), strict=True):
-        of_tensor: Strides | None = tuple(map(strides.get, range(own.start, own.stop))) if strides else None
-        result.append(replace(tensor, chunks=replace(own, strides=of_tensor if any(of_tensor or ()) else None)))
-    return tuple(result)
+    located = Columns.of_extents(columns.names, columns.file, *extents, columns.digest, columns.has_digest, crc32)
+    located_tensors = []
+    for tensor, chunks in zip(tensors, on_columns((tensor.chunks for tensor in tensors), located), strict=True):
+        chunk_strides: Strides = tuple(map(strides.get, range(chunks.start, chunks.stop))) if strides else ()
+        chunks = replace(chunks, strides=chunk_strides if any(chunk_strides) else None)
+        located_tensors.append(replace(tensor, chunks=chunks))
+    return tuple(located_tensors)
 
 
 _FILES_AT_ONCE = 16
@@ -117,7 +125,7 @@ class _Surroundings:
 
     def __init__(self, file: File, items: Iterable[tuple[ItemTemplate, int]]) -> None:
         self._file = file
-        ends = chain.from_iterable(span for item in items for span in _spans(*item))
+        ends = chain.from_iterable(chain.from_iterable(starmap(_spans, items)))
         start, stop = np.fromiter(ends, np.int64).reshape(-1, 2).T
         runs = join_ranges(start, stop, file.gap, file.max_bytes)
         self._runs = zip(runs.start.tolist(), runs.stop.tolist(), strict=True)
@@ -144,32 +152,25 @@ def _spans(template: ItemTemplate, offset: int) -> tuple[tuple[int, int], tuple[
     return (offset, offset + len(template.head)), (offset + template.tail_offset, offset + template.length)
 
 
-class DcpReader:
-    """Reads ``.metadata`` and the sizes of the files; opens an item when its elements are located.
+def reader(path: Location) -> Reader:
+    """Read ``.metadata`` and the sizes of the files; items are opened when their elements are located.
 
-    ``faults`` are missing, cut or irregular files, and overlapping items.  ``digest`` is the xxh3-128 of ``.metadata``
-    in hex.
+    Faults are missing, cut or irregular files, and overlapping items.
 
     Raises:
         SourceError: there is no checkpoint; or its metadata is damaged, refused or contradicts itself.
     """
-
-    def __init__(self, path: Location) -> None:
-        self.payloads = Payloads(path)
-        try:
-            data = _read_metadata(path)
-            self.digest = xxh3_128([data])
-            with about(path / METADATA_FILE):
-                manifest = _outline(parse_metadata(data))
-            self.outline = replace(
-                manifest, blobs=(*manifest.blobs, *(common_file(path) or lost_common_file(path, manifest)))
-            )
-            self.faults = tuple(extent_faults(path, named_items(self.outline)))
-        except OSError as error:
-            raise SourceError(f"cannot read {path}: {error}") from error
-
-    def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        return locate_chunks(self.payloads.directory, tensors)
+    payloads = Payloads(path)
+    try:
+        data = read_metadata(path)
+        with about(path / METADATA_FILE):
+            manifest = _outline(parse_metadata(data))
+        common_blobs = common_file(path) or lost_common_file(path, manifest)
+        outline = replace(manifest, blobs=(*manifest.blobs, *common_blobs))
+        faults = tuple(extent_faults(path, named_items(outline)))
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error}") from error
+    return Reader(outline, payloads, faults, partial(locate_chunks, payloads.directory))
 
 
 def common_file(path: Location) -> tuple[Blob, ...]:
@@ -205,13 +206,15 @@ def _outline(metadata: Metadata) -> Manifest:
     planned = chunks | {(key, None) for key in metadata.blobs}
     for key, offsets in metadata.storage.keys() - planned:
         raise DamageError(f"expected items of known tensors only, found one for {key!r} at offsets {offsets}")
+
+    # Boxes are kept once for all tensors that are cut alike.
     rows, places = list[Row](), list[tuple[int, Boxes]]()
-    known: dict[object, Boxes] = {}
+    boxes_of: dict[object, Boxes] = {}
     for key, tensor in metadata.tensors.items():
-        cut = tensor.size, tensor.chunks
-        if cut not in known:
-            known[cut] = _boxes(key, tensor)
-        places.append((len(rows), known[cut]))
+        geometry = tensor.size, tensor.chunks
+        if geometry not in boxes_of:
+            boxes_of[geometry] = _boxes(key, tensor)
+        places.append((len(rows), boxes_of[geometry]))
         for offsets, _ in tensor.chunks:
             item = _item(key, offsets, metadata)
             rows.append((item.file, item.offset, item.length, UNKNOWN, UNKNOWN, None, UNKNOWN))
@@ -251,7 +254,7 @@ def _item(key: str, offsets: tuple[int, ...] | None, metadata: Metadata) -> Stor
     return item
 
 
-def _read_metadata(path: Location) -> bytes:
+def read_metadata(path: Location) -> bytes:
     if not path.is_dir():
         raise SourceError(f"expected a checkpoint directory, found no directory {path}")
     names = {entry.name for entry in path.iterdir()}
@@ -272,8 +275,8 @@ def _read_metadata(path: Location) -> bytes:
         instead = f"; there is one in {listed(below)}: give the path of one" if below else ""
         if (data := fnmatch.filter(sorted(names), "__*_*.distcp")) and not below:
             raise DamageError(f"expected {METADATA_FILE} beside {data[0]}, found none{unfinished}")
-        if not (unfinished or below) and (found := unread_format(path)):
-            raise SourceError(f"expected a checkpoint in {path}: {found}")
+        if not (unfinished or below) and (other_format := unread_format(path)):
+            raise SourceError(f"expected a checkpoint in {path}: {other_format}")
         raise SourceError(f"expected {METADATA_FILE} in {path}, found none{unfinished}{instead}")
     with open_regular(path / METADATA_FILE) as file:
         size = file.size
@@ -287,35 +290,32 @@ def named_items(manifest: Manifest) -> Iterator[tuple[Extent, str]]:
     yield from ((blob.item, repr(blob.key)) for blob in manifest.blobs)
 
 
-class SiblingsReader:
-    """Reads all folders as one checkpoint.  Keys begin with their folder's name only if folders share keys.
+def siblings_reader(path: Location) -> Reader:
+    """Read all folders as one checkpoint.  Keys begin with their folder's name only if folders share keys.
 
     Raises:
         SourceError: the folders are not parts of one checkpoint, or one of them cannot be read.
     """
-
-    def __init__(self, path: Location) -> None:
-        self.payloads = Payloads(path)
-        readers = {name: DcpReader(path / name) for name in folders_with(path, METADATA_FILE)}
-        outlines = {name: reader.outline for name, reader in readers.items()}
-        if set(map(_holds_optimizers, outlines.values())) != {True, False}:
-            raise SourceError(
-                f"expected a checkpoint in {path}, found several, in its folders {listed(outlines)}; give the path of "
-                f"one, such as {path / max(outlines, key=_numbers)}"
-            )
-        self.faults = tuple(fault for reader in readers.values() for fault in reader.faults)
-        tensors = [tensor.key for outline in outlines.values() for tensor in outline.tensors]
-        keys = tensors + [blob.key for outline in outlines.values() for blob in outline.blobs]
-        shared = len(set(keys)) < len(keys)
-        parts = [_moved(outline, name, shared) for name, outline in outlines.items()]
-        self.outline = Manifest(
-            tuple(tensor for part in parts for tensor in part.tensors),
-            tuple(blob for part in parts for blob in part.blobs),
-            {**parts[0].provenance, "folders": list(outlines)},
+    readers = {name: reader(path / name) for name in folders_with(path, METADATA_FILE)}
+    outlines = {name: part.outline for name, part in readers.items()}
+    if set(map(_has_optimizers_only, outlines.values())) != {True, False}:
+        raise SourceError(
+            f"expected a checkpoint in {path}, found several, in its folders {listed(outlines)}; give the path of "
+            f"one, such as {path / max(outlines, key=_numbers)}"
         )
-
-    def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        return locate_chunks(self.payloads.directory, tensors)
+    keys = Counter[str]()
+    for outline in outlines.values():
+        keys.update(tensor.key for tensor in outline.tensors)
+        keys.update(blob.key for blob in outline.blobs)
+    parts = [_outline_above(outline, name, keys.total() > len(keys)) for name, outline in outlines.items()]
+    outline = Manifest(
+        tuple(chain.from_iterable(part.tensors for part in parts)),
+        tuple(chain.from_iterable(part.blobs for part in parts)),
+        {**parts[0].provenance, "folders": list(outlines)},
+    )
+    payloads = Payloads(path)
+    faults = tuple(chain.from_iterable(part.faults for part in readers.values()))
+    return Reader(outline, payloads, faults, partial(locate_chunks, payloads.directory))
 
 
 def _numbers(name: str) -> list[int]:
@@ -323,20 +323,20 @@ def _numbers(name: str) -> list[int]:
     return [int(number) for number in re.findall("[0-9]{1,18}", name)]
 
 
-def _holds_optimizers(outline: Manifest) -> bool | None:
-    """Return whether a folder holds the state of optimizers and no other tensors; None if it holds both."""
-    entries = (entry for entries in (outline.tensors, outline.blobs) for entry in entries)
-    roots = {optimizer.root for optimizer in optimizers_of(entry.path for entry in entries)}
+def _has_optimizers_only(outline: Manifest) -> bool | None:
+    """Return whether a folder has the state of optimizers and no other tensors; None if it has both."""
+    paths = [*(tensor.path for tensor in outline.tensors), *(blob.path for blob in outline.blobs)]
+    roots = {optimizer.root for optimizer in optimizers_of(paths)}
     if not roots:
         return False
-    only = all(any(tensor.path[: len(root)] == root for root in roots) for tensor in outline.tensors)
-    return True if only else None
+    is_state = (any(tensor.path[: len(root)] == root for root in roots) for tensor in outline.tensors)
+    return True if all(is_state) else None
 
 
-def _moved(outline: Manifest, folder: str, named: bool) -> Manifest:
-    """Return the outline with files, and keys if they are ``named``, as seen from the folder above."""
+def _outline_above(outline: Manifest, folder: str, prefixes_keys: bool) -> Manifest:
+    """Return the outline with files, and keys if these are to be told apart, as seen from the folder above."""
     moved = outline.renamed(lambda file: f"{folder}/{file}")
-    if not named:
+    if not prefixes_keys:
         return moved
 
     def key(entry: StateRecord | Blob) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..io.new_file import write_synced
 from ..io.regular import extent_faults, read_text_file
 from ..reading.dtypes import itemsize
 from ..reading.payloads import Payloads
-from ..reading.reader import LocatedReader
+from ..reading.reader import Reader
 
 RANK_FILE = "rank_{}.bin".format
 
@@ -101,7 +101,7 @@ def buffer_dtype(buffer: GroupBuffer) -> str:
     return dtypes.pop()
 
 
-def reader(path: Location) -> LocatedReader:
+def reader(path: Location) -> Reader:
     """Read the index of a directory, and the sizes of the files.
 
     Raises:
@@ -126,7 +126,7 @@ def reader(path: Location) -> LocatedReader:
         raise kind(f"{file}: {type(error).__name__}: {error}") from error
     named = [(extent, f"buffer {n}") for n, buffer in enumerate(stored) for extent in buffer.places if extent.length]
     named += [(blob.item, repr(blob.key)) for blob in manifest.blobs]
-    return LocatedReader(replace(manifest, tensors=tensors), Payloads(path), tuple(extent_faults(path, named)))
+    return Reader(replace(manifest, tensors=tensors), Payloads(path), tuple(extent_faults(path, named)))
 
 
 def write_buffer_index(manifest: Manifest, directory: Location) -> None:

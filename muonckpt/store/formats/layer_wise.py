@@ -25,8 +25,8 @@ from ...names.vocabulary import MASTER, PARAMS
 from ...record.record import Manifest, StateRecord
 from ..io.location import Location
 from ..reading.payloads import Payloads, as_words, chunk_elements
-from ..reading.reader import LocatedReader
-from .dcp import DcpReader
+from ..reading.reader import Reader
+from . import dcp
 from .layer_wise_names import (
     DESCRIPTION_PARSERS,
     Dealt,
@@ -53,7 +53,7 @@ _OPTION = ("layer_wise", "param_groups")
 """Paths of keys: state by parameter and slot, options by group and name.  Weights are under ``model``."""
 
 
-def reader(path: Location) -> LocatedReader:
+def reader(path: Location) -> Reader:
     """Read the files of a directory.
 
     Of elements it reads only the first few thousand of each parameter, to compare them with the weights, if there are
@@ -89,12 +89,12 @@ def reader(path: Location) -> LocatedReader:
     if description.tensor_parallel is None:
         provenance["buffers"] = [buffer.to_json() for buffer in _buffers(first.dealt, first.states)]
         manifest = Manifest(tuple(first.records), tuple(items.blobs), provenance)
-        return LocatedReader(manifest, Payloads(path, items.in_memory))
+        return Reader(manifest, Payloads(path, items.in_memory))
     records = tuple(_joined(parts, description.tensor_parallel))
     manifest = Manifest(records, tuple(items.blobs), {**provenance, "tensor_parallel": len(parts)})
     of_parts = (record.chunks[0] for part in parts for record in part.records)
     checksums = {chunk.item: chunk.crc32 for chunk in of_parts if chunk.crc32 is not None}
-    return LocatedReader(manifest, MemberPayloads(path, items.in_memory, checksums))
+    return Reader(manifest, MemberPayloads(path, items.in_memory, checksums))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +283,7 @@ def read_weights(path: Location, where: str) -> ModelWeights:
         SourceError: neither exists, or it is damaged.
     """
     if (path / where).is_dir():
-        stored = DcpReader(path / where)
+        stored = dcp.reader(path / where)
         for fault in stored.faults:
             raise fault
         of_model = [tensor for tensor in stored.outline.tensors if not _OF_OPTIMIZER.match(tensor.key)]

@@ -9,9 +9,9 @@ Source: ``megatron/core/dist_checkpointing/{core,serialization}.py`` of core 0.1
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -27,17 +27,17 @@ from ..io.location import Location
 from ..io.new_file import write_parts, write_synced
 from ..io.regular import read_text_file
 from ..reading.payloads import Payloads
-from ..reading.reader import LocatedReader, Reader
+from ..reading.reader import Reader
 
 
-def reader(path: Location) -> LocatedReader:
+def reader(path: Location) -> Reader:
     """Read a checkpoint in our own format.
 
     Raises:
         DamageError: the manifest is missing or damaged.
         SourceError: it is of another version, or cannot be read.
     """
-    return LocatedReader(read_native(path), Payloads(path))
+    return Reader(read_native(path), Payloads(path))
 
 
 def read_native(path: Location) -> Manifest:
@@ -94,26 +94,7 @@ def _write_described(
 _Value = TypeVar("_Value")
 
 
-@dataclass(frozen=True, slots=True)
-class DigestedReader:
-    """The reader of a checkpoint whose manifest is damaged: DCP's, with the digests that the manifest still has."""
-
-    stock: Reader
-    outline: Manifest
-
-    @property
-    def payloads(self) -> Payloads:
-        return self.stock.payloads
-
-    @property
-    def faults(self) -> Sequence[SourceError]:
-        return self.stock.faults
-
-    def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        return self.stock.locate(tensors)
-
-
-def reader_of_lines(path: Location) -> DigestedReader:
+def reader_of_lines(path: Location) -> Reader:
     """Read a checkpoint whose manifest is damaged: by DCP's description, and by what proves itself in the manifest.
 
     A manifest has a line for each tensor and each item.  Of those that can still be read the digests, the fingerprints
@@ -122,28 +103,20 @@ def reader_of_lines(path: Location) -> DigestedReader:
     Raises:
         SourceError: DCP's description cannot be read either, or no line of the manifest can be.
     """
-    from .dcp import DcpReader  # not needed where nothing is wrong
+    from . import dcp  # not needed where nothing is wrong
 
-    stock = DcpReader(path)
+    stock = dcp.reader(path)
     lines = _readable_lines(read_text_file(path / MANIFEST_FILE))
     if not lines:
         raise DamageError(f"{path / MANIFEST_FILE}: no line of it can be read")
-    outline = stock.outline
-    of_tensors = [_digested_chunks(tensor, lines.get(tensor.key, {})) for tensor in outline.tensors]
-    columns = in_columns(
-        (chunks, len(tensor.shape)) for tensor, chunks in zip(outline.tensors, of_tensors, strict=True)
-    )
-    tensors = (
-        replace(
-            tensor,
-            chunks=chunks,
-            fingerprint=_field(lines, tensor.key, "fingerprint", partial(optional, matching(FINGERPRINT))),
-            convention=_field(lines, tensor.key, "convention", partial(optional, Convention)),
-        )
-        for tensor, chunks in zip(outline.tensors, columns, strict=True)
-    )
-    blobs = (replace(blob, digest=_field(lines, blob.key, "digest", matching(DIGEST))) for blob in outline.blobs)
-    return DigestedReader(stock, replace(outline, tensors=tuple(tensors), blobs=tuple(blobs)))
+    outline, tensors = stock.outline, []
+    digested = ((_digested_chunks(t, lines.get(t.key, {})), len(t.shape)) for t in outline.tensors)
+    for tensor, chunks in zip(outline.tensors, in_columns(digested), strict=True):
+        fingerprint = _field(lines, tensor.key, "fingerprint", partial(optional, matching(FINGERPRINT)))
+        convention = _field(lines, tensor.key, "convention", partial(optional, Convention))
+        tensors.append(replace(tensor, chunks=chunks, fingerprint=fingerprint, convention=convention))
+    blobs = tuple(replace(blob, digest=_field(lines, blob.key, "digest", matching(DIGEST))) for blob in outline.blobs)
+    return replace(stock, outline=replace(outline, tensors=tuple(tensors), blobs=blobs))
 
 
 def _readable_lines(text: bytes) -> Mapping[str, Mapping[str, Any]]:

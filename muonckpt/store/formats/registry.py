@@ -47,8 +47,8 @@ LAYER_WISE = Format(
     signs.LAYER_WISE_FILES,
     weaker_signs=((), ("layer_wise_optimizer_[0-9]*.pt",)),
 )
-DCP = Format("stock DCP", f"{_FORMATS}.dcp:DcpReader", (signs.METADATA_FILE,))
-SIBLINGS = Format("stock DCP in sibling folders", f"{_FORMATS}.dcp:SiblingsReader")
+DCP = Format("stock DCP", f"{_FORMATS}.dcp:reader", (signs.METADATA_FILE,))
+SIBLINGS = Format("stock DCP in sibling folders", f"{_FORMATS}.dcp:siblings_reader")
 BUFFERS = Format(
     "flat buffers",
     f"{_FORMATS}.flat_buffers:reader",
@@ -58,7 +58,7 @@ BUFFERS = Format(
 )
 TORCH_DIST = Format(  # read as DCP, which it is
     "Megatron's torch_dist",
-    f"{_FORMATS}.dcp:DcpReader",
+    f"{_FORMATS}.dcp:reader",
     written_as="torch_dist",
     writer=f"{_WRITERS}.rank_files:TorchDistFiles",
 )

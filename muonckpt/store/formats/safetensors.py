@@ -35,7 +35,7 @@ from ..io.new_file import write_synced
 from ..io.regular import File, open_regular
 from ..reading.dtypes import itemsize
 from ..reading.payloads import Payloads
-from ..reading.reader import LocatedReader
+from ..reading.reader import Reader
 from .weight_files import (
     INDEX_NAME,
     Shards,
@@ -241,7 +241,7 @@ is not recorded.  Where it has written whole tensors there is an index."""
 ENDING = ".safetensors"
 
 
-def reader(path: Location) -> LocatedReader:
+def reader(path: Location) -> Reader:
     """Read a file, the files of an index, or those of a folder.
 
     Raises:
@@ -254,7 +254,7 @@ def reader(path: Location) -> LocatedReader:
     return opened
 
 
-def remains(path: Location, without: Collection[str]) -> LocatedReader:
+def remains(path: Location, without: Collection[str]) -> Reader:
     """Read what is left of a file that is cut, or of a folder where files of a checkpoint, or its index, are lost.
 
     Raises:
@@ -263,12 +263,12 @@ def remains(path: Location, without: Collection[str]) -> LocatedReader:
     return located(path, read_weights(path, front_of))
 
 
-def located(path: Location, weights: Weights) -> LocatedReader:
+def located(path: Location, weights: Weights) -> Reader:
     place = folder(path)
     beside = unread_beside([str(entry.name) for entry in place.iterdir()], weights.files) if place == path else []
     unread = [*beside, *weights.copies]
     provenance = {**weights.provenance, NOT_READ: unread} if unread else weights.provenance
-    return LocatedReader(Manifest(tuple(weights.tensors), (), provenance), Payloads(folder(path)), weights.faults)
+    return Reader(Manifest(tuple(weights.tensors), (), provenance), Payloads(folder(path)), weights.faults)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from ..io.location import Location, listing
 from ..io.regular import BytesInMemory, FileBytes, open_regular, read_text_file
 from ..reading.dtypes import DTYPES, itemsize
 from ..reading.payloads import Payloads
-from ..reading.reader import LocatedReader
+from ..reading.reader import Reader
 from .native import tensor_of
 
 MANIFEST_ATTRIBUTE = "muonckpt"
@@ -333,7 +333,7 @@ class ZarrPayloads(Payloads):
         return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
 
 
-def reader(path: Location) -> LocatedReader:
+def reader(path: Location) -> Reader:
     """Read the metadata of a hierarchy and the indices of shards.
 
     A chunk's ``item`` is its stored bytes, its ``payload`` the elements; of encoded arrays an extent of the whole
@@ -345,7 +345,7 @@ def reader(path: Location) -> LocatedReader:
     return _read(path, _chunks, _raised)[0]
 
 
-def remains(path: Location, without: Collection[str]) -> LocatedReader:
+def remains(path: Location, without: Collection[str]) -> Reader:
     """Read a hierarchy of which chunks are missing or cut, where tensors have holes, or descriptions are damaged.
 
     Raises:
@@ -401,7 +401,7 @@ def _told(failed: Failed) -> Iterator[None]:
         failed(error)
 
 
-def _read(path: Location, chunks_of: ChunksOf, failed: Failed) -> tuple[LocatedReader, int | None]:
+def _read(path: Location, chunks_of: ChunksOf, failed: Failed) -> tuple[Reader, int | None]:
     """Return the reader of a hierarchy, and the number of arrays that its root says it has."""
     attributes, arrays, consolidated = _nodes(path, failed)
     tensors, seals, read = list[StateRecord](), dict[str, object](), list[ZarrArray]()
@@ -425,7 +425,7 @@ def _read(path: Location, chunks_of: ChunksOf, failed: Failed) -> tuple[LocatedR
                 check_digest(of_arrays, seals)
             except DamageError as error:
                 raise SeveralSavesError(f"{path}: the arrays are not those of {ZARR_FILE}: {error}") from error
-    return LocatedReader(Manifest(tuple(tensors), (), provenance), ZarrPayloads(path, read)), count
+    return Reader(Manifest(tuple(tensors), (), provenance), ZarrPayloads(path, read)), count
 
 
 def _root(fields: Any) -> tuple[Mapping[str, Any], int, str | None]:

@@ -1,11 +1,11 @@
-"""Formats: the protocol by which one reads an open checkpoint, and the value that registers it."""
+"""Formats: the value by which one reads an open checkpoint, and the value that registers it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from ...names.errors import SourceError
 from ...record.record import Manifest, StateRecord
@@ -13,43 +13,23 @@ from ..io.location import Location
 from .payloads import Payloads
 
 
-class Reader(Protocol):
-    """One checkpoint, read by its format.  The metadata are read once, when the reader is made."""
-
-    @property
-    def outline(self) -> Manifest:
-        """Return the manifest in the metadata.  The places of elements may still be unknown."""
-        ...
-
-    @property
-    def payloads(self) -> Payloads: ...
-
-    @property
-    def faults(self) -> Sequence[SourceError]:
-        """Return the damage that shows without reading data, such as missing files."""
-        ...
-
-    def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        """Return tensors of the outline, or some of their chunks, with the place of each chunk's elements.
-
-        Opens the items of the chunks whose place is unknown.
-
-        Raises:
-            SourceError: an item is damaged, or not what the metadata promise; names the tensor, the box and the file.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class LocatedReader:
-    """The reader of a format whose metadata say where every element is."""
+class Reader:
+    """Reads one checkpoint, whose metadata were read when it was made.
+
+    Attributes:
+        outline: the manifest in the metadata, in which the places of elements may still be unknown.
+        payloads: the bytes of its files.
+        faults: the damage that shows without reading data, such as missing files.
+        locate: returns tensors of the outline, or some of their chunks, with the places of elements: opens the items of
+            the chunks whose place is unknown, and raises `SourceError`, which names the tensor, the box and the file,
+            for an item that is damaged or not what the metadata promise.
+    """
 
     outline: Manifest
     payloads: Payloads
     faults: tuple[SourceError, ...] = ()
-
-    def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        return tuple(tensors)
+    locate: Callable[[Sequence[StateRecord]], tuple[StateRecord, ...]] = tuple
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,10 +340,10 @@ def _has_damaged_manifest(path: Location) -> bool:
 
 def _has_stock_description(path: Location) -> bool:
     """Return whether DCP's description of a checkpoint, and all that it describes, are there."""
-    from ..formats.dcp import DcpReader  # not needed where nothing is wrong
+    from ..formats import dcp  # not needed where nothing is wrong
 
     with suppress(SourceError):
-        return not DcpReader(path).faults
+        return not dcp.reader(path).faults
     return False
 
 

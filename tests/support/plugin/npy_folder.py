@@ -16,15 +16,15 @@ from muonckpt.record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.store.io.location import Location
 from muonckpt.store.io.regular import open_regular
 from muonckpt.store.reading.payloads import Payloads
-from muonckpt.store.reading.reader import Format, LocatedReader
+from muonckpt.store.reading.reader import Format, Reader
 
 LONGEST_HEADER = 10_000
 
 
-def reader(path: Location) -> LocatedReader:
+def reader(path: Location) -> Reader:
     """Read headers only; elements are read from the extents that the manifest names."""
     files = sorted((file for file in path.iterdir() if file.name.endswith(".npy")), key=lambda file: file.name)
-    return LocatedReader(Manifest(tuple(map(record, files)), (), {"format": "npy"}), Payloads(path))
+    return Reader(Manifest(tuple(map(record, files)), (), {"format": "npy"}), Payloads(path))
 
 
 def record(file: Location) -> StateRecord:

@@ -25,7 +25,7 @@ from ....programs import signs
 from ....record.record import Chunk, Chunks, Extent, StateRecord
 from ...io.location import Location
 from ...reading.dtypes import itemsize
-from ...reading.reader import LocatedReader
+from ...reading.reader import Reader
 from ..torch_save.inert_pickle import expect
 from ..torch_save.plain_item import HeldItems
 from ..torch_save.torch_file import TorchFile, checksums_inside, read_torch_file
@@ -49,7 +49,7 @@ _REPLICATED = 1024
 _OPTIMIZER = "optimizer"
 
 
-def reader(path: Location) -> LocatedReader:
+def reader(path: Location) -> Reader:
     """Read the one step in a folder, or the one whose ``model_{step}.pt`` is given, but no elements.
 
     Raises:

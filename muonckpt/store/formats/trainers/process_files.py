@@ -35,7 +35,7 @@ from ....names.wording import counted, listed as listed_names
 from ....programs import signs
 from ....record.record import Extent, StateRecord
 from ...io.location import Location
-from ...reading.reader import LocatedReader
+from ...reading.reader import Reader
 from .. import safetensors
 from ..torch_save.inert_pickle import expect, sizes_of
 from ..torch_save.plain_item import HeldItems
@@ -138,7 +138,7 @@ def _bare_key(tensor: StateRecord, root: KeyPath) -> str:
     return key_of(tensor.path[len(root) :])
 
 
-def reader(path: Location) -> LocatedReader:
+def reader(path: Location) -> Reader:
     """Read a file or a folder, but no elements.
 
     Raises:
@@ -150,7 +150,7 @@ def reader(path: Location) -> LocatedReader:
     return opened
 
 
-def remains(path: Location, without: Collection[str]) -> LocatedReader:
+def remains(path: Location, without: Collection[str]) -> Reader:
     """Read what is left where files of weights, or their index, are lost.
 
     Raises:
@@ -159,7 +159,7 @@ def remains(path: Location, without: Collection[str]) -> LocatedReader:
     return _opened(path, safetensors.front_of)
 
 
-def _opened(path: Location, header_of: safetensors.HeaderOf) -> LocatedReader:
+def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
     safetensors.refuse_stray(path)
     folder = path if path.is_dir() else path.parent
     listed = sorted(str(entry.name) for entry in folder.iterdir())
@@ -237,7 +237,7 @@ _COMPLETE = (
 """Slots that some method keeps, although another method keeps further ones beside them."""
 
 
-def universal_reader(path: Location) -> LocatedReader:
+def universal_reader(path: Location) -> Reader:
     """Read DeepSpeed's universal folder, but no elements.
 
     Files that are lost, or another file in the place of one, are its `faults`.

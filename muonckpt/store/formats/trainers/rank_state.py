@@ -32,7 +32,7 @@ from ....programs import signs
 from ....record.record import Chunk, Chunks, Extent, StateRecord
 from ...io.location import Location
 from ...reading.dtypes import itemsize
-from ...reading.reader import LocatedReader
+from ...reading.reader import Reader
 from ..torch_save.plain_item import HeldItems
 from ..torch_save.tensor_item import is_row_major
 from ..torch_save.torch_file import TorchFile, checksums_inside, read_torch_file, whole_record
@@ -70,7 +70,7 @@ class _RankFile:
     world: int | None
 
 
-def reader(path: Location) -> LocatedReader:
+def reader(path: Location) -> Reader:
     """Read a folder of such files, but no elements.
 
     Raises:
@@ -80,7 +80,7 @@ def reader(path: Location) -> LocatedReader:
     return _read(path, None)
 
 
-def remains(path: Location, without: Collection[str]) -> LocatedReader:
+def remains(path: Location, without: Collection[str]) -> Reader:
     """Read what is left of such a folder, as if these files, and those that cannot be opened, were missing.
 
     Where no other rank has a replica of what a missing rank held, tensors have holes.
@@ -91,7 +91,7 @@ def remains(path: Location, without: Collection[str]) -> LocatedReader:
     return _read(path, without)
 
 
-def _read(path: Location, without: Collection[str] | None) -> LocatedReader:
+def _read(path: Location, without: Collection[str] | None) -> Reader:
     listed = sorted(str(entry.name) for entry in path.iterdir())
     files = _rank_files(listed)
     if without is not None:

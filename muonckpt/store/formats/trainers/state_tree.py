@@ -29,7 +29,7 @@ from ....record.record import Chunk, Extent, Manifest, StateRecord
 from ...io import limits
 from ...io.location import Location
 from ...io.regular import read_text_file
-from ...reading.reader import LocatedReader
+from ...reading.reader import Reader
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
 from ..torch_save.plain_item import HeldItems, PlainParts
 from ..torch_save.torch_file import WITH_TYPE, MemberPayloads, TorchFile, is_tensor, whole_record
@@ -184,11 +184,11 @@ def trainer_reader(
     checksums: Mapping[Extent, int],
     provenance: Mapping[str, object],
     faults: Iterable[SourceError] = (),
-) -> LocatedReader:
+) -> Reader:
     """Return the reader of state dicts in files of ``torch.save``; the provenance leaves out empty lists."""
     provenance = {key: value for key, value in provenance.items() if value != []}
     manifest = Manifest(tuple(tensors), tuple(items.blobs), provenance)
-    return LocatedReader(manifest, MemberPayloads(folder, items.in_memory, checksums), tuple(faults))
+    return Reader(manifest, MemberPayloads(folder, items.in_memory, checksums), tuple(faults))
 
 
 AS_PARAMETER = (ZERO_SLOTS | {MASTER}) - {STEP, SECOND_MOMENT}

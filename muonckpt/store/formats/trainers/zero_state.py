@@ -33,7 +33,7 @@ from ...io import limits
 from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.payloads import BAND_BYTES
-from ...reading.reader import LocatedReader
+from ...reading.reader import Reader
 from ..torch_save.inert_pickle import Record, expect, sizes_of
 from ..torch_save.plain_item import HeldItems, PlainParts
 from ..torch_save.torch_file import (
@@ -70,7 +70,7 @@ _NOT_OF_THE_RUN = frozenset(
 """Keys of model states that are read otherwise, or that say how the run was spread over ranks."""
 
 
-def reader(path: Location) -> LocatedReader:
+def reader(path: Location) -> Reader:
     """Read the folder of a tag, but no elements.  Where the file of a rank is missing, tensors have holes.
 
     Raises:
@@ -80,7 +80,7 @@ def reader(path: Location) -> LocatedReader:
     return _read(path, None)
 
 
-def remains(path: Location, without: Collection[str]) -> LocatedReader:
+def remains(path: Location, without: Collection[str]) -> Reader:
     """Read what is left of such a folder without these files, and those that cannot be opened.
 
     Raises:
@@ -89,7 +89,7 @@ def remains(path: Location, without: Collection[str]) -> LocatedReader:
     return _read(path, without)
 
 
-def _read(path: Location, without: Collection[str] | None) -> LocatedReader:
+def _read(path: Location, without: Collection[str] | None) -> Reader:
     listed = sorted(str(entry.name) for entry in path.iterdir())
     with about(path):
         # Model states say what the run was; those of ZeRO 3 are of a rank each.
@@ -119,7 +119,7 @@ def _read(path: Location, without: Collection[str] | None) -> LocatedReader:
     checksums = checksums_inside(opened, [*contents.tensors, *contents.compared])
     in_memory = {**contents.items.in_memory, _STEPS: bytes(contents.steps)}
     faults = tuple(LostFileError(f"{path / name} is missing") for name in missing)
-    return LocatedReader(manifest, _ZeroPayloads(path, in_memory, checksums, contents.copies), faults)
+    return Reader(manifest, _ZeroPayloads(path, in_memory, checksums, contents.copies), faults)
 
 
 def _open_files(
