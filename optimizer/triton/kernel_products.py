@@ -49,21 +49,22 @@ class KernelProducts:
             raise ValueError(f"kernels are for bfloat16 and float16, got {self.dtype}")
 
     def run_matrix(self, matrix: Tensor, dtype: torch.dtype, work: Callable[[Stack], Stack]) -> Tensor:
-        done = self.run_all(matrix.reshape(-1), Places(((1, *matrix.shape),)), dtype, work)
-        return done.view(matrix.shape)
+        return self.run_all(matrix.reshape(-1), Places(((1, *matrix.shape),)), dtype, work).view(matrix.shape)
 
     def run_all(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[Stack], Stack]) -> Tensor:
         """Return ``work`` done on all matrices together, padded so that kernels can load them: zeros stay zeros."""
         if not places.numel:
             return torch.empty(0, dtype=dtype, device=memory.device)
-        full = _padded(places)
+        padded_places = _padded(places)
         with on_device(memory):
-            if full is not None:
-                memory = moved(memory, places, full)
+            if padded_places is not None:
+                memory = copy_padded(memory, places, padded_places)
             elif memory.data_ptr() % 16:
                 memory = memory.clone()
-            done = work(Stack(memory, full or places, places.tall)).memory
-            return (moved(done, full, places) if full is not None else done).to(dtype)
+            results = work(Stack(memory, padded_places or places, places.tall)).memory
+            if padded_places is not None:
+                results = copy_padded(results, padded_places, places)
+            return results.to(dtype)
 
     def normalized(self, x: Stack, eps: float, scale: float) -> Stack:
         return Stack(normalized(x.memory, x.places, self.dtype, eps, scale), x.places, x.turned)
@@ -87,9 +88,9 @@ class KernelProducts:
 @lru_cache(maxsize=1024)
 def _padded(places: Places) -> Places | None:
     """Return places of the same matrices with sides that kernels can load; None if they are so."""
-    sides = ([-(-side // LOAD_MULTIPLE) * LOAD_MULTIPLE for side in shape] for shape in places)
-    full = Places.of((rows, columns) for rows, columns in sides)
-    return None if full == places else full
+    up = lambda side: -(-side // LOAD_MULTIPLE) * LOAD_MULTIPLE  # noqa: E731
+    padded = Places.of((up(rows), up(columns)) for rows, columns in places)
+    return None if padded == places else padded
 
 
 def normalized(memory: Tensor, places: Places, dtype: torch.dtype, eps: float, scale: float) -> Tensor:
@@ -107,31 +108,34 @@ def normalized(memory: Tensor, places: Places, dtype: torch.dtype, eps: float, s
 
 
 @cache
-def _normalizer(places: Places, given: torch.dtype, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
-    chunks, firsts = _chunks(places, device)
-    squares, norms, divided = (
-        launcher(kernel, len(each)) for kernel, each in ((_squares, chunks), (_norms, firsts[1:]), (_divided, chunks))
+def _normalizer(places: Places, source: torch.dtype, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
+    """Return a function that normalizes matrices at these places: in three launches, planned once for both dtypes."""
+    chunks, first_chunks = _chunks(places, device)
+    add_squares, make_norms, divide = (
+        launcher(_squares, len(chunks)),
+        launcher(_norms, len(first_chunks) - 1),
+        launcher(_divided, len(chunks)),
     )
     # So many fp32 numbers that a second row of them begins at a multiple of 16 bytes.
-    wide, high = (-(-len(numbers) // 4) * 4 for numbers in (chunks, firsts))
+    num_sums, num_norms = (-(-len(numbers) // 4) * 4 for numbers in (chunks, first_chunks))
 
     def normalize(memory: Tensor, result: Tensor, eps: float, scale: float) -> None:
-        sums = torch.empty((2, wide), dtype=torch.float32, device=device)
-        found = torch.empty((2, high), dtype=torch.float32, device=device)
-        squares(memory, chunks, *sums, REDUCTION, CHUNK, WIDTH)
-        norms(*sums, firsts, *found, eps, scale, REDUCTION, WIDTH)
-        divided(memory, chunks, *found, result, CHUNK, WIDTH)
+        sums = torch.empty((2, num_sums), dtype=torch.float32, device=device)
+        norms = torch.empty((2, num_norms), dtype=torch.float32, device=device)
+        add_squares(memory, chunks, *sums, REDUCTION, CHUNK, WIDTH)
+        make_norms(*sums, first_chunks, *norms, eps, scale, REDUCTION, WIDTH)
+        divide(memory, chunks, *norms, result, CHUNK, WIDTH)
 
     return normalize
 
 
-def moved(memory: Tensor, places: Places, there: Places) -> Tensor:
+def copy_padded(memory: Tensor, places: Places, target_places: Places) -> Tensor:
     """Return the matrices of ``memory`` in a new one, padded with zeros or cut off."""
-    result = torch.empty(there.numel, dtype=memory.dtype, device=memory.device)
-    if there.numel:
-        chunks, _ = _chunks(there, memory.device)
-        # Not by `launcher`: results of what is moved back begin anywhere.
-        _moved[(len(chunks),)](memory, result, chunks, _pairs(places, there, memory.device), CHUNK, WIDTH)
+    result = torch.empty(target_places.numel, dtype=memory.dtype, device=memory.device)
+    if target_places.numel:
+        chunks, _ = _chunks(target_places, memory.device)
+        # Not by `launcher`: results of what is copied back begin anywhere.
+        _moved[(len(chunks),)](memory, result, chunks, _pairs(places, target_places, memory.device), CHUNK, WIDTH)
     return result
 
 
@@ -142,21 +146,19 @@ def _chunks(places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
     refuse_new_tables("matrices of these shapes have not been cut into chunks")
     begins = np.array(places.begins(), np.int64)
     counts = -(-np.diff(begins) // CHUNK)
-    firsts = np.concatenate([[0], counts.cumsum()])
+    first_chunks = np.concatenate([[0], counts.cumsum()])
     matrix = np.repeat(np.arange(len(counts)), counts)
-    begin = begins[matrix] + (np.arange(len(matrix)) - firsts[matrix]) * CHUNK
-    chunks = np.stack([begin, np.minimum(CHUNK, begins[matrix + 1] - begin), matrix], axis=1)
-    return torch.from_numpy(chunks).to(device), torch.from_numpy(firsts).to(device)
+    start = begins[matrix] + (np.arange(len(matrix)) - first_chunks[matrix]) * CHUNK
+    chunks = np.stack([start, np.minimum(CHUNK, begins[matrix + 1] - start), matrix], axis=1)
+    return torch.from_numpy(chunks).to(device), torch.from_numpy(first_chunks).to(device)
 
 
 @cache
-def _pairs(here: Places, there: Places, device: torch.device) -> Tensor:
-    """Return for each matrix, int64 ``[B, 5]``: begin, rows and columns here, begin and columns there."""
+def _pairs(source: Places, target: Places, device: torch.device) -> Tensor:
+    """Return for each matrix, int64 ``[B, 5]``: begin, rows and columns in the source, begin and columns in the target."""
     refuse_new_tables("matrices of these shapes have not been padded")
-    rows = [
-        (begin, *shape, target, columns)
-        for shape, begin, (_, columns), target in zip(here, here.begins(), there, there.begins(), strict=False)
-    ]
+    sides = zip(source, source.begins(), target, target.begins(), strict=False)
+    rows = [(start, *shape, target_start, columns) for shape, start, (_, columns), target_start in sides]
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
@@ -208,8 +210,8 @@ def _divided(x, parts, norms, factors, out, CHUNK: tl.constexpr, WIDTH: tl.const
     for start in range(0, CHUNK, WIDTH):
         at = start + tl.arange(0, WIDTH)
         value = as_fp32(tl.load(x + begin + at, mask=at < count, other=0.0)) * factor
-        done = narrowed(tl.div_rn(value, norm), out.dtype.element_ty)
-        tl.store(out + begin + at, done, mask=at < count)
+        result = narrowed(tl.div_rn(value, norm), out.dtype.element_ty)
+        tl.store(out + begin + at, result, mask=at < count)
 
 
 @triton.jit
@@ -219,10 +221,10 @@ def _moved(x, out, parts, pairs, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
     begin, count = tl.load(part), tl.load(part + 1)
     pair = pairs + tl.load(part + 2) * 5
     rows, columns = tl.load(pair + 1), tl.load(pair + 2)
-    there, wide = tl.load(pair + 3), tl.load(pair + 4)
+    target, wide = tl.load(pair + 3), tl.load(pair + 4)
     for start in range(0, CHUNK, WIDTH):
         at = start + tl.arange(0, WIDTH)
-        row, column = (begin - there + at) // wide, (begin - there + at) % wide
-        known = (at < count) & (row < rows) & (column < columns)
-        value = tl.load(x + tl.load(pair) + row * columns + column, mask=known, other=0.0)
+        row, column = (begin - target + at) // wide, (begin - target + at) % wide
+        is_inside = (at < count) & (row < rows) & (column < columns)
+        value = tl.load(x + tl.load(pair) + row * columns + column, mask=is_inside, other=0.0)
         tl.store(out + begin + at, value, mask=at < count)

@@ -162,21 +162,22 @@ class _Products:
         self._inner = [k if kind.multiplied else 0 for _, k in first]
         self._kind = kind
         self._launches: dict[Tile, Callable[..., None]] = {}
-        self._best: Callable[..., None] | None = None
+        self._fastest: Callable[..., None] | None = None
 
     def launch(self, tile: Tile | None, memories: tuple[Tensor, ...], factors: tuple[float, ...]) -> None:
         """Multiply left, right, addend and out with alpha, beta and diagonal, by the fastest tile if none is given."""
         if tile is not None:
             self._by(tile)(*memories, *factors)
             return
-        if self._best is None:
-            runs = self.places.runs
-            tiles = sum(n * len(grid(rows, columns, LARGE_TILES[0], self._kind.symmetric)) for n, rows, columns in runs)
-            suitable = SMALL_TILES
-            if tiles >= MIN_FILLING_TILES:
-                suitable = LARGE_TILES if self._kind.symmetric else (*LARGE_TILES, *WIDE_TILES)
-            self._best = self._by(fastest(self._kind, suitable, lambda tile: self._by(tile)(*memories, *factors)))
-        self._best(*memories, *factors)
+        if self._fastest is None:
+            num_tiles = 0
+            for count, rows, columns in self.places.runs:
+                num_tiles += count * len(grid(rows, columns, LARGE_TILES[0], self._kind.symmetric))
+            tiles = SMALL_TILES
+            if num_tiles >= MIN_FILLING_TILES:
+                tiles = LARGE_TILES if self._kind.symmetric else (*LARGE_TILES, *WIDE_TILES)
+            self._fastest = self._by(fastest(self._kind, tiles, lambda tile: self._by(tile)(*memories, *factors)))
+        self._fastest(*memories, *factors)
 
     def _by(self, tile: Tile) -> Callable[..., None]:
         if tile in self._launches:
@@ -184,44 +185,43 @@ class _Products:
         refuse_new_tables("no list of tiles has been made for these shapes")
         kind = self._kind
         # Of each program the matrix, and the row and column of its tile.
-        tiles = [
-            (matrix, row, column)
-            for matrix, (rows, columns) in enumerate(self.places)
-            for row, column in grid(rows, columns, tile, kind.symmetric)
-        ]
+        tiles: list[tuple[int, int, int]] = []
+        for matrix, (rows, columns) in enumerate(self.places):
+            tiles += [(matrix, row, column) for row, column in grid(rows, columns, tile, kind.symmetric)]
         # Of each matrix rows, columns and inner dim, and where operands and result begin, in elements.
         shapes, depths = np.array(list(self.places), np.int64).reshape(-1, 2), np.array(self._inner, np.int64)
         begins = [np.array(places.begins()[:-1], np.int64) for places in (kind.left, kind.right, self.places)]
         sizes = torch.from_numpy(np.stack([*shapes.T, depths, *begins], axis=1)).to(kind.device)
         programs = torch.from_numpy(np.array(tiles, np.int32).reshape(-1, 3)).to(kind.device)
-        even = not ((shapes % (tile.rows, tile.columns)).any() or (depths % DEPTH).any())
+        # Tiles that fit need no masks.
+        is_even = not ((shapes % (tile.rows, tile.columns)).any() or (depths % DEPTH).any())
         launch = launcher(
             *(_multiply, len(tiles)),
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
-        flags = (kind.addend is not None, kind.symmetric, kind.left_turned, kind.right_turned, even)
-        fixed = (*flags, tile.rows, tile.columns, DEPTH)
+        flags = (kind.addend is not None, kind.symmetric, kind.left_turned, kind.right_turned, is_even)
+        constants = (*flags, tile.rows, tile.columns, DEPTH)
 
-        def multiplied(left: Tensor, right: Tensor, addend: Tensor, out: Tensor, *factors: float) -> None:
-            launch(left, right, addend, out, programs, sizes, *factors, *fixed)
+        def launch_all(left: Tensor, right: Tensor, addend: Tensor, out: Tensor, *factors: float) -> None:
+            launch(left, right, addend, out, programs, sizes, *factors, *constants)
 
-        self._launches[tile] = multiplied
-        return multiplied
+        self._launches[tile] = launch_all
+        return launch_all
 
 
 # Not limited: a captured graph reads these lists of tiles as long as it lives.
 _products = cache(_Products)
 
 
-def fastest(what: object, tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
-    """Return the fastest tile to ``launch``.  All of them give the same bits.
+def fastest(kind: object, tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
+    """Return the fastest tile to ``launch`` products of a kind.  All of them give the same bits.
 
     Raises:
         RuntimeError: a CUDA graph is being captured, or no tile fits this GPU.
     """
     if len(tiles) == 1:
         return tiles[0]
-    refuse_new_tables(f"no tile has been timed for {what}")
+    refuse_new_tables(f"no tile has been timed for {kind}")
     torch.cuda.synchronize()  # what is under way, a collective say, would be timed, too
     times = {}
     for tile in tiles:
@@ -238,10 +238,13 @@ def fastest(what: object, tiles: Sequence[Tile], launch: Callable[[Tile], None])
 @lru_cache(maxsize=256)
 def grid(rows: int, columns: int, tile: Tile, symmetric: bool) -> list[tuple[int, int]]:
     """Return row and column of each tile of a matrix; of a symmetric one only those that reach the diagonal."""
-    high, wide = -(-rows // tile.rows), -(-columns // tile.columns)
-    bands = (range(top, min(top + BAND_ROWS, high)) for top in range(0, high, BAND_ROWS))
-    pairs = [(i, j) for band in bands for j in range(wide) for i in band]
-    return [(i, j) for i, j in pairs if not symmetric or (i + 1) * tile.rows > j * tile.columns]
+    num_rows, num_columns = -(-rows // tile.rows), -(-columns // tile.columns)
+    tiles: list[tuple[int, int]] = []
+    for top in range(0, num_rows, BAND_ROWS):
+        band = range(top, min(top + BAND_ROWS, num_rows))
+        for j in range(num_columns):
+            tiles += [(i, j) for i in band if not symmetric or (i + 1) * tile.rows > j * tile.columns]
+    return tiles
 
 
 @triton.jit
@@ -286,6 +289,7 @@ def _multiply(
     else:
         b = right + first + (inner[:, None] * n + columns[None, :])
         right_step = DEPTH * n.to(tl.int64)
+    # Sums in fp32, in the same order for every tile size.
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, k, DEPTH):
         if EVEN:
@@ -297,29 +301,30 @@ def _multiply(
         a += left_step
         b += right_step
 
+    # The result, rounded once, and its mirror image.
     total *= alpha
     place = begin + top.to(tl.int64) * n + first
     cells = rows[:, None] * n + columns[None, :]
-    here = (rows[:, None] < high) & (columns[None, :] < wide)
+    mask = (rows[:, None] < high) & (columns[None, :] < wide)
     if ADD:
-        total += beta * as_fp32(tl.load(addend + place + cells, mask=here, other=0.0))
+        total += beta * as_fp32(tl.load(addend + place + cells, mask=mask, other=0.0))
     below = top - first + rows[:, None] - columns[None, :]  # how far below the diagonal
     total += tl.where(below == 0, diagonal, 0.0)
-    done = narrowed(total, out.dtype.element_ty)
+    result = narrowed(total, out.dtype.element_ty)
     if MIRROR:
         mirrored = out + begin + first.to(tl.int64) * n + top + (columns[:, None] * n + rows[None, :])
-        there = (columns[:, None] < wide) & (rows[None, :] < high)
+        mirrored_mask = (columns[:, None] < wide) & (rows[None, :] < high)
         # Masks that differ from element to element cost as many stores: only tiles on the diagonal have such.
         if top >= first + COLUMNS:
-            tl.store(mirrored, tl.trans(done), mask=there)
-            tl.store(out + place + cells, done, mask=here)
+            tl.store(mirrored, tl.trans(result), mask=mirrored_mask)
+            tl.store(out + place + cells, result, mask=mask)
         elif ROWS == COLUMNS:
-            tl.store(out + place + cells, tl.where(below >= 0, done, tl.trans(done)), mask=here)
+            tl.store(out + place + cells, tl.where(below >= 0, result, tl.trans(result)), mask=mask)
         else:
-            tl.store(mirrored, tl.trans(done), mask=there & (top + rows[None, :] > first + columns[:, None]))
-            tl.store(out + place + cells, done, mask=here & (below >= 0))
+            tl.store(mirrored, tl.trans(result), mask=mirrored_mask & (top + rows[None, :] > first + columns[:, None]))
+            tl.store(out + place + cells, result, mask=mask & (below >= 0))
     else:
-        tl.store(out + place + cells, done, mask=here)
+        tl.store(out + place + cells, result, mask=mask)
 
 
 @triton.jit

@@ -73,7 +73,7 @@ class Segments:
 class TensorTable:
     """Addresses of tensors of one dtype, int64; 0 for none, which kernels pass over."""
 
-    where: Tensor
+    pointers: Tensor
     dtype: torch.dtype
 
     @classmethod
@@ -104,28 +104,30 @@ def one_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
     """
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None} or {torch.float32}
     if len(dtypes) > 1 or not dtypes <= set(KERNEL_DTYPES):
-        given = sorted(map(str, dtypes))
-        raise ValueError(f"one launch takes tensors of one dtype of {list(KERNEL_DTYPES)}, got {given}")
+        names = sorted(map(str, dtypes))
+        raise ValueError(f"one launch takes tensors of one dtype of {list(KERNEL_DTYPES)}, got {names}")
     return dtypes.pop()
 
 
 def _segments(copies: Copies, size: int) -> NDArray[np.int64]:
     """Return `Segments.segments`: dims are merged where both sides allow it."""
+    # Dims of size 1 go, and neighbours that lie in one run on both sides become one: from the innermost outwards.
     n, ndim = copies.sizes.shape
-    dims = np.zeros((n, max(ndim, 2), 3), np.int64)  # from the innermost: sizes and both strides
+    dims = np.zeros((n, max(ndim, 2), 3), np.int64)  # sizes and both strides, the innermost dim first
     dims[:, :, 0] = 1
     count = np.zeros(n, np.int64)
     row = np.arange(n)
     for d in reversed(range(ndim)):
         dim = np.stack((copies.sizes[:, d], copies.source_strides[:, d], copies.target_strides[:, d]), axis=1)
         last = dims[row, count - 1]
-        inside = (count > 0) & (dim[:, 1:] == last[:, :1] * last[:, 1:]).all(axis=1)
-        merged = inside & (dim[:, 0] != 1)
-        dims[row[merged], count[merged] - 1, 0] *= dim[merged, 0]
-        new = ~inside & (dim[:, 0] != 1)
-        dims[row[new], count[new]] = dim[new]
-        count += new
-    # One row for each index of the outer dims, and of long columns one for each of their pieces.
+        is_continued = (count > 0) & (dim[:, 1:] == last[:, :1] * last[:, 1:]).all(axis=1)
+        is_merged = is_continued & (dim[:, 0] != 1)
+        dims[row[is_merged], count[is_merged] - 1, 0] *= dim[is_merged, 0]
+        is_new = ~is_continued & (dim[:, 0] != 1)
+        dims[row[is_new], count[is_new]] = dim[is_new]
+        count += is_new
+
+    # One segment for each index of the outer dims, and of long columns one for each of their pieces.
     pieces = -(-dims[:, 0, 0] // LONGEST_SEGMENT)
     cuts = np.where(pieces > 1, dims[:, 1, 0] * pieces, 1)
     row, index = expanded(np.zeros(n, np.int64), dims[:, 2:, 0].prod(axis=1) * cuts)
@@ -135,14 +137,16 @@ def _segments(copies: Copies, size: int) -> NDArray[np.int64]:
     for d in range(2, dims.shape[1]):
         index, k = np.divmod(index, dims[:, d, 0])
         near, far = near + k * dims[:, d, 1], far + size * k * dims[:, d, 2]
+
+    # The two innermost dims are rows and columns; a piece of a long column is a segment of one row.
     (columns, near_step, far_step), (rows, near_row, far_row) = dims[:, 0].T, dims[:, 1].T
-    across, piece = np.divmod(cut, pieces)
+    row_number, piece = np.divmod(cut, pieces)
     start = piece * LONGEST_SEGMENT
-    near, far = near + across * near_row + start * near_step, far + size * (across * far_row + start * far_step)
-    length, whole = np.minimum(LONGEST_SEGMENT, columns - start), pieces == 1
-    near_row, far_row = np.where(whole, near_row, 0), np.where(whole, far_row, 0)
-    counts = np.where(whole, rows * columns, length)
-    return np.stack((copies.source[row], near, length, near_row, near_step, counts, far, far_row, far_step), axis=1)
+    near, far = near + row_number * near_row + start * near_step, far + size * (row_number * far_row + start * far_step)
+    length, is_uncut = np.minimum(LONGEST_SEGMENT, columns - start), pieces == 1
+    near_row, far_row = np.where(is_uncut, near_row, 0), np.where(is_uncut, far_row, 0)
+    elements = np.where(is_uncut, rows * columns, length)
+    return np.stack((copies.source[row], near, length, near_row, near_step, elements, far, far_row, far_step), axis=1)
 
 
 AHEAD = 2
@@ -172,11 +176,11 @@ def send(
     Raises:
         ValueError: another number of tensors than the segments are for.
     """
-    _fits(segments, momenta.where, gradients.where, weights)
+    _check_lengths(segments, momenta.pointers, gradients.pointers, weights)
     if len(segments.blocks):
         with on_device(buffer):
             _send[(len(segments.blocks),)](
-                *(segments.segments, segments.blocks, momenta.where, gradients.where, weights, buffer),
+                *(segments.segments, segments.blocks, momenta.pointers, gradients.pointers, weights, buffer),
                 *(_TYPES[momenta.dtype], _TYPES[gradients.dtype], _TYPES[dtype], accumulate, BLOCK),
             )
 
@@ -187,22 +191,22 @@ def apply(segments: Segments, params: TensorTable, table: Tensor, buffer: Tensor
     Args:
         table: see `rate_table`; read when the kernel runs.
     """
-    _fits(segments, params.where, table)
+    _check_lengths(segments, params.pointers, table)
     if len(segments.blocks):
         with on_device(buffer):
             _apply[(len(segments.blocks),)](
-                *(segments.segments, segments.blocks, params.where, table, buffer),
+                *(segments.segments, segments.blocks, params.pointers, table, buffer),
                 *(_TYPES[params.dtype], _TYPES[dtype], BLOCK),
             )
 
 
 def carry(segments: Segments, tensors: TensorTable, buffer: Tensor, *, back: bool) -> None:
     """Copy elements of tensors to a buffer of the same dtype, or ``back`` from there."""
-    _fits(segments, tensors.where)
+    _check_lengths(segments, tensors.pointers)
     if len(segments.blocks):
         with on_device(buffer):
             _carry[(len(segments.blocks),)](
-                *(segments.segments, segments.blocks, tensors.where, buffer),
+                *(segments.segments, segments.blocks, tensors.pointers, buffer),
                 *(_TYPES[tensors.dtype], back, BLOCK),
             )
 
@@ -218,7 +222,8 @@ def rate_table(lr: Tensor, scale: Tensor, weight_decay: Tensor, cautious: Tensor
     return torch.stack([-lr * scale, retained, torch.where(cautious, shed, 0.0)], dim=1).float()
 
 
-def _fits(segments: Segments, *tables: Tensor) -> None:
+def _check_lengths(segments: Segments, *tables: Tensor) -> None:
+    """Refuse tables that are not of as many tensors as the segments."""
     counts = [len(table) for table in tables]
     if counts != [segments.tensors] * len(tables):
         raise ValueError(f"segments are for {segments.tensors} tensors, got tables of {counts}")
@@ -242,8 +247,8 @@ def _place(segments, blocks, BLOCK: tl.constexpr):
         column = element % columns.to(tl.int32)
         near = tl.load(segment + 1) + row * tl.load(segment + 3) + column * tl.load(segment + 4)
         far = row * tl.load(segment + 7) + column * tl.load(segment + 8)
-    here = start + tl.arange(0, BLOCK) < count
-    return tl.load(segment), near, far, tl.load(segment + 6), here
+    mask = start + tl.arange(0, BLOCK) < count
+    return tl.load(segment), near, far, tl.load(segment + 6), mask
 
 
 @triton.jit
@@ -267,47 +272,47 @@ def _send(
     ACCUMULATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tensor, rest, far, at, here = _place(segments, blocks, BLOCK)
+    tensor, near, far, at, mask = _place(segments, blocks, BLOCK)
     gradient = tl.load(gradients + tensor)
     if gradient != 0:
         momentum = tl.load(momenta + tensor).to(tl.pointer_type(MOMENTUM))
-        g = as_fp32(tl.load(gradient.to(tl.pointer_type(GRADIENT)) + rest, mask=here, other=0.0))
-        m = as_fp32(tl.load(momentum + rest, mask=here, other=0.0))
+        g = as_fp32(tl.load(gradient.to(tl.pointer_type(GRADIENT)) + near, mask=mask, other=0.0))
+        m = as_fp32(tl.load(momentum + near, mask=mask, other=0.0))
         if ACCUMULATE:
-            kept = narrowed(_lerp(m, g, tl.load(weights + tensor * 2)), MOMENTUM)
+            averaged = narrowed(_lerp(m, g, tl.load(weights + tensor * 2)), MOMENTUM)
             if ACCUMULATE == 1:
-                tl.store(momentum + rest, kept, mask=here)
-            m = as_fp32(kept)
+                tl.store(momentum + near, averaged, mask=mask)
+            m = as_fp32(averaged)
         ahead = tl.load(weights + tensor * 2 + 1)
         update = tl.where(ahead == 1.0, m, _lerp(g, m, ahead))
-        there = (buffer + at).to(tl.pointer_type(FAR), bitcast=True)
-        tl.store(there + far, narrowed(update, FAR), mask=here)
+        target = (buffer + at).to(tl.pointer_type(FAR), bitcast=True)
+        tl.store(target + far, narrowed(update, FAR), mask=mask)
 
 
 @triton.jit
 def _apply(segments, blocks, targets, rate_table, buffer, PARAM: tl.constexpr, FAR: tl.constexpr, BLOCK: tl.constexpr):
-    tensor, rest, far, at, here = _place(segments, blocks, BLOCK)
+    tensor, near, far, at, mask = _place(segments, blocks, BLOCK)
     param = tl.load(targets + tensor)
     if param != 0:
-        place = param.to(tl.pointer_type(PARAM)) + rest
-        there = (buffer + at).to(tl.pointer_type(FAR), bitcast=True)
-        update = as_fp32(tl.load(there + far, mask=here, other=0.0))
-        p = as_fp32(tl.load(place, mask=here, other=0.0))
+        place = param.to(tl.pointer_type(PARAM)) + near
+        source = (buffer + at).to(tl.pointer_type(FAR), bitcast=True)
+        update = as_fp32(tl.load(source + far, mask=mask, other=0.0))
+        p = as_fp32(tl.load(place, mask=mask, other=0.0))
         row = rate_table + tensor * 3
         opposed = ((update > 0.0) & (p < 0.0)) | ((update < 0.0) & (p > 0.0))
         p *= tl.load(row + 1)
         p = tl.where(opposed, p, fused(p, -tl.load(row + 2), p))
-        tl.store(place, narrowed(fused(update, tl.load(row), p), PARAM), mask=here)
+        tl.store(place, narrowed(fused(update, tl.load(row), p), PARAM), mask=mask)
 
 
 @triton.jit
 def _carry(segments, blocks, tensors, buffer, KIND: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr):
-    tensor, rest, far, at, here = _place(segments, blocks, BLOCK)
+    tensor, near, far, at, mask = _place(segments, blocks, BLOCK)
     address = tl.load(tensors + tensor)
     if address != 0:
-        near = address.to(tl.pointer_type(KIND)) + rest
-        there = (buffer + at).to(tl.pointer_type(KIND), bitcast=True) + far
+        place = address.to(tl.pointer_type(KIND)) + near
+        wire_place = (buffer + at).to(tl.pointer_type(KIND), bitcast=True) + far
         if BACK:
-            tl.store(near, tl.load(there, mask=here, other=0.0), mask=here)
+            tl.store(place, tl.load(wire_place, mask=mask, other=0.0), mask=mask)
         else:
-            tl.store(there, tl.load(near, mask=here, other=0.0), mask=here)
+            tl.store(wire_place, tl.load(place, mask=mask, other=0.0), mask=mask)
