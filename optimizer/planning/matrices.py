@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
+from operator import add
 
 import torch
 
@@ -38,13 +39,14 @@ class Fused:
         Raises:
             LayoutError: the pieces do not add up to the rows.
         """
-        block = rows // self.interleaved if self.interleaved > 0 else 0
-        heights = self.pieces or (block,)
+        block_rows = rows // self.interleaved if self.interleaved > 0 else 0
+        heights = self.pieces or (block_rows,)
         if sum(heights) * self.interleaved != rows or min(heights) < 1:
             times = f"{self.interleaved} times " if self.interleaved != 1 else ""
             raise LayoutError(f"pieces {heights} must be positive and {times}add up to the {rows} rows")
+        # A matrix has the same piece of every block.
         for lo, hi in pairwise(accumulate(heights, initial=0)):
-            yield [(start + lo, start + hi) for start in range(0, rows, block)]
+            yield [(start + lo, start + hi) for start in range(0, rows, block_rows)]
 
     def columns_of(self, columns: int) -> Iterator[tuple[int, int]]:
         """Return the range of each column piece.
@@ -91,13 +93,13 @@ def one_line(shape: Index, fused: Fused) -> Reduced:
     Raises:
         LayoutError: the parameter has matrices of both kinds.
     """
-    wide = {rows < columns for rows, columns in map(rows_columns, shapes_of(shape, fused))}
-    if len(wide) > 1:
+    are_wide = {rows < columns for rows, columns in map(rows_columns, shapes_of(shape, fused))}
+    if len(are_wide) > 1:
         raise LayoutError(
             f"a parameter of shape {shape} has tall and wide matrices, so its statistics are not all of rows or all of "
             'columns: keep statistics="rows", or give the parameters separately'
         )
-    return one_row(shape, fused) if True in wide else one_column(shape, fused)
+    return one_row(shape, fused) if True in are_wide else one_column(shape, fused)
 
 
 def at_owners(shape: Index, fused: Fused, of_matrix: Callable[[int, int], tuple[int, int]]) -> Reduced:
@@ -134,7 +136,7 @@ SHAPES: Mapping[str, ShapeKind] = {
 """Shapes of the state of a matrix ``[m, n]``; "longer" is a number for each row of tall matrices, each column of wide
 ones."""
 
-_ELSE = "put this parameter in an 'adamw' group: {'params': [...], 'algorithm': 'adamw', 'lr': 3e-4}"
+_ADVICE = "put this parameter in an 'adamw' group: {'params': [...], 'algorithm': 'adamw', 'lr': 3e-4}"
 
 
 @lru_cache(maxsize=4096)
@@ -148,20 +150,20 @@ def matrices_of(shape: Index, fused: Fused = Fused()) -> tuple[tuple[Piece, ...]
         LayoutError: not two or three dims, or what is fused does not add up to rows and columns.
     """
     if len(shape) < 2:
-        raise LayoutError(f"Muon needs a matrix, got shape {shape}; {_ELSE}")
+        raise LayoutError(f"Muon needs a matrix, got shape {shape}; {_ADVICE}")
     if len(shape) > 3:
-        raise LayoutError(f"which dims of shape {shape} are rows and columns is not clear; {_ELSE}")
+        raise LayoutError(f"which dims of shape {shape} are rows and columns is not clear; {_ADVICE}")
     if 0 in shape:
         return ()
     *stack, rows, columns = shape
     cuts = list(product(fused.rows_of(rows), fused.columns_of(columns)))
-    return tuple(
-        stacked(
-            [Box((*index, lo, left), (*(i + 1 for i in index), hi, right)) for lo, hi in ranges], dim=len(shape) - 2
-        )
-        for index in product(*map(range, stack))
-        for ranges, (left, right) in cuts
-    )
+    matrices = []
+    for expert in product(*map(range, stack)):
+        next_expert = tuple(index + 1 for index in expert)
+        for row_ranges, (left, right) in cuts:
+            boxes = [Box((*expert, lo, left), (*next_expert, hi, right)) for lo, hi in row_ranges]
+            matrices.append(stacked(boxes, dim=len(shape) - 2))
+    return tuple(matrices)
 
 
 @lru_cache(maxsize=4096)
@@ -169,8 +171,8 @@ def shapes_of(shape: Index, fused: Fused = Fused()) -> tuple[Index, ...]:
     """Return the shape of each of a parameter's matrices, with as many dims as the parameter."""
     shapes = []
     for matrix in matrices_of(shape, fused):
-        ends = [[o + n for o, n in zip(piece.origin, piece.box.shape, strict=True)] for piece in matrix]
-        shapes.append(tuple(map(max, zip(*ends, strict=True))))
+        corners = [map(add, piece.origin, piece.box.shape) for piece in matrix]
+        shapes.append(tuple(map(max, zip(*corners, strict=True))))
     return tuple(shapes)
 
 

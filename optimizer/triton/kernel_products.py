@@ -155,7 +155,7 @@ def _chunks(places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @cache
 def _pairs(source: Places, target: Places, device: torch.device) -> Tensor:
-    """Return of each matrix begin, rows and columns in the source, begin and columns in the target: int64 ``[B, 5]``."""
+    """Return where each matrix begins, its rows and columns, and begin and columns in the target: int64 ``[B, 5]``."""
     refuse_new_tables("matrices of these shapes have not been padded")
     sides = zip(source, source.begins(), target, target.begins(), strict=False)
     rows = [(start, *shape, target_start, columns) for shape, start, (_, columns), target_start in sides]
