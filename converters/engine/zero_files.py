@@ -86,7 +86,7 @@ class _Group:
 
     @property
     def names(self) -> list[str]:
-        return [placed.name for placed in self.layout.parameters]
+        return [entry.name for entry in self.layout.parameters]
 
     def shapes(self) -> Record:
         return ordered_dict({name: torch_size(self.weights[name].record.shape) for name in self.names})
@@ -139,12 +139,12 @@ class _FolderPlan:
         self.write_whole(output, places)
         self.step = max(self.step, int(_scalar(output, payloads)))
 
-    def copy_parts(self, output: OutputTensor, placed: PlacedParameter, group: _Group, target: _Place) -> None:
+    def copy_parts(self, output: OutputTensor, entry: PlacedParameter, group: _Group, target: _Place) -> None:
         """Copy a parameter of a group from the ranks' parts of the weights, one behind the other."""
         size = itemsize(output.record.dtype)
-        for rank, start, stop, offset in _parts(group.layout, placed):
+        for rank, start, stop, offset in _parts(group.layout, entry):
             source = group.masters[rank].behind(offset * size)
-            self.copies.append((source, target.behind((start - placed.start) * size), (stop - start) * size))
+            self.copies.append((source, target.behind((start - entry.start) * size), (stop - start) * size))
 
     def file(self, archive: Archive) -> OutputFile:
         """Return the file of an archive that has been sealed."""
@@ -185,10 +185,10 @@ def _crc32(file: BinaryIO, offset: int, length: int) -> int:
     return checksum
 
 
-def _parts(layout: BufferLayout, placed: PlacedParameter) -> Iterator[tuple[int, int, int, int]]:
+def _parts(layout: BufferLayout, entry: PlacedParameter) -> Iterator[tuple[int, int, int, int]]:
     """Yield for each rank with elements of a parameter: the rank, their range in the group, and where they begin."""
-    for shard in layout.shards_of(placed):
-        start, stop = max(placed.start, shard.start), min(placed.stop, shard.stop)
+    for shard in layout.shards_of(entry):
+        start, stop = max(entry.start, shard.start), min(entry.stop, shard.stop)
         yield rank_of(shard), start, stop, shard.offset + start - shard.start
 
 
@@ -402,8 +402,8 @@ class ZeroFiles(_Archives):
                     if not parameters:
                         continue
                     buffer = rank.add(slot, dtype, (parameters[-1].stop,))
-                    for placed in parameters:
-                        places[placed.name].append(buffer.behind(placed.start * itemsize(dtype)))
+                    for entry in parameters:
+                        places[entry.name].append(buffer.behind(entry.start * itemsize(dtype)))
                 for name, output in outputs.items():
                     plan.write_whole(output, places[name])
             else:
@@ -447,7 +447,7 @@ class ZeroFiles(_Archives):
         files = [_ModelFile(Archive(name.format(rank))) for rank in range(ranks if is_zero3 else 1)]
         trained: dict[str, tuple[PlacedParameter, _Group]] = {}
         for group in groups:
-            trained |= {placed.name: (placed, group) for placed in group.layout.parameters}
+            trained |= {entry.name: (entry, group) for entry in group.layout.parameters}
         aliases = content.run.get("shared_params") or _aliases(content.weights, trained)
         buffers: Sequence[str] | None = content.run.get("buffer_names")
         frozen: dict[str, object] = {}
@@ -500,10 +500,10 @@ def _aliases(weights: Mapping[str, OutputTensor], trained: Mapping[str, object])
 def _addresses(layout: BufferLayout, rank: int) -> dict[str, Record]:
     """Return where a rank's parts of parameters lie, as DeepSpeed's universal checkpoints use it."""
     kind, places = Global("deepspeed.utils.tensor_fragment fragment_address"), {}
-    for placed in layout.parameters:
-        for part_rank, start, stop, offset in _parts(layout, placed):
+    for entry in layout.parameters:
+        for part_rank, start, stop, offset in _parts(layout, entry):
             if part_rank == rank:
-                places[placed.name] = Record(kind, (), {"numel": stop - start, "start": offset})
+                places[entry.name] = Record(kind, (), {"numel": stop - start, "start": offset})
     return places
 
 

@@ -34,10 +34,11 @@ def buffer_summary(buffers: Sequence[LabelledBuffer]) -> list[dict[str, Any]]:
     groups: defaultdict[tuple[str, str, int], list[GroupBuffer]] = defaultdict(list)
     for label, buffer in buffers:
         groups[label, buffer.layout.algorithm, buffer.layout.version].append(buffer)
-    return [
-        {"of": label, "algorithm": algorithm, "version": version, **_sizes(members), **_shares(members)}
-        for (label, algorithm, version), members in groups.items()
-    ]
+    summary = []
+    for (label, algorithm, version), members in groups.items():
+        placement = {"of": label, "algorithm": algorithm, "version": version}
+        summary.append({**placement, **_sizes(members), **_shares(members)})
+    return summary
 
 
 def _sizes(members: Sequence[GroupBuffer]) -> dict[str, Any]:
@@ -61,27 +62,22 @@ def _shares(members: Sequence[GroupBuffer]) -> dict[str, Any]:
     """
     groups = [set(buffer.group) for buffer in members]
     ranks = sorted(set.intersection(*groups) or set.union(*groups))
-    held: Counter[int] = Counter()
+    elements: Counter[int] = Counter()
     work: Counter[int] = Counter()
     for buffer in members:
-        owners = buffer.layout.owners
-        for placed in buffer.layout.parameters:
-            for shard in buffer.layout.shards_of(placed):
-                held[buffer.group[rank_of(shard)]] += min(placed.stop, shard.stop) - max(placed.start, shard.start)
-            if (owner := owners[placed.name]) is not None and buffer.layout.whole:
-                work[buffer.group[owner]] += newton_schulz(placed.parameter)
-    owned = any(buffer.layout.whole for buffer in members)
-    costs = [work[rank] if owned else None for rank in ranks]
-    return {
-        "busiest": {
-            "elements": _busiest([held[rank] for rank in ranks]),
-            "newton_schulz": _busiest([work[rank] for rank in ranks]) if owned else None,
-        },
-        "ranks": [
-            {"rank": rank, "elements": held[rank], "newton_schulz": cost}
-            for rank, cost in zip(ranks, costs, strict=True)
-        ],
-    }
+        layout, owners = buffer.layout, buffer.layout.owners
+        for entry in layout.parameters:
+            for shard in layout.shards_of(entry):
+                elements[buffer.group[rank_of(shard)]] += min(entry.stop, shard.stop) - max(entry.start, shard.start)
+            owner = owners[entry.name]
+            if owner is not None and layout.whole:
+                work[buffer.group[owner]] += newton_schulz(entry.parameter)
+    rows = [{"rank": rank, "elements": elements[rank], "newton_schulz": work[rank]} for rank in ranks]
+    busiest = {measure: _busiest([row[measure] for row in rows]) for measure in ("elements", "newton_schulz")}
+    if not any(buffer.layout.whole for buffer in members):  # nobody owns a matrix
+        busiest["newton_schulz"] = None
+        rows = [{**row, "newton_schulz": None} for row in rows]
+    return {"busiest": busiest, "ranks": rows}
 
 
 def _busiest(shares: Sequence[int]) -> float | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ...algebra.box import Box, Index
@@ -20,7 +21,7 @@ from ...record.record import StateRecord
 from .topology import FLAT, AxisCut, Target, TargetLayouts
 
 
-def placed_in(layout: str, model: PlacementRequest) -> tuple[BufferLayout, ...]:
+def place_in(layout: str, model: PlacementRequest) -> tuple[BufferLayout, ...]:
     """Return the buffers of a model's parameters in one of `LAYOUTS` that has any."""
     if layout != FLAT:
         return PLACEMENTS[layout].place(model)
@@ -37,54 +38,57 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
     Raises:
         SourceError: the buffers in the provenance do not follow docs/formats/manifest.md.
     """
-    groups: defaultdict[tuple[str | None, tuple[str, ...]], list[StateRecord]] = defaultdict(list)
+    # Tensors of one slot that the same axes cut share buffers.
     cuts = {tensor.key: target.cuts(tensor, ()) for tensor in tensors}
+    groups: defaultdict[tuple[str | None, tuple[str, ...]], list[StateRecord]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.slot, tuple(axis for axis, _ in cuts[tensor.key])].append(tensor)
     source_layouts: defaultdict[tuple[str | None, tuple[int, ...]], list[BufferLayout]] = defaultdict(list)
     for buffer in recorded_buffers(provenance) or _buffers_of_run(run_buffers(provenance), tensors):
         source_layouts[buffer.slot, buffer.group].append(buffer.layout)
-    fragments: dict[str, list[Fragment]] = {tensor.key: [] for tensor in tensors}
-    in_manifest: dict[str, Mapping[str, Any] | None] = dict.fromkeys(fragments)
+    # Each part that the axes leave is laid out by itself, over the ranks that have it.
     buffers: list[GroupBuffer] = []
+    recorded: dict[str, Mapping[str, Any] | None] = dict.fromkeys(cuts)
     for (slot, axes), members in groups.items():
         mesh, _ = target.grid([(axis, 0) for axis in axes])
-        parts = math.prod(mesh.shape[: len(axes)])
-        share = len(mesh.ranks) // parts
-        boxes = {t.key: cut_parts(t.shape, mesh.shape[: len(axes)], cuts[t.key]) for t in members}
+        sizes = mesh.shape[: len(axes)]
+        parts = math.prod(sizes)
+        num_ranks = len(mesh.ranks) // parts
+        boxes = {tensor.key: cut_parts(tensor.shape, sizes, cuts[tensor.key]) for tensor in members}
         for part in range(parts):
-            ranks = mesh.ranks[part * share : (part + 1) * share]
-            local = {key: of_part[part] for key, of_part in boxes.items() if part in of_part}
+            ranks = mesh.ranks[part * num_ranks : (part + 1) * num_ranks]
+            local = {key: tensor_boxes[part] for key, tensor_boxes in boxes.items() if part in tensor_boxes}
             parameters = tuple(Parameter(t.key, local[t.key].shape, t.dtype) for t in members if t.key in local)
             matrices = frozenset(() if slot in ELEMENTWISE else local)
-            fresh = placed_in(target.layout, PlacementRequest(parameters, matrices, GroupSizes(share)))
-            for layout in _known_or_fresh(source_layouts[slot, ranks], fresh):
-                names = [placed.name for placed in layout.parameters]
+            computed = place_in(target.layout, PlacementRequest(parameters, matrices, GroupSizes(num_ranks)))
+            for layout in _source_or_computed(source_layouts[slot, ranks], computed):
+                names = [entry.name for entry in layout.parameters]
                 buffers.append(GroupBuffer(slot, part, ranks, tuple(local[name].lo for name in names), layout))
+                placement = {"algorithm": layout.algorithm, "version": layout.version}
+                placement |= {"mesh": list(target.mesh.values()), "axes": list(target.mesh)}
                 for name in names:
-                    in_manifest[name] = {
-                        "algorithm": layout.algorithm,
-                        "version": layout.version,
-                        "mesh": list(target.mesh.values()),
-                        "axes": list(target.mesh),
-                        "cuts": [list(cut) for cut in cuts[name]],
-                    }
+                    recorded[name] = {**placement, "cuts": [list(cut) for cut in cuts[name]]}
+    fragments: dict[str, list[Fragment]] = {tensor.key: [] for tensor in tensors}
     for buffer in buffers:
         for key, fragment in buffer.fragments():
             fragments[key].append(fragment)
     layouts = {tensor.key: TensorLayout.of(tensor.shape, tuple(fragments[tensor.key])) for tensor in tensors}
-    return TargetLayouts(layouts, in_manifest, tuple(buffers))
+    return TargetLayouts(layouts, recorded, tuple(buffers))
 
 
-def _known_or_fresh(
-    source_layouts: Sequence[BufferLayout], fresh: tuple[BufferLayout, ...]
+def _source_or_computed(
+    source_layouts: Sequence[BufferLayout], computed: tuple[BufferLayout, ...]
 ) -> tuple[BufferLayout, ...]:
-    """Return the source's buffers of the same algorithm if they hold exactly these parameters, else the fresh ones."""
-    algorithms = {layout.algorithm for layout in fresh}
-    parameters = {placed.parameter for layout in fresh for placed in layout.parameters}
-    same = [layout for layout in source_layouts if layout.algorithm in algorithms]
-    usable = tuple(layout for layout in same if parameters.issuperset(placed.parameter for placed in layout.parameters))
-    return usable if parameters == {placed.parameter for layout in usable for placed in layout.parameters} else fresh
+    """Return the source's buffers of the same algorithm if they hold exactly these parameters, else those computed."""
+    algorithms = {layout.algorithm for layout in computed}
+    parameters = _parameters_of(computed)
+    candidates = [layout for layout in source_layouts if layout.algorithm in algorithms]
+    usable = tuple(layout for layout in candidates if parameters.issuperset(_parameters_of([layout])))
+    return usable if parameters == _parameters_of(usable) else computed
+
+
+def _parameters_of(layouts: Iterable[BufferLayout]) -> set[Parameter]:
+    return {entry.parameter for entry in chain.from_iterable(layout.parameters for layout in layouts)}
 
 
 def cut_parts(shape: Index, sizes: Index, cuts: Sequence[AxisCut]) -> dict[int, Box]:
@@ -105,12 +109,12 @@ def _buffers_of_run(run: Sequence[GroupBuffer], tensors: Sequence[StateRecord]) 
             slots[tensor.slot][tensor.name] = tensor
     for slot, named in slots.items():
         for buffer in run:
-            placed_state = []
-            for placed in buffer.layout.parameters:
-                state = named.get(placed.name)
-                if state is not None and state.shape == placed.parameter.shape:
+            members = []
+            for entry in buffer.layout.parameters:
+                state = named.get(entry.name)
+                if state is not None and state.shape == entry.parameter.shape:
                     parameter = Parameter(state.key, state.shape, state.dtype)
-                    placed_state.append(replace(placed, parameter=parameter))
-            if placed_state:
-                layout = replace(buffer.layout, parameters=tuple(placed_state))
+                    members.append(replace(entry, parameter=parameter))
+            if members:
+                layout = replace(buffer.layout, parameters=tuple(members))
                 yield GroupBuffer(slot, 0, buffer.group, layout.origins, layout)

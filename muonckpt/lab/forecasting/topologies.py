@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...algebra.box import Index
 from ...algebra.layout import TensorLayout
 from ...converters.look.holders import balance_of
-from ...converters.target.buffer_layouts import cut_parts, placed_in
+from ...converters.target.buffer_layouts import cut_parts, place_in
 from ...converters.target.topology import LAYOUTS, ROWS, AxisCut, ShardRule, Target
 from ...layouts.buffers.buffer_layout import rank_of
 from ...layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
@@ -525,7 +525,7 @@ def _shares(
         if (shape := shapes[parameter.shape, cuts]) is not None
     )
     buffers = (
-        placed_in(layout, PlacementRequest(local, frozenset(p.name for p in local), GroupSizes(ranks))) if local else ()
+        place_in(layout, PlacementRequest(local, frozenset(p.name for p in local), GroupSizes(ranks))) if local else ()
     )
     elements = np.zeros(ranks)
     work: Shares | None = np.zeros(ranks)
