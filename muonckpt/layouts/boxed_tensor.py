@@ -34,9 +34,8 @@ _PARTWISE = {torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.
 class BoxedTensor(Tensor):
     """A tensor of global ``shape`` of which this rank holds ``parts``; they share memory with what they were made of.
 
-    It goes into state dicts: `muonckpt.save`, `load`, `async_save` and `attest`, and stock DCP's ``save`` and ``load``,
-    find its boxes by DCP's hooks.  It can be cloned, detached and deep-copied, and zeros can be made like it; compute
-    with its parts.
+    It goes into state dicts: `muonckpt` and stock DCP find its boxes by DCP's hooks.  It can be cloned, detached and
+    deep-copied, and zeros can be made like it; compute with its parts.
 
     Args:
         shape: of the whole tensor.
@@ -202,6 +201,7 @@ def _check_parts(shape: Index, dtype: torch.dtype, parts: Parts) -> None:
             raise LayoutError(f"box {box} reaches outside the tensor of shape {shape}")
         if part.dtype != dtype:
             raise LayoutError(f"box {box} is {part.dtype}, the tensor is {dtype}")
+    # No two boxes overlap.
     if len(boxes) > 1:
         lo, hi = np.array([box.lo for box in boxes], np.int64), np.array([box.hi for box in boxes], np.int64)
         for i, j in zip(*overlaps(lo, hi, lo, hi), strict=True):

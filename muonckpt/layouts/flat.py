@@ -1,8 +1,7 @@
-"""Tensors in flat buffers: laid end to end and cut wherever a shard ends, in the middle of a row if need be.
+"""Turns flat buffers, in which tensors lie end to end and shards end in the middle of a row, into layouts.
 
 Megatron-FSDP pads such buffers and cuts them into equal parts over the ranks of some mesh axes.  Under tensor
-parallelism each part of a tensor is cut out first and has a buffer of its own.  A tensor with a single owner is the
-simplest case.
+parallelism each part of a tensor is cut out first and has a buffer of its own.
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ def flat_layout(shape: Index, start: int, shards: tuple[FlatShard, ...]) -> Tens
     stop = start + math.prod(shape)
     fragments = []
     for shard in shards:
+        # The common range of tensor and shard is a few boxes, dense one after the other.
         lo, hi = max(start, shard.start), min(stop, shard.stop)
         offset = shard.offset + lo - shard.start
         for box in flat_boxes(shape, lo - start, hi - start) if lo < hi else ():

@@ -75,22 +75,23 @@ class DimShares:
     def cut_strided(self, split: int, parts: int) -> DimShares:
         """Cut each share into ``split`` parts, and these as `cut` does; a share has part ``k`` of all of them."""
         fine = self.cut(split).cut(parts)
-        share = fine.share // (split * parts) * parts + fine.share % parts
-        order = np.argsort(share, kind="stable")
-        return DimShares(self.count * parts, share[order], fine.start[order], fine.stop[order])
+        return fine._regroup(self.count * parts, fine.share // (split * parts) * parts + fine.share % parts)
 
-    def renumbered(self, shares: IntArray) -> DimShares:
+    def renumber(self, shares: IntArray) -> DimShares:
         """Return these shares in another order: the first is the present share ``shares[0]``."""
-        share = np.argsort(shares)[self.share]
+        return self._regroup(self.count, np.argsort(shares)[self.share])
+
+    def _regroup(self, count: int, share: IntArray) -> DimShares:
+        """Return the runs in other shares, with a share for each run."""
         order = np.argsort(share, kind="stable")
-        return DimShares(self.count, share[order], self.start[order], self.stop[order])
+        return DimShares(count, share[order], self.start[order], self.stop[order])
 
     def holders(self) -> IntArray:
         """Return the starts and the shares of runs, in the order of the dim; joined shares are equal if these are."""
         order = np.argsort(self.start)
         return np.stack([self.start[order], self.share[order]])
 
-    def joined(self) -> DimShares:
+    def join(self) -> DimShares:
         """Merge adjacent runs, so that a contiguous share is one box."""
         is_head = np.ones(len(self.share), np.bool_)
         is_head[1:] = (self.share[1:] != self.share[:-1]) | (self.start[1:] != self.stop[:-1])
@@ -172,7 +173,7 @@ def order_of_cuts(cuts: Cuts) -> list[tuple[int, int]]:
         LayoutError: a strided shard can have both meanings, and they differ.
     """
     order: list[tuple[int, int]] = []
-    for number in reversed(range(len(cuts))):
+    for number in reversed(range(len(cuts))):  # the axes of later cuts were cut first, if splits say so
         placement, parts = cuts[number]
         split = placement.split if isinstance(placement, StridedShard) else 1
         # The first place before which the cuts have made as many parts as the split says.
@@ -306,4 +307,4 @@ def _cut_in_order(size: int, cuts: Cuts, order: Sequence[tuple[int, int]]) -> Di
         parts = cuts[number][1]
         shares = shares.cut(parts) if split == 1 else shares.cut_strided(split, parts)
     numbers = np.arange(shares.count).reshape([cuts[number][1] for number, _ in order])
-    return shares.renumbered(numbers.transpose(np.argsort([number for number, _ in order])).reshape(-1)).joined()
+    return shares.renumber(numbers.transpose(np.argsort([number for number, _ in order])).reshape(-1)).join()

@@ -9,9 +9,9 @@ Megatron's rules were read from Megatron-LM main d98e8a64, branch dev d48bd6be (
 ``distrib_optimizer.py``, ``param_layout.py``, ``param_and_grad_buffer.py``) and megatron-core 0.19.2.  Where upstream
 computes in floating point, so do we: the last bit can decide where a parameter goes.
 
-Megatron pads because its shards must be equal: a bucket takes at least ``ranks * largest parameter``.  In our own
-*balanced* buffers a bucket takes what its parameters take, each rank's side by side, and shards may be unequal.  So
-buckets do not restrict owners: one assignment balances all buckets of all buffers, dense and expert together.
+Megatron's shards must be equal, so a bucket takes at least ``ranks * largest parameter``.  In our own *balanced*
+buffers shards may be unequal, so a bucket takes what its parameters take, and does not restrict their owners: one
+assignment balances all buckets of all buffers, dense and expert together.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 import numpy as np
 
 from ...names.errors import LayoutError
+from ..flat import FlatShard
 from .buffer_layout import (
     BufferLayout,
     PlacedParameter,
@@ -51,6 +53,9 @@ _MAX_FILL = 1 + 0.3
 _PackedBucket = list[tuple[Parameter, int, int]]
 """The contents of one bucket: (parameter, shard, start in the shard)."""
 
+_Entries = Mapping[str, PlacedParameter]
+"""Parameters in a buffer, by name."""
+
 
 def padded_numel(
     parameters: Iterable[Parameter], sizes: GroupSizes, bucket_size: int | None = None, busbw: bool = False
@@ -62,13 +67,12 @@ def padded_numel(
         bucket_size: elements at which a bucket closes (a soft minimum); None: one bucket.
         busbw: buckets end at multiples of 2¹⁶ elements too (``pad_buckets_for_high_nccl_busbw``).
     """
-
-    def buffer(group: Sequence[Parameter], shards: int) -> BufferLayout:
-        contents = in_buckets(reversed(group), lambda bucket: _is_full(bucket, shards, bucket_size))
-        packed = (_by_numel(bucket, shards) for bucket in contents)
-        return _assemble("padded-numel", group, shards, packed, bucket_size, busbw)
-
-    return tuple(buffer(group, sizes.of(group[0])) for group in split(parameters))
+    buffers = []
+    for group, ranks in _groups(parameters, sizes):
+        contents = in_buckets(reversed(group), partial(_is_full, ranks=ranks, bucket_size=bucket_size))
+        packed = [_by_numel(bucket, ranks) for bucket in contents]
+        buffers.append(_padded("padded-numel", group, ranks, packed, bucket_size, busbw))
+    return tuple(buffers)
 
 
 def padded_nscost(
@@ -78,14 +82,13 @@ def padded_nscost(
 
     Arguments as for `padded_numel`.  A full bucket still takes parameters that fit into its padding.
     """
-
-    def buffer(group: Sequence[Parameter], shards: int) -> BufferLayout:
-        load = [0] * shards
-        contents = _grown_buckets(group, shards, bucket_size, _shard_divisor(shards, busbw))
-        packed = (_by_cost(bucket, load) for bucket in contents if bucket)
-        return _assemble("padded-nscost", group, shards, packed, bucket_size, busbw)
-
-    return tuple(buffer(group, sizes.of(group[0])) for group in split(parameters))
+    buffers = []
+    for group, ranks in _groups(parameters, sizes):
+        load = [0] * ranks
+        contents = _grown_buckets(group, ranks, bucket_size, _shard_divisor(ranks, busbw))
+        packed = [_by_cost(bucket, load) for bucket in contents if bucket]
+        buffers.append(_padded("padded-nscost", group, ranks, packed, bucket_size, busbw))
+    return tuple(buffers)
 
 
 def distributed_optimizer(
@@ -96,26 +99,39 @@ def distributed_optimizer(
     Arguments as for `padded_numel`; here a bucket closes after the parameter that fills it.
     """
 
-    def buffer(group: Sequence[Parameter], ranks: int) -> BufferLayout:
-        def is_full(bucket: list[Parameter]) -> bool:
-            *sizes, last_size = (parameter.numel for parameter in bucket)
-            aligned = sum(round_up(size, ALIGNMENT) for size in sizes)
-            return bucket_size is not None and aligned + last_size >= bucket_size
+    def is_full(bucket: list[Parameter]) -> bool:
+        *sizes, last_size = (parameter.numel for parameter in bucket)
+        aligned = sum(round_up(size, ALIGNMENT) for size in sizes)
+        return bucket_size is not None and aligned + last_size >= bucket_size
 
+    buffers, options = [], {"bucket_size": bucket_size, "busbw": busbw}
+    for group, ranks in _groups(parameters, sizes):
         contents = in_buckets(reversed(group), is_full)
-        ranges, buckets = end_to_end(contents, ALIGNMENT, _bucket_divisor(ranks, busbw))
-        return BufferLayout(
-            algorithm="distributed-optimizer",
-            version=1,
-            ranks=ranks,
-            parameters=tuple(ranges[parameter.name] for parameter in group),
-            buckets=buckets,
-            shards=bucket_shards(buckets, ranks),
-            alignment=ALIGNMENT,
-            options={"bucket_size": bucket_size, "busbw": busbw},
-        )
+        entries, buckets = end_to_end(contents, ALIGNMENT, _bucket_divisor(ranks, busbw))
+        shards = bucket_shards(buckets, ranks)
+        buffers.append(_buffer("distributed-optimizer", group, ranks, entries, buckets, shards, options, whole=False))
+    return tuple(buffers)
 
-    return tuple(buffer(group, sizes.of(group[0])) for group in split(parameters))
+
+def _groups(parameters: Iterable[Parameter], sizes: GroupSizes) -> Iterator[tuple[tuple[Parameter, ...], int]]:
+    """Yield the parameters of each buffer, in forward order, and the number of its ranks."""
+    for group in split(parameters):
+        yield group, sizes.of(group[0])
+
+
+def _buffer(
+    algorithm: str,
+    group: Iterable[Parameter],
+    ranks: int,
+    entries: _Entries,
+    buckets: Sequence[Span],
+    shards: tuple[FlatShard, ...],
+    options: Mapping[str, int | bool | None],
+    alignment: int = ALIGNMENT,
+    whole: bool = True,
+) -> BufferLayout:
+    parameters = tuple(entries[parameter.name] for parameter in group)
+    return BufferLayout(algorithm, 1, ranks, parameters, tuple(buckets), shards, alignment, whole, options)
 
 
 def _matrix_cost(parameter: Parameter) -> int:
@@ -195,39 +211,29 @@ def _by_cost(bucket: list[Parameter], load: list[int]) -> _PackedBucket:
     return contents
 
 
-def _assemble(
+def _padded(
     algorithm: str,
-    parameters: Sequence[Parameter],
+    group: Iterable[Parameter],
     ranks: int,
     packed: Iterable[_PackedBucket],
     bucket_size: int | None,
     busbw: bool,
 ) -> BufferLayout:
     """Put buckets end to end, every shard of a bucket as large as its fullest."""
-    ranges: dict[str, PlacedParameter] = {}
+    entries: dict[str, PlacedParameter] = {}
     buckets: list[Span] = []
     base = 0
-    for contents in packed:
+    for number, contents in enumerate(packed):
         size = round_up(max(start + p.numel for p, _, start in contents), _shard_divisor(ranks, busbw))
-        number = len(buckets)
-        ranges |= {p.name: PlacedParameter(p, base + shard * size + start, number) for p, shard, start in contents}
+        entries |= {p.name: PlacedParameter(p, base + shard * size + start, number) for p, shard, start in contents}
         buckets.append((base, base + ranks * size))
         base += ranks * size
-    return BufferLayout(
-        algorithm=algorithm,
-        version=1,
-        ranks=ranks,
-        parameters=tuple(ranges[parameter.name] for parameter in parameters),
-        buckets=tuple(buckets),
-        shards=bucket_shards(buckets, ranks),
-        alignment=ALIGNMENT,
-        whole=True,
-        options={"bucket_size": bucket_size, "busbw": busbw},
-    )
+    options = {"bucket_size": bucket_size, "busbw": busbw}
+    return _buffer(algorithm, group, ranks, entries, buckets, bucket_shards(buckets, ranks), options)
 
 
-_CompactBuffer = tuple[tuple[PlacedParameter, ...], tuple[Span, ...]]
-"""A buffer without owners yet: its parameters in forward order, and its buckets."""
+_CompactBuffer = tuple[tuple[Parameter, ...], _Entries, tuple[Span, ...]]
+"""A buffer without owners yet: its parameters in forward order, their entries, and its buckets."""
 
 
 def legacy_pingpong(
@@ -264,20 +270,19 @@ def decoupled_total_order(
     Arguments as for `legacy_pingpong`.
     """
     buffers = _compact(parameters, bucket_size)
-    sort_keys: list[tuple[int, int, int, int, Parameter]] = []
-    for number, (entries, _) in enumerate(buffers):
-        sort_keys += [(e.parameter.numel, e.parameter.chunk, number, e.start, e.parameter) for e in entries]
-    in_order = [parameter for *_, parameter in sorted(sort_keys, key=lambda key: key[:4])]
+    sort_keys: dict[str, tuple[int, ...]] = {}
+    for number, (_, entries, _) in enumerate(buffers):
+        sort_keys |= {e.name: (e.parameter.numel, e.parameter.chunk, number, e.start) for e in entries.values()}
+    in_order = sorted(chain.from_iterable(group for group, *_ in buffers), key=lambda p: sort_keys[p.name])
     return _with_owners("decoupled-total-order", buffers, in_order, sizes, bucket_size)
 
 
 def _compact(parameters: Iterable[Parameter], bucket_size: int | None) -> list[_CompactBuffer]:
-    buffers: list[_CompactBuffer] = []
-    for group in split(parameters):
-        contents = in_buckets(reversed(group), closes_at(bucket_size), is_alone=lambda parameter: False)
-        ranges, buckets = end_to_end(contents)
-        buffers.append((tuple(ranges[parameter.name] for parameter in group), buckets))
-    return buffers
+    is_alone = lambda parameter: False  # noqa: E731
+    return [
+        (group, *end_to_end(in_buckets(reversed(group), closes_at(bucket_size), is_alone)))
+        for group in split(parameters)
+    ]
 
 
 def _with_owners(
@@ -295,19 +300,11 @@ def _with_owners(
         turn = counts[parameter.expert] % (2 * ranks)
         owners[parameter.name] = min(turn, 2 * ranks - 1 - turn)
         counts[parameter.expert] += 1
-    return tuple(
-        BufferLayout(
-            algorithm=algorithm,
-            version=1,
-            ranks=sizes.of(ranges[0].parameter),
-            parameters=ranges,
-            buckets=buckets,
-            shards=owner_shards(ranges, buckets[-1][1], owners),
-            whole=True,
-            options={"bucket_size": bucket_size},
-        )
-        for ranges, buckets in buffers
-    )
+    layouts = []
+    for group, entries, buckets in buffers:
+        shards, options = owner_shards(entries.values(), buckets[-1][1], owners), {"bucket_size": bucket_size}
+        layouts.append(_buffer(algorithm, group, sizes.of(group[0]), entries, buckets, shards, options, alignment=1))
+    return tuple(layouts)
 
 
 def balanced(
@@ -323,24 +320,14 @@ def balanced(
         previous: as for `balanced_owners`.
     """
     owners = balanced_owners(parameters, sizes, previous)
-
-    def buffer(group: Sequence[Parameter], ranks: int) -> BufferLayout:
+    buffers = []
+    for group, ranks in _groups(parameters, sizes):
         contents = in_buckets(reversed(group), closes_at(bucket_size))
         by_owner = (sorted(bucket, key=lambda parameter: owners[parameter.name]) for bucket in contents)
-        ranges, buckets = end_to_end(by_owner, ALIGNMENT, ALIGNMENT)
-        return BufferLayout(
-            algorithm="balanced",
-            version=1,
-            ranks=ranks,
-            parameters=tuple(ranges[parameter.name] for parameter in group),
-            buckets=buckets,
-            shards=owner_shards(ranges.values(), buckets[-1][1], owners),
-            alignment=ALIGNMENT,
-            whole=True,
-            options={"bucket_size": bucket_size},
-        )
-
-    return tuple(buffer(group, sizes.of(group[0])) for group in split(parameters))
+        entries, buckets = end_to_end(by_owner, ALIGNMENT, ALIGNMENT)
+        shards, options = owner_shards(entries.values(), buckets[-1][1], owners), {"bucket_size": bucket_size}
+        buffers.append(_buffer("balanced", group, ranks, entries, buckets, shards, options))
+    return tuple(buffers)
 
 
 def balanced_owners(
@@ -378,12 +365,13 @@ def _longest_first(
     seats = math.lcm(*(sizes.of(parameter) for parameter in parameters))
     cost = {parameter.name: newton_schulz(parameter) for parameter in parameters}
     load, numels, awaited = np.zeros((3, seats), np.int64)
+    # Ranks await the cost of the parameters whose home they are.
     for p in parameters:
         if (home := homes.get(p.name)) is not None and home < sizes.of(p):
             awaited.reshape(sizes.of(p), -1)[home] += cost[p.name]
+    # The longest first: at home if that is within the limit, else on the rank with the least load.
     owners: dict[str, int] = {}
     for p in sorted(parameters, key=lambda p: (-cost[p.name], -p.numel)):
-        # Loads, elements and awaited costs of the seats of each rank that may own the parameter.
         loads, elements, waiting = (seat.reshape(sizes.of(p), -1) for seat in (load, numels, awaited))
         owner = int(np.lexsort((elements.max(1), waiting.max(1), loads.max(1)))[0])
         if (home := homes.get(p.name)) is not None and home < len(loads):

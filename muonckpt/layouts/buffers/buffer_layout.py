@@ -87,8 +87,7 @@ def owner_shards(parameters: Iterable[PlacedParameter], numel: int, owners: Mapp
     in_order = sorted(parameters, key=lambda entry: entry.start)
     runs = groupby(in_order, key=lambda entry: (entry.bucket, owners[entry.name]))
     heads = [(next(run).start, rank) for (_, rank), run in runs]
-    ends = [*(start for start, _ in heads[1:]), numel]
-    return consecutive_shards((start, stop, rank) for (start, rank), stop in zip(heads, ends, strict=False))
+    return consecutive_shards((start, stop, rank) for (start, rank), (stop, _) in pairwise([*heads, (numel, 0)]))
 
 
 def consecutive_shards(ranges: Iterable[tuple[int, int, int]]) -> tuple[FlatShard, ...]:
@@ -234,6 +233,7 @@ def _prove_tiling(noun: str, spans: Sequence[Span], numel: int) -> None:
 def _prove_parameters(layout: BufferLayout) -> None:
     if len({entry.name for entry in layout.parameters}) != len(layout.parameters):
         raise LayoutError("two parameters of one name")
+    # They are disjoint and aligned, each in its bucket, and in one shard if the layout keeps them whole.
     end = 0
     for entry in sorted(layout.parameters, key=lambda entry: entry.start):
         about = f"{entry.name!r} at [{entry.start}, {entry.stop})"

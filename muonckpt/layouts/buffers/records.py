@@ -49,29 +49,16 @@ PARAMETER: FieldTypes = {
 
 def to_json(layout: BufferLayout) -> dict[str, Any]:
     """Return a layout as JSON data, with owners and ends, so that readers compute nothing."""
-    owners = layout.owners
-    return {
-        "algorithm": layout.algorithm,
-        "version": layout.version,
+    owners, parameters = layout.owners, []
+    for entry in layout.parameters:
+        fields = {**asdict(entry.parameter), "shape": list(entry.parameter.shape)}
+        place = {"start": entry.start, "stop": entry.stop, "bucket": entry.bucket, "owner": owners[entry.name]}
+        parameters.append(fields | place)
+    return {key: getattr(layout, key) for key in LAYOUT} | {
         "options": dict(layout.options),
-        "ranks": layout.ranks,
-        "numel": layout.numel,
-        "padding": layout.padding,
-        "alignment": layout.alignment,
-        "whole": layout.whole,
-        "buckets": [list(bucket) for bucket in layout.buckets],
+        "buckets": list(map(list, layout.buckets)),
         "shards": [[shard.start, shard.stop, rank_of(shard)] for shard in layout.shards],
-        "parameters": [
-            {
-                **asdict(entry.parameter),
-                "shape": list(entry.parameter.shape),
-                "start": entry.start,
-                "stop": entry.stop,
-                "bucket": entry.bucket,
-                "owner": owners[entry.name],
-            }
-            for entry in layout.parameters
-        ],
+        "parameters": parameters,
     }
 
 
@@ -113,7 +100,7 @@ def check_fields(data: Any, kinds: FieldTypes) -> None:
 
 
 def int_tuple(values: Any) -> tuple[int, ...]:
-    """Convert a JSON list of integers; raise `TypeError` if it is something else."""
+    """Read a JSON list of integers; raise `TypeError` if it is something else."""
     if type(values) is not list or any(type(value) is not int or abs(value) > MAX_ELEMENTS for value in values):
         raise TypeError(f"expected a list of integers of at most {MAX_ELEMENTS}, got {values!r:.200}")
     return tuple(values)
@@ -131,13 +118,11 @@ class GroupBuffer:
         slot: of the optimizer's state; None for weights and everything else without a slot.
         part: number of the group among those that cut the same tensors.
         group: the global rank of each rank of the layout.
-        origins: the global index of each parameter's first element: where other axes of the mesh cut the tensor as
-            well, the buffer holds a box of it only.
+        origins: the global index of each parameter's first element; not zero where other axes cut the tensor, too.
         layout: its parameters have the keys of the tensors as names, and their dtypes.
 
     Raises:
-        LayoutError: the layout has no parameters, the group does not have as many distinct ranks, or the origins do not
-            fit the parameters.
+        LayoutError: the layout has no parameters, or group or origins do not fit it.
     """
 
     slot: str | None
