@@ -350,6 +350,18 @@ def _typed(words: NDArray[Any], tensor: StateRecord) -> NDArray[Any]:
     return numbers[..., 0] if kind.itemsize > 8 else numbers
 
 
+def file_sizes(manifest: Manifest) -> dict[str, int]:
+    """Return the bytes that each file has at least to have: it reaches to the end of its last item."""
+    columns = manifest.columns
+    ends = np.zeros(len(columns.names), np.int64)
+    np.maximum.at(ends, columns.file, columns.item_end())
+    sizes = dict.fromkeys(manifest.files, 0)
+    sizes |= {name: end for name, end in zip(columns.names, ends.tolist(), strict=True) if end}
+    for blob in manifest.blobs:
+        sizes[blob.item.file] = max(sizes.get(blob.item.file, 0), blob.item.end)
+    return sizes
+
+
 class OpenCheckpoint:
     """A checkpoint of any format whose metadata have been read; items and elements are read when asked for.
 
@@ -461,16 +473,7 @@ class OpenCheckpoint:
     @property
     def lost_files(self) -> Mapping[str, int | None]:
         """The sizes of files that are shorter than the manifest promises; None for those that cannot be opened."""
-        manifest, payloads = self.outline, self.payloads
-
-        # The promise: a file reaches to the end of its last item.
-        columns = manifest.columns
-        last_ends = np.zeros(len(columns.names), np.int64)
-        np.maximum.at(last_ends, columns.file, columns.item_end())
-        promised_sizes = dict.fromkeys(manifest.files, 0)
-        promised_sizes |= {name: end for name, end in zip(columns.names, last_ends.tolist(), strict=True) if end}
-        for blob in manifest.blobs:
-            promised_sizes[blob.item.file] = max(promised_sizes.get(blob.item.file, 0), blob.item.end)
+        payloads, promised_sizes = self.payloads, file_sizes(self.outline)
 
         def size_of(name: str) -> int | None:
             if payloads.is_in_memory(name):

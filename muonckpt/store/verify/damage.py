@@ -1,4 +1,4 @@
-"""The damage of a checkpoint in terms of a run: what it has lost, whoever looks; `diagnosis` adds what to do about it.
+"""Damage: what a checkpoint has lost, in terms of a run, whoever looks; `diagnosis` adds what to do about it.
 
 `verify` finds damage by reading everything; `inspect`, `diff`, `report` and `load` by the presence and the sizes of
 files alone.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...algebra.box import Box
+from ...algebra.box import MAX_ELEMENTS, Box
 from ...algebra.layout import holes_in
 from ...names.errors import SeveralSavesError, SourceError, UnlistedError
 from ...names.wording import Finding, counted, listed, size
@@ -29,7 +29,7 @@ from ..formats.registry import OWN
 from ..io.checksums import xxh3_128
 from ..io.location import items_beside
 from ..io.regular import open_regular, read_text_file
-from ..open_checkpoint import OpenCheckpoint
+from ..open_checkpoint import OpenCheckpoint, file_sizes
 from ..reading.dtypes import itemsize
 from ..reading.payloads import check_chunk
 
@@ -172,15 +172,14 @@ class Damage:
             text = f"{counted(len(moves), 'file')} with other names than when it was saved: {listed(moves, 4)}"
             besides = self.without_misplaced
             return f"{text}; {besides.sentence if besides else 'nothing else is wrong, and nothing is lost'}"
+        chunks = f"{num_lost} of {num_stored} chunks"
         if self.mixed_up:
             files = _files(sorted(self.manifest.columns.names))
-            return (
-                f"{MANIFEST_FILE} is of another save than {files}: {num_lost} of {num_stored} chunks have other bytes"
-            )
+            return f"{MANIFEST_FILE} is of another save than {files}: {chunks} have other bytes"
         losses = []
         if self.tensors:
-            lost_chunks = f"{num_lost} of {num_stored} chunks ({size(self.bytes)}: " if num_lost else ""
-            losses.append(f"{lost_chunks or f'{size(self.bytes)} ('}{self._lost_kinds()})")
+            length, kinds = size(self.bytes), self._lost_kinds()
+            losses.append(f"{chunks} ({length}: {kinds})" if num_lost else f"{length} ({kinds})")
         if self.items:
             keys = listed(sorted(self.items), 2)
             losses.append(f"{len(self.items)} of {len(self.manifest.blobs)} items that are not tensors ({keys})")
@@ -199,12 +198,12 @@ class Damage:
 
     def _causes(self) -> Iterator[str]:
         # Files that are not there, too short, or that the system does not open.
-        missing = sorted(name for name, length in self.files.items() if length is None and name not in self.unopened)
         cut = sorted(name for name, length in self.files.items() if length is not None)
+        missing = sorted(self.files.keys() - self.unopened.keys() - {*cut})
         if missing:
             yield f"{_files(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         if len(cut) == 1:
-            yield f"{_files(cut)} is cut short ({self.files[cut[0]]} of {_ends(self.manifest)[cut[0]]} bytes)"
+            yield f"{_files(cut)} is cut short ({self.files[cut[0]]} of {file_sizes(self.manifest)[cut[0]]} bytes)"
         elif cut:
             yield f"{_files(cut)} are cut short"
         for name in sorted(self.unopened)[:1]:
@@ -226,25 +225,13 @@ class Damage:
             yield f"no file has some elements of {counted(len(self.holes), 'tensor')}"
 
 
-def _ends(manifest: Manifest) -> dict[str, int]:
-    """Return by file the bytes that it needs to have."""
-    columns = manifest.columns
-    ends = np.zeros(len(columns.names), np.int64)
-    np.maximum.at(ends, columns.file, columns.item_end())
-    needs = dict(zip(columns.names, ends.tolist(), strict=True))
-    for blob in manifest.blobs:
-        needs[blob.item.file] = max(needs.get(blob.item.file, 0), blob.item.end)
-    return needs
-
-
 def _files(names: Sequence[str]) -> str:
-    ranks = [rank for rank in map(rank_in_name, names) if rank is not None]
-    text = listed(names, 3)
-    if len(ranks) < len(names):
+    ranks, text = {*map(rank_in_name, names)}, listed(names, 3)
+    if None in ranks:
         return f"{counted(len(names), 'file')} ({text})" if len(names) > 1 else f"the file {text}"
     if len(names) == 1:
-        return f"rank {ranks[0]}'s file {text}"
-    return f"the files of ranks {listed(sorted({*ranks}))} ({text})"
+        return f"rank {ranks.pop()}'s file {text}"
+    return f"the files of ranks {listed(sorted(rank for rank in ranks if rank is not None))} ({text})"
 
 
 NOTHING_LOST = Damage(Manifest(()), np.zeros(0, np.bool_))
@@ -255,15 +242,15 @@ _MAX_HOLES = 256
 
 
 def damage_of_files(checkpoint: OpenCheckpoint) -> Damage:
-    """Return the losses with files that are missing or cut, by their names and sizes alone."""
+    """Return what is lost with files that are missing or cut, by their names and sizes alone."""
     manifest, files = checkpoint.outline, checkpoint.lost_files
     columns = manifest.columns
 
     def length(name: str) -> int:
-        return (files[name] or 0) if name in files else np.iinfo(np.int64).max
+        return (files[name] or 0) if name in files else MAX_ELEMENTS
 
     # Chunks and items that reach beyond the ends of their files.
-    ends = np.array([length(name) for name in columns.names] or [0], np.int64)
+    ends = np.array([*map(length, columns.names), 0], np.int64)
     chunks = (columns.item_end() > ends[columns.file]) & (manifest.elements > 0)
     items = frozenset(blob.key for blob in manifest.blobs if blob.item.end > length(blob.item.file))
     # Elements that no file has.
