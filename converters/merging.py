@@ -17,7 +17,7 @@ from .engine.container import container_of
 from .engine.job import check_destination, make_job
 from .engine.workers import joined
 from .look.contents import first_look
-from .merge.joined import JoinedCheckpoints, input_prints, joined_checkpoints
+from .merge.joined import JoinedCheckpoints, input_fingerprints, joined_checkpoints
 from .merge.merged_outputs import MergeRequest, shares
 from .options import AS_THE_SOURCE_SAYS, IN_ONE_GO, Execution, Translation
 from .report import Report
@@ -53,7 +53,7 @@ class Average:
             number = {"first": 0, "last": count - 1}.get(text, int(text) if text.isdecimal() else count)
             if number >= count:
                 raise TargetError(
-                    f"--others-from: expected first, last, or a number from 0 to {count - 1}, found {text!r}"
+                    f"`others_from=`: expected first, last, or a number from 0 to {count - 1}, found {text!r}"
                 )
         return MergeRequest(shares(count, self.proportions, self.ema), number)
 
@@ -107,42 +107,48 @@ def merge(
         raise TargetError("merge needs at least two checkpoints")
     request = average.request(len(sources))
     with joined(os.environ, execution.timeout) as workers:
-        of_input = translation.request(to_dialect)
+        one_request = translation.request(to_dialect)
         target = target_of(mesh or {"dp": 1}, shard, layout)
         place = location(destination, DestinationError)
         inputs = joined_checkpoints(map(open, sources))
-        container = container_of(format or default_format(inputs[0], of_input.target), shard_size)
+        container = container_of(format or default_format(inputs[0], one_request.target), shard_size)
         check_use(container, target.mesh, bool(shard), layout)
-        for one in inputs:
-            check_destination(one.path, place, container)
+        for checkpoint in inputs:
+            check_destination(checkpoint.path, place, container)
         with inputs[0].payloads:  # the bytes of all
-            outputs = request.outputs(inputs, [of_input.outputs(one) for one in inputs], select)
-            source = JoinedCheckpoints(inputs[0].path, inputs[0].payloads, [one.manifest for one in inputs])
-            used = outputs.used(source.manifest)
-            keys_used = {tensor.key for tensor in used.tensors}
-            prints = [{} if execution.dry_run else input_prints(one, keys_used, execution.jobs) for one in inputs]
-            source = replace(source, provenance=_provenance(request, translation.model_only, inputs, prints))
-            job = make_job(source, target, select, lambda _: outputs, container)
-            return execution.run(job, place, tuple(f"source: {one.path}" for one in inputs), workers)
+            # What is written, and what of the inputs goes into it; its fingerprints are recorded.
+            outputs = request.outputs(inputs, [one_request.outputs(checkpoint) for checkpoint in inputs], select)
+            source = JoinedCheckpoints(inputs[0].path, inputs[0].payloads, [c.manifest for c in inputs])
+            used_keys = {tensor.key for tensor in outputs.used(source.manifest).tensors}
+            fingerprints = [
+                {} if execution.dry_run else input_fingerprints(checkpoint, used_keys, execution.jobs)
+                for checkpoint in inputs
+            ]
+            provenance = _provenance(request, translation.model_only, inputs, fingerprints)
+            job = make_job(replace(source, provenance=provenance), target, select, lambda _: outputs, container)
+            return execution.run(job, place, tuple(f"source: {checkpoint.path}" for checkpoint in inputs), workers)
 
 
 def _provenance(
-    request: MergeRequest, model_only: bool, inputs: Sequence[OpenCheckpoint], prints: Sequence[Mapping[str, str]]
+    request: MergeRequest,
+    model_only: bool,
+    inputs: Sequence[OpenCheckpoint],
+    fingerprints: Sequence[Mapping[str, str]],
 ) -> dict[str, Any]:
     """Return the provenance of the input that gives what is not averaged, with an entry that lists all inputs."""
     base = dict(inputs[request.others_from or 0].provenance)
-    steps = [first_look(one).step for one in inputs]
+    steps = [first_look(checkpoint).step for checkpoint in inputs]
     if request.others_from is None and len(set(steps)) > 1:
         base.pop("step", None)
     merged = [
         {
-            "name": one.path.resolve().name,
-            "format": one.format.name,
+            "name": checkpoint.path.resolve().name,
+            "format": checkpoint.format.name,
             "step": step,
             "weight": str(weight),
-            "fingerprints": found,
+            "fingerprints": by_key,
         }
-        for one, step, weight, found in zip(inputs, steps, request.weights, prints, strict=True)
+        for checkpoint, step, weight, by_key in zip(inputs, steps, request.weights, fingerprints, strict=True)
     ]
     entry = {"inputs": merged, "others_from": request.others_from, "model_only": model_only}
     return {**base, "merged": [*base.get("merged", ()), entry]}

@@ -26,16 +26,16 @@ class JoinedPayloads(Payloads):
         self._parts = parts
 
     def place(self, name: str) -> Location:
-        part, own = self._part(name)
-        return part.place(own)
+        part, part_name = self._part(name)
+        return part.place(part_name)
 
     def keep(self, raw: bytes) -> Extent:
         extent = self._parts[0].keep(raw)
         return replace(extent, file=f"0/{extent.file}")
 
     def is_in_memory(self, name: str) -> bool:
-        part, own = self._part(name)
-        return part.is_in_memory(own)
+        part, part_name = self._part(name)
+        return part.is_in_memory(part_name)
 
     def close(self) -> None:
         super().close()
@@ -43,38 +43,39 @@ class JoinedPayloads(Payloads):
             part.close()
 
     def has_checksum(self, chunk: Chunk) -> bool:
-        part, own = self._part(chunk.item.file)
-        return part.has_checksum(replace(chunk, item=replace(chunk.item, file=own)))
+        part, part_name = self._part(chunk.item.file)
+        return part.has_checksum(replace(chunk, item=replace(chunk.item, file=part_name)))
 
     def check_item(self, item: Extent) -> None:
-        part, own = self._part(item.file)
-        part.check_item(replace(item, file=own))
+        part, part_name = self._part(item.file)
+        part.check_item(replace(item, file=part_name))
 
     def on_disk(self, name: str) -> int:
-        part, own = self._part(name)
-        return part.on_disk(own)
+        part, part_name = self._part(name)
+        return part.on_disk(part_name)
 
     def _bytes(self, name: str) -> FileBytes:
-        part, own = self._part(name)
-        return part.open_file(own, 0)
+        part, part_name = self._part(name)
+        return part.open_file(part_name, 0)
 
     def _part(self, name: str) -> tuple[Payloads, str]:
-        number, _, own = name.partition("/")
-        return self._parts[int(number)], own
+        number, _, part_name = name.partition("/")
+        return self._parts[int(number)], part_name
 
 
-def joined_checkpoints(opened: Iterable[OpenCheckpoint]) -> list[OpenCheckpoint]:
+def joined_checkpoints(checkpoints: Iterable[OpenCheckpoint]) -> list[OpenCheckpoint]:
     """Return checkpoints, located, whose files have the names of `JoinedPayloads`, and whose chunks share columns.
 
     Each is let go before the next is asked for: the columns of many chunks should be in memory once.
     """
     builder, parts = ColumnsBuilder(), []
-    for number, one in enumerate(opened):
-        manifest = one.manifest.renamed(f"{number}/{{}}".format)
+    for number, checkpoint in enumerate(checkpoints):
+        manifest = checkpoint.manifest.renamed(f"{number}/{{}}".format)
         columns, start = manifest.columns, builder.rows
         builder.add(columns, 0, len(columns))
-        parts.append((one.path, one.format, one.payloads, manifest.on_columns(Columns.of(())), start))
-        del one, manifest, columns
+        empty_manifest = manifest.on_columns(Columns.of(()))
+        parts.append((checkpoint.path, checkpoint.format, checkpoint.payloads, empty_manifest, start))
+        del checkpoint, manifest, columns
     columns, payloads = builder.build(), JoinedPayloads([payloads for _, _, payloads, _, _ in parts])
     return [
         OpenCheckpoint(path, format, Reader(manifest.on_columns(columns, start), payloads))
@@ -103,22 +104,20 @@ class JoinedCheckpoints:
         return Manifest(tensors, tuple(blob for manifest in self.manifests for blob in manifest.blobs), self.provenance)
 
 
-def input_prints(source: OpenCheckpoint, keys: Collection[str], threads: int) -> dict[str, str]:
+def input_fingerprints(source: OpenCheckpoint, keys: Collection[str], threads: int) -> dict[str, str]:
     """Return the fingerprint of each tensor with one of these keys.  Tensors without a recorded one are read.
 
     Raises:
         SourceError: a file cannot be read.
     """
     tensors = [tensor for tensor in source.manifest.tensors if tensor.key in keys]
-    known = {tensor.key: tensor.fingerprint for tensor in tensors if tensor.fingerprint is not None}
-    unknown = [tensor for tensor in tensors if tensor.key not in known]
-    stored = [(tensor, chunk) for tensor in unknown for chunk in tensor.chunks if chunk.box.numel]
-
-    def share(place: tuple[StateRecord, Chunk]) -> int:
-        return chunk_share(source.payloads, *place)
-
-    found = {tensor.key: 0 for tensor in unknown}
+    fingerprints = {tensor.key: tensor.fingerprint or as_hex(0) for tensor in tensors}
+    chunks: list[tuple[StateRecord, Chunk]] = []
+    for tensor in tensors:
+        if tensor.fingerprint is None:
+            chunks += [(tensor, chunk) for chunk in tensor.chunks if chunk.box.numel]
     with ThreadPoolExecutor(threads) as pool:
-        for (tensor, _), part in zip(stored, pool.map(share, stored), strict=True):
-            found[tensor.key] = combine(found[tensor.key], part)
-    return {tensor.key: known.get(tensor.key) or as_hex(found[tensor.key]) for tensor in tensors}
+        shares = pool.map(lambda place: chunk_share(source.payloads, *place), chunks)
+        for (tensor, _), share in zip(chunks, shares, strict=True):
+            fingerprints[tensor.key] = as_hex(combine(int(fingerprints[tensor.key], 16), share))
+    return fingerprints

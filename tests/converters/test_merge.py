@@ -184,7 +184,7 @@ def test_weights_alone_go_to_safetensors_whatever_the_state(runs, tmp_path):
 
 
 def test_what_has_no_average_is_refused_by_name(runs, tmp_path):
-    with pytest.raises(SourceError, match=r"differ in 1 counters.*'step'.*--others-from last"):
+    with pytest.raises(SourceError, match=r"differ in 1 counters.*'step'.*`others_from=.last.`"):
         muonckpt.merge(runs[:2], tmp_path / "no")
     with pytest.raises(SourceError, match="momentum convention"):
         sums = state(1, 2)

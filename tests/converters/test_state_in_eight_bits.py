@@ -45,7 +45,7 @@ def test_other_programs_and_averages_refuse_it(saved, tmp_path):
         with pytest.raises(SourceError, match="has momentum_buffer_codes: state in 8 bits, which other programs"):
             muonckpt.convert(saved[1], tmp_path / program, to_dialect=program)
     average = muonckpt.Average(others_from="last")
-    with pytest.raises(SourceError, match="part of state in 8 bits, which is not averaged: leave it out by --model-on"):
+    with pytest.raises(SourceError, match="part of state in 8 bits, which is not averaged: leave it out by `model_on"):
         muonckpt.merge(saved, tmp_path / "average", average=average)
 
 
