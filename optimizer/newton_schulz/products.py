@@ -28,31 +28,24 @@ class Products(Protocol[M]):
 
     def run_matrix(self, matrix: Tensor, dtype: torch.dtype, work: Callable[[M], M]) -> Tensor:
         """Return ``work`` done on a matrix, transposed if it is tall: ``[m, n]`` of ``dtype``, any strides."""
-        ...
 
     def run_all(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[M], M]) -> Tensor:
         """Return the same for every matrix of a memory; a memory of results."""
-        ...
 
     def normalized(self, x: M, eps: float, scale: float) -> M:
         """``x`` over ``max(its Frobenius norm, eps) · scale``; all NaN if that is not finite."""
-        ...
 
     def gram(self, x: M) -> M:
         """``x·xᵀ``, ``[s, s]``."""
-        ...
 
     def polynomial(self, r: M, b: float, c: float, a: float = 0.0) -> M:
         """``a·I + b·r + c·r²`` for a symmetric ``r``."""
-        ...
 
     def commuting_product(self, z: M, q: M) -> M:
         """``z·q`` for two symmetric matrices that commute."""
-        ...
 
     def multiply_add(self, x: M, a: float, p: M) -> M:
         """``a·x + p·x``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

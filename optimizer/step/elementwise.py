@@ -215,36 +215,28 @@ class Elementwise(Protocol):
 
     def begin(self, local: LocalTensors) -> None:
         """Begin a step; momenta are as they were."""
-        ...
 
     def locate(self, local: LocalTensors) -> None:
         """Read where momenta are now: they have come to the device."""
-        ...
 
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         """Write what `send` will write once momenta have accumulated the gradients."""
-        ...
 
     def accumulate_gradients(self, local: LocalTensors, stage: int) -> None:
         """Average gradients into the momenta that a stage is the first to need: now, or in `send` and `assemble`."""
-        ...
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         """Write updates that leave this rank in a stage."""
-        ...
 
     def assemble(self, local: LocalTensors, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
         """Return the updates of whole matrices, from the wire and from this rank, in a fresh buffer: aligned alike on
         every topology, as the bits of a product may depend on it."""
-        ...
 
     def release(self, local: LocalTensors, stage: int, sizes: Sizes, results: Tensor, wire: Tensor) -> None:
         """Write results to the wire, and apply those that rest on this rank."""
-        ...
 
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         """Apply the results of a stage that have arrived."""
-        ...
 
 
 def params_by_first_stage(schedule: Schedule, count: int) -> list[list[int]]:

@@ -116,28 +116,22 @@ class Wire:
     def __init__(self, route: Route, link: Link, device: torch.device) -> None:
         self._route, self._link = route, link
         self._sent_note: Tensor | None = None
-        self._buffer: Tensor | None = torch.empty(sum(route.send_counts), dtype=torch.uint8, device=device)
         self._arrive: Callable[[], Tensor] | None = None
-
-    @property
-    def memory(self) -> Tensor:
+        self.memory = torch.empty(sum(route.send_counts), dtype=torch.uint8, device=device)
         """The bytes to send, and after :meth:`arrive` those received."""
-        assert self._buffer is not None, "under way"
-        return self._buffer
 
     def start(self, note: Tensor | None) -> None:
         """Begin the exchange, with a note to all ranks."""
-        assert self._buffer is not None, "started already"
         if note is not None:
             for start in _starts(self._route.send_counts):
-                self._buffer.narrow(0, start, NOTE).copy_(note)
+                self.memory.narrow(0, start, NOTE).copy_(note)
         self._sent_note = note
-        self._arrive = self._link(self._buffer)
+        self._arrive = self._link(self.memory)
 
     def arrive(self) -> None:
         """Wait for the bytes of all ranks, and release those sent."""
         assert self._arrive is not None, "not started"
-        self._buffer = self._arrive()
+        self.memory = self._arrive()
         self._arrive = None
 
     def notes(self) -> Tensor:

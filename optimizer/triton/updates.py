@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from ...algebra.overlap import expanded
 from ...algebra.plan import Copies
-from ..ground.cuda_graphs import refuse_new_tables, upload_numbers
+from ..ground.cuda_graphs import refuse_new_tables
 from .launches import as_fp32, fused, narrowed, on_device
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -76,11 +77,6 @@ class TensorTable:
     pointers: Tensor
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor | None], device: torch.device) -> TensorTable:
-        """Return the addresses of tensors, which must live until the launch is over."""
-        return cls(upload_numbers(addresses(tensors, device), torch.int64, device), one_dtype(tensors))
-
 
 def addresses(tensors: Sequence[Tensor | None], device: torch.device) -> tuple[int, ...]:
     """Return the addresses of tensors.
@@ -94,19 +90,6 @@ def addresses(tensors: Sequence[Tensor | None], device: torch.device) -> tuple[i
                 f"expected contiguous tensors on {device}, got strides {tensor.stride()} on {tensor.device}"
             )
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-
-
-def one_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
-    """Return the dtype of tensors.
-
-    Raises:
-        ValueError: there are several, or one that no kernel is for.
-    """
-    dtypes = {tensor.dtype for tensor in tensors if tensor is not None} or {torch.float32}
-    if len(dtypes) > 1 or not dtypes <= set(KERNEL_DTYPES):
-        names = sorted(map(str, dtypes))
-        raise ValueError(f"one launch takes tensors of one dtype of {list(KERNEL_DTYPES)}, got {names}")
-    return dtypes.pop()
 
 
 def _segments(copies: Copies, size: int) -> NDArray[np.int64]:
@@ -150,7 +133,7 @@ def _segments(copies: Copies, size: int) -> NDArray[np.int64]:
 
 
 AHEAD = 2
-"""A value of ``accumulate``: updates as if momenta had taken gradients in, and momenta are left as they are."""
+"""A value of ``accumulate``: updates are those of averaged momenta, and momenta stay as they are."""
 
 
 def send(
@@ -163,7 +146,7 @@ def send(
     *,
     accumulate: int,
 ) -> None:
-    """Take gradients into momenta, and write updates to a buffer, in one pass.
+    """Average gradients into momenta, and write updates to a buffer, in one pass.
 
     Args:
         segments: has each element of a tensor at most once.
@@ -176,13 +159,8 @@ def send(
     Raises:
         ValueError: another number of tensors than the segments are for.
     """
-    _check_lengths(segments, momenta.pointers, gradients.pointers, weights)
-    if len(segments.blocks):
-        with on_device(buffer):
-            _send[(len(segments.blocks),)](
-                *(segments.segments, segments.blocks, momenta.pointers, gradients.pointers, weights, buffer),
-                *(_TYPES[momenta.dtype], _TYPES[gradients.dtype], _TYPES[dtype], accumulate, BLOCK),
-            )
+    tables, dtypes = (momenta.pointers, gradients.pointers, weights), (momenta.dtype, gradients.dtype, dtype)
+    _launch(_send, segments, tables, buffer, *map(_TYPES.__getitem__, dtypes), accumulate)
 
 
 def apply(segments: Segments, params: TensorTable, table: Tensor, buffer: Tensor, dtype: torch.dtype) -> None:
@@ -191,24 +169,21 @@ def apply(segments: Segments, params: TensorTable, table: Tensor, buffer: Tensor
     Args:
         table: see `rate_table`; read when the kernel runs.
     """
-    _check_lengths(segments, params.pointers, table)
-    if len(segments.blocks):
-        with on_device(buffer):
-            _apply[(len(segments.blocks),)](
-                *(segments.segments, segments.blocks, params.pointers, table, buffer),
-                *(_TYPES[params.dtype], _TYPES[dtype], BLOCK),
-            )
+    _launch(_apply, segments, (params.pointers, table), buffer, _TYPES[params.dtype], _TYPES[dtype])
 
 
 def carry(segments: Segments, tensors: TensorTable, buffer: Tensor, *, back: bool) -> None:
     """Copy elements of tensors to a buffer of the same dtype, or ``back`` from there."""
-    _check_lengths(segments, tensors.pointers)
+    _launch(_carry, segments, (tensors.pointers,), buffer, _TYPES[tensors.dtype], back)
+
+
+def _launch(kernel: Any, segments: Segments, tables: Sequence[Tensor], buffer: Tensor, *constants: object) -> None:
+    counts = [len(table) for table in tables]
+    if counts != [segments.tensors] * len(tables):
+        raise ValueError(f"segments are for {segments.tensors} tensors, got tables of {counts}")
     if len(segments.blocks):
         with on_device(buffer):
-            _carry[(len(segments.blocks),)](
-                *(segments.segments, segments.blocks, tensors.pointers, buffer),
-                *(_TYPES[tensors.dtype], back, BLOCK),
-            )
+            kernel[(len(segments.blocks),)](segments.segments, segments.blocks, *tables, buffer, *constants, BLOCK)
 
 
 def rate_table(lr: Tensor, scale: Tensor, weight_decay: Tensor, cautious: Tensor) -> Tensor:
@@ -217,16 +192,9 @@ def rate_table(lr: Tensor, scale: Tensor, weight_decay: Tensor, cautious: Tensor
     A row is the factor of an update, the share that is kept of every element, and the share taken where the update does
     not move it away from zero (`tensors.decay`).
     """
-    shed = lr * weight_decay
-    retained = torch.where(cautious, 1.0, 1 - shed)
-    return torch.stack([-lr * scale, retained, torch.where(cautious, shed, 0.0)], dim=1).float()
-
-
-def _check_lengths(segments: Segments, *tables: Tensor) -> None:
-    """Refuse tables that are not of as many tensors as the segments."""
-    counts = [len(table) for table in tables]
-    if counts != [segments.tensors] * len(tables):
-        raise ValueError(f"segments are for {segments.tensors} tensors, got tables of {counts}")
+    decay = lr * weight_decay
+    retained = torch.where(cautious, 1.0, 1 - decay)
+    return torch.stack([-lr * scale, retained, torch.where(cautious, decay, 0.0)], dim=1).float()
 
 
 @triton.jit
