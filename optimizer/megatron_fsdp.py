@@ -27,8 +27,8 @@ from ..layouts.flat import Cuts, uneven_layout
 from ..layouts.mesh import Mesh
 from ..layouts.tensors import local_of
 from ..names.errors import LayoutError
-from .ground.dcp_hooks import declare_boxes
 from .muon import Muon
+from .state import declare_boxes
 
 
 class Model(Protocol):

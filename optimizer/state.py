@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from operator import is_
-from typing import Any
+from operator import is_, sub
+from pickle import PicklingError
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,16 +20,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..algebra.box import Box, row_major
+from ..algebra.box import Box, Index, row_major
 from ..algebra.layout import TensorLayout
-from ..algebra.plan import make_share
-from ..layouts.boxed_tensor import Parts, parts_of
-from ..layouts.tensors import declares_boxes, layout_of, local_of, zeros_sharded_like
+from ..layouts.boxed_tensor import BoxedTensor, parts_of
+from ..layouts.tensors import declares_boxes, local_of, zeros_sharded_like
+from ..names.errors import LayoutError
 from ..names.state_forms import AVERAGES, stored_parts
 from ..names.vocabulary import MOMENTUM
 from .ground.codecs import codec_of, detect_codec, in_a_dim, stored_slots
-from .ground.dcp_hooks import declare_boxes
-from .ground.tensors import view_boxes
 from .methods.form import MatrixMethod
 from .methods.matrix import fused_of, method_slots
 from .methods.scalar import SCALARS, fresh_average
@@ -64,6 +64,42 @@ def fresh_state(
         elif not slot.at_owner:
             state[name] = zeros_sharded_like(param, reduced.shape, dtype)
     return state
+
+
+class DeclaredBoxes(BoxedTensor):
+    """The boxes of a DTensor's local tensor, views of it; a deep copy of that tensor has views of its own memory."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeclaredBoxes:
+        return type(self)(self.shape, deepcopy(dict(self.parts), memo), self.dtype, self.device)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise PicklingError(
+            f"each rank has other boxes of a tensor of shape {tuple(self.shape)}, and one rank's file would be a part: "
+            f"do not pickle this optimizer's state_dict() (torch.save); {_SAVE_ON_ALL}"
+        )
+
+    def refuse_gathering(self, *_: object, **__: object) -> NoReturn:
+        """Stand in for `full_tensor` and `redistribute`, which would take the boxes for even shards."""
+        raise LayoutError(
+            f"each rank has other boxes of a tensor of shape {tuple(self.shape)}, which torch cannot gather "
+            f"(full_tensor(), StateDictOptions(full_state_dict=True)): {_SAVE_ON_ALL}"
+        )
+
+
+_SAVE_ON_ALL = "save it on all ranks, by muonckpt.save or torch.distributed.checkpoint"
+
+
+def declare_boxes(dtensor: Any, boxes: Sequence[Box]) -> None:
+    """Put DCP's hooks on a local tensor, whose boxes lie dense, one after the other; none if it is empty."""
+    local, parts, offset = dtensor._local_tensor, {}, 0
+    for box in boxes:
+        parts[box.lo] = local.view(-1)[offset : offset + box.numel].view(box.shape)
+        offset += box.numel
+    declared = DeclaredBoxes(dtensor.shape, parts, local.dtype, local.device)
+    local.__create_chunk_list__ = declared.__create_chunk_list__
+    local.__create_write_items__ = declared.__create_write_items__
+    local.__get_tensor_shard__ = declared.__get_tensor_shard__
+    dtensor.full_tensor = dtensor.redistribute = declared.refuse_gathering
 
 
 def owner_boxes(reduced: Reduced, owners: Sequence[int]) -> list[Box]:
@@ -422,32 +458,20 @@ def carry_over(change: ParameterChange, former: Mapping[str, Tensor], current: M
 
 def _copy_local(source: Tensor, target: Tensor) -> bool:
     """Copy this rank's part of a tensor to another layout; False if this rank does not hold all of it."""
-    if declares_boxes(target) or declares_boxes(source):
-        return _copy_boxes(parts_of(source), parts_of(target))
-    # The share of this rank in a plan between the two layouts, if it needs no other rank.
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    meshes = [tensor.device_mesh for tensor in (target, source) if isinstance(tensor, DTensor)]
-    ranks = tuple(meshes[0].mesh.flatten().tolist()) if meshes else (rank,)
-    copies = make_share(layout_of(source, ranks), layout_of(target, (rank,)), rank).takes
-    if any(copy.source.buffer != rank for copy in copies):
-        return False
-    for copy in copies:
-        [source_view] = view_boxes([local_of(source)], copy.box.shape, copy.source.strides, [copy.source.offset])
-        [target_view] = view_boxes([local_of(target)], copy.box.shape, copy.target.strides, [copy.target.offset])
-        target_view.copy_(source_view)
-    return True
-
-
-def _copy_boxes(source: Parts, target: Parts) -> bool:
-    """Copy the boxes of a tensor that are whole in one of another; False if some are not."""
-    for corner, part in target.items():
-        box = Box.of(tuple(part.shape)).shift(corner)
-        for source_corner, source_part in source.items():
-            if box in Box.of(tuple(source_part.shape)).shift(source_corner):
-                starts = [a - b for a, b in zip(corner, source_corner, strict=True)]
-                slices = [slice(start, start + size) for start, size in zip(starts, part.shape, strict=True)]
-                part.copy_(source_part[tuple(slices)])
-                break
-        else:
+    source_parts = parts_of(source)
+    for corner, part in parts_of(target).items():
+        box, missing = Box.of(part.shape).shift(corner), part.numel()
+        for source_corner, source_part in source_parts.items():
+            common = box & Box.of(source_part.shape).shift(source_corner)
+            if common is not None:
+                _view(part, corner, common).copy_(_view(source_part, source_corner, common))
+                missing -= common.numel
+        if missing:
             return False
     return True
+
+
+def _view(part: Tensor, corner: Index, box: Box) -> Tensor:
+    """Return the view of a box in a part that begins at a corner."""
+    starts = map(sub, box.lo, corner)
+    return part[tuple(slice(start, start + size) for start, size in zip(starts, box.shape, strict=True))]

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from ...algebra.box import Box, row_major
+from ...layouts.boxed_tensor import parts_of
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.records import to_json
 from ...layouts.tensors import local_of
@@ -31,14 +32,13 @@ from ...ranks import requests
 from ..clipping import IN_BUFFERS, clip_with, refuse_other_limits, sum_of_squares
 from ..collective import MAX_SKIPPED_STEPS, CollectiveOptimizer, GuardedGradient, NonFinite, max_gradient
 from ..ground.codecs import codec_of
-from ..ground.dcp_hooks import declare_boxes, declared_boxes
 from ..ground.tensors import exact_dtype, rounded_once
 from ..methods.matrix import is_matrix_method
 from ..muon import Muon
 from ..options import COUNT_OR_NONE, FLAG, adopt_saved_options, check_rates, check_value, params_of
 from ..report import warn_of_no_gradient
 from ..restoration import fit_state_dict
-from ..state import CUT_OTHERWISE, GroupSnapshot, SlotSnapshot, find_cleared, tensor_misfit
+from ..state import CUT_OTHERWISE, GroupSnapshot, SlotSnapshot, declare_boxes, find_cleared, tensor_misfit
 from ..step.agreement import (
     AGREE_ON_LOAD,
     AGREE_ON_PLAN,
@@ -586,4 +586,5 @@ def _local_misfit(tensor: Tensor, loaded: Any) -> str | None:
         return reason
     if loaded.dtype != tensor.dtype:
         return f"is {loaded.dtype}, expected {tensor.dtype}"
-    return None if declared_boxes(loaded) == declared_boxes(tensor) else CUT_OTHERWISE
+    boxes, loaded_boxes = ([(lo, part.shape) for lo, part in parts_of(side).items()] for side in (tensor, loaded))
+    return None if loaded_boxes == boxes else CUT_OTHERWISE

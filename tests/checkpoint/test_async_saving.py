@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 import muonckpt
 from muonckpt import DestinationError, LayoutError
 from muonckpt.algebra.box import Box
-from muonckpt.optimizer.ground.dcp_hooks import declare_boxes
+from muonckpt.optimizer.state import declare_boxes
 
 
 class Slow:

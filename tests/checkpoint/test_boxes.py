@@ -23,7 +23,7 @@ from muonckpt.algebra.box import Box
 from muonckpt.layouts.boxed_tensor import parts_of
 from muonckpt.layouts.flat import FlatShard, flat_layout
 from muonckpt.layouts.tensors import declares_boxes
-from muonckpt.optimizer.ground.dcp_hooks import declare_boxes
+from muonckpt.optimizer.state import declare_boxes
 
 S, R = Shard, Replicate()
 
