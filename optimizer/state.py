@@ -102,6 +102,15 @@ def declare_boxes(dtensor: Any, boxes: Sequence[Box]) -> None:
     dtensor.full_tensor = dtensor.redistribute = declared.refuse_gathering
 
 
+def boxed_dtensor(local: Tensor, mesh: DeviceMesh, shape: Index, boxes: Sequence[Box]) -> DTensor:
+    """Return a DTensor of a global shape, and declare the boxes of its local tensor."""
+    dtensor: DTensor = DTensor.from_local(
+        local, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=torch.Size(shape), stride=row_major(shape)
+    )
+    declare_boxes(dtensor, boxes)
+    return dtensor
+
+
 def owner_boxes(reduced: Reduced, owners: Sequence[int]) -> list[Box]:
     """Return this rank's boxes of a slot that rests at the owners of a parameter's matrices."""
     rank, boxes = dist.get_rank(), list[Box]()
@@ -120,8 +129,8 @@ def owner_state(
 ) -> dict[str, Tensor]:
     """Return the state of a parameter that rests at its owners, as zeros: matrix after matrix, each row by row.
 
-    It is a DTensor on the mesh of the parameter, or of the ``replicas`` that share a plain one; `declare_owner_boxes`
-    says where its boxes are.  A parameter of this rank alone has plain tensors.
+    It is a DTensor on the mesh of the parameter, or of the ``replicas`` that share a plain one, with declared boxes.  A
+    parameter of this rank alone has plain tensors.
     """
     mesh = param.device_mesh if isinstance(param, DTensor) else None
     if mesh is None and replicas is not None and dist.get_world_size(replicas) > 1:
@@ -135,16 +144,10 @@ def owner_state(
             state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
             continue
         # This rank's matrices end to end, under the global shape.
-        numel = sum(box.numel for box in owner_boxes(reduced, owners))
+        boxes = owner_boxes(reduced, owners)
+        numel = sum(box.numel for box in boxes)
         local_shape = shape if numel == math.prod(shape) else (numel, *(1,) * (len(shape) - 1))
-        state[name] = DTensor.from_local(
-            torch.zeros(local_shape, dtype=dtype, device=param.device),
-            mesh,
-            [Shard(0)] * mesh.ndim,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=row_major(shape),
-        )
+        state[name] = boxed_dtensor(torch.zeros(local_shape, dtype=dtype, device=param.device), mesh, shape, boxes)
     return state
 
 

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from ...algebra.box import Box, row_major
+from ...algebra.box import Box
 from ...layouts.boxed_tensor import parts_of
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.records import to_json
@@ -38,7 +37,7 @@ from ..muon import Muon
 from ..options import COUNT_OR_NONE, FLAG, adopt_saved_options, check_rates, check_value, params_of
 from ..report import warn_of_no_gradient
 from ..restoration import fit_state_dict
-from ..state import CUT_OTHERWISE, GroupSnapshot, SlotSnapshot, declare_boxes, find_cleared, tensor_misfit
+from ..state import CUT_OTHERWISE, GroupSnapshot, SlotSnapshot, boxed_dtensor, find_cleared, tensor_misfit
 from ..step.agreement import (
     AGREE_ON_LOAD,
     AGREE_ON_PLAN,
@@ -539,12 +538,9 @@ def shared_state(
         shape, tensor = tuple(whole.shape), local.get(slot)
         if tensor is None or not part.boxes:
             tensor = torch.empty((0, *shape[1:]), dtype=whole.dtype, device=part.weight.device)
-        placed: DTensor = DTensor.from_local(
-            tensor, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=row_major(shape)
-        )
         # Whole state of an owner may have another shape than the parameter; state that is cut has not.
-        declare_boxes(placed, (Box.of(shape),) if tensor.numel() == whole.numel() else part.boxes)
-        state[slot] = placed
+        boxes = (Box.of(shape),) if tensor.numel() == whole.numel() else part.boxes
+        state[slot] = boxed_dtensor(tensor, mesh, shape, boxes)
     return state
 
 
