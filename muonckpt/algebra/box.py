@@ -159,6 +159,7 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         for box in flat_boxes(shape[1:], lo, hi):
             yield Box((index, *box.lo), (index + 1, *box.hi))
 
+    # A range within one index of the first dim, or a head, whole slices and a tail.
     if first == last:
         yield from part(first, head, tail)
         return

@@ -54,6 +54,7 @@ def fingerprint(values: NDArray[np.unsignedinteger], origin: Index) -> int:
     if values.itemsize == 8:
         values = np.ascontiguousarray(values)[..., np.newaxis].view(np.uint32)
         origin = (*origin, 0)
+    # The weights of rows and columns factorise: one matrix-vector product for each block.
     total = 0
     for block, block_origin in _blocks(values, origin):
         split = _split(block.shape)

@@ -254,6 +254,7 @@ def through(pieces: tuple[Piece, ...], layout: TensorLayout) -> TensorLayout:
         if piece.box not in Box.of(layout.shape):
             raise LayoutError(f"piece {piece.box} reaches outside the parameter of shape {layout.shape}")
     lo, hi = _corners(layout.shape, [piece.box for piece in pieces])
+    # The part of each fragment in each piece moves to the piece's origin in the matrix.
     fragments = []
     for i, j in zip(*overlaps(lo, hi, layout.starts, layout.stops), strict=True):
         piece = pieces[i]

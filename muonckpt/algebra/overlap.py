@@ -51,10 +51,12 @@ def overlaps(a_lo: IntArray, a_hi: IntArray, b_lo: IntArray, b_hi: IntArray) -> 
     """
     if not len(a_lo) or not len(b_lo):
         return np.empty(0, np.int64), np.empty(0, np.int64)
+    # Join along the dim with the fewest candidates.
     joins = [_candidates(a_lo[:, d], a_hi[:, d], b_lo[:, d], b_hi[:, d]) for d in range(a_lo.shape[1])]
     order, first, last = min(joins, key=lambda join: int((join[2] - join[1]).sum()))
     count = last - first
     ends = np.cumsum(count)
+    # Filter by the other dims, a batch of candidates at a time.
     pairs = []
     for rows in np.split(np.arange(len(a_lo)), np.searchsorted(ends, np.arange(_BATCH, ends[-1], _BATCH))):
         row, candidate = expanded(first[rows], count[rows])

@@ -155,6 +155,7 @@ class Muon(optimizer.Muon):
             options = _our_options(group, live_group["params"], self._betas)
             convention = {"convention": MUON_CONVENTION.value} if options["algorithm"] == "muon" else {}
             groups.append(options | convention)
+            # State gets our slots, and momentum our convention; AdamW's step may be in dion's group alone.
             for key in group["params"]:
                 slots = dict(saved["state"].get(key, {}))
                 if group["algorithm"] == "adamw":
@@ -208,6 +209,7 @@ def _pieces(group: ParamGroup, params: Sequence[Tensor]) -> dict[str, Any]:
             f"flatten=True: a parameter of shape {stacks[0]} is a stack of matrices here; keep the weight in two dims "
             "and view it in the forward pass, or put it into an 'adamw' group"
         )
+    # dion has equal heads, or blocks of any heights.
     heads, sizes = group.get("num_heads") or 1, group.get("split_sizes")
     if heads > 1 and sizes is not None:
         raise ValueError(f"num_heads={heads} and split_sizes={sizes}: expected one of them")

@@ -61,6 +61,7 @@ class Muon(optimizer.Muon):
             adjust_lr_fn=adjust_lr_fn,
             replicas=replicas,
         )
+        # torch refuses other dims at the same place.
         for group in self.param_groups:
             for param in group["params"]:
                 if param.ndim != 2:

@@ -90,6 +90,7 @@ def zeros_sharded_like(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torc
     """
     if not isinstance(tensor, DTensor):
         return torch.zeros(shape, dtype=dtype, device=tensor.device)
+    # The global shape is given: where shards are uneven, torch cannot infer it from the local one.
     mesh, placements = _mesh(tensor.device_mesh), _placements_of(tensor)
     local = local_shape(shape, mesh, placements, torch.distributed.get_rank())
     zeros: torch.Tensor = DTensor.from_local(

@@ -198,6 +198,7 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
             names = ", ".join(COEFFICIENTS)
             raise ValueError(f"unknown Newton-Schulz coefficients {coefficients!r}, expected one of {names}")
         return COEFFICIENTS[coefficients]
+    # One triple is for every step; rows are triples of the first steps, or the fields of a set.
     numbers: Any = coefficients
     try:
         if len(numbers) == 3 and all(isinstance(number, int | float) for number in numbers):
@@ -214,6 +215,7 @@ def plain_coefficients(coefficients: Coefficients) -> Plain:
     """Return coefficients as plain values for a parameter group: a published set's name, or the numbers of another."""
     polynomials = coefficient_set(coefficients)
     fields = tuple((field, getattr(polynomials, field)) for field in ("steps", "tail", "norm_scale"))
+    # A set with the numbers of a published one gets its name, so that options compare equal.
     for name, published in COEFFICIENTS.items():
         if all(getattr(published, field) == value for field, value in fields):
             return name

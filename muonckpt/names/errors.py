@@ -159,6 +159,7 @@ def called_like(line: str, **elsewhere: str) -> Callable[[Callable[P, R]], Calla
             try:
                 return function(*args, **kwargs)
             except TypeError:
+                # Only a call that does not fit the signature is refused here; other errors are the function's own.
                 try:
                     signature.bind(*args, **kwargs)
                 except TypeError as misfit:

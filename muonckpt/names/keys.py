@@ -150,10 +150,12 @@ def slots_of(node: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, str, str, Mappi
     """
     match node:
         case {"state": Mapping() as state, "param_groups": [*groups]} if all(isinstance(g, Mapping) for g in groups):
+            # The nested form.
             group_of = {name: group for group in groups for name in group.get(PARAMS) or ()}
             for name, slots in state.items():
                 for slot in slots if isinstance(slots, Mapping) else ():
                     yield (STATE, str(name), str(slot)), str(name), str(slot), group_of.get(name, {})
+        # The flat form: state whose parameter has a learning rate beside it.
         case _:
             for key in node:
                 prefix, _, suffix = str(key).partition(".")
@@ -200,6 +202,7 @@ class NamedOptimizer:
         for key in keys:
             if key.startswith(prefix):
                 suffix = key.removeprefix(prefix)
+                # Names and slots may have dots: the longest name that is known.
                 name = suffix.rpartition(".")[0]
                 while name and name not in names:
                     name = name.rpartition(".")[0]

@@ -123,6 +123,7 @@ class LoadReport:
             "dropped, only in the checkpoint": self.dropped,
             "weights kept, not in the checkpoint": self.kept,
         }
+        # Only lists with something in them; globs may not match parameters of other lists.
         parameters = {*self.loaded, *self.fresh}
         lines = [f"state loaded: {len(self.loaded)}"]
         for title, names in rows.items():
@@ -226,11 +227,13 @@ def describe_wrappers(live_names: Collection[str], saved_names: Collection[str])
     """
     for longer, shorter, side in ((saved_names, live_names, "checkpoint"), (live_names, saved_names, "program")):
         if insertion := _find_insertion({*longer}, {*shorter}):
+            # The rule that renames the saved names, for a conversion.
             prefix, word = insertion
             long, short = (f"{prefix}{{p*}}", "{p*}") if prefix else (f"{{a*}}.{word}.{{b*}}", "{a*}.{b*}")
             difference = f"begin with {prefix!r}" if prefix else f"contain {f'{word}.'!r}"
             old, new = (long, short) if longer is saved_names else (short, long)
             rule = f"muonckpt convert OLD NEW --to-format dcp --rules FILE, with [[rule]] from = {old!r}, to = {new!r}"
+            # Torch's functions leave a wrapper out of the program's names; in a checkpoint only a rule does.
             unwrapped = "get_state_dict, and the names of the model without its wrapper, do not have it"
             cure = f"{unwrapped}; or {rule}" if prefix else unwrapped
             return f"names in the {side} {difference}, the others do not: {rule if side == 'checkpoint' else cure}"
@@ -242,9 +245,11 @@ def _find_insertion(longer: set[str], shorter: set[str]) -> tuple[str, str] | No
     example = min(shorter, default=None)
     if example is None:
         return None
+    # A prefix before all names, as DDP's.
     for prefix in sorted(name.removesuffix(example) for name in longer if name.endswith(f".{example}")):
         if all(f"{prefix}{name}" in longer for name in shorter):
             return prefix, ""
+    # A part inside names, as a compiler's or a checkpoint wrapper's.
     long_parts, short_parts = ({*chain.from_iterable(name.split(".") for name in names)} for names in (longer, shorter))
     for word in sorted(long_parts - short_parts):
         if {".".join(filter(word.__ne__, name.split("."))) for name in longer} >= shorter:

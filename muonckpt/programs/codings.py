@@ -102,6 +102,7 @@ def coefficients(of_steps: bool) -> Coding:
         match numbers:
             case None:
                 return steps
+            # A triple for each step.
             case [[*_], *_]:
                 rows = tuple((float(a), float(b), float(c)) for a, b, c in numbers)
                 return {"ns": _set_name(rows), "ns_steps": len(rows)}
@@ -112,6 +113,7 @@ def coefficients(of_steps: bool) -> Coding:
     def write(common: OptionValues, shape: Index) -> OptionValues | None:
         if "ns" not in common:
             return common
+        # A program with one triple for all steps can only write equal ones.
         rows = _schedule(common)
         if rows is None or (len(set(rows)) > 1 and not of_steps):
             return None

@@ -79,6 +79,7 @@ def dialect_at(dialect: Dialect, keys: Keys) -> Dialect:
         by_place = dict(zip(map(str, keys.optimizers), templates, strict=True))
         return Templates(by_place) if len(by_place) > 1 else next(iter(by_place.values()))
 
+    # Several optimizers have templates each, told apart by their place.
     state: AnyTemplate = dialect.state
     option, model = dialect.option, dialect.model
     if keys.optimizers:
@@ -115,6 +116,7 @@ def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str
         )
     if unknown_roots := sorted(roots.keys() - {*ROOTS}):
         raise TargetError(f"`roots=`: expected one of {', '.join(ROOTS)}, found {unknown_roots[0]!r}")
+    # The target's optimizer lies in one place, in its own form or the one asked for.
     flat = dialect.state == FLAT if form is None else form == "flat"
     if flat and dialect.numbered:
         raise TargetError(f"`keys=`: {dialect.name} knows parameters by number, and flat keys have names")
@@ -186,11 +188,13 @@ def _number_order(place: OptimizerPlace) -> tuple[object, ...]:
 
 def _find_model(weights: Iterable[KeyPath], names: Collection[str]) -> ModelPlace | None:
     """Return the place where most of these parameters are; one that is called ``model`` comes before its copies."""
+    # A weight's key can be split into place and name at every dot.
     counts: Counter[ModelPlace] = Counter()
     for path in weights:
         leaf = str(path[-1])
         starts = (0, *(match.end() for match in re.finditer(r"\.", leaf)))
         counts.update(ModelPlace(path[:-1], leaf[:start]) for start in starts if leaf[start:] in names)
+    # Copies, such as averages of weights, are under other names than the model.
     candidates = [place for place, count in counts.items() if count == max(counts.values())]
     usual = [place for place in (ModelPlace(("model",)), ModelPlace(())) if place in candidates]
     models = usual or [place for place in candidates if "model" in (*place.root[-1:], place.prefix.removesuffix("."))]
@@ -278,6 +282,7 @@ def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
 
 def momentum_note(manifest: Manifest) -> tuple[str, ...]:
     """Say which convention the momenta of a checkpoint ``with_slots`` have, and why; empty if it has none."""
+    # A manifest of ours records it; else the program has one or none.
     recorded = {tensor.convention for tensor in manifest.tensors if tensor.convention is not None}
     if recorded:
         return (f"momentum: {' and '.join(sorted(recorded))}, because the manifest records it",)
@@ -320,6 +325,7 @@ def _by_marks(keys: Keys) -> Detected:
     """Return the program that the slots and options tell, or none."""
     places = ", ".join(map(str, keys.optimizers))
     reason = f"{places} has torch's {keys.form} keys, such as {keys.example!r}"
+    # Plug-ins are asked only where no built-in program has a mark.
     programs = DIALECTS
     claims = _claims(keys, programs)
     if not claims.marks:
@@ -343,6 +349,7 @@ def _claims(keys: Keys, dialects: Mapping[str, Dialect]) -> _Claims:
     """Return the programs whose marks the checkpoint bears; an option that a program never writes voids its claim."""
     marks, void, closed = dict[str, str](), list[str](), dict[bool, str]()
     for dialect in dialects.values():
+        # Options count in groups with momentum, if there are any: others are of AdamW.
         momentum_options = dialect.options_called("momentum")
         with_momentum = [group for group in keys.groups if momentum_options & group]
         groups = with_momentum or keys.groups
@@ -360,6 +367,7 @@ def _claims(keys: Keys, dialects: Mapping[str, Dialect]) -> _Claims:
                     void.append(_void_sentence(f"it has the {mark} of {dialect.who}", unknown_options))
                 else:
                     marks.setdefault(dialect.name, f"only it writes the {mark}")
+    # Of programs with torch's options alone, one with keys at their home goes first.
     if closed:
         why = "its groups have the options of torch.optim.Muon, such as 'ns_coefficients', and no others"
         at_home = max(closed)

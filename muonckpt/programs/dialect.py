@@ -397,6 +397,7 @@ class Dialect:
         for candidate in candidates:
             if needed <= candidate.slots.keys():
                 return candidate
+        # No method has slots for all of that state.
         slots = sorted({slot for candidate in candidates for slot in candidate.slots.values()})
         available = ", ".join(slots) or "no such method"
         missing = ", ".join(sorted(method.slots[name] for name in needed))

@@ -60,6 +60,7 @@ def _code_settings(arguments: Mapping[str, object]) -> Iterator[tuple[str, tuple
     mode = arguments.get("muon_tp_mode")
     values = map(arguments.get, ("tensor_model_parallel_size", "expert_tensor_parallel_size"))
     sizes = {size for size in values if type(size) is int}
+    # Matrices that no rank cut are whole.
     if sizes and max(sizes) == 1:
         return
     ranks = "/".join(map(str, sorted(sizes - {1}))) or "N"

@@ -42,12 +42,14 @@ class ColumnReader:
     """
 
     def __init__(self, names: Any, boxes: Any) -> None:
+        # The lists to which all tensors refer.
         if type(names) is not list or set(map(type, names)) - {str} or len(set(names)) != len(names):
             raise TypeError(f"expected different names of files, got {names!r:.200}")
         if type(boxes) is not list:
             raise TypeError(f"expected lists of boxes, got {boxes!r:.200}")
         for name in names:
             check_name(name)
+        # Chunks accumulate as lists until a block is full.
         self._names = tuple(names)
         self._builder = ColumnsBuilder()
         self._box_lists = boxes
@@ -110,6 +112,7 @@ class ColumnReader:
         digests, *lists = self._pending
         numbers = [_numbers(name, values) for name, values in zip(_NUMBERS, lists, strict=True)]
         file, item, item_length, payload, payload_length, crc32 = numbers
+        # Numbers that are valid alone may not fit each other.
         if len(file) and file.max() >= len(self._names):
             raise DamageError(f"damaged manifest: expected numbers of {len(self._names)} files, found {file.max()}")
         if len(crc32) and crc32.max() > _MAX_CRC32:

@@ -300,6 +300,7 @@ def select_chunks(selections: Sequence[tuple[Chunks, tuple[int, ...]]]) -> list[
     for chunks, numbers in selections:
         rows.append(start + np.array(numbers, np.int64))
         start += len(chunks)
+    # One selection from the joined columns of all tensors.
     columns = columns_of(chunks for chunks, _ in selections).select(np.concatenate(rows))
     selected, start = [], 0
     for chunks, numbers in selections:

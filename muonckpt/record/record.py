@@ -214,12 +214,14 @@ class Manifest:
 
     def _json_parts(self) -> Iterator[str]:
         numbers, layouts = _number_layouts(self.tensors)
+        # Values that tensors share are written once, before them.
         chunks = ColumnWriter([tensor.chunks for tensor in self.tensors])
         yield f'{{"format": "muonckpt", "version": {MANIFEST_VERSION},\n "provenance": {compact(self.provenance)},'
         yield f'\n "data_files": {compact(chunks.names)},\n "layouts": [\n  '
         yield from _lines(layouts)
         yield '\n ],\n "boxes": [\n  '
         yield from _lines(chunks.boxes)
+        # One line for each tensor and each item.
         yield f"\n ],{_TENSORS.decode()}"
         yield from _lines(map(_tensor_json, self.tensors, numbers, chunks.texts()))
         yield _BLOBS.decode()
@@ -264,6 +266,7 @@ class Manifest:
 
     @classmethod
     def _of_fields(cls, text: bytes, data: Any, blocks: Iterator[list[Any]] | None) -> Manifest:
+        # The text is the one that was written, and of this version.
         check_seal(text, data)
         if data["format"] != "muonckpt" or data["version"] != MANIFEST_VERSION:
             raise SourceError(
@@ -369,6 +372,7 @@ def _tensors(
         values = list(values)
         return list(map(distinct.setdefault, values, values))
 
+    # One reader for each field of a block of tensors: a call for each value would take longer than all else.
     readers: Mapping[str, Callable[[Sequence[Any]], Iterable[Any]]] = {
         "key": lambda keys: once(all_strings(keys)),
         "path": lambda paths: once(map(tuple, map(once, all_key_paths(paths)))),
@@ -382,6 +386,7 @@ def _tensors(
         "fingerprint": partial(all_optional, matching(FINGERPRINT)),
     }
     fields_of = itemgetter("chunks", *readers)
+    # A block at a time, so that objects of few lines are in memory at once.
     records: list[tuple[Any, ...]] = []
     for block in blocks:
         if entries := list(map(fields_of, block)):

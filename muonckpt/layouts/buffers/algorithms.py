@@ -166,10 +166,12 @@ def _grown_buckets(
     bucket: list[Parameter] = []
     filled = [0] * ranks
     for parameter in reversed(parameters):
+        # A tied parameter has a bucket of its own.
         if parameter.tied:
             yield from (bucket, [parameter])
             bucket, filled = [], [0] * ranks
             continue
+        # A full bucket still takes what fits into its padding.
         fits_padding = round_up(min(filled), ALIGNMENT) + parameter.numel <= round_up(max(filled), divisor)
         if not fits_padding and _is_full(bucket, ranks, bucket_size):
             yield bucket
@@ -293,6 +295,7 @@ def _with_owners(
     bucket_size: int | None,
 ) -> tuple[BufferLayout, ...]:
     """Deal the parameters in this order to ranks 0 … n-1, n-1 … 0, and so on, dense and expert ones by themselves."""
+    # Owners.
     counts: defaultdict[bool, int] = defaultdict(int)
     owners = {}
     for parameter in in_order:
@@ -300,6 +303,7 @@ def _with_owners(
         turn = counts[parameter.expert] % (2 * ranks)
         owners[parameter.name] = min(turn, 2 * ranks - 1 - turn)
         counts[parameter.expert] += 1
+    # Buffers: neighbours of one owner are one shard.
     layouts = []
     for group, entries, buckets in buffers:
         shards, options = owner_shards(entries.values(), buckets[-1][1], owners), {"bucket_size": bucket_size}

@@ -55,6 +55,7 @@ def end_to_end(
     """
     ranges: dict[str, PlacedParameter] = {}
     buckets: list[Span] = []
+    # Parameters are aligned, and buckets padded at their ends.
     start = 0
     for parameters in contents:
         stop = start

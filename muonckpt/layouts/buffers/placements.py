@@ -70,6 +70,7 @@ def _place(name: str, request: PlacementRequest) -> tuple[BufferLayout, ...]:
             buffers = algorithms.balanced(matrices, sizes, bucket_size, request.previous)
         case _:
             return algorithms.legacy_pingpong(request.parameters, sizes, bucket_size, request.groups)
+    # Parameters that are no matrices may be cut anywhere.
     others = [parameter for parameter in request.parameters if parameter.name not in request.matrices]
     return buffers + algorithms.distributed_optimizer(others, sizes, bucket_size, request.busbw)
 

@@ -78,6 +78,7 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
         )
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise SourceError(f"damaged buffer layout: {error}") from error
+    # Derived fields, such as owners and padding, have to be those of the layout.
     written = to_json(layout)
     if inconsistent := [key for key in LAYOUT if data[key] != written[key]]:
         raise SourceError(f"damaged buffer layout: {inconsistent} do not agree with the rest")
