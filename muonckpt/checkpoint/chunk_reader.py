@@ -10,14 +10,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
-from ..algebra.box import Box, Index
+from ..algebra.box import Box
 from ..names.errors import DamageError, SourceError
+from ..record.columns import UNKNOWN
 from ..record.record import Chunk, Extent, StateRecord, with_chunks
 from ..store.io.checksums import JoinedCrc, crc32
 from ..store.open_checkpoint import OpenCheckpoint
@@ -28,6 +30,9 @@ from .live_state import LocalParts
 from .reading_plan import ChunkRange, ReadingRound
 
 T = TypeVar("T")
+
+_GAP_BYTES = 64 << 10
+"""Largest gap between two small ranges of a file that one read includes."""
 
 _ALIGNMENT = 64
 """Reads of several items begin at multiples of it, so that items which are aligned in their file are so in memory."""
@@ -51,24 +56,37 @@ class PartialSum:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Read:
+class _Read(NamedTuple):
     """A range of a chunk that this rank reads.
 
     Attributes:
-        extent: its bytes; None if they are no run that can be checked by itself, and so are gathered box by box.
+        tensor: with located chunks, of which this one is ``chunks[number]``.
         boxes: of its elements in the tensor, in their order.
+        file, offset, length: its bytes; the length is `UNKNOWN` if they are no run that can be checked by itself, so
+            that they are gathered box by box.
+        digest: the xxh3-128 of these bytes, where it is recorded.
     """
 
     tensor: StateRecord
-    chunk: Chunk
+    number: int
     range: ChunkRange
-    extent: Extent | None
     boxes: tuple[Box, ...]
+    file: str
+    offset: int
+    length: int
+    digest: bytes | None
 
     @property
-    def file(self) -> str:
-        return self.chunk.item.file
+    def chunk(self) -> Chunk:
+        return self.tensor.chunks[self.number]
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.file, self.offset, self.length)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,21 +121,23 @@ class ChunkReader:
 
     def _reads_of(self, of_all: ReadingRound, place: int) -> list[_Read]:
         """Open the items of this rank's chunks, and no others, and list its reads in the order of files."""
-        ranges: defaultdict[str, list[tuple[ChunkRange, tuple[Box, ...]]]] = defaultdict(list)
-        tensors: dict[str, StateRecord] = {}
-        for tensor, reading in of_all.readings:
-            for number in reading.numbers_by_reader.get(place, ()):
-                tensors[tensor.key] = tensor
-                ranges[tensor.key].append((reading.ranges[number], reading.boxes[number]))
-        numbers = [sorted({part.chunk for part, _ in ranges[key]}) for key in tensors]
-        located = self._checkpoint.locate(with_chunks([*tensors.values()], numbers))
-        reads = []
-        for tensor, chunk_numbers in zip(located, numbers, strict=True):
-            chunks = dict(zip(chunk_numbers, tensor.chunks, strict=True))
-            reads += [
-                _Read(tensor, chunks[part.chunk], part, _extent(tensor, chunks[part.chunk], part), boxes)
-                for part, boxes in ranges[tensor.key]
-            ]
+        readings = [pair for pair in of_all.readings if place in pair[1].numbers_by_reader]
+        chunks = [reading.chunks_of(place) for _, reading in readings]
+        located = self._checkpoint.locate(with_chunks([tensor for tensor, _ in readings], chunks))
+        # Tensors mostly share their columns, of which all rows are looked at together.
+        by_columns: defaultdict[int, list[int]] = defaultdict(list)
+        for number, tensor in enumerate(located):
+            by_columns[id(tensor.chunks.columns)].append(number)
+        reads: list[_Read] = []
+        for numbers in by_columns.values():
+            ranges = []
+            for number in numbers:
+                _, reading = readings[number]
+                index_of = {chunk: index for index, chunk in enumerate(chunks[number])}
+                for of_range in reading.numbers_by_reader[place]:
+                    part, boxes = reading.ranges[of_range], reading.boxes[of_range]
+                    ranges.append((located[number], index_of[part.chunk], part, boxes))
+            reads += _located_reads(ranges)
         return sorted(reads, key=_order)
 
     def check(self) -> None:
@@ -132,22 +152,18 @@ class ChunkReader:
         Args:
             is_checked: `check` has been called; else they are checked now.
         """
-        elements: defaultdict[str, dict[tuple[int, int], Sequence[Tensor]]] = defaultdict(dict)
-        boxes: defaultdict[str, dict[tuple[int, int], Sequence[Box]]] = defaultdict(dict)
+        elements: defaultdict[str, list[tuple[_Read, Sequence[Tensor]]]] = defaultdict(list)
         for reads in self._near_reads(self._rounds[number]):
             raw_bytes = self._guarded(reads[0], partial(self._raw_bytes, reads)) or [None] * len(reads)
             for read, raw in zip(reads, raw_bytes, strict=True):
-                parts = self._guarded(read, partial(self._elements, read, raw, is_checked))
-                place = read.range.chunk, read.range.start
-                boxes[read.tensor.key][place] = read.boxes
-                elements[read.tensor.key][place] = _zeros(read) if parts is None else parts
-        local = {}
-        for key in elements:
-            by_first: dict[Index, Tensor] = {}
-            for place in sorted(elements[key]):  # chunk by chunk, as plans count elements
-                by_first |= zip((box.lo for box in boxes[key][place]), elements[key][place], strict=True)
-            local[key] = LocalParts.of(by_first)
-        return local
+                parts: Sequence[Tensor] | None
+                if raw is not None and read.digest and read.digest == xxhash.xxh3_128_digest(raw):
+                    parts = _split(read, raw)
+                else:
+                    parts = self._guarded(read, partial(self._elements, read, raw, is_checked))
+                if read.boxes:
+                    elements[read.tensor.key].append((read, _zeros(read) if parts is None else parts))
+        return {key: _joined(of_tensor) for key, of_tensor in elements.items()}
 
     def _guarded(self, read: _Read, action: Callable[[], T]) -> T | None:
         """Return what an action returns; note its error as a fault of the read's file, and return None."""
@@ -173,24 +189,21 @@ class ChunkReader:
 
     def _is_near(self, group: Sequence[_Read], read: _Read) -> bool:
         """Return whether a read can be done in one call with those before it."""
-        first, last = group[0].extent, group[-1].extent
-        if first is None or last is None or read.extent is None or read.file != group[0].file:
+        first, last = group[0], group[-1]
+        if UNKNOWN in (read.length, last.length) or read.file != first.file:
             return False
-        file = self._guarded(read, partial(self._payloads.open_file, read.file, 0))
-        is_close = file is not None and read.extent.offset <= last.end + file.gap
-        return is_close and read.extent.end - first.offset <= BAND_BYTES
+        return read.offset <= last.end + _GAP_BYTES and read.end - first.offset <= BAND_BYTES
 
     def _raw_bytes(self, reads: Sequence[_Read]) -> Sequence[memoryview | None]:
         """Read the bytes of reads that are near each other; None for one alone, which is checked band by band."""
         if len(reads) == 1:
             return [None]
-        extents = [read.extent for read in reads if read.extent is not None]
-        start = extents[0].offset // _ALIGNMENT * _ALIGNMENT
-        stop = max(extent.end for extent in extents)
+        start = reads[0].offset // _ALIGNMENT * _ALIGNMENT
+        stop = max(read.end for read in reads)
         raw = np.empty(stop - start, np.uint8).data
-        for _ in self._payloads.fill_bands(Extent(extents[0].file, start, stop - start), raw):
+        for _ in self._payloads.fill_bands(Extent(reads[0].file, start, stop - start), raw):
             pass
-        return [raw[extent.offset - start : extent.end - start] for extent in extents]
+        return [raw[read.offset - start : read.end - start] for read in reads]
 
     def _elements(self, read: _Read, raw: memoryview | None, is_checked: bool) -> Sequence[Tensor]:
         """Return the elements of each box of a read, after checking them unless that was done before."""
@@ -198,10 +211,10 @@ class ChunkReader:
             if not is_checked:
                 self._check(read, ())
             return ()
-        if read.extent is None:
+        if read.length == UNKNOWN:
             return [*self._gathered(read, is_checked)]
         if raw is None:
-            raw = np.empty(read.extent.length, np.uint8).data
+            raw = np.empty(read.length, np.uint8).data
             parts: Iterable[memoryview] = self._payloads.fill_bands(read.extent, raw)
         else:
             parts = (raw,)
@@ -210,12 +223,7 @@ class ChunkReader:
                 pass
         else:
             self._check(read, parts)
-        elements = torch.frombuffer(raw, dtype=torch.uint8)
-        if elements.data_ptr() % read.dtype.itemsize:  # torch's kernels crash on elements of 16 bytes at such places
-            elements = elements.clone()
-        elements = elements.view(read.dtype)
-        by_box = torch.split(elements, [box.numel for box in read.boxes])
-        return [part.view(box.shape) for part, box in zip(by_box, read.boxes, strict=True)]
+        return _split(read, raw)
 
     def _gathered(self, read: _Read, is_checked: bool) -> Iterator[Tensor]:
         """Yield elements that do not lie in row-major order, or whose checksum is that of the whole chunk."""
@@ -239,22 +247,20 @@ class ChunkReader:
         Args:
             parts: its bytes as they are read; none if they are still to be read.
         """
-        tensor, chunk, extent = read.tensor, read.chunk, read.extent
-        if extent is None:
+        tensor, chunk = read.tensor, read.chunk
+        if read.length == UNKNOWN:
             if chunk not in self._checked:
                 check_chunk(self._payloads, tensor, chunk)
                 self._checked.add(chunk)
         elif read.range.is_whole:
-            check_bytes(self._payloads, tensor, chunk, parts or self._payloads.bands(extent))
+            check_bytes(self._payloads, tensor, chunk, parts or self._payloads.bands(read.extent))
         else:
             payload = payload_of(tensor, chunk)
-            assert chunk.crc32 is not None, "else it is no extent"
-            start = extent.offset - payload.offset
-            total = crc32(parts or self._payloads.bands(extent))
-            sum_of_part = PartialSum(
-                tensor.key, read.range.chunk, payload.length, chunk.crc32, start, start + extent.length, total
-            )
-            self.sums.append(sum_of_part)
+            assert chunk.crc32 is not None, "else its bytes would not be known as a run"
+            start = read.offset - payload.offset
+            total = crc32(parts or self._payloads.bands(read.extent))
+            of_range = tensor.key, read.range.chunk, payload.length, chunk.crc32, start, start + read.length, total
+            self.sums.append(PartialSum(*of_range))
         for _ in parts:  # some checks read the file itself
             pass
 
@@ -283,12 +289,51 @@ def judge_sums(checkpoint: OpenCheckpoint, sums: Iterable[PartialSum]) -> None:
         raise DamageError(f"tensor {key!r} box {chunk.box}: a rank read other bytes than {chunk.item.file} has")
 
 
-def _extent(tensor: StateRecord, chunk: Chunk, part: ChunkRange) -> Extent | None:
-    """Return the bytes of a range; None if they are no run, or the chunk has no checksum that parts could add up to."""
-    if chunk.strides is not None or not (part.is_whole or chunk.crc32 is not None):
-        return None
-    payload, size = payload_of(tensor, chunk), itemsize(tensor.dtype)
-    return Extent(payload.file, payload.offset + part.start * size, (part.stop - part.start) * size)
+def _located_reads(ranges: Sequence[tuple[StateRecord, int, ChunkRange, tuple[Box, ...]]]) -> Iterator[_Read]:
+    """Yield reads of ranges whose chunks are located: rows of the same columns.
+
+    Raises:
+        SourceError: a payload has another length than the elements of its box.
+    """
+    columns = ranges[0][0].chunks.columns
+    rows = np.array([tensor.chunks.start + number for tensor, number, _, _ in ranges], np.int64)
+    files = [columns.names[file] for file in columns.file[rows].tolist()]
+    offsets, lengths = columns.payload(rows).tolist(), columns.payload_length(rows).tolist()
+    has_crc32, has_digest = (columns.crc32[rows] != UNKNOWN).tolist(), columns.has_digest[rows].tolist()
+    digests = columns.digest[rows].tobytes()
+    for row, (tensor, number, part, boxes) in enumerate(ranges):
+        size, offset, length = itemsize(tensor.dtype), offsets[row], lengths[row]
+        if lengths[row] != tensor.boxes.numel[number] * size:
+            payload_of(tensor, tensor.chunks[number])  # raises
+        digest = digests[16 * row : 16 * row + 16] if part.is_whole and has_digest[row] else None
+        if (tensor.chunks.strides and tensor.chunks.strides[number]) or not (part.is_whole or has_crc32[row]):
+            length, digest = UNKNOWN, None
+        elif not part.is_whole:
+            offset, length = offset + part.start * size, (part.stop - part.start) * size
+        yield _Read(tensor, number, part, boxes, files[row], offset, length, digest)
+
+
+def _split(read: _Read, raw: memoryview) -> Sequence[Tensor]:
+    """Return the elements of each box of a read, in its bytes."""
+    elements = torch.frombuffer(raw, dtype=torch.uint8)
+    if elements.data_ptr() % read.dtype.itemsize:  # torch's kernels crash on elements of 16 bytes at such places
+        elements = elements.clone()
+    elements = elements.view(read.dtype)
+    if len(read.boxes) == 1:
+        return (elements.view(read.boxes[0].shape),)
+    by_box = torch.split(elements, [box.numel for box in read.boxes])
+    return [part.view(box.shape) for part, box in zip(by_box, read.boxes, strict=True)]
+
+
+def _joined(reads: Sequence[tuple[_Read, Sequence[Tensor]]]) -> LocalParts:
+    """Return the elements of all reads of a tensor, chunk by chunk, as plans count them."""
+    if len(reads) > 1:
+        reads = sorted(reads, key=lambda pair: (pair[0].range.chunk, pair[0].range.start))
+    boxes, parts = list[Box](), list[Tensor]()
+    for read, of_read in reads:
+        boxes += read.boxes
+        parts += of_read
+    return LocalParts.of(boxes, parts)
 
 
 def _zeros(read: _Read) -> Sequence[Tensor]:
@@ -297,4 +342,4 @@ def _zeros(read: _Read) -> Sequence[Tensor]:
 
 
 def _order(read: _Read) -> tuple[str, int, int]:
-    return read.chunk.item.file, read.chunk.item.offset, read.range.start
+    return read.file, read.offset, read.range.start

@@ -143,14 +143,17 @@ class LocalParts:
     starts: tuple[int, ...]
 
     @classmethod
-    def of(cls, parts: Parts) -> LocalParts:
-        boxes = tuple(Box.of(tuple(part.shape)).shift(lo) for lo, part in parts.items())
-        return cls(boxes, tuple(parts.values()), tuple(accumulate((box.numel for box in boxes), initial=0))[:-1])
+    def of(cls, boxes: Sequence[Box], parts: Iterable[Tensor]) -> LocalParts:
+        starts = (0,) if len(boxes) == 1 else tuple(accumulate((box.numel for box in boxes), initial=0))[:-1]
+        return cls(tuple(boxes), tuple(parts), starts)
 
-    def view(self, offset: int, lo: Sequence[int], hi: Sequence[int]) -> Tensor:
+    def view(self, offset: int, lo: Index, hi: Index) -> Tensor:
         """Return the elements of a box that lies in the part with the offset."""
         number = bisect_right(self.starts, offset) - 1
-        origin = self.boxes[number].lo
+        box = self.boxes[number]
+        if lo == box.lo and hi == box.hi:
+            return self.parts[number]
+        origin = box.lo
         return self.parts[number][tuple(slice(a - at, b - at) for a, b, at in zip(lo, hi, origin, strict=True))]
 
 
@@ -264,7 +267,13 @@ class LiveState:
         return {number: digest_of_object(self.flat[key]) for number, key in objects}
 
     def local(self, key: str) -> LocalParts:
-        return LocalParts.of(self.parts.get(key, {}))
+        """Return the elements of a tensor that are here."""
+        kind = self._kinds.get(key)
+        return NO_PARTS if kind is None else LocalParts.of(kind.boxes, self.parts[key].values())
+
+    @cached_property
+    def _kinds(self) -> Mapping[str, HeldTensor]:
+        return dict(self.described.tensors())
 
     def placed_on(self, state: RankState) -> list[tuple[int, ...]]:
         """Return the global ranks that hold each kind in a part of ``described``, none where no placements say it."""

@@ -39,6 +39,7 @@ from ..names.vocabulary import HISTORY_OPTIONS, has_our_options
 from ..programs.detection import detect, with_slots
 from ..record.columns import UNKNOWN
 from ..record.record import Blob, StateRecord
+from ..store.io.limits import gc_paused
 from ..store.io.location import Location, Remote, location
 from ..store.open_checkpoint import OpenCheckpoint, checked_blob
 from ..store.verify.diagnosis import open_to_load
@@ -268,6 +269,7 @@ class JointLoad:
             raise ArgumentError(f"memory is a number of bytes, at least 1, or None; got {self.memory!r}")
         return selection(self.allow_extra, self.fresh)
 
+    @gc_paused()
     def run(self) -> LoadReport:
         """Load in place, or fail on all ranks with one error."""
         # 1. The checkpoint is opened once, and all ranks hear what all of them ask for.
@@ -317,8 +319,12 @@ class JointLoad:
         extra, globs = self._selection
         live = self._live = LiveState.of(self.state_dict, "to load into")
         self._checkpoint = checkpoint
+        proved = set[object]()
         for tensor in checkpoint.outline.tensors:
-            tensor.chunk_layout()  # proves that the chunks tile it; no item is opened
+            geometry = tensor.shape, id(tensor.boxes), tensor.chunks.strides
+            if geometry not in proved:
+                tensor.chunk_layout()  # proves that the chunks tile it; no item is opened
+                proved.add(geometry)
         entries: list[StateRecord | Blob] = [*checkpoint.outline.tensors, *checkpoint.outline.blobs]
         self._stored = Stored(entries, partial(self.files.value_of, checkpoint), place_in(self.group))
         template = LoadTemplate.of(live, extra.matches_all)

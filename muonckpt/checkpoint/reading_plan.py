@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import chain, pairwise
+from operator import and_
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..algebra.box import Box, Index, flat_boxes
 from ..algebra.layout import TensorLayout
 from ..algebra.overlap import overlaps
+from ..record.columns import Columns
 from ..record.record import Blob, StateRecord
 from ..store.reading.dtypes import itemsize
 from .live_state import RankBoxes, RankState, filled_layout
@@ -133,20 +136,32 @@ class TensorReading:
         return sum(part.stop - part.start for part in self.ranges)
 
     @cached_property
-    def elements_by_reader(self) -> Mapping[int, int]:
-        """The elements that each rank has in memory after it has read its ranges."""
-        elements: Counter[int] = Counter()
-        for part in self.ranges:
-            elements[part.reader] += (part.stop - part.start) * part.is_asked
-        return elements
-
-    @cached_property
     def numbers_by_reader(self) -> Mapping[int, tuple[int, ...]]:
         """The numbers of each rank's ranges."""
         numbers: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
         for number, part in enumerate(self.ranges):
             numbers[part.reader] += (number,)
         return dict(numbers)
+
+    @cached_property
+    def _chunks_by_reader(self) -> Mapping[int, Sequence[int]]:
+        chunks: defaultdict[int, dict[int, None]] = defaultdict(dict)
+        for part in self.ranges:
+            chunks[part.reader][part.chunk] = None
+        return {reader: sorted(of_reader) for reader, of_reader in chunks.items()}
+
+    def chunks_of(self, reader: int) -> Sequence[int]:
+        """Return the numbers of the chunks of which a rank reads something, ascending."""
+        return self._chunks_by_reader[reader]
+
+
+@lru_cache(maxsize=4096)
+def _bytes_by_reader(reading: TensorReading, num_ranks: int, itemsize: int) -> NDArray[np.int64]:
+    """Return the bytes that each rank has in memory after it has read its ranges, ``[ranks]``.  Cached."""
+    counts: NDArray[np.int64] = np.zeros(num_ranks, np.int64)
+    for part in reading.ranges:
+        counts[part.reader] += (part.stop - part.start) * itemsize * part.is_asked
+    return counts
 
 
 @dataclass(frozen=True)
@@ -212,14 +227,12 @@ class ReadingPlan:
             rounds.append(ReadingRound(tuple(readings), moves, divide_in_stages(moves, num_ranks, wire_memory)))
 
         for tensor, reading in planner.readings(tensors, request):
-            elements = reading.elements_by_reader
-            size, places = itemsize(tensor.dtype), [*elements]
-            added = np.array([*elements.values()], np.int64) * size
-            if readings and int((filled[places] + added).max(initial=0)) > read_memory:
+            added = _bytes_by_reader(reading, num_ranks, itemsize(tensor.dtype))
+            if readings and int((filled + added).max()) > read_memory:
                 finish_round()
                 readings, filled = [], np.zeros(num_ranks, np.int64)
             readings.append((tensor, reading))
-            filled[places] += added
+            filled += added
         if readings:
             finish_round()
         object_readers: dict[str, int] = {}
@@ -264,6 +277,7 @@ class _Planner:
     readers: FileReaders
     ranks: Sequence[int]
     max_bytes: int
+    _by_columns: dict[int, tuple[tuple[Sequence[int], ...], tuple[bool, ...]]] = field(default_factory=dict)
 
     def readings(
         self, tensors: Sequence[StateRecord], request: JointRequest
@@ -291,14 +305,23 @@ class _Planner:
 
     def _able_ranks(self, tensor: StateRecord) -> tuple[tuple[Sequence[int], ...], tuple[bool, ...]]:
         """Return for each chunk the ranks that can read it, and whether several of them may read parts of it."""
-        columns, rows = tensor.chunks.columns, slice(tensor.chunks.start, tensor.chunks.stop)
-        files = columns.file[rows].tolist()
-        by_file = {number: self.readers.of(columns.names[number]) for number in {*files}}
-        # Items that are still closed have a CRC-32 inside, as torch.save writes it; that of parts can be joined.
-        has_crc = (columns.crc32[rows] >= 0) | (columns.payload_length(rows) < 0)
-        is_dense = [strides is None for strides in tensor.chunks.strides or (None,) * len(files)]
-        divisible = has_crc & np.array(is_dense, np.bool_) & self.readers.divides_chunks
-        return tuple(by_file[number] for number in files), tuple(divisible.tolist())
+        chunks = tensor.chunks
+        able, divisible = self._rows_of(chunks.columns)
+        rows = slice(chunks.start, chunks.stop)
+        if chunks.strides is None:
+            return able[rows], divisible[rows]
+        is_dense = (strides is None for strides in chunks.strides)
+        return able[rows], tuple(map(and_, divisible[rows], is_dense))
+
+    def _rows_of(self, columns: Columns) -> tuple[tuple[Sequence[int], ...], tuple[bool, ...]]:
+        """Return the same for all rows of columns, which tensors mostly share."""
+        if id(columns) not in self._by_columns:
+            by_file = [self.readers.of(name) for name in columns.names]
+            # Items that are still closed have a CRC-32 inside, as torch.save writes it; that of parts can be joined.
+            divisible = ((columns.crc32 >= 0) | (columns.payload_length() < 0)) & self.readers.divides_chunks
+            able = tuple(by_file[number] for number in columns.file.tolist())
+            self._by_columns[id(columns)] = able, tuple(divisible.tolist())
+        return self._by_columns[id(columns)]
 
     def _plan_geometry(
         self,

@@ -33,6 +33,7 @@ from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
 from ..store.io import lock, publish
 from ..store.io.checksums import Sums, xxh3_128
+from ..store.io.limits import gc_paused
 from ..store.io.location import Location, location
 from ..store.io.new_file import create_file
 from .all_ranks import decide_on_first, place_in, refuse_crossed, refuse_differing, scatter_from_first
@@ -139,6 +140,7 @@ class JointSave:
         self._held: int | None = None
         """The descriptor of its lock, which tells other saves that this one lives."""
 
+    @gc_paused()
     def run(self, state: Callable[[], LiveState]) -> None:
         """Save what ``state`` returns, or fail on all ranks with one error and leave nothing."""
         try:

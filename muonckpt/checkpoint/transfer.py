@@ -117,7 +117,7 @@ class Transfer:
 
 def views(parts: LocalParts, side: CopySide) -> Iterator[Tensor]:
     """Yield the elements of each copy of a side."""
-    return map(parts.view, side.offset.tolist(), side.lo.tolist(), side.hi.tolist())
+    return map(parts.view, side.offset.tolist(), map(tuple, side.lo.tolist()), map(tuple, side.hi.tolist()))
 
 
 def _parcels(portions: Sequence[tuple[CopySide, LocalParts, Box]], num_ranks: int) -> _Parcels:

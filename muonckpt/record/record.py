@@ -148,6 +148,8 @@ class StateRecord:
 
 def with_chunks(tensors: Sequence[StateRecord], numbers: Sequence[Sequence[int]]) -> list[StateRecord]:
     """Return tensors with the chunks of these ascending numbers alone, on columns that they share."""
+    if all(len(of_tensor) == len(tensor.chunks) for tensor, of_tensor in zip(tensors, numbers, strict=True)):
+        return [*tensors]
     pairs = zip(tensors, numbers, strict=True)
     selected = select_chunks([(tensor.chunks, tuple(of_tensor)) for tensor, of_tensor in pairs])
     return [replace(tensor, chunks=chunks) for tensor, chunks in zip(tensors, selected, strict=True)]

@@ -78,10 +78,8 @@ def write_torch_checkpointing(manifest: Manifest, directory: Location, others: M
 def _write_described(
     manifest: Manifest, directory: Location, others: Mapping[str, Callable[[], Iterable[bytes]]]
 ) -> None:
-    """Write the manifest, then the other descriptions in order.
-
-    Each is made twice, for its digest and to be written: it can take more memory than all else.
-    """
+    """Write the manifest, then the other descriptions in order."""
+    others = {name: _repeatable(make) for name, make in others.items()}
     digests = {name: xxh3_128(make()) for name, make in others.items()}
     texts = map(str.encode, replace(manifest, files=digests).json_parts())
     for name, parts in [(MANIFEST_FILE, texts), *((name, make()) for name, make in others.items())]:
@@ -89,6 +87,21 @@ def _write_described(
             write_parts(directory / name, parts)
         except OSError as error:
             raise DestinationError(f"cannot write {directory / name}: {error.strerror or error}") from error
+
+
+_KEPT_BYTES = 64 << 20
+"""Most bytes of a description that are kept from its digest until it is written; a longer one is made twice."""
+
+
+def _repeatable(make: Callable[[], Iterable[bytes]]) -> Callable[[], Iterable[bytes]]:
+    """Return a function that yields the same parts again, from memory unless they are too many."""
+    parts, size = list[bytes](), 0
+    for part in make():
+        parts.append(part)
+        size += len(part)
+        if size > _KEPT_BYTES:
+            return make
+    return lambda: parts
 
 
 _Value = TypeVar("_Value")
