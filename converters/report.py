@@ -99,7 +99,7 @@ class Report:
 
 def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> Report:
     """Say what a job will do; ``notes`` come before its own."""
-    of_ranks = job.container.of_ranks
+    of_ranks, items = job.container.of_ranks, job.arranged.items
     columns = job.rows.columns
     bare = np.flatnonzero(job.rows.has_elements & ~columns.has_digest & (columns.crc32 == UNKNOWN)).tolist()
     balance = tuple(_unbalanced(job)) if of_ranks else ()
@@ -110,7 +110,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
         ranks=job.target.ranks if of_ranks else None,
         mesh=dict(job.target.mesh) if of_ranks else None,
         layout=job.target.layout if of_ranks else None,
-        buffers=_summary(job.provenance.get("buffers", ())) if of_ranks else (),
+        buffers=_summary(job.arranged.provenance.get("buffers", ())) if of_ranks else (),
         files=tuple(
             FileReport(
                 destination.name if file.name == job.container.root else file.name,
@@ -126,12 +126,12 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
         avoided=job.reads_avoided,
         written=sum(file.length for file in job.files),
         unchecked=sum(not job.source.payloads.has_checksum(job.rows.at(row)[1]) for row in bare),
-        items_file=None if job.items is None else str(items_beside(destination)),
-        decoded=0 if job.items is None else len(job.items.decoded),
-        undecoded=() if job.items is None else job.items.undecoded,
-        left_out=job.left_out,
-        notes=(*notes, *job.notes, *balance),
-        checklist=job.checklist,
+        items_file=None if items is None else str(items_beside(destination)),
+        decoded=0 if items is None else len(items.decoded),
+        undecoded=() if items is None else items.undecoded,
+        left_out=job.outputs.left_out,
+        notes=(*notes, *job.outputs.notes, *balance),
+        checklist=job.outputs.checklist,
         compared=sum(tensor.fingerprint is not None for tensor in job.tensors),
     )
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -26,9 +26,9 @@ from ...store.io.location import Location, map_each
 from ...store.io.regular import open_regular
 from ...store.reading.payloads import Payloads
 from ..target.topology import Target
-from .container import Container, ItemFile, WriteRequest
+from .container import Arranged, Container, WriteRequest
 from .output_files import ChunkPlan, OutputFile
-from .outputs import Check, Outputs, OutputTensor, layout_digest, unnamed_state
+from .outputs import Outputs, OutputTensor, layout_digest, unnamed_state
 from .source_rows import Mask, SourceRows, Unchecked
 from .workers import Worker
 
@@ -56,8 +56,6 @@ class Job:
     Attributes:
         manifest: the part of the source's manifest that is read.
         state: the state of the source's files, which shows whether they change later.
-        recorded_layouts, provenance, items: as in `Arranged`.
-        left_out, notes, checklist: as in `Outputs`.
     """
 
     source: Source
@@ -66,19 +64,17 @@ class Job:
     target: Target
     container: Container
     select: tuple[str, ...]
-    outputs: tuple[OutputTensor, ...]
-    recorded_layouts: Mapping[str, Mapping[str, Any] | None]
-    provenance: Mapping[str, Any]
-    files: tuple[OutputFile, ...]
+    outputs: Outputs
+    arranged: Arranged
     rows: SourceRows
-    left_out: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    checklist: tuple[Check, ...] = ()
-    items: ItemFile | None = None
+
+    @property
+    def files(self) -> tuple[OutputFile, ...]:
+        return self.arranged.files
 
     @property
     def tensors(self) -> tuple[StateRecord, ...]:
-        return tuple(output.record for output in self.outputs)
+        return tuple(output.record for output in self.outputs.tensors)
 
     @property
     def bytes_to_check(self) -> int:
@@ -116,14 +112,14 @@ class Job:
 
     def _description(self) -> Iterator[bytes]:
         """Yield everything in which two jobs can differ."""
-        task = self.state, self.target, self.container.name, self.select, self.items
-        yield _text(*task, json.dumps(self.provenance), json.dumps(self.manifest.provenance))
+        task = self.state, self.target, self.container.name, self.select, self.arranged.items
+        yield _text(*task, json.dumps(self.arranged.provenance), json.dumps(self.manifest.provenance))
         columns, blobs = self.rows.columns, self.manifest.blobs
         yield _text(columns.names, blobs, [(tensor.key, len(tensor.chunks)) for tensor in self.manifest.tensors])
         yield from (column.tobytes() for column in (*columns.arrays, columns.frames))
-        tensors = {output.key: number for number, output in enumerate(self.outputs)}
+        tensors = {output.key: number for number, output in enumerate(self.outputs.tensors)}
         plans: dict[ChunkPlan, int] = {}
-        for output in self.outputs:
+        for output in self.outputs.tensors:
             sources = [(self.rows.first(chunks), len(chunks)) for chunks in output.sources]
             # The tensor without its chunks, and without its former layout, which nobody uses.
             record = tuple(value for name, value in record_fields(output.record).items() if name != "layout")
@@ -172,23 +168,8 @@ def make_job(
         source.path.resolve().name, manifest.provenance, source.payloads, outputs, target, tuple(select)
     )
     arranged, rows = container.arrange(request), SourceRows(manifest)
-    return Job(
-        source,
-        manifest,
-        file_states(source.payloads, rows.columns, manifest.blobs),
-        target,
-        container,
-        tuple(select),
-        tuple(outputs.tensors),
-        arranged.recorded_layouts,
-        arranged.provenance,
-        arranged.files,
-        rows,
-        outputs.left_out,
-        outputs.notes,
-        outputs.checklist,
-        arranged.items,
-    )
+    state = file_states(source.payloads, rows.columns, manifest.blobs)
+    return Job(source, manifest, state, target, container, tuple(select), outputs, arranged, rows)
 
 
 def check_destination(source: Location, destination: Location, container: Container) -> None:

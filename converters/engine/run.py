@@ -11,7 +11,7 @@ import dataclasses
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from itertools import chain, repeat
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -73,8 +73,9 @@ def run_job(
     """
     workers = workers or Workers()
     check_destination(job.source.path, destination, job.container)
-    if job.items:
-        publish.refuse_other(items_beside(destination), job.items.data)
+    items = job.arranged.items
+    if items:
+        publish.refuse_other(items_beside(destination), items.data)
     check_memory(job.source.path, destination, max((file.length for file in job.files), default=0), threads, memory)
     place, digests = job.container.staged(destination), workers.gather(job.digest())
     for rank, planned in enumerate(digests):
@@ -221,12 +222,10 @@ def _publish(
     for file in job.files:
         if file.name not in files_done or _length(place / file.name) != file.length:
             raise DestinationError(f"{place / file.name} is not what its worker wrote; nothing was published")
-    manifest = _describe(job, files_done)
-    with (
-        publish.publish_first(items_beside(destination), job.items.data, place / "items.json")
-        if job.items
-        else nullcontext()
-    ):
+    manifest, items = _describe(job, files_done), job.arranged.items
+    with ExitStack() as stack:
+        if items:
+            stack.enter_context(publish.publish_first(items_beside(destination), items.data, place / "items.json"))
         job.container.describe(manifest, place)
         coordinator.publish(job.container.root)
     return manifest
@@ -251,7 +250,9 @@ def _describe(job: Job, files_done: Mapping[str, FinishedFile]) -> Manifest:
         digests = zip(file.items, files_done[file.name].items, strict=True)
         blobs += (dataclasses.replace(item.blob, digest=digest) for item, digest in digests)
     tensors = []
-    chunks_and_shares = written_tensors(job.outputs, [file for file in job.files if len(file.chunks)], files_done)
+    chunks_and_shares = written_tensors(
+        job.outputs.tensors, [file for file in job.files if len(file.chunks)], files_done
+    )
     for tensor, (chunks, share) in zip(job.tensors, chunks_and_shares, strict=True):
         fingerprint = as_hex(share)
         if tensor.fingerprint not in (None, fingerprint):
@@ -259,6 +260,6 @@ def _describe(job: Job, files_done: Mapping[str, FinishedFile]) -> Manifest:
                 f"tensor {tensor.key!r}: the moved bytes have fingerprint {fingerprint}, the source's manifest says "
                 f"{tensor.fingerprint}; nothing was published"
             )
-        layout = job.recorded_layouts[tensor.key]
+        layout = job.arranged.recorded_layouts[tensor.key]
         tensors.append(dataclasses.replace(tensor, chunks=chunks, fingerprint=fingerprint, layout=layout))
-    return Manifest(tuple(tensors), tuple(blobs), job.provenance)
+    return Manifest(tuple(tensors), tuple(blobs), job.arranged.provenance)

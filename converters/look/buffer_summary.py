@@ -72,12 +72,15 @@ def _shares(members: Sequence[GroupBuffer]) -> dict[str, Any]:
             owner = owners[entry.name]
             if owner is not None and layout.whole:
                 work[buffer.group[owner]] += newton_schulz(entry.parameter)
-    rows = [{"rank": rank, "elements": elements[rank], "newton_schulz": work[rank]} for rank in ranks]
-    busiest = {measure: _busiest([row[measure] for row in rows]) for measure in ("elements", "newton_schulz")}
-    if not any(buffer.layout.whole for buffer in members):  # nobody owns a matrix
-        busiest["newton_schulz"] = None
-        rows = [{**row, "newton_schulz": None} for row in rows]
-    return {"busiest": busiest, "ranks": rows}
+    has_owners = any(buffer.layout.whole for buffer in members)
+    costs = {rank: work[rank] if has_owners else None for rank in ranks}
+    return {
+        "busiest": {
+            "elements": _busiest([elements[rank] for rank in ranks]),
+            "newton_schulz": _busiest([work[rank] for rank in ranks]) if has_owners else None,
+        },
+        "ranks": [{"rank": rank, "elements": elements[rank], "newton_schulz": costs[rank]} for rank in ranks],
+    }
 
 
 def _busiest(shares: Sequence[int]) -> float | None:

@@ -254,7 +254,7 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
         checks=_checks(manifest),
         verified=last,
         diagnosis=diagnosis,
-        symptoms=symptoms_of(view, manifest, groups, look.steps, diagnosis.damage),
+        symptoms=symptoms_of(look, diagnosis.damage),
         notes=tuple(notes),
         manifest=manifest,
     )

@@ -10,24 +10,22 @@ from ...algebra.box import Index
 from ...names.errors import LayoutError
 from ...names.wording import LAYER_NUMBER, Finding
 from ...programs.model_view import ModelView, Role, StoredParameter
-from ...record.record import Manifest
 from ...store.verify.damage import Damage
-from .contents import HyperParameters, StepCounts
+from .contents import FirstLook, HyperParameters
 
 
-def symptoms_of(
-    view: ModelView, manifest: Manifest, groups: HyperParameters, steps: StepCounts, damage: Damage
-) -> tuple[Finding, ...]:
+def symptoms_of(look: FirstLook, damage: Damage) -> tuple[Finding, ...]:
     """Look for what is odd, the gravest first; what ``damage`` has lost is no symptom, but said by itself."""
+    view, steps = look.view, look.steps
     findings: list[Finding] = []
-    for tensor in (tensor for tensor in manifest.tensors if tensor.key not in damage.holes):
+    for tensor in (tensor for tensor in look.manifest.tensors if tensor.key not in damage.holes):
         try:
             tensor.chunk_layout()
         except LayoutError as error:
             findings.append(Finding("hole", str(error), (tensor.key,)))
     findings += _muon_off(view)
     findings += _unfit_state(view)
-    findings += _without_partner(view, groups)
+    findings += _without_partner(view, look.groups)
     findings += _dtypes(view)
     findings += _conventions(view)
     if steps.least != steps.most:

@@ -219,7 +219,7 @@ def test_the_owners_of_the_run_that_saved_are_kept(tmp_path):
         names = {tensor.key: tensor.name for tensor in source.tensors}
         run_of = {p["name"]: p for buffer in source.provenance["layer_wise"]["buffers"] for p in buffer["parameters"]}
         job = make_job(tmp_path / layout, Target({"dp": 2}, (), layout), container=container_of("buffers"))
-        kept = [buffer for buffer in job.provenance["buffers"] if buffer["options"]["bucket_size"] == 700]
+        kept = [buffer for buffer in job.arranged.provenance["buffers"] if buffer["options"]["bucket_size"] == 700]
         assert {buffer["slot"] for buffer in kept} == {"momentum_buffer", "exp_avg", "exp_avg_sq"}
         for parameter in (parameter for buffer in kept for parameter in buffer["parameters"]):
             of_run = run_of[names[parameter["name"]]]
