@@ -67,7 +67,7 @@ class SafetensorsFile(WholeFiles):
         return publish.staging_file(destination)
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
-        safetensors.refuse([output.record for output in tensors])
+        safetensors.check_storable([output.record for output in tensors])
         return [_file(self.root, tensors, recorded)]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
@@ -83,7 +83,7 @@ class SafetensorsFolder(WholeFiles):
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
         records = [output.record for output in tensors]
-        safetensors.refuse(records)
+        safetensors.check_storable(records)
         by_key = {output.key: output for output in tensors}
         shards = safetensors.shards(records, self.shard_bytes)
         return [_file(name, [by_key[record.key] for record in shard], recorded) for name, shard in shards]
@@ -104,7 +104,7 @@ def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any
 
     def header(chunk_sums: ChunkSums) -> bytes:
         sums = [(digest.hex(), share) for digest, _, share in chunk_sums.tolist()]
-        return safetensors.front(records, recorded, sums)
+        return safetensors.encode_front(records, recorded, sums)
 
     outputs = [by_key[record.key] for record in records]
     plans = [chunk_plans(output, [Box.of(output.record.shape)], bare)[0] for output in outputs]

@@ -147,13 +147,13 @@ def test_nothing_that_is_known_of_a_tensor_is_lost(tmp_path):
 @pytest.mark.parametrize("name", sorted(DTYPES.keys() - CODE_OF_DTYPE.keys()))
 def test_what_the_format_cannot_say_is_refused_by_name(name):
     with pytest.raises(SourceError, match=rf"'x': safetensors has no dtype {name}; it has F64|.*{name}"):
-        safetensors.refuse([StateRecord("x", ("x",), (2,), name, no_chunks(1))])
+        safetensors.check_storable([StateRecord("x", ("x",), (2,), name, no_chunks(1))])
 
 
 @pytest.mark.parametrize("key", ["__metadata__", "\ud800"])
 def test_names_that_the_format_cannot_say_are_refused(key):
     with pytest.raises(SourceError, match="name"):
-        safetensors.refuse([StateRecord(key, ("x",), (2,), "float32", no_chunks(1))])
+        safetensors.check_storable([StateRecord(key, ("x",), (2,), "float32", no_chunks(1))])
 
 
 # --- damaged and hostile files ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import Target
 from muonckpt.layouts.flat import owned_layout
 from muonckpt.record.chunks import no_chunks
-from muonckpt.record.record import MANIFEST_FILE, Manifest, StateRecord
+from muonckpt.record.record import MANIFEST_FILE, Chunk, Chunks, Manifest, StateRecord
+from muonckpt.store.io.checksums import xxh3_128
+from muonckpt.store.open_checkpoint import OpenCheckpoint
 from muonckpt.store.reading.blocks import slices_within
 from muonckpt.store.reading.dtypes import dtype
 from muonckpt.store.reading.payloads import Payloads, payload_of
@@ -32,11 +35,21 @@ def record(key: str, value: torch.Tensor, **facts) -> StateRecord:
 
 def write(path: Path, container: Container, tensors: Iterable[tuple[StateRecord, bytes]], **how: Any) -> Manifest:
     """These tensors and their elements in a container, from a source whose provenance is ``{"step": 3}``."""
-    made = [OutputTensor(each, owned_layout(each.shape, 0), (raw,)) for each, raw in tensors]
+    tensors = list(tensors)
+
+    def in_memory(opened: OpenCheckpoint) -> Outputs:
+        stored, outputs = [], []
+        for each, raw in tensors:
+            place, box = opened.payloads.keep(raw), Box.of(each.shape)
+            chunks = Chunks.of([Chunk(box, place, place, xxh3_128([raw]))], box.ndim)
+            stored.append(replace(each, chunks=chunks))
+            outputs.append(OutputTensor(each, owned_layout(each.shape, 0), (chunks,)))
+        return Outputs(outputs, constants=tuple(stored))
+
     source = path.with_name(f"{path.name}-source")
     source.mkdir(parents=True)
     (source / MANIFEST_FILE).write_text(Manifest((), (), {"step": 3}).to_json())
-    job = make_job(source, Target({"dp": 1}), make_outputs=lambda _: Outputs(made), container=container)
+    job = make_job(source, Target({"dp": 1}), make_outputs=in_memory, container=container)
     return run_job(job, path, **how)
 
 

@@ -17,6 +17,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -100,20 +101,19 @@ class HeaderEntry:
     stop: int
 
     def __post_init__(self) -> None:
-        if len(self.shape) > MAX_DIMS or not all(
-            0 <= number <= MAX_ELEMENTS for number in (*self.shape, self.start, self.stop)
-        ):
+        numbers = (*self.shape, self.start, self.stop)
+        if len(self.shape) > MAX_DIMS or min(numbers) < 0 or max(numbers) > MAX_ELEMENTS:
             raise DamageError(f"expected at most {MAX_DIMS} sizes, and offsets, of 0 to {MAX_ELEMENTS}, found others")
-        needed = math.prod(self.shape) * itemsize(self.dtype)
-        if self.stop - self.start != needed:
+        length = math.prod(self.shape) * itemsize(self.dtype)
+        if self.stop - self.start != length:
             raise DamageError(
-                f"expected {needed} bytes for {self.dtype} of shape {self.shape}, found {self.start}:{self.stop}"
+                f"expected {length} bytes for {self.dtype} of shape {self.shape}, found {self.start}:{self.stop}"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """``entries`` in the order of their bytes, without gap or overlap.
+    """Describes the tensors of a file: ``entries`` in the order of their bytes.
 
     Raises:
         DamageError: there is a gap, an overlap or a wrong order.
@@ -150,34 +150,33 @@ def read_header(file: File) -> tuple[Header, int, str]:
     Raises:
         SourceError: it is not a safetensors file, or contradicts itself or its length.
     """
-    header, start, digest = front_of(file)
+    header, start, digest = read_cut_header(file)
     if start + header.data_length != file.size:
         raise DamageError(f"expected {start + header.data_length} bytes, found {file.size}: it was cut")
     return header, start, digest
 
 
-def front_of(file: File) -> tuple[Header, int, str]:
+def read_cut_header(file: File) -> tuple[Header, int, str]:
     """Do the same as `read_header` for a file that may be cut behind its header."""
     size = file.size
     head = file.read(0, 8)
     length = int.from_bytes(head, "little")
-    most = min(max(size - 8, 0), MAX_HEADER_BYTES)
+    max_bytes = min(max(size - 8, 0), MAX_HEADER_BYTES)
     if head[:4] == _ZIP:
         raise SourceError(
             "expected a safetensors file, found a zip archive, such as torch.save writes: load it and save it with "
             "torch.distributed.checkpoint or safetensors"
         )
-    if size < 8 or length > most:
+    if size < 8 or length > max_bytes:
         kind = DamageError if file.read(8, 1) == b"{" else SourceError  # cut, or another kind of file
         raise kind(
-            f"expected a safetensors file (checkpoints of other formats are directories): a header of at most {most} "
-            f"bytes in {size}, found one of {length}"
+            f"expected a safetensors file (checkpoints of other formats are directories): a header of at most "
+            f"{max_bytes} bytes in {size}, found one of {length}"
         )
     if length > limits.SMALL_DESCRIPTION:
-        rest = max(file.on_disk - 8 - length, 0)
-        limits.check_limit(
-            length, limits.SMALL_DESCRIPTION + rest, f"bytes of a header before {rest} bytes on the disk"
-        )
+        data_bytes = max(file.on_disk - 8 - length, 0)
+        noun = f"bytes of a header before {data_bytes} bytes on the disk"
+        limits.check_limit(length, limits.SMALL_DESCRIPTION + data_bytes, noun)
     text = file.read(8, length)
     header, start = parse_header(text), 8 + length
     if start + header.data_length < size:
@@ -196,26 +195,24 @@ def parse_header(text: bytes) -> Header:
     metadata = fields.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise DamageError(f"expected strings in {METADATA_KEY}, found something else")
-    strange = DamageError if MANIFEST_KEY in metadata else SourceError
-    entries = {name: _entry(name, value, strange) for name, value in fields.items()}
+    # We write no dtype that the format lacks.
+    dtype_error = DamageError if MANIFEST_KEY in metadata else SourceError
+    entries = {name: _entry(name, value, dtype_error) for name, value in fields.items()}
     return Header(dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))), metadata)
 
 
-def _entry(name: str, value: Any, strange: type[SourceError]) -> HeaderEntry:
-    match value:
-        case {"dtype": str(code), "shape": [*shape], "data_offsets": [start, stop], **more} if not more and all(
-            type(number) is int
-            for number in (*shape, start, stop)  # a bool is not a number here
-        ):
-            pass
-        case _:
-            raise DamageError(f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(value)[:200]}")
-    if code not in DTYPE_OF_CODE:
-        raise strange(f"tensor {name!r}: expected one of the dtypes {', '.join(DTYPE_OF_CODE)}, found {code!r}")
-    try:
+def _entry(name: str, value: Any, dtype_error: type[SourceError]) -> HeaderEntry:
+    with about(f"tensor {name!r}"):
+        match value:
+            case {"dtype": str(code), "shape": [*shape], "data_offsets": [start, stop], **extra} if not extra:
+                numbers = (*shape, start, stop)
+            case _:
+                numbers = (None,)
+        if {*map(type, numbers)} != {int}:  # a bool is not a number here
+            raise DamageError(f"expected dtype, shape and data_offsets, found {str(value)[:200]}")
+        if code not in DTYPE_OF_CODE:
+            raise dtype_error(f"expected one of the dtypes {', '.join(DTYPE_OF_CODE)}, found {code!r}")
         return HeaderEntry(DTYPE_OF_CODE[code], tuple(shape), start, stop)
-    except DamageError as error:
-        raise DamageError(f"tensor {name!r}: {error}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -234,7 +231,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _DATA = "data"
 """The file in our manifest's extents, which count from the data section: the header's length must not matter."""
 
-_PARTS = "DCP_SHARDING_INFO"
+_SHARDING_KEY = "DCP_SHARDING_INFO"
 """A key that DCP's ``HuggingFaceStorageWriter`` writes to ``__metadata__``: tensors may be parts, of tensors whose size
 is not recorded.  Where it has written whole tensors there is an index."""
 
@@ -248,7 +245,7 @@ def reader(path: Location) -> Reader:
         SourceError: there is none, it is damaged, or headers, index and manifest disagree; or a single file lies beside
             checkpoints of a run.
     """
-    opened = located(path, read_weights(path, read_header))
+    opened = _reader_of(path, read_weights(path, read_header))
     for fault in opened.faults:
         raise DamageError(f"{folder(path)}: {fault}") from fault
     return opened
@@ -260,15 +257,15 @@ def remains(path: Location, without: Collection[str]) -> Reader:
     Raises:
         SourceError: as `reader`, but for what is cut, missing or damaged; or files are of several saves.
     """
-    return located(path, read_weights(path, front_of))
+    return _reader_of(path, read_weights(path, read_cut_header))
 
 
-def located(path: Location, weights: Weights) -> Reader:
+def _reader_of(path: Location, weights: Weights) -> Reader:
     place = folder(path)
     beside = unread_beside([str(entry.name) for entry in place.iterdir()], weights.files) if place == path else []
     unread = [*beside, *weights.copies]
     provenance = {**weights.provenance, NOT_READ: unread} if unread else weights.provenance
-    return Reader(Manifest(tuple(weights.tensors), (), provenance), Payloads(folder(path)), weights.faults)
+    return Reader(Manifest(tuple(weights.tensors), (), provenance), Payloads(place), weights.faults)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +291,7 @@ def read_weights(path: Location, header_of: HeaderOf) -> Weights:
     Extents name files in ``folder(path)``.  Other programs' tensors have only a key.
 
     Args:
-        header_of: `read_header`, or `front_of` to read a cut file as well.
+        header_of: `read_header`, or `read_cut_header` to read a cut file as well.
 
     Raises:
         SourceError: there is none, it is damaged, or headers, index and manifest disagree.
@@ -302,42 +299,39 @@ def read_weights(path: Location, header_of: HeaderOf) -> Weights:
     refuse_stray(path)
     place = folder(path)
     names = sorted(str(entry.name) for entry in place.iterdir()) if not path.name.endswith(ENDING) else [path.name]
-    chosen = weights_in(place, names, ENDING) if path.is_dir() else path.name
+    main_file = weights_in(place, names, ENDING) if path.is_dir() else path.name
     provenances: dict[str, Mapping[str, Any]] = {}
 
-    def read(name: str, expected: str | None) -> dict[str, StateRecord]:
-        alone = chosen in (None, name)
-        with about(place / name if alone else name):
-            provenances[name], tensors = _read_file(place, name, expected, header_of, alone)
+    def read(name: str, header_digest: str | None) -> dict[str, StateRecord]:
+        has_no_index = main_file in (None, name)
+        with about(place / name if has_no_index else name):
+            provenances[name], tensors = _read_file(place, name, header_digest, header_of, has_no_index)
         return {tensor.key: tensor for tensor in tensors}
 
-    if chosen is None:
+    # The files of a set without an index, those of an index, or one file.
+    if main_file is None:
         shards = read_shards_without_index(place, names, ENDING, read)
         if len({compact(dict(provenances[name])) for name in shards.files}) > 1:
             mixture = SeveralSavesError("the files are of several saves, and no index says which are those of one")
             shards = dataclasses.replace(shards, faults=(mixture, *shards.faults))
-    elif INDEX_NAME.fullmatch(chosen):
-        index = WeightIndex.at(place / chosen)
+    elif INDEX_NAME.fullmatch(main_file):
+        index = WeightIndex.read(place / main_file)
         with about(place):
             shards = read_shards(index, names, ENDING, read)
     else:
-        shards = Shards({chosen: read(chosen, None)})
-    files = [*shards.files, *([chosen] if chosen and chosen not in shards.files else [])]
-    return Weights(
-        [tensor for tensors in shards.files.values() for tensor in tensors.values()],
-        next((recorded for name in shards.files if (recorded := provenances[name])), {"format": "safetensors"}),
-        files,
-        shards.copies,
-        shards.faults,
-    )
+        shards = Shards({main_file: read(main_file, None)})
+    tensors = list(chain.from_iterable(entries.values() for entries in shards.files.values()))
+    provenance = next(filter(None, map(provenances.__getitem__, shards.files)), {"format": "safetensors"})
+    files = dict.fromkeys([*shards.files, *([main_file] if main_file else [])])
+    return Weights(tensors, provenance, list(files), shards.copies, shards.faults)
 
 
 def folder(path: Location) -> Location:
     return path if path.is_dir() else path.parent
 
 
-def refuse(tensors: Sequence[StateRecord]) -> None:
-    """Refuse tensors that the format cannot hold.
+def check_storable(tensors: Sequence[StateRecord]) -> None:
+    """Check that the format can hold these tensors.
 
     Raises:
         SourceError: the format lacks the dtype, or cannot have the key.
@@ -355,7 +349,9 @@ def refuse(tensors: Sequence[StateRecord]) -> None:
             raise SourceError(f"tensor {tensor.key!r}: the format demands names of valid Unicode") from None
 
 
-def front(tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: Sequence[tuple[str, int]] = ()) -> bytes:
+def encode_front(
+    tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: Sequence[tuple[str, int]] = ()
+) -> bytes:
     """Return the bytes before the elements of these tensors, which follow one another in this order.
 
     Args:
@@ -364,20 +360,18 @@ def front(tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: S
     Raises:
         DestinationError: the header would be longer than readers accept.
     """
-    none = Sums()
     entries, chunks, start = {}, [], 0
-    sums = sums or [(none.digest, none.share)] * len(tensors)
+    sums = sums or [(Sums().digest, 0)] * len(tensors)
     for tensor, (digest, _) in zip(tensors, sums, strict=True):
         place = Extent(_DATA, start, length_of(tensor))
         entries[tensor.key] = HeaderEntry(tensor.dtype, tensor.shape, start, place.end)
         chunks.append(([Chunk(Box.of(tensor.shape), place, place, digest)], len(tensor.shape)))
         start = place.end
-    described = (
-        dataclasses.replace(tensor, chunks=own, fingerprint=as_hex(share))
-        for tensor, own, (_, share) in zip(tensors, in_columns(chunks), sums, strict=True)
-    )
+    records = []
+    for tensor, tensor_chunks, (_, share) in zip(tensors, in_columns(chunks), sums, strict=True):
+        records.append(dataclasses.replace(tensor, chunks=tensor_chunks, fingerprint=as_hex(share)))
     # "format" tells Hugging Face libraries whose tensors these are; some refuse a file without it.
-    manifest = Manifest(tuple(described), (), provenance).to_json()
+    manifest = Manifest(tuple(records), (), provenance).to_json()
     head = Header(entries, {"format": "pt", MANIFEST_KEY: manifest}).encode()
     if len(head) - 8 > MAX_HEADER_BYTES:
         size = f"a header of {len(head)} bytes, of at most {MAX_HEADER_BYTES}"
@@ -385,20 +379,21 @@ def front(tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: S
     return head
 
 
-def shards(tensors: Sequence[StateRecord], most: int) -> list[tuple[str, list[StateRecord]]]:
+def shards(tensors: Sequence[StateRecord], max_bytes: int) -> list[tuple[str, list[StateRecord]]]:
     """Distribute tensors over files in order; return each file's name and tensors.
 
-    A file has at most ``most`` bytes of elements, or one tensor.  Without tensors there is one empty file.
+    A file has at most ``max_bytes`` of elements, or one tensor.  Without tensors there is one empty file.
     """
     contents: list[list[StateRecord]] = [[]]
-    used = 0
+    length = 0
     for tensor in tensors:
-        if contents[-1] and used + length_of(tensor) > most:
+        if contents[-1] and length + length_of(tensor) > max_bytes:
             contents.append([])
-            used = 0
+            length = 0
         contents[-1].append(tensor)
-        used += length_of(tensor)
-    return [(f"model-{number:05d}-of-{len(contents):05d}.safetensors", own) for number, own in enumerate(contents, 1)]
+        length += length_of(tensor)
+    name = f"model-{{:05d}}-of-{len(contents):05d}.safetensors"
+    return [(name.format(number), content) for number, content in enumerate(contents, 1)]
 
 
 def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Location) -> None:
@@ -412,9 +407,9 @@ def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Locat
             _, _, headers[name] = read_header(opened)
     files = {tensor.key: tensor.chunks[0].item.file for tensor in manifest.tensors}
     sizes = {"total_size": sum(map(length_of, manifest.tensors))}
-    ours = {"version": 1, "headers": headers}
-    seal = digest_of([sizes, ours, files])
-    index = {"metadata": {**sizes, MANIFEST_KEY: {**ours, "digest": seal}}, "weight_map": files}
+    entry = {"version": 1, "headers": headers}
+    seal = digest_of([sizes, entry, files])
+    index = {"metadata": {**sizes, MANIFEST_KEY: {**entry, "digest": seal}}, "weight_map": files}
     write_synced(directory / INDEX_FILE, json.dumps(index, indent=1, ensure_ascii=False).encode())
 
 
@@ -428,46 +423,45 @@ def length_of(tensor: StateRecord) -> int:
 
 
 def _read_file(
-    folder: Location, name: str, expected: str | None, header_of: HeaderOf, alone: bool
+    folder: Location, name: str, header_digest: str | None, header_of: HeaderOf, has_no_index: bool
 ) -> tuple[Mapping[str, Any], list[StateRecord]]:
-    """Return the provenance and the tensors of a file, whose header has to have the expected digest, if any."""
+    """Return the provenance and the tensors of a file, whose header has to have this digest, if there is one."""
     with open_regular(folder / name) as opened:
-        file_header, start, actual = header_of(opened)
-    if actual != (expected or actual):
+        file_header, start, digest = header_of(opened)
+    if header_digest and digest != header_digest:
         raise DamageError(
-            f"its header has digest {actual}, the index expects {expected}: it is damaged, or of another save"
+            f"its header has digest {digest}, the index expects {header_digest}: it is damaged, or of another save"
         )
-    if _PARTS in file_header.metadata and alone:
+    if _SHARDING_KEY in file_header.metadata and has_no_index:
         raise SourceError(
             "expected whole tensors, found what one rank had of them (by DCP's HuggingFaceStorageWriter with "
             "save_distributed): consolidate the files of all ranks with torch first"
         )
+    # Our manifest and the header have to say the same.
     text = file_header.metadata.get(MANIFEST_KEY)
-    recorded = Manifest(()) if text is None else Manifest.from_json(text)
-    known = {tensor.key: tensor for tensor in recorded.tensors}
-    lost = sorted(known.keys() - file_header.entries.keys())
-    if lost:
-        raise DamageError(f"expected tensor {lost[0]!r}, which {METADATA_KEY} describes; found none")
-    stored = []
+    manifest = Manifest(()) if text is None else Manifest.from_json(text)
+    records = {tensor.key: tensor for tensor in manifest.tensors}
+    missing_keys = sorted(records.keys() - file_header.entries.keys())
+    if missing_keys:
+        raise DamageError(f"expected tensor {missing_keys[0]!r}, which {METADATA_KEY} describes; found none")
+    chunks = []
     for key, entry in file_header.entries.items():
         place, box = Extent(name, start + entry.start, entry.stop - entry.start), Box.of(entry.shape)
-        tensor = known.get(key)
+        tensor = records.get(key)
         if tensor and (tensor.dtype, tensor.shape, [*tensor.boxes]) != (entry.dtype, entry.shape, [box]):
             raise DamageError(
                 f"tensor {key!r}: {entry.dtype} of shape {entry.shape}, but {METADATA_KEY} says otherwise"
             )
-        digest = None if tensor is None else tensor.chunks[0].digest
-        stored.append(([Chunk(box, place, place, digest)], len(entry.shape)))
-    tensors = [
-        dataclasses.replace(known[key], chunks=chunks)
-        if key in known
-        else StateRecord(key, (key,), entry.shape, entry.dtype, chunks)
-        for (key, entry), chunks in zip(file_header.entries.items(), in_columns(stored), strict=True)
-    ]
-    return recorded.provenance, tensors
+        chunk_digest = None if tensor is None else tensor.chunks[0].digest
+        chunks.append(([Chunk(box, place, place, chunk_digest)], len(entry.shape)))
+    tensors = []
+    for (key, entry), stored in zip(file_header.entries.items(), in_columns(chunks), strict=True):
+        unnamed = StateRecord(key, (key,), entry.shape, entry.dtype, stored)
+        tensors.append(dataclasses.replace(records.get(key, unnamed), chunks=stored))
+    return manifest.provenance, tensors
 
 
-_OF_RUN = re.compile(r"(iter_|checkpoint-|step-|global_step)[0-9]+(\.[0-9]+)?")
+_STEP_FOLDER = re.compile(r"(iter_|checkpoint-|step-|global_step)[0-9]+(\.[0-9]+)?")
 """Folders in which programs keep the checkpoints of a run: Megatron, Hugging Face, ours, DeepSpeed."""
 
 
@@ -482,11 +476,11 @@ def refuse_stray(path: Location) -> None:
     if not path.is_dir():
         return
     entries: list[Location] = list(path.iterdir())
-    steps = sorted(entry.name for entry in entries if _OF_RUN.fullmatch(entry.name) and entry.is_dir())
+    steps = sorted(entry.name for entry in entries if _STEP_FOLDER.fullmatch(entry.name) and entry.is_dir())
     files = sorted(entry.name for entry in entries if entry.name.endswith((".safetensors", ".safetensors.index.json")))
     if not (steps and files):
         return
-    held = f"{path} holds the checkpoints {listed(steps, 4)} of a run, and {files[0]}"
+    content = f"{path} holds the checkpoints {listed(steps, 4)} of a run, and {files[0]}"
     if len(files) == 1:
-        raise SourceError(f"{held}: name the checkpoint that you mean, or {path / files[0]}")
-    warnings.warn(f"{held}, which is read; name a checkpoint of the run if you mean that", stacklevel=2)
+        raise SourceError(f"{content}: name the checkpoint that you mean, or {path / files[0]}")
+    warnings.warn(f"{content}, which is read; name a checkpoint of the run if you mean that", stacklevel=2)

@@ -1,7 +1,7 @@
-"""Which files of a folder are its weights, and where the tensors of an index really lie.
+"""Chooses the files of a folder that are its weights, and finds where the tensors of an index really lie.
 
-One precedence, whoever reads the folder: that of transformers' ``from_pretrained``, the whole file before the index of
-its shards and safetensors before pickles.  An index is checked against the files, and they are searched before a tensor
+One precedence, whoever reads the folder: that of transformers' ``from_pretrained``, the file before the index of its
+shards and safetensors before pickles.  An index is checked against the files, and they are searched before a tensor
 counts as lost: people consolidate shards and leave the index, or copy an index that numbers its files otherwise.
 
 Source: ``_get_resolved_checkpoint_files`` and ``_load_pretrained_model`` of transformers 5.23, which loads all tensors
@@ -14,7 +14,9 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Generic, TypeVar
 
 from ...names.errors import DamageError, SourceError, UnlistedError, about
@@ -60,8 +62,8 @@ def weights_in(folder: Location, names: Collection[str], ending: str) -> str | N
     Raises:
         SourceError: there are none, or several, and none of them has the name that transformers looks for.
     """
-    usual = {name for name in names if ending in name}
-    if "model" in (models := models_in(usual)):
+    models = models_in([name for name in names if ending in name])
+    if "model" in models:
         return models["model"]
     whole_files = sorted(name for name in names if name.endswith(ending) and not SHARD_NAME.fullmatch(name))
     indices = matches_in(names, INDEX_NAME, ending)
@@ -72,10 +74,10 @@ def weights_in(folder: Location, names: Collection[str], ending: str) -> str | N
         return None
     if not indices and len(whole_files) == 1:
         return whole_files[0]
-    found = f"found {len(indices)}" + f" and the files {listed(whole_files)}" * bool(whole_files)
+    files = f" and the files {listed(whole_files)}" if whole_files else ""
     raise SourceError(
-        f"{folder}: expected one index (*{ending}.index.json), {found}: give the path of the file, or of the index, "
-        "that you mean"
+        f"{folder}: expected one index (*{ending}.index.json), found {len(indices)}{files}: give the path of the file, "
+        "or of the index, that you mean"
     )
 
 
@@ -85,20 +87,20 @@ def matches_in(names: Collection[str], pattern: re.Pattern[str], ending: str) ->
     return [match for match in matches if match and match["ending"] == ending]
 
 
-def unread_beside(names: Collection[str], read: Collection[str]) -> list[str]:
-    """Return the names of files of weights, and of indices, in a folder that are not read."""
-    return sorted(name for name in {*names} - {*read} if _WEIGHTS_NAME.fullmatch(name))
+def unread_beside(names: Collection[str], files: Collection[str]) -> list[str]:
+    """Return the names of files of weights, and of indices, in a folder other than those that are read."""
+    return sorted(name for name in {*names} - {*files} if _WEIGHTS_NAME.fullmatch(name))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightIndex:
-    """The file of each tensor, and the digest of each file's header (none in other programs' indices)."""
+    """Maps tensors to their files, and files to the digests of their headers (none in other programs' indices)."""
 
     files: Mapping[str, str]
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def at(cls, place: Location) -> WeightIndex:
+    def read(cls, place: Location) -> WeightIndex:
         """Read an index.
 
         Raises:
@@ -106,23 +108,23 @@ class WeightIndex:
         """
         with about(place):
             try:
-                index = cls._of(json.loads(read_text_file(place)))
+                index = cls._parse(json.loads(read_text_file(place)))
             except (ValueError, RecursionError) as error:
                 raise DamageError(f"damaged index: {error}") from error
             for name in index.names:
-                Extent(name, 0, 0)
+                Extent(name, 0, 0)  # refuses what is no name of a file inside the folder
         return index
 
     @classmethod
-    def _of(cls, data: object) -> WeightIndex:
+    def _parse(cls, data: object) -> WeightIndex:
         match data:
             case {"weight_map": dict(files)} if all(isinstance(name, str) for name in files.values()):
                 pass
             case _:
                 raise DamageError("damaged index: expected a weight_map of file names")
         match data:
-            case {"metadata": {"muonckpt": {"digest": recorded, "headers": dict(headers), **version}, **sizes}}:
-                check_digest(recorded, [sizes, {**version, "headers": headers}, files])
+            case {"metadata": {"muonckpt": {"digest": digest, "headers": dict(headers), **version}, **sizes}}:
+                check_digest(digest, [sizes, {**version, "headers": headers}, files])
                 return cls(files, headers)
             case {"metadata": {"muonckpt": _}}:
                 raise DamageError("damaged index: expected digests of headers under muonckpt")
@@ -135,6 +137,9 @@ class WeightIndex:
 
 
 Entry = TypeVar("Entry")
+
+Entries = Mapping[str, Entry]
+"""The tensors of a file, by key."""
 
 Read = Callable[[str, str | None], Mapping[str, Entry]]
 """Returns the tensors of a file by key, given its name and the digest that its header has to have, or None."""
@@ -150,7 +155,7 @@ class Shards(Generic[Entry]):
         copies: copies of tensors that are not read, each with its file.
     """
 
-    files: Mapping[str, Mapping[str, Entry]]
+    files: Mapping[str, Entries[Entry]]
     faults: tuple[SourceError, ...] = ()
     copies: tuple[str, ...] = ()
 
@@ -166,23 +171,24 @@ def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: R
         SourceError: a file is refused.
     """
     # Read each file that the index names, under its name or under the one that its header's digest proves.
-    others = {name for name in names if name.endswith(ending)}
-    contents: dict[str, Mapping[str, Entry]] = {}
+    candidates = {name for name in names if name.endswith(ending)}
+    contents: dict[str, Entries[Entry]] = {}
     reasons: list[str] = []
     for name in index.names:
-        expected = index.headers.get(name)
+        header_digest = index.headers.get(name)
         try:
-            contents[name] = read(name, expected)
+            contents[name] = read(name, header_digest)
         except DamageError as error:
-            renamed = _readable(others - {name}, read, expected) if expected else {}
+            renamed = _readable(candidates - {name}, read, header_digest) if header_digest else {}
             if renamed:
-                other = next(iter(renamed))
-                contents[other] = renamed[other]
-                reasons.append(f"the file that the index calls {name} is called {other}: rename it")
+                new_name = next(iter(renamed))
+                contents[new_name] = renamed[new_name]
+                reasons.append(f"the file that the index calls {name} is called {new_name}: rename it")
             else:
                 reasons.append(f"{name} is missing" if name not in names else str(error))
     if not index.headers:
-        contents |= _unnamed_shards(index, others, read)
+        contents |= _unnamed_shards(index, candidates, read)
+
     # Take each tensor from the last file that has it, as transformers does; the index must not say otherwise.
     holders: defaultdict[str, list[str]] = defaultdict(list)
     for name in sorted(contents):
@@ -195,25 +201,27 @@ def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: R
                 f"it from {holding_files[-1]}, the last of {listed(holding_files)}: give the path of the file that you "
                 "mean, or remove the other copy"
             )
-    files = {
-        name: {key: entry for key, entry in entries.items() if holders[key][-1] == name}
-        for name, entries in contents.items()
-    }
-    copies = tuple(f"{key} in {name}" for key, holding_files in holders.items() for name in holding_files[:-1])
+    files = {}
+    for name, entries in contents.items():
+        files[name] = {key: entry for key, entry in entries.items() if holders[key][-1] == name}
+    copies: list[str] = []
+    for key, holding_files in holders.items():
+        copies += [f"{key} in {name}" for name in holding_files[:-1]]
+
     # Compare with the index, and look into files that it does not name before a tensor counts as lost.
-    lost = sorted(index.files.keys() - holders.keys())
-    if lost:
-        unnamed = {} if index.headers else _readable(others - {*index.names}, read, None)
+    lost_keys = sorted(index.files.keys() - holders.keys())
+    if lost_keys:
+        unnamed = {} if index.headers else _readable(candidates - {*index.names}, read, None)
         if complete := _complete_set(index, unnamed):
-            why = f"all {len(index.files)} tensors are in {listed(complete)}, which the index does not name"
-            return Shards(complete, (UnlistedError("; ".join([*reasons, why]), count=0),))
-        loss = f"{len(lost)} of {len(index.files)} tensors are lost{' with it' * bool(reasons)} ({listed(lost, 2)})"
-        alike = [name for name, entries in unnamed.items() if not entries.keys().isdisjoint(lost)]
-        elsewhere = f"tensors of these names are in {listed(alike)}, which the index does not name"
-        unread = sorted(name for name in names if _MODEL_NAME.fullmatch(name) and ending not in name)
-        instead = f"{listed(unread)} may have them, and is not read: give its path if you mean it"
-        reasons += [loss, *[elsewhere] * bool(alike), *[instead] * bool(unread)]
-        return Shards(files, (UnlistedError("; ".join(reasons), lost),), copies)
+            reasons.append(f"all {len(index.files)} tensors are in {listed(complete)}, which the index does not name")
+            return Shards(complete, (UnlistedError("; ".join(reasons), count=0),))
+        with_it = " with it" if reasons else ""
+        reasons.append(f"{len(lost_keys)} of {len(index.files)} tensors are lost{with_it} ({listed(lost_keys, 2)})")
+        if namesakes := [name for name, entries in unnamed.items() if not entries.keys().isdisjoint(lost_keys)]:
+            reasons.append(f"tensors of these names are in {listed(namesakes)}, which the index does not name")
+        if unread := sorted(name for name in names if _MODEL_NAME.fullmatch(name) and ending not in name):
+            reasons.append(f"{listed(unread)} may have them, and is not read: give its path if you mean it")
+        return Shards(files, (UnlistedError("; ".join(reasons), lost_keys),), tuple(copies))
     moved = sorted(key for key, holding_files in holders.items() if index.files.get(key) != holding_files[-1])
     if moved and not index.headers:
         key = moved[0]
@@ -225,35 +233,38 @@ def read_shards(index: WeightIndex, names: Collection[str], ending: str, read: R
         raise DamageError(f"the index and the files disagree about tensor {moved[0]!r}")
     if reasons:
         reasons.append("all tensors are there")
-    return Shards(files, (UnlistedError("; ".join(reasons), count=0),) if reasons else (), copies)
+    return Shards(files, (UnlistedError("; ".join(reasons), count=0),) if reasons else (), tuple(copies))
 
 
-def _unnamed_shards(index: WeightIndex, others: Collection[str], read: Read[Entry]) -> dict[str, Mapping[str, Entry]]:
+def _family(name: str) -> object:
+    """Return the numbering to which a file belongs: its stem and the number of files; or the name of another file."""
+    match = SHARD_NAME.fullmatch(name)
+    return match.group("stem", "count") if match else name
+
+
+def _unnamed_shards(index: WeightIndex, candidates: Collection[str], read: Read[Entry]) -> dict[str, Entries[Entry]]:
     """Return the files of an index's numbering that it does not name, and whose tensors it does not name either."""
-    matches = {name: match for name in {*others, *index.names} if (match := SHARD_NAME.fullmatch(name))}
-    families = {matches[name].group("stem", "count") for name in index.names if name in matches}
-    unnamed = {name for name in {*others} - {*index.names} if name in matches}
+    families = set(map(_family, index.names))
+    unnamed = [name for name in {*candidates} - {*index.names} if SHARD_NAME.fullmatch(name)]
     if index.files:
-        unnamed = {name for name in unnamed if matches[name].group("stem", "count") in families}
-    return {name: own for name, own in _readable(unnamed, read, None).items() if index.files.keys().isdisjoint(own)}
+        unnamed = [name for name in unnamed if _family(name) in families]
+    contents = _readable(unnamed, read, None)
+    return {name: entries for name, entries in contents.items() if index.files.keys().isdisjoint(entries)}
 
 
-def _complete_set(
-    index: WeightIndex, others: Mapping[str, Mapping[str, Entry]]
-) -> Mapping[str, Mapping[str, Entry]] | None:
+def _complete_set(index: WeightIndex, candidates: Mapping[str, Entries[Entry]]) -> Mapping[str, Entries[Entry]] | None:
     """Return the files that have every tensor of an index once: one file, those of one numbering, or all that have any.
 
     Raises:
         DamageError: several such sets have them, and nothing tells which is meant.
     """
-    having_some = {name: entries for name, entries in others.items() if not index.files.keys().isdisjoint(entries)}
-    families: defaultdict[object, dict[str, Mapping[str, Entry]]] = defaultdict(dict)
-    for name, entries in having_some.items():
-        match = SHARD_NAME.fullmatch(name)
-        families[match.group("stem", "count") if match else name][name] = entries
+    some = {name: entries for name, entries in candidates.items() if not index.files.keys().isdisjoint(entries)}
+    families: defaultdict[object, dict[str, Entries[Entry]]] = defaultdict(dict)
+    for name, entries in some.items():
+        families[_family(name)][name] = entries
     complete = [family for family in families.values() if _has_each_once(index, family)]
-    if not complete and _has_each_once(index, having_some):
-        complete = [having_some]
+    if not complete and _has_each_once(index, some):
+        complete = [some]
     if len(complete) > 1:
         several = "; ".join(listed(family) for family in complete)
         raise DamageError(
@@ -263,8 +274,8 @@ def _complete_set(
     return complete[0] if complete else None
 
 
-def _has_each_once(index: WeightIndex, family: Mapping[str, Mapping[str, Entry]]) -> bool:
-    keys = [key for entries in family.values() for key in entries]
+def _has_each_once(index: WeightIndex, family: Mapping[str, Entries[Entry]]) -> bool:
+    keys = list(chain.from_iterable(family.values()))
     return len({*keys}) == len(keys) and {*index.files} <= {*keys}
 
 
@@ -278,29 +289,28 @@ def read_shards_without_index(
     """
     shards = matches_in(names, SHARD_NAME, ending)
     reason = f"expected one index (*{ending}.index.json), found 0"
-    if len({match.group("stem", "count") for match in shards}) != 1:
+    if len({_family(match.string) for match in shards}) != 1:
         raise DamageError(f"{folder}: {reason}")
-    contents, reasons = dict[str, Mapping[str, Entry]](), [reason]
+    contents, reasons = dict[str, Entries[Entry]](), [reason]
     missing = int(shards[0]["count"]) - len(shards)
-    reasons += [f"{missing} of {shards[0]['count']} files are missing"] * bool(missing)
+    if missing:
+        reasons.append(f"{missing} of {shards[0]['count']} files are missing")
     for match in shards:
         try:
             contents[match.string] = read(match.string, None)
         except DamageError as error:
             reasons.append(str(error))
-    keys = [key for entries in contents.values() for key in entries]
+    keys = list(chain.from_iterable(contents.values()))
     if len({*keys}) < len(keys):
         raise DamageError(f"{folder}: {reason}, and a tensor is in several files")
     complete = missing == 0 and len(contents) == len(shards)
     return Shards(contents, (UnlistedError("; ".join(reasons), count=0 if complete else None),))
 
 
-def _readable(names: Collection[str], read: Read[Entry], expected: str | None) -> dict[str, Mapping[str, Entry]]:
+def _readable(names: Collection[str], read: Read[Entry], header_digest: str | None) -> dict[str, Entries[Entry]]:
     """Return the tensors of those files that are whole, and have a header of this digest if there is one."""
     contents = {}
     for name in sorted(names):
-        try:
-            contents[name] = read(name, expected)
-        except SourceError:
-            continue
+        with suppress(SourceError):
+            contents[name] = read(name, header_digest)
     return contents

@@ -116,7 +116,7 @@ class _Parts:
         if index is None:
             shards = read_shards_without_index(self.folder, names, _ENDING, read)
         else:
-            described = WeightIndex.at(self.folder / index)
+            described = WeightIndex.read(self.folder / index)
             with about(self.folder):
                 shards = read_shards(described, names, _ENDING, read)
             self.files.append(index)
@@ -156,7 +156,7 @@ def remains(path: Location, without: Collection[str]) -> Reader:
     Raises:
         SourceError: as `reader`, but for what is missing or wrongly described.
     """
-    return _opened(path, safetensors.front_of)
+    return _opened(path, safetensors.read_cut_header)
 
 
 def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
