@@ -128,7 +128,7 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress, jobs: int) -> AuditRep
         work.findings += _against_integrity(path)
     findings = (*_description_findings(checkpoint, work.framed), *work.findings)
     # Say what is lost, or where else it is.
-    damage = replace(by_files, chunks=work.lost, items=lost_items, read=True)
+    damage = replace(by_files, chunks=work.lost_chunks, items=lost_items, read=True)
     damage = replace(damage, misplaced=misplaced_files(checkpoint, damage) if damage else {})
     damage = replace(damage, mixed_up=not damage.misplaced and _is_of_another_save(checkpoint, damage))
     return AuditReport(
@@ -163,9 +163,9 @@ def _batches(tensors: Sequence[StateRecord]) -> Iterator[Sequence[StateRecord]]:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkResult:
-    """``share`` (of the fingerprint) is None if the chunk could not be read; ``where`` names tensor, box and file."""
+    """``share`` (of the fingerprint) is None if the chunk could not be read; ``subject`` names tensor, box and file."""
 
-    where: str
+    subject: str
     share: int | None
     nonfinite: int
     findings: tuple[Finding, ...]
@@ -177,7 +177,7 @@ class _Audit:
 
     Attributes:
         advance: called with the bytes that were read.
-        lost: for each chunk of the manifest whether it is lost, at first by the files' sizes alone.
+        lost_chunks: for each chunk of the manifest whether it is lost, at first by the files' sizes alone.
         row: of the next tensor's first chunk.
         framed: whether the items of ours are those of their boxes, with elements where the manifest says.
     """
@@ -185,7 +185,7 @@ class _Audit:
     checkpoint: OpenCheckpoint
     advance: Callable[[int], None]
     pool: ThreadPoolExecutor
-    lost: NDArray[np.bool_]
+    lost_chunks: NDArray[np.bool_]
     row: int = 0
     unchecked: int = 0
     framed: bool = True
@@ -196,7 +196,7 @@ class _Audit:
         """Compare the next tensors of the manifest with their records: small ones together, others by their chunks."""
         payloads = self.checkpoint.payloads
         # Find the elements of chunks in their items.
-        is_lost = self.lost[self.row : self.row + sum(len(tensor.chunks) for tensor in tensors)]
+        is_lost = self.lost_chunks[self.row : self.row + sum(len(tensor.chunks) for tensor in tensors)]
         tensors, errors = _locate(self.checkpoint, tensors, is_lost)
         for tensor in tensors:
             if tensor.fingerprint is None:
@@ -206,7 +206,7 @@ class _Audit:
         # Each thread examines the small ones of its part.
         bounds = [len(tensors) * part // jobs for part in range(jobs + 1)]
         parts = [tensors[lo:hi] for lo, hi in pairwise(bounds)]
-        examine = partial(examine_small, payloads, ours=self.checkpoint.format is OWN)
+        examine = partial(examine_small, payloads, whole_items=self.checkpoint.format is OWN)
         examinations, framed = zip(*self.pool.map(examine, parts), strict=True)
         self.framed &= all(framed)
         # The others are read chunk by chunk.
@@ -225,8 +225,10 @@ class _Audit:
     ) -> str | None:
         """Compare a tensor with its records; return its fingerprint, None if a chunk cannot be read."""
 
+        chunks = list(tensor.chunks)
+
         def check(number: int) -> _ChunkResult:
-            chunk = tensor.chunks[number]
+            chunk = chunks[number]
             share = examination.shares.get(number)
             if share is not None:
                 self.advance(chunk.box.numel * itemsize(tensor.dtype))
@@ -244,12 +246,12 @@ class _Audit:
         # Elements that agree with their fingerprint, or with all digests, are those that were written, whatever the
         # other says: one of the two records is damaged.
         if fingerprint is None or fingerprint != tensor.fingerprint:
-            lost = self.lost[self.row : self.row + len(tensor.chunks)]
-            bad = [result.share is None or bool(result.findings) for result in results]
-            lost[numbers] |= np.array(bad, np.bool_)
-            digested = all(tensor.chunks[number].digest is not None for number in numbers)
-            if not (any(bad) or digested) and any(finding.kind == "fingerprint" for finding in findings):
-                lost[:] = True  # one of its chunks, and nothing tells which
+            of_tensor = self.lost_chunks[self.row : self.row + len(tensor.chunks)]
+            is_bad = [result.share is None or bool(result.findings) for result in results]
+            of_tensor[numbers] |= np.array(is_bad, np.bool_)
+            has_digests = all(chunks[number].digest is not None for number in numbers)
+            if not (any(is_bad) or has_digests) and any(finding.kind == "fingerprint" for finding in findings):
+                of_tensor[:] = True  # one of its chunks, and nothing tells which
         return fingerprint
 
     def check_items(self, manifest: Manifest) -> Iterator[str]:
@@ -263,12 +265,12 @@ class _Audit:
 
 
 def _locate(
-    checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord], lost: NDArray[np.bool_]
+    checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord], lost_chunks: NDArray[np.bool_]
 ) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], SourceError]]:
     """Do the same as `OpenCheckpoint.locate_each`, without looking for chunks that are known to be lost."""
-    if not lost.any():
+    if not lost_chunks.any():
         return checkpoint.locate_each(tensors)
-    flags = np.split(lost, np.cumsum([len(tensor.chunks) for tensor in tensors])[:-1])
+    flags = np.split(lost_chunks, np.cumsum([len(tensor.chunks) for tensor in tensors])[:-1])
     numbers = [np.flatnonzero(~is_lost).tolist() for is_lost in flags]
     parts, errors = checkpoint.locate_each(with_chunks(tensors, numbers))
     located = []
@@ -282,18 +284,18 @@ def _locate(
     return located, errors
 
 
-def _where(tensor: StateRecord, chunk: Chunk) -> str:
+def _subject(tensor: StateRecord, chunk: Chunk) -> str:
     return f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}"
 
 
 def _unread(tensor: StateRecord, chunk: Chunk, error: MuonckptError) -> _ChunkResult:
-    where = _where(tensor, chunk)
-    return _ChunkResult(where, None, 0, (Finding("unreadable", f"{where}: {error}", (tensor.key,)),))
+    subject = _subject(tensor, chunk)
+    return _ChunkResult(subject, None, 0, (Finding("unreadable", f"{subject}: {error}", (tensor.key,)),))
 
 
 def _check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, advance: Callable[[int], None]) -> _ChunkResult:
     """Compare a chunk with its digest, its CRC-32 and the checksum inside its item, in one pass over its elements."""
-    where = _where(tensor, chunk)
+    subject = _subject(tensor, chunk)
     sums, num_nonfinite = Sums(), 0
     try:
         for words, origin in chunk_bands(payloads, tensor, chunk):
@@ -307,13 +309,13 @@ def _check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, advance:
     try:
         payloads.check_item(chunk.item)
     except SourceError as error:
-        findings.append(Finding("crc32c", f"{where}: {error}", (tensor.key,)))
+        findings.append(Finding("crc32c", f"{subject}: {error}", (tensor.key,)))
     if chunk.digest not in (None, sums.digest):
-        findings.append(Finding("digest", f"{where}: digest {sums.digest}, expected {chunk.digest}", (tensor.key,)))
+        findings.append(Finding("digest", f"{subject}: digest {sums.digest}, expected {chunk.digest}", (tensor.key,)))
     if chunk.crc32 not in (None, checksum):
-        message = f"{where}: CRC-32 {checksum:08x}, expected {chunk.crc32:08x}"
+        message = f"{subject}: CRC-32 {checksum:08x}, expected {chunk.crc32:08x}"
         findings.append(Finding("crc32", message, (tensor.key,)))
-    return _ChunkResult(where, sums.share, num_nonfinite, tuple(findings))
+    return _ChunkResult(subject, sums.share, num_nonfinite, tuple(findings))
 
 
 def _tensor_findings(tensor: StateRecord, results: list[_ChunkResult], fingerprint: str | None) -> Iterator[Finding]:
@@ -326,7 +328,7 @@ def _tensor_findings(tensor: StateRecord, results: list[_ChunkResult], fingerpri
     if fingerprint and tensor.fingerprint not in (None, fingerprint):
         message = f"tensor {tensor.key!r}: fingerprint {fingerprint}, expected {tensor.fingerprint}"
         yield Finding("fingerprint", message, (tensor.key,))
-    places = [result.where for result in results if result.nonfinite]
+    places = [result.subject for result in results if result.nonfinite]
     if places:
         count = sum(result.nonfinite for result in results)
         message = f"{count} elements of tensor {tensor.key!r} are infinite or NaN, the first in {places[0]}"
@@ -335,8 +337,9 @@ def _tensor_findings(tensor: StateRecord, results: list[_ChunkResult], fingerpri
 
 def _is_of_another_save(checkpoint: OpenCheckpoint, damage: Damage) -> bool:
     """Return whether files are whole by DCP's description and their own checksums, and mostly not what ours says."""
-    lost, stored = damage.by_file
-    if checkpoint.format is not OWN or damage.files or not lost.any() or (2 * lost <= stored)[stored > 0].any():
+    num_lost, num_stored = damage.by_file
+    is_mostly_whole = (2 * num_lost <= num_stored)[num_stored > 0]
+    if checkpoint.format is not OWN or damage.files or not num_lost.any() or is_mostly_whole.any():
         return False
     try:
         with OpenCheckpoint(checkpoint.path, DCP) as stock:
@@ -420,7 +423,7 @@ def _against_dcp(checkpoint: OpenCheckpoint) -> list[Finding]:
     """Compare what DCP's metadata say of every tensor, chunk and item with the manifest."""
     from ..formats import dcp  # not needed where nothing is wrong
 
-    file = checkpoint.path / METADATA_FILE
+    file, recorded = checkpoint.path / METADATA_FILE, METADATA_FILE in checkpoint.outline.files
     try:
         reader = dcp.reader(checkpoint.path)
     except MuonckptError as error:
@@ -428,24 +431,23 @@ def _against_dcp(checkpoint: OpenCheckpoint) -> list[Finding]:
     try:
         for fault in reader.faults:
             raise fault
-        stock = _facts_by_key(replace(reader.outline, tensors=reader.locate(reader.outline.tensors)))
-        ours = _facts_by_key(checkpoint.manifest)
+        metadata_facts = _facts_by_key(replace(reader.outline, tensors=reader.locate(reader.outline.tensors)))
+        manifest_facts = _facts_by_key(checkpoint.manifest)
     except MuonckptError as error:
         return [Finding("metadata", f"{file}: {error}")]
     findings = []
-    for key in sorted(ours.keys() | stock.keys()):
-        if key not in ours or key not in stock:
-            only = MANIFEST_FILE if key in ours else METADATA_FILE
+    for key in sorted(manifest_facts.keys() | metadata_facts.keys()):
+        in_manifest, in_metadata = manifest_facts.get(key), metadata_facts.get(key)
+        if in_manifest is None or in_metadata is None:
+            only = METADATA_FILE if in_manifest is None else MANIFEST_FILE
             message = f"{key!r} is in {only} only, expected it in {MANIFEST_FILE} and {METADATA_FILE}"
             findings.append(Finding("metadata", message, (key,)))
             continue
-        for fact, _ in sorted(ours[key].items() ^ stock[key].items(), key=str)[:1]:
-            values = f"{ours[key].get(fact)} in {MANIFEST_FILE}, {stock[key].get(fact)} in {METADATA_FILE}"
+        for fact, _ in sorted(in_manifest.items() ^ in_metadata.items(), key=str)[:1]:
+            values = f"{in_manifest.get(fact)} in {MANIFEST_FILE}, {in_metadata.get(fact)} in {METADATA_FILE}"
             findings.append(Finding("metadata", f"{key!r}: {fact} {values}; expected the same", (key,)))
-    digest = xxh3_128([dcp.read_metadata(checkpoint.path)])
-    if checkpoint.outline.files.get(METADATA_FILE) not in (None, digest) and not findings:
-        findings.append(Finding("metadata", f"{file}: digest {digest}, {MANIFEST_FILE} has another"))
-    return findings
+    # Other bytes that say the same.
+    return findings or [*changed_descriptions(checkpoint, [METADATA_FILE] if recorded else [])]
 
 
 def _facts_by_key(manifest: Manifest) -> dict[str, dict[str, object]]:

@@ -99,8 +99,8 @@ class Damage:
     def by_file(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each file of ``manifest.columns``, how many of its chunks are lost, and how many it has with elements."""
         files, count = self.manifest.columns.file, len(self.manifest.columns.names)
-        lost, stored = files[self.chunks], files[self.manifest.elements > 0]
-        return np.bincount(lost, minlength=count), np.bincount(stored, minlength=count)
+        lost_files, stored_files = files[self.chunks], files[self.manifest.elements > 0]
+        return np.bincount(lost_files, minlength=count), np.bincount(stored_files, minlength=count)
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -167,8 +167,9 @@ class Damage:
     def sentence(self) -> str:
         """The losses, as one sentence for people."""
         num_lost, num_stored = int(self.chunks.sum()), int((self.manifest.elements > 0).sum())
+        # Bytes that are elsewhere are not lost.
         if self.misplaced:
-            moves = [f"that of {name} is called {other}" for name, other in sorted(self.misplaced.items())]
+            moves = [f"that of {name} is called {file}" for name, file in sorted(self.misplaced.items())]
             text = f"{counted(len(moves), 'file')} with other names than when it was saved: {listed(moves, 4)}"
             besides = self.without_misplaced
             return f"{text}; {besides.sentence if besides else 'nothing else is wrong, and nothing is lost'}"
@@ -176,6 +177,7 @@ class Damage:
         if self.mixed_up:
             files = _files(sorted(self.manifest.columns.names))
             return f"{MANIFEST_FILE} is of another save than {files}: {chunks} have other bytes"
+        # Losses: elements and items.
         losses = []
         if self.tensors:
             length, kinds = size(self.bytes), self._lost_kinds()
@@ -186,15 +188,15 @@ class Damage:
         causes = "; ".join(self._causes())
         if not losses:
             return f"{causes}; {'tensors and items are whole' if self.read else 'all other files are long enough'}"
-        lost = f"{' and '.join(losses)} {'is' if num_lost + len(self.items) == 1 else 'are'} lost"
+        loss = f"{' and '.join(losses)} {'is' if num_lost + len(self.items) == 1 else 'are'} lost"
         remainder = "all else is whole" if self.read else "all other files are long enough"
-        return f"{causes or 'bytes are not those that were written'}: {lost}; {remainder}"
+        return f"{causes or 'bytes are not those that were written'}: {loss}; {remainder}"
 
     def _lost_kinds(self) -> str:
         """Return how many tensors of each kind have lost elements: ``weights of 2 tensors, momenta of 3``."""
-        (kind, count), *others = Counter(map(self.view.noun, self.tensors)).items()
-        counts = [f"{kind} of {counted(count, 'tensor')}", *(f"{kind} of {count}" for kind, count in others)]
-        return ", ".join(counts).replace("tensors of ", "")
+        texts = [f"{kind} of {count}" for kind, count in Counter(map(self.view.noun, self.tensors)).items()]
+        texts[0] += " tensor" if texts[0].endswith(" of 1") else " tensors"
+        return ", ".join(texts).replace("tensors of ", "")
 
     def _causes(self) -> Iterator[str]:
         # Files that are not there, too short, or that the system does not open.
@@ -210,10 +212,10 @@ class Damage:
             yield f"{_files(sorted(self.unopened))} cannot be opened: {self.unopened[name]}"
         # Files of the right size with other bytes; in some of several chunks not one is right.
         names = np.array(self.manifest.columns.names, object)
-        lost, stored = self.by_file
-        damaged = {*names[lost > 0]} | {blob.item.file for blob in self.manifest.blobs if blob.key in self.items}
+        num_lost, num_stored = self.by_file
+        damaged = {*names[num_lost > 0]} | {blob.item.file for blob in self.manifest.blobs if blob.key in self.items}
         damaged -= self.files.keys() | self.strays
-        swapped = damaged & {*names[(lost == stored) & (stored > 1)]}
+        swapped = damaged & {*names[(num_lost == num_stored) & (num_stored > 1)]}
         for group, fate in (
             (self.strays, "the bytes of another save than all other files"),
             (swapped, "none of the bytes that were written (another save's, perhaps)"),
@@ -297,8 +299,8 @@ def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str
     manifest, names = damage.manifest, damage.manifest.columns.names
     order = np.lexsort((manifest.elements, manifest.columns.file))
     order = order[manifest.elements[order] > 0]
-    lost, stored = damage.by_file
-    rows_by_name = dict(zip(names, np.split(order, np.cumsum(stored)[:-1]), strict=True)) if names else {}
+    num_lost, num_stored = damage.by_file
+    rows_by_name = dict(zip(names, np.split(order, np.cumsum(num_stored)[:-1]), strict=True)) if names else {}
 
     @cache
     def has_chunks(file: str, name: str) -> bool:
@@ -309,7 +311,7 @@ def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str
 
     # The names that have lost everything, and the files that may have it.
     is_short = np.array([name in damage.files for name in names], np.bool_)
-    numbers = np.flatnonzero((stored > 0) & ((lost == stored) | is_short))
+    numbers = np.flatnonzero((num_stored > 0) & ((num_lost == num_stored) | is_short))
     lost_names = (names[number] for number in numbers if "/" not in names[number])
     suspects = [name for name in lost_names if name not in damage.unopened]
     descriptions = {MANIFEST_FILE, METADATA_FILE, *manifest.files}
@@ -382,6 +384,7 @@ def faults_of(checkpoint: OpenCheckpoint) -> list[Finding]:
 
 def unexplained(damage: Damage, findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings that the sentence about damage has not said already."""
+    # A finding of these kinds is a consequence of the damage.
     kinds = set[str]()
     if damage.files:  # the reader of `.metadata` stops at files that are missing, and says so
         kinds |= {"files", "missing_file", "cut_file", "metadata", "description"}

@@ -269,10 +269,11 @@ def _moves(path: Location, misplaced: Mapping[str, str]) -> Iterator[str]:
         return shlex.join(["mv", str(path / source), str(path / destination)])
 
     while places:
+        # A name that no other file is waiting under is free; in a circle of names one moves aside first.
         name = next((name for name in places if name not in places.values()), next(iter(places)))
         if name not in vacant and (path / name).exists():
             yield move(name, f"{name}.aside")
-            places = {other: f"{name}.aside" if file == name else file for other, file in places.items()}
+            places = {key: f"{name}.aside" if file == name else file for key, file in places.items()}
         else:
             yield move(places.pop(name), name)
 

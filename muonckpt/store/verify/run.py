@@ -199,10 +199,10 @@ def look_at_folder(path: Location, visit: Visit = _ignore) -> Run:
                 return name.stem, look_at_step(entry, name.step, verifications.get(entry.name), visit)
         return None
 
-    seen = [result for result in map_each(path, look, entries) if result is not None]
+    looks = [result for result in map_each(path, look, entries) if result is not None]
     # Other folders may end with a number, too: the run's are named as what holds checkpoints.
-    stems = {stem for stem, step in seen if step.state != "incomplete"}
-    steps = [step for stem, step in seen if not stems or stem in stems]
+    stems = {stem for stem, step in looks if step.state != "incomplete"}
+    steps = [step for stem, step in looks if not stems or stem in stems]
     steps.sort(key=lambda step: (step.step, step.attempt, step.name))
     return Run(path, tuple(steps), _pointer(path, {entry.name for entry in entries}, steps))
 
@@ -217,9 +217,9 @@ def _pointer(path: Location, names: set[str], steps: list[RunStep]) -> Pointer |
     return None
 
 
-def same_step(name: str, other: str) -> bool:
+def same_step(name_a: str, name_b: str) -> bool:
     """Return whether two names of one run tell the same step."""
-    a, b = NumberedName.parsed(name), NumberedName.parsed(other)
+    a, b = NumberedName.parsed(name_a), NumberedName.parsed(name_b)
     return a is not None and b is not None and (a.stem, a.step.step) == (b.stem, b.step.step)
 
 
@@ -232,11 +232,12 @@ def new_attempt(checkpoint: Location) -> str | None:
     if numbered is None:
         return None
     attempt = numbered.step.attempt
-    for name, sibling in _siblings(checkpoint):
-        if same_step(checkpoint.name, name):
-            attempt = max(attempt, sibling.attempt)
-    if own := StepName.parsed(checkpoint.name):
-        return str(StepName(own.step, attempt + 1))
+    for sibling, step in _siblings(checkpoint):
+        if same_step(checkpoint.name, sibling):
+            attempt = max(attempt, step.attempt)
+    # Ours have their numbers in one form, those of other programs get a suffix.
+    if name := StepName.parsed(checkpoint.name):
+        return str(StepName(name.step, attempt + 1))
     later = _ATTEMPT.fullmatch(checkpoint.name)
     return f"{(later['first'] if later else checkpoint.name).removesuffix('.ckpt')}.{attempt + 1}"
 
@@ -308,9 +309,11 @@ def look_at_step(place: Location, name: StepName, last: Verification | None, vis
 
 
 def _look(place: Location, name: StepName, last: Verification | None, visit: Visit) -> RunStep:
+    # A verification counts that was of the files as they are.
     files = look_at_files(place)
     last = last if last and last.files == files.digest else None
     step = RunStep(place.name, place, *name, "damaged", "", files.bytes, files.last_write, verified=last)
+    # Find the checkpoint, and look at its descriptions and the sizes of its files.
     try:
         path = _checkpoint_in(place)
         if path is None:
@@ -329,6 +332,7 @@ def _look(place: Location, name: StepName, last: Verification | None, visit: Vis
         if place.exists():
             return replace(step, state="unread", fault=str(error))
         return replace(step, state="incomplete", fault=_GONE)
+    # What reading has found counts where names and sizes show nothing.
     if fault:
         return replace(step, fault=fault, is_complete=is_complete)
     if last and not last.is_whole:

@@ -57,11 +57,13 @@ class Examination:
     shares: Mapping[int, int] = field(default_factory=dict)
 
 
-def examine_small(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> tuple[list[Examination], bool]:
+def examine_small(
+    payloads: Payloads, tensors: Sequence[StateRecord], whole_items: bool
+) -> tuple[list[Examination], bool]:
     """Read the small ones of these tensors, and compare them with their records.
 
     Args:
-        ours: the chunks are in items that this package writes, of which all bytes are compared.
+        whole_items: the chunks are in items that this package writes, of which all bytes are compared.
 
     Returns:
         The examination of each tensor, an empty one of large ones.  And whether the items are *framed*: they are those
@@ -70,7 +72,7 @@ def examine_small(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool
     examinations = [Examination()] * len(tensors)
     framed = True
     for numbers in _runs(tensors):
-        run = _Run.read(payloads, [tensors[number] for number in numbers], ours)
+        run = _Run.read(payloads, [tensors[number] for number in numbers], whole_items)
         for group in run.groups:
             sound, shares, group_framed = run.check(group)
             framed &= group_framed
@@ -83,7 +85,7 @@ def examine_small(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool
                     chunks = np.flatnonzero(sound[row])
                     chunk_shares = zip(chunks.tolist(), shares[row, chunks].tolist(), strict=True)
                     examinations[number] = Examination(None, dict(chunk_shares))
-    if ours and framed:
+    if whole_items and framed:
         framed = all(_is_framed(payloads, tensor) for tensor in tensors if not _is_small(tensor))
     return examinations, framed
 
@@ -150,13 +152,13 @@ class _Place(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _places(name: str, boxes: Boxes, ours: bool) -> tuple[_Place, ...]:
-    if ours:
+def _places(name: str, boxes: Boxes, whole_items: bool) -> tuple[_Place, ...]:
+    if whole_items:
         from ..formats.torch_save.tensor_item import template  # `stats` and other formats do without
     places = []
     for box in boxes:
         elements = box.numel * dtype(name).itemsize
-        item = template(name, box.shape) if ours else None
+        item = template(name, box.shape) if whole_items else None
         head, length = (len(item.head), item.length) if item else (0, elements)
         places.append(_Place(box, head, elements, length, item))
     return tuple(places)
@@ -185,7 +187,7 @@ class _Run:
     """Small tensors of which the chunks were read together.
 
     Attributes:
-        raw: the bytes: whole items if they are ours, else payloads.
+        raw: the bytes of whole items, or of payloads.
         start: where those of each row of the columns begin; `UNKNOWN` where they are not read, or not as many, or not
             at the place in their items, as their boxes say.
     """
@@ -197,7 +199,7 @@ class _Run:
     start: Column
 
     @classmethod
-    def read(cls, payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> _Run:
+    def read(cls, payloads: Payloads, tensors: Sequence[StateRecord], whole_items: bool) -> _Run:
         columns = columns_of(tensor.chunks for tensor in tensors)
         first_rows = np.cumsum([0, *(len(tensor.boxes) for tensor in tensors)])
         members: defaultdict[tuple[str, Index, Boxes], list[int]] = defaultdict(list)
@@ -207,7 +209,7 @@ class _Run:
         fits = np.zeros(len(columns), np.bool_)
         for (name, shape, boxes), numbers in members.items():
             rows = first_rows[numbers][:, np.newaxis] + np.arange(len(boxes))
-            places = _places(name, boxes, ours)
+            places = _places(name, boxes, whole_items)
             groups.append(_Group(name, shape, numbers, rows, places, _tiles(tensors[numbers[0]])))
             # Only chunks of the length and at the place of their boxes are read.
             sizes = [(place.elements, place.head, place.length) for place in places]
@@ -216,7 +218,7 @@ class _Run:
             if any(place.template for place in places):
                 items = columns.item[rows]
                 fits[rows] &= (columns.item_length(rows) == length) & (columns.payload(rows) == items + head)
-        return cls(payloads, columns, groups, *_read_rows(payloads, columns, np.flatnonzero(fits), ours))
+        return cls(payloads, columns, groups, *_read_rows(payloads, columns, np.flatnonzero(fits), whole_items))
 
     def items(self, rows: Column, length: int) -> _Raw:
         """Return the bytes of rows that were read, ``[rows, length]``."""
@@ -285,16 +287,16 @@ def _tiles(tensor: StateRecord) -> bool:
     return True
 
 
-def _read_rows(payloads: Payloads, columns: Columns, rows: Column, ours: bool) -> tuple[_Raw, Column]:
-    """Return the bytes of rows, whole items if they are ``ours``, and where each row of the columns begins in them."""
+def _read_rows(payloads: Payloads, columns: Columns, rows: Column, whole_items: bool) -> tuple[_Raw, Column]:
+    """Return the bytes of rows, whole items or payloads, and where each row of the columns begins in them."""
     starts = np.full(len(columns), UNKNOWN, np.int64)
     if not len(rows):
         return np.zeros(0, np.uint8), starts
     # Ranges near each other are read together, file by file.
-    offset = columns.item[rows] if ours else columns.payload(rows)
+    offset = columns.item[rows] if whole_items else columns.payload(rows)
     order = np.lexsort((offset, columns.file[rows]))
     rows, offset = rows[order], offset[order]
-    file, length = columns.file[rows], columns.item_length(rows) if ours else columns.payload_length(rows)
+    file, length = columns.file[rows], columns.item_length(rows) if whole_items else columns.payload_length(rows)
     ranges = join_ranges(offset, offset + length, _GAP_BYTES, file=file)
     bounds = np.append(0, np.cumsum(ranges.stop - ranges.start))
     raw = np.empty(int(bounds[-1]), np.uint8)
