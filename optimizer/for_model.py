@@ -51,14 +51,17 @@ class ModelGroups:
         except ValueError:  # no rule says what they are
             groups = [{"params": [*missing], "param_names": [*missing.values()], "algorithm": "adamw", **self.adamw}]
         for group in groups:
-            names = group.pop("param_names", None) if self.named else None
             params = group.pop("params")
-            places = {param: f"model.get_parameter({missing[param]!r})" for param in params if param in missing}
-            if names is not None:
-                places = {p: f"({name!r}, {places[p]})" for p, name in zip(params, names, strict=True) if p in places}
-            if places:
+            names = group.pop("param_names", None) if self.named else None
+            # The missing parameters of this group, with names where the others have them.
+            members = []
+            for param, name in zip(params, names or [None] * len(params), strict=True):
+                if param in missing:
+                    member = f"model.get_parameter({missing[param]!r})"
+                    members.append(member if name is None else f"({name!r}, {member})")
+            if members:
                 options = ", ".join(f"{key!r}: {as_numbers(value)!r}" for key, value in group.items())
-                yield f"optimizer.add_param_group({{'params': [{', '.join(places.values())}], {options}}})"
+                yield f"optimizer.add_param_group({{'params': [{', '.join(members)}], {options}}})"
 
 
 LINE = "Muon.for_model(model, rules={}, lr=0.02, adamw_lr=3e-4)"
@@ -167,16 +170,14 @@ class ForModel:
 
     def decisions(self) -> Decisions | None:
         """Return the decisions of `for_model` on each parameter of the model; None if the code made the groups."""
-        model = self._model_groups.model() if self._model_groups is not None else None
-        if self._model_groups is None or model is None:
+        if self._model_groups is None or (model := self._model_groups.model()) is None:
             return None
         return sort_parameters(model, self._model_groups.rules)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _warn_of_left_out(self, stacklevel: int) -> None:
         """Warn once of each parameter of the model that has a gradient and is in no group."""
-        model = self._model_groups.model() if self._model_groups is not None else None
-        if self._model_groups is None or model is None:
+        if self._model_groups is None or (model := self._model_groups.model()) is None:
             return
         grouped = {*map(id, params_of(self.param_groups))}
         if all(id(param) in grouped or param.grad is None for param in model.parameters()):
@@ -184,11 +185,8 @@ class ForModel:
         names = {param: name for name, param in model.named_parameters()}
         if grouped.isdisjoint(map(id, names)):
             return  # the model has other parameters than it had, of which `warn_of_no_gradient` warns
-        ungrouped = {
-            param: name
-            for param, name in names.items()
-            if id(param) not in grouped and param.grad is not None and name not in self._warned
-        }
+        strangers = (param for param in names if id(param) not in grouped and param.grad is not None)
+        ungrouped = {param: names[param] for param in strangers if names[param] not in self._warned}
         if ungrouped:
             self._warned |= {*ungrouped.values()}
             shown = in_globs([*ungrouped.values()], {*names.values()} - {*ungrouped.values()})
@@ -214,10 +212,9 @@ class ForModel:
             ValueError: a parameter has no name.
         """
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        names = {
-            param: ".".join(part for part in name.split(".") if part not in WRAPPERS)
-            for name, param in (inner.named_parameters() if inner is not None else ())
-        }
+        names: dict[Tensor, str] = {}
+        for name, param in inner.named_parameters() if inner is not None else ():
+            names[param] = ".".join(part for part in name.split(".") if part not in WRAPPERS)
         groups = []
         for number, group in enumerate(self.param_groups):
             labels = group.get("param_names") or [names.get(param) for param in group["params"]]

@@ -103,12 +103,15 @@ def fit_state_dict(
     }
 
     # Match them, and refuse state that does not fit.
-    options = [{key: as_tuples(as_numbers(group[key])) for key in RESTORED if key in group} for group in saved_groups]
+    def restored_options(number: int) -> dict[str, Any]:
+        group = saved_groups[number]
+        return {key: as_tuples(as_numbers(group[key])) for key in RESTORED if key in group}
+
     matcher = ParameterMatcher(
         live,
         saved,
         names,
-        options.__getitem__,
+        restored_options,
         misfit,
         is_zeroed=lambda parameter, slot: slot in lasting_slots or begins_as_zeros(slot, parameter.options),
     )
@@ -125,14 +128,13 @@ def fit_state_dict(
     if faults:
         raise ValueError("; ".join(faults))
     # Leave out dropped state, and put zeros in place of fresh state.
-    keys = {name: sources[name][0] if name in sources else ("fresh", name) for name in live}
+    keys: dict[str, Any] = {name: ("fresh", name) for name in live} | {name: key for name, (key, _) in sources.items()}
     for name in report.dropped:
         del state[sources[name][0]]
     for name in report.fresh:
-        slots = live[name].slots
-        state[keys[name]] = {
-            slot: tensor if slot in lasting_slots else torch.zeros_like(tensor) for slot, tensor in slots.items()
-        }
+        state[keys[name]] = slots = dict(live[name].slots)
+        for slot in slots.keys() - {*lasting_slots}:
+            slots[slot] = torch.zeros_like(slots[slot])
     groups = _restore_options(optimizer.param_groups, saved_groups, origins)
     for group, group_names in zip(groups, names, strict=True):
         group["params"] = [keys[name] for name in group_names]
@@ -176,7 +178,8 @@ def _number_labels(
     globs: Globs,
 ) -> list[list[str]]:
     """Return labels of parameters that are matched by number: the saved key, a name, or place and shape."""
-    sizes, saved_sizes = ([len(group["params"]) for group in side] for side in (groups, saved_groups))
+    sizes = [len(group["params"]) for group in groups]
+    saved_sizes = [len(group["params"]) for group in saved_groups]
     if sizes != saved_sizes:
         raise ValueError(
             f"the state has groups of {saved_sizes} parameters, this optimizer of {sizes}, and {_BY_NUMBER}"
@@ -199,8 +202,13 @@ def _number_labels(
 
 def _names_of(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
     """Return the names of each group's parameters, if all have names, beside their numbers or in place of them."""
-    names = [group.get("param_names") if _has_numbers([group]) else group["params"] for group in groups]
-    return None if None in names else [list(group or ()) for group in names]
+    names: list[list[str]] = []
+    for group in groups:
+        group_names = group.get("param_names") if _has_numbers([group]) else group["params"]
+        if group_names is None:
+            return None
+        names.append(list(group_names))
+    return names
 
 
 def _has_numbers(groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -227,8 +235,9 @@ def _restore_options(
         if saved:
             options |= {GIVEN_KEYS[option]: value for option, value in options_in_code(saved).items()}
         restored.append({**group, **options})
-    rates = [[as_numbers(group.get("initial_lr")) for group in side] for side in (saved_groups, restored)]
-    if misfit := scheduler_misfit(*rates):
+    saved_rates = [as_numbers(group.get("initial_lr")) for group in saved_groups]
+    rates = [as_numbers(group.get("initial_lr")) for group in restored]
+    if misfit := scheduler_misfit(saved_rates, rates):
         if any("initial_lr" in group for group in groups):
             raise ValueError(f"the state does not fit, training would go on wrongly: {misfit}")
         warn_on_rank(misfit, stacklevel=4)

@@ -80,21 +80,23 @@ class Members:
         expert_names = frozenset(name_of[param] for param in experts)
         if expert_names and expert_group is None and dist.is_initialized():
             raise ValueError("experts need an expert_group: the ranks that hold the same ones")
-        group_of = {name: expert_group if name in expert_names else group for name in named}
+        group_of = dict.fromkeys(named, group) | dict.fromkeys(expert_names, expert_group)
         return cls(named, name_of, group_of, expert_names, GroupSizes(size_of(group), size_of(expert_group)))
 
     def placement_request(
         self, groups: Sequence[Mapping[str, Any]], bucket_size: int | None, previous: Mapping[str, int | None] | None
     ) -> PlacementRequest:
         """Return the input of a placement, given groups with all their options."""
-        group_names = [tuple(self.name_of[param] for param in group["params"]) for group in groups]
+        group_names: list[tuple[str, ...]] = []
         matrices: set[str] = set()
-        for names, group in zip(group_names, groups, strict=True):
-            matrices |= {*names} if is_matrix_method(group["algorithm"]) else set()
-        parameters = [
-            Parameter(name, tuple(param.shape), str(param.dtype).removeprefix("torch."), expert=name in self.experts)
-            for name, param in self.named.items()
-        ]
+        for group in groups:
+            group_names.append(tuple(map(self.name_of.__getitem__, group["params"])))
+            if is_matrix_method(group["algorithm"]):
+                matrices |= {*group_names[-1]}
+        parameters = []
+        for name, param in self.named.items():
+            dtype = str(param.dtype).removeprefix("torch.")
+            parameters.append(Parameter(name, tuple(param.shape), dtype, expert=name in self.experts))
         return PlacementRequest(
             tuple(parameters),
             frozenset(matrices),
@@ -121,10 +123,11 @@ class Members:
 
 def replace_params(groups: Iterable[Mapping[str, Any]], tensors: Mapping[Tensor, Tensor]) -> list[dict[str, Any]]:
     """Return parameter groups with other tensors in place of those parameters that have one."""
-    return [
-        {**options_of(group), "params": [tensors[param] for param in group["params"] if param in tensors]}
-        for group in groups
-    ]
+    replaced = []
+    for group in groups:
+        params = [tensors[param] for param in group["params"] if param in tensors]
+        replaced.append({**options_of(group), "params": params})
+    return replaced
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +177,9 @@ def make_layouts(layout: str | Sequence[BufferLayout], request: PlacementRequest
             close = did_you_mean(layout, [*PLACEMENTS])
             raise ValueError(f"layout={layout!r}: expected one of {', '.join(PLACEMENTS)}, or recorded buffers{close}")
         return PLACEMENTS[layout].place(request)
-    recorded = {placed.parameter: buffer for buffer in layout for placed in buffer.parameters}
+    recorded: dict[Parameter, BufferLayout] = {}
+    for buffer in layout:
+        recorded |= {placed.parameter: buffer for placed in buffer.parameters}
     if differing := {*recorded} ^ {*request.parameters}:
         names = sorted({parameter.name for parameter in differing})
         raise LayoutError(f"the recorded buffers do not fit the model: {listed(names)}")
@@ -248,10 +253,8 @@ class FlatBuffer:
         self.gradients = torch.zeros(layout.numel, dtype=gradient_dtype or example.dtype, device=example.device)
         self.gradient_of: dict[str, Tensor] = {}
         for placed in layout.parameters:
-            weight, self.gradient_of[placed.name] = (
-                memory[placed.start : placed.stop].view(placed.parameter.shape)
-                for memory in (self.weights, self.gradients)
-            )
+            weight = self.weights[placed.start : placed.stop].view(placed.parameter.shape)
+            self.gradient_of[placed.name] = self.gradients[placed.start : placed.stop].view(placed.parameter.shape)
             weight.copy_(params[placed.name].detach())
             params[placed.name].data = weight
         if group is not None:
@@ -289,20 +292,19 @@ class Bucket:
     def __init__(self, buffer: FlatBuffer, number: int, exact: bool) -> None:
         layout = buffer.layout
         start, stop = layout.buckets[number]
-        names = [placed.name for placed in layout.parameters if placed.bucket == number]
-        self.gradient_of = {name: buffer.gradient_of[name] for name in names}
+        self.gradient_of = {
+            placed.name: buffer.gradient_of[placed.name] for placed in layout.parameters if placed.bucket == number
+        }
         self.even, self.group = layout.even, buffer.group
         self._rank, self._exact = buffer.rank, exact
         self._weights, self._gradients = buffer.weights[start:stop], buffer.gradients[start:stop]
-        self._shards = [
-            (rank_of(shard), shard.start - start, shard.stop - start)
-            for shard in layout.shards
-            if start <= shard.start < stop
-        ]
+        self._shards = [shard for shard in layout.shards if start <= shard.start < stop]
+        self._start = start
 
     def _shard_views(self, memory: Tensor) -> list[tuple[int, Tensor]]:
         """Return each shard's rank in the group and its view of the weights or gradients."""
-        return [(rank, memory[start:stop]) for rank, start, stop in self._shards]
+        start, shards = self._start, self._shards
+        return [(rank_of(shard), memory[shard.start - start : shard.stop - start]) for shard in shards]
 
     def reduce(self) -> list[dist.Work]:
         """Begin to add up gradients in place; afterwards only the memory of each rank's shard is defined."""
@@ -349,6 +351,14 @@ def fill_buffers(
     return parts, buckets
 
 
+def _bucket_numbers(buckets: Sequence[Bucket]) -> dict[str, int]:
+    """Return the number of each parameter's bucket, by its name."""
+    numbers: dict[str, int] = {}
+    for number, bucket in enumerate(buckets):
+        numbers |= dict.fromkeys(bucket.gradient_of, number)
+    return numbers
+
+
 def _wait(works: Iterable[dist.Work]) -> None:
     for work in works:
         with lost_ranks():
@@ -372,13 +382,13 @@ class Gradients:
         self.arrived_names: set[str] = set()
         self._params = params
         self._buckets = tuple(buckets)
-        self._number_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.gradient_of}
+        self._number_of = _bucket_numbers(buckets)
         self._is_last_pass = True
         self._begin()
-        self._handles: list[RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(partial(self._collect, name))  # type: ignore[no-untyped-call]
-            for name, param in params.items()
-        ]
+        self._handles: list[RemovableHandle] = []
+        for name, param in params.items():
+            hook = partial(self._collect, name)
+            self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _begin(self) -> None:
         self._pending_names = [set(bucket.gradient_of) for bucket in self._buckets]
@@ -484,7 +494,7 @@ class Gathers:
 
     def hook(self, model: nn.Module, name_of: Mapping[Tensor, str]) -> list[RemovableHandle]:
         """Make modules wait for their own parameters before their forward, and the model for all before it is saved."""
-        number_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.gradient_of}
+        number_of = _bucket_numbers(self._buckets)
         handles: list[RemovableHandle] = []
         for module in model.modules():
             params = [param for param in module.parameters(recurse=False) if param in name_of]
