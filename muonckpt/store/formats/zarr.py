@@ -14,10 +14,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from types import MappingProxyType
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -46,19 +46,17 @@ SEAL = "digest"
 
 INDEX_CHECKSUM = 4
 
-_ZARR_DTYPES: Mapping[str, str] = MappingProxyType(
-    {
-        name: name
-        for name in DTYPES
-        if name.startswith(("bool", "int", "uint", "float16", "float32", "float64", "complex64", "complex128"))
-    }
+_ZARR_DTYPES = frozenset(
+    name
+    for name in DTYPES
+    if name.startswith(("bool", "int", "uint", "float16", "float32", "float64", "complex64", "complex128"))
 )
 """Element types that zarr has, under the same names; the others are stored as their bits."""
 
 MISSING_CHUNK = 2**64 - 1
 """Offset and length, in a shard's index, of a chunk that is not there."""
 
-_READABLE = _ZARR_DTYPES.keys() | {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
+_READABLE = _ZARR_DTYPES | {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 """The last three are extensions, which tensorstore writes and stock zarr cannot read."""
 
 _CRC32C = {"name": "crc32c"}
@@ -67,12 +65,12 @@ _INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, _CRC3
 
 def stored_as(dtype: str) -> str:
     """Return the zarr data type that holds this one: itself, or unsigned integers of its bits."""
-    return _ZARR_DTYPES.get(dtype, f"uint{8 * itemsize(dtype)}")
+    return dtype if dtype in _ZARR_DTYPES else f"uint{8 * itemsize(dtype)}"
 
 
 @dataclass(frozen=True, slots=True)
 class ZarrArray:
-    """One array, with zarr's ``dtype``.
+    """Describes one array, with zarr's ``dtype``.
 
     ``file_shape`` and ``chunk_shape`` are the shapes of one file and of one chunk in it (the same without shards), with
     the dims of ``shape``.  ``trailer`` counts the bytes behind each chunk's elements (its CRC-32C); None where elements
@@ -102,15 +100,16 @@ class ZarrArray:
             raise SourceError(f"expected sizes of at most {MAX_ELEMENTS}, found larger ones")
         if min(self.shape, default=0) < 0 or min((*self.file_shape, *self.chunk_shape), default=1) < 1:
             raise SourceError(f"expected a shape and chunks of at least one element, found {shapes}")
-        if any(whole % part for whole, part in zip(self.file_shape, self.chunk_shape, strict=True)):
+        if any(size % part for size, part in zip(self.file_shape, self.chunk_shape, strict=True)):
             raise SourceError(f"expected shards {self.file_shape} that are whole numbers of chunks {self.chunk_shape}")
 
     @property
     def is_plain(self) -> bool:
         """Return whether every chunk's elements inside the array are a prefix of its stored bytes."""
+        # The edge may cut a chunk along its first dim of several elements only: along others it would leave gaps.
         first = next((dim for dim, size in enumerate(self.chunk_shape) if size > 1), len(self.shape))
-        cut = any(self.shape[d] % self.chunk_shape[d] for d in range(first + 1, len(self.shape)))
-        return self.trailer is not None and not cut
+        has_gaps = any(self.shape[dim] % self.chunk_shape[dim] for dim in range(first + 1, len(self.shape)))
+        return self.trailer is not None and not has_gaps
 
     @property
     def chunk_bytes(self) -> int:
@@ -138,8 +137,8 @@ class ZarrArray:
         """Yield, in row-major order, the number and the box of each chunk of a file that has elements."""
         for cell, box in _grid(file, self.chunk_shape):
             number = 0
-            for index, whole, part in zip(cell, self.file_shape, self.chunk_shape, strict=True):
-                number = number * (whole // part) + index
+            for index, size, part in zip(cell, self.file_shape, self.chunk_shape, strict=True):
+                number = number * (size // part) + index
             yield number, box
 
     def to_json(self) -> str:
@@ -193,13 +192,13 @@ def parse_array(node: str, fields: Mapping[str, Any]) -> ZarrArray:
         if fields.get("storage_transformers"):
             raise SourceError(f"expected no storage transformers, found {fields['storage_transformers']!r:.200}")
         if fields["data_type"] not in _READABLE:
-            kinds = ", ".join(_READABLE)
+            kinds = ", ".join(sorted(_READABLE))
             raise SourceError(f"expected one of the data types {kinds}, found {fields['data_type']!r:.200}")
         match fields["chunk_grid"]:
-            case {"name": "regular", "configuration": dict(grid)}:
-                files = _ints(grid["chunk_shape"])
-            case other:
-                raise SourceError(f"expected 'regular' with a configuration, found {other!r:.200}")
+            case {"name": "regular", "configuration": dict(configuration)}:
+                files = _ints(configuration["chunk_shape"])
+            case grid:
+                raise SourceError(f"expected 'regular' with a configuration, found {grid!r:.200}")
         prefix, separator = _keys(fields["chunk_key_encoding"])
         chunks, trailer, index_first = _codecs(fields["codecs"])
         return ZarrArray(
@@ -238,40 +237,36 @@ def _grid(box: Box, step: Index) -> Iterator[tuple[Index, Box]]:
 def _codecs(codecs: Any) -> tuple[Index | None, int | None, bool]:
     """Return the shape of chunks in a shard (None without shards), their trailer, and whether its index is first."""
     match codecs:
-        case [{"name": "sharding_indexed", "configuration": {"chunk_shape": shape, "codecs": inner, **rest}}]:
-            if rest.get("index_codecs") != _INDEX_CODECS or rest.get("index_location", "end") not in ("start", "end"):
+        case [{"name": "sharding_indexed", "configuration": {"chunk_shape": shape, "codecs": inner, **index}}]:
+            location = index.get("index_location", "end")
+            if index.get("index_codecs") != _INDEX_CODECS or location not in ("start", "end"):
                 raise SourceError("expected a shard index of little-endian numbers with a CRC-32C")
             chunks, trailer, _ = _codecs(inner)
             if chunks is not None:
                 raise SourceError("expected no shards within shards")
-            return _ints(shape), trailer, rest.get("index_location") == "start"
-        case [{"name": "bytes", **how}] if _is_little(how):
+            return _ints(shape), trailer, location == "start"
+        case [{"name": "bytes", **codec}] if _setting(codec, "endian", "little") == "little":
             return None, 0, False
-        case [{"name": "bytes", **how}, {"name": "crc32c"}] if _is_little(how):
+        case [{"name": "bytes", **codec}, {"name": "crc32c"}] if _setting(codec, "endian", "little") == "little":
             return None, INDEX_CHECKSUM, False
         case [*_]:
             return None, None, False
     raise SourceError(f"expected a list of codecs, found {codecs!r:.200}")
 
 
-def _is_little(codec: Mapping[Any, Any]) -> bool:
-    return bool(_setting(codec, "endian", "little") == "little")
-
-
-def _setting(extension: Mapping[Any, Any], name: str, usual: str) -> Any:
-    return extension.get("configuration", {}).get(name, usual)
+def _setting(extension: Mapping[Any, Any], name: str, default: str) -> Any:
+    return extension.get("configuration", {}).get(name, default)
 
 
 def _keys(encoding: Any) -> tuple[str, str]:
     """Return prefix and separator of chunks' names."""
     match encoding:
-        case {"name": "default", **rest}:
-            prefix, usual = "c", "/"
-        case {"name": "v2", **rest}:
-            prefix, usual = "", "."
+        case {"name": "default", **settings}:
+            prefix, separator = "c", _setting(settings, "separator", "/")
+        case {"name": "v2", **settings}:
+            prefix, separator = "", _setting(settings, "separator", ".")
         case _:
             raise SourceError(f"expected a chunk key encoding default or v2, found {encoding!r:.200}")
-    separator = _setting(rest, "separator", usual)
     if separator not in ("/", "."):
         raise SourceError(f"expected a separator / or ., found {separator!r:.200}")
     return prefix, separator
@@ -291,11 +286,14 @@ class ZarrPayloads(Payloads):
 
     def __init__(self, directory: Location, arrays: Sequence[ZarrArray]) -> None:
         super().__init__(directory)
-        self._encoded = {
-            file: (array, box) for array in arrays if not _is_read_raw(array) for file, box in array.files()
-        }
-        self._checked = {file for array in arrays if array.trailer for file, _ in array.files()}
-        self._decode = lru_cache(_DECODED_FILES)(self._decoded)
+        self._encoded: dict[str, tuple[ZarrArray, Box]] = {}
+        self._with_checksums: set[str] = set()
+        for array in arrays:
+            if array.trailer:
+                self._with_checksums.update(file for file, _ in array.files())
+            if not _is_read_raw(array):
+                self._encoded.update((file, (array, box)) for file, box in array.files())
+        self._decode = lru_cache(_DECODED_FILES)(self._decode_file)
 
     def _bytes(self, name: str) -> FileBytes:
         return BytesInMemory(self._decode(name)) if name in self._encoded else super()._bytes(name)
@@ -304,19 +302,19 @@ class ZarrPayloads(Payloads):
         return name not in self._encoded
 
     def has_checksum(self, chunk: Chunk) -> bool:
-        return chunk.item.file in self._checked
+        return chunk.item.file in self._with_checksums
 
     def check_item(self, item: Extent) -> None:
         """Check the CRC-32C behind an unencoded chunk; decoding checks that of an encoded one."""
         from google_crc32c import value as crc32c
 
-        if item.file in self._checked and item.file not in self._encoded:
+        if item.file in self._with_checksums and item.file not in self._encoded:
             raw = bytes(self.view(item))
             actual, expected = crc32c(raw[:-INDEX_CHECKSUM]), int.from_bytes(raw[-INDEX_CHECKSUM:], "little")
             if actual != expected:
                 raise DamageError(f"CRC-32C {actual:08x}, expected {expected:08x}")
 
-    def _decoded(self, file: str) -> memoryview:
+    def _decode_file(self, file: str) -> memoryview:
         array, box = self._encoded[file]
         size = math.prod(array.file_shape) * itemsize(array.dtype)
         limits.check_limit(size, limits.DECODED + 1000 * self.on_disk(file), f"bytes in {file} when it is decoded")
@@ -342,7 +340,7 @@ def reader(path: Location) -> Reader:
     Raises:
         SourceError: there is none, it is damaged or refused; or a chunk is missing, which zarr would read as zeros.
     """
-    return _read(path, _chunks, _raised)[0]
+    return _read(path, _chunks, _raise)[0]
 
 
 def remains(path: Location, without: Collection[str]) -> Reader:
@@ -351,22 +349,24 @@ def remains(path: Location, without: Collection[str]) -> Reader:
     Raises:
         SourceError: as `reader`, but for what is missing or damaged.
     """
-    lost: list[DamageError] = []
-    failures: list[DamageError] = []
-    rest, count = _read(path, partial(_remaining_chunks, failed=lost.append), failures.append)
-    if not failures:
-        return dataclasses.replace(rest, faults=tuple(LostFileError(str(error)) for error in lost[:1]))
-    lacking = None if count is None else count - len(rest.outline.tensors)
-    if mixtures := tuple(failure for failure in failures if isinstance(failure, SeveralSavesError)):
-        return dataclasses.replace(rest, faults=mixtures)
-    left = f"all {count} arrays are there" if lacking == 0 else "nothing else says which arrays there were"
-    return dataclasses.replace(rest, faults=(UnlistedError(f"{listed(failures, 1, '; ')}; {left}", count=lacking),))
+    chunk_errors: list[DamageError] = []
+    errors: list[DamageError] = []
+    partial_reader, count = _read(path, partial(_remaining_chunks, report=chunk_errors.append), errors.append)
+    faults: tuple[SourceError, ...] = tuple(error for error in errors if isinstance(error, SeveralSavesError))
+    if not errors:
+        faults = tuple(LostFileError(str(error)) for error in chunk_errors[:1])
+    elif not faults:
+        num_lost = None if count is None else count - len(partial_reader.outline.tensors)
+        arrays = f"all {count} arrays are there" if num_lost == 0 else "nothing else says which arrays there were"
+        faults = (UnlistedError(f"{listed(errors, 1, '; ')}; {arrays}", count=num_lost),)
+    return dataclasses.replace(partial_reader, faults=faults)
 
 
 def lacks_root(path: Location) -> bool:
     """Return whether a folder is a hierarchy of ours but for the root's description: an array says where it lies."""
-    _, inside = listing(path)
-    pending = sorted(inside, reverse=True)
+    # The first array that is found decides; a node without a description may have lost it, so one below is looked at.
+    _, top_folders = listing(path)
+    pending = sorted(top_folders, reverse=True)
     while pending:
         node = pending.pop()
         files, folders = listing(path / node)
@@ -385,67 +385,70 @@ def lacks_root(path: Location) -> bool:
     return False
 
 
-Failed = Callable[[DamageError], None]
-"""Is told of descriptions that are missing or damaged."""
+Report = Callable[[DamageError], None]
+"""Receives the errors of descriptions and chunks that are missing or damaged."""
 
 
-def _raised(error: DamageError) -> None:
+def _raise(error: DamageError) -> None:
     raise error
 
 
 @contextmanager
-def _told(failed: Failed) -> Iterator[None]:
+def _reporting(report: Report) -> Iterator[None]:
     try:
         yield
     except DamageError as error:
-        failed(error)
+        report(error)
 
 
-def _read(path: Location, chunks_of: ChunksOf, failed: Failed) -> tuple[Reader, int | None]:
+def _read(path: Location, chunks_of: ChunksOf, report: Report) -> tuple[Reader, int | None]:
     """Return the reader of a hierarchy, and the number of arrays that its root says it has."""
-    attributes, arrays, consolidated = _nodes(path, failed)
-    tensors, seals, read = list[StateRecord](), dict[str, object](), list[ZarrArray]()
+    attributes, arrays, consolidated = _nodes(path, report)
+    tensors, seals, readable = list[StateRecord](), dict[str, object](), list[ZarrArray]()
     for array in arrays:
-        with _told(failed):
+        with _reporting(report):
             tensors.append(_record(path, array, chunks_of))
-            read.append(array)
+            readable.append(array)
             if isinstance(entry := array.attributes.get(MANIFEST_ATTRIBUTE), dict):
                 seals[array.node] = entry.get(SEAL)
+
+    # The root of a hierarchy of ours says how many arrays it has, and binds them by the digest of their seals.
     provenance: Mapping[str, Any] = {"format": "zarr"}
-    count, of_arrays = len({*consolidated, *(array.node for array in arrays)}) if consolidated else None, None
-    with _told(failed):
-        if (ours := attributes.get(MANIFEST_ATTRIBUTE)) is not None:
+    count = len({*consolidated, *(array.node for array in arrays)}) if consolidated else None
+    seals_digest = None
+    with _reporting(report):
+        if (root := attributes.get(MANIFEST_ATTRIBUTE)) is not None:
             with about(path / ZARR_FILE):
-                provenance, count, of_arrays = _root(ours)
+                provenance, count, seals_digest = _root(root)
             if count != len(tensors):
                 raise DamageError(f"{path}: expected {count} arrays, found {len(tensors)}")
-    if of_arrays is not None and count == len(tensors):
-        with _told(failed):
+    if seals_digest is not None and count == len(tensors):
+        with _reporting(report):
             try:
-                check_digest(of_arrays, seals)
+                check_digest(seals_digest, seals)
             except DamageError as error:
                 raise SeveralSavesError(f"{path}: the arrays are not those of {ZARR_FILE}: {error}") from error
-    return Reader(Manifest(tuple(tensors), (), provenance), ZarrPayloads(path, read)), count
+    return Reader(Manifest(tuple(tensors), (), provenance), ZarrPayloads(path, readable)), count
 
 
 def _root(fields: Any) -> tuple[Mapping[str, Any], int, str | None]:
     """Return the provenance of a hierarchy of ours, the number of its arrays, and the digest of their seals."""
-    seal: str | None = None
+    seals_digest: str | None = None
     match fields:
-        case {"arrays": str(of_arrays), "digest": recorded, **rest}:
-            check_digest(recorded, {**rest, "arrays": of_arrays})
-            seal = of_arrays
+        case {"arrays": str(arrays), "digest": digest, **sealed}:
+            check_digest(digest, {**sealed, "arrays": arrays})
+            seals_digest = arrays
     match fields:
-        case {"tensors": int(count), "provenance": recorded}:
+        case {"tensors": int(count), "provenance": provenance}:
             try:
-                return json_fields.provenance(recorded), count, seal
+                return json_fields.provenance(provenance), count, seals_digest
             except (TypeError, ValueError) as error:
                 raise DamageError(f"damaged provenance: {error}") from error
     raise DamageError(f"damaged attribute {MANIFEST_ATTRIBUTE!r}")
 
 
 def _nodes(
-    path: Location, failed: Failed
+    path: Location, report: Report
 ) -> tuple[Mapping[str, Any], list[ZarrArray], Mapping[str, Mapping[str, Any]]]:
     """Return the root's attributes, by name all arrays below it or the root itself, and those that it describes too.
 
@@ -461,7 +464,7 @@ def _nodes(
         # A folder without a description is a group that has lost it, if nodes are in it; the root always is.
         if node and ZARR_FILE not in files and not any((place / name / ZARR_FILE).exists() for name in folders):
             continue
-        with _told(failed):
+        with _reporting(report):
             if ZARR_FILE not in files:
                 raise DamageError(f"its {ZARR_FILE}{f' of {node}' * bool(node)} is missing")
             with about(place / ZARR_FILE):
@@ -472,16 +475,17 @@ def _nodes(
                     arrays.append(parse_array(node, fields))
                     continue
         pending += [f"{node}/{name}" if node else name for name in sorted(folders, reverse=True)]
-    # What the root says of an array stands in for a description that is lost, and must not contradict one.
-    described = {array.node: array for array in arrays}
-    for node, repeated in sorted(consolidated.items()):
-        with _told(failed):
+
+    # The root's copy of an array's description stands in for one that is lost, and must not contradict one.
+    arrays_by_node = {array.node: array for array in arrays}
+    for node, copied_fields in sorted(consolidated.items()):
+        with _reporting(report):
             with about(path / ZARR_FILE):
-                array = parse_array(node, repeated)
-            if node not in described:
+                array = parse_array(node, copied_fields)
+            if node not in arrays_by_node:
                 arrays.append(array)
                 raise DamageError(f"{path}: its {ZARR_FILE} of {node} is missing")
-            if dataclasses.replace(described[node], attributes=array.attributes) != array:
+            if dataclasses.replace(arrays_by_node[node], attributes=array.attributes) != array:
                 raise DamageError(f"{path}: its {ZARR_FILE} and that of {node} do not say the same of that array")
     return attributes, arrays, consolidated
 
@@ -490,11 +494,9 @@ def _consolidated(fields: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Return the fields of the arrays that the root of a hierarchy repeats, by the paths of the arrays."""
     match fields.get("consolidated_metadata"):
         case {"metadata": dict(nodes_below)}:
-            return {
-                str(node): {"attributes": {}, **below}
-                for node, below in nodes_below.items()
-                if isinstance(below, dict) and below.get("node_type") == "array"
-            }
+            described = {str(node): fields for node, fields in nodes_below.items() if isinstance(fields, dict)}
+            arrays = ((node, fields) for node, fields in described.items() if fields.get("node_type") == "array")
+            return {node: {"attributes": {}, **fields} for node, fields in arrays}
     return {}
 
 
@@ -518,14 +520,13 @@ def _record(path: Location, array: ZarrArray, chunks_of: ChunksOf) -> StateRecor
         digests = entry.get("digests", [None] * len(chunks))
         if len(digests) != len(chunks):
             raise DamageError(f"expected {len(digests)} chunks, as attribute {MANIFEST_ATTRIBUTE!r} says")
-        sealed = (dataclasses.replace(c, digest=digest) for c, digest in zip(chunks, digests, strict=True) if c)
-        return dataclasses.replace(tensor, chunks=Chunks.of(sealed, len(tensor.shape)))
+        digested = (dataclasses.replace(c, digest=digest) for c, digest in zip(chunks, digests, strict=True) if c)
+        return dataclasses.replace(tensor, chunks=Chunks.of(digested, len(tensor.shape)))
 
 
 def _is_read_raw(array: ZarrArray) -> bool:
     """Return whether no decoding is needed: it checks a CRC-32C unless there is a fingerprint to compare with."""
-    checked = array.trailer == 0 or MANIFEST_ATTRIBUTE in array.attributes
-    return array.is_plain and checked
+    return array.is_plain and (array.trailer == 0 or MANIFEST_ATTRIBUTE in array.attributes)
 
 
 ChunksOf = Callable[[Location, ZarrArray], Iterator[Chunk | None]]
@@ -537,43 +538,42 @@ def _chunks(path: Location, array: ZarrArray) -> Iterator[Chunk]:
         yield from _chunks_of_file(path, array, file, box)
 
 
-_MOST_LOST = 1 << 13
+_MAX_LOST = 1 << 13
 """The most chunks of an array that may be lost, and as many more as are there."""
 
 
-def _remaining_chunks(path: Location, array: ZarrArray, failed: Failed) -> Iterator[Chunk | None]:
-    """Yield chunks, and None for each of those of a file that is missing, or damaged where it says what it has.
+def _remaining_chunks(path: Location, array: ZarrArray, report: Report) -> Iterator[Chunk | None]:
+    """Yield chunks, and None for each chunk of a file that is missing, or whose index is damaged.
 
     Raises:
         LimitError: very many are missing, as if the array had never been so large.
     """
-    inside = array.chunks_per_file if _is_read_raw(array) and array.sharded else 1
-    stored = _files_below(path, array.node)
-    missing = (array.count_files() - len(stored)) * inside  # or more: there may be other files
-    limits.check_limit(missing, _MOST_LOST + len(stored) * inside, f"chunks of {array.node} that are missing")
+    chunks_per_file = array.chunks_per_file if _is_read_raw(array) and array.sharded else 1
+    files = _files_below(path, array.node)
+    num_missing = (array.count_files() - len(files)) * chunks_per_file  # or more: there may be other files
+    max_missing = _MAX_LOST + len(files) * chunks_per_file
+    limits.check_limit(num_missing, max_missing, f"chunks of {array.node} that are missing")
     for file, box in array.files():
         try:
-            if file not in stored:
+            if file not in files:
                 raise _not_stored(path / file)
             yield from list(_chunks_of_file(path, array, file, box))
         except DamageError as error:
-            failed(error)
-            yield from [None] * (sum(1 for _ in array.chunks(box)) if inside > 1 else 1)
+            report(error)
+            yield from [None] * (sum(1 for _ in array.chunks(box)) if chunks_per_file > 1 else 1)
 
 
 def _files_below(path: Location, node: str) -> set[str]:
     """Return the files below a node, by their paths from the root of the hierarchy; its description is none of them."""
-    stored, pending = set[str](), [node]
+    paths, pending = set[str](), [node]
     while pending:
-        place = pending.pop()
-        try:
-            files, folders = listing(path / place)
-        except FileNotFoundError:
-            continue
-        prefix = f"{place}/" if place else ""
-        stored |= {f"{prefix}{name}" for name in files}
-        pending += [f"{prefix}{name}" for name in folders]
-    return stored - {f"{node}/{ZARR_FILE}" if node else ZARR_FILE}
+        folder = pending.pop()
+        prefix = f"{folder}/" if folder else ""
+        with suppress(FileNotFoundError):
+            files, folders = listing(path / folder)
+            paths.update(f"{prefix}{name}" for name in files)
+            pending += [f"{prefix}{name}" for name in folders]
+    return paths - {f"{node}/{ZARR_FILE}" if node else ZARR_FILE}
 
 
 def _chunks_of_file(path: Location, array: ZarrArray, file: str, box: Box) -> Iterator[Chunk]:
@@ -599,8 +599,10 @@ def _stored(path: Location, array: ZarrArray, file: str, size: int, box: Box) ->
     for number, part in array.chunks(box):
         offset, length = map(int, index[number])
         if offset == MISSING_CHUNK:
-            raise DamageError(f"box {part} is not stored: zarr reads it as its fill value, but it may have been lost; "
-                              "write it with write_empty_chunks")  # fmt: skip
+            raise DamageError(
+                f"box {part} is not stored: zarr reads it as its fill value, but it may have been lost; write it with "
+                "write_empty_chunks"
+            )
         if offset + length > size:
             raise DamageError(f"box {part}: expected bytes within {size}, found {offset}+{length}: the file was cut")
         yield part, offset, length
@@ -612,9 +614,8 @@ def _index(path: Location, array: ZarrArray, file: str, size: int) -> Any:
     if size < array.index_bytes:
         raise DamageError(f"expected a shard index of {array.index_bytes} bytes in a file of {size}: it was cut")
     with open_regular(path / file) as opened:
-        limits.check_limit(
-            array.index_bytes, limits.SMALL_DESCRIPTION + opened.on_disk, f"bytes of the index of {file}"
-        )
+        max_bytes = limits.SMALL_DESCRIPTION + opened.on_disk
+        limits.check_limit(array.index_bytes, max_bytes, f"bytes of the index of {file}")
         raw = opened.read(0 if array.index_first else size - array.index_bytes, array.index_bytes)
     index, checksum = raw[:-INDEX_CHECKSUM], int.from_bytes(raw[-INDEX_CHECKSUM:], "little")
     if crc32c(index) != checksum:
@@ -640,9 +641,7 @@ def _not_stored(place: Location) -> DamageError:
     )
 
 
-_VALUE = "value"
-
-_LONGEST_NAME = 200
+_MAX_NAME = 200
 
 
 def nodes(tensors: Sequence[StateRecord]) -> list[str]:
@@ -653,10 +652,11 @@ def nodes(tensors: Sequence[StateRecord]) -> list[str]:
     """
     paths = []
     for tensor in tensors:
-        path = tensor.path if tensor.slot is not None and tensor.path[-1:] == (tensor.slot,) else (*tensor.path, _VALUE)
+        ends_in_slot = tensor.slot is not None and tensor.path[-1:] == (tensor.slot,)
+        path = tensor.path if ends_in_slot else (*tensor.path, "value")
         paths.append("/".join(map(_name, path)))
     counts = Counter(paths)
-    groups = {parent for node in paths for parent in parents(node)}
+    groups = set(chain.from_iterable(map(parents, paths)))
     for tensor, node in zip(tensors, paths, strict=True):
         if counts[node] > 1 or node in groups:
             raise SourceError(f"tensor {tensor.key!r}: its place {node!r} in the hierarchy is taken by another one")
@@ -666,7 +666,7 @@ def nodes(tensors: Sequence[StateRecord]) -> list[str]:
 def _name(part: str | int) -> str:
     """Return a part of a path as a plain file name, with a hash if characters had to be replaced."""
     text = str(part)
-    plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:_LONGEST_NAME]
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:_MAX_NAME]
     if plain == text and text and not text.startswith((".", "__")) and text != ZARR_FILE:
         return text
     digest = xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))

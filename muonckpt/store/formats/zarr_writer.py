@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -44,7 +45,7 @@ SHARD_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ChunkFrame:
-    """The bytes behind a chunk's elements.
+    """Makes the bytes behind a chunk's elements.
 
     They are zeros beyond the array's edge up to ``chunk_bytes``, the CRC-32C of both, and behind a shard's last chunk
     its ``index``.
@@ -93,16 +94,16 @@ def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None, chunk_bytes:
         SourceError: as `nodes`.
     """
     shard_bytes = SHARD_BYTES if shard_bytes is None else shard_bytes
-    described = []
+    zarr_arrays = []
     for tensor, node in zip(tensors, nodes(tensors), strict=True):
         size = itemsize(tensor.dtype)
         chunk = _block(tensor.shape, chunk_bytes // size)
-        shard = _block(tensor.shape, max(shard_bytes // size, math.prod(chunk)))
-        whole = tuple(-(-length // part) * part for length, part in zip(shard, chunk, strict=True))
+        block = _block(tensor.shape, max(shard_bytes // size, math.prod(chunk)))
+        shard = tuple(-(-length // part) * part for length, part in zip(block, chunk, strict=True))
         # Stock zarr 3.1 cannot read a shard without dims.
-        stored, sharded = stored_as(tensor.dtype), bool(tensor.shape)
-        described.append(ZarrArray(node, tensor.shape, stored, whole, chunk, INDEX_CHECKSUM, sharded))
-    return described
+        dtype, is_sharded = stored_as(tensor.dtype), bool(tensor.shape)
+        zarr_arrays.append(ZarrArray(node, tensor.shape, dtype, shard, chunk, INDEX_CHECKSUM, is_sharded))
+    return zarr_arrays
 
 
 def write_descriptions(manifest: Manifest, arrays_of_tensors: Sequence[ZarrArray], directory: Location) -> None:
@@ -117,10 +118,10 @@ def write_descriptions(manifest: Manifest, arrays_of_tensors: Sequence[ZarrArray
         _write(directory / array.node, dataclasses.replace(array, attributes=attributes).to_json())
     root: dict[str, Any] = {"version": 1, "tensors": len(seals), "provenance": dict(manifest.provenance)}
     root = {**json.loads(json.dumps(root)), "arrays": digest_of(seals)}
-    ours = {MANIFEST_ATTRIBUTE: {**root, SEAL: digest_of(root)}}
-    groups = {parent for array in arrays_of_tensors for parent in parents(array.node)} | {""}
+    root_attributes = {MANIFEST_ATTRIBUTE: {**root, SEAL: digest_of(root)}}
+    groups = {"", *chain.from_iterable(parents(array.node) for array in arrays_of_tensors)}
     for group in sorted(groups, reverse=True):  # the root last: it makes the directory a hierarchy
-        node = {"zarr_format": 3, "node_type": "group", "attributes": {} if group else ours}
+        node = {"zarr_format": 3, "node_type": "group", "attributes": {} if group else root_attributes}
         _write(directory / group, json.dumps(node, indent=1))
     sync_tree(directory)
 
@@ -131,14 +132,14 @@ def _write(folder: Location, text: str) -> None:
     write_synced(folder / ZARR_FILE, text.encode())
 
 
-def _block(shape: Index, most: int) -> Index:
-    """Return the largest run of at most ``most`` elements that divides a tensor about equally."""
+def _block(shape: Index, max_elements: int) -> Index:
+    """Return the largest run of at most so many elements that divides a tensor about equally."""
     block = list(shape)
     for dim, length in enumerate(shape):
         inner = math.prod(shape[dim + 1 :])
-        fitting = min(max(most // max(inner, 1), 1), length)
-        if fitting:
-            block[dim] = -(-length // -(-length // fitting))
-        if fitting > 1 or inner <= most:
+        max_length = min(max(max_elements // max(inner, 1), 1), length)
+        if max_length:
+            block[dim] = -(-length // -(-length // max_length))
+        if max_length > 1 or inner <= max_elements:
             break
     return tuple(max(length, 1) for length in block)
