@@ -1,8 +1,7 @@
 """Boxes: axis-aligned, half-open ranges of a tensor's global index space.
 
-A box is the only way this package says *which* elements are meant.  Boxes are closed under intersection, and a
-contiguous range of a flattened tensor is at most ``2 * ndim - 1`` of them (:func:`flat_boxes`), so rows, columns,
-experts, tensor-parallel shards and flat-buffer boundaries need no other representation.
+Boxes are closed under intersection, and a contiguous range of a flattened tensor is at most ``2 * ndim - 1`` of them
+(:func:`flat_boxes`), so nothing else says *which* elements are meant.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A :class:`Fragment` maps one box of the tensor's global index space to an affine :class:`Place` in a buffer.  A
 :class:`TensorLayout` is the fragments of one tensor, on every holder.  Rows, columns, replicas, flat-buffer cuts,
-whole-matrix owners, padded buffers and file chunks are all of this one type; where it came from no longer matters.
+whole-matrix owners, padded buffers and file chunks are all of this one type.
 
 All offsets, strides and sizes are in elements.
 """

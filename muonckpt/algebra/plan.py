@@ -1,8 +1,7 @@
 """Plans: the copies that turn one layout of a tensor into another.
 
-A plan is the intersection of two layouts: one table of copies, in columns.  The same table drives collectives (the
-optimizer's exchange), file IO (resharding, loading) and live state that moves from one mesh to another.  It is derived
-data: cheap, the same on every rank without talking, and never saved.
+A plan is the intersection of two layouts: one table of copies, which drives collectives, file IO and live state that
+moves to another mesh.  It is derived data: cheap, the same on every rank without talking, and never saved.
 """
 
 from __future__ import annotations

@@ -52,8 +52,7 @@ class Muon(optimizer.Muon):
     there under dion's name is taken over by the next step.
 
     Differences: momentum is kept as an average instead of a sum, which gives the same updates (`load_state_dict`
-    converts); ``epsilon`` is the smallest norm of a matrix instead of being added to it; and every mesh is supported,
-    with several sharded dims, and shards of any sizes.
+    converts); ``epsilon`` is the smallest norm of a matrix instead of being added to it; every sharding is supported.
 
     Args:
         params, lr, weight_decay: as for `optimizer.Muon`, but with dion's defaults.

@@ -65,7 +65,7 @@ class Cuts:
 
     Args:
         flat: the axes that cut the flat buffer, coarsest parts first; if empty, every rank holds it all.
-        split: the axis of tensor parallelism, which cuts the tensor itself before that, and the dim that it cuts.
+        split: the axis of tensor parallelism, which cuts the tensor itself before that, and its dim.
 
     Raises:
         LayoutError: an axis is named twice, or is not on the mesh.

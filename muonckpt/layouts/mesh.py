@@ -134,7 +134,7 @@ class Shard:
 class StridedShard:
     """Parts of ``split`` parts: each of these is cut over the axis, and the rank keeps its share of every one.
 
-    This is how torch says that an axis *later* in the mesh cut the dim first (FSDP2 over tensor parallel).
+    Torch writes so that an axis *later* in the mesh cut the dim first (FSDP2 over tensor parallel).
     """
 
     dim: int
@@ -156,11 +156,11 @@ class Replicate:
 
 AxisPlacement = Shard | StridedShard | Replicate
 
-Cuts = tuple[tuple[Shard | StridedShard, int], ...]
-"""The placements that shard one dim, in the order of their mesh axes, and over how many ranks each of them does."""
+DimCuts = tuple[tuple[Shard | StridedShard, int], ...]
+"""The placements that shard one dim, in the order of their mesh axes, each with its number of ranks."""
 
 
-def order_of_cuts(cuts: Cuts) -> list[tuple[int, int]]:
+def order_of_cuts(cuts: DimCuts) -> list[tuple[int, int]]:
     """Return the order in which a dim was cut: the number of each cut, and its split, which is 1 if it is contiguous.
 
     A strided shard has two meanings.  FSDP2 cuts what earlier cuts have left into contiguous parts, and writes by its
@@ -188,7 +188,7 @@ def order_of_cuts(cuts: Cuts) -> list[tuple[int, int]]:
     return order
 
 
-def _unordered(cuts: Cuts) -> LayoutError:
+def _unordered(cuts: DimCuts) -> LayoutError:
     shown = ", ".join(f"{placement} over {parts} ranks" for placement, parts in cuts)
     return LayoutError(
         f"placements do not say in which order a dim was cut, and so which elements are here: {shown} is written by "
@@ -280,7 +280,7 @@ def _along(
 
 
 @lru_cache(maxsize=256)
-def _shares(size: int, cuts: Cuts) -> DimShares:
+def _shares(size: int, cuts: DimCuts) -> DimShares:
     """Cut a dim by placements over so many ranks each.  Cached: many tensors have equal dims.
 
     Raises:
@@ -299,7 +299,7 @@ def _shares(size: int, cuts: Cuts) -> DimShares:
     return shares
 
 
-def _cut_in_order(size: int, cuts: Cuts, order: Sequence[tuple[int, int]]) -> DimShares:
+def _cut_in_order(size: int, cuts: DimCuts, order: Sequence[tuple[int, int]]) -> DimShares:
     """Cut a dim; shares are numbered by the coordinates on the axes in the order of the mesh, whatever the order is."""
     zero = np.arange(min(size, 1))  # no run if the dim is empty
     shares = DimShares(1, zero, zero, zero + size)

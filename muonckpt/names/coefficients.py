@@ -1,7 +1,6 @@
 """The published sets of Newton-Schulz coefficients: one polynomial of the singular values per step.
 
-Sets differ in how fast a small singular value grows and how near to 1 all of them end.  How to choose one:
-``docs/design/newton_schulz.md``.
+``docs/design/newton_schulz.md`` says how to choose one.
 """
 
 from __future__ import annotations
@@ -29,15 +28,14 @@ class CoefficientSet:
     """A named polynomial per step.
 
     Attributes:
-        name: by which options and commands select the set.
-        steps: the triples ``(a, b, c)`` of the first steps, in order, at least one.
+        steps: the triples ``(a, b, c)`` of the first steps, at least one.
         source: where the numbers come from.
-        tail: the triple of every step past the end of ``steps``.  A list never restarts: its first triples
-            are made for tiny singular values and throw those near 1 far away, even through zero.
+        tail: the triple of every later step.  A list never restarts: its first triples are made for tiny singular
+            values and throw those near 1 far away, even through zero.
         norm_scale: the matrix is divided by its Frobenius norm times this safety margin.
 
     Raises:
-        ValueError: no step, a coefficient that is not finite, or a scale that is not between 0 and 2.
+        ValueError: there is no step, or a number is not finite or out of range.
     """
 
     name: str
@@ -182,11 +180,7 @@ Coefficients = str | CoefficientSet | Triple | Sequence[Triple] | Plain
 
 
 def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
-    """Return the set that these coefficients stand for.
-
-    Args:
-        coefficients: the name of a published set, a set, a triple for every step, one triple for each step,
-            or what :func:`plain_coefficients` makes of a set.
+    """Return the set of a name, a set, a triple for every step or for each, or a result of :func:`plain_coefficients`.
 
     Raises:
         ValueError: no set has this name, or these are not triples of finite numbers.

@@ -1,6 +1,6 @@
-"""Errors that a user can meet; the command line maps the families to exit codes, and nothing else depends on them.
+"""Errors: each message says what is wrong, what was expected and found, where, and what to do.
 
-Each message says what is wrong, what was expected, what was found, where, and what to do.
+The command line maps the families to exit codes; nothing else depends on them.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ def lost_ranks() -> Iterator[None]:
 
 
 def warn_on_rank(message: str, category: type[Warning] = UserWarning, stacklevel: int = 2) -> None:
-    """Warn on a rank of several, but never raise: the other ranks would wait for this one in the next collective.
+    """Warn, but do not raise on a rank of several, for which the others would wait in the next collective.
 
-    Where warnings are errors (``-W error``), the message goes to standard error instead.  One process alone raises.
+    Where warnings are errors (``-W error``), the message goes to standard error instead.
     """
     try:
         warnings.warn(message, category, stacklevel=stacklevel + 1)

@@ -112,10 +112,7 @@ _RANK = re.compile("(0|[1-9][0-9]*)-of-([1-9][0-9]*)")
 
 
 def rank_key(key: str, path: KeyPath, rank: int, ranks: int) -> tuple[str, KeyPath]:
-    """Return the key and the path of one rank's value of an item that differs from rank to rank.
-
-    The parts of the path are strings: other ranks may have no such value, so a position in a list is not one there.
-    """
+    """Return the key and the path, all strings, of one rank's value of an item that differs from rank to rank."""
     name = f"{rank}-of-{ranks}"
     return f"{BY_RANK}.{name}.{key}", (BY_RANK, name, *map(str, path))
 

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def load_plugins(group: str, kind: type[T], noun: str) -> dict[str, T]:
-    """Import the values that plug-ins register in a group of entry points, by the names that messages use.
+    """Import the values that plug-ins register in a group of entry points, by the plug-ins' names for messages.
 
     Args:
         noun: names the values in messages, such as "formats".

@@ -222,8 +222,7 @@ def describe_wrappers(live_names: Collection[str], saved_names: Collection[str])
     """Describe what wrappers have put into the names of one side, with the cure; None if that is not why they differ.
 
     Args:
-        live_names: names that only the program has.
-        saved_names: names that only the checkpoint has.
+        live_names, saved_names: names that only the program has, and only the checkpoint.
     """
     for longer, shorter, side in ((saved_names, live_names, "checkpoint"), (live_names, saved_names, "program")):
         if insertion := _find_insertion({*longer}, {*shorter}):
@@ -263,8 +262,7 @@ def match_subtrees(
     """Find subtrees that differ only by what stands before them: pairs of a prefix here and one in the checkpoint.
 
     Args:
-        live_paths: paths that only the program has.
-        saved_paths: paths that only the checkpoint has.
+        live_paths, saved_paths: paths that only the program has, and only the checkpoint.
     """
     unmatched, saved, prefixes = {*live_paths}, {*saved_paths}, []
     saved_by_leaf: defaultdict[Any, list[tuple[Any, ...]]] = defaultdict(list)
@@ -323,8 +321,7 @@ class ParameterState(NamedTuple):
     Attributes:
         slots: its state: tensors, or the keys of tensors.
         options: those of its group; for a saved one at least those on which the meaning of its state depends.
-        groups: the numbers of its groups in the saved run; several if ranks grouped it with different parameters.  None
-            where options are kept by parameter.
+        groups: the numbers of its groups in the saved run, which may differ on ranks; None if options are by parameter.
     """
 
     slots: Mapping[str, Any]
@@ -338,8 +335,7 @@ class Continuation(NamedTuple):
     Attributes:
         differences: why the state of a parameter cannot be loaded, by name.
         faults: what else does not fit.
-        origins: for each parameter group the number of the saved one whose options it takes; None if all of it starts
-            fresh, so that it keeps its own.
+        origins: for each group the number of the saved one whose options it takes; None if all of it starts fresh.
     """
 
     report: LoadReport

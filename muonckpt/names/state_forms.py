@@ -41,10 +41,7 @@ BLOCK_SIZES = tuple(2**power for power in range(3, 17))
 
 
 class SlotPart(StrEnum):
-    """The part of an average that a stored slot has; its value ends the slot's name.
-
-    Codes have a name of their own, so that nothing takes them for numbers, nor loads them where numbers belong.
-    """
+    """A stored slot's part of an average; its value ends the slot's name, so codes never pass for numbers."""
 
     NUMBERS = ""
     CODES = "_codes"

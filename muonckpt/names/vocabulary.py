@@ -164,8 +164,8 @@ GROUP_OPTIONS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "lion": MappingProxyType({**_EVERY, **LION}),
     }
 )
-"""All options of a group of `muonckpt.optimizer.Muon` besides its parameters and ``algorithm``, with their defaults, by
-algorithm.  A state dict has every one, so whatever stock DCP loads into it must have them."""
+"""All options of a group of `muonckpt.optimizer.Muon` but ``params`` and ``algorithm``, with defaults, by algorithm.
+A state dict has every one, so whatever stock DCP loads into it must have them."""
 
 FUSION = ("pieces", "columns", "interleaved")
 """Options that say which matrices are fused in a parameter.  NorMuon's second moment depends on them, momentum not."""

@@ -1,7 +1,6 @@
-"""Optimizers whose checkpoints say too little to tell whose they are, and whose code says the rest.
+"""Optimizers whose checkpoints do not tell the program; `lab.doctor`, which sees the optimizer, reads their groups.
 
-They are in no registry: nothing that is read from files is taken for theirs.  `lab.doctor`, which sees the optimizer
-itself, reads their groups by these.
+They are in no registry: nothing that is read from files is taken for theirs.
 """
 
 from __future__ import annotations

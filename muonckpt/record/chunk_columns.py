@@ -30,15 +30,14 @@ _BLOCK = 1 << 12
 
 
 class ColumnReader:
-    """Reads the columns of tensors; they are checked, and joined, thousands of chunks at a time.
+    """Reads the columns of tensors from JSON data; they are checked, and joined, thousands of chunks at a time.
 
     Args:
-        names: JSON data: the names of the files with data.
-        boxes: JSON data: the lists of boxes to which tensors refer.
+        names: of the files with data.
+        boxes: the lists of boxes to which tensors refer.
 
     Raises:
-        TypeError, ValueError: they are no such lists.
-        SourceError: a file is not inside the checkpoint.
+        TypeError, ValueError, SourceError: they are no such lists, or a file is outside the checkpoint.
     """
 
     def __init__(self, names: Any, boxes: Any) -> None:
@@ -59,11 +58,10 @@ class ColumnReader:
         self._pending: tuple[list[Any], ...] = tuple([] for _ in ("digest", *_NUMBERS))
 
     def read(self, chunk_fields: Sequence[Any], ndims: Sequence[int]) -> None:
-        """Read the JSON data of the chunks of tensors with these numbers of dims.
+        """Read the chunks of tensors with these numbers of dims.
 
         Raises:
-            DamageError, KeyError, TypeError, ValueError: a field is missing, or not as it should be, in these or in
-                earlier tensors.
+            DamageError, KeyError, TypeError, ValueError: a field of these or earlier tensors is missing or wrong.
         """
         numbers, *columns = zip(*map(_FIELDS, chunk_fields), strict=True)
         for fields in chunk_fields:

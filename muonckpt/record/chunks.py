@@ -1,8 +1,7 @@
 """Chunks: the stored boxes of tensors and the bytes in which they lie.
 
-A checkpoint can have a million of them.  So chunks are kept as columns (:class:`Columns`), which tensors share, and
-boxes once for all tensors that are cut alike (:class:`Boxes`).  :class:`Chunks` are those of one tensor; a
-:class:`Chunk` is a view of one, made on request.  :func:`in_columns` and :meth:`Chunks.of` make columns of single ones.
+A checkpoint can have a million of them.  So they are kept as columns (:class:`Columns`), which tensors share, and boxes
+once for all tensors that are cut alike (:class:`Boxes`); a :class:`Chunk` is made on request.
 """
 
 from __future__ import annotations
@@ -47,11 +46,12 @@ class Extent:
 class Chunk:
     """One stored box of a tensor.
 
-    ``item`` is the whole item as its store wrote it (for DCP a small zip archive); ``payload`` the raw
-    little-endian elements of ``box`` inside it, None while the item has not been opened.  ``digest`` is
-    the xxh3-128 of the payload in hex, ``crc32`` the checksum that the item itself carries; None where unknown.
-    ``strides`` are those of the elements in the payload, in elements; None for row-major order.  We write row-major
-    order only, so manifests do not record strides.
+    Attributes:
+        item: the whole item as its store wrote it (for DCP a small zip archive).
+        payload: the raw little-endian elements of ``box`` in it; None while the item has not been opened.
+        digest: xxh3-128 of the payload in hex; None if unknown.
+        crc32: the checksum that the item itself carries; None if unknown.
+        strides: in the payload, in elements; None for row-major order, the only one that we write.
     """
 
     box: Box
@@ -318,12 +318,9 @@ def _select_boxes(boxes: Boxes, numbers: tuple[int, ...]) -> Boxes:
 
 @lru_cache(maxsize=1024)
 def layout_in_boxes(shape: Index, boxes: Boxes, strides: Strides | None = None) -> TensorLayout:
-    """Return the layout of a tensor in chunks with these boxes: buffer 3 is the payload of chunk 3.
+    """Return the layout of a tensor in chunks with these boxes and strides: buffer 3 is the payload of chunk 3.
 
     Cached: the tensors of a model have few geometries.
-
-    Args:
-        strides: of each chunk; None if all are row-major.
     """
     fragments = []
     for number, (box, along) in enumerate(zip(boxes, strides or (None,) * len(boxes), strict=True)):

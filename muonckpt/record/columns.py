@@ -44,18 +44,16 @@ def check_name(file: str) -> None:
 class Columns:
     """The bytes of many chunks, one row each; a row with `UNKNOWN` has no payload, digest or CRC-32.
 
-    Chunks of one dtype and shape have as many bytes around their elements, so these lengths are kept once: as a frame.
+    Chunks of one dtype and shape have as many bytes around their elements: these lengths are kept once, as a frame.
 
     Attributes:
         names: the names of files.
         file: the index of the file's name.
         item: the offset of the item, in bytes.
         frame: the index of the frame.
-        frames: the length of the item, the offset of the payload in it, and the length of the payload, in bytes, which
-            is `UNKNOWN` where there is no payload, ``[frames, 3]``.
+        frames: in bytes, the length of the item, the offset of the payload in it, and the length of the payload,
+            ``[frames, 3]``.
         digest: xxh3-128 as 16 bytes, ``[chunks, 16]``.
-        has_digest: whether there is one.
-        crc32: CRC-32.
 
     Raises:
         SourceError: a range of bytes ends too far away.

@@ -205,11 +205,7 @@ def sealed_parts(parts: Iterable[str]) -> Iterator[str]:
 
 
 def check_seal(text: bytes, fields: Mapping[str, Any]) -> None:
-    """Check a JSON object that `sealed_text` closed; other programs write it without a ``digest``.
-
-    Args:
-        text: UTF-8.
-        fields: the object that the text stands for.
+    """Check the UTF-8 text of a JSON object that `sealed_text` closed; other programs write it without a ``digest``.
 
     Raises:
         DamageError: the text is not the one that was sealed.

@@ -91,15 +91,16 @@ class Blob:
 class StateRecord:
     """One logical tensor of a checkpoint.
 
-    ``key`` is the flat key in the store, ``path`` the same as a path in the nested state dict.  ``dtype`` is
-    torch's name without the prefix (``"float32"``).  The other fields are what the format cannot say by itself: the
-    parameter's ``name`` and the optimizer ``slot`` (None for anything that is not optimizer state), the momentum
-    ``convention``, the rows of the ``pieces`` fused in the parameter, the ``layout`` that the run used (provenance),
-    and the ``fingerprint`` (16 hex digits).
+    Attributes:
+        key, path: the flat key in the store, and the path in the nested state dict.
+        dtype: torch's name without the prefix, such as ``"float32"``.
+        name, slot: of optimizer state: its parameter, and the slot.
+        pieces: the rows of the matrices fused in the parameter.
+        layout: JSON data of the sharding in the run (provenance).
+        fingerprint: 16 hex digits.
 
     Raises:
-        SourceError: it has more dims or elements than any tensor.
-        LayoutError: the boxes of the chunks have another number of dims than the shape.
+        SourceError, LayoutError: it has more dims or elements than any tensor, or other dims than its chunks.
     """
 
     key: str
@@ -234,11 +235,8 @@ class Manifest:
     def from_json(cls, text: str | bytes) -> Manifest:
         """Read and check a manifest; ``bytes`` are UTF-8.
 
-        What other programs write has no digest of its own, and no ``files``.
-
         Raises:
-            DamageError: it is not JSON, its text is not the one that was written, or a field is missing or not what it
-                should be.
+            DamageError: it is not JSON, its text has changed, or a field is missing or wrong.
             SourceError: it is of another version, or names a file outside the checkpoint.
         """
         encoded = text.encode(errors="surrogatepass") if isinstance(text, str) else text
@@ -434,9 +432,8 @@ def names_of(tensors: Iterable[StateRecord]) -> Names:
 def find_keys(word: str, keys: Sequence[str], names: Names = _NO_NAMES) -> list[str]:
     """Return the keys that a word stands for; empty if it stands for none.
 
-    They are the key itself; or those that match it as a shell pattern; or those that end with it, from a dot on; or
-    those of optimizer state whose parameter is called so, with or without the slot.  The first of these that finds
-    anything counts.
+    They are the key itself; or else those that match the word as a shell pattern; or that end with it, from a dot on;
+    or state whose parameter is called so, with or without the slot.
     """
     if word in keys:  # there are keys with brackets
         return [word]

@@ -342,11 +342,10 @@ def balanced_owners(
     """Choose the owner of each parameter by name, a rank of its own data-parallel group.
 
     Longest processing time first (Graham 1969), over dense and expert parameters at once.  Among equally loaded ranks:
-    the one that still waits for the least of what it owned before, then the one with the fewest elements, then the
-    first.  Tied parameters belong to rank 0 whatever their cost, so that the pipeline stages that share them agree.
+    the one that awaits the least of its previous parameters, then the one with the fewest elements, then the first.
+    Tied parameters belong to rank 0 whatever their cost, so that the pipeline stages that share them agree.
 
-    Expert rank ``e`` is assumed to be the dense ranks from ``e * dense / expert`` to ``(e + 1) * dense / expert``, as
-    where expert parallelism is the innermost axis.  Elsewhere only the balance suffers.
+    Expert rank ``e`` is assumed to be the dense ranks from ``e * dense / expert`` on; else only the balance suffers.
 
     Args:
         previous: owners by name.  A parameter keeps its owner, if that is still a rank, unless the rank would then work

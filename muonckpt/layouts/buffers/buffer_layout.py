@@ -105,17 +105,15 @@ def consecutive_shards(ranges: Iterable[tuple[int, int, int]]) -> tuple[FlatShar
 class BufferLayout:
     """One flat buffer.
 
-    Proved on construction: the buckets tile the buffer; the shards, replicas counted once, tile every bucket, and a
-    rank's lie one after the other in its buffer; parameters are disjoint, aligned, each in its bucket, and if ``whole``
-    each in one shard.
+    Proved on construction: buckets tile the buffer; shards, replicas counted once, tile every bucket, and a rank's lie
+    one after the other in its buffer; parameters are disjoint, aligned, each in its bucket, and, if ``whole``, uncut.
 
     Args:
-        algorithm: the name of the placement; ``version`` is that of its rules.  A checkpoint records both.
+        algorithm, version: the name of the placement, and the version of its rules.
         ranks: size of the data-parallel group; shards name its ranks ``0 … ranks - 1``.
         parameters: in forward order of the model.
         buckets: in order, as are the shards, replicas by rank.
         alignment: every parameter begins at a multiple of it.
-        whole: no parameter is cut.
         options: further arguments of the algorithm, such as ``bucket_size``; JSON values.
 
     Raises:

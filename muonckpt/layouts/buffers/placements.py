@@ -1,8 +1,7 @@
 """The ways to place a model's parameters in flat buffers so that matrices stay whole, by public name.
 
-The name is the same in training (``LayerWise(layout=...)``), on the command line (``--layout``), in
-``layer_wise.toml``, and as ``algorithm`` in every record of a buffer; docs/design/buffers.md says how names were
-chosen.  The ``algorithms`` are imported when they are used, so that programs which list names start without numpy.
+The name is the same in training (``LayerWise(layout=...)``), on the command line, in ``layer_wise.toml``, and in every
+record of a buffer.  ``algorithms`` are imported when they are used, so that programs which list names need no numpy.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def run_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
     They hold parameters and gradients, by the names of the parameters, so they have no slot.
 
     Raises:
-        SourceError: as `recorded`.
+        SourceError: as `recorded_buffers`.
     """
     try:
         run = provenance.get("layer_wise", {"buffers": (), "ranks": ()})
