@@ -22,7 +22,7 @@ from .translate.groups import GroupTemplate
 from .translate.names import NameRules, load_rules
 from .translate.request import Request
 
-Name = TypeVar("Name", bound=str)
+Choice = TypeVar("Choice", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +76,26 @@ class Translation:
             LayoutError: a table of rules cannot be read.
         """
         tables = [self.rules] if isinstance(self.rules, str | NameRules) else self.rules
-        target = program(to_dialect, "--to")
+        target = program(to_dialect, "`to_dialect=`")
         if self.keys is not None or self.roots:
             if target is None:
                 raise TargetError(
-                    "--keys and --root have no meaning without --to; leave them out, and keys stay as they are"
+                    "`keys=` and `roots=` have no meaning without `to_dialect=`; leave them out, and keys stay as they "
+                    "are"
                 )
             target = with_target_keys(target, self.keys, self.roots)
         return Request(
-            program(self.from_dialect, "--from"),
+            program(self.from_dialect, "`from_dialect=`"),
             target,
             sum((load_rules(table) if isinstance(table, str) else table for table in tables), NameRules()),
             Overrides(
-                _one_of("momentum convention", list(Convention), self.convention),
-                _one_of("momentum convention", list(Convention), self.target_convention),
+                _choice("momentum convention", list(Convention), self.convention),
+                _choice("momentum convention", list(Convention), self.target_convention),
                 self.mu,
                 self.step,
                 self.fill_missing,
-                _one_of("source of weights", list(WeightsFrom), self.weights),
-                _one_of("dtype of state", STATE_DTYPES, self.state_dtype),
+                _choice("source of weights", list(WeightsFrom), self.weights),
+                _choice("dtype of state", STATE_DTYPES, self.state_dtype),
             ),
             frozenset(self.drop),
             self.tensors_only,
@@ -158,16 +159,16 @@ def grouped(**options: Any) -> dict[str, Any]:
     """Return the arguments of `reshard`, `convert` or `merge` for options in one list, as a command has them."""
     arguments = dict(options)
     for name, kind in (("translation", Translation), ("execution", Execution)):
-        own = {field.name for field in fields(kind)} & options.keys()
-        if own:
-            arguments[name] = kind(**{option: arguments.pop(option) for option in own})
+        members = {field.name for field in fields(kind)} & options.keys()
+        if members:
+            arguments[name] = kind(**{option: arguments.pop(option) for option in members})
     return arguments
 
 
-def _one_of(what: str, known: Sequence[Name], name: str | None) -> Name | None:
-    """Return the known value that is equal to a name; None for None."""
+def _choice(noun: str, choices: Sequence[Choice], name: str | None) -> Choice | None:
+    """Return the choice that is equal to a name; None for None."""
     if name is None:
         return None
-    if name not in known:
-        raise TargetError(f"unknown {what} {name!r}; expected one of {', '.join(known)}")
-    return known[list(known).index(name)]  # type: ignore[arg-type]  # equal, if not of the same type
+    if name not in choices:
+        raise TargetError(f"unknown {noun} {name!r}; expected one of {', '.join(choices)}")
+    return choices[list(choices).index(name)]  # type: ignore[arg-type]  # equal, if not of the same type

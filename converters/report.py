@@ -92,8 +92,8 @@ class Report:
         """Yield the boxes that `salvage` took: the tensor's key, the box, its source, and the step of that."""
         if self.salvaged is not None:
             boxes = [Box(tuple(lo), tuple(hi)) for lo, hi in self.salvaged["boxes"]]
-            tensors, sources, taken = self.salvaged["tensors"], self.salvaged["sources"], self.salvaged["taken"]
-            for tensor, box, source in zip(taken["tensor"], taken["box"], taken["source"], strict=True):
+            tensors, sources, columns = self.salvaged["tensors"], self.salvaged["sources"], self.salvaged["taken"]
+            for tensor, box, source in zip(columns["tensor"], columns["box"], columns["source"], strict=True):
                 yield tensors[tensor], boxes[box], sources[source]["name"], sources[source]["step"]
 
 
@@ -101,7 +101,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
     """Say what a job will do; ``notes`` come before its own."""
     of_ranks, items = job.container.of_ranks, job.arranged.items
     columns = job.rows.columns
-    bare = np.flatnonzero(job.rows.has_elements & ~columns.has_digest & (columns.crc32 == UNKNOWN)).tolist()
+    unchecked_rows = np.flatnonzero(job.rows.has_elements & ~columns.has_digest & (columns.crc32 == UNKNOWN)).tolist()
     balance = tuple(_unbalanced(job)) if of_ranks else ()
     return Report(
         source=str(job.source.path),
@@ -125,7 +125,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
         read=job.payload_to_write,
         avoided=job.reads_avoided,
         written=sum(file.length for file in job.files),
-        unchecked=sum(not job.source.payloads.has_checksum(job.rows.at(row)[1]) for row in bare),
+        unchecked=sum(not job.source.payloads.has_checksum(job.rows.at(row)[1]) for row in unchecked_rows),
         items_file=None if items is None else str(items_beside(destination)),
         decoded=0 if items is None else len(items.decoded),
         undecoded=() if items is None else items.undecoded,
@@ -138,16 +138,19 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
 
 def _unbalanced(job: Job) -> Iterator[str]:
     """Yield a note if some ranks get much more than others; it names the largest tensor with too few parts for all."""
-    ranks, held = job.target.ranks, [file.payload for file in job.files]
-    mean, most = sum(held) / ranks, max(held, default=0)
-    if most < _MUCH or most < _UNEVEN * mean:
+    ranks, sizes = job.target.ranks, [file.payload for file in job.files]
+    mean, largest = sum(sizes) / ranks, max(sizes, default=0)
+    if largest < _MUCH or largest < _UNEVEN * mean:
         return
-    chunks = (chunk for file in job.files for chunk in zip(file.chunks.outputs, file.chunks.plans, strict=True))
-    parts = Counter(output.key for output, plan in chunks if plan.box.numel)
-    sizes = {tensor.key: math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in job.tensors}
-    few = max((key for key in sizes if parts[key] < ranks), key=sizes.__getitem__, default=None)
-    why = f"; {few!r} has {parts[few]} parts for {ranks} ranks: cut it over more dims, with --shard" if few else ""
-    yield f"unbalanced: a rank gets up to {most / 2**20:.3g} MiB of tensors, {most / mean:.3g} times the mean{why}"
+    parts = Counter[str]()
+    for file in job.files:
+        pairs = zip(file.chunks.outputs, file.chunks.plans, strict=True)
+        parts.update(output.key for output, plan in pairs if plan.box.numel)
+    tensor_sizes = {tensor.key: math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in job.tensors}
+    key = max((key for key in tensor_sizes if parts[key] < ranks), key=tensor_sizes.__getitem__, default=None)
+    cure = f"; {key!r} has {parts[key]} parts for {ranks} ranks: cut it over more dims, with `shard=`" if key else ""
+    size = f"{largest / 2**20:.3g} MiB of tensors, {largest / mean:.3g} times the mean"
+    yield f"unbalanced: a rank gets up to {size}{cure}"
 
 
 def _summary(buffers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:

@@ -135,10 +135,10 @@ def check_use(container: Container, mesh: Mapping[str, int] | None, has_rules: b
         TargetError: the format needs a mesh, or has no use for rules or a layout.
     """
     if container.of_ranks and mesh is None:
-        raise TargetError(f"format {container.name} has a file for each rank: give their mesh, such as --mesh dp=8")
-    for option, given in (("--shard", has_rules), ("--layout", layout != ROWS)):
-        if given and not container.of_ranks:
-            raise TargetError(f"{option} has no meaning for format {container.name}; leave it out")
+        raise TargetError(f"format {container.name} has a file for each rank: give their axes and sizes, as `mesh=`")
+    for argument, is_given in (("shard", has_rules), ("layout", layout != ROWS)):
+        if is_given and not container.of_ranks:
+            raise TargetError(f"`{argument}=` has no meaning for format {container.name}; leave it out")
 
 
 def notes_on_unread(source: OpenCheckpoint) -> tuple[str, ...]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-
-import numpy as np
 
 from ..names.errors import ADVICE, DamageError, DestinationError, LostFileError, SourceError, TargetError, UnlistedError
 from ..programs.signs import METADATA_FILE
@@ -73,62 +72,63 @@ def salvage(
     """
     with joined(os.environ, execution.timeout) as workers, ExitStack() as stack:
         place = location(destination, DestinationError)
-        unread: list[SourceError] = []
-        descriptions = _descriptions(location(source, SourceError), unread)
-        if (broken := next(descriptions, None)) is None:
-            raise type(unread[0])(
-                f"{'; '.join(map(str, unread))}. Nothing else says what was in its files, and where, so nothing can be "
+        # The damaged checkpoint by what can be read of it, and the others; one may say what the damaged one has lost.
+        errors: list[SourceError] = []
+        descriptions = _descriptions(location(source, SourceError), errors)
+        if (damaged := next(descriptions, None)) is None:
+            raise type(errors[0])(
+                f"{'; '.join(map(str, errors))}. Nothing else says what was in its files, and where, so nothing can be "
                 "salvaged: restore the missing description or file from a copy of this checkpoint, or go back to the "
                 "step before"
             )
-        stack.enter_context(broken)
+        stack.enter_context(damaged)
         opened = [stack.enter_context(_best(location(other, SourceError))) for other in others]
-        broken = _with_unlisted(broken, opened)
-        container = container_of(format or default_format(broken, None))
-        target = target_of(mesh or {"dp": _ranks(broken)}, {}, ROWS)
+        damaged = _with_unlisted(damaged, opened)
+        container = container_of(format or default_format(damaged, None))
+        target = target_of(mesh or {"dp": _ranks(damaged)}, {}, ROWS)
         check_use(container, target.mesh, False, ROWS)
-        for one in (broken, *opened):
-            check_destination(one.path, place, container)
-        audited = partial(audit, progress=lambda count, size: execution.progress(count, 3 * size), jobs=execution.jobs)
+        for checkpoint in (damaged, *opened):
+            check_destination(checkpoint.path, place, container)
         # What of it is whole, by its own records.
-        found = audited(broken)
-        if found.damage.mixed_up and (stock := next(descriptions, None)) is not None:
-            unread.append(found.diagnosis.error)
-            broken = stack.enter_context(stock)
-            found = audited(broken)
+        reported = partial(audit, progress=lambda count, size: execution.progress(count, 3 * size), jobs=execution.jobs)
+        report = reported(damaged)
+        if report.damage.mixed_up and (stock := next(descriptions, None)) is not None:
+            errors.append(report.diagnosis.error)
+            damaged = stack.enter_context(stock)
+            report = reported(damaged)
         # What of that is of one save, by what the sources have.
-        part = WholePart.of(broken, first_look(broken), found.damage, found)
-        sources = [FillingSource.of(str(one.path), one) for one in opened]
+        part = WholePart.of(damaged, first_look(damaged), report.damage, report)
+        sources = [FillingSource.of(str(checkpoint.path), checkpoint) for checkpoint in opened]
         part, comparisons = one_save(part, [compare(part, source, execution.jobs) for source in sources], mix_steps)
         damage = part.damage
-        diagnosis = diagnosis_of(broken, damage, found.findings) if damage.strays else found.diagnosis
-        if not unread and not damage and all(finding.kind == "nonfinite" for finding in found.findings):
-            others_differ = "".join(f"; {one.contradiction}" for one in comparisons if one.differs)
+        diagnosis = diagnosis_of(damaged, damage, report.findings) if damage.strays else report.diagnosis
+        if not errors and not damage and all(finding.kind == "nonfinite" for finding in report.findings):
+            contradictions = "".join(f"; {c.contradiction}" for c in comparisons if c.differs)
             raise TargetError(
-                f"{broken.path} is whole: nothing of it is lost, so there is nothing to salvage{others_differ}"
+                f"{damaged.path} is whole: nothing of it is lost, so there is nothing to salvage{contradictions}"
             )
-        # What fills the rest.
-        itself = [stack.enter_context(one) for one in (*descriptions, *_replicas(broken, damage))] if damage else []
-        work = Filling.of(part, diagnosis, itself, comparisons)
-        work.fill(mix_steps, fresh, execution.jobs)
-        misspelt = (finding.names for finding in found.findings if finding.kind == "key")
-        salvaged, outputs = work.outputs(set[str]().union(*misspelt))
+        # What fills the holes.
+        itself = [*descriptions, *_replicas(damaged, damage)] if damage else []
+        filling = Filling.of(part, diagnosis, [stack.enter_context(checkpoint) for checkpoint in itself], comparisons)
+        filling.fill(mix_steps, fresh, execution.jobs)
+        misspelt = (finding.names for finding in report.findings if finding.kind == "key")
+        salvaged, outputs = filling.outputs(set[str]().union(*misspelt))
         job = make_job(salvaged, target, (), lambda _: outputs, container)
-        entry = salvaged.provenance["salvaged"][-1]
-        later = replace(execution, progress=lambda count, total: execution.progress(count, found.payload_bytes + total))
-        report = later.run(job, place, (entry["damage"], *entry["notes"], *notes_on_unread(broken)), workers)
-        return report and replace(report, salvaged=entry, advice=tuple(_advice(broken.path, place)))
+        entry, size = salvaged.provenance["salvaged"][-1], report.payload_bytes
+        last = replace(execution, progress=lambda count, total: execution.progress(count, size + total))
+        written = last.run(job, place, (entry["damage"], *entry["notes"], *notes_on_unread(damaged)), workers)
+        return written and replace(written, salvaged=entry, advice=tuple(_advice(damaged.path, place)))
 
 
-def _advice(broken: Location, place: Location) -> Iterator[str]:
+def _advice(damaged: Location, place: Location) -> Iterator[str]:
     """Say what to do with a salvaged checkpoint: how it is checked, and by which name it is found and resumed from."""
     yield f"{command('verify', place)} reads all of it again"
-    run, attempt = broken.parent, new_attempt(broken)
+    run, attempt = damaged.parent, new_attempt(damaged)
     if attempt is None:
         yield f"muonckpt.load(state_dict, {str(place)!r}) resumes from it, where it is of this package's optimizer"
         return
-    of_series = StepName.parsed(broken.name) is not None
-    is_found = run.resolve() == place.parent.resolve() and same_step(broken.name, place.name)
+    of_series = StepName.parsed(damaged.name) is not None
+    is_found = run.resolve() == place.parent.resolve() and same_step(damaged.name, place.name)
     if not is_found or (of_series and StepName.parsed(place.name) is None):
         yield f"{shlex.join(['mv', str(place), str(run / attempt)])} makes it the checkpoint of its step in {run}"
         return
@@ -138,8 +138,8 @@ def _advice(broken: Location, place: Location) -> Iterator[str]:
         return
     if newer:
         yield f"{newer[0].name}, which is newer, is {newer[0].state}, and passed over for this: {newer[0].fault}"
-    takes = "Series.restore takes it" if of_series else "resume from it"
-    yield f"{takes}, and {command('inspect', run)} lists it"
+    sentence = "Series.restore takes it" if of_series else "resume from it"
+    yield f"{sentence}, and {command('inspect', run)} lists it"
 
 
 def _descriptions(path: Location, errors: list[SourceError]) -> Iterator[OpenCheckpoint]:
@@ -148,8 +148,8 @@ def _descriptions(path: Location, errors: list[SourceError]) -> Iterator[OpenChe
     Raises:
         SourceError: replicas differ, and nothing tells which is right.
     """
-    named = ((OWN, MANIFEST_FILE), (DCP, METADATA_FILE)) if path.is_dir() else ()
-    for format in [format for format, name in named if (path / name).exists()] or [format_of(path)]:
+    described = ((OWN, MANIFEST_FILE), (DCP, METADATA_FILE)) if path.is_dir() else ()
+    for format in [format for format, name in described if (path / name).exists()] or [format_of(path)]:
         try:
             opened = OpenCheckpoint(path, format)
         except SourceError as error:
@@ -157,9 +157,9 @@ def _descriptions(path: Location, errors: list[SourceError]) -> Iterator[OpenChe
             if format is OWN and isinstance(error, DamageError):
                 with suppress(SourceError):
                     yield OpenCheckpoint(path, OWN_LINES)
-            if left := format.without(()):  # there may be replicas of what is missing
+            if format_of_replicas := format.without(()):  # there may be some of what is missing
                 with suppress(SourceError):
-                    yield OpenCheckpoint(path, left)
+                    yield OpenCheckpoint(path, format_of_replicas)
             continue
         for fault in opened.faults if format.remains else ():
             if not isinstance(fault, LostFileError):
@@ -167,30 +167,29 @@ def _descriptions(path: Location, errors: list[SourceError]) -> Iterator[OpenChe
         yield opened
 
 
-def _with_unlisted(broken: OpenCheckpoint, others: Sequence[OpenCheckpoint]) -> OpenCheckpoint:
+def _with_unlisted(damaged: OpenCheckpoint, others: Sequence[OpenCheckpoint]) -> OpenCheckpoint:
     """Return a checkpoint as one that has lost also the tensors that only others say it had.
 
     Raises:
         SourceError: none of them says so.
     """
-    only_keys = all(tensor.path == (tensor.key,) for tensor in broken.outline.tensors)
-    for fault in (fault for fault in broken.faults if isinstance(fault, UnlistedError) and fault.count != 0):
-        known = {tensor.key for tensor in broken.outline.tensors}
+    has_only_keys = all(tensor.path == (tensor.key,) for tensor in damaged.outline.tensors)
+    keys = {tensor.key for tensor in damaged.outline.tensors}
+    for fault in (fault for fault in damaged.faults if isinstance(fault, UnlistedError) and fault.count != 0):
         for other in others:
-            lost = [
-                tensor
-                for tensor in other.outline.tensors
-                if tensor.key not in known and tensor.key in (fault.keys or (tensor.key,))
-            ]
-            if known & {tensor.key for tensor in other.outline.tensors} and fault.count in (None, len(lost)):
-                alike = (StateRecord(t.key, (t.key,), t.shape, t.dtype, t.chunks) for t in lost)
-                return broken.with_lost_tensors(alike if only_keys else lost)
-        tried = f"; those given ({', '.join(str(other.path) for other in others)}) do not" if others else ""
+            tensors = {tensor.key: tensor for tensor in other.outline.tensors}
+            lost = [t for key, t in tensors.items() if key not in keys and key in (fault.keys or (key,))]
+            if keys & tensors.keys() and fault.count in (None, len(lost)):
+                if has_only_keys:
+                    lost = [StateRecord(t.key, (t.key,), t.shape, t.dtype, t.chunks) for t in lost]
+                return damaged.with_lost_tensors(lost)
+        names = ", ".join(str(other.path) for other in others)
+        tried = f"; those given ({names}) do not" if others else ""
         raise SourceError(
-            f"{broken.path}: {str(fault).removeprefix(f'{broken.path}: ')}. Nothing was written. {ADVICE}give a "
+            f"{damaged.path}: {str(fault).removeprefix(f'{damaged.path}: ')}. Nothing was written. {ADVICE}give a "
             f"checkpoint that has the same keys, such as the step before, with `others=`: it says what there was{tried}"
         )
-    return broken
+    return damaged
 
 
 def _best(path: Location) -> OpenCheckpoint:
@@ -205,11 +204,12 @@ def _best(path: Location) -> OpenCheckpoint:
     raise errors[0]
 
 
-def _replicas(broken: OpenCheckpoint, damage: Damage) -> Iterator[OpenCheckpoint]:
+def _replicas(damaged: OpenCheckpoint, damage: Damage) -> Iterator[OpenCheckpoint]:
     """Open what a damaged checkpoint is without the files that have damage, where ranks have replicas in others."""
-    if left := format_of(broken.path).without(damage.files.keys() | broken.outline.columns.files_of(damage.chunks)):
+    files = damage.files.keys() | damaged.outline.columns.files_of(damage.chunks)
+    if format_of_replicas := format_of(damaged.path).without(files):
         with suppress(SourceError):
-            yield OpenCheckpoint(broken.path, left)
+            yield OpenCheckpoint(damaged.path, format_of_replicas)
 
 
 def _ranks(checkpoint: OpenCheckpoint) -> int:
@@ -217,6 +217,6 @@ def _ranks(checkpoint: OpenCheckpoint) -> int:
     provenance = checkpoint.provenance
     match provenance.get("resharded"):
         case [*_, {"mesh": dict(mesh)}]:
-            return max(int(np.prod([size for size in mesh.values() if isinstance(size, int)], dtype=np.int64)), 1)
+            return max(math.prod(size for size in mesh.values() if isinstance(size, int)), 1)
     ranks = provenance.get("world") or provenance.get("ranks")
     return ranks if isinstance(ranks, int) and ranks > 0 else max(len(checkpoint.outline.columns.names), 1)

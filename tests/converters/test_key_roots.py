@@ -234,7 +234,7 @@ def test_a_target_has_its_model_and_optimizer_where_they_are_asked_to_be(tmp_pat
     for roots, message in (({"optim": "x"}, "expected one of model, optimizer"), ({"model": "a..b"}, "such as app")):
         with pytest.raises(TargetError, match=message):
             muonckpt.convert(tmp_path / "theirs", tmp_path / "no", **grouped(roots=roots, **asked))
-    with pytest.raises(TargetError, match="without --to"):
+    with pytest.raises(TargetError, match="without `to_dialect=`"):
         muonckpt.convert(tmp_path / "theirs", tmp_path / "no", **grouped(roots={"model": "x"}))
 
 
@@ -251,5 +251,5 @@ def test_any_program_is_written_in_flat_keys_and_read_back(tmp_path):
     assert "momentum: sum, because that is what dion keeps: `from_dialect=` names it" in back.notes
     again = muonckpt.reshard(tmp_path / "flat", tmp_path / "as it is", mesh={"dp": 2})
     assert [note for note in again.notes if note.startswith("momentum: sum, because that is what dion keeps: only it")]
-    with pytest.raises(TargetError, match="without --to"):
+    with pytest.raises(TargetError, match="without `to_dialect=`"):
         muonckpt.convert(tmp_path / "theirs", tmp_path / "none", **grouped(keys="flat"))

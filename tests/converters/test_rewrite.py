@@ -92,14 +92,14 @@ def test_rules_are_tables_by_name_files_or_values(source, tmp_path):
 
 WRONG = {
     "format": ({"format": "tar"}, "unknown format 'tar'; expected one of dcp, buffers"),
-    "mesh": ({}, "dcp has a file for each rank.*--mesh"),
-    "program": ({"to_dialect": "x"}, "--to: unknown program 'x'; expected one of torch"),
-    "source program": ({"from_dialect": "x"}, "--from: unknown program 'x'"),
+    "mesh": ({}, "dcp has a file for each rank.*`mesh=`"),
+    "program": ({"to_dialect": "x"}, "`to_dialect=`: unknown program 'x'; expected one of torch"),
+    "source program": ({"from_dialect": "x"}, "`from_dialect=`: unknown program 'x'"),
     "rules": ({"rules": "x"}, "cannot read rules 'x'"),
     "convention": ({"convention": "mean"}, "unknown momentum convention 'mean'; expected one of ema, sum"),
     "layout": ({"mesh": {"dp": 2}, "layout": "x"}, "unknown layout 'x'; expected one of rows"),
     "shard size": ({"mesh": {"dp": 2}, "shard_size": 7}, "has no meaning for format dcp"),
-    "layout of whole tensors": ({"format": "zarr", "layout": "flat"}, "--layout has no meaning for format zarr"),
+    "layout of whole tensors": ({"format": "zarr", "layout": "flat"}, "`layout=` has no meaning for format zarr"),
     "axis": ({"mesh": {"dp": 2}, "shard": {"*": [("tp", 0)]}}, "expected axes of the mesh \\(dp\\)"),
 }
 
