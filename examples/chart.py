@@ -36,14 +36,16 @@ def draw(path: Path, reference: Curve, resumed: Curve, control: Curve | None = N
         figure, (losses, distances) = plt.subplots(
             2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 2), layout="constrained"
         )
-        known = dict(zip(reference.steps, reference.losses, strict=True))
+        reference_losses = dict(zip(reference.steps, reference.losses, strict=True))
         losses.plot(reference.steps, reference.losses, color=PALE, linewidth=5, label=reference.label)
         for curve, colour, zorder in ((resumed, DARK, 4), (control, RED, 3)):
             if curve is None:
                 continue
             line = {"color": colour, "linewidth": 1.5, "zorder": zorder}
             losses.plot(curve.steps, curve.losses, label=curve.label, **line)
-            distance = [abs(loss - known[step]) for step, loss in zip(curve.steps, curve.losses, strict=True)]
+            distance = [
+                abs(loss - reference_losses[step]) for step, loss in zip(curve.steps, curve.losses, strict=True)
+            ]
             distances.plot(curve.steps, distance, marker="o", markersize=3, **line)
 
         for axes in (losses, distances):

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from model import ModelConfig, Transformer
-from report import Distance, Outcome, judge, show_distances, show_fingerprints, show_losses, stored_fingerprints
+from report import Distance, Outcome, print_checks, show_distances, show_fingerprints, show_losses, stored_fingerprints
 from sharding import shard
 from text import global_batch, rank_rows, standard_library
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -105,34 +105,34 @@ def reference() -> None:
     begin = time.perf_counter()
     losses += train(model, optimizer, SAVE_AT, LAST)
     saving.result()
-    keep("reference", Outcome(losses, whole(model), prints, trained + time.perf_counter() - begin, saved))
+    save_outcome("reference", Outcome(losses, whole(model), prints, trained + time.perf_counter() - begin, saved))
 
 
 def resumed() -> None:
     """Resume every continuation from the resharded checkpoint."""
-    for name, how in CONTINUATIONS.items():
-        model, optimizer = build(how.ep)
+    for name, continuation in CONTINUATIONS.items():
+        model, optimizer = build(continuation.ep)
         begin = time.perf_counter()
         weights, state = get_state_dict(model, optimizer)
         muonckpt.load({"model": weights, "optimizer": state}, OUT / "two")
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
         loaded = time.perf_counter() - begin
         prints = momentum_fingerprints(state)
-        if how.misread:
+        if continuation.misread:
             for group in optimizer.param_groups:
                 for parameter in group["params"] if group["algorithm"] == "muon" else ():
                     optimizer.state[parameter]["momentum_buffer"] /= 1 - group["momentum"]
         begin = time.perf_counter()
-        losses = train(model, optimizer, SAVE_AT, LAST, how.deal)
-        keep(name, Outcome(losses, whole(model), prints, time.perf_counter() - begin, loaded))
+        losses = train(model, optimizer, SAVE_AT, LAST, continuation.deal)
+        save_outcome(name, Outcome(losses, whole(model), prints, time.perf_counter() - begin, loaded))
 
 
 def on_ranks(world: int, phase: Callable[[], None]) -> None:
     """Run a phase on `world` processes with a gloo process group."""
-    mp.start_processes(one_rank, (world, phase), nprocs=world, start_method="fork")  # torch is imported once
+    mp.start_processes(run_rank, (world, phase), nprocs=world, start_method="fork")  # torch is imported once
 
 
-def one_rank(rank: int, world: int, phase: Callable[[], None]) -> None:
+def run_rank(rank: int, world: int, phase: Callable[[], None]) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(OUT / f"{phase.__name__}.store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -153,16 +153,16 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def momentum_fingerprints(state: dict[str, Any]) -> dict[str, str]:
-    """Of every momentum as it lies in memory, by parameter name."""
-    found = {}
+    """Return the fingerprint of every momentum as it lies in memory, by parameter name."""
+    prints = {}
     for name, slots in state["state"].items():
         if "momentum_buffer" in slots:
             words = full(slots["momentum_buffer"]).contiguous().view(torch.int32).numpy().view("u4")
-            found[name] = as_hex(fingerprint(words, (0,) * words.ndim))
-    return found
+            prints[name] = as_hex(fingerprint(words, (0,) * words.ndim))
+    return prints
 
 
-def keep(name: str, outcome: Outcome) -> None:
+def save_outcome(name: str, outcome: Outcome) -> None:
     if dist.get_rank() == 0:
         outcome.save(OUT / f"{name}.pt")
 
@@ -215,7 +215,7 @@ def report(runs: dict[str, Outcome], verify_seconds: float, reshard_seconds: flo
     saved, loaded, split, misread = (runs[name] for name in ("reference", "resumed", "split", "misread"))
     show_losses({"4 ranks": saved, "2, ep=1": loaded, "2, ep=2": split, "misread": misread}, SAVE_AT, LAST)
     distances = {name: Distance.between(runs[name], saved) for name in CONTINUATIONS}
-    show_distances({how.label: distances[name] for name, how in CONTINUATIONS.items()})
+    show_distances({continuation.label: distances[name] for name, continuation in CONTINUATIONS.items()})
     same_momentum = show_fingerprints(
         {
             "saved by 4": stored_fingerprints(OUT / "four"),
@@ -231,7 +231,7 @@ def report(runs: dict[str, Outcome], verify_seconds: float, reshard_seconds: flo
         f"{size_of(OUT / 'two'):,} in 2; training {saved.train_seconds / LAST:.2f} s a step on 4 ranks\n"
     )
     order, worst = distances["dealt"], max(distances["resumed"].parameters, distances["split"].parameters)
-    return judge(
+    return print_checks(
         {
             "every momentum has one fingerprint: on 4 ranks, in both checkpoints, in memory on 2 ranks": (
                 same_momentum and saved.fingerprints == loaded.fingerprints

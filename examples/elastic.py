@@ -64,18 +64,18 @@ class Model(nn.Module):
 class PowerCut:
     """Ends this rank and its launcher when it is written."""
 
-    written = False
+    has_been_seen = False
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        if self.written:  # the first time it is only looked at
+        if self.has_been_seen:  # the first time it is only looked at
             os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
-        self.written = True
+        self.has_been_seen = True
         return OrderedDict, ()
 
 
 def train(folder: str) -> None:
-    """What every rank does, each time that it is started."""
+    """Train on one rank, each time that it is started."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -120,7 +120,7 @@ def note(folder: str, step: int, first: int, ranks: int, before: Mapping[str, An
 
 
 def launch(folder: str, port: int) -> None:
-    """What torchrun does on one machine."""
+    """Launch the ranks of one machine, as torchrun does."""
     config = LaunchConfig(
         min_nodes=LEAST,
         max_nodes=NODES,
@@ -133,10 +133,10 @@ def launch(folder: str, port: int) -> None:
         start_method="fork",
         local_addr="127.0.0.1",
     )
-    elastic_launch(config, of_launcher)(folder)
+    elastic_launch(config, train_in_fork)(folder)
 
 
-def of_launcher(folder: str) -> None:
+def train_in_fork(folder: str) -> None:
     """Train in a fork of a launcher, without its handler of SIGTERM; a program that torchrun starts has none."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     train(folder)
@@ -148,31 +148,31 @@ def play(folder: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     meeting = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    nodes = [started(folder, port) for _ in range(NODES)]
+    nodes = [start_node(folder, port) for _ in range(NODES)]
     while all(node.is_alive() for node in nodes):
         time.sleep(0.1)
-    while not any(each["first"] and each["step"] >= BACK_AT for each in steps(folder)):
+    while not any(entry["first"] and entry["step"] >= BACK_AT for entry in steps(folder)):
         time.sleep(0.1)
-    nodes.append(started(folder, port))
+    nodes.append(start_node(folder, port))
     for node in nodes:
         node.join()
     del meeting
 
 
-def started(folder: str, port: int) -> ForkProcess:
+def start_node(folder: str, port: int) -> ForkProcess:
     node = get_context("fork").Process(target=launch, args=(folder, port))
     node.start()
     return node
 
 
 def steps(folder: str) -> list[dict[str, Any]]:
-    """Return what was written down, in order."""
+    """Return the log's entries, in order."""
     log = Path(folder, LOG)
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def account(taken: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each time that the ranks were started: which steps they took, and which of these again.
+def account(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each time that the ranks were started: its steps, and which of these were repeated.
 
     Raises:
         ValueError: a step was left out, or repeated from another state than the first time.
@@ -180,19 +180,19 @@ def account(taken: Iterable[Mapping[str, Any]]) -> list[str]:
     lives: dict[tuple[int, int], list[int]] = {}
     began: dict[int, str] = {}
     lines = []
-    for each in taken:
-        if began.setdefault(each["step"], each["from"]) != each["from"]:
-            raise ValueError(f"step {each['step']} was repeated from another state")
-        lives.setdefault((each["first"], each["ranks"]), []).append(each["step"])
+    for entry in entries:
+        if began.setdefault(entry["step"], entry["from"]) != entry["from"]:
+            raise ValueError(f"step {entry['step']} was repeated from another state")
+        lives.setdefault((entry["first"], entry["ranks"]), []).append(entry["step"])
     if sorted(began) != [*range(STEPS)]:
         raise ValueError(f"steps were left out: {sorted({*range(STEPS)} - {*began})}")
-    done: set[int] = set()
-    for (first, ranks), took in lives.items():
-        again = sorted(done & {*took})
+    earlier_steps: set[int] = set()
+    for (first, ranks), life_steps in lives.items():
+        again = sorted(earlier_steps & {*life_steps})
         source = f"the checkpoint of step {first - 1}" if first else "nothing"
         repeated = f"of which {again[0]} to {again[-1]} again, from the same states" if again else "none of them again"
-        lines.append(f"{ranks} ranks, from {source}: steps {took[0]} to {took[-1]}, {repeated}")
-        done |= {*took}
+        lines.append(f"{ranks} ranks, from {source}: steps {life_steps[0]} to {life_steps[-1]}, {repeated}")
+        earlier_steps |= {*life_steps}
     return lines
 
 

@@ -137,7 +137,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.chosen = config.experts_per_token
+        self.experts_per_token = config.experts_per_token
         self.router = nn.Linear(config.dim, config.experts)
         nn.init.zeros_(self.router.bias)
         self.experts = Experts(config)
@@ -145,7 +145,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, seq, dim] -> [batch, seq, dim]"""
         scores = self.router(x)  # [batch, seq, experts]
-        best, index = scores.topk(self.chosen, dim=-1)
+        best, index = scores.topk(self.experts_per_token, dim=-1)
         gates = torch.zeros_like(scores).scatter(-1, index, best.softmax(dim=-1))
         result: Tensor = self.experts(x, gates)
         return result

@@ -28,9 +28,9 @@ class Outcome:
 
     @staticmethod
     def load(path: Path) -> Outcome:
-        """Only of a file that this program has written itself: it is unpickled."""
-        found: Outcome = torch.load(path, weights_only=False)
-        return found
+        """Unpickle a file that this program has written itself."""
+        outcome: Outcome = torch.load(path, weights_only=False)
+        return outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Distance:
             max((run.parameters[name] - whole).abs().max().item() for name, whole in reference.parameters.items()),
         )
 
-    def within(self, other: Distance) -> bool:
-        return self.losses <= other.losses and self.parameters <= other.parameters
+    def within(self, limits: Distance) -> bool:
+        return self.losses <= limits.losses and self.parameters <= limits.parameters
 
 
 def show_losses(columns: Mapping[str, Outcome], first: int, last: int) -> None:
@@ -79,13 +79,13 @@ def show_fingerprints(columns: Mapping[str, Mapping[str, str | None]]) -> bool:
 
 
 def stored_fingerprints(checkpoint: Path) -> dict[str, str | None]:
-    """Of every momentum in a checkpoint, by the name of its parameter, as the manifest has it."""
+    """Return the fingerprint of every momentum in a checkpoint, by its parameter's name, as the manifest has it."""
     tensors = muonckpt.open(checkpoint).tensors.values()
     return {tensor.name: tensor.fingerprint for tensor in tensors if tensor.name and tensor.slot == "momentum_buffer"}
 
 
-def judge(checks: Mapping[str, bool]) -> bool:
-    """Print what was checked, and how it came out; whether all is fine."""
-    for what, fine in checks.items():
-        print(f"{'ok' if fine else 'FAILED':<7}{what}")
+def print_checks(checks: Mapping[str, bool]) -> bool:
+    """Print each check and its outcome; return whether all are fine."""
+    for check, is_fine in checks.items():
+        print(f"{'ok' if is_fine else 'FAILED':<7}{check}")
     return all(checks.values())

@@ -84,8 +84,8 @@ def main() -> None:
             time.sleep(0.5)  # canvases are drawn in the next frame
             with Image.open(io.BytesIO(driver.get_screenshot_as_png())) as picture:
                 target = ROOT / "docs" / "pictures" / f"report_{scheme}.png"
-                few = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)  # keeps rare colours
-                few.save(target, optimize=True)
+                reduced = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)  # keeps rare colours
+                reduced.save(target, optimize=True)
             print(f"{target.relative_to(ROOT)}: {target.stat().st_size >> 10} KiB")
 
 

@@ -59,10 +59,10 @@ def gather_tokens(x: Tensor, gates: Tensor, ep: DeviceMesh) -> tuple[Tensor, Ten
 
     x: [batch, seq, dim]; gates: [batch, seq, experts]. Backward, the ranks' gradients of `x` are added up.
     """
-    mine, gates_of_rank = (DTensor.from_local(tensor, ep, [Shard(0)]) for tensor in (x, gates))
-    everyones = mine.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    tokens, gates_of_rank = (DTensor.from_local(tensor, ep, [Shard(0)]) for tensor in (x, gates))
+    all_tokens = tokens.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     everyones_gates = gates_of_rank.redistribute(placements=[Replicate()])  # gloo has no all-to-all between dims
-    return everyones, everyones_gates.redistribute(placements=[Shard(2)]).to_local()
+    return all_tokens, everyones_gates.redistribute(placements=[Shard(2)]).to_local()
 
 
 def return_tokens(output: Tensor, ep: DeviceMesh) -> Tensor:
