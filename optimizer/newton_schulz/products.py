@@ -23,9 +23,6 @@ M = TypeVar("M")
 class Products(Protocol[M]):
     """The arithmetic of an orthogonalisation; ``M`` is a matrix of ``[s, l]``, or many that are done together."""
 
-    @property
-    def dtype(self) -> torch.dtype: ...
-
     def run_matrix(self, matrix: Tensor, dtype: torch.dtype, work: Callable[[M], M]) -> Tensor:
         """Return ``work`` done on a matrix, transposed if it is tall: ``[m, n]`` of ``dtype``, any strides."""
 
@@ -87,21 +84,26 @@ class TorchProducts:
         return (exact / norm if exact is x else exact.div_(norm)).to(self.dtype).to(self.tensor_dtype)
 
     def gram(self, x: Tensor) -> Tensor:
-        return self._rounded(product(x, x.mT))
+        return self._symmetric(x, x.mT)
 
     def polynomial(self, r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
-        result = self._rounded(sum_with_product(r, b, r, r, c) if c else r * b)
-        return self._shifted(result, a) if a else result
+        result = self._symmetric(r, r, r, b, c) if c else self._rounded(r * b)
+        if not a:
+            return result
+        result.diagonal(dim1=-2, dim2=-1).add_(a)
+        return self._rounded(result)
 
     def commuting_product(self, z: Tensor, q: Tensor) -> Tensor:
-        return self._rounded(product(z, q))
+        return self._symmetric(z, q)
 
     def multiply_add(self, x: Tensor, a: float, p: Tensor) -> Tensor:
-        return self._rounded(sum_with_product(x, a, p, x) if a else product(p, x))
+        return self._rounded(multiply(p, x, x if a else None, a))
 
-    def _shifted(self, x: Tensor, a: float) -> Tensor:
-        x.diagonal(dim1=-2, dim2=-1).add_(a)
-        return self._rounded(x)
+    def _symmetric(
+        self, left: Tensor, right: Tensor, addend: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
+    ) -> Tensor:
+        """Return ``alpha·left·right + beta·addend``, which is symmetric."""
+        return self._rounded(multiply(left, right, addend, beta, alpha))
 
     def _rounded(self, x: Tensor) -> Tensor:
         return x if self.dtype is self.tensor_dtype else x.to(self.dtype).to(self.tensor_dtype)
@@ -111,20 +113,9 @@ class TorchProducts:
 class StripProducts(TorchProducts):
     """`TorchProducts` that compute large symmetric products by strips of rows up to the diagonal, and mirror them."""
 
-    def gram(self, x: Tensor) -> Tensor:
-        return self._by_strips(x, x.mT)
-
-    def polynomial(self, r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
-        result = self._by_strips(r, r, r, b, c) if c else self._rounded(r * b)
-        return self._shifted(result, a) if a else result
-
-    def commuting_product(self, z: Tensor, q: Tensor) -> Tensor:
-        return self._by_strips(z, q)
-
-    def _by_strips(
+    def _symmetric(
         self, left: Tensor, right: Tensor, addend: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
     ) -> Tensor:
-        """Return ``alpha·left·right + beta·addend``, which is symmetric: half of the products of a large one."""
         side, depth = left.shape
         strips = max(1, min(NUM_STRIPS, side // MIN_STRIP_ROWS)) if side * side * depth >= MIN_STRIPS_WORK else 1
         height = -(-side // strips)
@@ -144,13 +135,12 @@ class StripProducts(TorchProducts):
         return result
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    return torch.mm(a, b) if a.ndim == 2 else torch.bmm(a, b)
-
-
-def sum_with_product(addend: Tensor, beta: float, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
-    add = torch.addmm if a.ndim == 2 else torch.baddbmm
-    return add(addend, a, b, beta=beta, alpha=alpha)
+def multiply(left: Tensor, right: Tensor, addend: Tensor | None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
+    """Return ``alpha·left·right + beta·addend`` of matrices or stacks; without an addend ``left·right``."""
+    if addend is None:
+        return torch.mm(left, right) if left.ndim == 2 else torch.bmm(left, right)
+    add = torch.addmm if left.ndim == 2 else torch.baddbmm
+    return add(addend, left, right, beta=beta, alpha=alpha)
 
 
 def split_stacks(run: Tensor, max_count: int, work: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
