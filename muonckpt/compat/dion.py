@@ -96,6 +96,9 @@ class Muon(optimizer.Muon):
                 "muonckpt.optimizer.COEFFICIENTS with muonckpt.optimizer.Muon(ns_coefficients=...)"
             )
         self._betas, self._epsilon, self._flatten = betas, epsilon, flatten
+        iteration: dict[str, Any] = {"ns_coefficients": "polar_express_dion" if use_polar_express else "quintic"}
+        if use_gram_newton_schulz:
+            iteration = {"ns_coefficients": "polar_express_gram", "ns_dtype": "float16", "gram": (2,)}
         super().__init__(
             params,
             lr,
@@ -106,7 +109,7 @@ class Muon(optimizer.Muon):
             adjust_lr_fn=_scale(adjust_lr),
             eps=epsilon,
             replicas=_replicas(distributed_mesh),
-            **_newton_schulz(use_gram_newton_schulz, use_polar_express),
+            **iteration,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -161,15 +164,10 @@ class Muon(optimizer.Muon):
                     slots.setdefault("step_dev", torch.tensor(float(group["step"])))
                 state[key] = {SLOTS[group["algorithm"]][name]: value for name, value in slots.items()}
                 if group["algorithm"] == "muon" and MOMENTUM in state[key]:
-                    state[key][MOMENTUM] = _average(state[key][MOMENTUM], group["mu"])
+                    total = state[key][MOMENTUM]
+                    average = state[key][MOMENTUM] = torch.empty_like(total)
+                    local_of(average).copy_(local_of(total).double() * (1 - group["mu"]))  # rounded once
         return {"state": state, "param_groups": [*groups, *saved["param_groups"][len(groups) :]]}
-
-
-def _average(total: Tensor, mu: float) -> Tensor:
-    """Return momentum as an average: the sum times ``1 - mu``, rounded once."""
-    average = torch.empty_like(total)
-    local_of(average).copy_(local_of(total).double() * (1 - mu))
-    return average
 
 
 def _algorithm(group: ParamGroup) -> str:
@@ -221,13 +219,6 @@ def _pieces(group: ParamGroup, params: Sequence[Tensor]) -> dict[str, Any]:
             )
         return {"pieces": tuple(height // heads for height in heights) * heads}
     return {"pieces": tuple(sizes)} if sizes is not None else {}
-
-
-def _newton_schulz(gram: bool, polar_express: bool) -> dict[str, Any]:
-    """Return dion's iteration as options of `optimizer.Muon`."""
-    if gram:
-        return {"ns_coefficients": "polar_express_gram", "ns_dtype": "float16", "gram": (2,)}
-    return {"ns_coefficients": "polar_express_dion" if polar_express else "quintic"}
 
 
 def _replicas(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:

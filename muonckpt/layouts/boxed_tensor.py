@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from ..algebra.box import Box, Index, flat_boxes
-from ..algebra.layout import Buffer, TensorLayout
 from ..algebra.overlap import overlaps
 from ..names.errors import LayoutError
 from .tensors import declares_boxes, fragments_here, local_of
@@ -80,21 +79,6 @@ class BoxedTensor(Tensor):
             parts[box.lo] = flat[offset : offset + box.numel].view(box.shape)
             offset += box.numel
         return cls(shape, parts, flat.dtype, flat.device)
-
-    @classmethod
-    def of_layout(cls, layout: TensorLayout, buffer: Buffer, memory: Tensor) -> BoxedTensor:
-        """Return the part of a tensor that lies in one buffer of a layout.
-
-        Args:
-            memory: the buffer's elements, dense in one dim.
-        """
-        parts = {
-            fragment.box.lo: memory.as_strided(
-                fragment.box.shape, fragment.place.strides, memory.storage_offset() + fragment.place.offset
-            )
-            for fragment in layout.fragments_of(buffer)
-        }
-        return cls(layout.shape, parts, memory.dtype, memory.device)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         boxes = [(lo, part.shape) for lo, part in self.parts.items()]

@@ -194,39 +194,39 @@ class NamedOptimizer:
         Args:
             names: parameters; in a key that begins with none of them, only the last part is the slot.
         """
-        prefix = self.state
         state: defaultdict[str, dict[str, str]] = defaultdict(dict)
-        for key in keys:
-            if key.startswith(prefix):
-                suffix = key.removeprefix(prefix)
-                # Names and slots may have dots: the longest name that is known.
-                name = suffix.rpartition(".")[0]
-                while name and name not in names:
-                    name = name.rpartition(".")[0]
-                name = name or suffix.rpartition(".")[0]
-                state[name][suffix.removeprefix(f"{name}.")] = key
+        for suffix, key in _suffixes(keys, self.state):
+            # Names and slots may have dots: the longest name that is known.
+            name = suffix.rpartition(".")[0]
+            while name and name not in names:
+                name = name.rpartition(".")[0]
+            name = name or suffix.rpartition(".")[0]
+            state[name][suffix.removeprefix(f"{name}.")] = key
         return dict(state)
 
     def options_of_names(self, keys: Iterable[str]) -> dict[str, dict[str, str]]:
         """Return the keys of its options in the flat form, by parameter and option."""
-        prefix = self.options
         options: defaultdict[str, dict[str, str]] = defaultdict(dict)
-        for key in keys:
-            if key.startswith(prefix):
-                name, _, option = key.removeprefix(prefix).rpartition(".")
-                options[name][option] = key
+        for suffix, key in _suffixes(keys, self.options):
+            name, _, option = suffix.rpartition(".")
+            options[name][option] = key
         return dict(options)
 
     def options_of_groups(self, keys: Iterable[str]) -> dict[int, dict[str, str]]:
         """Return the keys of its options in the nested form, by group number and option."""
-        prefix = self.options
         options: defaultdict[int, dict[str, str]] = defaultdict(dict)
-        for key in keys:
-            if key.startswith(prefix):
-                number, _, option = key.removeprefix(prefix).partition(".")
-                if number.isdecimal():
-                    options[int(number)][option] = key
+        for suffix, key in _suffixes(keys, self.options):
+            number, _, option = suffix.partition(".")
+            if number.isdecimal():
+                options[int(number)][option] = key
         return dict(options)
+
+
+def _suffixes(keys: Iterable[str], prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield the keys that begin with a prefix, after what follows it."""
+    for key in keys:
+        if key.startswith(prefix):
+            yield key.removeprefix(prefix), key
 
 
 def option_prefix(key: str) -> str:

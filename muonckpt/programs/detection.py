@@ -308,35 +308,22 @@ def _state_key(dialect: Dialect, manifest: Manifest) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Claims:
-    """The programs of which a checkpoint bears a mark, by name.
-
-    Attributes:
-        marks: sentences that say the mark.
-        void: sentences about programs whose marks it bears and whose options its groups contradict.
-    """
-
-    marks: Mapping[str, str]
-    void: tuple[str, ...]
-
-
 def _by_marks(keys: Keys) -> Detected:
     """Return the program that the slots and options tell, or none."""
     places = ", ".join(map(str, keys.optimizers))
     reason = f"{places} has torch's {keys.form} keys, such as {keys.example!r}"
     # Plug-ins are asked only where no built-in program has a mark.
     programs = DIALECTS
-    claims = _claims(keys, programs)
-    if not claims.marks:
+    marks, void = _marks(keys, programs)
+    if not marks:
         programs = with_plugins()
-        claims = _claims(keys, programs)
-    if len(claims.marks) > 1:
-        programs_marked = ", ".join(f"{name} ({why})" for name, why in claims.marks.items())
+        marks, void = _marks(keys, programs)
+    if len(marks) > 1:
+        programs_marked = ", ".join(f"{name} ({why})" for name, why in marks.items())
         raise SourceError(f"{reason}, and marks of more than one program: {programs_marked}; {_NAME_IT}")
-    for name, why in claims.marks.items():
+    for name, why in marks.items():
         return Detected(dialect_at(programs[name], keys), (reason, why))
-    return _unknown_program(keys, reason, *claims.void or ("no slot or option is written by one program only",))
+    return _unknown_program(keys, reason, *void or ("no slot or option is written by one program only",))
 
 
 def _unknown_program(keys: Keys, *reasons: str) -> Detected:
@@ -345,9 +332,12 @@ def _unknown_program(keys: Keys, *reasons: str) -> Detected:
     return Detected(dialect_at(DIALECTS["fully_shard" if numbered else "dcp"], keys), reasons)
 
 
-def _claims(keys: Keys, dialects: Mapping[str, Dialect]) -> _Claims:
-    """Return the programs whose marks the checkpoint bears; an option that a program never writes voids its claim."""
-    marks, void, closed = dict[str, str](), list[str](), dict[bool, str]()
+def _marks(keys: Keys, dialects: Mapping[str, Dialect]) -> tuple[Mapping[str, str], Iterable[str]]:
+    """Return sentences about the programs whose marks the checkpoint bears, by name, and about void marks.
+
+    A mark is void if groups have an option that the program never writes.
+    """
+    marks, void, closed = dict[str, str](), dict[str, None](), dict[bool, str]()
     for dialect in dialects.values():
         # Options count in groups with momentum, if there are any: others are of AdamW.
         momentum_options = dialect.options_called("momentum")
@@ -356,28 +346,31 @@ def _claims(keys: Keys, dialects: Mapping[str, Dialect]) -> _Claims:
         unknown_options = dict.fromkeys(chain.from_iterable(map(dialect.options.unknown_options, groups)))
         for mark in dialect.marks:
             if mark.closed:
-                at_home = keys.model is not None and dialect_at(dialect, keys) is dialect
-                complete = bool(with_momentum) and all(dialect.options.always.keys() <= group for group in groups)
-                if complete and not unknown_options and (at_home or not mark.at_home):
-                    closed[mark.at_home] = dialect.name
-                elif complete and unknown_options and not mark.at_home:
-                    void.append(_void_sentence(f"it has the options of {dialect.who}", unknown_options))
-            elif mark.slots <= keys.slots and (not mark.options or any(mark.options <= group for group in keys.groups)):
-                if unknown_options:
-                    void.append(_void_sentence(f"it has the {mark} of {dialect.who}", unknown_options))
-                else:
-                    marks.setdefault(dialect.name, f"only it writes the {mark}")
+                sign = "options"
+                is_borne = bool(with_momentum) and all(dialect.options.always.keys() <= group for group in groups)
+            else:
+                sign = str(mark)
+                has_options = not mark.options or any(mark.options <= group for group in keys.groups)
+                is_borne = mark.slots <= keys.slots and has_options
+            if is_borne and unknown_options and not mark.at_home:
+                void[
+                    f"it has the {sign} of {dialect.who}, but also {', '.join(map(repr, unknown_options))}, which that "
+                    f"never writes, so another program wrote it; {_NAME_IT}"
+                ] = None
+            elif is_borne and not unknown_options and not mark.closed:
+                marks.setdefault(dialect.name, f"only it writes the {mark}")
+            elif is_borne and not unknown_options and (not mark.at_home or _is_at_home(dialect, keys)):
+                closed[mark.at_home] = dialect.name
     # Of programs with torch's options alone, one with keys at their home goes first.
     if closed:
         why = "its groups have the options of torch.optim.Muon, such as 'ns_coefficients', and no others"
         at_home = max(closed)
         marks[closed[at_home]] = why + "; its parameters are at the top" * at_home
-    return _Claims(marks, tuple(dict.fromkeys(void)))
+    return marks, void
 
 
-def _void_sentence(sign: str, unknown_options: Iterable[str]) -> str:
-    options = ", ".join(map(repr, unknown_options))
-    return f"{sign}, but also {options}, which that never writes, so another program wrote it; {_NAME_IT}"
+def _is_at_home(dialect: Dialect, keys: Keys) -> bool:
+    return keys.model is not None and dialect_at(dialect, keys) is dialect
 
 
 def confirm(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str, Any]]) -> Detected:

@@ -193,7 +193,8 @@ class ColumnWriter:
                 columns = _texts(self._columns, slice(block_start, block_stop))
             lists = ((name, column[row - block_start : stop - block_start]) for name, column in columns.items())
             fields = ", ".join(f'"{name}": [{", ".join(values)}]' for name, values in lists)
-            yield f'{{"boxes": {number}, {fields}{_strides_text(chunks)}}}'
+            strides = f', "strides": {compact(chunks.strides)}' if chunks.strides else ""
+            yield f'{{"boxes": {number}, {fields}{strides}}}'
             row = stop
 
 
@@ -209,9 +210,3 @@ def _texts(columns: Columns, rows: slice) -> Mapping[str, list[str]]:
 
 
 _UNKNOWN_TEXT = str(UNKNOWN)
-
-
-def _strides_text(chunks: Chunks) -> str:
-    if not chunks.strides:
-        return ""
-    return f', "strides": {compact(chunks.strides)}'

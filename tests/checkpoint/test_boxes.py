@@ -21,7 +21,6 @@ import muonckpt
 from muonckpt import BoxedTensor, LayoutError
 from muonckpt.algebra.box import Box
 from muonckpt.layouts.boxed_tensor import parts_of
-from muonckpt.layouts.flat import FlatShard, flat_layout
 from muonckpt.layouts.tensors import declares_boxes
 from muonckpt.optimizer.state import declare_boxes
 
@@ -65,9 +64,8 @@ def state(rank: int, on: dict[tuple[int, ...], DeviceMesh]) -> dict[str, Tensor]
         cuts = [0, 4, 4, 9, prod(shape)]
         flat = numbered(shape).flatten()[cuts[rank] : cuts[rank + 1]]
         made[name] = BoxedTensor.of_flat(shape, cuts[rank], flat.clone())
-    shards = tuple(FlatShard(owner, 3 * owner, 3 * owner + 3, 2) for owner in range(4))
     padded = torch.cat([torch.full((2,), -1.0), numbered((4, 3)).flatten()[3 * rank : 3 * rank + 3]])
-    made["by a layout"] = BoxedTensor.of_layout(flat_layout((4, 3), 0, shards), rank, padded)
+    made["in a padded buffer"] = BoxedTensor((4, 3), {(rank, 0): padded[2:].view(1, 3)})
     mesh = on[()]
     hooked = DTensor.from_local(numbered((2, 6)).flatten()[: 12 * (rank == 1)].clone(), mesh, [S(0)], run_check=False,
                                 shape=torch.Size((2, 6)), stride=(6, 1))  # fmt: skip
@@ -142,7 +140,7 @@ def stock_load(template: dict, path: str) -> None:
 
 def whole_state() -> dict[str, Tensor]:
     shapes = {name: shape for name, (_, _, shape) in PLACED.items()} | FLAT
-    shapes |= {"by a layout": (4, 3), "by hooks": (2, 6), "torch's wrapper": (8, 3)}
+    shapes |= {"in a padded buffer": (4, 3), "by hooks": (2, 6), "torch's wrapper": (8, 3)}
     return {name: numbered(shape) for name, shape in shapes.items()} | {"plain": torch.tensor(5.0)}
 
 

@@ -70,7 +70,10 @@ def padded_numel(
     buffers = []
     for group, ranks in _groups(parameters, sizes):
         contents = in_buckets(reversed(group), partial(_is_full, ranks=ranks, bucket_size=bucket_size))
-        packed = [_by_numel(bucket, ranks) for bucket in contents]
+        packed = []
+        for bucket in contents:
+            filled, largest_first = [0] * ranks, sorted(bucket, key=lambda p: -p.numel)
+            packed.append([_append(parameter, _emptiest(filled), filled) for parameter in largest_first])
         buffers.append(_padded("padded-numel", group, ranks, packed, bucket_size, busbw))
     return tuple(buffers)
 
@@ -190,11 +193,6 @@ def _append(parameter: Parameter, shard: int, filled: list[int]) -> tuple[Parame
     start = round_up(filled[shard], ALIGNMENT)
     filled[shard] = start + parameter.numel
     return parameter, shard, start
-
-
-def _by_numel(bucket: list[Parameter], ranks: int) -> _PackedBucket:
-    filled = [0] * ranks
-    return [_append(parameter, _emptiest(filled), filled) for parameter in sorted(bucket, key=lambda p: -p.numel)]
 
 
 def _by_cost(bucket: list[Parameter], load: list[int]) -> _PackedBucket:
