@@ -87,7 +87,7 @@ def _write(folder: Path, algorithm: str, ranks: int, part: int, parts: int) -> N
     managed = [(name, tuple(value(name, "").shape)) for name, shape in MODEL if adam or len(shape) == 2]
     members = [ListedParameter(Parameter(name, shape), int(len(shape) != 2)) for name, shape in managed]
     told = Description(algorithm, tuple(members), bucket_size=40)
-    shares = deal(told, told.members, ranks).shares
+    shares = deal(told, told.members, ranks).names
     folder.mkdir(exist_ok=True)
     for rank in range(ranks):
         children = [child(value, shares.get((rank, 0), ()), {"momentum_buffer"}, None, {"lr": 0.1, "momentum": 0.9})]

@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -29,11 +29,11 @@ from ..reading.reader import Reader
 from . import dcp
 from .layer_wise_names import (
     DESCRIPTION_PARSERS,
-    Dealt,
     Description,
     ListedParameter,
     ParameterState,
     RankFile,
+    RankShares,
     TensorParallelism,
     deal,
     read_description,
@@ -41,7 +41,7 @@ from .layer_wise_names import (
 )
 from .torch_save import torch_file
 from .torch_save.inert_pickle import Record
-from .torch_save.plain_item import HeldItems
+from .torch_save.plain_item import ItemsInMemory
 from .torch_save.torch_file import MemberPayloads, SavedTensor, whole_record
 
 _EXPERTS = "is_expert_parallel"
@@ -69,11 +69,13 @@ def reader(path: Location) -> Reader:
             f"write {next(iter(DESCRIPTION_PARSERS))} beside them (docs/formats/layer_wise.md)"
         )
     parts = [_part(path, description, folder) for folder in description.folders]
-    first, files = parts[0], [file for part in parts for file in part.files]
+    first, files = parts[0], list(chain.from_iterable(part.files for part in parts))
     params: defaultdict[int, list[str]] = defaultdict(list)
     for member in first.members:
         params[member.group].append(member.parameter.name)
-    items = HeldItems(next(name for name in DESCRIPTION_PARSERS if (path / name).is_file()))
+
+    # Options, and state that is no tensor, become items.
+    items = ItemsInMemory(next(name for name in DESCRIPTION_PARSERS if (path / name).is_file()))
     for number, options in _options(files, params):
         for option, value in options.items():
             items.add((*_OPTION, number, option), value)
@@ -81,29 +83,31 @@ def reader(path: Location) -> Reader:
         for slot, value in state.items():
             if not isinstance(value, SavedTensor):
                 items.add((*_STATE, name, slot), value)
+
     provenance: dict[str, object] = {
         "format": "layer_wise_optimizer",
         "dealt": {"algorithm": description.algorithm, "ranks": len(first.files)},
-        "not_kept": sorted(set().union(*(file.others for file in files))),
+        "not_kept": sorted(set().union(*(file.not_kept for file in files))),
     }
     if description.tensor_parallel is None:
-        provenance["buffers"] = [buffer.to_json() for buffer in _buffers(first.dealt, first.states)]
+        provenance["buffers"] = [buffer.to_json() for buffer in _buffers(first.shares, first.states)]
         manifest = Manifest(tuple(first.records), tuple(items.blobs), provenance)
         return Reader(manifest, Payloads(path, items.in_memory))
-    records = tuple(_joined(parts, description.tensor_parallel))
+    records = tuple(_join_parts(parts, description.tensor_parallel))
     manifest = Manifest(records, tuple(items.blobs), {**provenance, "tensor_parallel": len(parts)})
-    of_parts = (record.chunks[0] for part in parts for record in part.records)
-    checksums = {chunk.item: chunk.crc32 for chunk in of_parts if chunk.crc32 is not None}
+    stored_records = chain.from_iterable(part.records for part in parts)
+    chunks = (record.chunks[0] for record in stored_records)
+    checksums = {chunk.item: chunk.crc32 for chunk in chunks if chunk.crc32 is not None}
     return Reader(manifest, MemberPayloads(path, items.in_memory, checksums))
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The files of a tensor-parallel rank's data-parallel ranks, and their content."""
+    """Holds the files of a tensor-parallel rank's data-parallel ranks, and their content."""
 
     files: Sequence[RankFile]
     members: Sequence[ListedParameter]
-    dealt: Dealt
+    shares: RankShares
     states: Mapping[str, ParameterState]
     records: Sequence[StateRecord]
 
@@ -114,133 +118,145 @@ def _part(path: Location, description: Description, folder: str) -> _Part:
     model = read_weights(path, f"{folder}{description.model}") if description.model else None
     weights = model.weights if model else {}
     members = description.selected([(name, weight.shape, weight.dtype) for name, weight in weights.items()])
-    dealt = deal(description, members, len(files))
+    shares = deal(description, members, len(files))
     for group, expert in {(member.group, member.parameter.expert) for member in members}:
         for file in files:
-            recorded = file.groups[group].options.get(_EXPERTS, expert) if group < len(file.groups) else expert
-            if recorded != expert:
+            stored = file.groups[group].options.get(_EXPERTS, expert) if group < len(file.groups) else expert
+            if stored != expert:
                 raise SourceError(
-                    f"group {group} of {file.name} says {_EXPERTS}={recorded}, the description says the opposite"
+                    f"group {group} of {file.name} says {_EXPERTS}={stored}, the description says the opposite"
                 )
     shapes = {member.parameter.name: member.parameter.shape for member in members}
-    states = dict(_named(files, dealt, shapes, description.algorithm))
+    states = dict(_named_states(files, shares, shapes, description.algorithm))
     if model:
         model.check_masters(path, states)
-    own = weights.values() if model and model.folder == path else ()
-    return _Part(files, members, dealt, states, (*_records(dealt, states), *own))
+    weights_here = weights.values() if model and model.folder == path else ()
+    return _Part(files, members, shares, states, (*_records(shares, states), *weights_here))
 
 
-def _joined(parts: Sequence[_Part], how: TensorParallelism) -> Iterator[StateRecord]:
+def _join_parts(parts: Sequence[_Part], parallelism: TensorParallelism) -> Iterator[StateRecord]:
     """Yield each tensor of all tensor-parallel ranks as one.
 
     Raises:
         SourceError: the ranks have other tensors, other numbers, or parts that do not fit.
     """
+    first, folders = parts[0], parallelism.folders
     for rank, part in enumerate(parts):
-        if [own.parameter for own in part.members] != [own.parameter for own in parts[0].members]:
-            raise SourceError(f"the models in {how.folders[0]} and {how.folders[rank]} have other parameters or shapes")
-        how.check_masters(rank, part.states)
-        for name, state in parts[0].states.items():
-            plain = [{k: v for k, v in s.items() if not isinstance(v, SavedTensor)} for s in (state, part.states[name])]
-            if plain[0] != plain[1]:
-                raise SourceError(f"state of {name!r} is {plain[0]} in {how.folders[0]}, {plain[1]} in {part.files[0]}")
+        if [member.parameter for member in part.members] != [member.parameter for member in first.members]:
+            raise SourceError(f"the models in {folders[0]} and {folders[rank]} have other parameters or shapes")
+        parallelism.check_masters(rank, part.states)
+        for name, state in first.states.items():
+            expected_values, values = _plain_values(state), _plain_values(part.states[name])
+            if values != expected_values:
+                raise SourceError(
+                    f"state of {name!r} is {expected_values} in {folders[0]}, {values} in {part.files[0]}"
+                )
     tables = [{record.key: record for record in part.records} for part in parts]
-    for folder, table in zip(how.folders, tables, strict=True):
+    for folder, table in zip(folders, tables, strict=True):
         if differing := sorted(table.keys() ^ tables[0].keys()):
-            raise SourceError(f"only one of {how.folders[0]} and {folder} has {differing[0]!r}")
+            raise SourceError(f"only one of {folders[0]} and {folder} has {differing[0]!r}")
     for key, record in tables[0].items():
-        yield how.joined(record.name or key.removeprefix("model."), [table[key] for table in tables])
+        yield parallelism.join(record.name or key.removeprefix("model."), [table[key] for table in tables])
+
+
+def _plain_values(state: ParameterState) -> dict[str, object]:
+    return {slot: value for slot, value in state.items() if not isinstance(value, SavedTensor)}
 
 
 def _files(path: Location) -> tuple[str, ...]:
     if not path.is_dir():
         raise SourceError(f"expected a folder with the files of every rank at {path}, found none")
     matches = (_RANK.fullmatch(file.name) for file in path.iterdir())
-    numbered = sorted((int(match[1]), match[0]) for match in matches if match)
-    if not numbered or [rank for rank, _ in numbered] != list(range(len(numbered))):
-        raise DamageError(
-            f"{path}: expected a file of every rank from 0, found those of {[rank for rank, _ in numbered]}"
-        )
-    return tuple(name for _, name in numbered)
+    names_by_rank = {int(match[1]): match[0] for match in matches if match}
+    ranks = sorted(names_by_rank)
+    if not ranks or ranks != list(range(len(ranks))):
+        raise DamageError(f"{path}: expected a file of every rank from 0, found those of {ranks}")
+    return tuple(names_by_rank[rank] for rank in ranks)
 
 
-def _named(
-    files: Sequence[RankFile], dealt: Dealt, shapes: Mapping[str, Index], algorithm: str
+def _named_states(
+    files: Sequence[RankFile], shares: RankShares, shapes: Mapping[str, Index], algorithm: str
 ) -> Iterator[tuple[str, ParameterState]]:
-    """Yield each parameter's state by name; raises SourceError where a group cannot have the parameters dealt to it."""
+    """Yield each parameter's state by name; raise `SourceError` where a group cannot have those of its share."""
     counts = {len(file.groups) for file in files}
-    groups = max(counts)
-    if len(counts) > 1 or any(group >= groups for _, group in dealt.shares):
+    if len(counts) > 1 or any(group >= max(counts) for _, group in shares.names):
         raise SourceError(
             f"the ranks' files have {sorted(counts)} parameter groups, the description has "
-            f"{1 + max(group for _, group in dealt.shares)}"
+            f"{1 + max(group for _, group in shares.names)}"
         )
     for rank, file in enumerate(files):
         for number, group in enumerate(file.groups):
-            names = dealt.shares.get((rank, number), ())
-            stored = [{value.shape for value in state.values() if _is_elementwise(value)} for state in group.states]
-            for position, (name, found) in enumerate(zip_longest(names, stored)):
-                if name is None or found != {shapes[name]}:
+            names = shares.names.get((rank, number), ())
+            state_shapes = [_elementwise_shapes(state) for state in group.states]
+            for position, (name, state_shape) in enumerate(zip_longest(names, state_shapes)):
+                if name is None or state_shape != {shapes[name]}:
                     expected = name and (name, shapes[name])
                     raise SourceError(
-                        f"{file.name}: group {number} has {len(stored)} parameters, with {algorithm} its rank owns "
-                        f"{len(names)}: number {position} should be {expected}, found shape {found}; the algorithm or "
-                        "the parameters differ"
+                        f"{file.name}: group {number} has {len(state_shapes)} parameters, with {algorithm} its rank "
+                        f"owns {len(names)}: number {position} should be {expected}, found shape {state_shape}; the "
+                        "algorithm or the parameters differ"
                     )
             yield from zip(names, group.states, strict=True)
+
+
+def _elementwise_shapes(state: ParameterState) -> set[Index]:
+    return {value.shape for value in state.values() if _is_elementwise(value)}
 
 
 def _is_elementwise(value: object) -> TypeGuard[SavedTensor]:
     return isinstance(value, SavedTensor) and value.shape != ()
 
 
-def _records(dealt: Dealt, states: Mapping[str, ParameterState]) -> Iterator[StateRecord]:
-    buffers = {placed.name: buffer for _, buffer in dealt.buffers for placed in buffer.parameters}
+def _records(shares: RankShares, states: Mapping[str, ParameterState]) -> Iterator[StateRecord]:
+    layouts: dict[str, dict[str, Any]] = {}
+    for _, buffer in shares.buffers:
+        layout = {"algorithm": buffer.algorithm, "version": buffer.version}
+        layout |= {"mesh": [buffer.ranks], "axes": ["dp"], "cuts": []}
+        layouts |= dict.fromkeys((placement.name for placement in buffer.parameters), layout)
     for name, state in states.items():
-        buffer = buffers[name]
-        words = {"algorithm": buffer.algorithm, "version": buffer.version}
-        words |= {"mesh": [buffer.ranks], "axes": ["dp"], "cuts": []}
         for slot, value in state.items():
             if isinstance(value, SavedTensor):
                 record = whole_record((*_STATE, name, slot), value.dtype, value.chunk)
-                yield replace(record, name=name, slot=slot, layout=words if value.shape else None)
+                yield replace(record, name=name, slot=slot, layout=layouts[name] if value.shape else None)
 
 
-def _buffers(dealt: Dealt, states: Mapping[str, ParameterState]) -> Iterator[GroupBuffer]:
+def _buffers(shares: RankShares, states: Mapping[str, ParameterState]) -> Iterator[GroupBuffer]:
     """Yield the run's buffers for every slot, each with its parameters that have the slot."""
-    for number, (group, buffer) in enumerate(dealt.buffers):
-        named = [(placed, states[placed.name]) for placed in buffer.parameters]
-        for slot in dict.fromkeys(slot for _, state in named for slot in state):
-            held = []
-            for placed, state in named:
-                if _is_elementwise(value := state.get(slot)):
-                    name = key_of((*_STATE, placed.name, slot))
-                    held.append(replace(placed, parameter=replace(placed.parameter, name=name, dtype=value.dtype)))
-            if held:
-                layout = replace(buffer, parameters=tuple(held))
+    for number, (group, buffer) in enumerate(shares.buffers):
+        slots = dict.fromkeys(chain.from_iterable(states[placement.name] for placement in buffer.parameters))
+        for slot in slots:
+            placements = []
+            for placement in buffer.parameters:
+                if _is_elementwise(value := states[placement.name].get(slot)):
+                    key = key_of((*_STATE, placement.name, slot))
+                    state_parameter = replace(placement.parameter, name=key, dtype=value.dtype)
+                    placements.append(replace(placement, parameter=state_parameter))
+            if placements:
+                layout = replace(buffer, parameters=tuple(placements))
                 yield GroupBuffer(slot, number, group, layout.origins, layout)
 
 
 def _options(files: Sequence[RankFile], params: Mapping[int, Sequence[str]]) -> Iterator[tuple[int, dict[str, object]]]:
     """Yield the options of each group that has parameters, with their names; ranks without parameters are ignored."""
     for number, names in sorted(params.items()):
-        held = [(file.name, file.groups[number]) for file in files if file.groups[number].states]
-        first = held[0][1].options
-        for file, group in held:
-            if repr(group.options) != repr(first):
-                differing = sorted(set(map(repr, group.options.items())) ^ set(map(repr, first.items())))[0]
-                raise SourceError(f"group {number}: {held[0][0]} and {file} differ in {differing}")
+        owners = [file for file in files if file.groups[number].states]
+        first = owners[0].groups[number].options
+        for file in owners:
+            options = file.groups[number].options
+            if repr(options) != repr(first):
+                differing = sorted(set(map(repr, options.items())) ^ set(map(repr, first.items())))[0]
+                raise SourceError(f"group {number}: {owners[0].name} and {file.name} differ in {differing}")
         yield number, {**first, PARAMS: list(names)}
 
 
 _COMPARED_ELEMENTS = 1 << 14
 
-_OF_OPTIMIZER = re.compile(r"(chained_[0-9]+\.)*optimizer\.")
+_OPTIMIZER_KEY = re.compile(r"(chained_[0-9]+\.)*optimizer\.")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A model's weights by name, in the order of its checkpoint; their chunks are in files of ``folder``."""
+    """Holds a model's weights by name, in the order of its checkpoint; their chunks are in files of ``folder``."""
 
     folder: Location
     weights: Mapping[str, StateRecord]
@@ -276,25 +292,25 @@ class ModelWeights:
                     )
 
 
-def read_weights(path: Location, where: str) -> ModelWeights:
+def read_weights(path: Location, place: str) -> ModelWeights:
     """Read the weights under ``model`` in a file of ``torch.save``, or of a DCP checkpoint in the directory.
 
     Raises:
         SourceError: neither exists, or it is damaged.
     """
-    if (path / where).is_dir():
-        stored = dcp.reader(path / where)
+    if (path / place).is_dir():
+        stored = dcp.reader(path / place)
         for fault in stored.faults:
             raise fault
-        of_model = [tensor for tensor in stored.outline.tensors if not _OF_OPTIMIZER.match(tensor.key)]
-        return ModelWeights(path / where, {tensor.key: tensor for tensor in stored.locate(of_model)})
-    file = torch_file.read_torch_file(path, where)
+        tensors = [tensor for tensor in stored.outline.tensors if not _OPTIMIZER_KEY.match(tensor.key)]
+        return ModelWeights(path / place, {tensor.key: tensor for tensor in stored.locate(tensors)})
+    file = torch_file.read_torch_file(path, place)
     content = file.content.get("model") if isinstance(file.content, dict) else None
-    named = content.items if isinstance(content, Record) else content
-    if not isinstance(named, dict):
-        raise SourceError(f"{path / where}: expected weights by name under 'model'")
+    entries = content.items if isinstance(content, Record) else content
+    if not isinstance(entries, dict):
+        raise SourceError(f"{path / place}: expected weights by name under 'model'")
     weights = {}
-    for name, value in named.items():  # among them `_extra_state`s of modules, which are not tensors
+    for name, value in entries.items():  # among them `_extra_state`s of modules, which are not tensors
         if isinstance(name, str) and isinstance(value, Record) and value.kind.startswith("torch._"):
             tensor = file.tensor(value)
             weights[name] = whole_record(("model", name), tensor.dtype, tensor.chunk)

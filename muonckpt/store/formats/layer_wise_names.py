@@ -42,7 +42,7 @@ ParameterState = Mapping[str, _Value]
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """A rank's share of one parameter group: the group's options, and its parameters' states in order."""
+    """Holds a rank's share of one parameter group: the group's options, and its parameters' states in order."""
 
     options: Mapping[str, object]
     states: tuple[ParameterState, ...]
@@ -50,14 +50,14 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One file: the groups of all child optimizers in order, and the names of their other entries.
+    """Holds one file: the groups of all child optimizers in order, and the names of entries that are not kept.
 
     A child with fp32 masters keeps them beside the state of the optimizer that it wraps.
     """
 
     name: str
     groups: tuple[RankGroup, ...]
-    others: frozenset[str]
+    not_kept: frozenset[str]
 
 
 def read_rank_file(directory: Location, name: str) -> RankFile:
@@ -69,52 +69,54 @@ def read_rank_file(directory: Location, name: str) -> RankFile:
     file = torch_file.read_torch_file(directory, name)
     try:
         children = file.content if type(file.content) is list else [file.content]
-        groups = [group for child in children for group in _groups(file, child)]
-        others = {key for child in children for key in _mapping(child)} - {"optimizer", "fp32_from_fp16_params"}
-        return RankFile(name, tuple(groups), frozenset(map(str, others - {"state", "param_groups"})))
+        groups: list[RankGroup] = []
+        keys = set[object]()
+        for child in children:
+            groups += _groups(file, child)
+            keys.update(_mapping(child))
+        not_kept = keys - {"optimizer", "fp32_from_fp16_params", "state", "param_groups"}
+        return RankFile(name, tuple(groups), frozenset(map(str, not_kept)))
     except (SourceError, KeyError, TypeError, ValueError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else error
-        raise SourceError(f"{directory / name}: expected the state of a layer-wise optimizer: {what}") from error
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        raise SourceError(f"{directory / name}: expected the state of a layer-wise optimizer: {reason}") from error
 
 
 def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
-    whole = _mapping(child)
-    inner = _mapping(whole["optimizer"]) if "optimizer" in whole else whole
-    states, groups = _mapping(inner["state"]), expect(list, inner["param_groups"])
-    masters = expect(list, whole.get("fp32_from_fp16_params", [[] for _ in groups]))
-    listed = []
-    for group, own_masters in zip(map(_mapping, groups), masters, strict=True):
+    entries = _mapping(child)
+    optimizer = _mapping(entries["optimizer"]) if "optimizer" in entries else entries
+    states, groups = _mapping(optimizer["state"]), expect(list, optimizer["param_groups"])
+    masters_by_group = expect(list, entries.get("fp32_from_fp16_params", [[] for _ in groups]))
+    all_ids = []
+    for group, group_masters in zip(map(_mapping, groups), masters_by_group, strict=True):
         if PARAMS not in group:
             keys = sorted(map(str, group))
             raise DamageError(f"expected the parameters of a group under {PARAMS!r}, found {keys!s:.200}")
-        ids = expect(list, group[PARAMS])
-        held = expect(list, own_masters)
-        if held and len(held) != len(ids):
-            raise SourceError(f"{len(held)} masters for {len(ids)} parameters of a group: some are fp32 themselves")
-        group_states: list[dict[str, _Value]] = [
-            {
-                str(slot): file.tensor(value) if type(value) is Record else _scalar(value)
-                for slot, value in _mapping(states[number]).items()
-            }
-            for number in ids
-        ]
-        for state, master in zip(group_states, held, strict=False):
+        ids, masters = expect(list, group[PARAMS]), expect(list, group_masters)
+        if masters and len(masters) != len(ids):
+            raise SourceError(f"{len(masters)} masters for {len(ids)} parameters of a group: some are fp32 themselves")
+        group_states: list[dict[str, _Value]] = []
+        for number in ids:
+            slots = _mapping(states[number]).items()
+            group_states.append({str(slot): _value(file, value) for slot, value in slots})
+        for state, master in zip(group_states, masters, strict=False):
             state[MASTER] = file.tensor(master)
         options: dict[str, object] = {}
         for key, value in group.items():
             if key != PARAMS:
                 with about(f"option {key!r}"):
-                    match value:
-                        case list():
-                            options[str(key)] = list(map(_scalar, value))
-                        case tuple():
-                            options[str(key)] = tuple(map(_scalar, value))
-                        case _:
-                            options[str(key)] = _scalar(value)
-        listed += ids
+                    options[str(key)] = _option(value)
+        all_ids += ids
         yield RankGroup(options, tuple(group_states))
-    if len(set(listed)) != len(listed) or set(listed) != states.keys():
-        raise SourceError(f"its groups list {len(listed)} parameters, it has the state of {len(states)}")
+    if len(set(all_ids)) != len(all_ids) or set(all_ids) != states.keys():
+        raise SourceError(f"its groups list {len(all_ids)} parameters, it has the state of {len(states)}")
+
+
+def _option(value: object) -> object:
+    return type(value)(map(_scalar, value)) if isinstance(value, list | tuple) else _scalar(value)
+
+
+def _value(file: TorchFile, value: object) -> _Value:
+    return file.tensor(value) if type(value) is Record else _scalar(value)
 
 
 def _mapping(value: object) -> dict[object, object]:
@@ -160,17 +162,17 @@ class TensorCut:
         Raises:
             SourceError: the ranges of a rank cannot be of equal length.
         """
-        each, rest = divmod(length, self.interleaved)
-        if rest:
+        range_length, remainder = divmod(length, self.interleaved)
+        if remainder:
             raise SourceError(f"{length} rows do not divide into {self.interleaved} interleaved ranges")
         for rank in range(ranks):
             for turn in range(self.interleaved):
-                yield rank, turn * each, (turn * ranks + rank) * each
+                yield rank, turn * range_length, (turn * ranks + rank) * range_length
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelism:
-    """The ``folders`` of tensor-parallel ranks, in order, and the ``cuts``, of which the first that fits counts."""
+    """Lists the ``folders`` of tensor-parallel ranks, and the ``cuts``, of which the first that fits counts."""
 
     folders: tuple[str, ...]
     cuts: tuple[TensorCut, ...]
@@ -179,7 +181,7 @@ class TensorParallelism:
         """Return a parameter's cut; None if every rank has all of it."""
         return next((cut for cut in self.cuts if cut.fits(name)), None)
 
-    def joined(self, name: str, parts: Sequence[StateRecord]) -> StateRecord:
+    def join(self, name: str, parts: Sequence[StateRecord]) -> StateRecord:
         """Join the parts, one chunk each, that ranks have of a parameter's tensor.
 
         Raises:
@@ -187,8 +189,10 @@ class TensorParallelism:
         """
         first, cut = parts[0], self.cut_of(name)
         if any((part.shape, part.dtype) != (first.shape, first.dtype) for part in parts):
-            found = ", ".join(f"{part.dtype} {part.shape}" for part in parts)
-            raise SourceError(f"{first.key!r}: expected parts of one shape and dtype, found {found}")
+            kinds = ", ".join(f"{part.dtype} {part.shape}" for part in parts)
+            raise SourceError(f"{first.key!r}: expected parts of one shape and dtype, found {kinds}")
+
+        # A tensor that is not cut is the same on all ranks, which only checksums tell without reading it.
         if cut is None or not first.shape:
             checksums = {part.chunks[0].crc32 for part in parts}
             if len(checksums) > 1 or None in checksums:
@@ -199,13 +203,15 @@ class TensorParallelism:
             return first
         if cut.dim >= len(first.shape):
             raise SourceError(f"{first.key!r} of shape {first.shape} has no dim {cut.dim} for {cut}")
+
+        # Each range of a rank is a chunk of the joined tensor; of several, each is a part of the rank's storage.
         shape = [*first.shape]
         shape[cut.dim] *= len(parts)
         chunks = []
         length = first.shape[cut.dim] // cut.interleaved
-        for rank, start, lies_at in cut.ranges(first.shape[cut.dim], len(parts)):
+        for rank, start, joined_start in cut.ranges(first.shape[cut.dim], len(parts)):
             lo, hi = [0] * len(shape), [*shape]
-            lo[cut.dim], hi[cut.dim] = lies_at, lies_at + length
+            lo[cut.dim], hi[cut.dim] = joined_start, joined_start + length
             chunk = replace(parts[rank].chunks[0], box=Box(tuple(lo), tuple(hi)))
             if cut.interleaved > 1:
                 assert chunk.payload is not None, "files of torch.save say where their elements are"
@@ -223,16 +229,16 @@ class TensorParallelism:
         """
         for name, state in states.items():
             for value in state.values():
-                recorded = value.attributes if isinstance(value, SavedTensor) else {}
-                if "partition_dim" not in recorded:
+                attributes = value.attributes if isinstance(value, SavedTensor) else {}
+                if "partition_dim" not in attributes:
                     continue
-                cut, dim = self.cut_of(name), recorded["partition_dim"]
-                stride = recorded.get("partition_stride", 1)
-                parallel = recorded.get("tensor_model_parallel") is True
-                expected = None if cut is None else cut.dim
-                if (dim if parallel else None) != expected or (cut and stride not in (1, cut.interleaved)):
+                cut, dim = self.cut_of(name), attributes["partition_dim"]
+                stride = attributes.get("partition_stride", 1)
+                is_parallel = attributes.get("tensor_model_parallel") is True
+                expected_dim = None if cut is None else cut.dim
+                if (dim if is_parallel else None) != expected_dim or (cut and stride not in (1, cut.interleaved)):
                     raise SourceError(
-                        f"the master of {name!r} in {self.folders[rank]} says tensor_model_parallel={parallel}, "
+                        f"the master of {name!r} in {self.folders[rank]} says tensor_model_parallel={is_parallel}, "
                         f"partition_dim={dim}, partition_stride={stride}; the description says {cut}"
                     )
 
@@ -311,20 +317,16 @@ class Description:
             raise SourceError(f"no algorithm {self.algorithm!r}; there are {', '.join(_ORDERS)}")
         if bool(self.members) == bool(self.groups) or bool(self.groups) > bool(self.model):
             raise SourceError("expected either [[parameter]] tables, or a model and [[group]] tables that select of it")
-        twice = [name for name, n in Counter(member.parameter.name for member in self.members).items() if n > 1]
-        if twice:
-            raise SourceError(f"expected distinct names for all parameters, found {twice[0]!r} twice")
+        counts = Counter(member.parameter.name for member in self.members)
+        if duplicates := [name for name, count in counts.items() if count > 1]:
+            raise SourceError(f"expected distinct names for all parameters, found {duplicates[0]!r} twice")
         if self.experts > 1 and self.tensor_parallel is not None:
             raise SourceError("parts of tensor parallelism are not joined where there is expert parallelism as well")
         if self.experts < 1 or (self.experts > 1 and self.groups):
             raise SourceError("with expert parallelism list every [[parameter]]: a model's file has one rank's experts")
-        strange = [
-            member
-            for member in self.members
-            if member.part not in range(self.experts if member.parameter.expert else 1)
-        ]
-        if strange:
-            raise SourceError(f"{strange[0].parameter.name!r} is in part {strange[0].part} of {self.experts}")
+        for member in self.members:
+            if member.part not in range(self.experts if member.parameter.expert else 1):
+                raise SourceError(f"{member.parameter.name!r} is in part {member.part} of {self.experts}")
 
     def selected(self, listed: Sequence[tuple[str, Index, str]]) -> tuple[ListedParameter, ...]:
         """Return the parameters in forward order.
@@ -342,8 +344,8 @@ class Description:
             number = next((n for n, group in enumerate(self.groups) if group.fits(name, shape)), None)
             if number is not None:
                 members.append(ListedParameter(Parameter(name, shape, dtype, self.groups[number].expert), number))
-        if idle := set(range(len(self.groups))) - {member.group for member in members}:
-            raise SourceError(f"nothing in {self.model} fits {self.groups[min(idle)]}")
+        if empty_groups := set(range(len(self.groups))) - {member.group for member in members}:
+            raise SourceError(f"nothing in {self.model} fits {self.groups[min(empty_groups)]}")
         return tuple(members)
 
 
@@ -414,9 +416,9 @@ def _with_names(table: Any, kinds: _FieldTypes) -> dict[str, Any]:
     return {**table, "names": tuple(map(str, table["names"]))}
 
 
-def _check(data: Any, kinds: _FieldTypes, *needed: str) -> None:
-    if not isinstance(data, Mapping) or not data.keys() >= set(needed):
-        raise SourceError(f"expected a table with {', '.join(needed)}, found {data!r:.200}")
+def _check(data: Any, kinds: _FieldTypes, *required_keys: str) -> None:
+    if not isinstance(data, Mapping) or not data.keys() >= set(required_keys):
+        raise SourceError(f"expected a table with {', '.join(required_keys)}, found {data!r:.200}")
     for key, value in data.items():
         if type(value) is not kinds.get(key):  # a bool is not an int here
             raise SourceError(f"{key!r} cannot be {value!r:.200}; there are {', '.join(kinds)}")
@@ -426,19 +428,19 @@ def _check(data: Any, kinds: _FieldTypes, *needed: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
-    """Parameters dealt to ranks.
+class RankShares:
+    """Says which parameters each rank owns.
 
     Attributes:
         buffers: each with the ranks of the run that share it.
-        shares: names by (rank, group), in the order of the numbers in that rank's file.
+        names: of parameters by (rank, group), in the order of the numbers in that rank's file.
     """
 
     buffers: tuple[tuple[tuple[int, ...], BufferLayout], ...]
-    shares: Mapping[tuple[int, int], tuple[str, ...]]
+    names: Mapping[tuple[int, int], tuple[str, ...]]
 
 
-def deal(description: Description, members: Sequence[ListedParameter], ranks: int) -> Dealt:
+def deal(description: Description, members: Sequence[ListedParameter], ranks: int) -> RankShares:
     """Deal the parameters to ``ranks`` data-parallel ranks, by the description's algorithm.
 
     Raises:
@@ -450,6 +452,7 @@ def deal(description: Description, members: Sequence[ListedParameter], ranks: in
     buffers: list[tuple[tuple[int, ...], BufferLayout]] = []
     places: dict[str, tuple[int, ...]] = {}
     owners: dict[str, int] = {}
+    # Each expert-parallel part has buffers of its own for its experts; all others are the same in every part.
     for part in range(description.experts):
         parameters = []
         groups: defaultdict[int, list[str]] = defaultdict(list)
@@ -473,8 +476,9 @@ def deal(description: Description, members: Sequence[ListedParameter], ranks: in
             buffers.append((group, buffer))
             places |= {p.name: order(p.parameter, number, p.start) for p in buffer.parameters}
             owners |= {name: group[owner] for name, owner in buffer.owners.items() if owner is not None}
+    # The numbers in a rank's file follow the forward order, or the order of the places.
     shares: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     for member in members:
         shares[owners[member.parameter.name], member.group].append(member.parameter.name)
-    ordered = {where: tuple(sorted(names, key=lambda name: places[name])) for where, names in shares.items()}
-    return Dealt(tuple(buffers), ordered)
+    ordered = {share: tuple(sorted(names, key=places.__getitem__)) for share, names in shares.items()}
+    return RankShares(tuple(buffers), ordered)

@@ -136,7 +136,7 @@ def plain_item(value: object) -> bytes:
     return front + store_end(len(front), entries)
 
 
-class HeldItems:
+class ItemsInMemory:
     """Items made of plain data in files, one after another in memory.
 
     Args:

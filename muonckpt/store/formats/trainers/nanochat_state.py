@@ -27,7 +27,7 @@ from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.reader import Reader
 from ..torch_save.inert_pickle import expect
-from ..torch_save.plain_item import HeldItems
+from ..torch_save.plain_item import ItemsInMemory
 from ..torch_save.torch_file import TorchFile, checksums_inside, read_torch_file
 from .state_tree import (
     NamesFile,
@@ -70,7 +70,7 @@ def reader(path: Location) -> Reader:
         names.check_used([_OPTIMIZER])
         weights = read_torch_file(folder, model)
         files = [read_torch_file(folder, f"optim_{step}_rank{rank}.pt") for rank in ranks]
-        items = HeldItems()
+        items = ItemsInMemory()
         with about(weights.name):
             tensors = whole_records(decoded(weights, weights.content, ("model",)), items)
         has_names = True
@@ -106,7 +106,7 @@ def _step(path: Location, matches: Sequence[re.Match[str]]) -> str:
 
 
 def _state(
-    files: Sequence[TorchFile], names_listed: Sequence[str] | None, shapes: Mapping[str, Index], items: HeldItems
+    files: Sequence[TorchFile], names_listed: Sequence[str] | None, shapes: Mapping[str, Index], items: ItemsInMemory
 ) -> tuple[list[StateRecord], bool]:
     """Return the tensors of the optimizer's state, and whether its parameters have names."""
     if unknown := sorted({*(names_listed or ())} - shapes.keys()):

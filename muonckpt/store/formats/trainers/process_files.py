@@ -38,7 +38,7 @@ from ...io.location import Location
 from ...reading.reader import Reader
 from .. import safetensors
 from ..torch_save.inert_pickle import expect, sizes_of
-from ..torch_save.plain_item import HeldItems
+from ..torch_save.plain_item import ItemsInMemory
 from ..torch_save.torch_file import (
     TorchFile,
     checksums_inside,
@@ -87,7 +87,7 @@ class _Parts:
     names: NamesFile
     header_of: safetensors.HeaderOf
     tensors: list[StateRecord] = field(default_factory=list)
-    items: HeldItems = field(default_factory=HeldItems)
+    items: ItemsInMemory = field(default_factory=ItemsInMemory)
     checksums: dict[Extent, int] = field(default_factory=dict)
     numbered: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
@@ -110,7 +110,7 @@ class _Parts:
 
         def read(name: str, digest: str | None) -> dict[str, StateRecord]:
             with about(name):
-                tensors, _ = _read(read_torch_file(self.folder, name), root, self.names, HeldItems())
+                tensors, _ = _read(read_torch_file(self.folder, name), root, self.names, ItemsInMemory())
             return {_bare_key(tensor, root): tensor for tensor in tensors}
 
         if index is None:
@@ -213,7 +213,9 @@ def _add_folder(parts: _Parts, listed: Sequence[str]) -> None:
             parts.add_file(name, (model,))
 
 
-def _read(file: TorchFile, root: KeyPath, names: NamesFile, items: HeldItems) -> tuple[list[StateRecord], list[str]]:
+def _read(
+    file: TorchFile, root: KeyPath, names: NamesFile, items: ItemsInMemory
+) -> tuple[list[StateRecord], list[str]]:
     """Return a file's tensors, and the roots of its optimizers whose parameters have only numbers."""
     content: object = file.content
     if not is_mapping(content):
@@ -254,7 +256,7 @@ def universal_reader(path: Location) -> Reader:
             files[name] = sorted(str(file.name) for file in folder.iterdir())
         else:
             loose.append(f"{_ZERO}/{name}")
-    items, tensors, shapes = HeldItems(), list[StateRecord](), _FlatShapes(path, listed)
+    items, tensors, shapes = ItemsInMemory(), list[StateRecord](), _FlatShapes(path, listed)
     with about(path):
         if not files:
             raise DamageError(f"expected folders of parameters in {_ZERO}, found none")
@@ -308,7 +310,7 @@ def _lost_slots(slots: Mapping[str, AbstractSet[str]]) -> Iterator[tuple[str, li
 
 
 def _universal_tensor(
-    path: Location, name: str, file: str, items: HeldItems, shapes: _FlatShapes
+    path: Location, name: str, file: str, items: ItemsInMemory, shapes: _FlatShapes
 ) -> Iterator[StateRecord]:
     """Yield the tensor in a file; a number becomes an item."""
     slot, ending, _ = file.partition(".pt")

@@ -33,7 +33,7 @@ from ....record.record import Chunk, Chunks, Extent, StateRecord
 from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.reader import Reader
-from ..torch_save.plain_item import HeldItems
+from ..torch_save.plain_item import ItemsInMemory
 from ..torch_save.tensor_item import is_row_major
 from ..torch_save.torch_file import TorchFile, checksums_inside, read_torch_file, whole_record
 from .state_tree import (
@@ -224,7 +224,7 @@ class _JoinedRanks:
 
     is_partial: bool
     tensors: list[StateRecord] = field(default_factory=list)
-    items: HeldItems = field(default_factory=HeldItems)
+    items: ItemsInMemory = field(default_factory=ItemsInMemory)
     faults: list[SourceError] = field(default_factory=list)
 
     def add(self, ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ from ...io.location import Location
 from ...io.regular import read_text_file
 from ...reading.reader import Reader
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
-from ..torch_save.plain_item import HeldItems, PlainParts
+from ..torch_save.plain_item import ItemsInMemory, PlainParts
 from ..torch_save.torch_file import WITH_TYPE, MemberPayloads, TorchFile, is_tensor, whole_record
 
 _MAPPINGS = frozenset({"collections OrderedDict", "collections defaultdict"})
@@ -111,7 +111,7 @@ def decoded(
     check_shared(file, chunks)
 
 
-def whole_records(values: Iterable[tuple[KeyPath, object]], items: HeldItems) -> list[StateRecord]:
+def whole_records(values: Iterable[tuple[KeyPath, object]], items: ItemsInMemory) -> list[StateRecord]:
     """Return the tensors among decoded values, each in one chunk, and add the others to the items."""
     tensors = []
     for path, value in values:
@@ -180,7 +180,7 @@ def check_shared(file: TorchFile, chunks: Iterable[Chunk]) -> None:
 def trainer_reader(
     folder: Location,
     tensors: Iterable[StateRecord],
-    items: HeldItems,
+    items: ItemsInMemory,
     checksums: Mapping[Extent, int],
     provenance: Mapping[str, object],
     faults: Iterable[SourceError] = (),

@@ -35,7 +35,7 @@ from ...reading.dtypes import itemsize
 from ...reading.payloads import BAND_BYTES
 from ...reading.reader import Reader
 from ..torch_save.inert_pickle import Record, expect, sizes_of
-from ..torch_save.plain_item import HeldItems, PlainParts
+from ..torch_save.plain_item import ItemsInMemory, PlainParts
 from ..torch_save.torch_file import (
     MemberPayloads,
     TorchFile,
@@ -222,7 +222,7 @@ class _Contents:
     """
 
     tensors: list[StateRecord] = field(default_factory=list)
-    items: HeldItems = field(default_factory=HeldItems)
+    items: ItemsInMemory = field(default_factory=ItemsInMemory)
     copies: dict[Extent, _Copies] = field(default_factory=dict)
     compared: list[StateRecord] = field(default_factory=list)
     not_read: list[str] = field(default_factory=list)
