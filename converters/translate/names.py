@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...names.errors import SourceError, TargetError, did_you_mean
 
@@ -51,36 +51,31 @@ class NameRule:
     keeps_groups: bool = False
 
     def __post_init__(self) -> None:
-        sides = [{name for name, _ in _PLACEHOLDER.findall(pattern)} for pattern in (*self.source, *self.target)]
-        common = {frozenset(names - {self.each}) for names in sides}
-        numbered = [self._numbers(side) for side in (self.source, self.target)]
-        many = max(len(self.source), len(self.target))
+        placeholders = {p: {name for name, _ in _PLACEHOLDER.findall(p)} for p in (*self.source, *self.target)}
+        common = {frozenset(names - {self.each}) for names in placeholders.values()}
+        numbered_sides = self._is_numbered(self.source) + self._is_numbered(self.target)
+        num_parts = max(len(self.source), len(self.target))
+        has_misplaced_each = self.each is not None and (numbered_sides != 1 or num_parts != 1)
+        has_wrong_shares = bool(self.shares) and (len(self.shares) != num_parts or min(self.shares) < 1)
+        is_negative = self.dim < 0 or self.interleaved < 1 or (self.count or 1) < 1
         for is_wrong, expectation in (
             (min(len(self.source), len(self.target)) != 1, "one side must have exactly one pattern"),
             (len(common) != 1, "every pattern must have the same placeholders"),
-            (self.each is not None and (sum(numbered) != 1 or many != 1), "`each` must be in the parts' one pattern"),
+            (has_misplaced_each, "`each` must be in the parts' one pattern"),
             (self.stacked and self.each is None, "`stacked` needs `each`"),
-            (self.shares and (len(self.shares) != many or min(self.shares) < 1), "one share >= 1 for each part"),
-            (self.dim < 0 or self.interleaved < 1 or (self.count or 1) < 1, "dim >= 0, interleaved and count >= 1"),
+            (has_wrong_shares, "one share >= 1 for each part"),
+            (is_negative, "dim >= 0, interleaved and count >= 1"),
         ):
             if is_wrong:
                 raise SourceError(f"rule {self}: {expectation}")
 
-    def _numbers(self, side: tuple[str, ...]) -> bool:
-        return any(name == self.each for pattern in side for name, _ in _PLACEHOLDER.findall(pattern))
+    def _is_numbered(self, side: tuple[str, ...]) -> bool:
+        return any(self.each == name for pattern in side for name, _ in _PLACEHOLDER.findall(pattern))
 
     @property
     def splits(self) -> bool:
         """Return whether the parts are the target; also true of a renaming."""
-        return self._numbers(self.target) or (len(self.source) == 1 and not self._numbers(self.source))
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return self.target if self.splits else self.source
-
-    @property
-    def whole(self) -> str:
-        return (self.source if self.splits else self.target)[0]
+        return self._is_numbered(self.target) or (len(self.source) == 1 and not self._is_numbered(self.source))
 
     def inverse(self) -> NameRule:
         return replace(self, source=self.target, target=self.source)
@@ -123,32 +118,28 @@ class NameRules:
         return NameRules((*self.rules, *other.rules))
 
 
-_KEYS = {"from", "to", *(field.name for field in fields(NameRule))} - {"source", "target"}
+_KINDS = MappingProxyType(
+    {"dim": int, "shares": list, "interleaved": int, "each": str, "count": int, "stacked": bool, "keeps_groups": bool}
+)
+"""The types of a row's values in TOML, beside the patterns ``from`` and ``to``."""
 
 T = TypeVar("T")
 
 
 def _rule(row: Mapping[str, object]) -> NameRule:
-    if not row.keys() <= _KEYS:
-        raise SourceError(f"rules: unknown keys {sorted(row.keys() - _KEYS)}; expected some of {sorted(_KEYS)}")
-    return NameRule(
-        _names(row["from"]),
-        _names(row["to"]),
-        dim=_typed(int, row.get("dim", 0)),
-        shares=tuple(_typed(int, share) for share in _typed(list, row.get("shares", []))),
-        interleaved=_typed(int, row.get("interleaved", 1)),
-        each=_typed(str, row["each"]) if "each" in row else None,
-        count=_typed(int, row["count"]) if "count" in row else None,
-        stacked=_typed(bool, row.get("stacked", False)),
-        keeps_groups=_typed(bool, row.get("keeps_groups", False)),
-    )
+    keys = {"from", "to", *_KINDS}
+    if not row.keys() <= keys:
+        raise SourceError(f"rules: unknown keys {sorted(row.keys() - keys)}; expected some of {sorted(keys)}")
+    values: dict[str, Any] = {key: _checked(kind, row[key]) for key, kind in _KINDS.items() if key in row}
+    values["shares"] = tuple(_checked(int, share) for share in values.get("shares", ()))
+    return NameRule(_patterns(row["from"]), _patterns(row["to"]), **values)
 
 
-def _names(value: object) -> tuple[str, ...]:
-    return tuple(_typed(str, name) for name in value) if isinstance(value, list) else (_typed(str, value),)
+def _patterns(value: object) -> tuple[str, ...]:
+    return tuple(_checked(str, pattern) for pattern in (value if isinstance(value, list) else [value]))
 
 
-def _typed(kind: type[T], value: object) -> T:
+def _checked(kind: type[T], value: object) -> T:
     if type(value) is not kind:  # so that a bool is not taken for an int
         raise SourceError(f"rules: expected {kind.__name__}, found {value!r}")
     return value
@@ -161,8 +152,8 @@ def _toml(rule: NameRule) -> str:
     for field in fields(rule)[2:]:
         value = getattr(rule, field.name)
         if value != field.default:
-            shown = _text(value) if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)
-            lines.append(f"{field.name} = {shown.lower() if isinstance(value, bool) else shown}")
+            text = _text(value) if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)
+            lines.append(f"{field.name} = {text.lower() if isinstance(value, bool) else text}")
     return "\n".join(lines) + "\n"
 
 
@@ -246,9 +237,9 @@ def ready_made(name: str) -> NameRules:
     Raises:
         TargetError: there is no such table.
     """
-    if name.removeprefix(_INVERSE) not in READY_MADE:
-        known = f"expected one of {', '.join(READY_MADE)}{did_you_mean(name.removeprefix(_INVERSE), [*READY_MADE])}"
-        raise TargetError(f"unknown table of rules {name!r}; {known}")
+    plain = name.removeprefix(_INVERSE)
+    if plain not in READY_MADE:
+        raise TargetError(f"unknown table of rules {name!r}; expected one of {_names_near(plain)}")
     return load_rules(name)
 
 
@@ -262,8 +253,11 @@ def load_rules(name: str) -> NameRules:
     try:
         rules = NameRules.from_toml(READY_MADE.get(plain) or Path(plain).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        known = f"{', '.join(READY_MADE)}{did_you_mean(plain, [*READY_MADE])}"
-        raise TargetError(f"cannot read rules {plain!r} ({error}), and it is none of {known}") from error
+        raise TargetError(f"cannot read rules {plain!r} ({error}), and it is none of {_names_near(plain)}") from error
     except SourceError as error:
         raise TargetError(f"{plain}: {error}") from error
     return rules if plain == name else rules.inverse()
+
+
+def _names_near(name: str) -> str:
+    return f"{', '.join(READY_MADE)}{did_you_mean(name, [*READY_MADE])}"

@@ -59,28 +59,28 @@ def apply_rules(rules: NameRules, tensors: Mapping[str, TranslatedTensor]) -> di
     Raises:
         LayoutError: parts are missing, or do not tile the whole; or two tensors would get one name.
     """
-    named = dict(tensors)
+    current = dict(tensors)
     for rule in rules.rules:
-        unchanged, results = dict(named), dict[str, TranslatedTensor]()
-        for names, values in _matches(rule, named):
-            parts = [unchanged.pop(name) for name in names]
+        unmatched, results = dict(current), dict[str, TranslatedTensor]()
+        for names, placeholders in _matches(rule, current):
+            parts = [unmatched.pop(name) for name in names]
             with about(f"tensor {' + '.join(names)!r}"):
-                made = _split(rule, parts[0]) if rule.splits else [_join(rule, parts)]
-                numbered = rule.splits and rule.each is not None
-                patterns = rule.target * len(made) if numbered else rule.target
-                for number, (pattern, tensor) in enumerate(zip(patterns, made, strict=True)):
-                    name = _filled(pattern, {**values, str(rule.each): str(number)})
+                products = _split(rule, parts[0]) if rule.splits else [_join(rule, parts)]
+                is_numbered = rule.splits and rule.each is not None
+                patterns = rule.target * len(products) if is_numbered else rule.target
+                for number, (pattern, product) in enumerate(zip(patterns, products, strict=True)):
+                    name = _filled(pattern, {**placeholders, str(rule.each): str(number)})
                     if name in results:
                         raise LayoutError(f"rule {rule} makes {name!r} twice")
                     if not rule.keeps_groups:
-                        tensor = replace(tensor, group=name)
+                        product = replace(product, group=name)
                     elif not rule.splits:
-                        tensor = replace(tensor, group=name, aliases=(*tensor.aliases, name))
-                    results[name] = tensor
-        if duplicates := sorted(unchanged.keys() & results.keys()):
+                        product = replace(product, group=name, aliases=(*product.aliases, name))
+                    results[name] = product
+        if duplicates := sorted(unmatched.keys() & results.keys()):
             raise LayoutError(f"rule {rule} makes {duplicates}, which exist already")
-        named = unchanged | results
-    return named
+        current = unmatched | results
+    return current
 
 
 def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
@@ -95,11 +95,10 @@ def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tupl
                 matches[tuple(values.items())][number] = name
                 break
     for placeholders, parts in matches.items():
-        expected = range(max(parts) + 1 if rule.each else len(rule.source))
-        missing = [number for number in expected if number not in parts]
-        if missing:
+        numbers = range(max(parts) + 1 if rule.each else len(rule.source))
+        if missing := [number for number in numbers if number not in parts]:
             raise LayoutError(f"rule {rule}: found {', '.join(parts.values())} without part {listed(missing)}")
-        yield tuple(parts[number] for number in expected), dict(placeholders)
+        yield tuple(parts[number] for number in numbers), dict(placeholders)
 
 
 @lru_cache(maxsize=1024)
@@ -133,7 +132,9 @@ def _split(rule: NameRule, whole: TranslatedTensor) -> list[TranslatedTensor]:
     parts = []
     for boxes in _boxes(whole.shape, rule.dim, rule.shares or (1,) * count, rule.interleaved):
         layout = through(stacked(boxes, rule.dim), whole.layout)
-        parts.append(replace(whole, layout=_without(layout, rule.dim) if rule.stacked else layout, restructured=True))
+        parts.append(
+            replace(whole, layout=_without_dim(layout, rule.dim) if rule.stacked else layout, restructured=True)
+        )
     return parts
 
 
@@ -143,17 +144,20 @@ def _join(rule: NameRule, parts: Sequence[TranslatedTensor]) -> TranslatedTensor
         raise LayoutError(f"rule {rule}: parts of dtypes {sorted(dtypes)} and ranks {sorted(ranks)} cannot be joined")
     if rule.count not in (None, len(parts)):
         raise LayoutError(f"rule {rule}: {len(parts)} parts, expected {rule.count}")
-    aliases = tuple(dict.fromkeys(chain.from_iterable(part.aliases for part in parts)))
-    starts = accumulate((sum(map(len, part.sources)) for part in parts), initial=0)
-    layouts = [renumbered(part.layout, start) for part, start in zip(parts, starts, strict=False)]
-    layouts = [_with(layout, rule.dim) for layout in layouts] if rule.stacked else layouts
+    # Buffers are counted through the sources of all parts.
+    firsts = accumulate((sum(map(len, part.sources)) for part in parts), initial=0)
+    layouts = [renumbered(part.layout, first) for part, first in zip(parts, firsts, strict=False)]
+    if rule.stacked:
+        layouts = [_with_dim(layout, rule.dim) for layout in layouts]
     if rule.dim >= len(layouts[0].shape):
         raise LayoutError(f"rule {rule}: shape {layouts[0].shape} has no dim {rule.dim}")
-    lengths = [layout.shape[rule.dim] for layout in layouts]
+    lengths = tuple(layout.shape[rule.dim] for layout in layouts)
     shape = _replaced(layouts[0].shape, rule.dim, sum(lengths))
-    layout = _joined(tuple(layouts), shape, rule.dim, rule.shares or tuple(lengths), rule.interleaved)
-    own = len(parts) > 1 and rule.dim == 0 and len(shape) == 2 and not (rule.stacked or rule.keeps_groups)
-    fused = (tuple(length // rule.interleaved for length in lengths), rule.interleaved) if own else None
+    layout = _joined(tuple(layouts), shape, rule.dim, rule.shares or lengths, rule.interleaved)
+    # Rows of parameters of their own are orthogonalised by themselves.
+    has_fused_rows = len(parts) > 1 and rule.dim == 0 and len(shape) == 2 and not (rule.stacked or rule.keeps_groups)
+    fused = (tuple(length // rule.interleaved for length in lengths), rule.interleaved) if has_fused_rows else None
+    aliases = tuple(dict.fromkeys(chain.from_iterable(part.aliases for part in parts)))
     sources = tuple(chain.from_iterable(part.sources for part in parts))
     return TranslatedTensor(parts[0].dtype, layout, sources, "", aliases, True, fused)
 
@@ -164,8 +168,8 @@ def _joined(
 ) -> TensorLayout:
     """Return the layout of a whole.  Cached, as all below, because tensors share layouts."""
     boxes = _boxes(shape, dim, shares, interleaved)
-    moved = (_moved(layout, part, dim) for layout, part in zip(layouts, boxes, strict=True))
-    return TensorLayout.of(shape, tuple(chain.from_iterable(moved)))
+    shifted = (_shifted(layout, part, dim) for layout, part in zip(layouts, boxes, strict=True))
+    return TensorLayout.of(shape, tuple(chain.from_iterable(shifted)))
 
 
 def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> Iterator[list[Box]]:
@@ -181,7 +185,7 @@ def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> I
         yield [Box(_replaced((0,) * len(shape), dim, lo), _replaced(shape, dim, hi)) for lo, hi in ranges]
 
 
-def _moved(layout: TensorLayout, boxes: Sequence[Box], dim: int) -> Iterator[Fragment]:
+def _shifted(layout: TensorLayout, boxes: Sequence[Box], dim: int) -> Iterator[Fragment]:
     """Yield the fragments of a part, shifted to where its successive pieces lie in the whole (``boxes``)."""
     pieces = stacked(boxes, dim)
     expected = _replaced(boxes[0].shape, dim, pieces[-1].origin[dim] + pieces[-1].box.shape[dim])
@@ -190,9 +194,9 @@ def _moved(layout: TensorLayout, boxes: Sequence[Box], dim: int) -> Iterator[Fra
     for piece in pieces:
         local_box = piece.box.shift([o - lo for o, lo in zip(piece.origin, piece.box.lo, strict=True)])
         if local_box.numel:
-            whole = local_box == Box.of(layout.shape)
-            cut = layout if whole else through((Piece(local_box, (0,) * local_box.ndim),), layout)
-            yield from (Fragment(f.box.shift(piece.box.lo), f.place) for f in cut.fragments)
+            is_all = local_box == Box.of(layout.shape)
+            piece_layout = layout if is_all else through((Piece(local_box, (0,) * local_box.ndim),), layout)
+            yield from (Fragment(f.box.shift(piece.box.lo), f.place) for f in piece_layout.fragments)
 
 
 def _replaced(values: Index, dim: int, value: int) -> Index:
@@ -200,13 +204,13 @@ def _replaced(values: Index, dim: int, value: int) -> Index:
 
 
 @lru_cache(maxsize=1024)
-def _without(layout: TensorLayout, dim: int) -> TensorLayout:
+def _without_dim(layout: TensorLayout, dim: int) -> TensorLayout:
     """Return the same elements without a dim of size 1."""
     return _reshaped(layout, lambda values, _: values[:dim] + values[dim + 1 :])
 
 
 @lru_cache(maxsize=1024)
-def _with(layout: TensorLayout, dim: int) -> TensorLayout:
+def _with_dim(layout: TensorLayout, dim: int) -> TensorLayout:
     """Return the same elements with one more dim, of size 1."""
     return _reshaped(layout, lambda values, value: (*values[:dim], value, *values[dim:]))
 
