@@ -64,6 +64,7 @@ class ItemFile:
         Raises:
             SourceError: an item is damaged.
         """
+        # Each entry is a line of text, so that the values of all items are never in memory together.
         decoded, undecoded = dict[str, str](), dict[str, str]()
         for item in items:
             raw = item.data if item.source is None else checked_blob(payloads, item.source)
@@ -73,6 +74,7 @@ class ItemFile:
             except (RecursionError, SourceError) as error:
                 reason = str(error) if isinstance(error, SourceError) else "it is nested too deeply"
                 undecoded[item.key] = _text({**entry, "bytes": len(raw), "reason": reason})
+        # The seal is a digest of the text before it.
         head = _text({"format": "muonckpt items", "version": _ITEMS_VERSION, "source": source})[:-1]
         lists = (",\n  ".join(texts.values()) for texts in (decoded, undecoded))
         text = sealed_text('{},\n "items": [\n  {}\n ],\n "undecoded": [\n  {}\n ]'.format(head, *lists))
@@ -101,6 +103,7 @@ def _plain(value: Any, converted: dict[int, Any]) -> Any:
     Raises:
         SourceError: two keys of a dict would become one.
     """
+    # A pickle can refer to one part so often that to convert it each time would take forever.
     if id(value) in converted:
         return converted[id(value)]
     plain = value
@@ -173,6 +176,7 @@ def extended_provenance(
         step: details of this conversion; the program and the source are added.
         earlier: the entries to which this one is appended; None to keep only this one.
     """
+    # Buffers are those of this destination, whatever the source recorded.
     outputs = request.outputs
     entry = {"program": PROGRAM, "source": request.source, **step}
     entry |= {"notes": list(outputs.notes)} if outputs.notes else {}

@@ -74,6 +74,7 @@ class FilesInStep:
             The files, once they are finished, for the last thread that leaves; nothing for the others.
         """
         try:
+            # The first thread opens the files; all take parts until there is none, or one of them has failed.
             with self._lock:
                 if self._parts is None and self._error is None:
                     self._drafts = tuple(self._exits.enter_context(open_draft(file)) for file in self.files)
@@ -84,6 +85,7 @@ class FilesInStep:
             self._error = self._error or error
             raise
         finally:
+            # The last thread closes the files: no other one writes any more.
             with self._lock:
                 self._threads_inside -= 1
                 is_last = self._threads_inside == 0

@@ -112,11 +112,13 @@ class Job:
 
     def _description(self) -> Iterator[bytes]:
         """Yield everything in which two jobs can differ."""
+        # The source and the request.
         task = self.state, self.target, self.container.name, self.select, self.arranged.items
         yield _text(*task, json.dumps(self.arranged.provenance), json.dumps(self.manifest.provenance))
         columns, blobs = self.rows.columns, self.manifest.blobs
         yield _text(columns.names, blobs, [(tensor.key, len(tensor.chunks)) for tensor in self.manifest.tensors])
         yield from (column.tobytes() for column in (*columns.arrays, columns.frames))
+        # The tensors, each with the chunks that it is made of.
         tensors = {output.key: number for number, output in enumerate(self.outputs.tensors)}
         plans: dict[ChunkPlan, int] = {}
         for output in self.outputs.tensors:
@@ -124,6 +126,7 @@ class Job:
             # The tensor without its chunks, and without its former layout, which nobody uses.
             record = tuple(value for name, value in record_fields(output.record).items() if name != "layout")
             yield _text(record, sources, tuple(map(layout_digest, output.layouts)), output.making)
+        # The files: their plans, each once, and the tensor, the plan and the offset of every chunk.
         for file in self.files:
             for plan in file.chunks.plans:
                 if plan not in plans:
@@ -158,11 +161,13 @@ def make_job(
         TargetError: the target does not fit the tensors, or a pattern matches nothing.
         LayoutError: a tensor of the source has a hole or an overlap.
     """
+    # State of numbered parameters cannot be written under names that nobody knows.
     outputs = make_outputs(source).selected(select)
     for record in [output.record for output in outputs.tensors if source.manifest.provenance.get(NUMBERED)]:
         if record.slot is not None and record.name is not None and record.name.rpartition("#")[2].isdecimal():
             with about(source.path):
                 raise unnamed_state(source.manifest.provenance, record.name)
+    # The container sees only what is used of the source.
     manifest = outputs.used(source.manifest)
     request = WriteRequest(
         source.path.resolve().name, manifest.provenance, source.payloads, outputs, target, tuple(select)

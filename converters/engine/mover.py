@@ -76,6 +76,7 @@ def is_small(plan: ChunkPlan, output: OutputTensor) -> bool:
 
 def windows(chunks: OutputChunks, numbers: range, max_bytes: int) -> Iterator[range]:
     """Yield numbers of a file's chunks in order: neighbours that are small, up to ``max_bytes``; others alone."""
+    # Whether a chunk is small is decided once for all that are made in one way of equal boxes.
     small_kinds: dict[Hashable, bool] = {}
     offsets, start = chunks.offsets.tolist(), numbers.start
     for number in numbers:
@@ -257,6 +258,7 @@ class Mover:
             return False
 
     def _write_item(self, output: Writing, item: PlacedItem) -> str:
+        # An item of the source is checked before, and digested as it is copied.
         source = item.output.source
         if source is None:
             output.write(item.output.data, item.blob.item.offset)
@@ -274,6 +276,7 @@ class Mover:
     def _write_window(self, output: Writing, chunks: OutputChunks, window: Sequence[int], sums: ChunkSums) -> None:
         """Write small neighbours by one call, each plan's elements gathered together."""
         self._raise_if_stopped()
+        # Between the items of a file there are zeros.
         start = chunks[window[0]].offset
         data = bytearray(chunks[window[-1]].item.end - start)
         for plan, numbers in chunks.grouped(window):
@@ -442,6 +445,7 @@ def _contents(file: OutputFile, finished: FinishedFile) -> Iterator[tuple[Extent
     def part(content: bytes, offset: int) -> tuple[Extent, str]:
         return Extent(file.name, offset, len(content)), xxh3_128([content])
 
+    # In the order of the file: header, items, chunks, footer.
     if file.header:
         yield part(file.header(finished.chunks), 0)
     for item, digest in zip(file.items, finished.items, strict=True):

@@ -348,10 +348,12 @@ def _columns(
     checksum: NDArray[np.uint32],
 ) -> Columns:
     """Return the columns of the files' chunks in this order, in which their sums are already."""
+    # Chunks of one plan have one frame.
     numbers: dict[ChunkPlan, int] = {}
     number = np.fromiter((numbers.setdefault(plan, len(numbers)) for plan in plans), np.int32, len(plans))[order]
     frames = [plan.frame for plan in numbers]
     lengths = [(frame.length, frame.payload_offset, frame.payload_length) for frame in frames]
+    # A checksum that is no CRC-32 is of use to the frame only.
     has_crc32 = np.array([frame.checksum_of is crc32_of for frame in frames], np.bool_)
     for file in files:
         check_name(file.name)

@@ -262,6 +262,7 @@ class OutputTensor:
             reads: sees what is read of the source.
             room: has the memory for the result.
         """
+        # One term is gathered where the result will be; several are gathered and computed in bands that stay in cache.
         if len(fragments) == 1:
             return self.compute([self._gather(payloads, fragments[0], self.dtypes[0], box, reads, room)])
         words = room(box.shape, dtype(self.record.dtype).bits)

@@ -57,10 +57,12 @@ class RankFiles(Container):
     of_ranks = True
 
     def arrange(self, request: WriteRequest) -> Arranged:
+        # Layouts say which ranks hold each box, and loads which of them writes it.
         outputs, target = request.outputs, request.target
         layouts = lay_out(target, [output.record for output in outputs.tensors], request.provenance)
         boxes = _by_rank(outputs.tensors, layouts, target.ranks, self.frame_of)
         files, buffers = self.fill(layouts.buffers, outputs.items, boxes)
+        # The provenance tells readers how the tensors were laid out, and when.
         step = {
             "mesh": dict(target.mesh),
             "layout": target.layout,

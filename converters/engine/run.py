@@ -245,6 +245,7 @@ def _describe(job: Job, files_done: Mapping[str, FinishedFile]) -> Manifest:
     Raises:
         SourceError: the moved bytes are not those that the source's manifest describes.
     """
+    # Items with the digests of what was copied.
     blobs: list[Blob] = []
     for file in job.files:
         digests = zip(file.items, files_done[file.name].items, strict=True)

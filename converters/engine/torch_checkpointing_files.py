@@ -150,6 +150,7 @@ def _root(path: _Path) -> str:
 
 def _archive(file: str, local: LocalBoxes, numbers: Sequence[int], values: Mapping[_Path, bytes]) -> OutputFile:
     """Return the file of some of a rank's boxes and of pickled values, by their paths in it."""
+    # The members of tensors come first, each framed as in a zip archive; their pickles refer to them by number.
     end, plans, entries, leaves = 0, list[ChunkPlan](), list[ZipEntry](), dict(values)
     for member, number in enumerate(numbers):
         plan, record = local.plans[number], local.outputs[number].record
@@ -159,6 +160,7 @@ def _archive(file: str, local: LocalBoxes, numbers: Sequence[int], values: Mappi
         leaves[record.path[1:]] = pickletools.optimize(tensor_pickle(plan.dtype, plan.box.shape, b"%d" % member))[2:-1]
         end = aligned(end + frame.length)
 
+    # The directory repeats the checksums, so the end of the archive is written last.
     def footer(sums: ChunkSums) -> bytes:
         stored = zip(entries, sums["checksum"].tolist(), strict=True)
         return _members(leaves, end, (replace(entry, crc32=crc32) for entry, crc32 in stored))
@@ -222,6 +224,7 @@ def _sharding(manifest: Manifest, world: int) -> dict[str, Any]:
 
 
 def _cut(tensor: StateRecord, world: int) -> dict[str, Any]:
+    """Return a tensor's mesh and placements; one without dims is replicated."""
     layout = tensor.layout or {"mesh": [world], "ranks": range(world), "placements": ["Replicate"]}
     cuts = [text.removeprefix("Shard(").removesuffix(")") for text in layout["placements"]]
     return {

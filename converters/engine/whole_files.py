@@ -99,6 +99,7 @@ def safetensors_files(shard_bytes: int | None = None) -> WholeFiles:
 
 
 def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> OutputFile:
+    # The widest elements come first, so that all are aligned.
     by_key = {output.key: output for output in tensors}
     records = safetensors.by_element_size([output.record for output in tensors])
 
@@ -140,6 +141,7 @@ def _array_files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]
     boxes: list[Box] = []
     for _, numbered_boxes in files:
         boxes += (box for _, box in numbered_boxes)
+    # The plans are made for all files at once: together their boxes tile the tensor.
     plans = iter(chunk_plans(output, boxes, bare))
     for name, numbered_boxes in files:
         numbers = [number for number, _ in numbered_boxes]

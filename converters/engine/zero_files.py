@@ -239,6 +239,7 @@ class _Content:
         Raises:
             SourceError: DeepSpeed's files have no place for one of them, or need groups that there are not.
         """
+        # Tensors by name and slot.
         weights: dict[str, OutputTensor] = {}
         state: defaultdict[str, dict[str, OutputTensor]] = defaultdict(dict)
         for output in request.outputs.tensors:
@@ -249,6 +250,7 @@ class _Content:
                     state[name][slot] = output
                 case path:
                     raise _no_place_for("the tensor", path)
+        # Options of groups, and values of the run, which are written into the pickles.
         options: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         run: dict[str, Any] = {}
         for item in request.outputs.items:
@@ -373,6 +375,7 @@ class ZeroFiles(_Archives):
 
     def _place_weights(self, plan: _FolderPlan, group: _Group, ranks: Sequence[_Rank]) -> None:
         """Place the parts of a group's weights, and note how much padding each has."""
+        # The optimizer's files have the masters of a partition without the padding where its momentum is whole.
         layout, numel = group.layout, part_numel(group.layout)
         filled = layout.parameters[-1].stop
         dtype = _dtype_of("dtype", group.weights)
@@ -390,12 +393,14 @@ class ZeroFiles(_Archives):
         """Place a group's state: a step for all parameters, momentum perhaps whole, and other slots as the weights."""
         layout = group.layout
         for slot, dtype, outputs in group.slots():
+            # All parameters of a group have one step, whose other counters nobody reads.
             if slot == STEP:
                 _common(slot, {name: _scalar(output, payloads) for name, output in outputs.items()})
                 first, *copies = outputs.values()
                 plan.write_step(first, [rank.add(slot, dtype, ()) for rank in ranks], payloads)
                 for output in copies:
                     plan.write_unread(output, ranks[0].archive)
+            # A rank has the whole momentum of all parameters of which it has a part, one behind the other.
             elif slot == MOMENTUM and self.stage < 3 and self.momentum_is_whole:
                 places: defaultdict[str, list[_Place]] = defaultdict(list)
                 for rank, parameters in zip(ranks, touched_parameters(layout), strict=True):
@@ -415,6 +420,7 @@ class ZeroFiles(_Archives):
         self, number: int, rank: _Rank, groups: Sequence[_Group], options: Sequence[object], ranks: int
     ) -> dict[str, object]:
         """Return what ZeRO's optimizer restores a rank from."""
+        # The state is that of an optimizer with a parameter for each group.
         below = {STATE: dict(enumerate(rank.states)), PARAM_GROUPS: list(options)}
         stage = Record(Global("deepspeed.runtime.zero.config ZeroStageEnum"), (self.stage,))
         if self.stage == 3:
@@ -451,6 +457,7 @@ class ZeroFiles(_Archives):
         aliases = content.run.get("shared_params") or _aliases(content.weights, trained)
         buffers: Sequence[str] | None = content.run.get("buffer_names")
         frozen: dict[str, object] = {}
+        # A weight is copied from the optimizer's files, or written whole, unread, or in parts of its own.
         for key, output in content.weights.items():
             shape, dtype = output.record.shape, output.record.dtype
             # Under ZeRO 3 a module has empty tensors for parameters, whose parts are elsewhere, and its buffers whole.

@@ -62,6 +62,7 @@ def _shares(members: Sequence[GroupBuffer]) -> dict[str, Any]:
     """
     groups = [set(buffer.group) for buffer in members]
     ranks = sorted(set.intersection(*groups) or set.union(*groups))
+    # Elements by rank, and the work on matrices whose momentum one rank has whole.
     elements: Counter[int] = Counter()
     work: Counter[int] = Counter()
     for buffer in members:
@@ -72,6 +73,7 @@ def _shares(members: Sequence[GroupBuffer]) -> dict[str, Any]:
             owner = owners[entry.name]
             if owner is not None and layout.whole:
                 work[buffer.group[owner]] += newton_schulz(entry.parameter)
+    # Without owners no work is known.
     has_owners = any(buffer.layout.whole for buffer in members)
     costs = {rank: work[rank] if has_owners else None for rank in ranks}
     return {

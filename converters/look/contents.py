@@ -140,6 +140,7 @@ class StepCounts:
 
 def steps_of(view: ModelView, values: Values) -> StepCounts:
     """Read step counters of parameters, evenly spread, or else those of the groups."""
+    # Counters of parameters, as tensors or as items.
     dialect = view.dialect
     counters: list[Entry] = [*view.tensors_of(Role.STEPS)]
     if dialect is not None:
@@ -147,6 +148,7 @@ def steps_of(view: ModelView, values: Values) -> StepCounts:
         for parameter in view.parameters.values():
             counters += [item for slot, item in parameter.items.items() if slot in slots]
     steps = list(_numbers(_spread(counters, _MAX_COUNTERS), values))
+    # Some programs count in an option of the group.
     if not counters and dialect is not None:
         options = {method.options["step"] for method in dialect.methods if "step" in method.options}
         for group in view.groups:
@@ -261,6 +263,7 @@ def groups_as_code(groups: Sequence[dict[str, Any]], width: int = 120) -> str:
         words: list[str] = []
         for option, value in group.items():
             words += _option_as_code(option, value)
+        # A group begins on a line of its own, and its options are filled in as words of a text.
         first, *others = words or [""]
         lines.append(f"{' ' if lines else '['}{{{first}")
         for word in others:

@@ -136,6 +136,7 @@ class Fit:
         reads = f"the ranks would read {counted(self.reads['count'], 'piece')} of {size(mean)} on average"
         if self.reads["count"] < max(_MANY_READS, 2 * self.reads["resharded"]) or mean > _SMALL_READ:
             return f"`load` suffices: {reads}"
+        # The command with the same cuts.
         options = ["--mesh", self.place]
         for rule in self.rules:
             options += ["--shard", rule]
@@ -181,6 +182,7 @@ def fits(
 @gc_paused()
 def fit_of(opened: OpenCheckpoint, target: Target) -> Fit:
     """Answer for an open checkpoint."""
+    # Every tensor is laid out as `reshard` would.
     look = first_look(opened)
     tensors = [tensor for tensor in look.manifest.tensors if math.prod(tensor.shape)]
     shares = _Shares(target, lay_out(target, tensors, opened.provenance).layouts)
@@ -259,6 +261,7 @@ class _Shares:
         """
         if self.target.layout != ROWS:
             return
+        # Layers with equal cuts count as one pattern.
         patterns: Counter[tuple[str, tuple[int, ...], str, int]] = Counter()
         all_axes = tuple((axis, 0) for axis in self.target.mesh)
         for tensor in (tensor for tensor in tensors if tensor.shape):
@@ -282,6 +285,7 @@ class _Shares:
                 continue
             layout = self.layouts[tensor.key]
             key = id(layout), tensor.boxes
+            # A rank reads each chunk that overlaps its box, as every replica of the box does.
             if key not in self._pairs:
                 replicas = np.bincount(layout.box, minlength=len(layout.starts))
                 has_elements = tensor.boxes.numel > 0
@@ -301,6 +305,7 @@ def _amounts(slot: str, tensors: int, by_rank: Counts) -> dict[str, Any]:
 
 
 def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], path: Location) -> Iterator[Finding]:
+    # What the answer does not say.
     if target.layout == ROWS and not target.rules and len(target.mesh) > 1:
         axes = " and ".join(target.mesh)
         yield Finding(
@@ -308,6 +313,7 @@ def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], p
             f"without `shard=`, {axes} together cut the rows of every tensor into {target.ranks} parts; give the cuts "
             "of your program for what its ranks would hold (`load` takes any)",
         )
+    # What the run has to do for its optimizer.
     dialect = look.view.dialect
     if _optimizer(look) == "convert":
         who = dialect.name if dialect else "nobody known"
@@ -329,6 +335,7 @@ def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], p
             "optimizer without masters make the weights of them by `muonckpt convert --weights masters`",
             [tensor.key for tensor in masters],
         )
+    # What the cuts mean for the program that runs there.
     if target.layout == ROWS:
         yield from _bad_cuts(target, tensors, _pieces(look))
     elif cutting := {axis for rule in target.rules for axis, _ in rule.cuts if target.mesh[axis] > 1}:
@@ -354,9 +361,11 @@ def _bad_cuts(
     target: Target, tensors: Sequence[StateRecord], pieces: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Finding]:
     """Yield the cuts by rules that go through fused matrices (``pieces``, by key), and unequal ones of other dims."""
+    # Tensors with equal cuts of one kind are one finding.
     keys_by_cut: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for tensor in tensors:
         for dim, axes in _cut_dims(target, tensor).items():
+            # All parts but the last have ceil(length / parts) indices, as in FSDP and DTensor.
             parts, length = math.prod(target.mesh[axis] for axis in axes), tensor.shape[dim]
             share = -(-length // parts)
             empty_parts = parts - -(-length // share)

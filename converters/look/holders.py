@@ -123,6 +123,7 @@ def newton_schulz_by_rank(view: ModelView, ranks: Sequence[int]) -> dict[int, in
 
     None unless every matrix is whole on a rank: otherwise the training program decides who orthogonalises it.
     """
+    # Work by file, if every matrix is whole.
     matrices = [tensor for tensor in view.tensors_of(Role.MOMENTUM) if len(tensor.shape) >= 2]
     if not matrices:
         return None
@@ -134,6 +135,7 @@ def newton_schulz_by_rank(view: ModelView, ranks: Sequence[int]) -> dict[int, in
         chunks, columns = tensor.chunks, tensor.chunks.columns
         for file, amount in zip(columns.file[chunks.start : chunks.stop].tolist(), amounts, strict=True):
             by_file[columns.names[file]] += amount
+    # By rank, if the names of all files tell one.
     work = dict.fromkeys(ranks, 0)
     for name, amount in by_file.items():
         rank = rank_in_name(name)
@@ -166,6 +168,7 @@ def _cut_text(shape: Index, all_boxes: Boxes) -> str:
         return "without elements"
     if len(boxes) == 1:
         return "whole"
+    # In a grid there are as many boxes as the product of the numbers of starts along the dims.
     counts = [len({box.lo[dim] for box in boxes}) for dim in range(len(shape))]
     if math.prod(counts) != len(boxes):
         return f"{len(boxes)} boxes of their own shapes"

@@ -282,6 +282,7 @@ def _buffers(provenance: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 def _groups(view: ModelView) -> Iterator[dict[str, Any]]:
     """Yield the groups, each with the name of what steps it: as its option says, or the one method of its members."""
+    # A group without such an option has the name of its members' method, if that is one.
     option = view.dialect.method_option if view.dialect else None
     for group in view.groups:
         members = [view.parameters[name] for name in group.parameters if name in view.parameters]
@@ -378,6 +379,7 @@ def overview(inspection: Inspection) -> Iterator[tuple[str, str]]:
 def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
     """Yield the summary without what looks sick; an empty label goes on with the one above."""
     yield "checkpoint", inspection.checkpoint
+    # Whose checkpoint it is, and how it came about.
     dialect = inspection.dialect
     keys = f"of {dialect['name']} ({dialect['who']})" if dialect["name"] else "unknown"
     yield "kind", f"{inspection.kind}, keys {keys}"
@@ -427,6 +429,7 @@ def _step_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _optimizer_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    # What updates the parameters, and in which convention their momentum is.
     methods = []
     for row in inspection.optimizer:
         matrices = f"{row['matrices'] or 'no'} {'matrix' if row['matrices'] == 1 else 'matrices'}"

@@ -42,10 +42,12 @@ class StepView:
 
     @classmethod
     def of(cls, opened: OpenCheckpoint) -> StepView:
+        # The chunks of all steps would not fit into memory.
         look = first_look(opened)
         tensors: dict[Role, tuple[StateRecord, ...]] = {}
         for role, members in look.view.tensors.items():
             tensors[role] = tuple(replace(tensor, chunks=no_chunks(len(tensor.shape))) for tensor in members)
+        # A reshard keeps the provenance, but writes for other ranks.
         world = look.manifest.provenance.get("world")
         is_recorded = isinstance(world, int) and not look.manifest.provenance.get("resharded")
         ranks = world if is_recorded else len(writing_ranks(look.manifest)) or None
@@ -106,6 +108,7 @@ class StepChange:
         return bool(self.added or self.removed or self.reshaped or self.options or self.counts[0])
 
     def _lines(self) -> Iterator[str]:
+        # Who wrote it, then tensors, options, and what stood still.
         if self.programs[0] != self.programs[1]:
             yield f"keys of {self.programs[0] or 'an unknown program'}, then of {self.programs[1] or 'an unknown one'}"
         if self.ranks[0] != self.ranks[1]:
@@ -263,6 +266,7 @@ def _history(path: Location, find_run: Callable[[Location, Visit], Run | None]) 
 
 def overview_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
     """Yield what there is to know about a run beside the table of its steps, as labelled lines."""
+    # The steps that are here, and where a resume would begin.
     run, newest = history.run, history.newest_whole
     formats = dict.fromkeys(view.format for view in history.views.values())
     total = size(sum(step.bytes for step in run.steps))
@@ -273,6 +277,7 @@ def overview_of_run(history: RunHistory) -> Iterator[tuple[str, str]]:
     yield "newest whole", verdict_of(newest) if newest else "none"
     if run.pointer:
         yield "latest", _pointed(history)
+    # How it went on from step to step.
     for change in history.changes:
         for number, line in enumerate(change.lines):
             yield "" if number else "changed", line if number else f"{change.since} -> {change.name}: {line}"

@@ -17,6 +17,7 @@ from .contents import FirstLook, HyperParameters
 def symptoms_of(look: FirstLook, damage: Damage) -> tuple[Finding, ...]:
     """Look for what is odd, the gravest first; what ``damage`` has lost is no symptom, but said by itself."""
     view, steps = look.view, look.steps
+    # Holes are graver than what follows, which may have a reason.
     findings: list[Finding] = []
     for tensor in (tensor for tensor in look.manifest.tensors if tensor.key not in damage.holes):
         try:
@@ -73,6 +74,7 @@ def _unfit_state(view: ModelView) -> Iterator[Finding]:
     Slots of no method known here are those of another optimizer, unless most siblings in other layers lack them.
     """
     if view.dialect is not None:
+        # Slots of no known method are odd where some of them are known, or where most siblings have others.
         method_slots = {slot for method in view.dialect.methods for slot in method.slots.values()}
         slot_sets = defaultdict[tuple[str, Index], Counter[frozenset[str]]](Counter)
         for parameter in view.parameters.values():
@@ -90,6 +92,7 @@ def _unfit_state(view: ModelView) -> Iterator[Finding]:
             count = _count(names, "parameter has", "parameters have")
             message = f"{count} the state {slot_names}, which no method of {view.dialect.name} keeps ({methods})"
             yield Finding("odd_state", message, (*names,))
+    # Averages and masters have an element for each of the parameter.
     for parameter in view.parameters.values():
         for tensor in parameter.shaped():
             if tensor.shape != parameter.shape:
@@ -154,6 +157,7 @@ def _layer_of(name: str) -> str:
 
 def _dtypes(view: ModelView) -> Iterator[Finding]:
     """Report more than one dtype of one parameter in all layers, among its weights or in a slot of its state."""
+    # The dtypes of one name in all layers, the weights and each slot by itself.
     by_kind: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for parameter in view.parameters.values():
         pattern, _ = parameter.layer_pattern
@@ -172,6 +176,7 @@ def _dtypes(view: ModelView) -> Iterator[Finding]:
 def _conventions(view: ModelView) -> Iterator[Finding]:
     """Report momentum in more than one convention, or in another than its group or its program says."""
     conventions = {tensor.key: {*view.conventions(tensor).values()} for tensor in view.tensors_of(Role.MOMENTUM)}
+    # One tensor of which two say different things comes before tensors that differ from others.
     disputed = [key for key, names in conventions.items() if len(names) > 1]
     if disputed:
         count = _count(disputed, "momentum", "momenta")

@@ -103,10 +103,12 @@ def _buffers_of_run(run: Sequence[GroupBuffer], tensors: Sequence[StateRecord]) 
     Each slot has its tensors at the places of the parameters.  Only names, shapes and dtypes of the parameters are
     used; other properties mattered only to the placement.
     """
+    # The state of each slot by parameter.
     slots: defaultdict[str, dict[str | None, StateRecord]] = defaultdict(dict)
     for tensor in tensors:
         if tensor.slot is not None:
             slots[tensor.slot][tensor.name] = tensor
+    # A parameter without state, or with state of another shape, leaves a gap.
     for slot, named in slots.items():
         for buffer in run:
             members = []

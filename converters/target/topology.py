@@ -80,6 +80,7 @@ class Target:
             raise TargetError(
                 f"a mesh needs at least one axis, and every axis at least one rank; found {dict(self.mesh)}"
             )
+        # Each rule by itself: whether it fits the tensors is seen when these are cut.
         for rule in self.rules:
             axes = [axis for axis, _ in rule.cuts]
             if len(set(axes)) != len(axes) or not self.mesh.keys() >= set(axes):
@@ -111,6 +112,7 @@ class Target:
 
     def grid(self, cuts: Sequence[AxisCut]) -> tuple[Mesh, tuple[str, ...]]:
         """Return a mesh of the same ranks whose first axes are those of the cuts, and the names of its axes."""
+        # The cut axes first: the ranks that hold replicas of a part then follow one another.
         axes = [axis for axis, _ in cuts]
         axes += [axis for axis in self.mesh if axis not in axes]
         steps = dict(zip(self.mesh, row_major(tuple(self.mesh.values())), strict=True))
