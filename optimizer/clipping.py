@@ -99,6 +99,7 @@ def clip_with(gradients: Sequence[Tensor], squares: Tensor, max_norm: float, err
             "error_if_nonfinite=False to scale them by it anyway"
         )
     factor = (max_norm / (norm + NORM_EPS)).clamp(max=1.0)
+    # Many at once: 16-bit gradients go through float32 copies, a portion at a time.
     by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         by_kind[gradient.device, gradient.dtype].append(gradient)

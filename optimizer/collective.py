@@ -102,6 +102,7 @@ class CollectiveOptimizer(Optimizer):
             try:
                 return hooked(self, *args, **kwargs)
             except Exception as error:
+                # It came from a closure, a hook or a check, before the ranks met.
                 if self._has_waiting_peers and not is_capturing():
                     self._step_with_ranks(error)
                 raise

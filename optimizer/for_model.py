@@ -187,6 +187,7 @@ class ForModel:
             return  # the model has other parameters than it had, of which `warn_of_no_gradient` warns
         strangers = (param for param in names if id(param) not in grouped and param.grad is not None)
         ungrouped = {param: names[param] for param in strangers if names[param] not in self._warned}
+        # Each once, with the lines that would train them.
         if ungrouped:
             self._warned |= {*ungrouped.values()}
             shown = in_globs([*ungrouped.values()], {*names.values()} - {*ungrouped.values()})
@@ -211,6 +212,7 @@ class ForModel:
         Raises:
             ValueError: a parameter has no name.
         """
+        # Names as checkpoints have them, without the parts of wrappers.
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         names: dict[Tensor, str] = {}
         for name, param in inner.named_parameters() if inner is not None else ():

@@ -195,6 +195,7 @@ def layers_of(rules: Rules) -> list[tuple[Rule, ...]]:
     if isinstance(rules, str | nn.Module) or not isinstance(rules, Iterable):
         intruder = repr(rules) if isinstance(rules, str) else f"a {type(rules).__name__}"
         raise TypeError(f"rules: expected rules in lists, as in rules={EXAMPLE}; found {intruder} among them")
+    # A list among rules makes layers of its own, and ends the layer before it.
     layers: list[tuple[Rule, ...]] = []
     follows_rule = False
     for item in rules:
@@ -415,6 +416,7 @@ class Decisions:
         """
         if unknown := set(kinds) - set(KINDS):
             raise ValueError(f"options for unknown kinds {sorted(unknown)}; expected some of {', '.join(KINDS)}")
+        # The options of each kind, which may not change who steps it.
         base = {"muon": {"algorithm": "muon", **muon}, "adamw": {"algorithm": "adamw", **adamw}}
         options = {kind: {**base[KINDS[kind].algorithm], **kinds.get(kind, {})} for kind in KINDS}
         for kind, kind_options in options.items():
@@ -436,6 +438,7 @@ class Decisions:
             if trained.kind != FROZEN:
                 key = trained.kind if trained.kind in kinds else trained.algorithm
                 params.setdefault((key, trained.fused), []).extend([decision.parameter] * (trained is decision))
+        # In an order that does not depend on the model; frozen groups at the end are left out.
         order = [*FAMILIES, *KINDS]
 
         def group_order(item: tuple[str, Fused]) -> tuple[Any, ...]:
@@ -585,6 +588,7 @@ def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
         raise ValueError(FSDP1)
     replicated = [path for path, module in modules if isinstance(module, DistributedDataParallel | DataParallel)]
     inserted = {f"{path}.module".removeprefix(".") for path in replicated}
+    # A parameter has as many uses as modules that share it.
     uses_of: dict[Tensor, list[Use]] = {}
     for path, module in modules:
         names, prefixes = path.split("."), accumulate(path.split("."), "{}.{}".format)

@@ -68,6 +68,7 @@ def layouts(model: Model) -> Callable[[Tensor], TensorLayout]:
                 f"a tensor of shape {tuple(param.shape)} is not an optimizer parameter of this Megatron-FSDP model; "
                 "take model.parameters() before the first forward pass, which puts its working copies in their place"
             )
+        # Where the parameter begins in its buffer, and how long that is, if the buffer is cut.
         cuts = _cuts(param, flat.dist_index)
         start, size = 0, local_of(param).numel()
         if cuts.flat:
@@ -78,6 +79,7 @@ def layouts(model: Model) -> Callable[[Tensor], TensorLayout]:
                 raise LayoutError(
                     f"the mesh cuts buffers into {cuts.shards} shards, their group {buffer.dp_world_size}"
                 )
+        # The local tensor proves the layout.
         result = uneven_layout(tuple(param.shape), start, size, cuts)
         rank, local_size = param.device_mesh.get_rank(), local_of(param).numel()
         expected_size = sum(fragment.box.numel for fragment in result.fragments_of(rank))

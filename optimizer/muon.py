@@ -301,6 +301,7 @@ class Muon(ForModel, CollectiveOptimizer):
             return  # the sets of ranks are those of all parameters: too much for each of many groups
         chosen: dict[Tensor, tuple[int, ...]] = {}
         for rank_set in rank_sets(self.param_groups, self._replicas):
+            # Owners are those of all matrices of a set of ranks, as these share the work.
             groups = [self.param_groups[member.group] for member in rank_set.matrices]
             params = [member.param for member in rank_set.matrices]
             is_new = [p in fresh and self._has_owner_state(group) for p, group in zip(params, groups, strict=True)]
@@ -536,6 +537,7 @@ class Muon(ForModel, CollectiveOptimizer):
         if self._planned_options == [plan_options(group) for group in self.param_groups]:
             check_rates(self.param_groups, self._method_of)
             return
+        # Options may change between steps, but state cannot follow all of them.
         for planned, group in zip(self._planned_options, self.param_groups, strict=True):
             if group["algorithm"] != planned["algorithm"]:
                 raise ValueError(
@@ -554,6 +556,7 @@ class Muon(ForModel, CollectiveOptimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _step_with_ranks(self, failure: Exception | None) -> bool:
         self._has_waiting_peers = False
+        # Whether this rank skips the step travels with the first notes.
         skip: Tensor | None = None
         if self._nonfinite is not None:
             skip, failure = self._nonfinite.check(guard_gradients(self.param_groups, self.state), failure)

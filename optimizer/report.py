@@ -188,6 +188,7 @@ def count_owner_bytes(
 
 def find_doubts(groups: Sequence[ParamGroup], most_elementwise: float) -> Iterator[str]:
     """Yield warnings of settings that are probably not meant."""
+    # Elements with at least two dims, by whether Muon steps them; and vectors that were matrices.
     elements: Counter[bool] = Counter()
     for number, group in enumerate(groups):
         for param in group["params"]:

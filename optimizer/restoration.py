@@ -193,6 +193,7 @@ def _number_labels(
         )
     if names is not None:
         return names
+    # Without names, a place and a shape tell a parameter.
     labels = []
     for number, group in enumerate(groups):
         shapes = [tuple(param.shape) for param in group["params"]]

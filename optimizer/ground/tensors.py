@@ -105,6 +105,7 @@ def rounded_once(*lists: Tensors, codecs: Sequence[LocalCodec | None] = ()) -> I
     Args:
         codecs: of each list; by default its numbers are rounded to the nearest.
     """
+    # Float32 copies of what has fewer bits; other lists are lent as they are.
     codecs = codecs or [None] * len(lists)
     exact_lists: list[Tensors] = []
     for tensors, codec in zip(lists, codecs, strict=True):
@@ -113,6 +114,7 @@ def rounded_once(*lists: Tensors, codecs: Sequence[LocalCodec | None] = ()) -> I
         else:
             exact_lists.append(cast_tensors(tensors, exact_dtype(tensors[0])) if tensors else tensors)
     yield exact_lists
+    # Round each changed copy once.
     for tensors, exact, codec in zip(lists, exact_lists, codecs, strict=True):
         if codec is not None:
             for stored, numbers in zip(tensors, exact, strict=True):
@@ -142,6 +144,7 @@ def cut_portions(lists: Sequence[Tensors]) -> Iterator[list[Tensors]]:
                 yield [tensors[start:number] for tensors in lists]
             start, size = number, 0
             parallel = [tensors[number] for tensors in lists]
+            # One that is larger than a portion is cut by itself.
             if numel > max_elements and all(tensor.is_contiguous() for tensor in parallel):
                 for offset in range(0, numel, max_elements):
                     yield [[tensor.view(-1)[offset : offset + max_elements]] for tensor in parallel]

@@ -73,6 +73,7 @@ class Members:
             raise ValueError(f"parameters in no group, whose gradients would not be reduced: {listed(ungrouped)}")
         for name, param in named.items():
             _refuse_unfit(name, param)
+        # Experts are shared by other ranks than the rest of the model.
         name_of: dict[Tensor, str] = {param: name for name, param in named.items()}
         experts = list(experts)
         if strangers := [tuple(param.shape) for param in experts if param not in name_of]:
@@ -177,6 +178,7 @@ def make_layouts(layout: str | Sequence[BufferLayout], request: PlacementRequest
             close = did_you_mean(layout, [*PLACEMENTS])
             raise ValueError(f"layout={layout!r}: expected one of {', '.join(PLACEMENTS)}, or recorded buffers{close}")
         return PLACEMENTS[layout].place(request)
+    # Recorded buffers must have the same parameters, ranks and whole matrices.
     recorded: dict[Parameter, BufferLayout] = {}
     for buffer in layout:
         recorded |= {placed.parameter: buffer for placed in buffer.parameters}
@@ -262,6 +264,7 @@ class FlatBuffer:
 
     def part_of(self, placed: PlacedParameter) -> Part:
         """Return this rank's part of a parameter, with a new master."""
+        # The shard of this rank that meets the parameter; at most one.
         start, stop = placed.start, placed.start
         for shard in self.layout.shards_of(placed):
             if rank_of(shard) == self.rank:

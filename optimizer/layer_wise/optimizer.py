@@ -179,6 +179,7 @@ class LayerWise(CollectiveOptimizer):
             param: torch.empty_like(param, dtype=exact_dtype(param), device="meta") for param in self._members.name_of
         }
         template = Muon(replace_params(self.param_groups, meta), lr, **options)
+        # AdamW's parameters are cut anywhere, blocks of state are not.
         for group in template.param_groups:
             if STATE_DTYPE in group and not codec_of(group).any_cut:
                 dtype = group[STATE_DTYPE]
@@ -309,6 +310,7 @@ class LayerWise(CollectiveOptimizer):
             active.update(name for name, flag in zip(names, name_flags.tolist(), strict=True) if flag)
             notes.report(request_flags.tolist())
 
+        # Rates and options travel with the flags, as facts that must be the same.
         groups = dict(enumerate(self.param_groups))
         constants = {
             **plan_facts(groups),
@@ -343,6 +345,7 @@ class LayerWise(CollectiveOptimizer):
                 f"{ranks_of_group(self._group)}: they would have another norm; give a group that contains "
                 "expert_group, or do not clip"
             )
+        # Each rank has other parts, so their squares add up to those of the model.
         gradients = [part.gradient for part in self._parts.values()]
         squares = sum_of_squares(gradients, gradients[0].device)
         if self._group is not None:
@@ -393,6 +396,7 @@ class LayerWise(CollectiveOptimizer):
                     "outside of its buffers. Load a model without assign=True, or close() this optimizer and build "
                     "another when the model has its final parameters"
                 )
+        # Others that have a gradient would train nowhere: tell it once.
         strangers = model_params.keys() - self._members.named.keys() - self._warned
         if names := [name for name in model_params if name in strangers and model_params[name].grad is not None]:
             self._warned.update(names)
@@ -557,6 +561,7 @@ def plan_restore(
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = pre_hook(optimizer, state_dict) or state_dict
     fitted = fit_state_dict(optimizer, state_dict, _local_misfit, fresh, {MASTER})
+    # Copies go into the present tensors, which share memory with the stepped state.
     copies: list[tuple[Tensor, Tensor]] = []
     for group, fitted_group in zip(optimizer.param_groups, fitted.groups, strict=True):
         for param, key in zip(group["params"], fitted_group["params"], strict=True):
