@@ -36,6 +36,7 @@ from .state_tree import (
     check_shapes,
     decoded,
     mapping,
+    names_in,
     optimizer_with_names,
     same_value,
     trainer_reader,
@@ -56,7 +57,7 @@ def reader(path: Location) -> Reader:
         SourceError: the folder has several steps, a file is missing or damaged, or ranks contradict each other.
     """
     folder = path if path.is_dir() else path.parent
-    file_names = sorted(str(entry.name) for entry in folder.iterdir())
+    file_names = names_in(folder)
     matches = list(filter(None, map(_FILE.fullmatch, file_names)))
     step = _step(path, matches)
     model = f"model_{step}.pt"
@@ -66,6 +67,7 @@ def reader(path: Location) -> Reader:
             raise DamageError(
                 f"expected {model} and optim_{step}_rank{{r}}.pt of every rank from 0, found ranks {ranks}"
             )
+        # The weights, whose names and shapes the optimizer's state has to fit.
         names = NamesFile.beside(folder)
         names.check_used([_OPTIMIZER])
         weights = read_torch_file(folder, model)
@@ -188,16 +190,17 @@ def _rows(name: str, slot: str, parts: Sequence[PlainTensor], weight: Index | No
     Args:
         weight: the shape of the parameter; None if its name is not known.
     """
+    # Whole or cut: the weight's shape tells, or that they are small; else nothing does where all ranks have the same.
     local, dtype = parts[0].chunk.box.shape, parts[0].dtype
-    joined = (local[0] * len(parts), *local[1:]) if local else ()
+    stacked = (local[0] * len(parts), *local[1:]) if local else ()
     is_equal = len({part.chunk.crc32 for part in parts}) == 1
-    is_whole = local == weight or len(parts) == 1 or math.prod(joined) < _REPLICATED
-    if not is_whole and joined != weight and math.prod(local) < _REPLICATED and is_equal:
+    is_whole = local == weight or len(parts) == 1 or math.prod(stacked) < _REPLICATED
+    if not is_whole and stacked != weight and math.prod(local) < _REPLICATED and is_equal:
         raise SourceError(
             f"cannot tell whether shape {local}, equal on all ranks, is the whole parameter or a part of it: write the "
             f"names of the parameters to {signs.NAMES_FILE} beside the files (docs/formats/trainers.md)"
         )
-    if weight is not None and (local if is_whole else joined) != weight:
+    if weight is not None and (local if is_whole else stacked) != weight:
         raise DamageError(
             f"expected the shape {weight} of its weight, or rows of it, found {local} on {len(parts)} ranks: the file "
             "of a rank may be missing"
@@ -206,11 +209,12 @@ def _rows(name: str, slot: str, parts: Sequence[PlainTensor], weight: Index | No
         if not is_equal:
             raise SourceError("expected the same state on all ranks, found others")
         return _record(name, slot, local, dtype, (parts[0].chunk,))
+    # Each rank's rows follow those of the rank before.
     chunks, zeros = [], (0,) * (len(local) - 1)
     for rank, part in enumerate(parts):
         box = Box((rank * local[0], *zeros), ((rank + 1) * local[0], *local[1:]))
         chunks.append(replace(part.chunk, box=box))
-    return _record(name, slot, joined, dtype, chunks)
+    return _record(name, slot, stacked, dtype, chunks)
 
 
 def _record(name: str, slot: str, shape: Index, dtype: str, chunks: Sequence[Chunk]) -> StateRecord:

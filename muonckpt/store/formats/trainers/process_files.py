@@ -62,6 +62,7 @@ from .state_tree import (
     decoded,
     is_mapping,
     mapping,
+    names_in,
     optimizers_with_names,
     state_by_optimizer,
     trainer_reader,
@@ -162,7 +163,8 @@ def remains(path: Location, without: Collection[str]) -> Reader:
 def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
     safetensors.refuse_stray(path)
     folder = path if path.is_dir() else path.parent
-    listed = sorted(str(entry.name) for entry in folder.iterdir())
+    listed = names_in(folder)
+    # Add what there is, as the programs that write such files would load it.
     parts = _Parts(folder, NamesFile.beside(folder), header_of)
     if path.is_dir():
         _add_folder(parts, listed)
@@ -191,11 +193,13 @@ def _opened(path: Location, header_of: safetensors.HeaderOf) -> Reader:
 def _add_folder(parts: _Parts, listed: Sequence[str]) -> None:
     """Add the optimizers of a folder, and the weights that its programs would load."""
     folder = parts.folder
+    # Optimizers: the Trainer has one file, accelerate one for each.
     optimizers = list(filter(None, map(_OPTIMIZER.fullmatch, listed)))
     if len({match[1] for match in optimizers}) < len(optimizers):
         raise SourceError(f"{folder}: expected optimizer.pt or optimizer.bin, found both; give the path of one")
     for match in optimizers:
         parts.add_file(match[0], (match[1],))
+    # Weights whose names say nothing of a model: a folder of safetensors, shards without an index, an adapter.
     models = models_in(listed)
     if "model" not in models:
         if any(safetensors.ENDING in name for name in listed):
@@ -204,6 +208,7 @@ def _add_folder(parts: _Parts, listed: Sequence[str]) -> None:
             parts.add_shards(None, ("model",), listed)
         elif _ADAPTER in listed:
             parts.add_file(_ADAPTER, ("model",))
+    # The file of each model, or the index of its files.
     for model, name in models.items():
         if safetensors.ENDING in name:
             parts.add_safetensors(folder / name, (model,))
@@ -247,13 +252,13 @@ def universal_reader(path: Location) -> Reader:
     Raises:
         SourceError: a parameter has no weight, a file is damaged or holds something else, or a shape is not known.
     """
-    listed = sorted(str(entry.name) for entry in path.iterdir())
+    # The files of each parameter, and what else lies there.
+    listed, loose = names_in(path), list[str]()
     files: dict[str, list[str]] = {}
-    loose = []
-    for name in sorted(str(entry.name) for entry in (path / _ZERO).iterdir()):
+    for name in names_in(path / _ZERO):
         folder = path / _ZERO / name
         if folder.is_dir():
-            files[name] = sorted(str(file.name) for file in folder.iterdir())
+            files[name] = names_in(folder)
         else:
             loose.append(f"{_ZERO}/{name}")
     items, tensors, shapes = ItemsInMemory(), list[StateRecord](), _FlatShapes(path, listed)
@@ -263,6 +268,7 @@ def universal_reader(path: Location) -> Reader:
         for name, names in files.items():
             if f"{_WEIGHT}.pt" not in names:
                 raise DamageError(f"expected {_ZERO}/{name}/{_WEIGHT}.pt, found {', '.join(names) or 'nothing'}")
+            # A parameter is its weight, and a file for each slot of its state.
             for file in names:
                 tensors += _universal_tensor(path, name, file, items, shapes)
     # Nothing lists the files: their shapes, and the files of other parameters, show what is wrong.
@@ -287,34 +293,35 @@ def _misplaced(tensors: Sequence[StateRecord]) -> Iterator[tuple[str, list[str]]
             name, slot = map(str, tensor.path[-2:])
             by_name[name][slot] = tensor
     for name, by_slot in by_name.items():
-        (shape, count), *others = Counter(tensor.shape for tensor in by_slot.values()).most_common()
-        if others:
+        (shape, count), *rarer = Counter(tensor.shape for tensor in by_slot.values()).most_common()
+        if rarer:
             shapes = ", ".join(f"{tensor.shape} in {slot}.pt" for slot, tensor in by_slot.items())
             message = f"expected files of one shape in {_ZERO}/{name}, found {shapes}: another file is in their place"
-            is_tie = others[0][1] == count
+            is_tie = rarer[0][1] == count
             yield message, [tensor.key for tensor in by_slot.values() if is_tie or tensor.shape != shape]
 
 
-def _lost_slots(slots: Mapping[str, AbstractSet[str]]) -> Iterator[tuple[str, list[str]]]:
+def _lost_slots(slots_by_name: Mapping[str, AbstractSet[str]]) -> Iterator[tuple[str, list[str]]]:
     """Yield, for each parameter that lacks slots which others have beside the same, a fault, and the lacking keys."""
-    states = {name: frozenset(of_parameter - {_WEIGHT}) for name, of_parameter in slots.items()}
+    states = {name: frozenset(names - {_WEIGHT}) for name, names in slots_by_name.items()}
     counts = Counter(states.values())
     for name, state in states.items():
-        larger = [other for other in counts if other > state and (state not in _COMPLETE or other - state == {STEP})]
+        # The smallest set of slots of others that has more; a complete one may only lack its number of updates.
+        larger = [slots for slots in counts if slots > state and (state not in _COMPLETE or slots - state == {STEP})]
         if larger and state:
             usual = min(larger, key=len)
-            lost = sorted(usual - state)
-            files, numbers = " and ".join(f"{slot}.pt" for slot in lost), counted(counts[usual], "parameter")
-            keys = [f"optimizer.state.{name}.{slot}" for slot in lost]
-            yield f"{_ZERO}/{name} has lost {files}, which {numbers} with the same other files have", keys
+            lost_slots = sorted(usual - state)
+            files, numbers = ".pt and ".join(lost_slots), counted(counts[usual], "parameter")
+            keys = [f"optimizer.state.{name}.{slot}" for slot in lost_slots]
+            yield f"{_ZERO}/{name} has lost {files}.pt, which {numbers} with the same other files have", keys
 
 
 def _universal_tensor(
     path: Location, name: str, file: str, items: ItemsInMemory, shapes: _FlatShapes
 ) -> Iterator[StateRecord]:
     """Yield the tensor in a file; a number becomes an item."""
-    slot, ending, _ = file.partition(".pt")
-    if not ending:
+    slot, suffix, _ = file.partition(".pt")
+    if not suffix:
         raise SourceError(f"expected files of torch.save in {_ZERO}/{name}, found {file}")
     opened = read_torch_file(path, f"{_ZERO}/{name}/{file}")
     key = ("model", name) if slot == _WEIGHT else ("optimizer", "state", name, slot)

@@ -46,6 +46,7 @@ from .state_tree import (
     is_dtensor,
     is_mapping,
     mapping,
+    names_in,
     optimizer_with_names,
     optimizers_with_names,
     rank_part,
@@ -92,8 +93,9 @@ def remains(path: Location, without: Collection[str]) -> Reader:
 
 
 def _read(path: Location, without: Collection[str] | None) -> Reader:
-    listed = sorted(str(entry.name) for entry in path.iterdir())
+    listed = names_in(path)
     files = _rank_files(listed)
+    # Of what is left, the files that can be read.
     if without is not None:
         files = [file for file in files if file.name not in without and _opens(path, file.name)]
     if not files:
@@ -108,7 +110,7 @@ def _read(path: Location, without: Collection[str] | None) -> Reader:
         world = _world(by_root) if without is None else 1 + max(file.rank for file in files)
         names = NamesFile.beside(path)
         opened = {root: [read_torch_file(path, file.name) for file in files] for root, files in by_root.items()}
-        joined = _JoinedRanks(is_partial=without is not None)
+        contents = _JoinedRanks(is_partial=without is not None)
         order: dict[str, Index] = {}
         numbered: dict[str, None] = {}
         # Models come before optimizers, whose names may come from them.
@@ -119,18 +121,18 @@ def _read(path: Location, without: Collection[str] | None) -> Reader:
                 numbered |= dict.fromkeys(unnamed)
                 with about(rank_file.name):
                     values.append(dict(decoded(rank_file, content, (root,), dtensors=True)))
-            joined.add(values, [file.name for file in ranks])
+            contents.add(values, [file.name for file in ranks])
             if root == "model" and by_root[root][0].world is not None:
                 order = _parameters(values[0])
-        names.check_used(state_by_optimizer(joined.tensors))
+        names.check_used(state_by_optimizer(contents.tensors))
     known_names = {file.name for file in files} | {signs.NAMES_FILE, signs.TORCH_CHECKPOINTING_FILE}
     provenance = {
         "ranks": world,
         signs.NOT_READ: [name for name in listed if name not in known_names],
         signs.NUMBERED: [*numbered],
     }
-    checksums = checksums_inside(chain.from_iterable(opened.values()), joined.tensors)
-    return trainer_reader(path, joined.tensors, joined.items, checksums, provenance, joined.faults)
+    checksums = checksums_inside(chain.from_iterable(opened.values()), contents.tensors)
+    return trainer_reader(path, contents.tensors, contents.items, checksums, provenance, contents.faults)
 
 
 def _opens(path: Location, name: str) -> bool:
@@ -167,8 +169,8 @@ def _world(by_root: Mapping[str, Sequence[_RankFile]]) -> int:
     for root, files in by_root.items():
         ranks = [file.rank for file in files]
         if ranks != list(range(world)):
-            lost = sorted({*range(world)} - {*ranks})
-            actual = f"none of rank {listed(lost)}" if lost else f"those of ranks {ranks[:16]}"
+            lost_ranks = sorted({*range(world)} - {*ranks})
+            actual = f"none of rank {listed(lost_ranks)}" if lost_ranks else f"those of ranks {ranks[:16]}"
             raise DamageError(f"expected a file of {root} of each of {world} ranks, found {actual}")
     return world
 
@@ -257,22 +259,22 @@ class _JoinedRanks:
                     f"expected one shape, mesh and cut on all ranks, found {_cut(first)} in {files[0]} and "
                     f"{_cut(part)} in {files[rank]}"
                 )
-            if (other := ranks.setdefault(part.coordinate, rank)) != rank:
+            if (holder := ranks.setdefault(part.coordinate, rank)) != rank:
                 raise SourceError(
-                    f"the shards overlap: {files[other]} and {files[rank]} are both of coordinate {part.coordinate}"
+                    f"the shards overlap: {files[holder]} and {files[rank]} are both of coordinate {part.coordinate}"
                 )
             # Of replicas the first is read, and the others have to have its checksum.
             for chunk in _chunks_of(part):
-                replica, other = chunks.setdefault(chunk.box, (chunk, rank))
+                replica, holder = chunks.setdefault(chunk.box, (chunk, rank))
                 if None not in (replica.crc32, chunk.crc32) and replica.crc32 != chunk.crc32:
                     self.faults.append(
                         DamageError(
-                            f"tensor {key_of(path)!r}: the replicas of {chunk.box} in {files[other]} and "
+                            f"tensor {key_of(path)!r}: the replicas of {chunk.box} in {files[holder]} and "
                             f"{files[rank]} differ"
                         )
                     )
-        joined = Chunks.of((chunk for chunk, _ in chunks.values()), len(first.shape))
-        self.tensors.append(StateRecord(key_of(path), path, first.shape, first.dtype, joined))
+        boxes = Chunks.of((chunk for chunk, _ in chunks.values()), len(first.shape))
+        self.tensors.append(StateRecord(key_of(path), path, first.shape, first.dtype, boxes))
 
 
 def _replicated(path: KeyPath, values: Sequence[object], files: Sequence[str]) -> StateRecord:
@@ -311,6 +313,7 @@ def _chunks_of(part: RankPart) -> Iterator[Chunk]:
         expected = local_shape(part.shape, mesh, part.placements, rank)
     except LayoutError as error:
         raise SourceError(str(error)) from error
+    # What it has has to have that shape, and each of its runs to be in one piece.
     local, size = part.local, itemsize(part.dtype)
     if local.box.shape != expected or local.payload is None:
         raise SourceError(f"expected a local tensor of shape {expected} by its placements, found {local.box.shape}")

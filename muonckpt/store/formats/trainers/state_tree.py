@@ -122,6 +122,11 @@ def whole_records(values: Iterable[tuple[KeyPath, object]], items: ItemsInMemory
     return tensors
 
 
+def names_in(folder: Location) -> list[str]:
+    """Return the names of files and folders in a folder, in order."""
+    return sorted(str(entry.name) for entry in folder.iterdir())
+
+
 def check_same_keys(ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[str]) -> None:
     """Refuse ranks whose files do not have the same paths.
 
@@ -168,13 +173,10 @@ def check_shared(file: TorchFile, chunks: Iterable[Chunk]) -> None:
     Raises:
         LimitError: it is out of proportion.
     """
-    stored = sum(member.length for member in file.members.values())
-    shown = sum(chunk.payload.length for chunk in chunks if chunk.payload)
-    limits.check_limit(
-        shown,
-        limits.SMALL_DESCRIPTION + limits.UNFOLDED * stored,
-        f"bytes of tensors in {file.name}, which share storages",
-    )
+    stored_bytes = sum(member.length for member in file.members.values())
+    tensor_bytes = sum(chunk.payload.length for chunk in chunks if chunk.payload)
+    max_bytes = limits.SMALL_DESCRIPTION + limits.UNFOLDED * stored_bytes
+    limits.check_limit(tensor_bytes, max_bytes, f"bytes of tensors in {file.name}, which share storages")
 
 
 def trainer_reader(
@@ -261,10 +263,12 @@ def optimizer_with_names(
     groups = [mapping(group) for group in expect(list, optimizer[PARAM_GROUPS])]
     numbers = parameters_in(groups)
     state = mapping(optimizer[STATE])
+    # All parameters that have state are in a group, and all are numbered: else they have names already.
     if strange := sorted(map(str, state.keys() - {*numbers})):
         raise DamageError(f"expected a group with the parameters that have state, found none with {listed(strange, 3)}")
     if not all(type(number) is int for number in (*numbers, *state)):
         return optimizer, {}
+    # A name for each number, as the groups record them, or as a person wrote them.
     names = _recorded_names(groups) if names_listed is None else list(names_listed)
     if names is None:
         return optimizer, {}
@@ -273,9 +277,10 @@ def optimizer_with_names(
     by_number: dict[object, str] = dict(zip(numbers, names, strict=True))
     if len(by_number) < len(numbers) or len(set(names)) < len(names):
         raise SourceError("expected every number and every name once, found one twice")
-    regrouped = [{**group, PARAMS: [by_number[number] for number in expect(list, group[PARAMS])]} for group in groups]
+    # Groups and state with names in the place of numbers.
+    named_groups = [{**group, PARAMS: [*map(by_number.__getitem__, sequence(group[PARAMS]))]} for group in groups]
     named_state = {by_number[number]: slots for number, slots in state.items()}
-    return {**optimizer, STATE: named_state, PARAM_GROUPS: regrouped}, by_number
+    return {**optimizer, STATE: named_state, PARAM_GROUPS: named_groups}, by_number
 
 
 def parameters_in(groups: Sequence[Mapping[object, object]]) -> list[int | str]:
@@ -312,6 +317,7 @@ def optimizers_with_names(
         content, by_number = optimizer_with_names(content, names.of_optimizers.get(key))
         has_numbers = any(type(number) is int for number in mapping(content[STATE]))
         return content, [key] if not by_number and has_numbers else []
+    # The optimizers among its parts, and those in a list that is one.
     changed, numbered = dict(content), list[str]()
     for part, value in content.items():
         if _is_optimizer(value):

@@ -44,7 +44,7 @@ from ..torch_save.torch_file import (
     read_torch_file,
     whole_record,
 )
-from .state_tree import PlainTensor, check_shared, is_mapping, mapping
+from .state_tree import PlainTensor, check_shared, is_mapping, mapping, names_in
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(0|[1-9][0-9]{0,5})_mp_rank_([0-9]{2,5})_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(0|[1-9][0-9]{0,5})_)?mp_rank_([0-9]{2,5})_model_states\.pt")
@@ -90,7 +90,7 @@ def remains(path: Location, without: Collection[str]) -> Reader:
 
 
 def _read(path: Location, without: Collection[str] | None) -> Reader:
-    listed = sorted(str(entry.name) for entry in path.iterdir())
+    listed = names_in(path)
     with about(path):
         # Model states say what the run was; those of ZeRO 3 are of a rank each.
         models = dict(_open_files(path, listed, _MODEL_FILE, without))
@@ -132,9 +132,9 @@ def _open_files(
         if match is None or name in (without or ()):
             continue
         rank = int(match[1] or 0)
-        if int(match[2]) or (other := name_by_rank.setdefault(rank, name)) != name:
+        if int(match[2]) or (known_name := name_by_rank.setdefault(rank, name)) != name:
             raise SourceError(
-                f"expected one file of a rank, found {name if int(match[2]) else f'{other} and {name}'}: parts of "
+                f"expected one file of a rank, found {name if int(match[2]) else f'{known_name} and {name}'}: parts of "
                 "tensor- and pipeline-parallel models are not joined; ds_to_universal.py of DeepSpeed joins them where "
                 "no group is Muon's, and universal folders are read"
             )
@@ -200,8 +200,8 @@ class _ZeroPayloads(MemberPayloads):
         copies = self._copies[item]
         for _, storage, _ in copies.places:
             super().check_item(storage)
-        (first_rank, _, first), *others = copies.places
-        for rank, _, copy in others:
+        first_rank, _, first = copies.places[0]
+        for rank, _, copy in copies.places[1:]:
             for start in range(0, first.length, BAND_BYTES):
                 length = min(BAND_BYTES, first.length - start)
                 expected = bytes(self.read_scratch(Extent(first.file, first.offset + start, length)))
