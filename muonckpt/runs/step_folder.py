@@ -6,7 +6,7 @@ There is no record besides its files, so any process may look at any time.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..names.errors import DestinationError, SourceError
@@ -73,13 +73,13 @@ class StepFolder:
             write_synced(file, secrets.token_hex(16).encode())
         return xxh3_128([read_text_file(file), str(self.place.resolve()).encode()])[:16]
 
-    def newest(self, damaged: Collection[StepName]) -> Newest:
+    def newest(self, damaged: Mapping[StepName, str]) -> Newest:
         """Find the newest checkpoint of which nothing is lost, without reading data.
 
         Whatever else has the name of a step is among the faults, so that nobody goes back without a word.
 
         Args:
-            damaged: checkpoints that look whole and are known not to be.
+            damaged: checkpoints that look whole and are known not to be, each with its fault.
 
         Raises:
             SourceError: the folder cannot be read, or a checkpoint is of a newer version of this package.
@@ -89,7 +89,10 @@ class StepFolder:
         # While we look, one may be published and another removed: then look again.
         while names != (names := self._names()):
             faults = {}
-            for name in sorted(self._saved_files(names).keys() - set(damaged), reverse=True):
+            for name in sorted(self._saved_files(names), reverse=True):
+                if name in damaged:
+                    faults[name] = damaged[name]
+                    continue
                 step = self._look(name)
                 if not step.has_loss:
                     return Newest(name, faults, step.fault)

@@ -39,7 +39,7 @@ class Line(NamedTuple):
     """A part of a run's history: the steps that a series has taken since it was restored, up to one of them.
 
     Attributes:
-        number: greater than those of all lines that the series could see when it began.
+        number: no smaller than those of lines that began before; see `NodeMemory.begin_line`.
         token: random, or the digest of a checkpoint that records no history.
         step: the last step.
     """
@@ -205,17 +205,20 @@ class NodeMemory:
 
     # --- The history that saves and copies record
 
-    def begin_line(self, origin: Descent | None, damaged: Iterable[StepName | str] = (), attempt: int = 0) -> None:
+    def begin_line(self, origin: Descent | None, damaged: Iterable[StepName], number: int) -> None:
         """Begin a line of steps behind a state that was restored, or behind none.
 
         Args:
             damaged: checkpoints that are newer, but damaged.
-            attempt: the number of this resume among all of the run, if that is recorded.
+            number: twice that of the run's last recorded resume, and one more if this is none of the record.
         """
         past = origin or Descent(())
-        number = 1 + max([self._last_number, attempt, *(line.number for line in past.lines)])
-        lines = (*past.lines[-_MAX_LINES:], Line(number, secrets.token_hex(8), -1))
-        self._descent = Descent(lines, past.save, tuple(map(str, damaged)))
+        self._last_number = max([self._last_number, number, *(line.number for line in past.lines)])
+        self._extend(replace(past, damaged=tuple(map(str, damaged))))
+
+    def _extend(self, past: Descent) -> None:
+        line = Line(self._last_number, secrets.token_hex(8), -1)
+        self._descent = replace(past, lines=(*past.lines[-_MAX_LINES:], line))
 
     def descent_of_save(self, step: int) -> Mapping[str, Any]:
         """Return what the provenance of a save records."""
@@ -228,8 +231,8 @@ class NodeMemory:
         """Return what the provenance of a copy records."""
         for parent_step, path in self._parents:
             if (parent := Descent.of_checkpoint(path, parent_step)) is not None:  # it was not saved, or is removed
-                past = () if self._descent is None else self._descent.lines
-                self.begin_line(replace(parent, lines=(*past, *parent.lines)))
+                past = () if self._descent is None else self._descent.lines  # it may be a later save of the same line
+                self._extend(replace(parent, lines=(*past, *parent.lines)))
         self._parents.clear()
         return {DESCENT: self._reached(step).as_json()}
 
@@ -245,7 +248,7 @@ class NodeMemory:
     def _reached(self, step: int) -> Descent:
         """Return the history up to a new step, on another line if the run has gone back without a restore."""
         if self._descent is None:
-            self.begin_line(None)
+            self._extend(Descent(()))
         assert self._descent is not None, "it has begun"
         *past, line = self._descent.lines
         if step < line.step:
@@ -256,7 +259,8 @@ class NodeMemory:
     def _forked(self, step: int) -> Descent:
         assert self._descent is not None, "it has begun"
         lines = (line._replace(step=min(line.step, step - 1)) for line in self._descent.lines)
-        self.begin_line(Descent(tuple(lines)), self._descent.damaged)
+        save = self._descent.save
+        self._extend(replace(self._descent, lines=tuple(lines), save=save if save and save.step < step else None))
         return self._reached(step)
 
     # --- Copies
@@ -290,11 +294,11 @@ class NodeMemory:
             self._used = self._folder / run
         copies = find_copies(self._folder, run, self._nodes, self._group)
 
-        def age(copy: FoundCopy) -> tuple[int, StepName]:
-            descent = Descent.parsed(copy.provenance)
-            return (0 if descent is None else descent.lines[-1].number), copy.name
+        def age(copy: FoundCopy) -> tuple[int, int, StepName]:
+            descent = Descent.parsed(copy.provenance) or Descent((Line(0, "", 0),))
+            return descent.lines[-1].number, len(descent.lines), copy.name
 
-        self._last_number = max([self._last_number, *(number for number, _ in map(age, copies))])
+        self._last_number = max([self._last_number, *(number for number, _, _ in map(age, copies))])
         return sorted(copies, key=age, reverse=True)
 
     def load(

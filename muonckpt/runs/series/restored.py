@@ -58,11 +58,6 @@ class Restored:
                 record = add_resume(folder, step, path, state.world_size, len(group_ranks(group)))
         return cls(step, path, report, memory, _loaded=state, _folder=folder, _group=group, _record=record)
 
-    @property
-    def attempt(self) -> int:
-        """The number of this resume in the record of the run; 0 if it is not recorded, and on ranks but the first."""
-        return 0 if self._record is None else self._record.attempt
-
     @called_like("proof = restored.check(model, optimizer, scheduler=scheduler)")
     def check(self, model: nn.Module, *optimizers: Optimizer, scheduler: Any | None = None) -> ResumeProof:
         """Compare what will run with what was saved, and record the outcome in the run.  Collective; changes nothing.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +48,7 @@ from ...programs.signs import METADATA_FILE
 from ...store.io.location import Location, location
 from ...store.verify.diagnosis import advice_where_none_is_whole, open
 from ...store.verify.run import StepName
+from ..resumes import resumes_of
 from ..step_folder import Newest, StepFolder
 from .node_memory import Descent, NodeMemory, Saves
 from .restored import Restored
@@ -113,7 +114,7 @@ class Series:
         self._keep_every = keep_every
         self._group = process_group
         self._whole: set[StepName] = set()
-        self._damaged: set[StepName] = set()
+        self._damaged: dict[StepName, str] = {}
         """Steps that `restore` has found damaged, though their files have the right sizes; the same on all ranks."""
         self._signals = Signals(on, process_group)
         self._memory = None if memory is None else NodeMemory(Path(memory).absolute(), process_group)
@@ -334,6 +335,7 @@ class Series:
     def _clean_up(self, name: StepName, also: str | None) -> None:
         """Remove what need not be kept, now that a checkpoint was published, and export it if that was asked for."""
         self._whole.add(name)
+        self._damaged.pop(name, None)
         if self._memory is not None:
             self._memory.note_published(name.step)
         if is_coordinator(self._group):
@@ -389,22 +391,21 @@ class Series:
                 must not be.
         """
         patterns, extra = Globs.of(fresh).patterns, Globs.of_extra(allow_extra).patterns
-        faults: dict[StepName, str] = {}
         refuse_crossed(self._group, "Series.restore")
         copies = self._copies()
         while True:
             # The newest checkpoint, and all that are newer and not whole.
             newest = self._newest()
-            faults |= newest.faults
-            newest = replace(newest, faults=faults)
             # A copy in memory that descends from it comes first.
             saves = self._saves(newest)
             restored = self._from_memory(copies, saves, saves.fault, state_dict, extra, patterns)
             if restored is not None:
+                later = {name: fault for name, fault in newest.faults.items() if name.step >= restored.step}
+                self._warn_of(Newest(None, later), f"restoring {restored.path} instead")
                 return restored
             if newest.name is None:
-                self._refuse_empty(faults, required)
                 self._begin_line(saves)
+                self._refuse_empty(newest.faults, required)
                 return None
             saved = self._saved(newest.name)
             self._warn_of(newest, f"restoring {saved.path} instead")
@@ -423,11 +424,10 @@ class Series:
                 if not isinstance(error, DamageError):
                     raise
                 # Damage that only reading shows: the one before is next.
-                self._damaged.add(newest.name)
-                faults[newest.name] = error.fault
+                self._damaged[newest.name] = error.fault
             else:
                 restored = Restored.recorded(saved.step, saved.path, loaded, self._folder.place, self._group)
-                self._begin_line(saves, saves.descent, restored.attempt)
+                self._begin_line(saves, saves.descent, restored)
                 return restored
 
     def _refuse_empty(self, faults: Mapping[StepName, str], required: bool) -> None:
@@ -521,12 +521,14 @@ class Series:
             return None
         copy, loaded = found
         restored = Restored.recorded(copy.step, str(copy), loaded, self._folder.place, self._group, memory=True)
-        self._begin_line(saves, Descent.parsed(copy.provenance), restored.attempt)
+        self._begin_line(saves, Descent.parsed(copy.provenance), restored)
         return restored
 
-    def _begin_line(self, saves: Saves, origin: Descent | None = None, attempt: int = 0) -> None:
+    def _begin_line(self, saves: Saves, origin: Descent | None = None, restored: Restored | None = None) -> None:
         if self._memory is not None:
-            self._memory.begin_line(origin, saves.damaged, attempt)
+            resumes = resumes_of(self._folder.place)[0] if is_coordinator(self._group) else []
+            last = max((resume.attempt for resume in resumes), default=0)
+            self._memory.begin_line(origin, saves.damaged, 2 * last + (restored is None))
 
     def _newest(self) -> Newest:
         return self._ask_first(lambda: self._folder.newest(self._damaged))
@@ -552,9 +554,9 @@ class Series:
 
     def _prune(self, saved: StepName) -> None:
         def is_whole(name: StepName) -> bool:  # looks at each checkpoint once, as time is short
-            if name not in self._whole | self._damaged and self._folder.fault(name) is None:
+            if name not in self._whole | self._damaged.keys() and self._folder.fault(name) is None:
                 self._whole.add(name)
-            return name in self._whole - self._damaged
+            return name in self._whole - self._damaged.keys()
 
         newer = self._folder.prune(saved, self._keep_last, self._keep_every, is_whole)
         if later := [self._saved(name) for name in newer if name not in self._damaged]:
