@@ -129,11 +129,11 @@ def parts_of(tensor: Tensor) -> Parts:
     """
     if isinstance(tensor, ShardedTensor):
         # A shard may itself be a sharded tensor, as FSDP1 made them of tensor parallelism.
-        return {
-            tuple(map(add, shard.metadata.shard_offsets, lo)): part
-            for shard in tensor.local_shards()
-            for lo, part in parts_of(shard.tensor).items()
-        }
+        parts: dict[Index, Tensor] = {}
+        for shard in tensor.local_shards():
+            offsets = shard.metadata.shard_offsets
+            parts |= {tuple(map(add, offsets, lo)): part for lo, part in parts_of(shard.tensor).items()}
+        return parts
     if declares_boxes(tensor):
         return dict(_declared_parts(tensor))
     if isinstance(tensor, DTensor):

@@ -148,7 +148,9 @@ def slots_of(node: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, str, str, Mappi
     match node:
         case {"state": Mapping() as state, "param_groups": [*groups]} if all(isinstance(g, Mapping) for g in groups):
             # The nested form.
-            group_of = {name: group for group in groups for name in group.get(PARAMS) or ()}
+            group_of: dict[Any, Mapping[str, Any]] = {}
+            for group in groups:
+                group_of |= dict.fromkeys(group.get(PARAMS) or (), group)
             for name, slots in state.items():
                 for slot in slots if isinstance(slots, Mapping) else ():
                     yield (STATE, str(name), str(slot)), str(name), str(slot), group_of.get(name, {})

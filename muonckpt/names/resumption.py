@@ -249,8 +249,8 @@ def _find_insertion(longer: set[str], shorter: set[str]) -> tuple[str, str] | No
         if all(f"{prefix}{name}" in longer for name in shorter):
             return prefix, ""
     # A part inside names, as a compiler's or a checkpoint wrapper's.
-    long_parts, short_parts = ({*chain.from_iterable(name.split(".") for name in names)} for names in (longer, shorter))
-    for word in sorted(long_parts - short_parts):
+    words = {*chain.from_iterable(name.split(".") for name in longer)}
+    for word in sorted(words.difference(*(name.split(".") for name in shorter))):
         if {".".join(filter(word.__ne__, name.split("."))) for name in longer} >= shorter:
             return "", word
     return None
@@ -388,7 +388,10 @@ class ParameterMatcher:
         dropped = [name for name in only_saved if fresh_globs.match(name)]
         differences |= {name: GONE for name in only_saved if name not in dropped}
         # Each group goes on as the one where most of its loaded parameters were; the others had to have its options.
-        saved_groups = {name: groups[0] for name in loaded if (groups := self.saved[name].groups)}
+        saved_groups = {}
+        for name in loaded:
+            if numbers := self.saved[name].groups:
+                saved_groups[name] = numbers[0]
         origins: list[int | None] = []
         for names in self.groups:
             counts = Counter(saved_groups[name] for name in names if name in saved_groups)
@@ -434,6 +437,10 @@ class ParameterMatcher:
         return ", ".join(f"{key}={expected.get(key)!r}, theirs {options.get(key)!r}" for key in keys)
 
 
+def _rate(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
 def scheduler_misfit(saved: Sequence[Any], live: Sequence[Any]) -> str | None:
     """Return why the state of a saved run's scheduler does not fit these groups; None if it does, or there was none.
 
@@ -441,7 +448,7 @@ def scheduler_misfit(saved: Sequence[Any], live: Sequence[Any]) -> str | None:
         saved: the ``initial_lr`` of each saved group, which a scheduler writes; None where it has none.
         live: the same of each group after the saved state has been loaded; None where it is not known.
     """
-    then, now = ([None if rate is None else float(rate) for rate in rates] for rates in (saved, live))
+    then, now = list(map(_rate, saved)), list(map(_rate, live))
     fits = len(then) == len(now) and all(None in pair or same_value(*pair) for pair in zip(then, now, strict=True))
     if fits or set(then) == {None}:
         return None

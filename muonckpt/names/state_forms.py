@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from typing import ClassVar, TypeVar
 
 from .vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM
@@ -71,7 +72,7 @@ class StoredSlot:
         return self.part is not SlotPart.NUMBERS
 
 
-_STORED = {f"{slot}{part}": StoredSlot(slot, part) for slot in AVERAGES for part in SlotPart}
+_STORED = {f"{slot}{part}": StoredSlot(slot, part) for slot, part in product(AVERAGES, SlotPart)}
 
 
 def stored_slot(name: str | None) -> StoredSlot:
@@ -81,7 +82,8 @@ def stored_slot(name: str | None) -> StoredSlot:
 
 def stored_parts(slots: Mapping[str, T], slot: str) -> dict[str, T]:
     """Return the stored parts of a slot; the first of them is shaped like the parameter."""
-    return {name: slots[name] for name in (f"{slot}{part}" for part in SlotPart) if name in slots}
+    names = (f"{slot}{part}" for part in SlotPart)
+    return {name: slots[name] for name in names if name in slots}
 
 
 @dataclass(frozen=True, slots=True)

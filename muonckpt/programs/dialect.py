@@ -398,7 +398,7 @@ class Dialect:
             if needed <= candidate.slots.keys():
                 return candidate
         # No method has slots for all of that state.
-        slots = sorted({slot for candidate in candidates for slot in candidate.slots.values()})
+        slots = sorted(set[str]().union(*(candidate.slots.values() for candidate in candidates)))
         available = ", ".join(slots) or "no such method"
         missing = ", ".join(sorted(method.slots[name] for name in needed))
         raise SourceError(

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -152,7 +153,7 @@ class ModelView:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def tensors_of(self, *roles: Role) -> tuple[StateRecord, ...]:
-        return tuple(tensor for role in roles for tensor in self.tensors.get(role, ()))
+        return tuple(chain.from_iterable(self.tensors.get(role, ()) for role in roles))
 
     def slots_of(self, role: Role) -> tuple[str, ...]:
         return tuple(dict.fromkeys(tensor.slot for tensor in self.tensors_of(role) if tensor.slot))
@@ -160,14 +161,17 @@ class ModelView:
     @cached_property
     def groups_by_name(self) -> Mapping[str, ParameterGroup]:
         """The groups by the names of their parameters, those without a weight or state included."""
-        return {name: group for group in self.groups for name in group.parameters}
+        return _groups_by_name(self.groups)
 
     def role(self, tensor: StateRecord) -> Role:
         return self._roles[tensor.key]
 
     @cached_property
     def _roles(self) -> Mapping[str, Role]:
-        return {tensor.key: role for role, members in self.tensors.items() for tensor in members}
+        roles: dict[str, Role] = {}
+        for role, members in self.tensors.items():
+            roles |= dict.fromkeys((tensor.key for tensor in members), role)
+        return roles
 
     def noun(self, tensor: StateRecord) -> str:
         """Return the plural noun for tensors of this role."""
@@ -236,7 +240,7 @@ def model_view(
     # The method of a parameter tells the role of a slot: some slots mean something else in another method.
     program = dialect or DIALECTS["muonckpt"]
     usual_roles = _roles_of(reversed(program.methods))
-    groups_by_name = {name: group for group in groups for name in group.parameters}
+    groups_by_name = _groups_by_name(groups)
     parameters = {}
     for name in {**weights, **state}:
         slots, group = state.get(name, {}), groups_by_name.get(name)
@@ -257,6 +261,13 @@ def view_by_keys(manifest: Manifest) -> ModelView:
     except SourceError:
         return model_view(manifest, None)
     return model_view(with_slots_of(manifest, dialect), dialect)
+
+
+def _groups_by_name(groups: Iterable[ParameterGroup]) -> dict[str, ParameterGroup]:
+    by_name: dict[str, ParameterGroup] = {}
+    for group in groups:
+        by_name |= dict.fromkeys(group.parameters, group)
+    return by_name
 
 
 def _roles_of(methods: Iterable[StoredMethod]) -> dict[str, Role]:

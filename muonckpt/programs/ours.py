@@ -66,7 +66,7 @@ PROGRAM = Dialect(
     "muonckpt",
     "muonckpt.optimizer.Muon",
     MUON_CONVENTION,
-    tuple(_method(name, extra) for extra in ({}, {"master": MASTER}) for name in SLOTS),
+    (*(_method(name, {}) for name in SLOTS), *(_method(name, {"master": MASTER}) for name in SLOTS)),
     OptionTable(
         {"convention": TEXT},
         dict.fromkeys(("lr", "weight_decay", "momentum", "eps"), NUMBER)

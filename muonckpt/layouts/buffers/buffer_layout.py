@@ -73,11 +73,11 @@ def bucket_shards(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
     Raises:
         LayoutError: a bucket does not divide; pad it first.
     """
-    return consecutive_shards(
-        (start + part.start, start + part.stop, rank)
-        for start, stop in buckets
-        for rank, part in enumerate(even_shards(stop - start, ranks))
-    )
+    ranges: list[tuple[int, int, int]] = []
+    for start, stop in buckets:
+        parts = enumerate(even_shards(stop - start, ranks))
+        ranges += [(start + part.start, start + part.stop, rank) for rank, part in parts]
+    return consecutive_shards(ranges)
 
 
 def owner_shards(parameters: Iterable[PlacedParameter], numel: int, owners: Mapping[str, int]) -> tuple[FlatShard, ...]:
