@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 METADATA_FILE = ".metadata"
 
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -47,6 +50,26 @@ NOT_READ = "not_read"
 
 LAYER_WISE_FILES = ("layer_wise.toml", "layer_wise.json")
 """Descriptions of Megatron's per-rank optimizer files."""
+
+_ZARR_2 = "zarr v2, which is not read: open it with the zarr library and write it again with zarr_format=3"
+_ORBAX = "an OCDBT database of tensorstore, as Orbax writes it"
+_ELSEWHERE = ", which is not read: load it with its own program and save the tensors with safetensors or torch.save"
+
+UNREAD: Mapping[str, str] = MappingProxyType(
+    {
+        ".zgroup": _ZARR_2,
+        ".zarray": _ZARR_2,
+        ".zmetadata": _ZARR_2,
+        "manifest.ocdbt": f"{_ORBAX}{_ELSEWHERE}",
+        ZARR_FILE: "zarr v3 whose groups lack that file: give the folder of one array, or write "
+        '{"zarr_format": 3, "node_type": "group"} into the file in each folder above the arrays',
+        "*.gguf": f"GGUF of llama.cpp{_ELSEWHERE}",
+        "*.h5": f"HDF5{_ELSEWHERE}",
+        "*.msgpack": f"msgpack of Flax{_ELSEWHERE}",
+        "*.data-?????-of-?????": f"a checkpoint of TensorFlow{_ELSEWHERE}",
+    }
+)
+"""Formats that are not read, and what to do, by shell patterns of the names of their files."""
 
 
 def item_key(key: str) -> str:

@@ -28,12 +28,12 @@ from ...algebra.box import Box, Index
 from ...names.errors import DamageError, SourceError, about
 from ...names.keys import optimizers_of, slot_in
 from ...names.wording import listed
-from ...programs.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE
+from ...programs.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE, UNREAD
 from ...record.chunks import Boxes, Chunks, Strides, columns_of, on_columns
 from ...record.columns import UNKNOWN, Columns, Row
 from ...record.record import Blob, Extent, Manifest, StateRecord
 from ..io import limits
-from ..io.location import Location, folders_with
+from ..io.location import Location, folders_with, listing
 from ..io.regular import File, extent_faults, open_regular
 from ..reading.blocks import join_ranges
 from ..reading.payloads import Payloads
@@ -41,7 +41,6 @@ from ..reading.reader import Reader
 from .dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
 from .torch_save import tensor_item
 from .torch_save.tensor_item import ItemTemplate
-from .unread import unread_format
 
 
 def locate_chunks(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
@@ -275,13 +274,30 @@ def read_metadata(path: Location) -> bytes:
         instead = f"; there is one in {listed(below)}: give the path of one" if below else ""
         if (data := fnmatch.filter(sorted(names), "__*_*.distcp")) and not below:
             raise DamageError(f"expected {METADATA_FILE} beside {data[0]}, found none{unfinished}")
-        if not (unfinished or below) and (other_format := unread_format(path)):
+        if not (unfinished or below) and (other_format := _unread_format(path)):
             raise SourceError(f"expected a checkpoint in {path}: {other_format}")
         raise SourceError(f"expected {METADATA_FILE} in {path}, found none{unfinished}{instead}")
     with open_regular(path / METADATA_FILE) as file:
         size = file.size
         limits.check_description(path / METADATA_FILE, size)
         return file.read(0, size)
+
+
+_MAX_FOLDERS = 64
+"""Folders in which files of such formats are looked for."""
+
+
+def _unread_format(path: Location) -> str:
+    """Return what a folder has of a format that is not read, and what to do; empty if nothing known is in it."""
+    pending = [""]
+    for place in pending:  # which grows
+        files, folders = listing(path / place)
+        prefix = f"{place}/" if place else ""
+        for pattern, meaning in UNREAD.items():
+            if matches := fnmatch.filter(sorted(files), pattern):
+                return f"{prefix}{matches[0]} is of {meaning}"
+        pending += [f"{prefix}{name}" for name in sorted(folders)][: max(_MAX_FOLDERS - len(pending), 0)]
+    return ""
 
 
 def named_items(manifest: Manifest) -> Iterator[tuple[Extent, str]]:

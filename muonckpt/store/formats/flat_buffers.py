@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from ...algebra.box import Box
@@ -35,7 +36,7 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class StoredBuffer:
-    """A flat buffer, and the extent of each rank's part, padding included.
+    """Holds a flat buffer, and the extent of each rank's part, padding included.
 
     Raises:
         LayoutError: the parameters differ in dtype, or the extents do not fit the ranks' parts.
@@ -82,20 +83,20 @@ def place(buffers: Sequence[GroupBuffer]) -> tuple[StoredBuffer, ...]:
 def ends(stored: Sequence[StoredBuffer]) -> dict[str, int]:
     """Return the byte at which the last part in each file ends."""
     last_bytes: dict[str, int] = {}
-    for extent in (extent for buffer in stored for extent in buffer.places):
+    for extent in chain.from_iterable(buffer.places for buffer in stored):
         last_bytes[extent.file] = max(last_bytes.get(extent.file, 0), extent.end if extent.length else 0)
     return last_bytes
 
 
 def lengths(buffer: GroupBuffer) -> list[int]:
-    held, size = [0] * buffer.layout.ranks, itemsize(buffer_dtype(buffer))
+    rank_lengths, size = [0] * buffer.layout.ranks, itemsize(buffer_dtype(buffer))
     for shard in buffer.layout.shards:
-        held[rank_of(shard)] += (shard.stop - shard.start) * size
-    return held
+        rank_lengths[rank_of(shard)] += (shard.stop - shard.start) * size
+    return rank_lengths
 
 
 def buffer_dtype(buffer: GroupBuffer) -> str:
-    dtypes = {placed.parameter.dtype for placed in buffer.layout.parameters}
+    dtypes = {placement.parameter.dtype for placement in buffer.layout.parameters}
     if len(dtypes) != 1:
         raise LayoutError(f"expected a buffer of one dtype, got {sorted(dtypes)}")
     return dtypes.pop()
@@ -120,13 +121,15 @@ def reader(path: Location) -> Reader:
         for fields in manifest.provenance["buffers"]:
             places = tuple(Extent(name, *int_tuple(span)) for name, *span in fields["files"])
             stored.append(StoredBuffer(GroupBuffer.from_json(fields), places))
-        tensors = _placed(manifest.tensors, stored)
+        tensors = _located(manifest.tensors, stored)
     except (SourceError, KeyError, TypeError, ValueError, AttributeError) as error:
         kind = type(error) if isinstance(error, SourceError) else DamageError
         raise kind(f"{file}: {type(error).__name__}: {error}") from error
-    named = [(extent, f"buffer {n}") for n, buffer in enumerate(stored) for extent in buffer.places if extent.length]
-    named += [(blob.item, repr(blob.key)) for blob in manifest.blobs]
-    return Reader(replace(manifest, tensors=tensors), Payloads(path), tuple(extent_faults(path, named)))
+    named_extents = [(blob.item, repr(blob.key)) for blob in manifest.blobs]
+    for number, buffer in enumerate(stored):
+        named_extents += [(extent, f"buffer {number}") for extent in buffer.places if extent.length]
+    faults = tuple(extent_faults(path, named_extents))
+    return Reader(replace(manifest, tensors=tensors), Payloads(path), faults)
 
 
 def write_buffer_index(manifest: Manifest, directory: Location) -> None:
@@ -135,7 +138,8 @@ def write_buffer_index(manifest: Manifest, directory: Location) -> None:
     write_synced(directory / FLAT_BUFFERS_FILE, index.to_json().encode())
 
 
-def _placed(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> tuple[StateRecord, ...]:
+def _located(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> tuple[StateRecord, ...]:
+    """Return tensors with the chunks that the buffers have of them, each box once."""
     dtypes = {tensor.key: tensor.dtype for tensor in tensors}
     chunks: defaultdict[str, dict[Box, Chunk]] = defaultdict(dict)
     for stored_buffer in stored:
@@ -144,11 +148,12 @@ def _placed(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> t
             if dtypes.get(key) != dtype:
                 raise SourceError(f"a buffer of {dtype} holds tensor {key!r}; the index lists it as {dtypes.get(key)}")
             chunks[key].setdefault(chunk.box, chunk)
-    listed = [(_with_sums(tensor, chunks[tensor.key]), len(tensor.shape)) for tensor in tensors]
-    return tuple(replace(t, chunks=own) for t, own in zip(tensors, in_columns(listed), strict=True))
+    listed = [(_listed_chunks(tensor, chunks[tensor.key]), len(tensor.shape)) for tensor in tensors]
+    return tuple(replace(t, chunks=columns) for t, columns in zip(tensors, in_columns(listed), strict=True))
 
 
-def _with_sums(tensor: StateRecord, expected: Mapping[Box, Chunk]) -> tuple[Chunk, ...]:
+def _listed_chunks(tensor: StateRecord, expected: Mapping[Box, Chunk]) -> tuple[Chunk, ...]:
+    """Return the chunks that the index lists, with their sums, or the expected ones if it lists none."""
     listed = [chunk for chunk in tensor.chunks if chunk.box.numel]
     if not listed:
         return tuple(expected.values())

@@ -57,8 +57,8 @@ def stock_metadata(manifest: Manifest) -> Iterator[bytes]:
     return metadata_parts(described)
 
 
-def write_native(manifest: Manifest, directory: Location, others: Mapping[str, bytes] = MappingProxyType({})) -> None:
-    """Write all descriptions of a checkpoint, ours, DCP's and ``others`` by file name, and sync them.
+def write_native(manifest: Manifest, directory: Location, extra: Mapping[str, bytes] = MappingProxyType({})) -> None:
+    """Write all descriptions of a checkpoint, ours, DCP's and ``extra`` ones by file name, and sync them.
 
     DCP's, which makes a directory a checkpoint to stock programs, comes last.
 
@@ -66,40 +66,44 @@ def write_native(manifest: Manifest, directory: Location, others: Mapping[str, b
         LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
         DestinationError: a file exists, or cannot be written.
     """
-    made: dict[str, Callable[[], Iterable[bytes]]] = {name: partial(list, [data]) for name, data in others.items()}
-    _write_described(manifest, directory, made | {METADATA_FILE: partial(stock_metadata, manifest)})
+    metadata = _repeatable(partial(stock_metadata, manifest))
+    _write_descriptions(manifest, directory, {**_makers(extra), METADATA_FILE: metadata})
 
 
-def write_torch_checkpointing(manifest: Manifest, directory: Location, others: Mapping[str, bytes]) -> None:
+def write_torch_checkpointing(manifest: Manifest, directory: Location, extra: Mapping[str, bytes]) -> None:
     """Write the manifest, then torch_checkpointing's descriptions by file name; raises as `write_native`."""
-    _write_described(manifest, directory, {name: partial(list, [data]) for name, data in others.items()})
+    _write_descriptions(manifest, directory, _makers(extra))
 
 
-def _write_described(
-    manifest: Manifest, directory: Location, others: Mapping[str, Callable[[], Iterable[bytes]]]
-) -> None:
-    """Write the manifest, then the other descriptions in order."""
-    others = {name: _repeatable(make) for name, make in others.items()}
-    digests = {name: xxh3_128(make()) for name, make in others.items()}
+def _makers(descriptions: Mapping[str, bytes]) -> dict[str, _Make]:
+    return {name: partial(list, [data]) for name, data in descriptions.items()}
+
+
+def _write_descriptions(manifest: Manifest, directory: Location, makers: Mapping[str, _Make]) -> None:
+    """Write the manifest, which has the digests of the other descriptions, then these in order."""
+    digests = {name: xxh3_128(make()) for name, make in makers.items()}
     texts = map(str.encode, replace(manifest, files=digests).json_parts())
-    for name, parts in [(MANIFEST_FILE, texts), *((name, make()) for name, make in others.items())]:
+    for name, parts in [(MANIFEST_FILE, texts), *((name, make()) for name, make in makers.items())]:
         try:
             write_parts(directory / name, parts)
         except OSError as error:
             raise DestinationError(f"cannot write {directory / name}: {error.strerror or error}") from error
 
 
-_KEPT_BYTES = 64 << 20
-"""Most bytes of a description that are kept from its digest until it is written; a longer one is made twice."""
+_Make = Callable[[], Iterable[bytes]]
+"""Makes a description, in parts."""
+
+_REPEATABLE_BYTES = 64 << 20
+"""Most bytes of a description that stay in memory from its digest until it is written; a longer one is made twice."""
 
 
-def _repeatable(make: Callable[[], Iterable[bytes]]) -> Callable[[], Iterable[bytes]]:
+def _repeatable(make: _Make) -> _Make:
     """Return a function that yields the same parts again, from memory unless they are too many."""
     parts, size = list[bytes](), 0
     for part in make():
         parts.append(part)
         size += len(part)
-        if size > _KEPT_BYTES:
+        if size > _REPEATABLE_BYTES:
             return make
     return lambda: parts
 
@@ -183,9 +187,9 @@ def tensor_of(entry: Mapping[str, Any]) -> StateRecord:
     if entry.get("version") != _VERSION:
         raise SourceError(f"entry of version {entry.get('version')!r}; this program reads version {_VERSION}")
     layout = entry.get("layout")
-    numbered = {} if layout is None else {"layout": 0}
-    tensor: dict[str, Any] = {**entry, **numbered, "chunks": {"boxes": 0, **_NO_CHUNKS}}
-    whole = {
+    layout_number = {} if layout is None else {"layout": 0}
+    tensor: dict[str, Any] = {**entry, **layout_number, "chunks": {"boxes": 0, **_NO_CHUNKS}}
+    manifest = {
         "format": "muonckpt",
         "version": MANIFEST_VERSION,
         "provenance": {},
@@ -195,7 +199,7 @@ def tensor_of(entry: Mapping[str, Any]) -> StateRecord:
         "tensors": [tensor],
         "blobs": [],
     }
-    return Manifest.from_json(json.dumps(whole)).tensors[0]
+    return Manifest.from_json(json.dumps(manifest)).tensors[0]
 
 
 _BACKEND = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'

@@ -24,7 +24,6 @@ from ...record import record
 from ..io.location import Location, folders_with
 from ..io.regular import open_regular
 from ..reading.reader import Format
-from .unread import UNREAD
 
 ENTRY_POINTS = "muonckpt.formats"
 
@@ -156,7 +155,7 @@ beside other checkpoints, and DeepSpeed copies model states into universal folde
 _NEEDS_FOLDER = (
     *(sign for format in (OWN, LAYER_WISE, DCP, BUFFERS, ZARR) for sign in format.signs),
     *("*.distcp", signs.BUFFER_FILES, signs.TORCH_CHECKPOINTING_FILE),
-    *(sign for sign in UNREAD if not sign.startswith("*")),
+    *(sign for sign in signs.UNREAD if not sign.startswith("*")),
 )
 """Files that say nothing without those beside them."""
 
@@ -223,10 +222,10 @@ def format_written_as(word: str) -> Format | None:
     Raises:
         SourceError: a plug-in is broken.
     """
-    known = {format.written_as: format for format in BUILT_IN}
-    if word not in known:
-        known = {format.written_as: format for format in load_plugins(ENTRY_POINTS, Format, "formats").values()}
-    return known.get(word)
+    formats = {format.written_as: format for format in BUILT_IN}
+    if word not in formats:
+        formats = {format.written_as: format for format in load_plugins(ENTRY_POINTS, Format, "formats").values()}
+    return formats.get(word)
 
 
 def _showing(names: Sequence[str], formats: Iterable[Format]) -> Iterator[Format]:
