@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..algebra.box import Index
 from ..algebra.fingerprint import as_hex
 from ..names.errors import DestinationError, LayoutError, about
-from ..names.keys import OptimizerPlace, is_of_optimizer, key_of, optimizers_of, rank_in, rank_key
+from ..names.keys import KeyPlace, is_of_optimizer, key_of, optimizers_of, rank_in, rank_key
 from ..names.vocabulary import BY_RANK, KeyPath
 from ..record.chunks import Boxes, Chunks
 from ..record.columns import Column, Columns
@@ -279,7 +279,7 @@ class _Planning:
             self._alike[rank][holders].append(item)
 
     def _store_by_rank(
-        self, key: str, path: KeyPath, replicas: Sequence[_Placed], optimizers: Collection[OptimizerPlace]
+        self, key: str, path: KeyPath, replicas: Sequence[_Placed], optimizers: Collection[KeyPlace]
     ) -> None:
         """Have each rank write its value of an object.
 

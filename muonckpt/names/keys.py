@@ -40,8 +40,11 @@ def key_of(path: KeyPath) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerPlace:
-    """The place of an optimizer's state dict: the path ``root``, then ``prefix`` in the string of a ``flat`` key."""
+class KeyPlace:
+    """The place of a model's or an optimizer's keys: the path ``root``, then ``prefix`` in the last part of a path.
+
+    In an optimizer's ``flat`` form that part is the whole key.
+    """
 
     root: KeyPath
     prefix: str = ""
@@ -54,7 +57,7 @@ class OptimizerPlace:
 class OptimizerKey(NamedTuple):
     """A reading of a path: ``name`` is a parameter, or a group's number if nested; ``leaf`` is a slot or an option."""
 
-    place: OptimizerPlace
+    place: KeyPlace
     name: str
     leaf: str
 
@@ -71,36 +74,36 @@ class OptimizerKey(NamedTuple):
     @classmethod
     def _readings(cls, path: KeyPath, word: str) -> Iterator[OptimizerKey]:
         if len(path) > 2 and path[-3] == word:
-            yield cls(OptimizerPlace(path[:-3]), str(path[-2]), str(path[-1]))
+            yield cls(KeyPlace(path[:-3]), str(path[-2]), str(path[-1]))
         last = str(path[-1])
         for match in _AFTER_DOT[word].finditer(last) if word in last else ():
             name, _, leaf = last[match.end() :].rpartition(".")
             prefix = last[: match.start()]
             if name and leaf and not {"{", "}"} & set(prefix):
-                yield cls(OptimizerPlace(path[:-1], prefix, True), name, leaf)
+                yield cls(KeyPlace(path[:-1], prefix, True), name, leaf)
 
 
 _AFTER_DOT = {word: re.compile(rf"(?:(?<=\.)|^){word}\.") for word in (STATE, PARAM_GROUPS)}
 
 
-def optimizers_of(paths: Iterable[KeyPath]) -> set[OptimizerPlace]:
+def optimizers_of(paths: Iterable[KeyPath]) -> set[KeyPlace]:
     """Return the places of all optimizers, by their parameter groups, which may be one item."""
-    places = set[OptimizerPlace]()
+    places = set[KeyPlace]()
     for path in paths:
         if PARAM_GROUPS in path:
-            places |= {OptimizerPlace(path[:depth]) for depth, part in enumerate(path) if part == PARAM_GROUPS}
+            places |= {KeyPlace(path[:depth]) for depth, part in enumerate(path) if part == PARAM_GROUPS}
         elif path:
             places |= {key.place for key in OptimizerKey.of_option(path)}
     return places
 
 
-def slot_in(path: KeyPath, optimizers: Collection[OptimizerPlace]) -> tuple[str | None, str | None]:
+def slot_in(path: KeyPath, optimizers: Collection[KeyPlace]) -> tuple[str | None, str | None]:
     """Return the parameter and the slot of a path, or two None if it is in none of these optimizers."""
     key = next((key for key in OptimizerKey.of_slot(path) if key.place in optimizers), None)
     return (None, None) if key is None else (key.name, key.leaf)
 
 
-def is_of_optimizer(path: KeyPath, optimizers: Collection[OptimizerPlace]) -> bool:
+def is_of_optimizer(path: KeyPath, optimizers: Collection[KeyPlace]) -> bool:
     """Return whether a path is that of an option, or of state of a parameter in one of these optimizers."""
     return slot_in(path, optimizers) != (None, None) or any(OptimizerKey.of_option(path))
 

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 from ..names.errors import SourceError, TargetError
-from ..names.keys import NUMBER, PARAM_GROUPS, STATE, OptimizerKey, OptimizerPlace, key_of
+from ..names.keys import NUMBER, PARAM_GROUPS, STATE, KeyPlace, OptimizerKey, key_of
 from ..names.vocabulary import STEP, KeyPath
 from ..record.record import Manifest, StateRecord
 from .dialect import FLAT, NESTED, NUMBERED, AnyTemplate, Dialect, Template, Templates, option_template, state_template
@@ -29,17 +29,6 @@ KNOWN_SLOTS = frozenset[str]().union(
 
 
 @dataclass(frozen=True, slots=True)
-class ModelPlace:
-    """The place of a model: the path ``root``, then ``prefix`` in the string that names the parameter."""
-
-    root: KeyPath
-    prefix: str = ""
-
-    def __str__(self) -> str:
-        return key_of((*self.root, self.prefix.removesuffix("."))).strip(".") or "the top"
-
-
-@dataclass(frozen=True, slots=True)
 class Keys:
     """The places of a checkpoint's optimizers, and of its model, which is None if it has none, or nothing tells.
 
@@ -50,9 +39,9 @@ class Keys:
         example: a key of state.
     """
 
-    optimizers: tuple[OptimizerPlace, ...] = ()
-    model: ModelPlace | None = None
-    numbered: frozenset[OptimizerPlace] = frozenset()
+    optimizers: tuple[KeyPlace, ...] = ()
+    model: KeyPlace | None = None
+    numbered: frozenset[KeyPlace] = frozenset()
     groups: tuple[frozenset[str], ...] = ()
     slots: frozenset[str] = frozenset()
     example: str = ""
@@ -120,8 +109,8 @@ def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str
     flat = dialect.state == FLAT if form is None else form == "flat"
     if flat and dialect.numbered:
         raise TargetError(f"`keys=`: {dialect.name} knows parameters by number, and flat keys have names")
-    model = ModelPlace(_path(roots["model"])) if "model" in roots else None
-    optimizer = OptimizerPlace(_path(roots.get("optimizer", "optimizer")), flat=flat)
+    model = KeyPlace(_path(roots["model"])) if "model" in roots else None
+    optimizer = KeyPlace(_path(roots.get("optimizer", "optimizer")), flat=flat)
     return dialect_at(dialect, Keys((optimizer,), model, frozenset({optimizer} if dialect.numbered else ())))
 
 
@@ -146,8 +135,8 @@ def keys_of(manifest: Manifest) -> Keys:
     """
     # Read every path in all ways: as an option, and as state.
     keys_by_path = {entry.path: entry.key for entry in chain[Any](manifest.tensors, manifest.blobs)}
-    groups: defaultdict[OptimizerPlace, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    slots: defaultdict[OptimizerPlace, set[str]] = defaultdict(set)
+    groups: defaultdict[KeyPlace, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    slots: defaultdict[KeyPlace, set[str]] = defaultdict(set)
     readings_by_path: dict[KeyPath, list[OptimizerKey]] = {}
     for path in keys_by_path:
         for option in OptimizerKey.of_option(path):
@@ -163,7 +152,7 @@ def keys_of(manifest: Manifest) -> Keys:
         accepted = [r for r in readings if r.place in groups] or [r for r in readings if r.place in bare]
         if accepted:
             state[path] = accepted[0]
-    names_by_place: defaultdict[OptimizerPlace, set[str]] = defaultdict(set)
+    names_by_place: defaultdict[KeyPlace, set[str]] = defaultdict(set)
     for reading in state.values():
         names_by_place[reading.place].add(reading.name)
     # The model is where tensors have the names of the parameters, which some optimizers number.
@@ -180,23 +169,23 @@ def keys_of(manifest: Manifest) -> Keys:
     )
 
 
-def _number_order(place: OptimizerPlace) -> tuple[object, ...]:
+def _number_order(place: KeyPlace) -> tuple[object, ...]:
     """Return a key that sorts numbers in places by value."""
     parts = re.split("([0-9]+)", str(place))
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
 
 
-def _find_model(weights: Iterable[KeyPath], names: Collection[str]) -> ModelPlace | None:
+def _find_model(weights: Iterable[KeyPath], names: Collection[str]) -> KeyPlace | None:
     """Return the place where most of these parameters are; one that is called ``model`` comes before its copies."""
     # A weight's key can be split into place and name at every dot.
-    counts: Counter[ModelPlace] = Counter()
+    counts: Counter[KeyPlace] = Counter()
     for path in weights:
         leaf = str(path[-1])
         starts = (0, *(match.end() for match in re.finditer(r"\.", leaf)))
-        counts.update(ModelPlace(path[:-1], leaf[:start]) for start in starts if leaf[start:] in names)
+        counts.update(KeyPlace(path[:-1], leaf[:start]) for start in starts if leaf[start:] in names)
     # Copies, such as averages of weights, are under other names than the model.
     candidates = [place for place, count in counts.items() if count == max(counts.values())]
-    usual = [place for place in (ModelPlace(("model",)), ModelPlace(())) if place in candidates]
+    usual = [place for place in (KeyPlace(("model",)), KeyPlace(())) if place in candidates]
     models = usual or [place for place in candidates if "model" in (*place.root[-1:], place.prefix.removesuffix("."))]
     places = models[:1] or candidates
     if len(places) > 1:
@@ -245,7 +234,7 @@ def detect(manifest: Manifest) -> Detected:
         return Detected(DIALECTS[models[0]], (f"weights only, under {DIALECTS[models[0]].model}",))
     roots = {tensor.path[:-1] for tensor in manifest.tensors}
     if len(roots) == 1 and (root := roots.pop())[-1:] in (("model",), ("state_dict",)):
-        place = ModelPlace(root)
+        place = KeyPlace(root)
         return Detected(dialect_at(DIALECTS["dcp"], Keys(model=place)), (f"weights only, under {str(place)!r}",))
     raise SourceError(f"the keys are not those of a known dialect ({', '.join(DIALECTS)}); {_NAME_IT}")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..algebra.box import Index
 from ..names.errors import SourceError
-from ..names.keys import PARAM_GROUPS, STATE, OptimizerPlace, key_of
+from ..names.keys import PARAM_GROUPS, STATE, KeyPlace, key_of
 from ..names.state_forms import stored_slot
 from ..names.vocabulary import HISTORY_OPTIONS, PARAMS, Convention, KeyPath
 from .codings import Coding
@@ -145,19 +145,19 @@ def _pattern(part: str) -> re.Pattern[str]:
 # Keys that many programs have.
 
 
-def state_template(place: OptimizerPlace, numbered: bool = False) -> Template:
+def state_template(place: KeyPlace, numbered: bool = False) -> Template:
     if place.flat:
         return Template((f"{place.prefix}{STATE}.{{name}}.{{slot}}",), place.root)
     return Template((STATE, "{number}" if numbered else "{name}", "{slot}"), place.root)
 
 
-def option_template(place: OptimizerPlace) -> Template:
+def option_template(place: KeyPlace) -> Template:
     if place.flat:
         return Template((f"{place.prefix}{PARAM_GROUPS}.{{name}}.{{option}}",), place.root)
     return Template((PARAM_GROUPS, "{group}", "{option}"), place.root)
 
 
-_NESTED, _FLAT = OptimizerPlace(("optimizer",)), OptimizerPlace(("optimizer",), flat=True)
+_NESTED, _FLAT = KeyPlace(("optimizer",)), KeyPlace(("optimizer",), flat=True)
 MODEL = Template(("{name}",), ("model",))
 NESTED, LISTED = state_template(_NESTED), option_template(_NESTED)
 NUMBERED = state_template(_NESTED, numbered=True)

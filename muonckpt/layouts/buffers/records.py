@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from types import NoneType
 from typing import Any
@@ -68,7 +69,7 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
     Raises:
         SourceError: a field is missing, unknown, of another type, or not what the others say.
     """
-    try:
+    with _damaged("buffer layout"):
         check_fields(data, LAYOUT)
         layout = BufferLayout(
             **{key: data[key] for key in ("algorithm", "version", "options", "ranks", "alignment", "whole")},
@@ -76,13 +77,20 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
             buckets=tuple((start, stop) for start, stop in map(int_tuple, data["buckets"])),
             shards=consecutive_shards((start, stop, rank) for start, stop, rank in map(int_tuple, data["shards"])),
         )
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise SourceError(f"damaged buffer layout: {error}") from error
     # Derived fields, such as owners and padding, have to be those of the layout.
     written = to_json(layout)
     if inconsistent := [key for key in LAYOUT if data[key] != written[key]]:
         raise SourceError(f"damaged buffer layout: {inconsistent} do not agree with the rest")
     return layout
+
+
+@contextmanager
+def _damaged(noun: str) -> Iterator[None]:
+    """Raise `SourceError` for whatever reading damaged data raises."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise SourceError(f"damaged {noun}: {type(error).__name__}: {error}") from error
 
 
 def _entry(data: Any) -> PlacedParameter:
@@ -165,13 +173,10 @@ class GroupBuffer:
         Raises:
             SourceError: a field is missing, of another type, or not what the others say.
         """
-        try:
-            fields = {key: data[key] for key in GROUP}
-            check_fields(fields, GROUP)
+        with _damaged("record of a flat buffer"):
+            check_fields({key: data[key] for key in GROUP}, GROUP)
             group, origins = int_tuple(data["group"]), tuple(map(int_tuple, data["origins"]))
             return cls(data["slot"], data["part"], group, origins, from_json({key: data[key] for key in LAYOUT}))
-        except (KeyError, TypeError, ValueError) as error:
-            raise SourceError(f"damaged record of a flat buffer: {type(error).__name__}: {error}") from error
 
 
 def recorded_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
@@ -180,10 +185,8 @@ def recorded_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
     Raises:
         SourceError: the record is not as docs/formats/manifest.md says.
     """
-    try:
+    with _damaged("record of flat buffers"):
         return tuple(map(GroupBuffer.from_json, provenance.get("buffers", ())))
-    except TypeError as error:
-        raise SourceError(f"damaged record of flat buffers: {error}") from error
 
 
 def run_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
@@ -194,9 +197,7 @@ def run_buffers(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
     Raises:
         SourceError: as `recorded_buffers`.
     """
-    try:
+    with _damaged("record of flat buffers"):
         run = provenance.get("layer_wise", {"buffers": (), "ranks": ()})
         buffers = zip(map(from_json, run["buffers"]), map(int_tuple, run["ranks"]), strict=True)
         return tuple(GroupBuffer(None, 0, ranks, layout.origins, layout) for layout, ranks in buffers)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SourceError(f"damaged record of flat buffers: {type(error).__name__}: {error}") from error
