@@ -105,12 +105,13 @@ class VerifySaved(TrainerCallback):  # type: ignore[misc]
 
         The Trainer loads both or none.
         """
-        behind = lr_scheduler is not None and lr_scheduler.state_dict().get("last_epoch") == 0
-        if state.is_world_process_zero and state.global_step and behind:
-            anew = Counter[str]()
+        # The schedule is loaded with the optimizer, and begins where that does.
+        is_schedule_new = lr_scheduler is not None and lr_scheduler.state_dict().get("last_epoch") == 0
+        if state.is_world_process_zero and state.global_step and is_schedule_new:
+            parameters = Counter[str]()
             for group in optimizer.param_groups:
-                anew[group.get("algorithm", "the optimizer")] += len(group["params"])
-            counts = ", ".join(f"{name}'s of {count} parameters" for name, count in anew.items() if count)
+                parameters[group.get("algorithm", "the optimizer")] += len(group["params"])
+            counts = ", ".join(f"{name}'s of {count} parameters" for name, count in parameters.items() if count)
             warn_on_rank(
                 f"training goes on at step {state.global_step} from a checkpoint without optimizer: all state begins "
                 f"anew ({counts}), and the schedule with its warm-up. For the same run, resume from one that was saved "
@@ -146,9 +147,9 @@ class SaveOnSignal(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Have workers of data loaders ignore the signals, which would else end them before there is a checkpoint."""
         for loader in (train_dataloader, eval_dataloader):
-            for one in {loader, getattr(loader, "base_dataloader", loader)}:  # accelerate's has another inside
-                if isinstance(one, DataLoader):
-                    self._signals.spare_workers(one)
+            for candidate in {loader, getattr(loader, "base_dataloader", loader)}:  # accelerate's has another inside
+                if isinstance(candidate, DataLoader):
+                    self._signals.spare_workers(candidate)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Have the Trainer save if a signal has asked for it.  Collective, as `Series.due`."""

@@ -120,11 +120,14 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
     def _packed(self, checkpoint: Mapping[str, Any], path: str) -> tuple[str, dict[str, Any]]:
         """Return the path and the state to save: all ranks save to one path, and one rank's loops and callbacks."""
-        rest = dict(checkpoint)
-        state = {"state_dict": rest.pop("state_dict")}
-        state |= {f"optimizer_{number}": slots for number, slots in enumerate(rest.pop("optimizer_states", ()))}
+        # Tensors are saved from all ranks.
+        trainer_state = dict(checkpoint)
+        state = {"state_dict": trainer_state.pop("state_dict")}
+        for number, slots in enumerate(trainer_state.pop("optimizer_states", ())):
+            state[f"optimizer_{number}"] = slots
+        # The other values are objects of Lightning's, of which the first rank's count.
         packed = io.BytesIO()
-        torch.save(rest, packed)
+        torch.save(trainer_state, packed)
         path, trainer = self.broadcast((path, packed.getvalue()))
         return path, {**state, TRAINER: trainer}
 

@@ -127,11 +127,11 @@ def config_to_kwargs(config: Any, model_chunks: Sequence[Any], process_groups: A
     }
 
 
-def _chosen(option: str, config: Any, known: Mapping[str, Any]) -> Any:
+def _chosen(option: str, config: Any, choices: Mapping[str, Any]) -> Any:
     value = getattr(config, option)
-    if value not in known:
-        raise ValueError(f"{option}={value!r}: expected one of {', '.join(known)}")
-    return known[value]
+    if value not in choices:
+        raise ValueError(f"{option}={value!r}: expected one of {', '.join(choices)}")
+    return choices[value]
 
 
 def _scale(config: Any) -> Callable[[int, int], float]:

@@ -56,6 +56,7 @@ def verify_recorded(path: Location, auditor: Auditor, folder: Location | None = 
         SourceError: as `verify`.
     """
     place = path if folder is None else folder
+    # The record is of the files as they were before.
     with as_source_error(path):
         before = look_at_files(place)
     report = auditor(path)
@@ -98,6 +99,7 @@ def verdicts_of(run: Run, auditor: Auditor, every: bool = False) -> Iterator[Ste
         return step.verified.timestamp if step.verified else 0.0, -step.step, -step.attempt
 
     for step in sorted(run.steps, key=order) if every else reversed(run.steps):
+        # A step of which a file is lost is not read, unless all are asked for; others cannot be.
         verdict = StepVerdict(step, None, step.fault)
         if step.is_complete or (every and step.state == "damaged"):
             verdict = _verdict(step, auditor)

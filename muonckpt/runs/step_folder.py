@@ -84,11 +84,8 @@ class StepFolder:
         Raises:
             SourceError: the folder cannot be read, or a checkpoint is of a newer version of this package.
         """
-        names: set[StepName] | None = None
-        faults: dict[StepName, str] = {}
-        # While we look, one may be published and another removed: then look again.
-        while names != (names := self._names()):
-            faults = {}
+        while True:
+            names, faults = self._names(), dict[StepName, str]()
             for name in sorted(self._saved_files(names), reverse=True):
                 if name in damaged:
                     faults[name] = damaged[name]
@@ -98,7 +95,9 @@ class StepFolder:
                     return Newest(name, faults, step.fault)
                 if self.exists(name):
                     faults[name] = step.fault
-        return Newest(None, faults)
+            # While we looked, one may have been published and another removed: then look again.
+            if self._names() == names:
+                return Newest(None, faults)
 
     def whole(self, step: int) -> StepName | None:
         """Find the last whole checkpoint of a step, without reading data.
@@ -144,6 +143,7 @@ class StepFolder:
             DestinationError: a whole one may not.
         """
         names = {name for name in self._names() if name.step == step}
+        # A whole checkpoint is replaced only by those who say so.
         for name in sorted(self._published(names)):
             if not replaceable(name) and self.fault(name) is None:
                 raise DestinationError(
@@ -165,6 +165,7 @@ class StepFolder:
             DestinationError: the folder does not show what was saved, so nothing is removed.
             OSError: something cannot be removed.
         """
+        # A folder that does not show what was just saved may hide others, too.
         published = self._published(self._names())
         if saved not in published:
             raise DestinationError(f"expected {self.path(saved)}, which was just saved, found it missing")

@@ -126,11 +126,13 @@ class Series:
         self._end(kind, max((name.step for name in self._whole), default=-1))
 
     def _end(self, kind: type[BaseException] | None, saved: int) -> None:
+        # Former handlers come back, and the last save ends.
         self._signals.close()
         if kind is None:
             settle_last(self._group)
         else:  # the other ranks may be elsewhere, so nothing is asked of them
             wait_for_last(self._group)
+        # Copies are for the run that starts again after an error.
         if self._memory is not None and (kind is None or issubclass(kind, SystemExit)):
             self._memory.end(saved)
 
@@ -188,12 +190,14 @@ class Series:
             SourceError: the checkpoint is there, and has no model to export.
             LayoutError, ArgumentError, LostRankError: as in `muonckpt.save`.
         """
+        # Hear of signals, and let the save before end, whose checkpoint may be of this step.
         self._signals.ask("Series.save")
         settle_last(self._group)
         name = self._new_name(step, replace, also)
         saved = self._saved(name)
         details = {**(provenance or {}), "step": step, **self._descent_of(name)}
         save(state_dict, saved.path, provenance=details, process_group=self._group)
+        # Only now is there a newer whole checkpoint, so that older ones may go, and the program end.
         self._clean_up(name, also)
         self._signals.met(saved.path)
         return saved
@@ -229,6 +233,7 @@ class Series:
         details = {**(provenance or {}), "step": step}
         ask = partial(self._signals.ask, "Series.async_save")
         saving = save_in_thread(state_dict, f"step {step}", details, self._group, on_error, when_busy, ask, begin)
+        # A program that ends afterwards has to wait.
         if self._signals.then == "stop":
             saving.result()
         self._signals.met(saving.path)
@@ -273,8 +278,10 @@ class Series:
             assert run is not None, "it was made"
             return run, NodeMemory.new_name(step)
 
+        # All ranks copy under one name, in the folder of this run.
         run, name = self._decide("async_copy", DestinationError, arguments, begin)
         assert self._memory is not None, "it was checked"
+        # A copy that would make training wait is left out.
         if lane.busy():
             return None
         lane.settle()
@@ -558,6 +565,7 @@ class Series:
                 self._whole.add(name)
             return name in self._whole - self._damaged.keys()
 
+        # What is of later steps stays: nobody knows whether this run went back.
         newer = self._folder.prune(saved, self._keep_last, self._keep_every, is_whole)
         if later := [self._saved(name) for name in newer if name not in self._damaged]:
             warn_on_rank(
@@ -633,6 +641,7 @@ def _export_model(
         DestinationError: the destination exists, or cannot be written.
         Interrupted: a rank was lost.
     """
+    # Only the model, without the root of its keys; one process reads it as the ranks of a reshard do.
     request = Translation(model_only=True, roots={"model": ""}).request("muonckpt")
     with joined_ranks(process_group) as workers, open(source) as opened:
         container = container_of("safetensors", shard_size)
