@@ -124,8 +124,9 @@ class Job:
         for output in self.outputs.tensors:
             sources = [(self.rows.first(chunks), len(chunks)) for chunks in output.sources]
             # The tensor without its chunks, and without its former layout, which nobody uses.
-            record = tuple(value for name, value in record_fields(output.record).items() if name != "layout")
-            yield _text(record, sources, tuple(map(layout_digest, output.layouts)), output.making)
+            fields = record_fields(output.record)
+            fields.pop("layout", None)
+            yield _text(tuple(fields.values()), sources, tuple(map(layout_digest, output.layouts)), output.making)
         # The files: their plans, each once, and the tensor, the plan and the offset of every chunk.
         for file in self.files:
             for plan in file.chunks.plans:
@@ -163,10 +164,12 @@ def make_job(
     """
     # State of numbered parameters cannot be written under names that nobody knows.
     outputs = make_outputs(source).selected(select)
-    for record in [output.record for output in outputs.tensors if source.manifest.provenance.get(NUMBERED)]:
-        if record.slot is not None and record.name is not None and record.name.rpartition("#")[2].isdecimal():
-            with about(source.path):
-                raise unnamed_state(source.manifest.provenance, record.name)
+    if source.manifest.provenance.get(NUMBERED):
+        for output in outputs.tensors:
+            name = output.record.name
+            if output.record.slot is not None and name is not None and name.rpartition("#")[2].isdecimal():
+                with about(source.path):
+                    raise unnamed_state(source.manifest.provenance, name)
     # The container sees only what is used of the source.
     manifest = outputs.used(source.manifest)
     request = WriteRequest(

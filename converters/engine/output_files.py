@@ -171,9 +171,11 @@ def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[BoxCopies, ..
     in_runs = np.all([is_single | (side == expected) for side in strides], (0, 2))
     ends = np.searchsorted(number[order], np.arange(len(boxes) + 1)).tolist()
     starts = plan.starts[order]
-    return tuple(
-        BoxCopies(starts[lo:hi], table.rows(slice(lo, hi)), bool(in_runs[lo:hi].all())) for lo, hi in pairwise(ends)
-    )
+    copies = []
+    for start, end in pairwise(ends):
+        box_rows = slice(start, end)
+        copies.append(BoxCopies(starts[box_rows], table.rows(box_rows), bool(in_runs[box_rows].all())))
+    return tuple(copies)
 
 
 def is_direct(output: OutputTensor, plan: ChunkPlan) -> bool:

@@ -77,8 +77,11 @@ class Journal:
 
 def finished(lines: Iterable[bytes], job: str) -> dict[str, FinishedFile]:
     """Return the finished files of a journal by name; of several lines about one file the last counts."""
-    entries = (unsealed(job, line) for line in lines)
-    return {entry["file"]: FinishedFile.of(*entry["finished"]) for entry in entries if entry is not None}
+    files = {}
+    for entry in (unsealed(job, line) for line in lines):
+        if entry is not None:
+            files[entry["file"]] = FinishedFile.of(*entry["finished"])
+    return files
 
 
 def sealed(seal: str, entry: Any) -> bytes:
@@ -204,8 +207,8 @@ class Coordinator:
         place = self.staging.place
         if not resume:
             raise DestinationError(f"{place} holds unfinished work; continue with `resume=True`, or remove it first")
-        entries = [entry for line in self._lock.earlier or () if (entry := unsealed(_SEAL, line))]
-        if {entry["job"] for entry in entries} - {job}:
+        entries = filter(None, (unsealed(_SEAL, line) for line in self._lock.earlier or ()))
+        if any(entry["job"] != job for entry in entries):
             raise DestinationError(
                 f"{place} holds unfinished work of another job (other source, mesh or version); remove it first"
             )

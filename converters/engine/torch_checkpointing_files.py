@@ -219,14 +219,19 @@ def _sharding(manifest: Manifest, world: int) -> dict[str, Any]:
         sharding = {"type": "DTensorShardingMetadata", "data": _cut(tensor, world)}
         shardings[root][path] = [{"sharding_metadata": sharding, "ranks": tuple(ranks)}]
     files = dict.fromkeys(range(world))  # they have the library's own names
-    roots = {root: {"nested_path_to_metadata": p, "rank_to_layout_info": files} for root, p in shardings.items()}
+    roots = {}
+    for root, paths in shardings.items():
+        roots[root] = {"nested_path_to_metadata": paths, "rank_to_layout_info": files}
     return {"metadata": roots, "world_size": world, "version": "2.0"}
 
 
 def _cut(tensor: StateRecord, world: int) -> dict[str, Any]:
     """Return a tensor's mesh and placements; one without dims is replicated."""
     layout = tensor.layout or {"mesh": [world], "ranks": range(world), "placements": ["Replicate"]}
-    cuts = [text.removeprefix("Shard(").removesuffix(")") for text in layout["placements"]]
+    placements: list[dict[str, Any]] = []
+    for text in layout["placements"]:
+        cut = text.removeprefix("Shard(").removesuffix(")")
+        placements.append({"type": "Shard", "dim": int(cut)} if cut.isdigit() else {"type": cut})
     return {
         "global_shape": [*tensor.shape],
         "dtype": f"torch.{tensor.dtype}",
@@ -237,5 +242,5 @@ def _cut(tensor: StateRecord, world: int) -> dict[str, Any]:
             "mesh_data": tuple(layout["ranks"]),
             "mesh_dim_names": None,
         },
-        "placements": [{"type": "Shard", "dim": int(cut)} if cut.isdigit() else {"type": cut} for cut in cuts],
+        "placements": placements,
     }

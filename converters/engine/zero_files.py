@@ -288,7 +288,10 @@ class _Content:
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the groups as the optimizer of the partitions has them, each with one parameter."""
-        return [{**self.options[number], PARAMS: [position]} for position, number in enumerate(sorted(self.options))]
+        groups = []
+        for position, number in enumerate(sorted(self.options)):
+            groups.append({**self.options[number], PARAMS: [position]})
+        return groups
 
     def of_model(self, **entries: object) -> dict[str, object]:
         """Return the content of a file of the model: these entries, and those of every such file."""
@@ -498,10 +501,16 @@ class ZeroFiles(_Archives):
 
 def _aliases(weights: Mapping[str, OutputTensor], trained: Mapping[str, object]) -> dict[str, str]:
     """Return the weights that are tied to a trained one, which has the same fingerprint, by name."""
-    fingerprints = {name: output.record.fingerprint for name, output in weights.items() if output.record.fingerprint}
-    names = {fingerprint: name for name, fingerprint in fingerprints.items() if name in trained}
-    tied = {name: names.get(fingerprint) for name, fingerprint in fingerprints.items() if name not in trained}
-    return {name: alias for name, alias in tied.items() if alias is not None}
+    names: dict[str | None, str] = {}
+    for name, output in weights.items():
+        if name in trained:
+            names[output.record.fingerprint] = name
+    names.pop(None, None)
+    aliases = {}
+    for name, output in weights.items():
+        if name not in trained and output.record.fingerprint in names:
+            aliases[name] = names[output.record.fingerprint]
+    return aliases
 
 
 def _addresses(layout: BufferLayout, rank: int) -> dict[str, Record]:

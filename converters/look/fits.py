@@ -11,6 +11,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -338,11 +339,13 @@ def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], p
     # What the cuts mean for the program that runs there.
     if target.layout == ROWS:
         yield from _bad_cuts(target, tensors, _pieces(look))
-    elif cutting := {axis for rule in target.rules for axis, _ in rule.cuts if target.mesh[axis] > 1}:
+    cut_axes = {axis for axis, _ in chain.from_iterable(rule.cuts for rule in target.rules) if target.mesh[axis] > 1}
+    if target.layout != ROWS and cut_axes:
+        axes = " and ".join(sorted(cut_axes))
         yield Finding(
             "layer_wise",
-            f"LayerWise takes plain tensors: what {' and '.join(sorted(cutting))} cut has to be the local tensors of a "
-            "program such as Megatron, not DTensors, which Muon takes",
+            f"LayerWise takes plain tensors: what {axes} cut has to be the local tensors of a program such as "
+            "Megatron, not DTensors, which Muon takes",
         )
 
 

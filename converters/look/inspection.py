@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -103,7 +103,7 @@ class Inspection:
     manifest: Manifest
 
     def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in fields_of(self).items() if name != "manifest"}
+        return _without(fields_of(self), {"manifest"})
 
     def matching(self, *globs: str) -> tuple[StateRecord, ...]:
         """Return the tensors with these keys, or that match these shell patterns; all of them if there are none.
@@ -174,6 +174,10 @@ class Inspection:
         return module_tree(self.matching(*globs))
 
 
+def _without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
+
+
 _SELECTION = re.compile(r"(.+)\[([^\[\]]+)\]")
 _INDEX = re.compile(r"\s*(?:(-?[0-9]{1,18})|(\.\.\.)|(-?[0-9]{1,18})?\s*:\s*(-?[0-9]{1,18})?)\s*")
 
@@ -214,9 +218,9 @@ def inspection_of(checkpoint: OpenCheckpoint, look: FirstLook | None = None) -> 
     dialect: dict[str, Any] = {"name": None, "who": None, "reasons": [program]}
     if not isinstance(program, str):
         dialect = {"name": program.dialect.name, "who": program.dialect.who, "reasons": list(program.reasons)}
-    provenance = {name: value for name, value in manifest.provenance.items() if name != "buffers"}
+    provenance = _without(manifest.provenance, {"buffers"})
     if run := provenance.get("layer_wise"):
-        provenance["layer_wise"] = {name: value for name, value in run.items() if name not in ("buffers", "ranks")}
+        provenance["layer_wise"] = _without(run, {"buffers", "ranks"})
     # Tensors by role and by slot.
     roles = []
     for role, members in view.tensors.items():
@@ -460,14 +464,14 @@ def _group_lines(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str
         by_name[group["name"]].append(group)
     common_by_name = {name: _common_options(members) for name, members in by_name.items() if len(members) > 1}
     for name, options in common_by_name.items():
-        new = {option: value for option, value in options.items() if option not in common and value != name}
+        new = _options_besides(options, common, name)
         if new and len(by_name) > 1:
             yield "groups", f"{name or 'others'}: {_options_text(new, _MAX_OPTIONS)}"
     # Each group with the options that remain.
     for group in groups[:_MAX_GROUPS]:
         name = group["name"]
         said = {**common, **common_by_name.get(name, {})}
-        options = {o: value for o, value in group["options"].items() if o not in said and value != name}
+        options = _options_besides(group["options"], said, name)
         numbers = f"{ranges(group['groups'])}: " if group["groups"] else ""
         members = ", ".join(group["holds"])
         if len(members) > _MAX_NAMES:
@@ -479,6 +483,11 @@ def _group_lines(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str
         yield "group", f"{numbers}{f'{name}, ' if name else ''}{count}{text}"
     if len(groups) > _MAX_GROUPS:
         yield "", f"and {len(groups) - _MAX_GROUPS} groups with other options (`.groups`)"
+
+
+def _options_besides(options: Mapping[str, Any], said: Collection[str], name: str) -> dict[str, Any]:
+    """Return the options that have not been said, but for the one that is the name of the group."""
+    return {option: value for option, value in options.items() if option not in said and value != name}
 
 
 def _common_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -518,8 +527,9 @@ def _balance_lines(balance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _resharded(step: Mapping[str, Any]) -> str:
     mesh = step.get("mesh")
     on = f" on {','.join(f'{axis}={size}' for axis, size in mesh.items())}" if isinstance(mesh, dict) else ""
-    others = {name: value for name, value in step.items() if value and name not in _RESHARD_FIELDS}
-    options = "".join(f", {name} {json.dumps(value)}" for name, value in others.items())
+    options = ""
+    for name, value in _without(step, _RESHARD_FIELDS).items():
+        options += f", {name} {json.dumps(value)}" if value else ""
     return f"from {step.get('source')} to {step.get('layout')}{on}{options}, by {step.get('program')}"
 
 
@@ -562,7 +572,7 @@ def _layout_text(layout: Mapping[str, Any]) -> str:
             cut = "".join(f", {axis} cuts dim {dim}" for axis, dim in cuts)
             return f"by {algorithm} v{version} on mesh {_mesh_text(sizes, layout)}{cut}"
         case _:
-            return json.dumps({name: value for name, value in layout.items() if name != "tensors"})
+            return json.dumps(_without(layout, {"tensors"}))
 
 
 def _mesh_text(sizes: Sequence[object], layout: Mapping[str, Any]) -> str:

@@ -75,7 +75,7 @@ def _unfit_state(view: ModelView) -> Iterator[Finding]:
     """
     if view.dialect is not None:
         # Slots of no known method are odd where some of them are known, or where most siblings have others.
-        method_slots = {slot for method in view.dialect.methods for slot in method.slots.values()}
+        method_slots = {*chain.from_iterable(method.slots.values() for method in view.dialect.methods)}
         slot_sets = defaultdict[tuple[str, Index], Counter[frozenset[str]]](Counter)
         for parameter in view.parameters.values():
             if parameter.state:
