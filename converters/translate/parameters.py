@@ -215,10 +215,9 @@ def translate_model(
     if overrides.weights is WeightsFrom.MODEL:
         drop |= dialect.slots_called("master")
     is_unchanged = dialect is target and not rules.rules
-    choice = _Choice.of(view, manifest, drop if is_unchanged else drop | dialect.derived)
-    if overrides.weights is WeightsFrom.MASTERS:
-        choice.make_masters_weights(dialect.slots_called("master"))
-    others = [*view.tensors_of(Role.OTHER), *choice.derived, *other_items(manifest, dialect)]
+    assembly = _Assembly(view, dialect, values, overrides, drop)
+    assembly.choose(entries_of(manifest), drop if is_unchanged else drop | dialect.derived)
+    others = [*view.tensors_of(Role.OTHER), *assembly.derived, *other_items(manifest, dialect)]
     for entry in others if dialect.opaque != target.opaque else ():
         if _matches(entry, dialect.opaque):
             raise SourceError(
@@ -230,7 +229,6 @@ def translate_model(
     private = [entry for entry in others if _matches(entry, private_globs)]
     copied = [entry for entry in others if not _matches(entry, private_globs)]
     # The rest under the target's names, with a method for all that has state.
-    assembly = _Assembly(view, values, overrides, choice, drop)
     parameters = assembly.parameters(rules)
     if not target.numbered:
         _refuse_numbers(manifest, view, parameters)
@@ -242,10 +240,10 @@ def translate_model(
         overrides,
         parameters | assembly.stateless(groups, parameters),
         groups,
-        choice.records,
+        assembly.records,
         tuple(entry for entry in copied if isinstance(entry, StateRecord)),
         tuple(entry for entry in copied if isinstance(entry, Blob)),
-        tuple(choice.left_out),
+        tuple(assembly.left_out),
         tuple(entry.key for entry in private),
     )
 
@@ -254,87 +252,72 @@ def _matches(entry: Entry, globs: Collection[str]) -> bool:
     return any(fnmatchcase(entry.key, glob) for glob in globs)
 
 
-# What is chosen.
+# Parameters.
 
 
 @dataclass(slots=True)
-class _Choice:
-    """The part of a view that is written.
+class _Assembly:
+    """Chooses the part of a view that is written, and puts it together as parameters under the target's names.
 
     Attributes:
+        dropped: the slots that the user leaves out.
         records: weights, under None, and state, by slot, each by the name of its parameter.
         counters: where step counters are stored, by name and slot.
         derived: slots that follow from options, and are copied nevertheless.
         left_out: the keys of what is not written.
     """
 
+    view: ModelView
+    dialect: Dialect
+    values: Values
+    overrides: Overrides
+    dropped: Collection[str]
     records: dict[tuple[str | None, str], StateRecord] = field(default_factory=dict)
     counters: defaultdict[str, dict[str, Entry]] = field(default_factory=lambda: defaultdict(dict))
     derived: list[Entry] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, view: ModelView, manifest: Manifest, left_slots: Collection[str]) -> _Choice:
-        """Choose the weights and the state of a view but for these slots, in the order of the manifest."""
-        choice, dialect = cls(), view.dialect
-        assert dialect is not None, "the view was parsed by it"
+    def choose(self, entries: Iterable[Entry], left_slots: Collection[str]) -> None:
+        """Choose weights and state but for these slots, in the order of the entries."""
+        dialect = self.dialect
         steps = dialect.slots_called("step") - dialect.derived
-        weights = {p.weight.key: p.weight for p in view.parameters.values() if p.weight}
-        states: dict[str, tuple[str, str, Entry]] = {}
-        for name, parameter in view.parameters.items():
-            states |= {entry.key: (name, slot, entry) for slot, entry in parameter.slots.items()}
-        for key in (entry.key for entry in entries_of(manifest)):
-            if key in weights:
-                choice.records[None, view.owners[key]] = weights[key]
+        weights: dict[str, str] = {}
+        states: dict[str, tuple[str, str]] = {}
+        for name, parameter in self.view.parameters.items():
+            weights |= {parameter.weight.key: name} if parameter.weight else {}
+            states |= {entry.key: (name, slot) for slot, entry in parameter.slots.items()}
+        for key, entry in ((entry.key, entry) for entry in entries):
+            if key in weights and isinstance(entry, StateRecord):
+                self.records[None, weights[key]] = entry
             if key not in states:
                 continue
-            name, slot, entry = states[key]
+            name, slot = states[key]
             if slot in left_slots:
-                choice.left_out.append(key)
+                self.left_out.append(key)
             elif slot in steps:
-                choice.counters[name][slot] = entry
+                self.counters[name][slot] = entry
             elif slot in dialect.derived:
-                choice.derived.append(entry)
+                self.derived.append(entry)
             elif isinstance(entry, Blob):
                 raise SourceError(f"expected a tensor at {key!r}, found another item; leave {slot} out with `drop=`")
             else:
-                choice.records[slot, name] = entry
-        return choice
-
-    def make_masters_weights(self, slots: Collection[str]) -> None:
-        """Make the weights of the float32 masters in these slots, and leave out the model's rounded ones."""
-        masters = [(slot, name) for slot, name in self.records if slot in slots]
-        if not masters:
-            raise TargetError('`weights="masters"`: the source has no float32 masters; leave it out')
-        for slot, name in masters:
-            if (None, name) in self.records:
-                self.left_out.append(self.records[None, name].key)
-            self.records[None, name] = replace(self.records.pop((slot, name)), name=None, slot=None)
-
-
-# Parameters.
-
-
-@dataclass(frozen=True, slots=True)
-class _Assembly:
-    """Puts the chosen tensors together as parameters under the target's names."""
-
-    view: ModelView
-    values: Values
-    overrides: Overrides
-    choice: _Choice
-    dropped: Collection[str]
-
-    @property
-    def dialect(self) -> Dialect:
-        assert self.view.dialect is not None, "the view was parsed by it"
-        return self.view.dialect
+                self.records[slot, name] = self.view.parameters[name].state[slot]
+        # The float32 masters are the weights if the user says so, and the model's rounded ones are left out.
+        if self.overrides.weights is WeightsFrom.MASTERS:
+            slots = dialect.slots_called("master")
+            masters = [(slot, name) for slot, name in self.records if slot in slots]
+            if not masters:
+                raise TargetError('`weights="masters"`: the source has no float32 masters; leave it out')
+            for slot, name in masters:
+                if (None, name) in self.records:
+                    self.left_out.append(self.records[None, name].key)
+                self.records[None, name] = replace(self.records.pop((slot, name)), name=None, slot=None)
 
     def parameters(self, rules: NameRules) -> dict[str, TranslatedParameter]:
         """Return the parameters that have a weight or state, by the target's names."""
         # Rules apply to the tensors of each slot by themselves.
         sources_by_slot: defaultdict[str | None, dict[str, TranslatedTensor]] = defaultdict(dict)
-        for (slot, name), record in self.choice.records.items():
+        for (slot, name), record in self.records.items():
             tensor = TranslatedTensor(record.dtype, record.chunk_layout(), (record.chunks,), name, (name,))
             sources_by_slot[slot][name] = tensor
         tensors_by_name: defaultdict[str, dict[str | None, TranslatedTensor]] = defaultdict(dict)
@@ -354,7 +337,7 @@ class _Assembly:
             sources = tuple(self.view.parameters[alias] for alias in aliases if alias in self.view.parameters)
             parameter = TranslatedParameter(name, listed_name, aliases, sources, weight)
             slots = {str(slot): tensor for slot, tensor in tensors.items()}
-            counters = set[str]().union(*(self.choice.counters.get(alias, ()) for alias in aliases))
+            counters = set[str]().union(*(self.counters.get(alias, ()) for alias in aliases))
             has_state = bool(slots or counters)
             parameters[name] = self._with_state(parameter, slots, counters) if has_state else parameter
         return parameters
@@ -412,7 +395,7 @@ class _Assembly:
             method=method,
             group=group,
             step=self._step(parameter, method, group),
-            counter=self.choice.counters.get(parameter.aliases[0], {}).get(method.slots.get("step", "")),
+            counter=self.counters.get(parameter.aliases[0], {}).get(method.slots.get("step", "")),
             chains=frozenset(chains),
         )
 
@@ -421,7 +404,7 @@ class _Assembly:
         if self.overrides.step is not None:
             return self.overrides.step
         slot, option = method.slots.get("step", ""), method.options.get("step", STEP)
-        counters = (self.choice.counters.get(alias, {}) for alias in parameter.aliases)
+        counters = (self.counters.get(alias, {}) for alias in parameter.aliases)
         counts = [self.values.read(entries[slot]) for entries in counters if slot in entries]
         if not counts and group is not None and option in group.options:
             counts = [group.options[option]]

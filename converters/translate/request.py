@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 
 from ...names.errors import SourceError
 from ...names.keys import key_of
-from ...names.vocabulary import KeyPath
 from ...programs.detection import detect, locate_dialect, with_slots
 from ...programs.dialect import Dialect, Template
 from ...store.open_checkpoint import OpenCheckpoint
@@ -37,19 +36,14 @@ class Request:
         """Return whether more is asked for than to leave something out."""
         return replace(self, tensors_only=False, model_only=False) != Request()
 
-    @property
-    def _of_weights(self) -> Request:
-        """Return what the request says of weights: the program to write for names them, and decides no more."""
-        return replace(self, target=None, model_only=False)
-
     def outputs(self, source: OpenCheckpoint) -> Outputs:
         """Return the outputs made from a checkpoint, translated only if something is asked for.
 
         Raises:
-            SourceError, TargetError, LayoutError: as in `translate` and `unchanged`.
+            SourceError, TargetError, LayoutError: as in `translate` and `unchanged`; or the model has no weights.
         """
         if self.model_only:
-            return _model(source, self._of_weights, self.target)
+            return self._model_outputs(source)
         if self.translates:
             from .translator import translate  # imported here because few commands translate
 
@@ -67,44 +61,34 @@ class Request:
             outputs = unchanged(source)
         return outputs.tensors_only() if self.tensors_only else outputs
 
+    def _model_outputs(self, source: OpenCheckpoint) -> Outputs:
+        """Return the weights and buffers of the model, named as the target names them; without one as the source does.
 
-def _model(source: OpenCheckpoint, request: Request, target: Dialect | None) -> Outputs:
-    """Return the weights and buffers of the model, named as a program names them; None means the source's.
-
-    Nothing has to be known of the optimizer, unless the request needs it, as masters that become weights do.  Where the
-    program is unknown, what is no state is the model's.
-
-    Raises:
-        SourceError: there are none, or the program is unknown and another is to be written.
-    """
-    outputs = request.outputs(source)
-    model: Template | None = None
-    try:
-        detected = (
-            detect(source.manifest) if request.source is None else locate_dialect(source.manifest, request.source)
-        )
-        model = detected.dialect.model
-    except SourceError:
-        if target is not None:
-            raise
-    paths: dict[str, KeyPath] = {}
-    for record in [tensor.record for tensor in outputs.tensors if tensor.record.slot is None]:
-        if model is None:
-            paths[record.key] = record.path
-        elif fields := model.read(record.path):
-            paths[record.key] = (target.model if target else model).write(**fields)
-    if not paths:
-        raise SourceError(f"{source.path}: expected weights of a model under {model}, found none")
-    return replace(
-        outputs,
-        tensors=[
-            replace(tensor, record=replace(tensor.record, key=key_of(paths[tensor.key]), path=paths[tensor.key]))
-            for tensor in outputs.tensors
-            if tensor.key in paths
-        ],
-        items=(),
-        left_out=(*outputs.left_out, *(key for key in outputs.keys if key not in paths)),
-    )
+        Nothing has to be known of the optimizer, unless the request needs it, as masters that become weights do.  Where
+        the program is unknown, what is no state is the model's.
+        """
+        # The target names weights, and decides no more.
+        outputs = replace(self, target=None, model_only=False).outputs(source)
+        model: Template | None = None
+        try:
+            manifest = source.manifest
+            detected = detect(manifest) if self.source is None else locate_dialect(manifest, self.source)
+            model = detected.dialect.model
+        except SourceError:
+            if self.target is not None:
+                raise
+        tensors: list[OutputTensor] = []
+        left_keys = dict.fromkeys(outputs.keys)
+        for tensor in outputs.tensors:
+            fields = model.read(tensor.record.path) if model else {}
+            if tensor.record.slot is None and fields is not None:
+                template = self.target.model if self.target else model
+                path = template.write(**fields) if template else tensor.record.path
+                tensors.append(replace(tensor, record=replace(tensor.record, key=key_of(path), path=path)))
+                del left_keys[tensor.key]
+        if not tensors:
+            raise SourceError(f"{source.path}: expected weights of a model under {model}, found none")
+        return replace(outputs, tensors=tensors, items=(), left_out=(*outputs.left_out, *left_keys))
 
 
 def unchanged(source: OpenCheckpoint) -> Outputs:
