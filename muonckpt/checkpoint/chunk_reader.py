@@ -38,6 +38,54 @@ _ALIGNMENT = 64
 """Reads of several items begin at multiples of it, so that items which are aligned in their file are so in memory."""
 
 
+_BLOCK_BYTES = 64 << 20
+"""Memory is allocated in blocks of this size, which serve one round after the other, and one load after the other."""
+
+_SPARE_BYTES = 512 << 20
+"""Most bytes of blocks that this process keeps for its next load: fresh memory can cost more than to read into it."""
+
+_SPARE_BLOCKS: list[memoryview] = []
+"""Blocks that no load uses now; lists are safe to use from several threads."""
+
+
+class ReadMemory:
+    """Memory for what is read in one round, until it has been moved to its targets."""
+
+    def __init__(self) -> None:
+        self._blocks: list[memoryview] = []
+        self._used = _BLOCK_BYTES
+        """Bytes of the last block."""
+
+    def allocate(self, length: int) -> memoryview:
+        """Return aligned memory; more than a block is allocated by itself."""
+        if length > _BLOCK_BYTES:
+            return np.empty(length, np.uint8).data
+        if self._used + length > _BLOCK_BYTES:
+            try:
+                self._blocks.append(_SPARE_BLOCKS.pop())
+            except IndexError:
+                self._blocks.append(np.empty(_BLOCK_BYTES, np.uint8).data)
+            self._used = 0
+        start = self._used
+        self._used += -(-length // _ALIGNMENT) * _ALIGNMENT
+        return self._blocks[-1][start : start + length]
+
+    def release(self) -> None:
+        """Give the memory to the next round or load; nobody may use it afterwards."""
+        _SPARE_BLOCKS.extend(self._blocks)
+        self._blocks.clear()
+        self._used = _BLOCK_BYTES
+        del _SPARE_BLOCKS[_SPARE_BYTES // _BLOCK_BYTES :]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundElements:
+    """The elements that a rank has read in a round, by the keys of tensors, and their memory."""
+
+    parts: Mapping[str, LocalParts]
+    memory: ReadMemory
+
+
 @dataclass(frozen=True, slots=True)
 class PartialSum:
     """The CRC-32 of bytes ``start:stop`` of a chunk's payload, as a rank has read them.
@@ -146,24 +194,25 @@ class ChunkReader:
             for read in reads:
                 self._guarded(read, partial(self._check, read, ()))
 
-    def read(self, number: int, is_checked: bool) -> Mapping[str, LocalParts]:
-        """Read this rank's ranges of a round, and return their elements by the keys of tensors.
+    def read(self, number: int, is_checked: bool) -> RoundElements:
+        """Read this rank's ranges of a round, and return their elements.
 
         Args:
             is_checked: `check` has been called; else they are checked now.
         """
+        memory = ReadMemory()
         elements: defaultdict[str, list[tuple[_Read, Sequence[Tensor]]]] = defaultdict(list)
         for reads in self._near_reads(self._rounds[number]):
-            raw_bytes = self._guarded(reads[0], partial(self._raw_bytes, reads)) or [None] * len(reads)
+            raw_bytes = self._guarded(reads[0], partial(self._raw_bytes, reads, memory)) or [None] * len(reads)
             for read, raw in zip(reads, raw_bytes, strict=True):
                 parts: Sequence[Tensor] | None
                 if raw is not None and read.digest and read.digest == xxhash.xxh3_128_digest(raw):
                     parts = _split(read, raw)
                 else:
-                    parts = self._guarded(read, partial(self._elements, read, raw, is_checked))
+                    parts = self._guarded(read, partial(self._elements, read, raw, memory, is_checked))
                 if read.boxes:
                     elements[read.tensor.key].append((read, _zeros(read) if parts is None else parts))
-        return {key: _joined(of_tensor) for key, of_tensor in elements.items()}
+        return RoundElements({key: _joined(of_tensor) for key, of_tensor in elements.items()}, memory)
 
     def _guarded(self, read: _Read, action: Callable[[], T]) -> T | None:
         """Return what an action returns; note its error as a fault of the read's file, and return None."""
@@ -194,18 +243,18 @@ class ChunkReader:
             return False
         return read.offset <= last.end + _GAP_BYTES and read.end - first.offset <= BAND_BYTES
 
-    def _raw_bytes(self, reads: Sequence[_Read]) -> Sequence[memoryview | None]:
+    def _raw_bytes(self, reads: Sequence[_Read], memory: ReadMemory) -> Sequence[memoryview | None]:
         """Read the bytes of reads that are near each other; None for one alone, which is checked band by band."""
         if len(reads) == 1:
             return [None]
         start = reads[0].offset // _ALIGNMENT * _ALIGNMENT
         stop = max(read.end for read in reads)
-        raw = np.empty(stop - start, np.uint8).data
+        raw = memory.allocate(stop - start)
         for _ in self._payloads.fill_bands(Extent(reads[0].file, start, stop - start), raw):
             pass
         return [raw[read.offset - start : read.end - start] for read in reads]
 
-    def _elements(self, read: _Read, raw: memoryview | None, is_checked: bool) -> Sequence[Tensor]:
+    def _elements(self, read: _Read, raw: memoryview | None, memory: ReadMemory, is_checked: bool) -> Sequence[Tensor]:
         """Return the elements of each box of a read, after checking them unless that was done before."""
         if not read.boxes:  # read for the checksum of the chunk alone
             if not is_checked:
@@ -214,7 +263,7 @@ class ChunkReader:
         if read.length == UNKNOWN:
             return [*self._gathered(read, is_checked)]
         if raw is None:
-            raw = np.empty(read.length, np.uint8).data
+            raw = memory.allocate(read.length)
             parts: Iterable[memoryview] = self._payloads.fill_bands(read.extent, raw)
         else:
             parts = (raw,)

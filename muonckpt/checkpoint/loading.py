@@ -56,7 +56,7 @@ from .all_ranks import (
 )
 from .attestation import TensorPrint, attest_loaded
 from .bits import dtype_name
-from .chunk_reader import ChunkReader, PartialSum, judge_sums
+from .chunk_reader import ChunkReader, PartialSum, RoundElements, judge_sums
 from .live_state import NO_PARTS, LiveState, LocalParts, RankState, prove_asked_whole, refuse_no_state_dict
 from .matching import RankRequest, dropped_by_torch, judge, match, selection
 from .reading_plan import FileReaders, JointRequest, ReadingPlan
@@ -248,7 +248,7 @@ class JointLoad:
         self._plan: ReadingPlan
         self._reader: ChunkReader
         self._is_checked_before = True
-        self._kept: Mapping[str, LocalParts] | None = None
+        self._kept: RoundElements | None = None
         """The elements that this rank has read, if all ranks keep theirs until they are checked."""
         self._raw_items: dict[str, bytes] = {}
         self._sources: Mapping[str, str] = {}
@@ -418,14 +418,20 @@ class JointLoad:
         self._exchange_items(agreement.request.objects, device)
         for of_round, elements in zip(rounds, self._elements_by_round(), strict=True):
             transfer = Transfer(
-                partial(_parts_of, elements), self._live.local, of_round.moves, of_round.stages, self.group, device
+                partial(_parts_of, elements.parts),
+                self._live.local,
+                of_round.moves,
+                of_round.stages,
+                self.group,
+                device,
             )
             transfer.run()
             failure = failure or transfer.failure
+            elements.memory.release()
         self._kept = None
         return failure
 
-    def _elements_by_round(self) -> Iterator[Mapping[str, LocalParts]]:
+    def _elements_by_round(self) -> Iterator[RoundElements]:
         """Yield the elements that this rank reads; the next ones are read while these are exchanged."""
         if not self._plan.rounds:
             return
