@@ -115,6 +115,7 @@ def reader(path: Location) -> Reader:
         text = read_text_file(file).decode()
     except UnicodeDecodeError as error:
         raise DamageError(f"{file}: expected UTF-8: {error}") from error
+    # The record of buffers says where the elements of each tensor are; chunks that the index lists must agree.
     try:
         manifest = Manifest.from_json(text)
         stored = []
@@ -125,6 +126,7 @@ def reader(path: Location) -> Reader:
     except (SourceError, KeyError, TypeError, ValueError, AttributeError) as error:
         kind = type(error) if isinstance(error, SourceError) else DamageError
         raise kind(f"{file}: {type(error).__name__}: {error}") from error
+    # The files must reach as far as the buffers and items in them.
     named_extents = [(blob.item, repr(blob.key)) for blob in manifest.blobs]
     for number, buffer in enumerate(stored):
         named_extents += [(extent, f"buffer {number}") for extent in buffer.places if extent.length]

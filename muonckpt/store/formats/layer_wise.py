@@ -54,10 +54,7 @@ _OPTION = ("layer_wise", "param_groups")
 
 
 def reader(path: Location) -> Reader:
-    """Read the files of a directory.
-
-    Of elements it reads only the first few thousand of each parameter, to compare them with the weights, if there are
-    any.  Options of groups become items in memory, whose extents name the description as their file.
+    """Read the files of a directory; of elements only some of each parameter, to compare them with the weights.
 
     Raises:
         SourceError: there is no description, or a file is missing, damaged or contradicts the description.
@@ -74,7 +71,7 @@ def reader(path: Location) -> Reader:
     for member in first.members:
         params[member.group].append(member.parameter.name)
 
-    # Options, and state that is no tensor, become items.
+    # Options, and state that is no tensor, become items in memory, under the name of the description.
     items = ItemsInMemory(next(name for name in DESCRIPTION_PARSERS if (path / name).is_file()))
     for number, options in _options(files, params):
         for option, value in options.items():
@@ -93,6 +90,7 @@ def reader(path: Location) -> Reader:
         provenance["buffers"] = [buffer.to_json() for buffer in _buffers(first.shares, first.states)]
         manifest = Manifest(tuple(first.records), tuple(items.blobs), provenance)
         return Reader(manifest, Payloads(path, items.in_memory))
+    # Joined tensors may have parts of a storage, which the checksum of the whole storage still checks.
     records = tuple(_join_parts(parts, description.tensor_parallel))
     manifest = Manifest(records, tuple(items.blobs), {**provenance, "tensor_parallel": len(parts)})
     stored_records = chain.from_iterable(part.records for part in parts)
@@ -113,12 +111,15 @@ class _Part:
 
 
 def _part(path: Location, description: Description, folder: str) -> _Part:
+    # The description and the weights say which parameters there are, and its algorithm who owns them.
     names = description.files or _files(path / folder.rstrip("/") if folder else path)
     files = [read_rank_file(path, f"{folder}{name}") for name in names]
     model = read_weights(path, f"{folder}{description.model}") if description.model else None
     weights = model.weights if model else {}
     members = description.selected([(name, weight.shape, weight.dtype) for name, weight in weights.items()])
     shares = deal(description, members, len(files))
+
+    # What the files say of themselves must not contradict it.
     for group, expert in {(member.group, member.parameter.expert) for member in members}:
         for file in files:
             stored = file.groups[group].options.get(_EXPERTS, expert) if group < len(file.groups) else expert
@@ -140,6 +141,7 @@ def _join_parts(parts: Sequence[_Part], parallelism: TensorParallelism) -> Itera
     Raises:
         SourceError: the ranks have other tensors, other numbers, or parts that do not fit.
     """
+    # Each rank has the same parameters, and the same of what is not a tensor.
     first, folders = parts[0], parallelism.folders
     for rank, part in enumerate(parts):
         if [member.parameter for member in part.members] != [member.parameter for member in first.members]:
@@ -151,12 +153,16 @@ def _join_parts(parts: Sequence[_Part], parallelism: TensorParallelism) -> Itera
                 raise SourceError(
                     f"state of {name!r} is {expected_values} in {folders[0]}, {values} in {part.files[0]}"
                 )
-    tables = [{record.key: record for record in part.records} for part in parts]
-    for folder, table in zip(folders, tables, strict=True):
-        if differing := sorted(table.keys() ^ tables[0].keys()):
+    # Each tensor is joined of its parts.
+    by_key: defaultdict[str, list[StateRecord]] = defaultdict(list)
+    for folder, part in zip(folders, parts, strict=True):
+        keys = {record.key for record in part.records}
+        if differing := sorted(keys ^ (by_key.keys() or keys)):
             raise SourceError(f"only one of {folders[0]} and {folder} has {differing[0]!r}")
-    for key, record in tables[0].items():
-        yield parallelism.join(record.name or key.removeprefix("model."), [table[key] for table in tables])
+        for record in part.records:
+            by_key[record.key].append(record)
+    for key, records in by_key.items():
+        yield parallelism.join(records[0].name or key.removeprefix("model."), records)
 
 
 def _plain_values(state: ParameterState) -> dict[str, object]:
@@ -179,11 +185,10 @@ def _named_states(
 ) -> Iterator[tuple[str, ParameterState]]:
     """Yield each parameter's state by name; raise `SourceError` where a group cannot have those of its share."""
     counts = {len(file.groups) for file in files}
-    if len(counts) > 1 or any(group >= max(counts) for _, group in shares.names):
-        raise SourceError(
-            f"the ranks' files have {sorted(counts)} parameter groups, the description has "
-            f"{1 + max(group for _, group in shares.names)}"
-        )
+    num_groups = 1 + max(group for _, group in shares.names)
+    if len(counts) > 1 or num_groups > max(counts):
+        raise SourceError(f"the ranks' files have {sorted(counts)} parameter groups, the description has {num_groups}")
+    # In each group of each file the shapes of states are those of the parameters that the rank owns, in order.
     for rank, file in enumerate(files):
         for number, group in enumerate(file.groups):
             names = shares.names.get((rank, number), ())
@@ -279,6 +284,7 @@ class ModelWeights:
                         f"expected a weight {name!r} of shape {master.shape} in {self.folder}, and a float32 master; "
                         f"found {stored}, and {master.dtype}"
                     )
+                # The first rows of the weight's first chunk, and the same part of the master.
                 box = chunks[0].box
                 rows = slice(max(1, _COMPARED_ELEMENTS * box.shape[0] // box.numel)) if box.shape else ()
                 words = as_words(payloads.view(master.chunk.item), master.dtype, master.shape)

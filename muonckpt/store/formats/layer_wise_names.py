@@ -1,8 +1,7 @@
 """Megatron's layer-wise optimizer files: one file, the parts of tensor-parallel ranks, and the names that no file has.
 
-A file lists states by number: parameter groups in order, in each the parameters that its rank owns.  Owners and order
-follow from the parameters and the algorithm that dealt them, which the user describes in ``layer_wise.toml`` or
-``.json``: docs/formats/layer_wise.md.  Nothing is guessed.
+A file lists states by number: in each parameter group those of the parameters that its rank owns.  Owners and order
+follow from the parameters and the algorithm that dealt them, which the user describes: docs/formats/layer_wise.md.
 
 Sources (Megatron core 0.19.2): ``state_dict`` of ``Float16OptimizerWithFloat16Params``, ``FP32Optimizer`` and
 ``ChainedOptimizer`` in ``optimizer.py``; ``_shard_params_from_layout`` and ``_shard_params_ping_pong`` of
@@ -88,6 +87,7 @@ def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
     masters_by_group = expect(list, entries.get("fp32_from_fp16_params", [[] for _ in groups]))
     all_ids = []
     for group, group_masters in zip(map(_mapping, groups), masters_by_group, strict=True):
+        # The states of its parameters, with their masters.
         if PARAMS not in group:
             keys = sorted(map(str, group))
             raise DamageError(f"expected the parameters of a group under {PARAMS!r}, found {keys!s:.200}")
@@ -100,6 +100,7 @@ def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
             group_states.append({str(slot): _value(file, value) for slot, value in slots})
         for state, master in zip(group_states, masters, strict=False):
             state[MASTER] = file.tensor(master)
+        # Its options.
         options: dict[str, object] = {}
         for key, value in group.items():
             if key != PARAMS:
@@ -107,6 +108,7 @@ def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
                     options[str(key)] = _option(value)
         all_ids += ids
         yield RankGroup(options, tuple(group_states))
+    # Each state belongs to one group.
     if len(set(all_ids)) != len(all_ids) or set(all_ids) != states.keys():
         raise SourceError(f"its groups list {len(all_ids)} parameters, it has the state of {len(states)}")
 
@@ -132,14 +134,14 @@ def _scalar(value: object) -> bool | int | float | str | None:
 
 
 # A tensor-parallel rank has a range of a dim, or with ``interleaved`` several: a fused gate and up half are ``g0 u0``
-# on rank 0 and ``g1 u1`` on rank 1, which is ``g0 g1 u0 u1`` when joined.  What no rank cuts, every rank has whole.
+# on rank 0 and ``g1 u1`` on rank 1, which is ``g0 g1 u0 u1`` when joined.  A tensor that is not cut is on every rank.
 # Source: ``_initialize_affine_weight_cpu`` of Megatron's ``tensor_parallel/layers.py`` (its ``stride`` is
-# ``interleaved`` here), and ``set_tensor_model_parallel_attributes`` for what masters say of themselves.
+# ``interleaved`` here), and ``set_tensor_model_parallel_attributes`` for the attributes of masters.
 
 
 @dataclass(frozen=True, slots=True)
 class TensorCut:
-    """A cut, along ``dim``, of parameters that fit a shell pattern; each rank has ``interleaved`` ranges.
+    """Cuts parameters that fit a shell pattern along ``dim``; each rank has ``interleaved`` ranges.
 
     Raises:
         SourceError: it cuts no dim, or ranges of another dim than the first.
@@ -264,7 +266,7 @@ DESCRIPTION_PARSERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ListedParameter:
-    """A parameter, the number of its parameter group, and for an expert its expert-parallel rank (``part``)."""
+    """Lists a parameter, the number of its parameter group, and an expert's expert-parallel rank (``part``)."""
 
     parameter: Parameter
     group: int = 0
@@ -290,7 +292,7 @@ class Description:
     Attributes:
         algorithm: one of `_ORDERS`.
         members: the parameters, in forward order.
-        model, groups: instead of members a model's checkpoint, and the selection of each group.
+        model, groups: instead of members a model's checkpoint, and each group's selection of it.
         files: names of the ranks' files, in order; if empty, ``layer_wise_optimizer_{rank}.pt``.
         experts: size of expert parallelism: the ranks ``e, e + experts, …`` have the experts of part ``e``.
         bucket_size, busbw: options of the run's buffers.
