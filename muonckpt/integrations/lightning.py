@@ -169,6 +169,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             MuonckptError: as `muonckpt.load`; then nothing has been loaded.  Or a running save has failed.
         """
         self._settle()
+        # The template: live tensors, and what the Trainer keeps, which stock checkpoints have in a file of its own.
         path = self.broadcast(str(checkpoint_path))
         stock = (Path(path) / STOCK).is_file()
         state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
@@ -176,6 +177,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
         if not stock:
             state[TRAINER] = b""
+        # A copy in memory may be newer.
         report = self._from_memory(path, state) or load(
             state, path, allow_extra=not self.optimizers, fresh=self._fresh if self.optimizers else ()
         )

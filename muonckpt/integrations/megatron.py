@@ -102,6 +102,7 @@ def config_to_kwargs(config: Any, model_chunks: Sequence[Any], process_groups: A
         ValueError: it asks for tensor parallelism, for decay that is not decoupled, or for an unknown coefficient type,
             scale mode or precision.
     """
+    # Matrices have to be whole.
     for name in ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat"):
         group = getattr(process_groups, name, None)
         if group is not None and group.size() > 1:
@@ -111,6 +112,7 @@ def config_to_kwargs(config: Any, model_chunks: Sequence[Any], process_groups: A
             )
     if not config.decoupled_weight_decay:
         raise ValueError("decoupled_weight_decay=False: decay is decoupled here (p *= 1 - lr * weight_decay)")
+    # Layer-wise, each rank has matrices of its own; else all ranks have replicas of all.
     layer_wise = config.use_layer_wise_distributed_optimizer or config.optimizer.startswith("dist_")
     shared = {"replicas": process_groups.dp_cp, "experts": getattr(process_groups, "expt_dp", None)}
     return {

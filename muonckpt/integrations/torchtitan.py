@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Annotated, Any
 
 import tyro
@@ -85,17 +86,14 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc]
             Muon.for_model(part, lr=config.lr, adamw_lr=config.adamw_lr, rules=config.rules, **config.options)
             for part in model_parts
         ]
+        # State has the names that torchtitan uses, whatever wraps the modules.
         for number, (part, optimizer) in enumerate(zip(model_parts, self.optimizers, strict=True)):
             name_of = {parameter: canonical_fqn(name) for name, parameter in part.named_parameters()}
             for group in optimizer.param_groups:
                 group["param_names"] = [name_of[parameter] for parameter in group["params"]]
             logger.info(f"Muon (model_part={number}):\n{optimizer.report()}")
-        parameters = [
-            parameter
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
+        parameters = list(chain.from_iterable(group["params"] for group in groups))
         self._validate_params(parameters)
         self._post_init(parameters)
 
@@ -169,6 +167,7 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
             place = self._create_checkpoint_id(curr_step)
             if self._copies is not None:
                 self._copies.record_parent(curr_step, place)
+            # A program that a signal has asked to stop ends when the checkpoint is there.
             self._signals.ask(place)
             if self._signals.then == "stop" and self.save_future is not None:
                 self._wait_for_saving()
@@ -220,6 +219,7 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         Raises:
             MuonckptError: as `muonckpt.load`.
         """
+        # Whoever asks for a step wants that of the disk.
         if self._copies is not None and step == -1:
             states = self._states_to_load(False)
             everything = not self.exclude_from_loading
