@@ -7,7 +7,7 @@ equal boxes together, and `kernels` by Triton, in a few launches.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol, cast
@@ -251,6 +251,16 @@ def params_by_first_stage(schedule: Schedule, count: int) -> list[list[int]]:
     return lists
 
 
+@dataclass(frozen=True, slots=True)
+class StackCopies:
+    """Copies to a memory in which a batch's units lie end to end, from this rank's tensors and the wire, and back."""
+
+    local: list[EqualBoxes]
+    local_back: list[EqualBoxes]
+    receives: list[tuple[View, View]]
+    sends: list[tuple[View, View]]
+
+
 class TorchElementwise:
     """The element-wise backend that runs everywhere.  Blocks are sorted out once for a set of parameters with
     gradients.
@@ -266,22 +276,26 @@ class TorchElementwise:
         self._copies, self._specs, self._shapes, self._device = SlotCopies(schedule), specs, shapes, device
         self._units = schedule.units
         self._params = np.array([unit.param for unit in schedule.units], np.int64)
-        self._is_active: tuple[bool, ...] = ()
-        self._blocks: dict[Hashable, list[EqualBoxes]] = {}
-        self._view_pairs: dict[Hashable, list[tuple[View, View]]] = {}
         self._params_of_stages = params_by_first_stage(schedule, len(specs))
-        self._equal_momenta: list[list[list[int]]] = [[] for _ in schedule.stages]
+        self._is_active: tuple[bool, ...] | None = None
+        self._equal_momenta: list[list[list[int]]] = []
+        self._update_blocks: list[list[EqualBoxes]] = []
+        self._result_blocks: list[list[EqualBoxes]] = []
+        self._stacks: dict[tuple[int, int], StackCopies] = {}
 
     def begin(self, local: LocalTensors) -> None:
         if local.is_active != self._is_active:
-            self._is_active, self._blocks, self._view_pairs = local.is_active, {}, {}
+            self._is_active = local.is_active
             self._equal_momenta = [local.equal_momenta(params) for params in self._params_of_stages]
+            self._update_blocks = [self._blocks(local, table, back=False) for table in self._copies.update_sends]
+            self._result_blocks = [self._blocks(local, table, back=True) for table in self._copies.result_receives]
+            self._stacks = {}
 
     def locate(self, local: LocalTensors) -> None:
         return None  # every use does so
 
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        for block in self._update_sends(local, stage):
+        for block in self._update_blocks[stage]:
             rate = 1 - local.groups[block.params[0]].get("momentum", 0.0)
             codec, stored, boxes = _stored_boxes(local, block)
             gradients = [cast("Tensor", local.gradients[param]) for param in block.params]
@@ -291,48 +305,46 @@ class TorchElementwise:
         local.accumulate(self._equal_momenta[stage])
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        for block in self._update_sends(local, stage):
+        for block in self._update_blocks[stage]:
             block.write(wire, self._updates(local, block, _decoded_momenta(local, block)))
 
     def assemble(self, local: LocalTensors, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
-        first = next(iter(sizes))
-        dtype = self._spec(first).slots[0].there
+        copies, dtype = self._stack_copies(local, stage, sizes), self._spec(next(iter(sizes))).slots[0].there
         stack = torch.empty(sum(sizes.values()), dtype=dtype, device=self._device)
-        # Parts that rest on this rank do not travel.
-        copies = lambda: self._copies.local(stage, sizes, dtype.itemsize)  # noqa: E731
-        for block in self._equal_boxes(("local", stage, first), local, copies, back=False):
+        # Parts that rest on this rank do not travel; all others have arrived on the wire.
+        for block in copies.local:
             block.write(stack.view(torch.uint8), self._updates(local, block, _decoded_momenta(local, block)))
-        # All other parts have arrived on the wire.
-        receives = lambda: self._copies.update_receives(stage, sizes)  # noqa: E731
-        for memory_view, wire_view in self._pairs(("receives", stage, first), receives, dtype):
-            memory_view.of(stack).copy_(wire_view.of(wire.view(dtype)))
+        for stack_view, wire_view in copies.receives:
+            stack_view.of(stack).copy_(wire_view.of(wire.view(dtype)))
         return stack
 
     def release(self, local: LocalTensors, stage: int, sizes: Sizes, results: Tensor, wire: Tensor) -> None:
-        first = next(iter(sizes))
-        dtype = self._spec(first).slots[0].back
-        sends = lambda: self._copies.result_sends(stage, sizes)  # noqa: E731
-        for memory_view, wire_view in self._pairs(("sends", stage, first), sends, dtype):
-            wire_view.of(wire.view(dtype)).copy_(memory_view.of(results))
-        copies = lambda: self._copies.local(stage, sizes, dtype.itemsize)  # noqa: E731
-        for block in self._equal_boxes(("local back", stage, first), local, copies, back=True):
+        copies = self._stack_copies(local, stage, sizes)
+        for stack_view, wire_view in copies.sends:
+            wire_view.of(wire.view(results.dtype)).copy_(stack_view.of(results))
+        for block in copies.local_back:
             self._apply(local, block, block.read(results.view(torch.uint8)))
 
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        copies = lambda: self._copies.result_receives[stage]  # noqa: E731
-        for block in self._equal_boxes(("result", stage), local, copies, back=True):
+        for block in self._result_blocks[stage]:
             self._apply(local, block, block.read(wire))
 
-    def _update_sends(self, local: LocalTensors, stage: int) -> Sequence[EqualBoxes]:
-        return self._equal_boxes(("update", stage), local, lambda: self._copies.update_sends[stage], back=False)
+    def _stack_copies(self, local: LocalTensors, stage: int, sizes: Sizes) -> StackCopies:
+        key = stage, next(iter(sizes))
+        if key not in self._stacks:
+            slot = self._spec(key[1]).slots[0]
+            there, back = slot.there.itemsize, slot.back.itemsize
+            self._stacks[key] = StackCopies(
+                self._blocks(local, self._copies.local(stage, sizes, there), back=False),
+                self._blocks(local, self._copies.local(stage, sizes, back), back=True),
+                view_pairs(self._copies.update_receives(stage, sizes), there),
+                view_pairs(self._copies.result_sends(stage, sizes), back),
+            )
+        return self._stacks[key]
 
-    def _equal_boxes(
-        self, key: Hashable, local: LocalTensors, copies: Callable[[], Copies], *, back: bool
-    ) -> Sequence[EqualBoxes]:
-        if key not in self._blocks:
-            kind_of = lambda unit: self._kind(local, unit, back=back)  # noqa: E731
-            self._blocks[key] = equal_boxes(copies(), self._params, self._is_active, kind_of, self._shapes.__getitem__)
-        return self._blocks[key]
+    def _blocks(self, local: LocalTensors, copies: Copies, *, back: bool) -> list[EqualBoxes]:
+        kind_of = lambda unit: self._kind(local, unit, back=back)  # noqa: E731
+        return equal_boxes(copies, self._params, local.is_active, kind_of, self._shapes.__getitem__)
 
     def _kind(self, local: LocalTensors, unit: int, *, back: bool) -> BoxKind:
         """Return the kind of a unit's boxes: those of one kind have one rate, and are computed in one dtype."""
@@ -342,11 +354,6 @@ class TorchElementwise:
             self._spec(unit).scale(*self._units[unit].rows_columns),
             (id(local.groups[param]), local.momenta[param].dtype, weight.dtype, weight.device),
         )
-
-    def _pairs(self, key: Hashable, copies: Callable[[], Copies], dtype: torch.dtype) -> list[tuple[View, View]]:
-        if key not in self._view_pairs:
-            self._view_pairs[key] = view_pairs(copies(), dtype.itemsize)
-        return self._view_pairs[key]
 
     def _spec(self, unit: int) -> Spec:
         return self._specs[self._units[unit].param]
