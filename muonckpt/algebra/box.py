@@ -106,6 +106,7 @@ def ranges_of(shape: Sequence[int], selection: Selection) -> list[int | range]:
         length = shape[dim]
         if isinstance(index, int) and not -length <= index < length:
             raise IndexError(f"the indices 0 to {length - 1} in dim {dim}, not {index}")
+        # Python's own ranges clip slices and count from the end.
         selected: int | range = range(length)[index]
         if isinstance(selected, range) and selected.step != 1:
             raise IndexError(f"slices with a step of 1 only, found {index}")

@@ -77,6 +77,7 @@ def box_shares(values: NDArray[np.unsignedinteger], origin: Index) -> list[int]:
     if values.itemsize == 8:
         values = np.ascontiguousarray(values)[..., np.newaxis].view(np.uint32)
         origin = (*origin, 0)
+    # All boxes share the weights of their elements.
     weights = _outer(0, values.shape[1:], origin)
     shares: list[int] = np.einsum("ij,j->i", values.reshape(len(values), -1), weights).tolist()
     return shares

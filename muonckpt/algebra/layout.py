@@ -119,6 +119,7 @@ class TensorLayout:
         """Make the layout of fragments that are rows of arrays; ``corners`` are those of each fragment's box."""
         rows = np.concatenate(corners, axis=1)
         boxes: dict[Hashable, int] = {}
+        # Equal rows are equal bytes: boxes are numbered by them, in order of first appearance.
         keys = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel().tolist()
         box = np.array([boxes.setdefault(key, len(boxes)) for key in keys], np.int64)
         first = np.flatnonzero(np.diff(np.maximum.accumulate(box), prepend=-1))

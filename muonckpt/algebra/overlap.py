@@ -75,6 +75,7 @@ def tile(shape: IntArray, lo: IntArray, hi: IntArray) -> bool:
     cuts are; and only for those, but for a chance of at most ``(d / 2 ** 31) ** 4`` if the distances are random.
     They are secret, too: nobody can choose boxes for which they would add up.
     """
+    # The last column is the volume of the shape itself.
     volumes = np.ones((_LANES, len(lo) + 1), np.uint64)
     for d, size in enumerate(shape.tolist()):
         cuts, cut = np.unique(np.concatenate((lo[:, d], [0], hi[:, d], [size])), return_inverse=True)

@@ -180,6 +180,7 @@ def _algorithm(group: ParamGroup) -> str:
 def _our_options(group: ParamGroup, params: Sequence[Tensor], betas: tuple[float, float]) -> dict[str, Any]:
     """Return a group's options in our names, without those that its algorithm does not read in dion."""
     algorithm = _algorithm(group)
+    # Options of ours stay; those of dion get our names, where the algorithm reads them.
     options = {name: value for name, value in group.items() if name not in DION_OPTIONS}
     options |= {common: group[name] for name, common in OPTIONS[algorithm].items() if name in group}
     if algorithm == "muon":

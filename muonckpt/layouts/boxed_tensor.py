@@ -57,6 +57,7 @@ class BoxedTensor(Tensor):
     ) -> BoxedTensor:
         for part in parts.values():
             dtype, device = dtype or part.dtype, device or part.device
+        # The wrapper has no memory of its own.
         boxed: BoxedTensor = Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype or torch.get_default_dtype(), device=torch.device(device or "cpu")
         )
@@ -165,6 +166,7 @@ def _placed_parts(tensor: DTensor) -> Parts:
 
 def _declared_parts(tensor: Any) -> Iterator[tuple[Index, Tensor]]:
     for number, chunk in enumerate(tensor.__create_chunk_list__()):
+        # Empty chunks have no elements to ask for.
         if 0 in chunk.sizes:
             continue
         part: Tensor = tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number))

@@ -273,6 +273,7 @@ def _along(
     cuts: list[tuple[Shard | StridedShard, int]] = []
     number = np.zeros(len(positions), np.int64)
     for placement, parts, step in zip(placements, mesh.shape, row_major(mesh.shape), strict=True):
+        # A rank's coordinates on the axes that cut this dim, in their order, number its share.
         if not isinstance(placement, Replicate) and placement.dim == dim:
             cuts.append((placement, parts))
             number = number * parts + positions // step % parts

@@ -75,10 +75,12 @@ class OptimizerKey(NamedTuple):
     def _readings(cls, path: KeyPath, word: str) -> Iterator[OptimizerKey]:
         if len(path) > 2 and path[-3] == word:
             yield cls(KeyPlace(path[:-3]), str(path[-2]), str(path[-1]))
+        # Flat keys may have a prefix, and names may contain the word: one reading for each place where it stands.
         last = str(path[-1])
         for match in _AFTER_DOT[word].finditer(last) if word in last else ():
             name, _, leaf = last[match.end() :].rpartition(".")
             prefix = last[: match.start()]
+            # Braces are fields in templates, and no template could have such a prefix.
             if name and leaf and not {"{", "}"} & set(prefix):
                 yield cls(KeyPlace(path[:-1], prefix, True), name, leaf)
 
@@ -90,6 +92,7 @@ def optimizers_of(paths: Iterable[KeyPath]) -> set[KeyPlace]:
     """Return the places of all optimizers, by their parameter groups, which may be one item."""
     places = set[KeyPlace]()
     for path in paths:
+        # Stock DCP may store all groups as one item, so that the path ends there.
         if PARAM_GROUPS in path:
             places |= {KeyPlace(path[:depth]) for depth, part in enumerate(path) if part == PARAM_GROUPS}
         elif path:

@@ -141,6 +141,7 @@ def in_globs(names: Collection[str], other_names: Iterable[str]) -> list[str]:
     for name in names:
         members_by_glob[unnumbered(escape(name))].append(name)
     globs: list[str] = []
+    # A glob that would match another name is spelled out.
     for glob, members in members_by_glob.items():
         is_common = len(members) > 1 and not any(fnmatchcase(name, glob) for name in other_names)
         globs += [glob] if is_common else map(escape, members)
@@ -450,6 +451,7 @@ def scheduler_misfit(saved: Sequence[Any], live: Sequence[Any]) -> str | None:
     """
     then, now = list(map(_rate, saved)), list(map(_rate, live))
     fits = len(then) == len(now) and all(None in pair or same_value(*pair) for pair in zip(then, now, strict=True))
+    # Without an initial rate no scheduler was made.
     if fits or set(then) == {None}:
         return None
     return (

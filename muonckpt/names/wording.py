@@ -52,6 +52,7 @@ def find_heads(names: Sequence[str], matrices: Sequence[str]) -> set[str]:
     counts = Counter(patterns)
     if unique := [name for name, pattern in zip(names, patterns, strict=True) if counts[pattern] == 1]:
         return {unique[-1]}
+    # No name is unique: a head of several layers stands at the end.
     layers = [name for name, pattern in zip(names, patterns, strict=True) if pattern == patterns[-1]]
     if {*layers} != {*matrices[-len(layers) :]}:
         return set()

@@ -78,6 +78,7 @@ def _schedule(common: OptionValues) -> tuple[Triple, ...] | None:
     if "ns_steps" not in common:
         is_constant = polynomials.steps == (polynomials.tail,) and polynomials.norm_scale == 1
         return polynomials.steps if is_constant else None
+    # Dividing the matrix by a margin is the same as scaling the first polynomial.
     (a, b, c), *further = polynomials.schedule(common["ns_steps"])
     margin = polynomials.norm_scale
     return ((a / margin, b / margin**3, c / margin**5), *further)
@@ -145,6 +146,7 @@ def equal_parts(option: str, always: bool) -> Coding:
         return _equal_parts(options.get(option, 1), shape)
 
     def write(common: OptionValues, shape: Index) -> OptionValues | None:
+        # Pieces of unequal heights have no count.
         count = _count(common, shape) if common else 1
         if count is None:
             return None

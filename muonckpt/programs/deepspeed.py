@@ -26,6 +26,7 @@ def _write_form(common: OptionValues, shape: Index) -> OptionValues | None:
         return {}
     restarts = common["gram"]
     options = {**common, "gram": restarts if restarts is None else tuple(restarts)}
+    # A form fits if it has all the options that the source says.
     for word, form in _FORMS.items():
         if options.items() <= form.items():
             return {"ns_method": word}

@@ -158,6 +158,7 @@ def keys_of(manifest: Manifest) -> Keys:
     # The model is where tensors have the names of the parameters, which some optimizers number.
     numbered = {p for p, names in names_by_place.items() if not p.flat and all(map(NUMBER.fullmatch, names))}
     names = set[str]().union(*(names for place, names in names_by_place.items() if place not in numbered))
+    # What is no state may be a weight.
     weights = [tensor.path for tensor in manifest.tensors if tensor.path not in state]
     return Keys(
         tuple(sorted(names_by_place, key=_number_order)),
@@ -258,6 +259,7 @@ def with_slots(manifest: Manifest) -> Manifest:
 
 def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
     """Return the manifest with parameters and slots as this dialect's keys name them, where it does not record them."""
+    # Numbers of several optimizers collide, so a recorded slot is read again with its optimizer.
     numbered = dialect.chained and dialect.numbered
 
     def with_slot(tensor: StateRecord) -> StateRecord:
@@ -369,6 +371,7 @@ def confirm(manifest: Manifest, detected: Detected, groups: Iterable[Mapping[str
         return detected
     for options in groups:
         for option, expected in dialect.options.misfits(options).items():
+            # A value that the program would never write voids the claim of a closed table.
             doubt = (
                 f"its groups have {option}={options[option]!r}, where {dialect.who} has {expected}, so another program "
                 f"wrote it; {_NAME_IT}"

@@ -46,6 +46,7 @@ class Template:
         depth = len(self.root)
         if len(path) != depth + len(self.parts) or path[:depth] != self.root:
             return None
+        # Every part of the path matches the pattern of its own part of the template.
         fields: dict[str, str] = {}
         for pattern, part in zip(map(_pattern, self.parts), path[depth:], strict=True):
             match = pattern.fullmatch(str(part))

@@ -25,6 +25,7 @@ def _methods(*slot_sets: Mapping[str, str]) -> tuple[StoredMethod, ...]:
     for slots in slot_sets:
         momentum, moments = {"momentum": "momentum_buffer"}, {"first": "exp_avg", "second": "exp_avg_sq"}
         muon_options, adamw_options = {**RATES, "momentum": "momentum"}, {**RATES, "eps": "eps", "step": "step"}
+        # AdamW's step is an option of its group, or one of the additional slots.
         methods += [
             StoredMethod("muon", {**momentum, **slots}, muon_options, (), _IDLE, family="megatron"),
             StoredMethod("adamw", {**moments, **slots}, adamw_options, (betas("betas"),), _IDLE, family="megatron"),
@@ -43,6 +44,7 @@ _ITEMS = frozenset(
 _BUCKETS = frozenset({"*optimizer.distributed.dp_group_idx_*"})
 """State of Megatron's distributed optimizer in `dp_reshardable` form: flat buckets without the names in them."""
 
+# Constants of the run that Megatron has on its command line, and not in the checkpoint.
 _HINTS = {
     "ns": "Megatron's --muon-coefficient-type",
     "ns_steps": "Megatron's --muon-num-ns-steps",

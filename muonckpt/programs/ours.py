@@ -51,6 +51,7 @@ _CONVENTION: Mapping[str, object] = {"convention": MUON_CONVENTION.value}
 
 def _method(name: str, extra: Mapping[str, str]) -> StoredMethod:
     matrices, defaults = "momentum" in SLOTS[name], GROUP_OPTIONS[name]
+    # Matrices have the scale of their rate, element-wise methods a pair of decay rates.
     coding = _SCALE if matrices else betas("betas")
     return StoredMethod(
         name,

@@ -71,6 +71,7 @@ def program(name: str | None, option: str = "") -> Dialect | None:
     """
     if name is None:
         return None
+    # Looking for plug-ins takes milliseconds: only for a name that is not built in.
     programs = DIALECTS if name in DIALECTS else with_plugins()
     if name not in programs:
         where = f"{option}: " if option else ""

@@ -25,11 +25,13 @@ def new_group(members: Collection[int], backend: str, timeout: timedelta | None)
         timeout: None: torch's default for this backend.
     """
     ranks = sorted(members)
+    # One count of groups for each set of ranks, in the store that all of them share.
     world, store = c10d._get_default_group(), c10d._get_default_store()
     digest = hashlib.blake2b(repr(tuple(ranks)).encode(), digest_size=16).hexdigest()
     # The store lives as long as the names in it, and each rank counts for itself there, so no process has to remember.
     name = f"muonckpt-{digest}-{store.add(f'muonckpt-{digest}-of-rank-{dist.get_rank()}', 1)}"
     group: dist.ProcessGroup
+    # Under our own name, which torch's public function does not take.
     with _unbound(world):
         group, _ = c10d._new_process_group_helper(
             len(ranks),

@@ -66,6 +66,7 @@ def record_exchange(ranks: Ranks, bits: int) -> None:
     exchanges.count += 1
     exchanges.latest_by_bit |= {bit: exchanges.count for bit in BITS if bits & bit}
     exchanges.num_unheard += bits > 0
+    # A request that nobody hears would be lost without a word.
     if bits and exchanges.num_unheard == PATIENCE:
         warn_on_rank(
             "a signal asked for a checkpoint some steps ago, and there is none yet: write "

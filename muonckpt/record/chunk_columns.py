@@ -95,6 +95,7 @@ class ColumnReader:
         return [Chunks(columns, *place) for place in self._places]
 
     def _boxes(self, number: Any, ndim: int) -> Boxes:
+        # Tensors that are cut alike share one list, which is read once.
         boxes = self._boxes_read.get((number, ndim)) if type(number) is int else None
         if boxes is None:
             if type(number) is not int or not 0 <= number < len(self._box_lists):
@@ -203,6 +204,7 @@ def _texts(columns: Columns, rows: slice) -> Mapping[str, list[str]]:
     extents = columns.item_length(rows), columns.payload(rows), columns.payload_length(rows)
     values: tuple[NDArray[Any], ...] = (columns.file[rows], columns.item[rows], *extents, columns.crc32[rows])
     texts = {name: list(map(str, column.tolist())) for name, column in zip(_NUMBERS, values, strict=True)}
+    # Unknown numbers are null in JSON.
     for name in _OPTIONAL:
         texts[name] = ["null" if text == _UNKNOWN_TEXT else text for text in texts[name]]
     digests = ["null" if digest is None else f'"{digest}"' for digest in columns.digests(rows)]

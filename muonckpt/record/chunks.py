@@ -255,6 +255,7 @@ def in_columns(tensors: Iterable[tuple[Sequence[Chunk], int]]) -> list[Chunks]:
     """
     distinct_boxes, rows = dict[Boxes, Boxes](), list[Row]()
     places: list[tuple[int, Boxes, Strides | None]] = []
+    # Equal boxes become one value, by which layouts are cached.
     for chunks, ndim in tensors:
         boxes = Boxes.of_all([chunk.box for chunk in chunks], ndim)
         strides = tuple(chunk.strides for chunk in chunks)

@@ -88,6 +88,7 @@ class Columns:
         file = _number(names, files)
         for name in names:
             check_name(name)
+        # Numbers are stored as they are, digests as bytes.
         item, item_length, payload, payload_length, sums = (np.array(c, np.int64) for c in (*numbers, crc32))
         extents = item, item_length, payload, payload_length
         return cls.of_extents(tuple(names), file, *extents, *digest_rows(digests), sums)
@@ -230,6 +231,7 @@ class ColumnsBuilder:
 
     def add(self, columns: Columns, start: int, stop: int) -> None:
         """Add the rows from ``start`` to ``stop``."""
+        # Numbers of files and frames are translated once for each source of rows.
         if columns.names not in self._files_of:
             self._files_of[columns.names] = _number(self._files, columns.names)
         if id(columns.frames) not in self._frames_of:
@@ -237,6 +239,7 @@ class ColumnsBuilder:
             self._frames_of[id(columns.frames)] = columns.frames, numbers
         file, item, frame, *checksums = (column[start:stop] for column in columns.arrays)
         file, frame = self._files_of[columns.names][file], self._frames_of[id(columns.frames)][1][frame]
+        # Columns grow as bytes.
         for buffer, column in zip(self._bytes, (file, item, frame, *checksums), strict=True):
             buffer += np.ascontiguousarray(column).data.cast("B") if column.size else b""
         self.rows += stop - start

@@ -43,6 +43,7 @@ def free_form(value: Any) -> dict[str, Any]:
         raise TypeError(f"expected an object, got {value!r:.200}")
     level: list[Any] = [value]
     for _ in range(_MAX_LEVELS):
+        # Go down one level at a time: recursion would end before a hostile nesting does.
         parts = chain.from_iterable(part.values() if isinstance(part, dict) else part for part in level)
         level = [part for part in parts if isinstance(part, dict | list)]
         if not level:

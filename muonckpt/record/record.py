@@ -256,6 +256,7 @@ class Manifest:
 
         Many lines at a time become columns, because all of them as objects can take more memory than there is.
         """
+        # The tensors are between the beginnings of two lists, which only our writer places so.
         start, end = text.find(_TENSORS), text.find(_BLOBS)
         if not 0 < start < end:
             return None
@@ -424,6 +425,7 @@ def names_of(tensors: Iterable[StateRecord]) -> Names:
     for tensor in tensors:
         if tensor.name is not None and tensor.slot is not None:
             names[tensor.key] = f"{tensor.name}.{tensor.slot}", tensor.name
+        # A manifest of another program records no names: keys have them, or numbers.
         elif key := next(OptimizerKey.of_slot(tensor.path), None):
             names[tensor.key] = f"{key.name}.{key.leaf}", key.name
     return names

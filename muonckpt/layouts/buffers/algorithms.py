@@ -224,6 +224,7 @@ def _padded(
     buckets: list[Span] = []
     base = 0
     for number, contents in enumerate(packed):
+        # Shards of a bucket are equal, as the fullest one needs.
         size = round_up(max(start + p.numel for p, _, start in contents), _shard_divisor(ranks, busbw))
         entries |= {p.name: PlacedParameter(p, base + shard * size + start, number) for p, shard, start in contents}
         buckets.append((base, base + ranks * size))
@@ -252,6 +253,7 @@ def legacy_pingpong(
     Raises:
         LayoutError: the groups do not name every parameter once.
     """
+    # Sorting is stable: equal parameters stay in the order of groups.
     in_order = sorted(parameters, key=lambda p: p.expert)
     if groups is not None:
         order = {name: number for number, name in enumerate(chain.from_iterable(groups))}
@@ -325,6 +327,7 @@ def balanced(
     buffers = []
     for group, ranks in _groups(parameters, sizes):
         contents = in_buckets(reversed(group), closes_at(bucket_size))
+        # Neighbours of one owner make one shard.
         by_owner = (sorted(bucket, key=lambda parameter: owners[parameter.name]) for bucket in contents)
         entries, buckets = end_to_end(by_owner, ALIGNMENT, ALIGNMENT)
         shards, options = owner_shards(entries.values(), buckets[-1][1], owners), {"bucket_size": bucket_size}

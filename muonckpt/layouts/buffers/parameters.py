@@ -93,6 +93,7 @@ def split(parameters: Iterable[Parameter]) -> tuple[tuple[Parameter, ...], ...]:
     buffers: defaultdict[tuple[int, bool, str], list[Parameter]] = defaultdict(list)
     for parameter in parameters:
         buffers[parameter.chunk, parameter.expert, parameter.dtype].append(parameter)
+    # Names are keys of everything that follows.
     counts = Counter(parameter.name for parameter in chain.from_iterable(buffers.values()))
     if repeated := sorted(name for name, count in counts.items() if count > 1):
         raise LayoutError(f"expected a name of its own for every parameter, found more than once: {repeated}")

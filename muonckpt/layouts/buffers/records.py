@@ -53,6 +53,7 @@ def to_json(layout: BufferLayout) -> dict[str, Any]:
     owners, parameters = layout.owners, []
     for entry in layout.parameters:
         fields = {**asdict(entry.parameter), "shape": list(entry.parameter.shape)}
+        # Readers need the range and the owner without knowing the algorithm.
         place = {"start": entry.start, "stop": entry.stop, "bucket": entry.bucket, "owner": owners[entry.name]}
         parameters.append(fields | place)
     return {key: getattr(layout, key) for key in LAYOUT} | {
