@@ -84,11 +84,7 @@ class CollectiveOptimizer(Optimizer):
         return {"the number of times that gradients were dropped without a step": str(count)}
 
     def _step_with_ranks(self, failure: Exception | None) -> bool:
-        """Take a step together with the other ranks, or tell them of a failure; return False if it is skipped.
-
-        Raises:
-            Exception: on all ranks, if one of them fails; this rank's own if it has one.
-        """
+        """Take a step together with the other ranks, or tell them of a failure; return False if it is skipped."""
         raise NotImplementedError
 
     @staticmethod
@@ -165,12 +161,7 @@ class NonFinite:
         self.skipped, self.in_a_row = 0, 0
 
     def check(self, gradients: Iterable[GuardedGradient], failure: Exception | None) -> tuple[Tensor, Exception | None]:
-        """Return whether this rank skips the step for a gradient, a bool on the device, and the failure, or that of
-        the check.
-
-        Raises:
-            RuntimeError: a CUDA graph is being captured.
-        """
+        """Return whether this rank skips the step for a gradient, a bool on the device, and the failure, if any."""
         if is_capturing():
             raise RuntimeError(
                 "nonfinite lets the host decide whether a step is taken, and a CUDA graph does what was captured: "
@@ -185,10 +176,7 @@ class NonFinite:
     def record_step(
         self, is_skipped: bool, gradients: Iterable[GuardedGradient], group: dist.ProcessGroup | None
     ) -> None:
-        """Count a step that the ranks of a process group have taken or skipped.
-
-        Warns:
-            RuntimeWarning: it was skipped; names this rank's parameters that are at fault.
+        """Count a step that the ranks of a process group have taken, or warn that they have skipped it.
 
         Raises:
             RuntimeError: on all ranks: steps are not to be skipped, or too many were.  Collective then.

@@ -30,11 +30,7 @@ class ModelGroups:
     named: bool
 
     def make_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Return the groups of the model as it is now.
-
-        Raises:
-            ValueError: as `sort_parameters`.
-        """
+        """Return the groups of the model as it is now."""
         decisions = sort_parameters(model, self.rules)
         groups = decisions.groups(adamw=self.adamw, kinds=self.kinds)
         if self.named:
@@ -74,11 +70,7 @@ WITH_ALGORITHM = (
 
 
 def refuse_no_parameters(params: object) -> None:
-    """Refuse a model, or decisions on one, in the place of parameters.
-
-    Raises:
-        TypeError: shows the line that makes an optimizer of them.
-    """
+    """Raise TypeError for a model, or decisions on one, with the line that makes an optimizer of them."""
     if isinstance(params, nn.Module):
         line, kind = LINE.format(rules_to_write(params)), type(params).__name__
         raise TypeError(f"params: expected parameters or groups, found a model, {kind}. Write {line}")

@@ -63,9 +63,6 @@ class Split:
         pieces: row counts of the matrices, or their number if they are equal.
         columns: the same for columns, such as one per head of an output projection.
         interleaved: the rows are this many equal blocks of ``pieces``; the k-th pieces of all blocks are one matrix.
-
-    Raises:
-        ValueError: a count below 1, or interleaved blocks of a single piece.
     """
 
     pieces: int | AnyShape = 1
@@ -121,9 +118,6 @@ class Rule:
         split: the matrices that are fused in the parameter.
         optional: selecting nothing is no error, as in a set for several models.
         why: a reason, shown with the decision.
-
-    Raises:
-        ValueError: an unknown kind, no selector, or a split of what Muon does not step.
     """
 
     kind: str
@@ -185,11 +179,7 @@ EXAMPLE = "[[Rule('head', 'lm_head.weight')], MODULE_TYPES]"
 
 
 def layers_of(rules: Rules) -> list[tuple[Rule, ...]]:
-    """Return the layers of rules, the first one to be asked first.
-
-    Raises:
-        TypeError: something among them is no rule.
-    """
+    """Return the layers of rules, the first one to be asked first; raise TypeError if something is no rule."""
     if isinstance(rules, Rule):
         return [(rules,)]
     if isinstance(rules, str | nn.Module) or not isinstance(rules, Iterable):
@@ -215,9 +205,6 @@ def stacked_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
 def grouped_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
     """Return the split of a projection with a block of rows for each key head: its queries, its key, its value, as in
     Megatron's ``linear_qkv`` and torchtitan's ``wqkv``.
-
-    Raises:
-        ValueError: ``heads`` is not a multiple of ``kv_heads``.
     """
     if heads % kv_heads:
         raise ValueError(f"{heads} heads of queries are not {kv_heads} equal groups")
@@ -345,9 +332,6 @@ class Decision:
         why: how that rule selected it.
         fused: the matrices in it.
         if_trained: the rules' decision, if any, on a frozen parameter.
-
-    Raises:
-        ValueError: a kind that cannot have this shape, or fused matrices that do not add up to it.
     """
 
     parameter: Tensor = field(compare=False, repr=False)
@@ -410,9 +394,6 @@ class Decisions:
             muon: options of all groups of matrices, such as ``lr`` or ``algorithm="normuon"``.
             adamw: options of all other groups, such as ``algorithm="lion"``, and ``lr`` unless one rate serves both.
             kinds: options by kind, which override the others.
-
-        Raises:
-            ValueError: an unknown kind, an algorithm that does not take these parameters, or an option that rules set.
         """
         if unknown := set(kinds) - set(KINDS):
             raise ValueError(f"options for unknown kinds {sorted(unknown)}; expected some of {', '.join(KINDS)}")

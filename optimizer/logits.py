@@ -161,20 +161,12 @@ class Projection:
     piece: int = 0
 
     def rows(self) -> int:
-        """Return the number of rows of the piece.
-
-        Raises:
-            LayoutError: the pieces do not add up to the parameter's rows, or there is no such piece.
-        """
+        """Return the number of rows of the piece."""
         start, stop = self._range()
         return (stop - start) * self.split.interleaved
 
     def local_factors(self, head_factors: Tensor) -> Tensor:
-        """Return the heads' factors for every row that this rank holds; 1 outside the piece, and in place of NaN.
-
-        Raises:
-            ValueError: the rows are not a whole number for each head.
-        """
+        """Return the heads' factors for every row that this rank holds; 1 outside the piece, and in place of NaN."""
         rows, heads = self.rows(), len(head_factors)
         if rows % heads:
             raise ValueError(f"{rows} rows are not a whole number for each of {heads} heads")

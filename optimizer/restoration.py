@@ -67,16 +67,14 @@ def fit_state_dict(
     """Check a state dict, and return it as it is to be loaded.
 
     Parameters are matched by their names if both sides have them, each parameter its own, and otherwise by their
-    numbers.  A frozen parameter may be missing, as stock DCP leaves it out when it sets a state dict; it keeps its
-    state.
+    numbers.  A frozen one may be missing, as stock DCP leaves it out, and keeps its state.
 
     Args:
         globs: names of the parameters that start fresh.
         lasting_slots: slots that these keep.
 
     Raises:
-        ValueError: lists every parameter whose state does not fit, and why; or a glob matches nothing; or it is no
-            state dict of an optimizer.
+        ValueError: lists every parameter whose state does not fit, and why; or a glob matches nothing.
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         roots = ", ".join(map(repr, islice(state_dict, 8))) or "nothing"
@@ -144,9 +142,7 @@ def fit_state_dict(
 def _pair_parameters(
     optimizer: Optimizer, saved_groups: Sequence[Mapping[str, Any]], globs: Globs
 ) -> tuple[list[list[str]], dict[str, tuple[Any, int]]]:
-    """Return the labels of each group's parameters, and by label the keys of saved parameters in the state dict, with
-    the numbers of their groups.
-    """
+    """Return the labels of each group's parameters, and by label the keys and group numbers of the saved ones."""
     groups = optimizer.param_groups
     names, saved_names = _names_of(groups), _names_of(saved_groups)
     sides = [[*chain(*side)] for side in (names, saved_names) if side is not None]
@@ -270,9 +266,6 @@ def load_fitting(
 
     Args:
         store: returns a parameter's state in the memory where it rests.
-
-    Raises:
-        ValueError: as `fit_state_dict`; nothing has been changed then.
     """
     fitted: list[FittedState] = []
 

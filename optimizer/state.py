@@ -127,10 +127,8 @@ def owner_state(
     owners: Sequence[int],
     replicas: dist.ProcessGroup | None,
 ) -> dict[str, Tensor]:
-    """Return the state of a parameter that rests at its owners, as zeros: matrix after matrix, each row by row.
-
-    It is a DTensor on the mesh of the parameter, or of the ``replicas`` that share a plain one, with declared boxes.  A
-    parameter of this rank alone has plain tensors.
+    """Return the state of a parameter that rests at its owners, as zeros: matrix after matrix, each row by row, as
+    DTensors on the mesh of the parameter, or of the ``replicas`` that share a plain one; plain for this rank alone.
     """
     mesh = param.device_mesh if isinstance(param, DTensor) else None
     if mesh is None and replicas is not None and dist.get_world_size(replicas) > 1:
@@ -167,11 +165,7 @@ def declare_owner_boxes(
 def check_state(
     param: Tensor, layout: TensorLayout, group: Mapping[str, Any], state: Mapping[str, Tensor], method: MatrixMethod
 ) -> None:
-    """Refuse options of a group of matrices that do not fit a parameter's existing state.
-
-    Raises:
-        LayoutError, ValueError: the options do not fit the parameter's shape; they need state of another shape.
-    """
+    """Raise ValueError for options of a group of matrices that need state of another shape than a parameter has."""
     matrices_of(layout.shape, fused_of(group))
     for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
         tensor = state.get(name)
@@ -185,9 +179,8 @@ def check_state(
 
 
 def convert_averages(state: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a loaded state with averages stored by the codecs of this state: decoded, and rounded to the nearest.
-
-    An average that does not fit otherwise is unchanged, for `tensor_misfit` to say why.
+    """Return a loaded state with its averages as this state stores them, rounded to the nearest; those that do not fit
+    are unchanged, for `tensor_misfit` to say why.
     """
     converted = {**loaded}
     for slot in AVERAGES:
@@ -207,9 +200,7 @@ def convert_averages(state: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> 
 
 
 def _decode_loaded(saved: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Tensor | None:
-    """Return this rank's part of a loaded average as float32, in one dim at least; None if it is incomplete, or not
-    laid out as it is ``stored`` here.
-    """
+    """Return this rank's part of a loaded average as float32; None if it is incomplete, or laid out otherwise."""
     tensors = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
     codec = detect_codec(tensors) if len(tensors) == len(saved) else None
     if codec is None:
@@ -319,11 +310,10 @@ class ParameterChange:
 def find_changes(snapshots: Sequence[GroupSnapshot], groups: Sequence[Mapping[str, Any]]) -> Iterator[ParameterChange]:
     """Yield the parameters that were replaced or changed since their state was made.
 
-    Replaced ones are matched by their order among those of their group that were replaced.
+    Replaced ones are matched by their order.
 
     Raises:
-        ValueError: there are more or fewer groups than there were, or they are in another order; or a group has more or
-            fewer parameters than it had.
+        ValueError: there are other groups than there were, or a group has another number of parameters.
     """
     if len(snapshots) != len(groups):
         raise ValueError(
@@ -398,8 +388,7 @@ def find_cleared(
     """Yield the parameters that have no state any more, with the numbers of their groups.
 
     Raises:
-        ValueError: a parameter has a part of its state; or a dict is none; or a slot of another dict has another shape,
-            dtype or device than it had.
+        ValueError: a parameter has only a part of its state, or a slot is of another kind than it was.
     """
     if not isinstance(state, Mapping):
         raise ValueError(
@@ -442,11 +431,7 @@ def _describe_kind(kind: TensorKind) -> str:
 
 
 def carry_over(change: ParameterChange, former: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
-    """Copy a parameter's former state to its new state.
-
-    Raises:
-        ValueError: the shapes differ, or this rank does not hold all of its new part.
-    """
+    """Copy a parameter's former state to its new state; raise ValueError if this rank does not hold all of it."""
     for slot, target in current.items():
         source = former[slot]
         if source.is_meta:

@@ -302,11 +302,7 @@ class Codec(Protocol):
         ...
 
     def form(self, param: Tensor) -> NumberForm | BlockForm:
-        """Return the form of a parameter's average.
-
-        Raises:
-            ValueError: it does not fit the parameter's dtype.
-        """
+        """Return the form of a parameter's average; raise ValueError if it does not fit the parameter's dtype."""
         ...
 
     def refuse_cut(self, layout: TensorLayout) -> None:
@@ -449,11 +445,7 @@ PARAM_DTYPE_CODEC = NumberCodec()
 
 
 def codec_of(group: ParamGroup) -> Codec:
-    """Return the codec that the options of a group ask for.
-
-    Raises:
-        ValueError: it has a block size, and no blocks.
-    """
+    """Return the codec that the options of a group ask for; raise ValueError for a block size without blocks."""
     dtype, seed = group.get(MOMENTUM_DTYPE) or group.get(STATE_DTYPE), group.get(ROUNDING_SEED)
     noise = None if seed is None else Noise(seed, group.get(STEPS_TAKEN, 0))
     if dtype == EIGHT_BITS:

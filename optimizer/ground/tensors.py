@@ -203,13 +203,10 @@ RowsColumns = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places of matrices that lie end to end in one memory, each row by row, of whatever shapes.
+    """Places of matrices of any shapes that lie end to end in one memory, each row by row.
 
     Attributes:
         runs: ``(count, rows, columns)`` of neighbours of one shape.
-
-    Raises:
-        ValueError: a run of none, a negative side, or two runs of one shape next to each other.
     """
 
     runs: tuple[tuple[int, int, int], ...]

@@ -60,11 +60,7 @@ class Members:
         experts: Iterable[Tensor],
         expert_group: SharingGroup,
     ) -> Members:
-        """Return the model's parameters that are in ``groups``.
-
-        Raises:
-            ValueError: a parameter is not the model's, is in no group, or cannot lie in flat buffers.
-        """
+        """Return the model's parameters that are in ``groups``; raise ValueError if they are not all of the model's."""
         grouped = {*map(id, params_of(groups))}
         named = {name: param for name, param in model.named_parameters() if id(param) in grouped}
         if len(named) < len(grouped):
@@ -168,11 +164,7 @@ def _refuse_unfit(name: str, param: Tensor) -> None:
 
 
 def make_layouts(layout: str | Sequence[BufferLayout], request: PlacementRequest) -> tuple[BufferLayout, ...]:
-    """Return the buffers of a model, as one of `PLACEMENTS` makes them or as they were recorded.
-
-    Raises:
-        ValueError, LayoutError: there is no such placement; recorded buffers do not fit the model, or cut a matrix.
-    """
+    """Return the buffers of a model, as one of `PLACEMENTS` makes them, or as they were recorded if they fit."""
     if isinstance(layout, str):
         if layout not in PLACEMENTS:
             close = did_you_mean(layout, [*PLACEMENTS])
@@ -414,11 +406,7 @@ class Gradients:
         self._wait()
 
     def collect_written(self) -> None:
-        """Collect gradients that code has written to parameters, as if they came from a backward pass.
-
-        Raises:
-            ValueError: a backward pass has given one already.
-        """
+        """Collect gradients that code has written to parameters, where no backward pass has given one."""
         for name, param in self._params.items():
             if param.grad is None:
                 continue

@@ -286,10 +286,8 @@ class LayerWise(CollectiveOptimizer):
                 gradient.div_(self._divisor)
 
     def _agree_on_active(self, failure: Exception | None) -> set[str]:
-        """Return the names of the parameters that have a gradient on any of the ranks that share them.
-
-        Raises:
-            Exception: on every rank, if rates differ or one rank has failed.
+        """Return the names of the parameters that have a gradient on any of the ranks that share them; raise on every
+        rank, if rates differ or one rank has failed.
         """
         arrived_names, group_of = self._gradients.arrived_names, self._members.group_of
         active = {name for name, group in group_of.items() if group is None and name in arrived_names}
@@ -380,11 +378,7 @@ class LayerWise(CollectiveOptimizer):
             )
 
     def _check_parameters(self) -> None:
-        """Refuse other parameters in the place of those in the buffers; warn of others with gradients.
-
-        Raises:
-            ValueError: a parameter was replaced, cast or moved.
-        """
+        """Raise ValueError for a parameter that was replaced, cast or moved; warn of others with gradients."""
         params = {*params_of(self.param_groups)}
         model = self._model()
         model_params = dict(model.named_parameters()) if model is not None else {}
@@ -554,9 +548,6 @@ def plan_restore(
     """Return a function that copies a state dict into an optimizer, and the report of that load.
 
     Masters of parameters that start ``fresh`` keep their values.
-
-    Raises:
-        ValueError: as `fit_state_dict`; or a slot has another dtype, or lies elsewhere.
     """
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = pre_hook(optimizer, state_dict) or state_dict
