@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 from ...names.errors import DamageError, MuonckptError
@@ -84,8 +85,8 @@ class Difference:
 
     @property
     def counts(self) -> dict[str, int]:
-        found = Counter(tensor.status for tensor in self.tensors)
-        return {status: found[status] for status in (SAME, MOVED, CLOSE, CHANGED)}
+        counts = Counter(tensor.status for tensor in self.tensors)
+        return {status: counts[status] for status in (SAME, MOVED, CLOSE, CHANGED)}
 
     @property
     def differs(self) -> bool:
@@ -136,24 +137,28 @@ def diff(
         TargetError: a program is unknown, or a pattern matches nothing.
     """
     with ExitStack() as stack:
+        sides: list[_Side] = []
         with gc_paused():
-            both = (stack.enter_context(open(a)), from_a), (stack.enter_context(open(b)), from_b)
-            sides = [
-                _Side.of(opened, cache(partial(first_look, opened)), to_dialect, program) for opened, program in both
-            ]
+            for place, from_dialect in ((a, from_a), (b, from_b)):
+                opened = stack.enter_context(open(place))
+                look = cache(partial(first_look, opened))
+                sides.append(_Side.of(opened, look, to_dialect, from_dialect))
         for side in sides:
             check_files(side.opened)
         if select:
-            keys = [*dict.fromkeys(key for side in sides for key in (*side.tensors, *side.items))]
+            # A key may be asked for by its name in either program, or in the target's.
+            keys: dict[str, None] = {}
+            names: dict[str, tuple[str, str]] = {}
+            for side in sides:
+                keys |= dict.fromkeys((*side.tensors, *side.items))
+                names.update(names_of(tensor.record for tensor in side.tensors.values()))
+            for side in sides:
+                names.update(names_of(side.look().manifest.tensors))
             where = " in " + " or ".join(side.place for side in sides)
-            translated = (tensor.record for side in sides for tensor in side.tensors.values())
-            stored = (tensor for side in sides for tensor in side.look().manifest.tensors)
-            names = {**names_of(translated), **names_of(stored)}
-            matching = match_keys(select, keys, names, "tensor or item", where)
+            matching = match_keys(select, list(keys), names, "tensor or item", where)
             sides = [side.selected(matching) for side in sides]
         verified = sum(_verified(side.opened, jobs, progress) for side in sides) if read else None
-        one, other = sides
-        return _difference(one, other, Tolerance(rtol, atol), memory, jobs, progress, verified)
+        return _difference(sides[0], sides[1], Tolerance(rtol, atol), memory, jobs, progress, verified)
 
 
 def _verified(opened: OpenCheckpoint, jobs: int, progress: Progress) -> int:
@@ -177,15 +182,15 @@ def diff_of(
 ) -> Difference:
     """Compare two checkpoints that are open and sorted already, ``without`` the tensors and items of these keys."""
 
-    def side(opened: OpenCheckpoint, known: FirstLook) -> _Side:
-        return _Side.of(opened, lambda: known, None, None, without)
+    def side(opened: OpenCheckpoint, look: FirstLook) -> _Side:
+        return _Side.of(opened, lambda: look, None, None, without)
 
     return _difference(side(*a), side(*b), Tolerance(), memory, jobs, progress)
 
 
 def _difference(
-    one: _Side,
-    other: _Side,
+    a: _Side,
+    b: _Side,
     tolerance: Tolerance,
     memory: int,
     jobs: int,
@@ -193,33 +198,44 @@ def _difference(
     verified: int | None = None,
 ) -> Difference:
     """Compare two sides; ``verified`` is the bytes of both if they were read and are as recorded."""
-    tensors, read = _compared(one, other, tolerance, memory, jobs, progress)
-    items = [key for key in one.items if key in other.items]
-    sources = ((key, one.items[key].source, other.items[key].source) for key in items)
-    equal = {key for key, a, b in sources if a and b and a.digest is not None and a.digest == b.digest}
-    raws = ((key, one.raw(key), other.raw(key)) for key in items if key not in equal)
-    changed = tuple(ItemDifference(key, value_of(a), value_of(b)) for key, a, b in raws if not same_value(a, b))
-    steps = one.step, other.step
-    unread = sum(tensor.by == "fingerprint" for tensor in tensors) + len(equal)
+    tensors, read = _compare_tensors(a, b, tolerance, memory, jobs, progress)
+    # Items are read unless their recorded digests are equal.
+    common_items = [key for key in a.items if key in b.items]
+    by_digest = 0
+    changed_items: list[ItemDifference] = []
+    for key in common_items:
+        blob_a, blob_b = a.items[key].source, b.items[key].source
+        if blob_a and blob_b and blob_a.digest is not None and blob_a.digest == blob_b.digest:
+            by_digest += 1
+        elif not same_value(bytes_a := a.read_item(key), bytes_b := b.read_item(key)):
+            changed_items.append(ItemDifference(key, value_of(bytes_a), value_of(bytes_b)))
+    # Training changes weights and their state in every step.
+    steps, unmoved = (a.step, b.step), list[str]()
+    if None not in steps and steps[0] != steps[1]:
+        view = a.look().view
+        moving = {tensor.key for tensor in view.tensors_of(Role.MOMENTUM, Role.MOMENTS, Role.MASTERS)}
+        moving |= {p.weight.key for p in view.parameters.values() if p.weight and p.state}
+        unmoved = [tensor.key for tensor in tensors if tensor.key in moving and tensor.status in (SAME, MOVED)]
+    unread = sum(tensor.by == "fingerprint" for tensor in tensors) + by_digest
     return Difference(
-        a=one.place,
-        b=other.place,
+        a=a.place,
+        b=b.place,
         steps=steps,
         tensors=tensors,
-        only_a=one.keys_without(other),
-        only_b=other.keys_without(one),
-        items=changed,
-        same_items=len(items) - len(changed),
-        unmoved=_unmoved(tensors, one) if None not in steps and steps[0] != steps[1] else (),
+        only_a=a.keys_without(b),
+        only_b=b.keys_without(a),
+        items=tuple(changed_items),
+        same_items=len(common_items) - len(changed_items),
+        unmoved=tuple(unmoved),
         read=read + (verified or 0),
         unread=unread if verified is None else 0,
-        notes=tuple(f"{side.place}: {note}" for side in (one, other) for note in side.notes),
+        notes=(*(f"{a.place}: {note}" for note in a.notes), *(f"{b.place}: {note}" for note in b.notes)),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the two checkpoints, perhaps translated; ``located`` says whether the places of all elements are known.
+    """One of the two checkpoints, perhaps translated; ``is_located`` says whether the places of all elements are known.
 
     ``look`` sorts its metadata, which takes time and is not always needed.
     """
@@ -228,7 +244,7 @@ class _Side:
     look: Look
     tensors: Mapping[str, OutputTensor]
     items: Mapping[str, OutputItem]
-    located: bool
+    is_located: bool
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -275,52 +291,46 @@ class _Side:
 
     def stored(self, keys: Sequence[str]) -> list[StoredSide]:
         tensors = [self.tensors[key] for key in keys]
-        if not self.located:
+        if not self.is_located:
             records = self.opened.locate([tensor.record for tensor in tensors])
             tensors = list(map(OutputTensor.copy_of, records))
         return [StoredSide(tensor, self.opened.payloads) for tensor in tensors]
 
-    def raw(self, key: str) -> bytes:
+    def read_item(self, key: str) -> bytes:
         item = self.items[key]
         return item.data if item.source is None else checked_blob(self.opened.payloads, item.source)
 
 
-def _compared(
-    one: _Side, other: _Side, tolerance: Tolerance, memory: int, jobs: int, progress: Progress
+def _compare_tensors(
+    a: _Side, b: _Side, tolerance: Tolerance, memory: int, jobs: int, progress: Progress
 ) -> tuple[tuple[TensorDifference, ...], int]:
     """Compare the common tensors; return what became of each, and the bytes that were read."""
-    found: dict[str, TensorDifference] = {}
-    unknown: list[str] = []
-    for key in (key for key in one.tensors if key in other.tensors):
-        a, b = one.tensors[key], other.tensors[key]
-        about = (a.record.shape, b.record.shape), (a.record.dtype, b.record.dtype)
-        if a.record.shape != b.record.shape:
-            found[key] = TensorDifference(key, CHANGED, "shape", *about)
-        elif known_to_be_equal(a, b):
-            same = a.layout is b.layout or {f.box for f in a.layout.fragments} == {f.box for f in b.layout.fragments}
-            found[key] = TensorDifference(key, SAME if same else MOVED, "fingerprint", *about)
+    # Shapes and recorded fingerprints tell without reading.
+    differences: dict[str, TensorDifference] = {}
+    unread_keys: list[str] = []
+    for key in (key for key in a.tensors if key in b.tensors):
+        tensor_a, tensor_b = a.tensors[key], b.tensors[key]
+        kinds = (tensor_a.record.shape, tensor_b.record.shape), (tensor_a.record.dtype, tensor_b.record.dtype)
+        if tensor_a.record.shape != tensor_b.record.shape:
+            differences[key] = TensorDifference(key, CHANGED, "shape", *kinds)
+        elif known_to_be_equal(tensor_a, tensor_b):
+            boxes = ({f.box for f in tensor.layout.fragments} for tensor in (tensor_a, tensor_b))
+            is_same = tensor_a.layout is tensor_b.layout or next(boxes) == next(boxes)
+            differences[key] = TensorDifference(key, SAME if is_same else MOVED, "fingerprint", *kinds)
         else:
-            unknown.append(key)
-    pairs = list(zip(one.stored(unknown), other.stored(unknown), strict=True))
-    sizes = (side.tensor.record for pair in pairs for side in pair)
-    total = sum(itemsize(record.dtype) * math.prod(record.shape) for record in sizes)
-    most = memory // jobs
+            unread_keys.append(key)
+    # The elements of all others are read.
+    pairs = list(zip(a.stored(unread_keys), b.stored(unread_keys), strict=True))
+    total = 0
+    for record in (side.tensor.record for side in chain.from_iterable(pairs)):
+        total += itemsize(record.dtype) * math.prod(record.shape)
 
     def compare(pair: tuple[StoredSide, StoredSide]) -> TensorDifference:
-        return compare_elements(*pair, tolerance, most, lambda count: progress(count, total))
+        return compare_elements(*pair, tolerance, memory // jobs, lambda count: progress(count, total))
 
     with ThreadPoolExecutor(jobs) as pool:
-        compared = pool.map(compare, pairs)
-        found.update(zip(unknown, compared, strict=True))
-    return tuple(found[key] for key in one.tensors if key in found), total
-
-
-def _unmoved(tensors: Sequence[TensorDifference], side: _Side) -> tuple[str, ...]:
-    """Return tensors that training changes in every step, and that did not change."""
-    view = side.look().view
-    moving = {tensor.key for tensor in view.tensors_of(Role.MOMENTUM, Role.MOMENTS, Role.MASTERS)}
-    moving |= {p.weight.key for p in view.parameters.values() if p.weight and p.state}
-    return tuple(tensor.key for tensor in tensors if tensor.key in moving and tensor.status in (SAME, MOVED))
+        differences.update(zip(unread_keys, pool.map(compare, pairs), strict=True))
+    return tuple(differences[key] for key in a.tensors if key in differences), total
 
 
 OPAQUE = "(not plain data)"

@@ -87,9 +87,9 @@ class Tolerance:
         """Count the pairs that are not close; a NaN is close to a NaN only."""
         if self.exact:
             return 0
-        allowed = (self.atol or 0) + (self.rtol or 0) * np.maximum(np.abs(a), np.abs(b))
+        limits = (self.atol or 0) + (self.rtol or 0) * np.maximum(np.abs(a), np.abs(b))
         with np.errstate(invalid="ignore"):
-            close = (np.abs(a - b) <= allowed) | (a == b) | (np.isnan(a) & np.isnan(b))
+            close = (np.abs(a - b) <= limits) | (a == b) | (np.isnan(a) & np.isnan(b))
         return int(close.size - np.count_nonzero(close))
 
 
@@ -154,17 +154,21 @@ def statistics_of(a: Words, a_dtype: str, b: Words, b_dtype: str, tolerance: Tol
         changed = int(np.count_nonzero(a != b)) if is_comparable else a.size
         return Statistics(a.size, changed, changed)
     # Bits are compared where both have them; numbers are where types differ.
-    left, right = numbers
-    differ = a.reshape(-1) != b.reshape(-1) if is_same_type else ~((left == right) | (np.isnan(left) & np.isnan(right)))
-    changed, far = int(np.count_nonzero(differ)), tolerance.far(left, right)
+    values_a, values_b = numbers
+    differ = (
+        a.reshape(-1) != b.reshape(-1)
+        if is_same_type
+        else ~((values_a == values_b) | (np.isnan(values_a) & np.isnan(values_b)))
+    )
+    changed, far = int(np.count_nonzero(differ)), tolerance.far(values_a, values_b)
     # Sums are over pairs of finite numbers.
-    finite_a, finite_b = np.isfinite(left), np.isfinite(right)
-    nonfinite = [int(left.size - np.count_nonzero(finite)) for finite in (finite_a, finite_b)]
+    finite_a, finite_b = np.isfinite(values_a), np.isfinite(values_b)
+    nonfinite = [int(values_a.size - np.count_nonzero(finite)) for finite in (finite_a, finite_b)]
     if any(nonfinite):
-        both = finite_a & finite_b
-        left, right = left[both], right[both]
-    change = right - left
-    largest = np.maximum(np.abs(left), np.abs(right))
+        is_finite = finite_a & finite_b
+        values_a, values_b = values_a[is_finite], values_b[is_finite]
+    change = values_b - values_a
+    largest = np.maximum(np.abs(values_a), np.abs(values_b))
     relative = np.divide(np.abs(change), largest, out=np.zeros_like(change), where=largest > 0)
     return Statistics(
         finite_a.size,
@@ -172,10 +176,10 @@ def statistics_of(a: Words, a_dtype: str, b: Words, b_dtype: str, tolerance: Tol
         far,
         float(np.abs(change).max(initial=0.0)),
         float(relative.max(initial=0.0)),
-        _norm(left),
-        _norm(right),
+        _norm(values_a),
+        _norm(values_b),
         _norm(change),
-        float(left @ right),
+        float(values_a @ values_b),
         *nonfinite,
     )
 
@@ -278,9 +282,9 @@ def compare_bits(a: ReadableBoxes, b: ReadableBoxes, box: Box) -> tuple[bool, bo
 
 def known_to_be_equal(a: OutputTensor, b: OutputTensor) -> bool:
     """Return whether fingerprints say that two tensors have the same elements."""
-    left, right = a.record, b.record
-    is_same_kind = (left.shape, left.dtype) == (right.shape, right.dtype)
-    return is_same_kind and left.fingerprint is not None and left.fingerprint == right.fingerprint
+    record_a, record_b = a.record, b.record
+    is_same_kind = (record_a.shape, record_a.dtype) == (record_b.shape, record_b.dtype)
+    return is_same_kind and record_a.fingerprint is not None and record_a.fingerprint == record_b.fingerprint
 
 
 def compare_elements(
@@ -292,16 +296,16 @@ def compare_elements(
         memory: bytes to use.
         passed: receives bytes that have been compared.
     """
-    left, right = a.tensor.record, b.tensor.record
+    record_a, record_b = a.tensor.record, b.tensor.record
     a.check()
     b.check()
     statistics = Statistics()
-    for band in bands(Box.of(left.shape), max(memory // BYTES_PER_ELEMENT, 1)):
+    for band in bands(Box.of(record_a.shape), max(memory // BYTES_PER_ELEMENT, 1)):
         for box in band.boxes:
-            statistics += statistics_of(a.words(box), left.dtype, b.words(box), right.dtype, tolerance)
-            passed(box.numel * (itemsize(left.dtype) + itemsize(right.dtype)))
+            statistics += statistics_of(a.words(box), record_a.dtype, b.words(box), record_b.dtype, tolerance)
+            passed(box.numel * (itemsize(record_a.dtype) + itemsize(record_b.dtype)))
     status = CHANGED if tolerance.exact or statistics.far else CLOSE
-    if statistics.changed == 0 and left.dtype == right.dtype:
+    if statistics.changed == 0 and record_a.dtype == record_b.dtype:
         status = SAME if a.boxes() == b.boxes() else MOVED
-    shapes, dtypes = (left.shape, right.shape), (left.dtype, right.dtype)
-    return TensorDifference(left.key, status, "elements", shapes, dtypes, statistics)
+    shapes, dtypes = (record_a.shape, record_b.shape), (record_a.dtype, record_b.dtype)
+    return TensorDifference(record_a.key, status, "elements", shapes, dtypes, statistics)

@@ -229,14 +229,14 @@ def _refuse_differences(inputs: Sequence[_Input], payloads: Payloads) -> None:
 
 
 def _same_elements(a: OutputTensor, b: OutputTensor, payloads: Payloads) -> bool:
-    left, right = a.record, b.record
-    if (left.shape, left.dtype) != (right.shape, right.dtype):
+    record_a, record_b = a.record, b.record
+    if (record_a.shape, record_a.dtype) != (record_b.shape, record_b.dtype):
         return False
-    if left.fingerprint is not None and right.fingerprint is not None:
-        return left.fingerprint == right.fingerprint
+    if record_a.fingerprint is not None and record_b.fingerprint is not None:
+        return record_a.fingerprint == record_b.fingerprint
     for tensor in (a, b):
         tensor.check_sources(payloads)
-    return compare_bits(StoredSide(a, payloads), StoredSide(b, payloads), Box.of(left.shape))[0]
+    return compare_bits(StoredSide(a, payloads), StoredSide(b, payloads), Box.of(record_a.shape))[0]
 
 
 def shares(
