@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,7 @@ class PayloadFrame(Protocol):
     @property
     def checksum_of(self) -> Checksum: ...
 
-    def tail(self, checksum: int) -> bytes: ...
+    def tail(self, checksum: int, /) -> bytes: ...
 
 
 FrameOf = Callable[[str, Index], PayloadFrame]
@@ -59,28 +59,30 @@ FrameOf = Callable[[str, Index], PayloadFrame]
 
 
 @dataclass(frozen=True, slots=True)
-class NoFrame:
-    """Elements stored with nothing around them."""
+class Crc32Frame:
+    """A head, and a tail of ``tail_length`` bytes that is made from a CRC-32."""
 
     payload_length: int
-    head: ClassVar[bytes] = b""
-    payload_offset: ClassVar[int] = 0
+    head: bytes
+    tail: Callable[[int], bytes]
+    tail_length: int
+
+    @property
+    def payload_offset(self) -> int:
+        return len(self.head)
 
     @property
     def length(self) -> int:
-        return self.payload_length
+        return len(self.head) + self.payload_length + self.tail_length
 
     @property
     def checksum_of(self) -> Checksum:
         return crc32_of
 
-    def tail(self, checksum: int) -> bytes:
-        return b""
-
 
 def bare(dtype: str, shape: Index) -> PayloadFrame:
     """Return an empty frame, as a `FrameOf`."""
-    return NoFrame(math.prod(shape) * itemsize(dtype))
+    return Crc32Frame(math.prod(shape) * itemsize(dtype), b"", lambda checksum: b"", 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +37,6 @@ from .outputs import OutputItem, OutputTensor
 
 if TYPE_CHECKING:
     from ...layouts.buffers.records import GroupBuffer
-
-
-_frame = lru_cache(maxsize=1024)(tensor_item.frame)  # there are few dtypes and shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +94,7 @@ class DcpFiles(RankFiles):
 
     name = "dcp"
 
-    @staticmethod
-    def frame_of(dtype: str, shape: Index) -> PayloadFrame:
-        return _frame(dtype, shape)
+    frame_of = staticmethod(tensor_item.frame)
 
     def fill(
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]

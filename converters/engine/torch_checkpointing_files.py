@@ -16,8 +16,8 @@ import pickle
 import pickletools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -40,47 +40,16 @@ from ...store.formats.torch_save.stored_zip import (
     store,
 )
 from ...store.formats.torch_save.tensor_item import tensor_pickle
-from ...store.io.checksums import Checksum, crc32_of
 from ...store.io.location import Location
 from ...store.open_checkpoint import checked_blob
 from ...store.reading.payloads import Payloads
 from .container import Arranged, WriteRequest
-from .output_files import ChunkPlan, OutputChunks, OutputFile, bare, items_file
+from .output_files import ChunkPlan, Crc32Frame, OutputChunks, OutputFile, bare, items_file
 from .outputs import OutputItem
 from .rank_files import LocalBoxes, RankFiles
 from .staging import ChunkSums
 
 _Path = tuple[str | int, ...]
-
-
-@dataclass(frozen=True)
-class MemberFrame:
-    """The local header before a member of an archive, and the descriptor with its checksum behind it."""
-
-    entry: ZipEntry
-
-    @cached_property
-    def head(self) -> bytes:
-        return local_header(self.entry)
-
-    @property
-    def payload_offset(self) -> int:
-        return len(self.head)
-
-    @property
-    def payload_length(self) -> int:
-        return self.entry.size
-
-    @property
-    def length(self) -> int:
-        return len(self.head) + self.entry.size + len(descriptor(self.entry))
-
-    @property
-    def checksum_of(self) -> Checksum:
-        return crc32_of
-
-    def tail(self, checksum: int) -> bytes:
-        return descriptor(replace(self.entry, crc32=checksum))
 
 
 class TorchCheckpointingFiles(RankFiles):
@@ -154,8 +123,9 @@ def _archive(file: str, local: LocalBoxes, numbers: Sequence[int], values: Mappi
     end, plans, entries, leaves = 0, list[ChunkPlan](), list[ZipEntry](), dict(values)
     for member, number in enumerate(numbers):
         plan, record = local.plans[number], local.outputs[number].record
-        entries.append(ZipEntry(f"data/{member}", end, plan.frame.payload_length, 0))
-        frame = MemberFrame(entries[-1])
+        entry = ZipEntry(f"data/{member}", end, plan.frame.payload_length, 0)
+        frame = Crc32Frame(entry.size, local_header(entry), partial(_descriptor, entry), len(descriptor(entry)))
+        entries.append(entry)
         plans.append(replace(plan, frame=frame))
         leaves[record.path[1:]] = pickletools.optimize(tensor_pickle(plan.dtype, plan.box.shape, b"%d" % member))[2:-1]
         end = aligned(end + frame.length)
@@ -168,6 +138,10 @@ def _archive(file: str, local: LocalBoxes, numbers: Sequence[int], values: Mappi
     outputs = [local.outputs[number] for number in numbers]
     chunks = OutputChunks.end_to_end(file, outputs, plans, 0, MEMBER_ALIGNMENT)
     return OutputFile(file, (), chunks, end + len(_members(leaves, end, entries)), footer=footer)
+
+
+def _descriptor(entry: ZipEntry, crc32: int) -> bytes:
+    return descriptor(replace(entry, crc32=crc32))
 
 
 def _members(leaves: Mapping[_Path, bytes], start: int, stored: Iterable[ZipEntry] = ()) -> bytes:
