@@ -12,7 +12,7 @@ from typing import Any
 
 from ...names.errors import SourceError
 from ...names.vocabulary import PARAMS
-from ...programs.detection import is_of_optimizer
+from ...programs.detection import looks_like_state
 from ...programs.dialect import Dialect
 from ...programs.model_view import Entry, ModelView, ParameterGroup, Role, model_view
 from ...record.record import Blob, Manifest, StateRecord
@@ -62,7 +62,7 @@ def parse(manifest: Manifest, values: Values, dialect: Dialect) -> ModelView:
         )
     others: tuple[Entry, ...] = (*view.tensors_of(Role.OTHER), *other_items(manifest, dialect))
     for entry in others:
-        if is_of_optimizer(entry.path) and not dialect.holds_groups(entry.path):
+        if looks_like_state(entry.path) and not dialect.holds_groups(entry.path):
             raise _unread(entry, dialect)
     return view
 

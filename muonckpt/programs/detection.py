@@ -121,7 +121,7 @@ def _path(root: str) -> KeyPath:
     return path
 
 
-def is_of_optimizer(path: KeyPath) -> bool:
+def looks_like_state(path: KeyPath) -> bool:
     """Return whether a path that no template reads has a part that only optimizers have."""
     parts = key_of(path).split(".")
     return PARAM_GROUPS in parts or (not KNOWN_SLOTS.isdisjoint(parts[1:]) and STATE in parts)

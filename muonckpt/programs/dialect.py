@@ -235,7 +235,6 @@ def _are_rows(value: object) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(_are_numbers(row, 3) for row in value)
 
 
-ANYTHING = OptionKind("anything", lambda value: True)
 NUMBER = OptionKind("a number", _is_number)
 COUNT = OptionKind("a whole number", lambda value: _is_number(value) and value % 1 == 0)
 FLAG = OptionKind("True or False", lambda value: isinstance(value, int) and value in (0, 1))
