@@ -189,17 +189,13 @@ class ChunkReader:
         return sorted(reads, key=_order)
 
     def check(self) -> None:
-        """Read everything once to check it, and keep nothing."""
+        """Read everything once to check it, and keep nothing; `read` reads and checks it again."""
         for reads in self._rounds:
             for read in reads:
                 self._guarded(read, partial(self._check, read, ()))
 
-    def read(self, number: int, is_checked: bool) -> RoundElements:
-        """Read this rank's ranges of a round, and return their elements.
-
-        Args:
-            is_checked: `check` has been called; else they are checked now.
-        """
+    def read(self, number: int) -> RoundElements:
+        """Read this rank's ranges of a round, check them, and return their elements."""
         memory = ReadMemory()
         elements: defaultdict[str, list[tuple[_Read, Sequence[Tensor]]]] = defaultdict(list)
         for reads in self._near_reads(self._rounds[number]):
@@ -209,7 +205,7 @@ class ChunkReader:
                 if raw is not None and read.digest and read.digest == xxhash.xxh3_128_digest(raw):
                     parts = _split(read, raw)
                 else:
-                    parts = self._guarded(read, partial(self._elements, read, raw, memory, is_checked))
+                    parts = self._guarded(read, partial(self._elements, read, raw, memory))
                 if read.boxes:
                     elements[read.tensor.key].append((read, _zeros(read) if parts is None else parts))
         return RoundElements({key: _joined(of_tensor) for key, of_tensor in elements.items()}, memory)
@@ -254,36 +250,30 @@ class ChunkReader:
             pass
         return [raw[read.offset - start : read.end - start] for read in reads]
 
-    def _elements(self, read: _Read, raw: memoryview | None, memory: ReadMemory, is_checked: bool) -> Sequence[Tensor]:
-        """Return the elements of each box of a read, after checking them unless that was done before."""
+    def _elements(self, read: _Read, raw: memoryview | None, memory: ReadMemory) -> Sequence[Tensor]:
+        """Return the elements of each box of a read, after checking them."""
         if not read.boxes:  # read for the checksum of the chunk alone
-            if not is_checked:
-                self._check(read, ())
+            self._check(read, ())
             return ()
         if read.length == UNKNOWN:
-            return [*self._gathered(read, is_checked)]
+            return [*self._gathered(read)]
         if raw is None:
             raw = memory.allocate(read.length)
             parts: Iterable[memoryview] = self._payloads.fill_bands(read.extent, raw)
         else:
             parts = (raw,)
-        if is_checked:
-            for _ in parts:
-                pass
-        else:
-            self._check(read, parts)
+        self._check(read, parts)
         return _split(read, raw)
 
-    def _gathered(self, read: _Read, is_checked: bool) -> Iterator[Tensor]:
+    def _gathered(self, read: _Read) -> Iterator[Tensor]:
         """Yield elements that do not lie in row-major order, or whose checksum is that of the whole chunk."""
         payload = payload_of(read.tensor, read.chunk)
-        if not is_checked and read.range.is_whole:
+        if read.range.is_whole:
             part = torch.empty(read.chunk.box.shape, dtype=read.dtype)
             np.copyto(bits_of(part), checked_elements(self._payloads, read.tensor, read.chunk))
             yield part
             return
-        if not is_checked:
-            self._check(read, ())
+        self._check(read, ())
         for box in read.boxes:
             part = torch.empty(box.shape, dtype=read.dtype)
             place = read.chunk.stored("").place_at(box.lo)

@@ -247,7 +247,6 @@ class JointLoad:
         self._stored: Stored
         self._plan: ReadingPlan
         self._reader: ChunkReader
-        self._is_checked_before = True
         self._kept: RoundElements | None = None
         """The elements that this rank has read, if all ranks keep theirs until they are checked."""
         self._raw_items: dict[str, bytes] = {}
@@ -393,7 +392,7 @@ class JointLoad:
         self._kept, self._reader = None, ChunkReader(self._checkpoint, self._plan.rounds, place)
         self._passes = 1
         if checks_before and keeps_all:
-            self._kept = self._reader.read(0, is_checked=False) if self._plan.rounds else None
+            self._kept = self._reader.read(0) if self._plan.rounds else None
         elif checks_before:
             self._reader.check()
             self._passes = 2
@@ -438,11 +437,10 @@ class JointLoad:
         if self._kept is not None:
             yield self._kept
             return
-        read = partial(self._reader.read, is_checked=self._passes == 2)
         with ThreadPoolExecutor(1) as thread:
-            following = thread.submit(read, 0)
+            following = thread.submit(self._reader.read, 0)
             for number in range(1, len(self._plan.rounds)):
-                elements, following = following.result(), thread.submit(read, number)
+                elements, following = following.result(), thread.submit(self._reader.read, number)
                 yield elements
             yield following.result()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from itertools import count, product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from muonckpt import SourceError
 from muonckpt.checkpoint.chunk_reader import PartialSum, judge_sums
 from muonckpt.names.resumption import LoadTraffic
 from muonckpt.store.io.checksums import join_crc32
+from muonckpt.store.io.regular import LocalFile
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 1 << 40))
@@ -108,6 +110,65 @@ def test_all_ranks_together_read_each_byte_once(saved_on, home, arguments, tmp_p
     counts = [num_read for num_read, _ in results]
     assert size * 0.99 <= sum(counts) / traffic.passes <= size * 1.02
     assert max(counts) <= 1.5 * min(counts)
+
+
+def faulty_job(rank: int, world: int, path: str, home: str, arguments: dict) -> list[tuple[str, bool, bool]]:
+    """Load once for each fault of one rank's reads; return the error, and whether tensors are untouched, and right."""
+    fill, outcomes = LocalFile.fill, []
+    expected = state(home, has_values=True)
+    for number, harm in product(range(14 if arguments == TWICE else 7), HARMS):
+        calls = count()
+
+        def faulty_fill(self, buffer, offset, calls=calls, number=number, harm=harm):
+            fill(self, buffer, offset)
+            if next(calls) == number and rank == number % world:
+                HARMS[harm](buffer)
+
+        template = state(home, has_values=False)
+        LocalFile.fill, error = faulty_fill, ""
+        try:
+            muonckpt.load(template, path, **arguments)
+        except SourceError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        finally:
+            LocalFile.fill = fill
+        values = [(local(template[name]), local(expected[name])) for name in SHAPES]
+        untouched = not any(value.any() for value, _ in values)
+        outcomes.append((error, untouched, all(torch.equal(value, other) for value, other in values)))
+    return outcomes
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def fail(buffer: memoryview) -> None:
+    raise SourceError("cannot read the file: Input/output error")
+
+
+def run_out_of_memory(buffer: memoryview) -> None:
+    raise MemoryError
+
+
+def flip(buffer: memoryview) -> None:
+    buffer[len(buffer) // 2] ^= 4
+
+
+HARMS = {"EIO": fail, "no memory": run_out_of_memory, "a flipped bit": flip}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"check": "while"}, TWICE], ids=["kept", "while", "twice"])
+@pytest.mark.parametrize("home", ["HSDP 2 x 2", "columns"])
+def test_what_one_rank_cannot_read_is_one_error_on_all_ranks(home, arguments, tmp_path):
+    run(3, save_job, str(tmp_path / "c"))
+    by_fault = [*zip(*run(4, faulty_job, str(tmp_path / "c"), home, arguments), strict=True)]
+    for of_ranks in by_fault:
+        (error,) = {error for error, _, _ in of_ranks}
+        untouched, right = (all(of_rank[number] for of_rank in of_ranks) for number in (1, 2))
+        assert right if not error else untouched or "UNUSABLE" in error
+        if error and not arguments:
+            assert untouched
+    assert sum(bool(of_ranks[0][0]) for of_ranks in by_fault) >= len(by_fault) // 2
 
 
 def damaged_job(rank: int, world: int, path: str) -> str:
