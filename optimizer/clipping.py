@@ -132,6 +132,7 @@ def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> tuple[Tensor, 
     a part of it has another sum; the least and the greatest ``max_norm``; and the widest sets of ranks that share
     parameters with this one.  Collective.
     """
+    # Parameters by the ranks that share them, whatever meshes say it; the widest of these sets hear of all others.
     by_mesh: defaultdict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for param in params:
         by_mesh[param.device_mesh if isinstance(param, DTensor) else None].append(param)

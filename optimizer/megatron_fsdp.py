@@ -173,13 +173,13 @@ def attach(optimizer: Muon, model: Model) -> Attached:
 
     def describe(*_: Any) -> None:
         for group in optimizer.param_groups:
-            # The state that a method keeps per row is sharded evenly, as its placements say; owners declare theirs.
+            # State by row is sharded evenly, as its placements say, and the optimizer declares state at owners.
             method = optimizer._method_of(group)
             slots = method.slots_of(group).items() if method is not None else ()
-            even_slots = {name for name, slot in slots if slot.at_owner or slot.shape != "[m, n]"}
+            other_slots = {name for name, slot in slots if slot.at_owner or slot.shape != "[m, n]"}
             for param in group["params"]:
                 for name, value in optimizer.state[param].items():
-                    if name in even_slots or not isinstance(value, DTensor):
+                    if name in other_slots or not isinstance(value, DTensor):
                         continue
                     rank = value.device_mesh.get_rank()
                     boxes = [fragment.box for fragment in layout(param).fragments_of(rank)]
