@@ -1,10 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint (DCP): a directory of ``.metadata`` and ``__{rank}_{n}.distcp`` files.
 
 ``.metadata`` lists the tensors, their boxes, and the file and range of each box's item; an item repeats dtype and shape
-and adds strides, for which it is the authority.  Both are read without torch and without running any code.
-
-accelerate saves one checkpoint in sibling folders, models in some and optimizers in others: folders that have both, or
-all the same, are checkpoints of a run, of which the user names one.
+and adds strides, for which it is the authority.  Both are read without running any code.  accelerate saves one
+checkpoint in sibling folders.
 """
 
 from __future__ import annotations
@@ -201,9 +199,11 @@ def lost_common_file(path: Location, manifest: Manifest) -> tuple[Blob, ...]:
 
 
 def _outline(metadata: Metadata) -> Manifest:
-    chunks = {(key, offsets) for key, tensor in metadata.tensors.items() for offsets, _ in tensor.chunks}
-    planned = chunks | {(key, None) for key in metadata.blobs}
-    for key, offsets in metadata.storage.keys() - planned:
+    # Each item is of a chunk or of a blob.
+    expected_items: set[tuple[str, Index | None]] = {(key, None) for key in metadata.blobs}
+    for key, tensor in metadata.tensors.items():
+        expected_items.update((key, offsets) for offsets, _ in tensor.chunks)
+    for key, offsets in metadata.storage.keys() - expected_items:
         raise DamageError(f"expected items of known tensors only, found one for {key!r} at offsets {offsets}")
 
     # Boxes are kept once for all tensors that are cut alike.
@@ -218,6 +218,8 @@ def _outline(metadata: Metadata) -> Manifest:
             item = _item(key, offsets, metadata)
             rows.append((item.file, item.offset, item.length, UNKNOWN, UNKNOWN, None, UNKNOWN))
     columns = Columns.of(rows)
+
+    # Paths tell which tensors are the state of which parameters.
     optimizers = optimizers_of(metadata.paths.values())
     tensors = []
     for (key, tensor), place in zip(metadata.tensors.items(), places, strict=True):
@@ -254,43 +256,51 @@ def _item(key: str, offsets: tuple[int, ...] | None, metadata: Metadata) -> Stor
 
 
 def read_metadata(path: Location) -> bytes:
+    """Return the bytes of ``.metadata``; raise `SourceError` with the reason, and the cure, where there is none."""
     if not path.is_dir():
         raise SourceError(f"expected a checkpoint directory, found no directory {path}")
-    names = {entry.name for entry in path.iterdir()}
-
-    def is_checkpoint(place: Location) -> bool:
-        if (place / METADATA_FILE).exists():
-            return True
-        return place.is_dir() and any((folder / METADATA_FILE).exists() for folder in place.iterdir())
-
+    names = sorted(entry.name for entry in path.iterdir())
     if METADATA_FILE not in names:
-        if any(fnmatch.fnmatchcase(name, f"__*{METADATA_FILE}") for name in names):
-            raise SourceError(
-                f"{path} holds one __<rank>.metadata for each rank, as DCP writes with use_collectives=False: each "
-                "knows only its own rank, so they cannot be resharded; load them on the same ranks and save again"
-            )
-        unfinished = f": a save into {path} did not finish" if f"{METADATA_FILE}.tmp" in names else ""
-        below = sorted(name for name in names if is_checkpoint(path / name))
-        instead = f"; there is one in {listed(below)}: give the path of one" if below else ""
-        if (data := fnmatch.filter(sorted(names), "__*_*.distcp")) and not below:
-            raise DamageError(f"expected {METADATA_FILE} beside {data[0]}, found none{unfinished}")
-        if not (unfinished or below) and (other_format := _unread_format(path)):
-            raise SourceError(f"expected a checkpoint in {path}: {other_format}")
-        raise SourceError(f"expected {METADATA_FILE} in {path}, found none{unfinished}{instead}")
+        raise _missing_metadata(path, names)
     with open_regular(path / METADATA_FILE) as file:
         size = file.size
         limits.check_description(path / METADATA_FILE, size)
         return file.read(0, size)
 
 
+def _missing_metadata(path: Location, names: Sequence[str]) -> SourceError:
+    """Return the error that a folder of files with these names has no ``.metadata``."""
+
+    def is_checkpoint(place: Location) -> bool:
+        if (place / METADATA_FILE).exists():
+            return True
+        return place.is_dir() and any((folder / METADATA_FILE).exists() for folder in place.iterdir())
+
+    if fnmatch.filter(names, f"__*{METADATA_FILE}"):
+        return SourceError(
+            f"{path} holds one __<rank>.metadata for each rank, as DCP writes with use_collectives=False: each "
+            "knows only its own rank, so they cannot be resharded; load them on the same ranks and save again"
+        )
+    unfinished = f": a save into {path} did not finish" if f"{METADATA_FILE}.tmp" in names else ""
+    checkpoints = [name for name in names if is_checkpoint(path / name)]
+    if checkpoints:
+        instead = f"there is one in {listed(checkpoints)}: give the path of one"
+        return SourceError(f"expected {METADATA_FILE} in {path}, found none{unfinished}; {instead}")
+    if data_files := fnmatch.filter(names, "__*_*.distcp"):
+        return DamageError(f"expected {METADATA_FILE} beside {data_files[0]}, found none{unfinished}")
+    if not unfinished and (other_format := _unread_format(path)):
+        return SourceError(f"expected a checkpoint in {path}: {other_format}")
+    return SourceError(f"expected {METADATA_FILE} in {path}, found none{unfinished}")
+
+
 _MAX_FOLDERS = 64
-"""Folders in which files of such formats are looked for."""
+"""Folders in which files of formats that are not read are looked for."""
 
 
 def _unread_format(path: Location) -> str:
     """Return what a folder has of a format that is not read, and what to do; empty if nothing known is in it."""
     pending = [""]
-    for place in pending:  # which grows
+    for place in pending:  # and in the folders in it, which are added
         files, folders = listing(path / place)
         prefix = f"{place}/" if place else ""
         for pattern, meaning in UNREAD.items():
@@ -312,6 +322,7 @@ def siblings_reader(path: Location) -> Reader:
     Raises:
         SourceError: the folders are not parts of one checkpoint, or one of them cannot be read.
     """
+    # Optimizers in some folders and models in others make one checkpoint; others are checkpoints of a run.
     readers = {name: reader(path / name) for name in folders_with(path, METADATA_FILE)}
     outlines = {name: part.outline for name, part in readers.items()}
     if set(map(_has_optimizers_only, outlines.values())) != {True, False}:
@@ -319,6 +330,8 @@ def siblings_reader(path: Location) -> Reader:
             f"expected a checkpoint in {path}, found several, in its folders {listed(outlines)}; give the path of "
             f"one, such as {path / max(outlines, key=_numbers)}"
         )
+
+    # Keys that several folders have are told apart by the folders' names.
     keys = Counter[str]()
     for outline in outlines.values():
         keys.update(tensor.key for tensor in outline.tensors)

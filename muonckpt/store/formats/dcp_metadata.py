@@ -155,6 +155,7 @@ def _fields(kind: str, value: object, module: str = METADATA) -> dict[str, objec
 def _tensor(value: object, max_chunks: int, boxes_of: dict[ObjectColumns, list[_Box]]) -> TensorMeta:
     """Read a tensor; ``boxes_of`` gets the boxes of chunks that recur, which tensors share."""
     fields = _fields("TensorStorageMetadata", value)
+    # Its dtype is the first of its properties.
     properties = expect(tuple, expect(Record, fields["properties"]).state)
     dtype = expect(Global, properties[0] if properties else None).removeprefix("torch ")
     if dtype not in DTYPES:
@@ -164,6 +165,7 @@ def _tensor(value: object, max_chunks: int, boxes_of: dict[ObjectColumns, list[_
     ]
     if (count := sum(chunk.count for chunk in chunks)) > max_chunks:
         raise SourceError(f"expected a stored item for each chunk, found {count} chunks and {max_chunks} items")
+    # Chunks that recur are read once.
     boxes: list[_Box] = []
     for chunk in chunks:
         if chunk not in boxes_of:
@@ -261,6 +263,7 @@ def _refuse_twice(noun: str, values: Iterable[Hashable]) -> None:
 
 def _pickled_parts(tensors: Sequence[StateRecord], blobs: Sequence[Blob]) -> Iterator[bytes]:
     writer = _MetadataWriter()
+    # The tensors with the boxes of their chunks, and the items.
     writer.begin("Metadata", METADATA)
     writer.put("state_dict_metadata")
     writer.out += _DICT
@@ -272,6 +275,7 @@ def _pickled_parts(tensors: Sequence[StateRecord], blobs: Sequence[Blob]) -> Ite
         writer.put(blob.key)
         writer.put(_object("BytesStorageMetadata"))
     writer.out += pickle.SETITEMS
+    # The paths of keys.
     writer.put("planner_data")
     writer.out += _DICT
     entries: tuple[StateRecord | Blob, ...] = (*tensors, *blobs)
@@ -280,6 +284,7 @@ def _pickled_parts(tensors: Sequence[StateRecord], blobs: Sequence[Blob]) -> Ite
         writer.put(entry.path)
         yield from writer.full_parts()
     writer.out += pickle.SETITEMS
+    # Where each item lies, and each chunk.
     writer.put("storage_data")
     writer.out += _DICT
     for blob in blobs:

@@ -126,6 +126,7 @@ def reader_of_lines(path: Location) -> Reader:
     lines = _readable_lines(read_text_file(path / MANIFEST_FILE))
     if not lines:
         raise DamageError(f"{path / MANIFEST_FILE}: no line of it can be read")
+    # Of each line what can prove itself is added to DCP's description.
     outline, tensors = stock.outline, []
     digested = ((_digested_chunks(t, lines.get(t.key, {})), len(t.shape)) for t in outline.tensors)
     for tensor, chunks in zip(outline.tensors, in_columns(digested), strict=True):
@@ -186,6 +187,7 @@ def tensor_of(entry: Mapping[str, Any]) -> StateRecord:
     """
     if entry.get("version") != _VERSION:
         raise SourceError(f"entry of version {entry.get('version')!r}; this program reads version {_VERSION}")
+    # Its fields are checked as those of a tensor in a manifest, with no chunks.
     layout = entry.get("layout")
     layout_number = {} if layout is None else {"layout": 0}
     tensor: dict[str, Any] = {**entry, **layout_number, "chunks": {"boxes": 0, **_NO_CHUNKS}}

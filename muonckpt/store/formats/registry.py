@@ -172,6 +172,7 @@ def format_of(path: Location) -> Format:
         SourceError: there is nothing, the directory cannot be listed, or a plug-in is broken.
     """
     try:
+        # A file shows its format by its name, or by its first bytes; many say nothing without their folder.
         if path.is_file():
             if any(fnmatch.fnmatch(path.name, sign) for sign in SAFETENSORS.weaker_signs[0]):
                 return SAFETENSORS
@@ -186,6 +187,7 @@ def format_of(path: Location) -> Format:
                 if file.read(0, min(file.size, 4)) in signs.TORCH_SAVE:
                     return PROCESS_FILES
             return _plugin_showing([path.name]) or SAFETENSORS
+        # A folder shows it by the names in it.
         if not path.is_dir():  # said now: it may be published before the next look, and seem to lack what was not there
             raise SourceError(f"expected a checkpoint directory, found no directory {path}")
         return format_shown(path) or _without_description(path) or DCP

@@ -1,8 +1,8 @@
 """safetensors: one file, or a folder of files with an index as Hugging Face libraries use it.
 
 A file is 8 bytes (the header's length, little-endian), the header (JSON), and the data.  The header maps each tensor to
-its dtype, shape and byte range in the data, which the ranges tile; ``__metadata__`` maps strings to strings.  What the
-format does not record is in a manifest there, under ``muonckpt``: docs/formats/safetensors.md.
+its dtype, shape and byte range in the data, which the ranges tile; ``__metadata__`` maps strings to strings, among them
+our manifest: docs/formats/safetensors.md.
 
 Source: the checks of the Rust reader, safetensors 0.8 (``tensor.rs``: ``HeaderTooLarge`` at 100 MB, ``InvalidOffset``,
 ``TensorInvalidInfo``, ``MetadataIncompleteBuffer``).
@@ -162,6 +162,7 @@ def read_cut_header(file: File) -> tuple[Header, int, str]:
     head = file.read(0, 8)
     length = int.from_bytes(head, "little")
     max_bytes = min(max(size - 8, 0), MAX_HEADER_BYTES)
+    # The length is compared with limits before so many bytes are read.
     if head[:4] == _ZIP:
         raise SourceError(
             "expected a safetensors file, found a zip archive, such as torch.save writes: load it and save it with "
@@ -177,6 +178,7 @@ def read_cut_header(file: File) -> tuple[Header, int, str]:
         data_bytes = max(file.on_disk - 8 - length, 0)
         noun = f"bytes of a header before {data_bytes} bytes on the disk"
         limits.check_limit(length, limits.SMALL_DESCRIPTION + data_bytes, noun)
+    # Bytes behind the data are damage as well.
     text = file.read(8, length)
     header, start = parse_header(text), 8 + length
     if start + header.data_length < size:
@@ -320,6 +322,8 @@ def read_weights(path: Location, header_of: HeaderOf) -> Weights:
             shards = read_shards(index, names, ENDING, read)
     else:
         shards = Shards({main_file: read(main_file, None)})
+
+    # The first file that has one gives the provenance; of other programs' files none has.
     tensors = list(chain.from_iterable(entries.values() for entries in shards.files.values()))
     provenance = next(filter(None, map(provenances.__getitem__, shards.files)), {"format": "safetensors"})
     files = dict.fromkeys([*shards.files, *([main_file] if main_file else [])])
@@ -360,6 +364,7 @@ def encode_front(
     Raises:
         DestinationError: the header would be longer than readers accept.
     """
+    # The manifest's extents count from the data section, as the header's do.
     entries, chunks, start = {}, [], 0
     sums = sums or [(Sums().digest, 0)] * len(tensors)
     for tensor, (digest, _) in zip(tensors, sums, strict=True):

@@ -1,11 +1,11 @@
 """Chooses the files of a folder that are its weights, and finds where the tensors of an index really lie.
 
-One precedence, whoever reads the folder: that of transformers' ``from_pretrained``, the file before the index of its
-shards and safetensors before pickles.  An index is checked against the files, and they are searched before a tensor
-counts as lost: people consolidate shards and leave the index, or copy an index that numbers its files otherwise.
+The precedence is that of transformers' ``from_pretrained``: the file before the index of its shards, and safetensors
+before pickles.  An index is checked against the files, and they are searched before a tensor counts as lost: people
+consolidate shards and leave the index, or copy an index that numbers its files otherwise.
 
-Source: ``_get_resolved_checkpoint_files`` and ``_load_pretrained_model`` of transformers 5.23, which loads all tensors
-of all files that an index names, in the order of their names, so that the last of several copies counts.
+Source: ``_get_resolved_checkpoint_files`` and ``_load_pretrained_model`` of transformers 5.23, which loads the files
+that an index names in the order of their names, so that the last of several copies counts.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def weights_in(folder: Location, names: Collection[str], ending: str) -> str | N
     Raises:
         SourceError: there are none, or several, and none of them has the name that transformers looks for.
     """
+    # The name that transformers looks for; then one index, or the file of its name; then shards, then one file.
     models = models_in([name for name in names if ending in name])
     if "model" in models:
         return models["model"]
@@ -258,6 +259,7 @@ def _complete_set(index: WeightIndex, candidates: Mapping[str, Entries[Entry]]) 
     Raises:
         DamageError: several such sets have them, and nothing tells which is meant.
     """
+    # Every file that has tensors of the index, by its numbering.
     some = {name: entries for name, entries in candidates.items() if not index.files.keys().isdisjoint(entries)}
     families: defaultdict[object, dict[str, Entries[Entry]]] = defaultdict(dict)
     for name, entries in some.items():
@@ -287,6 +289,7 @@ def read_shards_without_index(
     Raises:
         DamageError: they are of several sets.
     """
+    # All have to be of one numbering, which also says how many there were.
     shards = matches_in(names, SHARD_NAME, ending)
     reason = f"expected one index (*{ending}.index.json), found 0"
     if len({_family(match.string) for match in shards}) != 1:
@@ -300,6 +303,7 @@ def read_shards_without_index(
             contents[match.string] = read(match.string, None)
         except DamageError as error:
             reasons.append(str(error))
+    # Without an index nothing says which copy of a tensor counts.
     keys = list(chain.from_iterable(contents.values()))
     if len({*keys}) < len(keys):
         raise DamageError(f"{folder}: {reason}, and a tensor is in several files")

@@ -1,7 +1,7 @@
 """Checkpoints in a zarr v3 hierarchy: a group for each parameter, an array for each of its tensors.
 
-Arrays of unencoded elements (with or without shards and checksums) are read from their files.  For other codecs the
-zarr library, imported when needed, decodes whole files.  ``zarr.json`` is read without trust.
+Arrays of unencoded elements (with or without shards and checksums) are read from their files; the zarr library decodes
+those of other codecs.  ``zarr.json`` is read without trust.
 
 Source: the Zarr v3 core specification, and those of the codecs ``bytes``, ``crc32c`` and ``sharding_indexed`` 1.0.
 """
@@ -189,11 +189,13 @@ def parse_array(node: str, fields: Mapping[str, Any]) -> ZarrArray:
         SourceError: the data type, the grid, the key encoding or a storage transformer is unknown.
     """
     try:
+        # What would make the bytes mean something else is refused.
         if fields.get("storage_transformers"):
             raise SourceError(f"expected no storage transformers, found {fields['storage_transformers']!r:.200}")
         if fields["data_type"] not in _READABLE:
             kinds = ", ".join(sorted(_READABLE))
             raise SourceError(f"expected one of the data types {kinds}, found {fields['data_type']!r:.200}")
+        # The shapes of files and of chunks in them, and the names of files.
         match fields["chunk_grid"]:
             case {"name": "regular", "configuration": dict(configuration)}:
                 files = _ints(configuration["chunk_shape"])
@@ -320,6 +322,7 @@ class ZarrPayloads(Payloads):
         limits.check_limit(size, limits.DECODED + 1000 * self.on_disk(file), f"bytes in {file} when it is decoded")
         if self.pace:
             self.pace(self.on_disk(file))
+        # The library decodes the part of the file inside the array.
         try:
             import zarr
 
@@ -507,11 +510,13 @@ def _record(path: Location, array: ZarrArray, chunks_of: ChunksOf) -> StateRecor
             raise DamageError(f"damaged attribute {MANIFEST_ATTRIBUTE!r}")
         if entry.get(SEAL, seal := array_seal(array, entry)) != seal:
             raise DamageError(f"its description has digest {seal}, expected {entry[SEAL]}")
+        # An array of another program is a tensor by its path.
         chunks = list(chunks_of(path, array)) if 0 not in array.shape else []
         if MANIFEST_ATTRIBUTE not in array.attributes:
             parts = tuple(array.node.split("/"))
             stored = Chunks.of(filter(None, chunks), len(array.shape))
             return StateRecord(array.node or path.name, parts, array.shape, array.dtype, stored)
+        # One of ours has a record, which must agree, and the digests of its chunks.
         tensor = tensor_of(entry)
         if (tensor.shape, stored_as(tensor.dtype)) != (array.shape, array.dtype):
             raise DamageError(
@@ -595,6 +600,7 @@ def _stored(path: Location, array: ZarrArray, file: str, size: int, box: Box) ->
     if not array.sharded:
         yield box, 0, size
         return
+    # Every chunk of a shard has to be there, and inside the file.
     index = _index(path, array, file, size)
     for number, part in array.chunks(box):
         offset, length = map(int, index[number])

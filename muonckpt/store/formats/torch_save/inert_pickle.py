@@ -414,6 +414,7 @@ class _Values(dict[bytes, object]):
         self._memo = memo
 
     def __missing__(self, opcode: bytes) -> object:
+        # A number, unless the opcode has no argument, refers to the memo, or has a text or a long number.
         kind, argument = opcode[0], opcode[1:]
         number = int.from_bytes(argument, "little", signed=kind == _BININT)
         value: object = number if argument else None

@@ -90,6 +90,7 @@ class PlainParts:
 
     def _convert_container(self, value: Any) -> tuple[Any, int]:
         match value:
+            # Containers, part by part.
             case list() | tuple():
                 parts, size = self._convert_all(value)
                 return type(value)(parts), 1 + size
@@ -99,6 +100,7 @@ class PlainParts:
                     raise SourceError(f"expected strings or integers as dict keys, found {', '.join(sorted(kinds))}")
                 parts, size = self._convert_all(value.values())
                 return dict(zip(keys, parts, strict=True)), 1 + key_size + size
+            # numpy's scalars.
             case Record(
                 kind=kind,
                 args=(

@@ -161,6 +161,7 @@ def member_data(read: Read, member: ZipMember, max_bytes: int) -> bytes:
 
 def window(read: Read, offset: int, length: int) -> Read:
     """Read parts of an item by offsets in it.  Its ends, all but the payload, are read once."""
+    # The ends of an item have all but the payload, and cost two reads.
     head = _read_exactly(read, offset, length if length <= _HEAD_BYTES + _TAIL_BYTES else _HEAD_BYTES)
     tail_start = max(length - _TAIL_BYTES, 0)
     tail = head[tail_start:] if len(head) == length else _read_exactly(read, offset + tail_start, _TAIL_BYTES)
@@ -260,6 +261,7 @@ def _entries(directory: bytes) -> Iterator[ZipEntry]:
             raise SourceError(f"expected an entry at byte {position} of the zip directory, found {signature!r}")
         _, _, _, flags, method, _, _, *numbers, disk, _, kind, header = _CENTRAL.unpack_from(directory, position)
         crc32, packed, size, name_length, extra_length, comment_length = numbers
+        # The name, extra fields and a comment follow the fixed part.
         name_offset = position + _CENTRAL.size
         extra_offset = name_offset + name_length
         position = extra_offset + extra_length + comment_length
@@ -271,6 +273,7 @@ def _entries(directory: bytes) -> Iterator[ZipEntry]:
         if _BIG in (size, packed, header):
             extra = directory[extra_offset : extra_offset + extra_length]
             size, packed, header = _unsaturated((size, packed, header), extra)
+        # Neither compressed nor encrypted, and no folder.
         if disk or kind & _FOLDER or method or flags & ~0x808 or packed != size:
             raise SourceError(f"expected {name!r} stored plainly, found method {method}, flags {flags:#x}")
         yield ZipEntry(name, header, size, crc32)

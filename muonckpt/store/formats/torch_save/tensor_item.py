@@ -15,8 +15,7 @@ Everything but the payload follows from dtype, shape and the payload's CRC-32.  
 before and after it, and an item is written by laying a payload between them: byte-identical to ``torch.save`` of
 a contiguous CPU tensor (torch 2.13).  All offsets inside are relative to the item, so it can be moved.
 
-Sources: PKWARE's APPNOTE.TXT for the zip structures; ``caffe2/serialize/inline_container.cc`` and the miniz of
-PyTorch for what it puts in them; ``torch/serialization.py`` (``_save``) and ``torch/_utils.py`` for the pickle.
+Sources: ``torch/serialization.py`` (``_save``) and ``torch/_utils.py`` for the pickle; :mod:`.stored_zip` for the rest.
 """
 
 from __future__ import annotations
@@ -123,16 +122,15 @@ _IDS = tuple(digit * 40 for digit in (b"0", b"1", b"2", b"4", b"8", b"9"))
 
 @dataclass(frozen=True, slots=True)
 class ItemTemplate:
-    """The bytes that items of tensors of one dtype and shape share, as torch and this package write them.
+    """Recognises items of tensors of one dtype and shape, as torch and we write them, by the bytes that they share.
 
-    Comparing them recognises such an item in a fraction of the time of reading the archive.  All numbers are in bytes.
+    That takes a fraction of the time of reading the archive.  All numbers are in bytes.
 
     Attributes:
         head: the bytes before the payload.
-        payload_length, length: of the payload and of the whole item.
-        fixed: ranges of the bytes after the payload that depend neither on the elements nor on the item's identity,
-            with the bytes there.
-        crc32_at: the places of the payload's CRC-32 among the bytes after the payload.
+        fixed: ranges of the bytes after it that depend neither on the elements nor on the item's identity, and these
+            bytes.
+        crc32_at: the places of the payload's CRC-32 there.
     """
 
     head: bytes
@@ -207,6 +205,7 @@ def tensor_pickle(dtype: str, shape: Index, member: bytes = b"0") -> bytes:
     if storage is None:
         version, kind, count = b"3", b"torch.storage\nUntypedStorage", numel * itemsize(dtype)
         element = b"ctorch\n" + dtype.encode() + b"\nq%c"
+    # What follows the storage: its strides are row-major, with sizes of at least 1.
     strides = [math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]
     end = b"\x89ccollections\nOrderedDict\nq%c)Rq%c" + element + b"tq%cRq%c."
     numbers = itertools.count(8 if shape else 6)
@@ -262,6 +261,7 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
         SourceError: it is not a tensor's item, or the payload is not simply the tensor's elements: encoded, big-endian,
             a view with holes, lazily conjugated; or a checksum of its small members is wrong.
     """
+    # Its members are the payload and small ones.
     part = window(read, offset, length)
     members = {member.name: member for member in members_in(part, offset, length)}
     if [name for name in members if name.startswith("data/")] != [_PAYLOAD] or "data.pkl" not in members:
@@ -272,6 +272,7 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
 
     if "byteorder" in members and content("byteorder") != b"little":
         raise SourceError(f"expected little-endian elements, found {content('byteorder')!r}")
+    # The payload is as long as the pickle says.
     dtype, shape, strides = _tensor(content("data.pkl"))
     payload = members[_PAYLOAD]
     size = math.prod(shape) * itemsize(dtype)
@@ -320,6 +321,7 @@ def described_tensor(value: object) -> Described:
     if len(args) > arity:
         flags = [key for key in args[-1] if type(key) is str] if type(args[-1]) is dict else "?"
         raise SourceError(f"expected a plain tensor, found one with the flags {flags}: resolve them before saving")
+    # Version 3 adds the dtype of an untyped storage.
     storage, start, size, stride, _, hooks, *element = args
     match storage:
         case Record(kind=reference, args=("storage", Global() as kind, str() as key, str(), int() as count)):
@@ -332,6 +334,7 @@ def described_tensor(value: object) -> Described:
     dtype = expect(Global, element[0]).removeprefix("torch ") if element else _TYPED.get(kind, kind)
     if bool(element) != (kind == _UNTYPED) or dtype not in DTYPES:
         raise SourceError(f"expected the storage and the dtype to agree, found {kind} and {dtype}")
+    # Its elements lie inside the storage, each once.
     shape, strides = sizes_of(size), sizes_of(stride)
     first, stored = sizes_of((start, count))
     if 0 in shape:

@@ -125,6 +125,7 @@ class TorchFile:
         size = itemsize(tensor.dtype)
         if member is None or member.length != tensor.count * size:
             raise SourceError(f"expected {tensor.count * size} bytes in data/{tensor.storage}, found {member}")
+        # A tensor that is not all of its storage has no checksum of its own.
         item = Extent(self.name, member.offset, member.length)
         start = member.offset + tensor.start * size
         payload = Extent(self.name, start, math.prod(tensor.shape) * size)
@@ -169,6 +170,7 @@ def read_torch_file(directory: Location, name: str) -> TorchFile:
                 "expected the zip archive that torch.save writes since 1.6, found the form before that, or another "
                 "pickle: load it with torch and save it again"
             )
+        # Its members are a pickle, which may be long in proportion to the elements, and the storages.
         members = {member.name: member for member in read_members(file.read, file.size)}
         if "data.pkl" not in members:
             raise SourceError(f"expected a file of torch.save, found a zip archive of {', '.join(members):.200}")
