@@ -62,8 +62,7 @@ class StepFolder:
             make: the file, if there is none.  Otherwise that is None.
 
         Raises:
-            DamageError, SourceError: it cannot be read.
-            OSError: it cannot be made.
+            SourceError, OSError: it cannot be read, or made.
         """
         file = self.place / _IDENTITY
         if not file.exists():
@@ -226,9 +225,9 @@ def superfluous(
 ) -> Iterator[StepName]:
     """Yield the checkpoints to remove, the newest first; never ``saved``.
 
-    Kept are the newest ``keep_last`` whole ones, ``saved`` among them, those whose step ``keep_every`` divides, and
-    damaged ones that are as new as they.  Of a step that was saved again only the last whole attempt is kept.
-    Checkpoints of later steps than ``saved`` are kept and not counted: the run went back, and they are not its past.
+    The newest ``keep_last`` whole ones stay, ``saved`` among them, those whose step ``keep_every`` divides, damaged ones
+    that are as new, and those of later steps than ``saved``, which are not its past.  Of a step that was saved again
+    only the last whole attempt stays.
     """
     steps: set[int] = set()
     whole = 0

@@ -418,12 +418,7 @@ class Series:
             self._warn_of(newest, f"restoring {saved.path} instead")
             try:
                 loaded = load_to_prove(
-                    state_dict,
-                    saved.path,
-                    allow_extra=extra,
-                    fresh=patterns,
-                    attest=attest,
-                    process_group=self._group,
+                    state_dict, saved.path, allow_extra=extra, fresh=patterns, attest=attest, process_group=self._group
                 )
             except SourceError as error:
                 if not self._ask_first(partial(self._folder.exists, newest.name)):

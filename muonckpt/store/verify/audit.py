@@ -45,7 +45,7 @@ class AuditReport:
         unchecked: how many chunks have no checksum of any kind.
         fingerprints: computed from the bytes on disk, for every tensor that could be read whole.
         notes: remarks that are no faults.
-        diagnosis: what is wrong in one sentence, what is lost, and what to do.
+        diagnosis: what is wrong and lost, and what to do.
     """
 
     tensors: int
@@ -176,10 +176,9 @@ class _Audit:
     """The comparison of all bytes with their records, and its findings so far.
 
     Attributes:
-        advance: called with the bytes that were read.
         lost_chunks: for each chunk of the manifest whether it is lost, at first by the files' sizes alone.
         row: of the next tensor's first chunk.
-        framed: whether the items of ours are those of their boxes, with elements where the manifest says.
+        framed: as `examine_small` has it.
     """
 
     checkpoint: OpenCheckpoint
@@ -355,11 +354,7 @@ def _is_of_another_save(checkpoint: OpenCheckpoint, damage: Damage) -> bool:
 
 
 def _description_findings(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
-    """Yield the damage that the descriptions, and the names and sizes of the files, show.
-
-    Args:
-        framed: the items of a checkpoint of ours are known to be what its manifest says.
-    """
+    """Yield the damage that descriptions and files' sizes show; ``framed`` as `examine_small` has it."""
     yield from faults_of(checkpoint)
     if checkpoint.lacks_manifest:
         message = f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing; restore it from a copy"

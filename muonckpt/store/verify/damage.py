@@ -60,11 +60,11 @@ class Damage:
         items: the keys of the items that are lost.
         files: the files that are missing (None) or shorter than was recorded (their length in bytes).
         unopened: why files that are there cannot be opened; they are among ``files``, with None.
-        holes: boxes of tensors, by key, that no chunk covers, although the tensor has them.
-        read: whether all bytes were compared with what was recorded; else only the files' sizes.
-        mixed_up: whether the manifest is that of another save than the files.
-        misplaced: by the name of a file that is not there, or has other bytes, the name under which its bytes are.
-        strays: files of another save than the others, by what another checkpoint of that save has.
+        holes: boxes of tensors, by key, that no chunk covers.
+        read: whether all bytes were compared; else only the files' sizes.
+        mixed_up: whether the manifest is of another save than the files.
+        misplaced: by the name of a file the name under which its bytes are.
+        strays: files of another save than the others.
     """
 
     manifest: Manifest
@@ -290,8 +290,7 @@ _SAMPLES = 8
 def misplaced_files(checkpoint: OpenCheckpoint, damage: Damage) -> dict[str, str]:
     """Return, by the names of files that are not there, or have other bytes, the names under which their bytes are.
 
-    Reads some chunks of files, and compares them with what was recorded; two files that are in each other's place, and
-    one that has got another name, are found so.
+    Reads some chunks of files: two files that are in each other's place, and one with another name, are found so.
     """
     if not isinstance(checkpoint.path, Path) or not checkpoint.path.is_dir():
         return {}

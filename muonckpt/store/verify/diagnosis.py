@@ -22,15 +22,7 @@ from ..formats.native import read_native
 from ..formats.registry import OWN, format_of
 from ..io.location import Location, Remote, location
 from ..open_checkpoint import OpenCheckpoint
-from .damage import (
-    NOTHING_LOST,
-    Damage,
-    damage_of_files,
-    findings_by_files,
-    rank_in_name,
-    sentence_of,
-    unexplained,
-)
+from .damage import NOTHING_LOST, Damage, damage_of_files, findings_by_files, rank_in_name, sentence_of, unexplained
 from .run import RunStep, StepName, new_attempt, whole_before
 from .verification import Verification, last_verification
 
@@ -48,9 +40,8 @@ class Diagnosis:
     """What is wrong with a checkpoint.
 
     Attributes:
-        sentence: what is wrong, in terms of a run, without the path; empty if nothing is.
-        remedies: what to do, the cheapest and most exact first.
-        damage: what is lost.
+        sentence: in terms of a run, without the path; empty if nothing is wrong.
+        remedies: the cheapest and most exact first.
     """
 
     path: Location
@@ -103,7 +94,6 @@ def diagnosis_of(
     """Say what is wrong with an open checkpoint.
 
     Args:
-        findings: what was found besides the damage, or explains it.
         damaged_steps: the names of other steps of its run that are known to be damaged.
     """
     if not damage and not findings:
@@ -119,8 +109,7 @@ def diagnosis_by_files(
     """Say what is wrong with an open checkpoint, as far as descriptions, files' sizes and its last verification tell.
 
     Args:
-        last: what was recorded of these very files, by `last_verification`.
-        damaged_steps: as for `diagnosis_of`.
+        last: the last verification of these very files.
     """
     findings = findings_by_files(checkpoint)
     diagnosis = diagnosis_of(checkpoint, damage_of_files(checkpoint), findings, damaged_steps)
@@ -426,9 +415,7 @@ def open_damaged(place: Location) -> OpenCheckpoint:
 
 
 def check_files(checkpoint: OpenCheckpoint) -> None:
-    """Check that every recorded file is there, and long enough, and that the last verification has found no loss.
-
-    Reads no data.
+    """Check descriptions and sizes of all files, and that the last verification has found no loss.  Reads no data.
 
     Raises:
         DamageError: something is lost; says what, and what to do.

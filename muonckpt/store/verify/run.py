@@ -79,16 +79,16 @@ class RunStep:
 
     Attributes:
         name: of its folder in that of the run.
-        path: where the checkpoint is: that folder, or the only folder in it that holds a checkpoint.
+        path: of the checkpoint: that folder, or the only folder in it that holds a checkpoint.
         step: the number in its name.
         attempt: which attempt at this step it is, from 1.
         state: ``"whole"`` as far as names and sizes of files and the last verification tell, ``"damaged"``,
             ``"incomplete"`` if nothing in it describes a checkpoint, or ``"unread"`` if this package does not read it.
-        is_complete: whether its manifest and the sizes of its files are right, whatever else is damaged.
         fault: one sentence about what is wrong; empty if it is whole.
         bytes: of all of its files.
         saved: when the last of its files was written, in seconds since 1970; None where a store does not say.
-        verified: its last verification, if that is recorded and its files are the same.
+        is_complete: whether its manifest and the sizes of its files are right, whatever else is damaged.
+        verified: its last verification, if that was of the same files.
     """
 
     name: str
@@ -172,8 +172,7 @@ def run_of(path: Location, visit: Visit = _ignore) -> Run | None:
 def _is_checkpoint(path: Location) -> bool:
     """Return True if a folder is one checkpoint rather than the folder of a run.
 
-    Of folders side by side that DCP reads, those of one checkpoint share a number: ``pytorch_model_fsdp_0`` and
-    ``optimizer_0``.
+    Folders that DCP reads are of one checkpoint if they share a number: ``pytorch_model_fsdp_0`` and ``optimizer_0``.
     """
     format = format_shown(path)
     if format is not SIBLINGS:
@@ -226,7 +225,7 @@ def same_step(name_a: str, name_b: str) -> bool:
 def new_attempt(checkpoint: Location) -> str | None:
     """Return a free name by which the same step is found beside a checkpoint; None if its name tells no step.
 
-    Whoever looks for the newest step, as `Series.restore` does, takes the last attempt at it that is whole.
+    The last attempt at a step that is whole counts.
     """
     numbered = NumberedName.parsed(checkpoint.name)
     if numbered is None:
@@ -265,8 +264,6 @@ def newer_steps(checkpoint: Location) -> list[RunStep]:
 
 def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep | None:
     """Return the newest whole checkpoint of the same run, preferably of an earlier step; None if none is beside it.
-
-    Opens no more of the others than it takes to find one.
 
     Args:
         besides: the names of others that are known to be damaged.
@@ -345,11 +342,7 @@ _NOT_FINISHED = "nothing in it describes a checkpoint: a save that goes on, or t
 
 
 def _checkpoint_in(place: Location) -> Location | None:
-    """Return the checkpoint of a step: its folder, or the only one in it that shows a format (verl's ``actor``).
-
-    Raises:
-        SourceError: it cannot be listed, or there are several.
-    """
+    """Return the checkpoint of a step: its folder, or the only one in it that shows a format (verl's ``actor``)."""
     if place.is_file() or format_shown(place) is not None:
         return place
     folders = [entry for entry in place.iterdir() if entry.is_dir() and format_shown(entry) is not None]

@@ -47,10 +47,8 @@ class Examination:
     """The outcome of comparing a tensor with its record.
 
     Attributes:
-        fingerprint: its fingerprint, if it agrees with all its checksums and its fingerprint, and has each element once
-            and finite; else None.
-        shares: of the chunks that agree with their checksums, and whose elements are finite, their shares of the
-            fingerprint, by their numbers.
+        fingerprint: None unless all checksums and the fingerprint agree, and each element is there once and finite.
+        shares: in the fingerprint, of the chunks that are sound, by their numbers.
     """
 
     fingerprint: str | None = None
@@ -60,14 +58,13 @@ class Examination:
 def examine_small(
     payloads: Payloads, tensors: Sequence[StateRecord], whole_items: bool
 ) -> tuple[list[Examination], bool]:
-    """Read the small ones of these tensors, and compare them with their records.
+    """Compare small tensors with their records; return the examinations of all, which are empty for large ones.
 
     Args:
         whole_items: the chunks are in items that this package writes, of which all bytes are compared.
 
     Returns:
-        The examination of each tensor, an empty one of large ones.  And whether the items are *framed*: they are those
-        of their boxes, with elements and CRC-32 where the manifest says.
+        Beside the examinations, whether the items are *framed*: those of their boxes, as the manifest says.
     """
     examinations = [Examination()] * len(tensors)
     framed = True
@@ -93,7 +90,7 @@ def examine_small(
 def stack_small(payloads: Payloads, tensors: Sequence[StateRecord]) -> Iterator[tuple[Sequence[int], NDArray[Any]]]:
     """Yield the words of small tensors that are cut alike, ``[tensors, *shape]``, with the numbers of the tensors.
 
-    Chunks are compared with their checksums.  Tensors that are large, or not as they should be, are left out.
+    Tensors that are large, or do not agree with their checksums, are left out.
     """
     for numbers in _runs(tensors):
         run = _Run.read(payloads, [tensors[number] for number in numbers], False)
@@ -169,8 +166,7 @@ class _Group(NamedTuple):
 
     Attributes:
         members: their numbers in the run.
-        rows: those of their chunks in the columns of the run, ``[tensors, boxes]``.
-        places: of each box.
+        rows: of their chunks in the columns of the run, ``[tensors, boxes]``.
         tiles: whether the boxes have each element once.
     """
 
@@ -188,8 +184,7 @@ class _Run:
 
     Attributes:
         raw: the bytes of whole items, or of payloads.
-        start: where those of each row of the columns begin; `UNKNOWN` where they are not read, or not as many, or not
-            at the place in their items, as their boxes say.
+        start: where those of each row of the columns begin; `UNKNOWN` where they are not read, or not as boxes say.
     """
 
     payloads: Payloads

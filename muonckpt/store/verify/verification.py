@@ -46,7 +46,7 @@ class Verification:
         timestamp: of its end, in seconds since 1970.
         verdict: as `AuditReport` has it.
         sentence: what is wrong; empty if nothing is.
-        has_loss: whether elements or items are lost; else all that was saved can be loaded.
+        has_loss: whether elements or items are lost.
         version: of the muonckpt that read it.
         files: the `FilesState.digest` of what was read.
     """
@@ -79,8 +79,8 @@ class FilesState:
 
     Attributes:
         bytes: of all of them.
-        last_write: when the last of them was written, in seconds since 1970; None where a store does not say.
-        digest: over their names, sizes, times and identities: another one for a changed checkpoint, and for a copy.
+        last_write: in seconds since 1970; None where a store does not say.
+        digest: over names, sizes, times and identities: another one for a changed checkpoint, and for a copy.
     """
 
     bytes: int
@@ -156,10 +156,7 @@ def _file_facts(name: str, status: os.stat_result) -> _FileFacts:
 
 
 def read_verifications(folder: Location) -> Mapping[str, Verification]:
-    """Read the record of a folder: the last verification of each checkpoint in it, by name.
-
-    What is not as this package writes it counts as not recorded.
-    """
+    """Read the last verification of each checkpoint in a folder, by name; invalid entries count as none."""
     if isinstance(folder, Remote):
         place = folder / RECORD
         try:
@@ -193,10 +190,7 @@ def _valid_entries(entries: Mapping[str, Any]) -> dict[str, Verification]:
 
 
 def last_verification(checkpoint: Location) -> Verification | None:
-    """Return the last verification of a checkpoint as it is now; None if that is not recorded.
-
-    Lists its files and reads the record beside it.
-    """
+    """Return the last verification of a checkpoint as it is now; None if that is not recorded."""
     place = checkpoint.absolute()
     for recorded in (place, place.parent):  # the checkpoint of a step may lie in the step's folder
         entry = read_verifications(recorded.parent).get(recorded.name)
@@ -209,10 +203,9 @@ def last_verification(checkpoint: Location) -> Verification | None:
 def record_verification(checkpoint: Location, verdict: str, sentence: str, has_loss: bool, before: FilesState) -> str:
     """Record that a checkpoint has been verified; return a note if that is not possible.
 
-    Several processes may record in one folder at a time: nothing that one of them writes is lost.
+    Several processes may record in one folder at a time.
 
     Args:
-        verdict, sentence, has_loss: as `Verification` has them.
         before: its files when the verification began; if they have changed since, nothing is recorded.
     """
     place = checkpoint.absolute()

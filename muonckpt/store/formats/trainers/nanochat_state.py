@@ -185,11 +185,7 @@ def _unstacked(params: Sequence[str], slot: str, parts: Sequence[PlainTensor]) -
 
 
 def _rows(name: str, slot: str, parts: Sequence[PlainTensor], weight: Index | None) -> StateRecord:
-    """Return the state of a parameter of AdamW, which all ranks have whole, or cut by rows.
-
-    Args:
-        weight: the shape of the parameter; None if its name is not known.
-    """
+    """Return the state of a parameter of AdamW, whole or cut by rows; ``weight`` is its shape, None if not known."""
     # Whole or cut: the weight's shape tells, or that they are small; else nothing does where all ranks have the same.
     local, dtype = parts[0].chunk.box.shape, parts[0].dtype
     stacked = (local[0] * len(parts), *local[1:]) if local else ()

@@ -39,13 +39,7 @@ from ...reading.reader import Reader
 from .. import safetensors
 from ..torch_save.inert_pickle import expect, sizes_of
 from ..torch_save.plain_item import ItemsInMemory
-from ..torch_save.torch_file import (
-    TorchFile,
-    checksums_inside,
-    is_tensor,
-    read_torch_file,
-    whole_record,
-)
+from ..torch_save.torch_file import TorchFile, checksums_inside, is_tensor, read_torch_file, whole_record
 from ..weight_files import (
     INDEX_NAME,
     SHARD_NAME,
@@ -79,8 +73,7 @@ class _Parts:
     """The tensors and items of the files that are read, as they are added.
 
     Attributes:
-        folder: of the files.
-        names: the parameters' names that a person wrote beside them.
+        names: the parameters' names that a person wrote beside the files.
         header_of: reads the headers of safetensors files; see `safetensors.read_weights`.
     """
 
@@ -236,11 +229,7 @@ _WEIGHT = "fp32"
 _PARAM = "param"
 
 
-_COMPLETE = (
-    {EXP_AVG},
-    *({MOMENTUM}, {MOMENTUM, STEP}),
-    *({EXP_AVG, EXP_AVG_SQ}, {EXP_AVG, EXP_AVG_SQ, STEP}),
-)
+_COMPLETE = ({EXP_AVG}, {MOMENTUM}, {MOMENTUM, STEP}, {EXP_AVG, EXP_AVG_SQ}, {EXP_AVG, EXP_AVG_SQ, STEP})
 """Slots that some method keeps, although another method keeps further ones beside them."""
 
 
@@ -283,7 +272,7 @@ def universal_reader(path: Location) -> Reader:
 def _misplaced(tensors: Sequence[StateRecord]) -> Iterator[tuple[str, list[str]]]:
     """Yield, for each parameter whose files have several shapes, a fault, and the keys of the tensors to blame.
 
-    Those of the shape that most files have are right; where two shapes are as frequent, nothing tells.
+    The shape that most files have is right; where two are as frequent, nothing tells.
     """
     by_name: defaultdict[str, dict[str, StateRecord]] = defaultdict(dict)
     for tensor in tensors:

@@ -84,10 +84,7 @@ def reader(path: Location) -> Reader:
 def remains(path: Location, without: Collection[str]) -> Reader:
     """Read what is left of such a folder, as if these files, and those that cannot be opened, were missing.
 
-    Where no other rank has a replica of what a missing rank held, tensors have holes.
-
-    Raises:
-        SourceError: as `reader`, but for files that are missing or damaged.
+    Where no replica has what a missing rank held, tensors have holes.
     """
     return _read(path, without)
 

@@ -78,7 +78,7 @@ class PlainTensor:
 def decoded(
     file: TorchFile, content: object, root: KeyPath, *, dtensors: bool = False
 ) -> Iterator[tuple[KeyPath, object]]:
-    """Yield the tensors and the plain data in a state dict, each with its path: `PlainTensor`, and `RankPart`.
+    """Yield tensors, as `PlainTensor` or `RankPart`, and plain data in a state dict, each with its path.
 
     Keys of dicts become strings in paths, positions in lists integers, as in DCP.
 
@@ -86,8 +86,8 @@ def decoded(
         dtensors: whether DTensors are read, as parts of ranks; else they are refused.
 
     Raises:
-        LimitError: there is more than in proportion to the file, or tensors share more.
-        SourceError: there is something else; it is not run.  Names the path, but not the file.
+        LimitError: there is more than in proportion to the file.
+        SourceError: there is something else; it is not run.
     """
     chunks = []
     for path, value in _leaves(file, content, root):
@@ -168,10 +168,10 @@ def mapping(value: object) -> Mapping[object, object]:
 
 
 def check_shared(file: TorchFile, chunks: Iterable[Chunk]) -> None:
-    """Compare the bytes of all tensors of a file with those that are stored, since tensors can share storages.
+    """Refuse a file whose tensors share storages out of proportion to the bytes that are stored.
 
     Raises:
-        LimitError: it is out of proportion.
+        LimitError: they do.
     """
     stored_bytes = sum(member.length for member in file.members.values())
     tensor_bytes = sum(chunk.payload.length for chunk in chunks if chunk.payload)
@@ -250,9 +250,7 @@ def state_by_optimizer(tensors: Iterable[StateRecord]) -> dict[str, list[StateRe
 def optimizer_with_names(
     optimizer: Mapping[object, object], names_listed: Sequence[str] | None
 ) -> tuple[Mapping[object, object], Mapping[object, str]]:
-    """Return a state dict with its parameters under names, and the names by number.
-
-    Where nothing tells the names, the state dict is returned unchanged, with no names.
+    """Return a state dict with names in place of numbers, and the names by number; unchanged if nothing tells them.
 
     Args:
         names_listed: the names in the order of numbers, as a person wrote them.

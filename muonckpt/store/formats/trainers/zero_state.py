@@ -167,7 +167,7 @@ def _missing(files: Mapping[int, TorchFile], num_ranks: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
-    """Bytes that are the same if all is well: what several ranks hold of a parameter ``name``.
+    """Extents with the same bytes, if all is well: several ranks hold a parameter ``name``.
 
     ``places`` are the ranks, with their storages and the extents in them.
     """
