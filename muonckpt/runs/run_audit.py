@@ -27,7 +27,7 @@ class StepVerdict:
     """The verification of one step of a run.
 
     Attributes:
-        report: the result; None if the step was not read, because it is incomplete, or this package cannot.
+        report: the result; None if the step was not read.
         sentence: what is wrong; empty if nothing is.
         note: why the verification could not be recorded; empty if it was.
     """

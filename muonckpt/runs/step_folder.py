@@ -226,8 +226,8 @@ def superfluous(
     """Yield the checkpoints to remove, the newest first; never ``saved``.
 
     The newest ``keep_last`` whole ones stay, ``saved`` among them, those whose step ``keep_every`` divides, damaged
-    ones that are as new, and those of later steps than ``saved``, which are not its past.  Of a step that was saved again
-    only the last whole attempt stays.
+    ones that are as new, and those of later steps than ``saved``, which are not its past.  Of a step that was saved
+    again only the last whole attempt stays.
     """
     steps: set[int] = set()
     whole = 0
