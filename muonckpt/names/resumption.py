@@ -228,9 +228,9 @@ def describe_wrappers(live_names: Collection[str], saved_names: Collection[str])
     for longer, shorter, side in ((saved_names, live_names, "checkpoint"), (live_names, saved_names, "program")):
         if insertion := _find_insertion({*longer}, {*shorter}):
             # The rule that renames the saved names, for a conversion.
-            prefix, word = insertion
-            long, short = (f"{prefix}{{p*}}", "{p*}") if prefix else (f"{{a*}}.{word}.{{b*}}", "{a*}.{b*}")
-            difference = f"begin with {prefix!r}" if prefix else f"contain {f'{word}.'!r}"
+            prefix, part = insertion
+            long, short = (f"{prefix}{{p*}}", "{p*}") if prefix else (f"{{a*}}.{part}.{{b*}}", "{a*}.{b*}")
+            difference = f"begin with {prefix!r}" if prefix else f"contain {f'{part}.'!r}"
             old, new = (long, short) if longer is saved_names else (short, long)
             rule = f"muonckpt convert OLD NEW --to-format dcp --rules FILE, with [[rule]] from = {old!r}, to = {new!r}"
             # Torch's functions leave a wrapper out of the program's names; in a checkpoint only a rule does.
@@ -250,10 +250,10 @@ def _find_insertion(longer: set[str], shorter: set[str]) -> tuple[str, str] | No
         if all(f"{prefix}{name}" in longer for name in shorter):
             return prefix, ""
     # A part inside names, as a compiler's or a checkpoint wrapper's.
-    words = {*chain.from_iterable(name.split(".") for name in longer)}
-    for word in sorted(words.difference(*(name.split(".") for name in shorter))):
-        if {".".join(filter(word.__ne__, name.split("."))) for name in longer} >= shorter:
-            return "", word
+    parts = {*chain.from_iterable(name.split(".") for name in longer)}
+    for part in sorted(parts.difference(*(name.split(".") for name in shorter))):
+        if {".".join(filter(part.__ne__, name.split("."))) for name in longer} >= shorter:
+            return "", part
     return None
 
 

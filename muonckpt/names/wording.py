@@ -25,11 +25,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def listed(words: Iterable[object], limit: int = 8, separator: str = ", ") -> str:
-    """Return the first words of a list, and how many there are besides: ``a, b and 3 more``."""
-    words = list(words)
-    text = separator.join(map(str, words[:limit]))
-    return f"{text}{separator.strip(', ')} and {len(words) - limit} more" if len(words) > limit else text
+def listed(items: Iterable[object], limit: int = 8, separator: str = ", ") -> str:
+    """Return the first items of a list, and how many there are besides: ``a, b and 3 more``."""
+    items = list(items)
+    text = separator.join(map(str, items[:limit]))
+    return f"{text}{separator.strip(', ')} and {len(items) - limit} more" if len(items) > limit else text
 
 
 def unnumbered(name: str) -> str:

@@ -57,14 +57,14 @@ def scale(option: str, values: Mapping[str, Sequence[object]]) -> Coding:
     def read(options: OptionValues, shape: Index) -> OptionValues:
         if option not in options:
             return {}
-        names = [name for name, words in values.items() if options[option] in words]
+        names = [name for name, spellings in values.items() if options[option] in spellings]
         return {"scale": names[0] if names else f"{option}={options[option]!r}"}
 
     def write(common: OptionValues, shape: Index) -> OptionValues | None:
         if not common:
             return {}
-        words = values.get(common["scale"], ())
-        return {option: words[0]} if words else None
+        spellings = values.get(common["scale"], ())
+        return {option: spellings[0]} if spellings else None
 
     return Coding((option,), ("scale",), read, write)
 

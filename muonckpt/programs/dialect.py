@@ -214,13 +214,13 @@ _SHARED_SLOTS = frozenset({"momentum", "master"})
 
 @dataclass(frozen=True, slots=True)
 class OptionKind:
-    """A kind of values of an option: ``words`` say it, and ``includes`` tells whether a value is one."""
+    """A kind of values of an option, with its description for messages."""
 
-    words: str
+    description: str
     includes: Callable[[Any], bool]
 
     def or_none(self) -> OptionKind:
-        return OptionKind(f"{self.words} or None", lambda value: value is None or self.includes(value))
+        return OptionKind(f"{self.description} or None", lambda value: value is None or self.includes(value))
 
 
 def _is_number(value: object) -> bool:
@@ -280,7 +280,7 @@ class OptionTable:
         """Return the options whose values are of another kind than the program's, each with what was expected."""
         kinds = {**self.elementwise, **self.beside, **self.always}
         return {
-            option: kinds[option].words
+            option: kinds[option].description
             for option, value in options.items()
             if option in kinds and not kinds[option].includes(value)
         }

@@ -411,7 +411,7 @@ def _blob(data: dict[str, Any]) -> Blob:
     )
 
 
-# Keys that people ask for, so that a word means the same wherever keys are taken from people.
+# Keys that people ask for, so that a pattern means the same wherever people give one.
 
 Names = Mapping[str, tuple[str, str]]
 """Other names of keys of optimizer state: the parameter's with the slot, and the parameter's alone."""
@@ -431,59 +431,59 @@ def names_of(tensors: Iterable[StateRecord]) -> Names:
     return names
 
 
-def find_keys(word: str, keys: Sequence[str], names: Names = _NO_NAMES) -> list[str]:
-    """Return the keys that a word stands for; empty if it stands for none.
+def find_keys(pattern: str, keys: Sequence[str], names: Names = _NO_NAMES) -> list[str]:
+    """Return the keys that a pattern stands for; empty if it stands for none.
 
-    They are the key itself; or else those that match the word as a shell pattern; or that end with it, from a dot on;
+    They are the key itself; or else those that match it as a shell pattern; or that end with it, from a dot on;
     or state whose parameter is called so, with or without the slot.
     """
-    if word in keys:  # there are keys with brackets
-        return [word]
-    ending = f".{word}"
+    if pattern in keys:  # there are keys with brackets
+        return [pattern]
+    ending = f".{pattern}"
 
     def fits(name: str) -> bool:
-        return fnmatchcase(name, word) or name.endswith(ending) or fnmatchcase(name, f"*{ending}")
+        return fnmatchcase(name, pattern) or name.endswith(ending) or fnmatchcase(name, f"*{ending}")
 
     return (
-        [key for key in keys if fnmatchcase(key, word)]
+        [key for key in keys if fnmatchcase(key, pattern)]
         or [key for key in keys if fits(key)]
         or [key for key in keys if key in names and fits(names[key][0])]
         or [key for key in keys if key in names and fits(names[key][1])]
     )
 
 
-def find_key(word: str, keys: Sequence[str], names: Names = _NO_NAMES) -> str:
-    """Return the one key of a tensor that a word stands for.
+def find_key(pattern: str, keys: Sequence[str], names: Names = _NO_NAMES) -> str:
+    """Return the one key of a tensor that a pattern stands for.
 
     Raises:
         TargetError: it stands for none, or for several; names the closest, or these.
     """
-    return _find("tensor", "", word, keys, names, is_unique=True)[0]
+    return _find("tensor", "", pattern, keys, names, is_unique=True)[0]
 
 
 def match_keys(
-    words: Sequence[str], keys: Sequence[str], names: Names = _NO_NAMES, noun: str = "tensor", where: str = ""
+    patterns: Sequence[str], keys: Sequence[str], names: Names = _NO_NAMES, noun: str = "tensor", where: str = ""
 ) -> set[str]:
-    """Return the keys that these words stand for; all of them if there are no words.
+    """Return the keys that these patterns stand for; all of them if there are no patterns.
 
     Args:
         noun, where: name the keys in messages.
 
     Raises:
-        TargetError: a word stands for nothing, or one without a wildcard for several keys; names them.
+        TargetError: a pattern stands for nothing, or one without a wildcard for several keys; names them.
     """
-    matches = set[str]() if words else {*keys}
-    for word in words:
-        matches.update(_find(noun, where, word, keys, names, is_unique={*word}.isdisjoint("*?[")))
+    matches = set[str]() if patterns else {*keys}
+    for pattern in patterns:
+        matches.update(_find(noun, where, pattern, keys, names, is_unique={*pattern}.isdisjoint("*?[")))
     return matches
 
 
-def _find(noun: str, where: str, word: str, keys: Sequence[str], names: Names, is_unique: bool) -> list[str]:
-    matches = find_keys(word, keys, names)
+def _find(noun: str, where: str, pattern: str, keys: Sequence[str], names: Names, is_unique: bool) -> list[str]:
+    matches = find_keys(pattern, keys, names)
     if not matches:
-        raise TargetError(f"no {noun} matches {word!r}{where}{did_you_mean(word, [*keys])}")
+        raise TargetError(f"no {noun} matches {pattern!r}{where}{did_you_mean(pattern, [*keys])}")
     if is_unique and len(matches) > 1:
         raise TargetError(
-            f"{word!r} may be each of {len(matches)} {noun}s{where}: {listed(matches)}; write more of the key"
+            f"{pattern!r} may be each of {len(matches)} {noun}s{where}: {listed(matches)}; write more of the key"
         )
     return matches
