@@ -38,6 +38,41 @@ def payloads(place: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in place.glob("*.distcp")}
 
 
+def as_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_link(target: str, path: Path) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+def as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def as_huge(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+
+
+HARMS = {
+    "a pipe": as_fifo,
+    "a device": partial(as_link, "/dev/zero"),
+    "a link to nothing": partial(as_link, "/nowhere"),
+    "a link to itself": lambda path: as_link(path.name, path),
+    "a folder": as_folder,
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: os.truncate(path, 100),
+    "huge": as_huge,
+    "garbage": lambda path: path.write_bytes(os.urandom(5000)),
+    "deep": lambda path: path.write_bytes(b"[" * 200_000),
+}
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The folder of a run that copied three steps and saved the second, and what its ranks say."""
@@ -134,6 +169,24 @@ def test_where_no_whole_copy_is_left_the_older_checkpoint_on_disk_is_taken(train
     for step, from_memory, said, prints, warned, _ in found:
         assert (step, from_memory, prints) == (SAVED, False, trained[1][0][0][SAVED])
         assert "step-00000001" in said and "is not taken" in warned[-1]
+
+
+@pytest.mark.parametrize("harm", ["a pipe", "a device", "garbage", "missing", "a file for the folder"])
+def test_what_is_wrong_on_one_node_stops_no_other_and_its_whole_files_are_read(trained, memory, harm):
+    """Nodes 0 and 2 have all files together; what describes them is bad on node 0, which alone has those of rank 0."""
+    shutil.rmtree(memory / "node1")
+    (place,) = copies(memory, 0)
+    if harm == "a file for the folder":
+        shutil.rmtree(place.parent)
+        place.parent.write_text("no folder")
+    else:
+        HARMS[harm](place / "muonckpt.json")
+    ranks = run(3, noded.restored, trained[0] / "run", on(memory, 0, 2, 2))
+    taken = harm != "a file for the folder"
+    for step, from_memory, _, prints, lines, _ in ranks:
+        assert (step, from_memory, prints) == (LAST if taken else SAVED, taken, trained[1][0][0][step])
+        told = [line for line in lines if str(place.parent.name) in line and "on the node of rank 0" in line]
+        assert len(told) == 1, lines
 
 
 @pytest.mark.parametrize("other", ["copied", "newer on disk"])
@@ -279,41 +332,6 @@ def restored(run: Path, node: Path) -> tuple[int | None, float, list[str]]:
     return done and done.step, template["w"][0].item(), [str(warning.message) for warning in caught]
 
 
-def as_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def as_link(target: str, path: Path) -> None:
-    path.unlink()
-    path.symlink_to(target)
-
-
-def as_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def as_huge(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(1 << 40)
-
-
-HARMS = {
-    "a pipe": as_fifo,
-    "a device": partial(as_link, "/dev/zero"),
-    "a link to nothing": partial(as_link, "/nowhere"),
-    "a link to itself": lambda path: as_link(path.name, path),
-    "a folder": as_folder,
-    "missing": Path.unlink,
-    "empty": lambda path: path.write_bytes(b""),
-    "cut": lambda path: os.truncate(path, 100),
-    "huge": as_huge,
-    "garbage": lambda path: path.write_bytes(os.urandom(5000)),
-    "deep": lambda path: path.write_bytes(b"[" * 200_000),
-}
-
-
 @pytest.mark.filterwarnings("ignore:all ranks are on one node")
 @pytest.mark.parametrize("file", ["muonckpt.json", "__0_0.distcp"])
 @pytest.mark.parametrize("harm", HARMS)
@@ -345,6 +363,7 @@ def test_a_bad_copy_is_passed_over_with_a_sentence_and_hides_no_whole_one(harm, 
         series.async_copy(6, value(6)).result()  # which removes the bad ones
         assert restored(run, node) == (6, 6, [])
         series.save(6, value(6))
+    assert not [*node.iterdir()]
 
 
 @pytest.mark.filterwarnings("ignore:all ranks are on one node")
@@ -527,3 +546,16 @@ def test_copies_beside_the_checkpoints_of_a_trainer_descend_from_those_that_it_t
     second.record_parent(9, tmp_path / "9")  # a save that failed
     second.async_copy(9, value(209)).result()
     trainer("b", 8, 209)
+
+
+@pytest.mark.filterwarnings("ignore:all ranks are on one node")
+def test_the_end_tells_what_it_cannot_remove_and_says_nothing_of_branches_that_were_left(branches):
+    branches.start("a", None).async_copy(9, value(9)).result()
+    Series(branches.run).save(5, value(5))
+    with branches.start("a", 5, LEFT) as series:
+        series.save(6, value(6))
+    assert len(copies(branches.folder, "a")) == 1, "it may be looked at"
+    with pytest.warns(RuntimeWarning, match="cannot remove what was copied to .*: Not a directory"), series:
+        (folder,) = (branches.folder / "a").iterdir()
+        shutil.rmtree(folder)
+        folder.write_text("no folder")

@@ -334,16 +334,21 @@ class NodeMemory:
         """Remove copies that are no newer than a saved step; on this node, without asking others."""
         if self._used is None or not self._nodes.leads:
             return
-        remove_copies(self._used, lambda name: name is None or name.step <= saved)
-        names = [StepName.parsed(path.name) for path in folders_in(self._used)]
+        try:
+            remove_copies(self._used, lambda name: name is None or name.step <= saved)
+            names = [StepName.parsed(path.name) for path in folders_in(self._used)]
+            if self._used.exists() and not any(self._used.iterdir()):
+                self._used.rmdir()
+        except OSError as error:
+            _warn(f"cannot remove what was copied to {self._used}: {error.strerror or error}")
+            return
+        # Copies of branches that were left are not taken again.
         newer = [self._used / str(name) for name in sorted(self._copies.intersection(names))]
         if newer and is_coordinator(self._group):
             _warn(
                 f"{newer[-1]} is newer than all that was saved: started again on these nodes, the run goes on from "
                 "there; else save the last step, so that it is removed"
             )
-        if self._used.is_dir() and not any(self._used.iterdir()):
-            self._used.rmdir()
 
 
 def _warn(message: str) -> None:
