@@ -185,7 +185,8 @@ def _find_model(weights: Iterable[KeyPath], names: Collection[str]) -> KeyPlace 
         starts = (0, *(match.end() for match in re.finditer(r"\.", leaf)))
         counts.update(KeyPlace(path[:-1], leaf[:start]) for start in starts if leaf[start:] in names)
     # Copies, such as averages of weights, are under other names than the model.
-    candidates = [place for place, count in counts.items() if count == max(counts.values())]
+    max_count = max(counts.values(), default=0)
+    candidates = [place for place, count in counts.items() if count == max_count]
     usual = [place for place in (KeyPlace(("model",)), KeyPlace(())) if place in candidates]
     models = usual or [place for place in candidates if "model" in (*place.root[-1:], place.prefix.removesuffix("."))]
     places = models[:1] or candidates

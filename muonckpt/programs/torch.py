@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..names.coefficients import COEFFICIENTS
 from ..names.vocabulary import Convention
 from .codings import COUPLED, betas, coefficients, scale
 from .dialect import (
@@ -27,7 +28,7 @@ from .dialect import (
     Template,
 )
 
-KELLER = (3.4445, -4.775, 2.0315)
+KELLER = COEFFICIENTS["keller"].tail
 SCALES = {"original": ("original", None), "rms": ("match_rms_adamw",)}
 MUON_OPTIONS = {**RATES, "momentum": "momentum", "nesterov": "nesterov", "eps": "eps"}
 MUON_ASSUMED = {"ns_coefficients": KELLER, "ns_steps": 5, "nesterov": True, "eps": 1e-7, "adjust_lr_fn": None}
