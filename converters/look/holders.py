@@ -103,13 +103,19 @@ def bytes_by_rank(manifest: Manifest) -> dict[int, int]:
     columns = manifest.columns
     by_file = np.zeros(len(columns.names), np.int64)
     np.add.at(by_file, columns.file, chunk_bytes(manifest))
+    by_rank = _by_rank(dict(zip(columns.names, by_file.tolist(), strict=True)))
+    return dict(sorted(by_rank.items())) if by_rank else {}
+
+
+def _by_rank(by_file: Mapping[str, int]) -> Counter[int] | None:
+    """Return the sums of amounts by rank; None if the name of a file tells none."""
     by_rank: Counter[int] = Counter()
-    for file, amount in zip(columns.names, by_file.tolist(), strict=True):
-        rank = rank_in_name(file)
+    for name, amount in by_file.items():
+        rank = rank_in_name(name)
         if rank is None:
-            return {}
+            return None
         by_rank[rank] += amount
-    return dict(sorted(by_rank.items()))
+    return by_rank
 
 
 def chunk_bytes(manifest: Manifest) -> NDArray[np.int64]:
@@ -135,14 +141,8 @@ def newton_schulz_by_rank(view: ModelView, ranks: Sequence[int]) -> dict[int, in
         chunks, columns = tensor.chunks, tensor.chunks.columns
         for file, amount in zip(columns.file[chunks.start : chunks.stop].tolist(), amounts, strict=True):
             by_file[columns.names[file]] += amount
-    # By rank, if the names of all files tell one.
-    work = dict.fromkeys(ranks, 0)
-    for name, amount in by_file.items():
-        rank = rank_in_name(name)
-        if rank is None:
-            return None
-        work[rank] += amount
-    return work
+    by_rank = _by_rank(by_file)
+    return None if by_rank is None else {rank: by_rank[rank] for rank in ranks}
 
 
 @lru_cache(maxsize=1024)

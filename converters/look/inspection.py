@@ -443,7 +443,8 @@ def _optimizer_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
         yield "momentum", f"{row['convention'] or 'unknown'} in {counted(row['tensors'], 'tensor')} ({row['by']})"
     yield from _group_lines(inspection.groups)
     if inspection.unread_groups:
-        yield "", f"and {inspection.unread_groups} groups of one parameter, not read (`muonckpt inspect --groups` does)"
+        unread = f"and {inspection.unread_groups} groups of one parameter, which were not read"
+        yield "", f"{unread} (`muonckpt inspect --groups` reads them)"
     if inspection.optimizer:
         for note in inspection.notes:
             yield "", note
