@@ -225,6 +225,7 @@ def check_rates(groups: Iterable[ParamGroup], method_of: Callable[[ParamGroup], 
     for number, group in enumerate(groups):
         method = method_of(group)
         for name in _RATES:
+            # Betas are two values.
             values = group.get(name, ())
             if name in group and not any(map(is_on_device, values if isinstance(values, tuple | list) else (values,))):
                 try:

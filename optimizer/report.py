@@ -128,6 +128,7 @@ def count_matrices(schedules: Sequence[Schedule]) -> tuple[int, int, int] | None
 
 def count_sent_bytes(schedules: Sequence[Schedule]) -> int | None:
     """Return the bytes that this rank sends to others in a step; None without schedules."""
+    # On the way to owners and back; bytes for itself stay here.
     sent_bytes = 0
     for schedule in schedules:
         index = schedule.ranks.index(_this_rank()) if _this_rank() in schedule.ranks else 0

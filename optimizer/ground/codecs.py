@@ -101,6 +101,7 @@ class NoisyBox:
             counters = torch.arange(start, start + size, device=device) * stride
             rows = counters.view(-1, *(1,) * rows.ndim) + rows
             stride *= total
+        # Two numbers of each row make those of its columns.
         a, b = (_splitmix((rows + number).unsqueeze(-1) + key) for number in (0, 1))
         columns = torch.arange(corner[-1], corner[-1] + sizes[-1], device=device)
         return torch.addcmul(b, a, columns).bitwise_right_shift_(48).bitwise_and_(DROPPED_BITS).view(sizes)
@@ -128,6 +129,7 @@ def cut_box(box: Box, max_elements: int) -> Iterator[Box]:
     if box.numel <= max_elements:
         yield box
         return
+    # The first dim that can be cut, to slabs that fit; one index at least, which is cut in turn.
     dim = next(dim for dim in range(box.ndim) if math.prod(box.shape[dim + 1 :]) <= max_elements or box.shape[dim] > 1)
     length = max(1, max_elements // math.prod(box.shape[dim + 1 :]))
     for start in range(box.lo[dim], box.hi[dim], length):
@@ -158,10 +160,12 @@ class CodeTable:
     @lru_cache(maxsize=64)
     def of(dtype: torch.dtype, device: torch.device) -> CodeTable:
         bits, signed = CODE_BITS[dtype]
+        # All values in order, and the midpoints that part them.
         positive = magnitudes(bits)
         negative = [-value for value in positive[:0:-1]] if signed else []
         values = torch.tensor([*negative, *positive], dtype=torch.float64)
         midpoints = ((values[1:] + values[:-1]) / 2).to(torch.float32)
+        # The smallest float32 of each upper half says how many midpoints are surely below.
         upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
         smallest = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32)
         # As int16 counts them: from 0, and negative ones at the end.
@@ -223,6 +227,7 @@ class Blocks:
         noise: Callable[[], Tensor] | None = None,
     ) -> Blocks:
         """Return the blocks of a box of a contiguous local tensor, whose last dim has a ``length``."""
+        # Scales have the strides of elements, in blocks.
         scales = in_a_dim(scales)
         blocks_per_row = scales.shape[-1]
         row, column = divmod(offset, length)
@@ -386,6 +391,7 @@ class BlockCodec:
     def refuse_cut(self, layout: TensorLayout) -> None:
         if not layout.shape:
             return
+        # Every box has to begin and end, in the last dim, between two blocks or at the tensor's end.
         corners = np.concatenate([layout.starts, layout.stops])[:, len(layout.shape) - 1]
         cuts = sorted({*corners.tolist()} - {0, layout.shape[-1]})
         cut = next((column for column in cuts if column % self.block), None)
@@ -414,6 +420,7 @@ class BlockCodec:
         decoded = []
         for codes, gradient, blocks, columns in self._whole_blocks(stored, boxes, gradients):
             exact = torch.lerp(blocks.decode(codes), gradient.to(torch.float32), rate)
+            # Encode into fresh memory: the stored average takes the gradient in later.
             later_codes, later_blocks = torch.empty_like(codes), Blocks(blocks.scales.clone(), self.block)
             later_blocks.encode(later_codes, exact)
             decoded.append(later_blocks.decode(later_codes)[..., columns])

@@ -122,6 +122,7 @@ class HostVisits(Visits):
         return {key: self._visitors[key] for key in self._turns[turn]}
 
     def release(self, turn: int) -> TensorsByKey:
+        # Tensors that the next turns need stay on the device.
         staying = set().union(*self._turns[turn + 1 : turn + 1 + self._ahead])
         leaving = {key: tensor for key, tensor in self._turns[turn].items() if key not in staying}
         copies = [self._visitors.pop(key) for key in leaving]
@@ -147,6 +148,7 @@ class HostVisits(Visits):
 
 def peak_bytes(turns: Sequence[TensorsByKey], ahead: int) -> int:
     """Return the most bytes of visits that are on the device at once."""
+    # While a turn is computed, those that are fetched ahead are there too.
     peak = 0
     for number in range(len(turns)):
         visitors: dict[SlotKey, Tensor] = {}

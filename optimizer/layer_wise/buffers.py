@@ -84,6 +84,7 @@ class Members:
         self, groups: Sequence[Mapping[str, Any]], bucket_size: int | None, previous: Mapping[str, int | None] | None
     ) -> PlacementRequest:
         """Return the input of a placement, given groups with all their options."""
+        # Matrices get owners; placements keep them whole.
         group_names: list[tuple[str, ...]] = []
         matrices: set[str] = set()
         for group in groups:
@@ -306,6 +307,7 @@ class Bucket:
         memory, group = self._gradients, self.group
         if group is None:
             return []
+        # Equal shards by one reduce-scatter, others by one reduction each to their owners, or all by one all-reduce.
         shards = self._shard_views(memory)
         if self.even:
             return [REDUCE_SCATTER(shards[self._rank][1], memory, group=group, async_op=True)]
@@ -486,6 +488,7 @@ class Gathers:
     def hook(self, model: nn.Module, name_of: Mapping[Tensor, str]) -> list[RemovableHandle]:
         """Make modules wait for their own parameters before their forward, and the model for all before it is saved."""
         number_of = _bucket_numbers(self._buckets)
+        # Children have hooks of their own.
         handles: list[RemovableHandle] = []
         for module in model.modules():
             params = [param for param in module.parameters(recurse=False) if param in name_of]
