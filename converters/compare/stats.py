@@ -31,7 +31,7 @@ from .figures import ELEMENT_BYTES, TensorFigures, figures_of, figures_of_alike,
 
 STATS_MEMORY = 256 << 20
 
-_BATCH = 2 << 20
+_BATCH_BYTES = 2 << 20
 """Bytes of small tensors that are measured at once."""
 
 _ROLES = (Role.WEIGHTS, Role.MOMENTUM, Role.MASTERS, Role.MOMENTS, Role.STATE)
@@ -118,25 +118,25 @@ def stats(
     """
     with ExitStack() as stack:
         opened = stack.enter_context(open(path))
-        known = first_look(opened)
-        chosen = measurable(known, select)
+        look = first_look(opened)
+        chosen = measurable(look, select)
         earlier = stack.enter_context(open(since)) if since is not None else None
-        before = first_look(earlier) if earlier else None
-        pairs = list(_weights_in_both(known, before, {record.key for _, record in chosen})) if before else []
+        earlier_look = first_look(earlier) if earlier else None
+        pairs = list(_weights_in_both(look, earlier_look, {record.key for _, record in chosen})) if earlier_look else []
         total = bytes_of_elements(record for _, record in chosen) + 2 * bytes_of_elements(record for record, _ in pairs)
 
         def passed(count: int) -> None:
             progress(count, total)
 
-        tensors = measured(opened, known, chosen, spectra=spectra, memory=memory, jobs=jobs, passed=passed)
+        tensors = measured(opened, look, chosen, spectra=spectra, memory=memory, jobs=jobs, passed=passed)
         changes = _changes(opened, earlier, pairs, memory, passed) if earlier else {}
-        return stats_of(opened, known, tensors, earlier, before, changes)
+        return stats_of(opened, look, tensors, earlier, earlier_look, changes)
 
 
 Measurable = Sequence[tuple[Role, StateRecord]]
 
 
-def measurable(known: FirstLook, select: Sequence[str] = ()) -> Measurable:
+def measurable(look: FirstLook, select: Sequence[str] = ()) -> Measurable:
     """Choose weights, momentum, masters and moments that match, or all tensors if the program is unknown.
 
     Of state in 8 bits these are the scales, each the largest magnitude in its block: codes are no numbers.
@@ -144,18 +144,19 @@ def measurable(known: FirstLook, select: Sequence[str] = ()) -> Measurable:
     Raises:
         TargetError: a pattern matches nothing.
     """
-    every = ((role, tensor) for role in _ROLES for tensor in known.view.tensors_of(role))
-    tensors = [(role, tensor) for role, tensor in every if stored_slot(tensor.slot).has_numbers]
+    tensors: list[tuple[Role, StateRecord]] = []
+    for role in _ROLES:
+        tensors += [(role, t) for t in look.view.tensors_of(role) if stored_slot(t.slot).has_numbers]
     if not tensors:  # the program is unknown: all that is there
-        tensors = [(Role.OTHER, tensor) for tensor in known.manifest.tensors if tensor.shape]
-    records = [tensor for _, tensor in tensors]
-    keys = match_keys(select, [t.key for t in records], names_of(known.manifest.tensors), "tensor of weights or state")
+        tensors = [(Role.OTHER, tensor) for tensor in look.manifest.tensors if tensor.shape]
+    names, noun = names_of(look.manifest.tensors), "tensor of weights or state"
+    keys = match_keys(select, [tensor.key for _, tensor in tensors], names, noun)
     return [(role, tensor) for role, tensor in tensors if tensor.key in keys]
 
 
 def measured(
     opened: OpenCheckpoint,
-    known: FirstLook,
+    look: FirstLook,
     tensors: Measurable,
     *,
     spectra: bool,
@@ -165,42 +166,43 @@ def measured(
 ) -> tuple[TensorFigures, ...]:
     """Measure these tensors, but those that are not numbers; ``passed`` receives bytes that have been read."""
     numeric = [(role, record) for role, record in tensors if is_numeric(record.dtype)]
-    labels = [(known.view.identity(record)[0], str(role)) for role, record in numeric]
+    labels = [(look.view.identity(record)[0], str(role)) for role, record in numeric]
     records = opened.locate([record for _, record in numeric])
-    most = memory // jobs
+    thread_memory = memory // jobs
 
     def measure(batch: Sequence[int]) -> list[TensorFigures]:
         """Measure a large tensor, or several small ones."""
-        found: dict[int, TensorFigures] = {}
-        small = [records[n] for n in batch if _is_small(records[n], most)]
+        figures: dict[int, TensorFigures] = {}
+        # Small tensors of one shape are measured together, as many as memory has room for.
+        small = [records[number] for number in batch if _is_small(records[number], thread_memory)]
         for members, words in stack_small(opened.payloads, small):
-            step = max(most // (2 * ELEMENT_BYTES * math.prod(words.shape[1:])), 1)
+            step = max(thread_memory // (2 * ELEMENT_BYTES * math.prod(words.shape[1:])), 1)
             for start in range(0, len(members), step):
-                own, part = [batch[member] for member in members[start : start + step]], words[start : start + step]
-                figures = figures_of_alike(part, [records[n] for n in own], [labels[n] for n in own], spectra)
-                found |= zip(own, figures, strict=True)
+                numbers, part = [batch[m] for m in members[start : start + step]], words[start : start + step]
+                part_records, part_labels = [records[n] for n in numbers], [labels[n] for n in numbers]
+                figures |= zip(numbers, figures_of_alike(part, part_records, part_labels, spectra), strict=True)
                 passed(part.nbytes)
-        for n in batch:
-            if n not in found:
-                side = StoredSide(OutputTensor.copy_of(records[n]), opened.payloads)
-                found[n] = figures_of(side, *labels[n], most, spectra, passed)
-        return [found[n] for n in batch]
+        for number in batch:
+            if number not in figures:
+                side = StoredSide(OutputTensor.copy_of(records[number]), opened.payloads)
+                figures[number] = figures_of(side, *labels[number], thread_memory, spectra, passed)
+        return [figures[number] for number in batch]
 
     with ThreadPoolExecutor(jobs) as pool:
-        return tuple(chain.from_iterable(pool.map(measure, _batches(records, most))))
+        return tuple(chain.from_iterable(pool.map(measure, _batches(records, thread_memory))))
 
 
-def _is_small(record: StateRecord, most: int) -> bool:
-    return 0 < math.prod(record.shape) * 2 * ELEMENT_BYTES <= most
+def _is_small(record: StateRecord, memory: int) -> bool:
+    return 0 < math.prod(record.shape) * 2 * ELEMENT_BYTES <= memory
 
 
-def _batches(records: Sequence[StateRecord], most: int) -> Iterator[list[int]]:
+def _batches(records: Sequence[StateRecord], memory: int) -> Iterator[list[int]]:
     """Group numbers of tensors to measure at once: neighbours while they are small and few, each large one alone."""
-    limit = min(most // 8, _BATCH)
+    limit = min(memory // 8, _BATCH_BYTES)
     batch: list[int] = []
     length = 0
     for number, record in enumerate(records):
-        size = math.prod(record.shape) * itemsize(record.dtype) if _is_small(record, most) else limit + 1
+        size = math.prod(record.shape) * itemsize(record.dtype) if _is_small(record, memory) else limit + 1
         if batch and length + size > limit:
             yield batch
             batch, length = [], 0
@@ -212,29 +214,31 @@ def _batches(records: Sequence[StateRecord], most: int) -> Iterator[list[int]]:
 
 def stats_of(
     opened: OpenCheckpoint,
-    known: FirstLook,
+    look: FirstLook,
     tensors: tuple[TensorFigures, ...],
     earlier: OpenCheckpoint | None,
-    before: FirstLook | None,
+    earlier_look: FirstLook | None,
     changes: Mapping[str, float],
 ) -> CheckpointStats:
-    steps = before.step if before else None, known.step
-    updates = tuple(_updates(known, steps, changes))
+    steps = earlier_look.step if earlier_look else None, look.step
+    updates = tuple(_updates(look, steps, changes))
     since = str(earlier.path) if earlier else None
-    return CheckpointStats(str(opened.path), since, steps, tensors, updates, tuple(_findings_of(tensors, updates)))
+    return CheckpointStats(str(opened.path), since, steps, tensors, updates, tuple(_health(tensors, updates)))
 
 
 def bytes_of_elements(tensors: Iterable[StateRecord]) -> int:
     return sum(math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in tensors)
 
 
-def _weights_in_both(known: FirstLook, before: FirstLook, keys: set[str]) -> Iterator[tuple[StateRecord, StateRecord]]:
+def _weights_in_both(
+    look: FirstLook, earlier_look: FirstLook, keys: set[str]
+) -> Iterator[tuple[StateRecord, StateRecord]]:
     """Yield the weights of one shape that both have, as this checkpoint and as the earlier one has them."""
-    former = {t.key: t for t in before.view.tensors_of(Role.WEIGHTS)}
-    for tensor in known.view.tensors_of(Role.WEIGHTS):
-        other = former.get(tensor.key)
-        if tensor.key in keys and other is not None and other.shape == tensor.shape:
-            yield tensor, other
+    earlier = {tensor.key: tensor for tensor in earlier_look.view.tensors_of(Role.WEIGHTS)}
+    for tensor in look.view.tensors_of(Role.WEIGHTS):
+        former = earlier.get(tensor.key)
+        if tensor.key in keys and former is not None and former.shape == tensor.shape:
+            yield tensor, former
 
 
 def _changes(
@@ -247,27 +251,27 @@ def _changes(
     """Return the root mean square of each weight's change."""
     if not pairs:
         raise SourceError(f"{opened.path} and {earlier.path} have no weights of one key and shape in common")
-    now, then = opened.locate([pair[0] for pair in pairs]), earlier.locate([pair[1] for pair in pairs])
+    records, former_records = opened.locate([pair[0] for pair in pairs]), earlier.locate([pair[1] for pair in pairs])
     changes = {}
-    for mine, theirs in zip(now, then, strict=True):
-        one = StoredSide(OutputTensor.copy_of(theirs), earlier.payloads)
-        other = StoredSide(OutputTensor.copy_of(mine), opened.payloads)
-        found = compare_elements(one, other, Tolerance(), memory, passed).statistics
-        assert found is not None, "elements were compared"
-        changes[mine.key] = found.rms_change
+    for record, former in zip(records, former_records, strict=True):
+        before = StoredSide(OutputTensor.copy_of(former), earlier.payloads)
+        after = StoredSide(OutputTensor.copy_of(record), opened.payloads)
+        statistics = compare_elements(before, after, Tolerance(), memory, passed).statistics
+        assert statistics is not None, "elements were compared"
+        changes[record.key] = statistics.rms_change
     return changes
 
 
 def _updates(
-    known: FirstLook, steps: tuple[int | float | None, int | float | None], changes: Mapping[str, float]
+    look: FirstLook, steps: tuple[int | float | None, int | float | None], changes: Mapping[str, float]
 ) -> Iterator[WeightUpdate]:
-    taken = steps[1] - steps[0] if steps[0] is not None and steps[1] is not None else None
-    parameters = {p.weight.key: p for p in known.view.parameters.values() if p.weight}
+    num_steps = steps[1] - steps[0] if steps[0] is not None and steps[1] is not None else None
+    parameters = {p.weight.key: p for p in look.view.parameters.values() if p.weight}
     for key, rms in changes.items():
         parameter = parameters.get(key)
         rate = parameter.options.get("lr") if parameter else None
         lr = float(rate) if isinstance(rate, int | float) else None
-        per_step = rms / taken if taken and taken > 0 else None
+        per_step = rms / num_steps if num_steps and num_steps > 0 else None
         factor = None
         if parameter and parameter.is_matrix and lr and per_step is not None:
             factor = per_step / lr * math.sqrt(max(parameter.shape[-2:]))
@@ -277,8 +281,8 @@ def _updates(
 APART = 5.0
 """A tensor stands out that is so many times larger or smaller than the median of its siblings."""
 
-_LEAST_SIBLINGS = 3
-_COLLAPSED = 1.1
+_MIN_SIBLINGS = 3
+_COLLAPSED_RANK = 1.1
 """The stable rank below which a momentum has one direction only."""
 
 
@@ -308,53 +312,60 @@ def siblings_of(tensors: Sequence[TensorFigures]) -> Mapping[tuple[str, str], li
     return groups
 
 
-def _findings_of(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate]) -> Iterator[Finding]:
-    def finding(kind: str, keys: Sequence[str], one: str, many: str, means: str) -> Iterator[Finding]:
-        if keys:
-            yield Finding.listing(kind, f"1 {one}" if len(keys) == 1 else f"{len(keys)} {many}", keys, means)
+def _health(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate]) -> Iterator[Finding]:
+    """Yield what looks odd, with what it usually means."""
 
-    bad = [t.key for t in tensors if t.figures.nan or t.figures.infinite]
+    def finding(kind: str, keys: Sequence[str], singular: str, plural: str, means: str) -> Iterator[Finding]:
+        if keys:
+            yield Finding.listing(kind, f"1 {singular}" if len(keys) == 1 else f"{len(keys)} {plural}", keys, means)
+
+    # By itself: what no training leaves in a tensor.
+    keys = [tensor.key for tensor in tensors if tensor.figures.nan or tensor.figures.infinite]
     means = "a step that diverged or overflowed: go back to a checkpoint before it"
-    infinite = "infinite or NaN elements"
-    yield from finding("nonfinite", bad, f"tensor has {infinite}", f"tensors have {infinite}", means)
-    zero = [t for t in tensors if t.figures.elements and t.figures.zeros == t.figures.elements]
-    momenta = [t.key for t in zero if t.role == Role.MOMENTUM]
+    nonfinite = "infinite or NaN elements"
+    yield from finding("nonfinite", keys, f"tensor has {nonfinite}", f"tensors have {nonfinite}", means)
+    zeros = [
+        tensor for tensor in tensors if tensor.figures.elements and tensor.figures.zeros == tensor.figures.elements
+    ]
+    keys = [tensor.key for tensor in zeros if tensor.role == Role.MOMENTUM]
     means = "no gradient has come: a frozen or unused parameter, an expert without tokens, or state that was lost"
-    yield from finding("zero_momentum", momenta, "momentum is all zeros", "momenta are all zeros", means)
-    groups = siblings_of([tensor for tensor in tensors if not tensor.name.isdecimal()])  # its number is no layer's
+    yield from finding("zero_momentum", keys, "momentum is all zeros", "momenta are all zeros", means)
+    # Beside its siblings in other layers; where parameters have numbers, these are no layers'.
+    groups = siblings_of([tensor for tensor in tensors if not tensor.name.isdecimal()])
     means = "a layer that trains otherwise than its siblings: its initialisation, rate or data, or damage"
     for (pattern, _), members in groups.items():
-        middle, far = _far_from_siblings({t.key: t.figures.rms for t in members})
-        is_far = f"an RMS more than {APART:g} times off the median {middle:.3g} of {pattern}"
-        yield from finding("outlier_rms", far, f"tensor has {is_far}", f"tensors have {is_far}", means)
+        middle, keys = _far_from_siblings({tensor.key: tensor.figures.rms for tensor in members})
+        distance = f"an RMS more than {APART:g} times off the median {middle:.3g} of {pattern}"
+        yield from finding("outlier_rms", keys, f"tensor has {distance}", f"tensors have {distance}", means)
     means = "a matrix with other structure than its siblings: a collapsed, fused or transposed one"
     for (pattern, _), members in groups.items():
-        middle, far = _far_from_siblings({t.key: t.stable_rank for t in members})
-        is_far = f"a stable rank more than {APART:g} times off the median {middle:.3g} of {pattern}"
-        yield from finding("outlier_stable_rank", far, f"matrix has {is_far}", f"matrices have {is_far}", means)
-    spectra = [t for t in tensors if t.role == Role.MOMENTUM and min(t.shape[-2:], default=0) >= 8 and t.stable_rank]
-    flat = [t.key for t in spectra if (t.stable_rank or 2) < _COLLAPSED]
-    if 2 * len(flat) > len(spectra) > 1:  # so are data that somebody made up: no news of one matrix
-        flat = []
+        middle, keys = _far_from_siblings({tensor.key: tensor.stable_rank for tensor in members})
+        distance = f"a stable rank more than {APART:g} times off the median {middle:.3g} of {pattern}"
+        yield from finding("outlier_stable_rank", keys, f"matrix has {distance}", f"matrices have {distance}", means)
+    spectra = [tensor for tensor in momenta if min(tensor.shape[-2:], default=0) >= 8 and tensor.stable_rank]
+    keys = [tensor.key for tensor in spectra if (tensor.stable_rank or 2) < _COLLAPSED_RANK]
+    if 2 * len(keys) > len(spectra) > 1:  # so are data that somebody made up: no news of one matrix
+        keys = []
     means = "one direction dominates: few tokens, a dead layer above, or gradients that all agree"
-    yield from finding("collapsed", flat, "momentum has rank one", "momenta have rank one", means)
-    still = [update.key for update in updates if update.rms == 0]
+    yield from finding("collapsed", keys, "momentum has rank one", "momenta have rank one", means)
+    # Beside the earlier checkpoint.
+    keys = [update.key for update in updates if update.rms == 0]
     means = "frozen, without gradients, or stale in one of the checkpoints"
-    yield from finding("still", still, "weight has not changed", "weights have not changed", means)
+    yield from finding("still", keys, "weight has not changed", "weights have not changed", means)
     factors: defaultdict[str, dict[str, float | None]] = defaultdict(dict)
     for update in updates:
         factors[unnumbered(update.key)][update.key] = update.factor
     means = "another method or rate steps it than its siblings (Muon off, a group of its own)"
-    for pattern, alike in factors.items():
-        _, far = _far_from_siblings(alike)
-        is_far = f"changed more than {APART:g} times off the median for its rate ({pattern})"
-        yield from finding("outlier_update", far, is_far, is_far, means)
+    for pattern, factor_by_key in factors.items():
+        _, keys = _far_from_siblings(factor_by_key)
+        distance = f"changed more than {APART:g} times off the median for its rate ({pattern})"
+        yield from finding("outlier_update", keys, distance, distance, means)
 
 
 def _far_from_siblings(values: Mapping[str, float | None]) -> tuple[float, list[str]]:
     """Return the median of the known values other than zero, and the keys of those far from it; none of too few."""
-    known = {key: value for key, value in values.items() if value}
-    if len(known) < _LEAST_SIBLINGS:
+    numbers = {key: value for key, value in values.items() if value}
+    if len(numbers) < _MIN_SIBLINGS:
         return 0.0, []
-    middle = median(known.values())
-    return middle, [key for key, value in known.items() if not middle / APART <= value <= middle * APART]
+    middle = median(numbers.values())
+    return middle, [key for key, value in numbers.items() if not middle / APART <= value <= middle * APART]
