@@ -116,8 +116,8 @@ def salvage(
         job = make_job(salvaged, target, (), lambda _: outputs, container)
         entry, size = salvaged.provenance["salvaged"][-1], report.payload_bytes
         last = replace(execution, progress=lambda count, total: execution.progress(count, size + total))
-        written = last.run(job, place, (entry["damage"], *entry["notes"], *notes_on_unread(damaged)), workers)
-        return written and replace(written, salvaged=entry, advice=tuple(_advice(damaged.path, place)))
+        result = last.run(job, place, (entry["damage"], *entry["notes"], *notes_on_unread(damaged)), workers)
+        return result and replace(result, salvaged=entry, advice=tuple(_advice(damaged.path, place)))
 
 
 def _advice(damaged: Location, place: Location) -> Iterator[str]:

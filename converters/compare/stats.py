@@ -324,10 +324,8 @@ def _health(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate]) -
     means = "a step that diverged or overflowed: go back to a checkpoint before it"
     nonfinite = "infinite or NaN elements"
     yield from finding("nonfinite", keys, f"tensor has {nonfinite}", f"tensors have {nonfinite}", means)
-    zeros = [
-        tensor for tensor in tensors if tensor.figures.elements and tensor.figures.zeros == tensor.figures.elements
-    ]
-    keys = [tensor.key for tensor in zeros if tensor.role == Role.MOMENTUM]
+    momenta = [tensor for tensor in tensors if tensor.role == Role.MOMENTUM]
+    keys = [t.key for t in momenta if t.figures.elements and t.figures.zeros == t.figures.elements]
     means = "no gradient has come: a frozen or unused parameter, an expert without tokens, or state that was lost"
     yield from finding("zero_momentum", keys, "momentum is all zeros", "momenta are all zeros", means)
     # Beside its siblings in other layers; where parameters have numbers, these are no layers'.

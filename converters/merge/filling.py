@@ -477,7 +477,7 @@ class Filling:
         """Say that nothing tells whether all that was kept is of one save, if so."""
         is_whole, is_proved = self.part.is_whole, self.part.has_record.copy()
         for comparison in self.comparisons.values():
-            is_proved |= comparison.equal & comparison.is_same_save()
+            is_proved |= comparison.is_equal & comparison.is_same_save()
         unproved = int((is_whole & ~is_proved).sum())
         if unproved and not is_proved.any():
             yield (

@@ -106,8 +106,11 @@ class MergeRequest:
         tensors: list[OutputTensor] = [self._average(outputs, names) for outputs in terms]
         if self.others_from is None:
             _refuse_differences(inputs, checkpoints[0].payloads)
-        tensors += base.others.values()
-        left_out = set[str]().union(*((*m.others, *m.items, *m.left_out) for m in inputs)) - {*base.others, *base.items}
+        tensors += base.unaveraged.values()
+        left_out = set[str]().union(*((*m.unaveraged, *m.items, *m.left_out) for m in inputs)) - {
+            *base.unaveraged,
+            *base.items,
+        }
         notes = list(self._sentences(inputs))
         for merged in inputs:
             notes += [f"{merged.name}: {note}" for note in merged.notes]
@@ -133,7 +136,7 @@ class MergeRequest:
         shares = ", ".join(f"{weight} of {merged.name}" for weight, merged in zip(self.weights, inputs, strict=True))
         yield f"averaged tensors: {len(inputs[0].averaged)}, summed in float64 in this order: {shares}"
         base = inputs[self.others_from or 0]
-        if count := len(base.others) + len(base.items):
+        if count := len(base.unaveraged) + len(base.items):
             origin = "the same in all inputs" if self.others_from is None else f"those of {base.name}"
             yield f"{count} counters, options and other items are {origin}"
 
@@ -148,11 +151,11 @@ _EQUAL_IN_ALL = (
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """The tensors of an input that are averaged, its ``others``, and its items, by key."""
+    """The tensors of an input that are averaged, those that are not, and its items, by key."""
 
     name: str
     averaged: dict[str, OutputTensor]
-    others: dict[str, OutputTensor]
+    unaveraged: dict[str, OutputTensor]
     items: dict[str, OutputItem]
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
@@ -162,7 +165,7 @@ class _Input:
         blobs = tuple(Blob(item.key, item.path, Extent("none", 0, 0)) for item in outputs.items)
         view = view_by_keys(Manifest(tuple(tensor.record for tensor in outputs.tensors), blobs))
         averaged: dict[str, OutputTensor] = {}
-        others: dict[str, OutputTensor] = {}
+        unaveraged: dict[str, OutputTensor] = {}
         selected = outputs.selected(select)
         for output in selected.tensors:
             record = output.record
@@ -181,21 +184,21 @@ class _Input:
                     f"{', '.join(FLOATS)}, or leave it out by `select=` or `model_only=True`"
                 )
             else:
-                others[record.key] = tensor
+                unaveraged[record.key] = tensor
         items = {item.key: item for item in selected.items}
-        return cls(name, averaged, others, items, selected.left_out, selected.notes)
+        return cls(name, averaged, unaveraged, items, selected.left_out, selected.notes)
 
 
 def _refuse_missing(inputs: Sequence[_Input]) -> None:
     """Refuse tensors to average that not all inputs have, and inputs without any."""
     first = inputs[0]
-    for other in inputs[1:]:
-        for owner, lacking in ((first, other), (other, first)):
-            missing = [key for key in owner.averaged if key not in lacking.averaged]
+    for another in inputs[1:]:
+        for owner, lacker in ((first, another), (another, first)):
+            missing = [key for key in owner.averaged if key not in lacker.averaged]
             if missing:
                 raise SourceError(
                     f"expected the same tensors in all inputs, found {len(missing)} in {owner.name} that "
-                    f"{lacking.name} lacks, such as {missing[0]!r}; choose what all have by `select=` or "
+                    f"{lacker.name} lacks, such as {missing[0]!r}; choose what all have by `select=` or "
                     "`model_only=True`, or give the programs' names with `to_dialect=`"
                 )
     if not first.averaged:
@@ -210,14 +213,16 @@ def _refuse_differences(inputs: Sequence[_Input], payloads: Payloads) -> None:
 
     base = inputs[0]
     differing: list[str] = []
-    for other in inputs[1:]:
-        differing += sorted(base.others.keys() ^ other.others.keys())
-        differing += sorted(base.items.keys() ^ other.items.keys())
-        for key in base.others:
-            if key in other.others and not _same_elements(base.others[key], other.others[key], payloads):
+    for another in inputs[1:]:
+        differing += sorted(base.unaveraged.keys() ^ another.unaveraged.keys())
+        differing += sorted(base.items.keys() ^ another.items.keys())
+        for key in base.unaveraged:
+            if key in another.unaveraged and not _same_elements(
+                base.unaveraged[key], another.unaveraged[key], payloads
+            ):
                 differing.append(key)
         for key in base.items:
-            if key in other.items and not same_value(read_item(base.items[key]), read_item(other.items[key])):
+            if key in another.items and not same_value(read_item(base.items[key]), read_item(another.items[key])):
                 differing.append(key)
     differing = list(dict.fromkeys(differing))
     if differing:

@@ -237,18 +237,18 @@ class Comparison:
     """The comparison of a source with the whole part of a damaged checkpoint, where they have tensors in common.
 
     Attributes:
-        equal, different: for each chunk of the damaged checkpoint, whether what the source has of it is the same, or
-            something of it other.
-        telling: chunks that are equal, and not one value throughout, as what was never trained is.
+        is_equal, is_different: for each chunk of the damaged checkpoint, whether what the source has of it is the same,
+            or something of it other.
+        is_telling: for each chunk, whether it is equal, and not one value throughout, as what was never trained is.
         equal_items, different_items: keys of items that both have.
         fingerprints: of the source's tensors, recorded or computed, by the key in the damaged checkpoint.
     """
 
     part: WholePart
     source: FillingSource
-    equal: Flags
-    different: Flags
-    telling: Flags
+    is_equal: Flags
+    is_different: Flags
+    is_telling: Flags
     equal_items: frozenset[str]
     different_items: frozenset[str]
     fingerprints: Mapping[str, str]
@@ -259,9 +259,9 @@ class Comparison:
         return replace(
             self,
             part=part,
-            equal=self.equal & ~is_lost,
-            different=self.different & ~is_lost,
-            telling=self.telling & ~is_lost,
+            is_equal=self.is_equal & ~is_lost,
+            is_different=self.is_different & ~is_lost,
+            is_telling=self.is_telling & ~is_lost,
             equal_items=self.equal_items & part.items.keys(),
             different_items=self.different_items & part.items.keys(),
         )
@@ -270,7 +270,7 @@ class Comparison:
 
     @cached_property
     def differs(self) -> bool:
-        return bool(self.different.any() or self.different_items)
+        return bool(self.is_different.any() or self.different_items)
 
     def is_same_save(self, key: str | None = None) -> bool:
         """Return whether the source is of the save of the damaged checkpoint, as far as both say so.
@@ -292,11 +292,11 @@ class Comparison:
 
     @cached_property
     def _tells_moment(self) -> bool:
-        return bool((self.telling & self.part.is_state).any())
+        return bool((self.is_telling & self.part.is_state).any())
 
     @cached_property
     def _telling_keys(self) -> frozenset[str]:
-        return self._keys_of(self.telling)
+        return self._keys_of(self.is_telling)
 
     def _keys_of(self, chunks: Flags) -> frozenset[str]:
         """Return the keys of the tensors of these chunks."""
@@ -308,7 +308,7 @@ class Comparison:
     @cached_property
     def _different_files(self) -> frozenset[str]:
         items = (self.part.items[key].item.file for key in self.different_items)
-        return self.part.files(self.different) | frozenset(items)
+        return self.part.files(self.is_different) | frozenset(items)
 
     @cached_property
     def shows_mixture(self) -> bool:
@@ -317,14 +317,14 @@ class Comparison:
         Equal chunks prove it that only the same moment of a run has: of state, or of a tensor that differs elsewhere.
         Where steps differ they are both: the state of a parameter that is trained no more is the same throughout.
         """
-        is_torn = self.part.chunks_of(self._keys_of(self.different))
+        is_torn = self.part.chunks_of(self._keys_of(self.is_different))
         moment = self.part.is_state & is_torn if self._has_another_step else self.part.is_state | is_torn
-        same_files = self.part.files(self.telling & moment)
+        same_files = self.part.files(self.is_telling & moment)
         return self.differs and bool(same_files) and not same_files & self._different_files
 
     @property
     def _agreeing(self) -> Flags:
-        return self.equal & ~self.part.chunks_in(self._different_files)
+        return self.is_equal & ~self.part.chunks_in(self._different_files)
 
     @property
     def agreement(self) -> int:
@@ -338,10 +338,11 @@ class Comparison:
         It can if its own records say that it is of one save, and nothing in these files is recorded to be of theirs.
         """
         files = self._different_files
-        is_recorded = (self.different & self.part.has_record).any() or self.different_items & self.part.recorded_items
+        recorded_chunks = (self.is_different & self.part.has_record).any()
+        is_recorded = recorded_chunks or self.different_items & self.part.recorded_items
         if is_recorded or not self.shows_mixture or not self.source.records_digests:
             return frozenset()
-        compared = (self.equal | self.different) & self.part.chunks_in(files)
+        compared = (self.is_equal | self.is_different) & self.part.chunks_in(files)
         if self.agreement >= int(self.part.look.manifest.elements[compared].sum()):
             return files
         return self.part.files(self._agreeing)
@@ -384,10 +385,10 @@ class Comparison:
         """Name the first of what differs, and how many more there are."""
         names = list[str]()
         for tensor, rows in zip(self.part.tensors, self.part.rows, strict=True):
-            boxes = tensor.boxes.select(np.flatnonzero(self.different[rows]))
+            boxes = tensor.boxes.select(np.flatnonzero(self.is_different[rows]))
             names += [f"tensor {tensor.key!r} {box}" for box in boxes]
         names += [f"item {key!r}" for key in sorted(self.different_items)]
-        both = int((self.equal | self.different).sum()) + len(self.equal_items | self.different_items)
+        both = int((self.is_equal | self.is_different).sum()) + len(self.equal_items | self.different_items)
         return f"{names[0]} is another there ({len(names)} of {counted(both, 'chunk')} and items that both have)"
 
 
@@ -397,7 +398,7 @@ def compare(part: WholePart, source: FillingSource, jobs: int) -> Comparison:
     Raises:
         SourceError: a file of the damaged checkpoint cannot be read any more.
     """
-    equal, different, telling = (np.zeros(len(part.damage.chunks), np.bool_) for _ in range(3))
+    is_equal, is_different, is_telling = (np.zeros(len(part.damage.chunks), np.bool_) for _ in range(3))
     fingerprints: dict[str, str] = {}
     pairs: list[tuple[StateRecord, IntArray, StateRecord]] = []
     # Fingerprints that are recorded or known tell without reading.
@@ -412,9 +413,9 @@ def compare(part: WholePart, source: FillingSource, jobs: int) -> Comparison:
         if counterpart.fingerprint is not None:
             fingerprints[tensor.key] = counterpart.fingerprint
         if fingerprint is not None and fingerprint == counterpart.fingerprint:
-            equal[rows], telling[rows] = True, int(fingerprint, 16) != 0 and tensor.shape != ()
+            is_equal[rows], is_telling[rows] = True, int(fingerprint, 16) != 0 and tensor.shape != ()
         elif tensor.fingerprint is not None and counterpart.fingerprint is not None:
-            different[rows] = True
+            is_different[rows] = True
         else:
             pairs.append((tensor, rows, counterpart))
     # The elements of all others are read, where both are whole.
@@ -424,21 +425,21 @@ def compare(part: WholePart, source: FillingSource, jobs: int) -> Comparison:
     with ThreadPoolExecutor(jobs) as pool:
         results = pool.map(compare_tensors, (tensor for tensor, *_ in pairs), counterparts)
         for (tensor, rows, _), result in zip(pairs, results, strict=True):
-            equal[rows], different[rows], telling[rows], computed = result
+            is_equal[rows], is_different[rows], is_telling[rows], computed = result
             if computed is not None:
                 fingerprints.setdefault(tensor.key, computed)
             fingerprint, of_source = part.fingerprints.get(tensor.key), fingerprints.get(tensor.key)
-            is_different = fingerprint is not None and of_source not in (None, fingerprint)
-            if is_different and not different[rows].any():
-                unshown.append(rows[~equal[rows]])  # where the source is damaged, and records what was there
+            has_other_elements = fingerprint is not None and of_source not in (None, fingerprint)
+            if has_other_elements and not is_different[rows].any():
+                unshown.append(rows[~is_equal[rows]])  # where the source is damaged, and records what was there
     # A difference that no chunk shows lies in a file that differs otherwise, if it has one.
-    in_different_files = part.chunks_in(part.files(different))
+    in_different_files = part.chunks_in(part.files(is_different))
     for rows in unshown:
-        different[rows] = in_different_files[rows] if in_different_files[rows].any() else True
-    is_equal_item = dict(_compare_items(part, source))
-    equal_items = frozenset(key for key, is_equal in is_equal_item.items() if is_equal)
-    different_items = frozenset(is_equal_item.keys() - equal_items)
-    return Comparison(part, source, equal, different, telling, equal_items, different_items, fingerprints)
+        is_different[rows] = in_different_files[rows] if in_different_files[rows].any() else True
+    is_same_item = dict(_compare_items(part, source))
+    equal_items = frozenset(key for key, is_same in is_same_item.items() if is_same)
+    different_items = frozenset(is_same_item.keys() - equal_items)
+    return Comparison(part, source, is_equal, is_different, is_telling, equal_items, different_items, fingerprints)
 
 
 def one_save(part: WholePart, comparisons: Sequence[Comparison], mix_steps: bool) -> tuple[WholePart, list[Comparison]]:
@@ -459,7 +460,7 @@ def one_save(part: WholePart, comparisons: Sequence[Comparison], mix_steps: bool
     witnesses = [c for c in comparisons if c.is_same_save() and c.source.records_digests]
     is_unproved = part.is_whole
     for comparison in witnesses:
-        is_unproved = is_unproved & ~comparison.equal
+        is_unproved = is_unproved & ~comparison.is_equal
     if part.mixture is not None and is_unproved.any() and not mix_steps:
         chunks = f"{int(is_unproved.sum())} of {counted(int(part.is_whole.sum()), 'chunk')}"
         fault = str(part.mixture).removeprefix(f"{part.opened.path}: ")
@@ -482,16 +483,16 @@ def _compare_items(part: WholePart, source: FillingSource) -> Iterator[tuple[str
             continue  # it is damaged in the source
 
 
-def same_items(opened: OpenCheckpoint, blob: Blob, other_opened: OpenCheckpoint, other: Blob) -> bool:
+def same_items(opened: OpenCheckpoint, blob: Blob, other_opened: OpenCheckpoint, other_blob: Blob) -> bool:
     """Return whether items of two checkpoints are the same bytes, or the same plain data.
 
     Raises:
         SourceError: one is damaged.
     """
-    if blob.digest is not None and blob.digest == other.digest:
-        check_blob(other_opened.payloads, other)
+    if blob.digest is not None and blob.digest == other_blob.digest:
+        check_blob(other_opened.payloads, other_blob)
         return True
-    return same_value(checked_blob(opened.payloads, blob), checked_blob(other_opened.payloads, other))
+    return same_value(checked_blob(opened.payloads, blob), checked_blob(other_opened.payloads, other_blob))
 
 
 def _compare_chunks(
@@ -534,7 +535,7 @@ def common_boxes(tensor: StateRecord, counterpart: StateRecord) -> Iterator[tupl
             yield number, chunks[number], other_chunks[other_number], box
 
 
-def overlapping(boxes: Boxes, others: Boxes) -> IntArray:
+def overlapping(boxes: Boxes, other_boxes: Boxes) -> IntArray:
     """Return the pairs of numbers of boxes that have elements in common, as rows.
 
     Without dims a tensor is one element of one dim.
@@ -543,4 +544,4 @@ def overlapping(boxes: Boxes, others: Boxes) -> IntArray:
     def corners(of: Boxes) -> tuple[IntArray, IntArray]:
         return (of.lo, of.hi) if of.ndim else (np.zeros((len(of), 1), np.int64), np.ones((len(of), 1), np.int64))
 
-    return np.stack(overlaps(*corners(boxes), *corners(others)), axis=1)
+    return np.stack(overlaps(*corners(boxes), *corners(other_boxes)), axis=1)

@@ -114,13 +114,13 @@ def write_options(
 
     def unsaid(option: str) -> str:
         """Say that the source does not say an option, and in brackets where a user finds its value, if known."""
-        names = {own: coding.common[0] for coding in method.codings for own in coding.options}
-        names |= {own: name for name, own in method.options.items()} | {"ns_coefficients": "ns"}
+        names = {option: coding.common[0] for coding in method.codings for option in coding.options}
+        names |= {option: name for name, option in method.options.items()} | {"ns_coefficients": "ns"}
         hint = source.hints.get(names.get(option, ""), "")
         return f"{source.name} does not say it{f' ({hint})' if hint else ''}"
 
     # What the target has words for; a coding says several options together, or none of them.
-    written = {own: common[name] for name, own in method.options.items() if name in common}
+    target_options = {option: common[name] for name, option in method.options.items() if name in common}
     inexpressible: dict[str, object] = {}
     named = {*method.options, *HISTORY_OPTIONS, "step"}
     for coding in method.codings:
@@ -130,8 +130,8 @@ def write_options(
         if encoded is None:
             inexpressible |= meanings
         else:
-            written |= encoded
-    written |= {option: value for option, value in common.items() if option in HISTORY_OPTIONS}
+            target_options |= encoded
+    target_options |= {option: value for option, value in common.items() if option in HISTORY_OPTIONS}
     # What it has none for is reported, unless it is what the program always does; some of it must not get lost.
     facts = target.facts.get(method.name, {})
     for name, value in common.items():
@@ -161,25 +161,25 @@ def write_options(
             reason = f"nothing says that it means what {target.name}'s option of this name does"
         report(Action.LEFT, option, reason, value)
     # Where the source is silent, the template speaks, and then a new optimizer of the target's program.
-    written = {option: value for option, value in written.items() if option not in target.unsaid}
-    silent = {*written, target.method_option}
+    target_options = {option: value for option, value in target_options.items() if option not in target.unsaid}
+    silent = {*target_options, target.method_option}
     supplied = {option: value for option, value in template_options.items() if option not in silent}
     for option in sorted(supplied.keys() - method.idle.keys() - EXECUTION_OPTIONS):
         report(Action.CARRIED, option, f"{source.name} does not say it; taken from the template", supplied[option])
-    written |= supplied
+    target_options |= supplied
     for option, value in method.assumed.items():
-        if option not in {*written, *target.unsaid}:
+        if option not in {*target_options, *target.unsaid}:
             report(Action.SET, option, f"{unsaid(option)}; written as in a new optimizer of {target.name}", value)
-            written[option] = value
+            target_options[option] = value
     for option, value in method.idle.items():
-        written.setdefault(option, value)
+        target_options.setdefault(option, value)
     # What is still missing, the running optimizer decides.
     required = {*method.options.values()}
     for coding in method.codings:
         required |= set() if coding.optional else {*coding.options}
-    for option in sorted(required - {*written, *target.unsaid, method.options.get("step")}):
+    for option in sorted(required - {*target_options, *target.unsaid, method.options.get("step")}):
         report(Action.SET, option, f"{unsaid(option)}; the running optimizer's stays")
-    return written | ({target.method_option: method.name} if target.method_option else {})
+    return target_options | ({target.method_option: method.name} if target.method_option else {})
 
 
 # A template.

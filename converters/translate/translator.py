@@ -250,8 +250,8 @@ class _Renderer:
         counter = None if self.source.overrides.step is not None else parameter.counter
         if isinstance(counter, StateRecord):
             if counter.dtype == "float32" or (self.is_same_dialect and counter.dtype not in _MAX_COUNTS):
-                moved = self._moved(counter, path)
-                return replace(moved, record=replace(moved.record, name=parameter.name, slot=slot))
+                tensor = self._moved(counter, path)
+                return replace(tensor, record=replace(tensor.record, name=parameter.name, slot=slot))
             self._report_counter(counter.dtype, parameter.step)
         elif counter is not None and self.is_same_dialect:
             return OutputItem(key_of(path), path, counter)
@@ -371,15 +371,17 @@ class _Renderer:
             template_options = self.like.options_of(name) if self.like is not None else {}
             is_split = self._has_unsaid_pieces(group, parameter, shape)
             fused = [tensor.fused for tensor in parameter.tensors if tensor.fused]
-            joined = fused[-1] if fused and not is_split else None
+            fused_rows = fused[-1] if fused and not is_split else None
             step = parameter.step if "step" in method.options else None
             if "step" in method.options and (step is None or parameter.is_stateless):  # a matrix has that of others
                 if {"first", "second"} <= method.slots.keys() and not steps:
                     raise self._unknown_steps(parameter)
                 step = max(steps, default=self.source.overrides.step or 0)
-            kind = parameter.method.name, method.name, step, shape, is_split, joined, repr(template_options)
+            kind = parameter.method.name, method.name, step, shape, is_split, fused_rows, repr(template_options)
             if kind not in options_by_kind:
-                options_by_kind[kind] = self._options(group, parameter, step, shape, template_options, is_split, joined)
+                options_by_kind[kind] = self._options(
+                    group, parameter, step, shape, template_options, is_split, fused_rows
+                )
             options = options_by_kind[kind]
             key = repr(sorted(options.items()))
             names_by_options[key].append(name)
@@ -405,11 +407,11 @@ class _Renderer:
         shape: Index,
         template_options: Mapping[str, object],
         is_split: bool,
-        joined: JoinedRows | None,
+        fused_rows: JoinedRows | None,
     ) -> Mapping[str, object]:
         """Return the options of a group in the target's words; the template's count where the source says nothing.
 
-        Where rows are split, the source does not say how; what was ``joined`` is orthogonalised in its parts.
+        Where rows are split, the source does not say how; what was fused is orthogonalised in its parts.
         """
         source, target, method = self.source, self.target, self.method(parameter)
         # Of one program, options keep their words; only what would tell another convention goes.
@@ -431,10 +433,10 @@ class _Renderer:
         common = dict(stored.common) if step is None else {**stored.common, "step": step}
         if is_split:
             common.pop("pieces", None)
-        if joined is not None and "momentum" in parameter.method.slots and not common.get("pieces"):
-            common["pieces"] = joined[0]
-            if joined[1] > 1:
-                common["interleaved"] = joined[1]
+        if fused_rows is not None and "momentum" in parameter.method.slots and not common.get("pieces"):
+            common["pieces"] = fused_rows[0]
+            if fused_rows[1] > 1:
+                common["interleaved"] = fused_rows[1]
         stored = replace(stored, common=common)
         return write_options(stored, source.dialect, target, method, shape, self.findings, template_options)
 
@@ -478,11 +480,11 @@ class _Renderer:
         if self.like is not None and not source.groups:
             names = [name for template in self.like.groups for name in template[PARAMS]]
         members = set[str]().union(*(members for _, members in source.groups))
-        if lost := sorted(members - set(names)):
+        if ungrouped := sorted(members - set(names)):
             raise SourceError(
                 f"nothing says by which method these members of the source's groups are updated: "
-                f"{listed(map(repr, lost), 1)}; so they are in no group of {target.name}, and all numbers after them "
-                "would be wrong"
+                f"{listed(map(repr, ungrouped), 1)}; so they are in no group of {target.name}, and all numbers after "
+                "them would be wrong"
             )
         self.numbers = {name: str(number) for number, name in enumerate(names)}
         self.findings.check(
@@ -647,8 +649,8 @@ def _report_losses(model: TranslatedModel, target: Dialect, findings: Findings) 
 
 def _report_tensors(tensors: list[OutputTensor], items: list[OutputItem], momenta: str, findings: Findings) -> None:
     """Add to the checklist what became of tensors and items; ``momenta`` says what the momentum is, and why."""
-    moved = Counter(tensor.record.slot or "weights and others" for tensor in tensors if not tensor.computed)
-    for slot, count in moved.items():
+    intact = Counter(tensor.record.slot or "weights and others" for tensor in tensors if not tensor.computed)
+    for slot, count in intact.items():
         findings.check(Action.CARRIED, slot, counted(count, "tensor"))
     kinds = Counter((t.record.slot or "weights and others", t.scale, t.source_dtype, t.record.dtype) for t in tensors)
     for (slot, scale, source_dtype, dtype), count in kinds.items():
@@ -665,10 +667,10 @@ def _sentences(tensors: list[OutputTensor], items: list[OutputItem], constants: 
     places = {constant.chunks.place for constant in constants}
     new = [tensor.key for tensor in tensors if not places.isdisjoint(chunks.place for chunks in tensor.sources)]
     scales = Counter(tensor.scale for tensor in tensors if tensor.scale is not None)
-    moved, copied = len(tensors) - len(new), sum(item.source is not None for item in items)
-    exact = moved - sum(tensor.computed for tensor in tensors)
-    share = f"{exact} of them " if exact < moved else ""
-    yield counted(moved, "tensor") + (f", {share}bit for bit" if exact else "")
+    num_moved, copied = len(tensors) - len(new), sum(item.source is not None for item in items)
+    exact = num_moved - sum(tensor.computed for tensor in tensors)
+    share = f"{exact} of them " if exact < num_moved else ""
+    yield counted(num_moved, "tensor") + (f", {share}bit for bit" if exact else "")
     for scale, count in scales.items():
         noun = "momentum is" if count == 1 else "momenta are"
         yield f"{count} {noun} multiplied by {scale!r}, each element rounded once"
