@@ -51,6 +51,12 @@ def flipped(data: bytes) -> bytes:
     return data.replace(WEIGHT["w"].numpy().tobytes(), torch.full((8, 4), 2.0).numpy().tobytes())
 
 
+def with_other_metadata() -> str:
+    metadata = Path(shutil.copytree("run", "cut_metadata")) / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:-20])
+    return called("inspect", "cut_metadata").stdout
+
+
 def of_another_save() -> str:
     muonckpt.save({"w": 2 * WEIGHT["w"]}, "other")
     shutil.copyfile("run/muonckpt.json", "other/muonckpt.json")
@@ -164,6 +170,7 @@ def calls() -> Iterator[Callable[[], object]]:
     yield another_option
     yield lambda: muonckpt.load(dict(WEIGHT), changed_file("flipped", flipped))
     yield lambda: muonckpt.load(dict(WEIGHT), changed_file("cut", lambda data: data[:100]))
+    yield with_other_metadata
     yield of_another_save
     yield a_hole
     yield another_rate
