@@ -138,7 +138,7 @@ def planning_of(case: Case) -> tuple[int, float, int]:
 
 def _spec(param: DTensor, weight: Weight) -> Spec:
     half = PRECISIONS["bfloat16"]
-    slot = Slot("momentum_buffer", layout_of(param), Fused(weight.pieces or None), half.there, half.back)
+    slot = Slot("momentum_buffer", layout_of(param), Fused(weight.pieces or None), half.sent_dtype, half.returned_dtype)
     return Spec((slot,), _cost)
 
 

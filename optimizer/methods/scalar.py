@@ -37,8 +37,8 @@ def fresh_average(param: Tensor, slot: str, codec: Codec) -> dict[str, Tensor]:
     return {first: zeros, **{name: zeros_sharded_like(param, *shape_dtype) for name, shape_dtype in other_parts}}
 
 
-def placed_whole(param: Tensor) -> LocalFragments:
-    """Return the place of a parameter that lies whole in this process."""
+def whole_fragments(param: Tensor) -> LocalFragments:
+    """Return the fragments of a parameter that lies whole in this process."""
     return tuple(param.shape), owned_layout(tuple(param.shape), 0).fragments_of(0)
 
 
@@ -70,13 +70,13 @@ class Scalar:
         self,
         group: ParamGroup,
         state: Mapping[Tensor, Mapping[str, Tensor]],
-        placed: Callable[[Tensor], LocalFragments] = placed_whole,
+        fragments_of: Callable[[Tensor], LocalFragments] = whole_fragments,
         memory: StateMemory = ON_DEVICE,
     ) -> None:
         """Step, in place, the parameters of ``group`` that have a gradient.
 
         Args:
-            placed: says which elements of a parameter this rank holds; asked where the bits of state depend on it.
+            fragments_of: says which elements of a parameter this rank holds; asked where the bits of state depend on it.
             memory: where state rests, but for counts of steps.
 
         Raises:
@@ -107,7 +107,7 @@ class Scalar:
                     other_parts = [parts for name, (_, *parts) in parts_of_slots.items() if name != STEP]
                     for number, param in enumerate(params):
                         lists = [locals_of(map(states[number].__getitem__, parts)) for parts in other_parts]
-                        places[number] = placed(param), [(), *lists]
+                        places[number] = fragments_of(param), [(), *lists]
                 if is_capturable(device):
                     self._step_on_device(weights, gradients, slots, group, places)
                 else:
@@ -129,13 +129,13 @@ class Scalar:
         # Where bits depend on places, one parameter after the other, with its own count of steps.
         averages = [slot for slot in slots if slot != STEP]
         for number, place in enumerate(places):
-            one = slice(number, number + 1)
-            lists = [weights[one], *(slots[slot][one] for slot in averages), gradients[one]]
+            single = slice(number, number + 1)
+            lists = [weights[single], *(slots[slot][single] for slot in averages), gradients[single]]
             for (*changing, gradient), codecs in cut_state_portions(lists, codec, [None, *averages], [place]):
                 with rounded_once(*changing, codecs=codecs) as (exact, *exact_averages):
                     exact_slots = dict(zip(averages, exact_averages, strict=True))
                     if STEP in slots:
-                        exact_slots[STEP] = slots[STEP][one]
+                        exact_slots[STEP] = slots[STEP][single]
                     self.on_device(exact, cast_tensors(gradient, exact[0].dtype), exact_slots, group)
 
     def _step_on_host(

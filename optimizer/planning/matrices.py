@@ -186,8 +186,8 @@ class Precision:
     """The dtypes of products, of updates on their way to an owner, and of results on their way back."""
 
     compute: torch.dtype
-    there: torch.dtype
-    back: torch.dtype
+    sent_dtype: torch.dtype
+    returned_dtype: torch.dtype
 
 
 PRECISIONS: Mapping[str, Precision] = {
@@ -211,8 +211,8 @@ class Slot:
     name: str
     layout: TensorLayout
     fused: Fused
-    there: torch.dtype
-    back: torch.dtype
+    sent_dtype: torch.dtype
+    returned_dtype: torch.dtype
     returns: bool = True
 
     @property

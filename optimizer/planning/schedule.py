@@ -209,12 +209,13 @@ def _stages(
             slots.append((slot, copies if slot.returns else copies.one_way()))
 
     # Sorted by stage, in the order of units and slots on both sides of the wire.
-    there, back = [slot.there.itemsize for slot, _ in slots], [slot.back.itemsize for slot, _ in slots]
-    gives = _by_stage([copies.gives for _, copies in slots], there, turn)
-    takes = _by_stage([copies.takes.inverse() for _, copies in slots], there, turn)
-    local = _by_stage([copies.local for _, copies in slots], there, turn)
-    gives_back = _by_stage([copies.gives_back for _, copies in slots], back, turn)
-    takes_back = _by_stage([copies.takes_back.inverse() for _, copies in slots], back, turn)
+    sent_sizes = [slot.sent_dtype.itemsize for slot, _ in slots]
+    returned_sizes = [slot.returned_dtype.itemsize for slot, _ in slots]
+    gives = _by_stage([copies.gives for _, copies in slots], sent_sizes, turn)
+    takes = _by_stage([copies.takes.inverse() for _, copies in slots], sent_sizes, turn)
+    local = _by_stage([copies.local for _, copies in slots], sent_sizes, turn)
+    gives_back = _by_stage([copies.gives_back for _, copies in slots], returned_sizes, turn)
+    takes_back = _by_stage([copies.takes_back.inverse() for _, copies in slots], returned_sizes, turn)
     for stage, (local_copies, _) in enumerate(local):
         yield Stage(
             _route(gives[stage], takes[stage], local_copies, len(ranks)),
@@ -312,8 +313,8 @@ def assign_owners(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> 
         for index in numbers:
             owner = loads.best_holder(candidates, matrix)
             if owner is None or loads.load[owner] + matrix.cost > SLACK * makespan:
-                other = next(least_loaded)
-                owner = other if owner is None or loads.load[other] < loads.load[owner] else owner
+                least = next(least_loaded)
+                owner = least if owner is None or loads.load[least] < loads.load[owner] else owner
             loads.add(owner, matrix, elements.get(owner, 0))
             owners[index] = owner
     return owners
@@ -411,7 +412,7 @@ def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
     num_bytes = 0
     for spec in specs:
         for slot in spec.slots:
-            sizes = slot.there.itemsize + slot.returns * slot.back.itemsize
+            sizes = slot.sent_dtype.itemsize + slot.returns * slot.returned_dtype.itemsize
             num_bytes += math.prod(slot.layout.shape) * sizes
     per_rank = num_bytes * (ranks - 1) // ranks**2
     return min(max(math.isqrt(per_rank // STAGE_BYTES), 1), MAX_STAGES)
@@ -425,7 +426,7 @@ def state_bytes(specs: Sequence[Spec]) -> int:
             continue
         update, *other_slots = spec.slots
         num_bytes = 4 * update.layout.total_numel
-        num_bytes += sum(slot.returns * slot.there.itemsize * slot.layout.total_numel for slot in other_slots)
+        num_bytes += sum(slot.returns * slot.sent_dtype.itemsize * slot.layout.total_numel for slot in other_slots)
         for _, kind in spec.staying:
             sides = (SHAPES[kind].of_matrix(*rows_columns(shape)) for shape in update.shapes)
             num_bytes += 4 * sum(map(math.prod, sides))
@@ -462,7 +463,7 @@ def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes
         if id(spec) not in bytes_of_spec:
             slots = []
             for slot in spec.slots:
-                words = repr((slot.name, slot.fused, slot.there, slot.back, slot.returns)).encode()
+                words = repr((slot.name, slot.fused, slot.sent_dtype, slot.returned_dtype, slot.returns)).encode()
                 slots.append(_layout_digest(slot.layout) + words)
             bytes_of_spec[id(spec)] = b"".join(slots)
         digest.update(bytes_of_spec[id(spec)])

@@ -309,7 +309,7 @@ class TorchElementwise:
             block.write(wire, self._updates(local, block, _decoded_momenta(local, block)))
 
     def assemble(self, local: LocalTensors, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
-        copies, dtype = self._stack_copies(local, stage, sizes), self._spec(next(iter(sizes))).slots[0].there
+        copies, dtype = self._stack_copies(local, stage, sizes), self._spec(next(iter(sizes))).slots[0].sent_dtype
         stack = torch.empty(sum(sizes.values()), dtype=dtype, device=self._device)
         # Parts that rest on this rank do not travel; all others have arrived on the wire.
         for block in copies.local:
@@ -333,12 +333,12 @@ class TorchElementwise:
         key = stage, next(iter(sizes))
         if key not in self._stacks:
             slot = self._spec(key[1]).slots[0]
-            there, back = slot.there.itemsize, slot.back.itemsize
+            sent_size, returned_size = slot.sent_dtype.itemsize, slot.returned_dtype.itemsize
             self._stacks[key] = StackCopies(
-                self._blocks(local, self._copies.local(stage, sizes, there), back=False),
-                self._blocks(local, self._copies.local(stage, sizes, back), back=True),
-                view_pairs(self._copies.update_receives(stage, sizes), there),
-                view_pairs(self._copies.result_sends(stage, sizes), back),
+                self._blocks(local, self._copies.local(stage, sizes, sent_size), back=False),
+                self._blocks(local, self._copies.local(stage, sizes, returned_size), back=True),
+                view_pairs(self._copies.update_receives(stage, sizes), sent_size),
+                view_pairs(self._copies.result_sends(stage, sizes), returned_size),
             )
         return self._stacks[key]
 
@@ -350,7 +350,7 @@ class TorchElementwise:
         """Return the kind of a unit's boxes: those of one kind have one rate, and are computed in one dtype."""
         param, slot, weight = self._units[unit].param, self._spec(unit).slots[0], local.weights[self._units[unit].param]
         return BoxKind(
-            slot.back if back else slot.there,
+            slot.returned_dtype if back else slot.sent_dtype,
             self._spec(unit).scale(*self._units[unit].rows_columns),
             (id(local.groups[param]), local.momenta[param].dtype, weight.dtype, weight.device),
         )

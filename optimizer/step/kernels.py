@@ -30,8 +30,8 @@ class LaunchKind:
     momentum: torch.dtype
     gradient: torch.dtype
     weight: torch.dtype
-    there: torch.dtype
-    back: torch.dtype
+    sent_dtype: torch.dtype
+    returned_dtype: torch.dtype
     accumulate: bool
 
 
@@ -61,9 +61,9 @@ class KernelElementwise:
         self._scales = [specs[param].scale(*shape) for param, shape in entries]
         self._entry = np.array([number[unit.param, unit.rows_columns] for unit in schedule.units], np.int64)
         # A kernel that sends all elements of a parameter can accumulate its gradient in the same pass.
-        sent = np.zeros(len(specs), np.int64)
-        np.add.at(sent, [unit.param for unit in schedule.units], self._copies.sent_elements())
-        sent_params = {param for param, numel in enumerate(numels) if sent[param] == numel}
+        sent_elements = np.zeros(len(specs), np.int64)
+        np.add.at(sent_elements, [unit.param for unit in schedule.units], self._copies.sent_elements())
+        sent_params = {param for param, numel in enumerate(numels) if sent_elements[param] == numel}
         self._accumulated_by_kernels = frozenset(sent_params) - frozenset(accumulated_before)
         self._params_of_stages = params_by_first_stage(schedule, len(specs))
         # Launches are planned once for each list of kinds, tables sent to the device when they change.
@@ -123,7 +123,7 @@ class KernelElementwise:
         local.accumulate(local.equal_momenta(numbers))
 
     def assemble(self, local: LocalTensors, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
-        dtype = self._kinds[self._entry[next(iter(sizes))]].there
+        dtype = self._kinds[self._entry[next(iter(sizes))]].sent_dtype
         stack = torch.empty(sum(sizes.values()), dtype=dtype, device=self._device)
         copies = lambda: self._copies.local(stage, sizes, dtype.itemsize)  # noqa: E731
         self._send(("local", stage, *sizes), copies, stack.view(torch.uint8))
@@ -141,14 +141,14 @@ class KernelElementwise:
         self._apply(("result", stage), lambda: self._copies.result_receives[stage], wire)
 
     def _send(self, key: Hashable, copies: Callable[[], Copies], buffer: Tensor, *, ahead: bool = False) -> None:
-        for kind, segments in self._planned_segments(key, copies, lambda kind: kind.there):
+        for kind, segments in self._planned_segments(key, copies, lambda kind: kind.sent_dtype):
             momenta, gradients = self._momenta[kind], self._gradients[kind]
             accumulate = updates.AHEAD if ahead else kind.accumulate
-            updates.send(segments, momenta, gradients, self._averaging, buffer, kind.there, accumulate=accumulate)
+            updates.send(segments, momenta, gradients, self._averaging, buffer, kind.sent_dtype, accumulate=accumulate)
 
     def _apply(self, key: Hashable, copies: Callable[[], Copies], buffer: Tensor) -> None:
-        for kind, segments in self._planned_segments(key, copies, lambda kind: kind.back):
-            updates.apply(segments, self._weights[kind], self._rates, buffer, kind.back)
+        for kind, segments in self._planned_segments(key, copies, lambda kind: kind.returned_dtype):
+            updates.apply(segments, self._weights[kind], self._rates, buffer, kind.returned_dtype)
 
     def _carry(self, key: Hashable, copies: Callable[[], Copies], stack: Tensor, wire: Tensor, *, back: bool) -> None:
         if key not in self._wire_segments:
@@ -182,8 +182,8 @@ class KernelElementwise:
             local.momenta[param].dtype,
             weight.dtype if gradient is None else gradient.dtype,
             weight.dtype,
-            update.there,
-            update.back,
+            update.sent_dtype,
+            update.returned_dtype,
             param in self._accumulated_by_kernels,
         )
 

@@ -109,7 +109,7 @@ class MatrixState:
 
         def kind_of(unit: int) -> BoxKind:
             slot = self._specs[self._params[unit]].slots[number]
-            return BoxKind(slot.back if back else slot.there, tag=slot.name)
+            return BoxKind(slot.returned_dtype if back else slot.sent_dtype, tag=slot.name)
 
         def shape_of(param: int) -> Sequence[int]:
             return _tensors(local, self._specs[param].slots[number].name)[param].shape
@@ -123,14 +123,16 @@ class MatrixState:
         for number, slot in enumerate(self._specs[unit.param].slots):
             if number:
                 rows, columns = rows_columns(slot.shapes[unit.index])
-                sizes, copies = dict.fromkeys(units, spacing(rows * columns, slot.there)), self._copies[number]
+                sizes, copies = dict.fromkeys(units, spacing(rows * columns, slot.sent_dtype)), self._copies[number]
                 yield StackedSlot(
                     slot.name,
-                    slot.there,
+                    slot.sent_dtype,
                     (len(units), rows, columns),
-                    self._local_blocks(local, slot.name, copies.local(stage, sizes, slot.there.itemsize), slot.there),
-                    view_pairs(copies.update_receives(stage, sizes), slot.there.itemsize),
-                    view_pairs(copies.result_sends(stage, sizes), slot.back.itemsize),
+                    self._local_blocks(
+                        local, slot.name, copies.local(stage, sizes, slot.sent_dtype.itemsize), slot.sent_dtype
+                    ),
+                    view_pairs(copies.update_receives(stage, sizes), slot.sent_dtype.itemsize),
+                    view_pairs(copies.result_sends(stage, sizes), slot.returned_dtype.itemsize),
                     slot.returns,
                 )
 

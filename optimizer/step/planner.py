@@ -152,14 +152,16 @@ class Planner:
         group = groups[member.group]
         precision = self.methods[member.algorithm].precision(group)
         layout = self.resting(member.param, ranks)
-        return Slot(UPDATE, layout, fused_of(group), precision.there, precision.back)
+        return Slot(UPDATE, layout, fused_of(group), precision.sent_dtype, precision.returned_dtype)
 
     def _slots(self, member: Member, groups: Sequence[ParamGroup], state: State, ranks: Ranks) -> tuple[Slot, ...]:
         param, group, method = member.param, groups[member.group], self.methods[member.algorithm]
         # The update comes first; the weight goes with it, and state that no owner keeps.
         slots = [self._update(member, groups, ranks)]
         if method.weight:
-            slots.append(replace(slots[0], name=WEIGHT, there=param.dtype, back=param.dtype, returns=False))
+            slots.append(
+                replace(slots[0], name=WEIGHT, sent_dtype=param.dtype, returned_dtype=param.dtype, returns=False)
+            )
         for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
             if not slot.at_owner:
                 tensor = state[param][name]
@@ -178,8 +180,8 @@ class Planner:
             iterations = self.cost(m, n, steps, gram) if method.orthogonalizes else 0
             # A measured cost is of Newton-Schulz; a method's own FLOPs take as long as those.
             method_flops = method.cost(m, n, group)
-            other = round(method_flops * self.cost(m, n, 1, None) / flops(m, n, 1)) if method_flops else 0
-            return max(1, iterations + other)
+            method_cost = round(method_flops * self.cost(m, n, 1, None) / flops(m, n, 1)) if method_flops else 0
+            return max(1, iterations + method_cost)
 
         return Spec(
             slots,

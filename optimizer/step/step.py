@@ -214,7 +214,8 @@ class Step:
         self._elementwise, self._state = elementwise, MatrixState(schedule, specs, rank, device)
         self._specs, self._methods, self._labels = specs, methods, labels
         self._state_kinds = [
-            (weight.device, *(slot.there for slot in spec.slots)) for weight, spec in zip(params, specs, strict=True)
+            (weight.device, *(slot.sent_dtype for slot in spec.slots))
+            for weight, spec in zip(params, specs, strict=True)
         ]
         self._sends_ahead, self._saves_momenta = guarded and not noisy, guarded and noisy
         self._params_by_first_stage = params_by_first_stage(schedule, len(params))
@@ -399,7 +400,7 @@ class Step:
         """Make the updates of whole matrices, and write them to the wire or apply them here."""
         matrices = batch.orthogonalized(self._elementwise.assemble(local, stage, batch.sizes, arrived))
         param = self.schedule.units[batch.units[0]].param
-        dtype = self._specs[param].slots[0].back
+        dtype = self._specs[param].slots[0].returned_dtype
         results = matrices if matrices.dtype == dtype else torch.empty_like(matrices, dtype=dtype)
 
         # The method's own update, a stack of equal matrices at a time, in the memory of the results.

@@ -358,8 +358,8 @@ def _spec(
     parameter: ModelParameter, method: MatrixMethod, layout: TensorLayout, layout_of: _LayoutOf, group: ParamGroup
 ) -> Spec:
     precision = method.precision(group)
-    own = dtype_named(parameter.dtype) or precision.there
-    slots = [Slot(UPDATE, layout, parameter.fused, precision.there, precision.back)]
+    own = dtype_named(parameter.dtype) or precision.sent_dtype
+    slots = [Slot(UPDATE, layout, parameter.fused, precision.sent_dtype, precision.returned_dtype)]
     if method.weight:
         slots.append(Slot(WEIGHT, layout, parameter.fused, own, own, returns=False))
     for slot, (kept, reduced) in method_slots(parameter.shape, group, method).items():
@@ -407,7 +407,7 @@ class Holders:
         Args:
             replica: as `first_replica` of each of the owners.
         """
-        there, back, times = slot.there.itemsize, slot.back.itemsize * slot.returns, len(owners)
+        there, back, times = slot.sent_dtype.itemsize, slot.returned_dtype.itemsize * slot.returns, len(owners)
         number = np.arange(len(self.numel)) if replica is None else np.full(len(self.numel), replica)
         givers = self.rank[self.first + number % self.replicas]
         taken = self.numel[self.part]
