@@ -76,7 +76,7 @@ class Scalar:
         """Step, in place, the parameters of ``group`` that have a gradient.
 
         Args:
-            fragments_of: says which elements of a parameter this rank holds; asked where the bits of state depend on it.
+            fragments_of: the elements of a parameter that this rank holds; asked where bits of state depend on them.
             memory: where state rests, but for counts of steps.
 
         Raises:
