@@ -329,7 +329,7 @@ def written_tensors(
         column: NDArray[Any] = np.concatenate([np.empty(0, SUMS)[name], *(sums[name] for sums in sums_by_file)])[order]
         return column
 
-    # Boxes are shared by tensors that are cut in the same way; a tensor's fingerprint is the sum of its chunks' shares.
+    # Tensors that are cut in the same way share boxes; a tensor's fingerprint is the sum of its chunks' shares.
     columns = _columns(files, plans, order, sorted_sums("digest"), sorted_sums("checksum"))
     shared_boxes = dict[Boxes, Boxes]()
     shares = np.concatenate([np.zeros(1, np.uint64), np.cumsum(sorted_sums("share"))])  # modulo 2**64

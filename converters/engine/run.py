@@ -71,12 +71,14 @@ def run_job(
         Interrupted: Ctrl-C, or a worker was lost; finished files stay beside the destination for ``resume``.
         MuonckptError: another worker failed; the same kind of error as there.
     """
+    # Refuse what cannot end well before anything is written.
     workers = workers or Workers()
     check_destination(job.source.path, destination, job.container)
     items = job.arranged.items
     if items:
         publish.refuse_other(items_beside(destination), items.data)
     check_memory(job.source.path, destination, max((file.length for file in job.files), default=0), threads, memory)
+    # Each worker has planned the job by itself.
     place, digests = job.container.staged(destination), workers.gather(job.digest())
     for rank, planned in enumerate(digests):
         if planned != digests[0]:
@@ -84,6 +86,7 @@ def run_job(
                 f"{Worker(rank, len(digests))} has planned another job than worker 0: expected the same command and "
                 "version, and a source with the same files, for all workers"
             )
+    # An error of one worker ends all of them; the coordinator comes last, and removes what is of no use.
     digest, files_done = digests[0], dict[str, FinishedFile]()
     with (
         _writing(destination),
@@ -104,6 +107,7 @@ def run_job(
             mover = Mover(payloads, staging, share.chunks, band_bytes, progress)
             for file, finished in _finished_files(mover, share.files, history, journal, threads, verify, workers):
                 files_done[file.name] = finished
+        # The sums of all files make the manifest, and show that none is missing.
         gathered = workers.gather(files_done)
         if coordinator is None:
             return None

@@ -454,6 +454,7 @@ class ZeroFiles(_Archives):
         is_zero3 = self.stage == 3
         name = "zero_pp_rank_{}_mp_rank_00_model_states.pt" if is_zero3 else "mp_rank_00_model_states.pt"
         files = [_ModelFile(Archive(name.format(rank))) for rank in range(ranks if is_zero3 else 1)]
+        # Weights that the optimizer has, those that are tied to one of them, and those that no gradient ever meets.
         trained: dict[str, tuple[PlacedParameter, _Group]] = {}
         for group in groups:
             trained |= {entry.name: (entry, group) for entry in group.layout.parameters}
@@ -482,6 +483,7 @@ class ZeroFiles(_Archives):
                     parts.append(place)
                 plan.write_parts(output, key, layout, parts)
                 frozen[key] = torch_size(shape)
+        # Every file repeats what a load needs of the run.
         if buffers is None:
             buffers = [key for key in content.weights if key not in trained and key not in aliases]
         for file in files:
