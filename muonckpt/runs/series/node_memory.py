@@ -21,6 +21,7 @@ from ...names.resumption import LoadReport
 from ...programs.signs import METADATA_FILE
 from ...record.record import MANIFEST_FILE, Manifest
 from ...store.io.checksums import xxh3_128
+from ...store.io.limits import check_description
 from ...store.io.location import Location
 from ...store.io.regular import open_regular, read_text_file
 from ...store.verify.run import StepName
@@ -80,14 +81,16 @@ class Descent:
 
         A checkpoint that records none, or that of another step, begins a history under the digest of its description.
         """
+        provenance: Mapping[str, Any] = {}
         try:
-            if not (path / MANIFEST_FILE).exists():
-                with open_regular(path / METADATA_FILE) as file:
-                    text, provenance = file.read(0, file.size), dict[str, Any]()
-            else:
+            if (path / MANIFEST_FILE).exists():
                 text = read_text_file(path / MANIFEST_FILE)
-                provenance = dict(Manifest.from_json(text).provenance)
-        except SourceError:
+                provenance = Manifest.from_json(text).provenance
+            else:  # stock DCP's, of a trainer
+                with open_regular(path / METADATA_FILE) as file:
+                    check_description(path / METADATA_FILE, file.size)
+                    text = file.read(0, file.size)
+        except (SourceError, OSError):
             return None
         descent = None if provenance.keys() & _REWRITES else cls.parsed(provenance)
         if descent is None or descent.lines[-1].step != step:
@@ -124,6 +127,8 @@ class Saves:
 
     @classmethod
     def of_folder(cls, folder: StepFolder, newest: Newest) -> Saves:
+        """Read what the newest whole checkpoint of a folder and newer ones record; no elements."""
+
         def descent_of(name: StepName) -> Descent | None:
             path = folder.path(name)
             return Descent.of_checkpoint(path, name.step) if (path / MANIFEST_FILE).exists() else None
@@ -140,8 +145,8 @@ class Saves:
 
     def fault(self, copy: FoundCopy) -> str | None:
         """Return why a copy is not to be restored beside these checkpoints; None if it is to be preferred."""
-        if older := self.age_fault(copy):
-            return older
+        if copy.step < self.step:
+            return self.age_fault(copy)
         descent = Descent.parsed(copy.provenance)
         if descent is None or descent.lines[-1].step != copy.step:
             return "it does not record from which save it descends"
@@ -229,16 +234,18 @@ class NodeMemory:
 
     def descent_of_copy(self, step: int) -> Mapping[str, Any]:
         """Return what the provenance of a copy records."""
+        # A trainer's save may have failed, so it counts from when it is there.  The one before is its past.
         for parent_step, path in self._parents:
-            if (parent := Descent.of_checkpoint(path, parent_step)) is not None:  # it was not saved, or is removed
-                past = () if self._descent is None else self._descent.lines  # it may be a later save of the same line
+            if (parent := Descent.of_checkpoint(path, parent_step)) is not None:
+                past = () if self._descent is None else self._descent.lines
                 self._extend(replace(parent, lines=(*past, *parent.lines)))
         self._parents.clear()
         return {DESCENT: self._reached(step).as_json()}
 
     def record_parent(self, step: int, path: Location) -> None:
         """Let copies from now on descend from a checkpoint that a trainer has saved or loaded, if it is there then."""
-        self._parents.append((step, path))
+        if is_coordinator(self._group):
+            self._parents.append((step, path))
 
     def note_published(self, step: int) -> None:
         """Let copies from now on descend from the save of a step that was recorded last."""
@@ -257,6 +264,7 @@ class NodeMemory:
         return self._descent
 
     def _forked(self, step: int) -> Descent:
+        """Return the history up to a step that the process has reached anew, without what it stored from there on."""
         assert self._descent is not None, "it has begun"
         lines = (line._replace(step=min(line.step, step - 1)) for line in self._descent.lines)
         save = self._descent.save

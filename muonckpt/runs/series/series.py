@@ -519,9 +519,12 @@ class Series:
         fresh: Iterable[str],
     ) -> Restored | None:
         """Load the first of these copies that has no fault and is whole."""
-        if self._memory is None or (found := self._memory.load(copies, fault, state_dict, extra, fresh)) is None:
+        if self._memory is None:
             return None
-        copy, loaded = found
+        copy_load = self._memory.load(copies, fault, state_dict, extra, fresh)
+        if copy_load is None:
+            return None
+        copy, loaded = copy_load
         restored = Restored.recorded(copy.step, str(copy), loaded, self._folder.place, self._group, memory=True)
         self._begin_line(saves, Descent.parsed(copy.provenance), restored)
         return restored
