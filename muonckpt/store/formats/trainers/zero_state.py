@@ -105,7 +105,7 @@ def _read(path: Location, without: Collection[str] | None) -> Reader:
             missing += _missing(models, num_ranks)
         # The optimizer has the weights, too; the model states the rest.
         contents = _Contents()
-        stage = _add_optimizer(contents, run, _per_rank(files, _Rank.of), num_ranks)
+        stage = _add_optimizer(contents, run, _per_rank(files, _Optimizer.of), num_ranks)
         _add_model(contents, run, models, num_ranks)
         _add_run(contents, next(iter(models.values())))
         opened = (*files.values(), *models.values())
@@ -268,7 +268,7 @@ def _chunk(box: Box, offset: int, part: PlainTensor) -> Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
+class _Optimizer:
     """One rank's optimizer: the state of ZeRO and, below it, of the optimizer that updates the partitions."""
 
     file: TorchFile
@@ -278,7 +278,7 @@ class _Rank:
     groups: Sequence[Mapping[object, object]]
 
     @classmethod
-    def of(cls, file: TorchFile) -> _Rank:
+    def of(cls, file: TorchFile) -> _Optimizer:
         with about(file.name):
             zero = mapping(mapping(file.content).get("optimizer_state_dict"))
             below = zero.get("optimizer_state_dict" if _MASTERS_3 in zero else "base_optimizer_state")
@@ -314,22 +314,23 @@ class _Rank:
 
 
 def _add_optimizer(
-    contents: _Contents, run: Mapping[object, object], ranks: Mapping[int, _Rank], num_ranks: int
+    contents: _Contents, run: Mapping[object, object], optimizers: Mapping[int, _Optimizer], num_ranks: int
 ) -> object:
     """Add weights and state; return the stage."""
-    first = next(iter(ranks.values()))
+    first = next(iter(optimizers.values()))
     numbers = list(chain.from_iterable(expect(list, group.get(PARAMS)) for group in first.groups))
+    # The model states say the parameters of each group, in the order in which they are flattened.
     groups = [_parameters(group) for group in expect(list, run.get("param_shapes"))]
-    for rank in ranks.values():
-        _check_groups(rank, len(groups), len(numbers), num_ranks)
+    for optimizer in optimizers.values():
+        _check_groups(optimizer, len(groups), len(numbers), num_ranks)
     # Each group of parameters is one flat parameter of the optimizer below.
     layouts = []
     for number, parameters in enumerate(groups):
-        masters = {place: _flat(rank.file, rank.masters[number]) for place, rank in ranks.items()}
+        masters = {rank: _flat(optimizer.file, optimizer.masters[number]) for rank, optimizer in optimizers.items()}
         with about(f"group {number}"):
-            layout = _layout(parameters, number, ranks, masters, num_ranks)
+            layout = _layout(parameters, number, optimizers, masters, num_ranks)
             contents.add_parts(("model",), (), layout, masters)
-            _add_state(contents, layout, ranks, numbers[number])
+            _add_state(contents, layout, optimizers, numbers[number])
             layouts.append(layout)
     # Options are those of its groups, which have several flat parameters.
     remaining = iter(layouts)
@@ -337,7 +338,7 @@ def _add_optimizer(
         root = ("optimizer", PARAM_GROUPS, number)
         for option in group:
             if option != PARAMS:
-                values = {place: rank.plain(rank.groups[number].get(option)) for place, rank in ranks.items()}
+                values = {rank: each.plain(each.groups[number].get(option)) for rank, each in optimizers.items()}
                 contents.items.add((*root, expect(str, option)), _same(f"{option} of group {number}", values))
         layouts_of_group = islice(remaining, len(expect(list, group.get(PARAMS))))
         parameters_of_group = chain.from_iterable(layout.parameters for layout in layouts_of_group)
@@ -345,18 +346,18 @@ def _add_optimizer(
     return first.stage
 
 
-def _check_groups(rank: _Rank, num_groups: int, num_parameters: int, num_ranks: int) -> None:
+def _check_groups(optimizer: _Optimizer, num_groups: int, num_parameters: int, num_ranks: int) -> None:
     """Refuse a rank whose optimizer has other groups than the model states, or groups over other ranks."""
-    if not num_parameters == num_groups == len(rank.masters):
+    if not num_parameters == num_groups == len(optimizer.masters):
         raise SourceError(
-            f"{rank.file.name}: expected flat partitions of {num_groups} groups, as the model states have, found "
-            f"{len(rank.masters)}"
+            f"{optimizer.file.name}: expected flat partitions of {num_groups} groups, as the model states have, found "
+            f"{len(optimizer.masters)}"
         )
-    counts = rank.zero.get("partition_count")
+    counts = optimizer.zero.get("partition_count")
     if any(count != num_ranks for count in (counts if type(counts) is list else [counts])):
         raise SourceError(
-            f"{rank.file.name}: expected groups over all {num_ranks} ranks, found {counts}: those of experts are not "
-            "read; ds_to_universal.py of DeepSpeed joins them where no group is Muon's"
+            f"{optimizer.file.name}: expected groups over all {num_ranks} ranks, found {counts}: those of experts are "
+            "not read; ds_to_universal.py of DeepSpeed joins them where no group is Muon's"
         )
 
 
@@ -367,7 +368,7 @@ def _parameters(group: object) -> list[Parameter]:
 def _layout(
     parameters: Sequence[Parameter],
     number: int,
-    ranks: Mapping[int, _Rank],
+    optimizers: Mapping[int, _Optimizer],
     masters: Mapping[int, PlainTensor],
     num_ranks: int,
 ) -> BufferLayout:
@@ -376,68 +377,69 @@ def _layout(
     Raises:
         SourceError: the partitions have other sizes, or DeepSpeed recorded other places.
     """
-    first = next(iter(ranks.values()))
+    first = next(iter(optimizers.values()))
     sizes = _per_rank(masters, lambda part: part.chunk.box.numel)
     try:
         if _MASTERS_3 in first.zero:
             layout = partitioned_parameters(parameters, num_ranks)
         else:
             if "zero_stage" in first.zero:  # else they are of BF16_Optimizer, which stores the padding
-                paddings = _per_rank(ranks, lambda rank: expect(int, rank.listed("group_paddings", number)))
-                sizes = {rank: size + paddings[rank] for rank, size in sizes.items()}
+                for rank, optimizer in optimizers.items():
+                    sizes[rank] += expect(int, optimizer.listed("group_paddings", number))
             alignment = expect(list, first.listed("param_alignment_paddings", number, []))
             between = [expect(int, count) for count in alignment]
             layout = partitioned_group(parameters, num_ranks, _same("size of the partitions", sizes), between)
     except LayoutError as error:
         raise SourceError(f"the partitions do not hold the parameters of the model states: {error}") from error
     _check_sizes(sizes, layout)
-    _check_recorded(layout, number, ranks)
+    _check_recorded(layout, number, optimizers)
     return layout
 
 
-def _check_recorded(layout: BufferLayout, number: int, ranks: Mapping[int, _Rank]) -> None:
+def _check_recorded(layout: BufferLayout, number: int, optimizers: Mapping[int, _Optimizer]) -> None:
     """Compare a layout with the places that DeepSpeed recorded for a universal checkpoint.
 
     Raises:
         SourceError: they differ.
     """
-    expected: dict[int, dict[object, object]] = {rank: {} for rank in ranks}
+    expected: dict[int, dict[object, object]] = {rank: {} for rank in optimizers}
     for parameter in layout.parameters:
         for shard in layout.shards_of(parameter):
             if (rank := rank_of(shard)) in expected:
                 lo, hi = max(parameter.start, shard.start), min(parameter.stop, shard.stop)
                 expected[rank][parameter.name] = {"numel": hi - lo, "start": shard.offset + lo - shard.start}
-    for place, optimizer in ranks.items():
+    # A universal checkpoint records a fragment for each parameter of a rank.
+    for rank, optimizer in optimizers.items():
         recorded = optimizer.listed("param_slice_mappings", number)
         if recorded is None or optimizer.configured("round_robin_gradients"):  # with that it records another order
             continue
         places = {name: expect(Record, address).state for name, address in mapping(recorded).items()}
-        for name in {**expected[place], **places}:
-            if places.get(name) != expected[place].get(name):
+        for name in {**expected[rank], **places}:
+            if places.get(name) != expected[rank].get(name):
                 raise SourceError(
-                    f"{optimizer.file.name}: expected {name!r} at {expected[place].get(name)}, as param_shapes of the "
+                    f"{optimizer.file.name}: expected {name!r} at {expected[rank].get(name)}, as param_shapes of the "
                     f"model states say, found {places.get(name)}: the files are of different runs"
                 )
 
 
-def _add_state(contents: _Contents, layout: BufferLayout, ranks: Mapping[int, _Rank], number: object) -> None:
+def _add_state(contents: _Contents, layout: BufferLayout, optimizers: Mapping[int, _Optimizer], number: object) -> None:
     """Add the state of a group's parameters, given the number of its flat parameter."""
     touched = touched_parameters(layout)
-    states = {place: mapping(rank.state.get(number, {})) for place, rank in ranks.items()}
-    states = {place: state for place, state in states.items() if touched[place] or state}
+    states = {rank: mapping(optimizer.state.get(number, {})) for rank, optimizer in optimizers.items()}
+    states = {rank: state for rank, state in states.items() if touched[rank] or state}
     if not states:
         return
     roots = [("optimizer", STATE, parameter.name) for parameter in layout.parameters]
     for slot in (expect(str, slot) for slot in next(iter(states.values()))):
         with about(slot):
-            values = {place: state.get(slot) for place, state in states.items()}
+            values = {rank: state.get(slot) for rank, state in states.items()}
             # A value that all parameters share.
             if not _same("state", _per_rank(values, is_tensor)):
-                value = _same("value", {place: ranks[place].plain(value) for place, value in values.items()})
+                value = _same("value", {rank: optimizers[rank].plain(value) for rank, value in values.items()})
                 for root in roots:
                     contents.add_number((*root, slot), value)
                 continue
-            parts = {place: PlainTensor(*ranks[place].file.chunk(value)) for place, value in values.items()}
+            parts = {rank: PlainTensor(*optimizers[rank].file.chunk(value)) for rank, value in values.items()}
             # A tensor without dims that all parameters share.
             if not _same("dims", _per_rank(parts, lambda part: part.chunk.box.ndim)):
                 _same("value", _per_rank(parts, lambda part: part.chunk.crc32))
@@ -445,7 +447,7 @@ def _add_state(contents: _Contents, layout: BufferLayout, ranks: Mapping[int, _R
                 for root in roots:
                     contents.tensors.append(whole_record((*root, slot), part.dtype, part.chunk))
             # Momenta that each rank holds whole, or the partitions' elements.
-            elif slot == MOMENTUM and _is_whole(parts, layout, touched, ranks):
+            elif slot == MOMENTUM and _is_whole(parts, layout, touched, optimizers):
                 _add_whole(contents, slot, touched, parts)
             else:
                 _check_sizes(_per_rank(parts, lambda part: part.chunk.box.numel), layout)
@@ -456,18 +458,19 @@ def _is_whole(
     parts: Mapping[int, PlainTensor],
     layout: BufferLayout,
     touched: Sequence[Sequence[PlacedParameter]],
-    ranks: Mapping[int, _Rank],
+    optimizers: Mapping[int, _Optimizer],
 ) -> bool:
     """Return whether momentum lies as `touched_parameters` says, and not as the partitions do.
 
     Raises:
         SourceError: it has the size of neither.
     """
-    first = ranks[min(parts)]
+    first = optimizers[min(parts)]
     if "zero_stage" not in first.zero or _MASTERS_3 in first.zero:
         return False
     if first.configured("offload_optimizer", "device") not in (None, "none"):
         return False
+    # A rank that holds no part of a cut parameter has the same elements both ways.
     cutting_ranks = set()
     for parameter in layout.parameters:
         shards = list(layout.shards_of(parameter))
@@ -476,8 +479,8 @@ def _is_whole(
         numel, expected = part.chunk.box.numel, touched[rank][-1].stop if touched[rank] else 0
         if numel != expected and (rank in cutting_ranks or numel != part_numel(layout)):
             raise SourceError(
-                f"{ranks[rank].file.name}: expected {expected} elements, as many as the parameters of its partition "
-                f"have whole, found {numel}"
+                f"{optimizers[rank].file.name}: expected {expected} elements, as many as the parameters of its "
+                f"partition have whole, found {numel}"
             )
     return True
 
@@ -519,6 +522,7 @@ def _add_model(
             path = ("model", expect(str, alias))
             weights[str(alias)] = replace(tensor, key=key_of(path), path=path)
             contents.tensors.append(weights[str(alias)])
+    # The model state of a rank of ZeRO 3 has buffers, and placeholders of weights.
     is_of_rank = _is_of_rank(file)
     buffers = expect(list, run.get("buffer_names") or [])
     for name, value in _items(run, "module"):
