@@ -42,6 +42,7 @@ def check_blob(payloads: Payloads, blob: Blob) -> None:
     Raises:
         SourceError: they differ, or cannot be read; names the item and the file.
     """
+    # Our manifests have digests of items; without one its zip has a CRC-32 of each member.
     with about(f"item {blob.key!r} in {payloads.place(blob.item.file)} is damaged"):
         if blob.digest is not None:
             compare_checksums("digest", xxh3_128(payloads.bands(blob.item)), blob.digest)
@@ -135,7 +136,7 @@ class Items(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A box of a tensor as it lies in one file; its elements of ``itemsize`` bytes are little-endian.
+    """Says where a box of a tensor lies in one file; its elements of ``itemsize`` bytes are little-endian.
 
     Attributes:
         file: by its name inside the checkpoint.
@@ -177,6 +178,7 @@ class StoredPart:
 
     @property
     def _run_and_outer_dims(self) -> tuple[int, list[int]]:
+        # The innermost dims that follow one another without gaps make the run; the others are iterated.
         run, dims = self.itemsize, [dim for dim, length in enumerate(self.box.shape) if length > 1]
         while dims and self.strides[dims[-1]] == run:
             run *= self.box.shape[dims.pop()]
@@ -363,10 +365,9 @@ def file_sizes(manifest: Manifest) -> dict[str, int]:
 
 
 class OpenCheckpoint:
-    """A checkpoint of any format whose metadata have been read; items and elements are read when asked for.
+    """Reads a checkpoint of any format: its metadata when it is made, items and elements when asked for.
 
-    A context manager, which closes the files at its end.  Arrays that were read stay valid.  It may have `faults`, for
-    which `open` refuses it.
+    A context manager, which closes the files at its end.  It may have `faults`, for which `open` refuses it.
 
     Args:
         format: by which it is read, where it has several descriptions; None means the one that its files show.
@@ -431,6 +432,7 @@ class OpenCheckpoint:
         Raises:
             SourceError: an option is damaged or not plain data.
         """
+        # Torch's keys of options end with the option; some options are tensors.
         groups: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         entries: tuple[Blob | StateRecord, ...] = (*self.outline.blobs, *self.outline.tensors)
         for entry in entries:

@@ -231,6 +231,7 @@ class TensorParallelism:
         """
         for name, state in states.items():
             for value in state.values():
+                # Megatron marks its parameters, and the masters made of them.
                 attributes = value.attributes if isinstance(value, SavedTensor) else {}
                 if "partition_dim" not in attributes:
                     continue
@@ -317,11 +318,13 @@ class Description:
     def __post_init__(self) -> None:
         if self.algorithm not in _ORDERS:
             raise SourceError(f"no algorithm {self.algorithm!r}; there are {', '.join(_ORDERS)}")
+        # Either it lists the parameters, or a model has them.
         if bool(self.members) == bool(self.groups) or bool(self.groups) > bool(self.model):
             raise SourceError("expected either [[parameter]] tables, or a model and [[group]] tables that select of it")
         counts = Counter(member.parameter.name for member in self.members)
         if duplicates := [name for name, count in counts.items() if count > 1]:
             raise SourceError(f"expected distinct names for all parameters, found {duplicates[0]!r} twice")
+        # The files of expert-parallel ranks say nothing of which experts they have.
         if self.experts > 1 and self.tensor_parallel is not None:
             raise SourceError("parts of tensor parallelism are not joined where there is expert parallelism as well")
         if self.experts < 1 or (self.experts > 1 and self.groups):
@@ -361,6 +364,7 @@ def read_description(path: Location) -> Description | None:
         file = path / name
         if file.is_file():
             try:
+                # Python's reader of TOML is slow for what nobody writes by hand.
                 text = read_text_file(file).decode()
                 limits.check_limit(max(line.count(".") for line in text.split("\n")), limits.DOTS, "dots in a line")
                 return _description(parse(text))
@@ -392,12 +396,14 @@ _CUT: _FieldTypes = {"names": list, "dim": int, "interleaved": int}
 
 def _description(data: Any) -> Description:
     _check(data, {**_OPTIONS, **_LISTS}, "algorithm")
+    # The parameters, or the groups that select of a model's.
     members = []
     for table in data.get("parameter", ()):
         _check(table, _PARAMETER, "name", "shape")
         fields = {**table, "shape": tuple(map(int, table["shape"]))}
         place = {key: fields.pop(key) for key in ("group", "part") if key in fields}
         members.append(ListedParameter(Parameter(**fields), **place))
+    # The files, of one tensor-parallel rank or of several.
     folders = tuple(map(str, data.get("tensor_parallel", ())))
     for name in (*folders, *map(str, data.get("files", ()))):
         Extent(name, 0, 0)  # which refuses what is no name of a file inside the checkpoint
@@ -462,7 +468,7 @@ def deal(description: Description, members: Sequence[ListedParameter], ranks: in
             if not member.parameter.expert or member.part == part:
                 parameters.append(member.parameter)
                 groups[member.group].append(member.parameter.name)
-        to_place = PlacementRequest(
+        request = PlacementRequest(
             tuple(parameters),
             frozenset(parameter.name for parameter in parameters),
             GroupSizes(ranks, ranks // description.experts),
@@ -470,7 +476,7 @@ def deal(description: Description, members: Sequence[ListedParameter], ranks: in
             bucket_size=description.bucket_size,
             busbw=description.busbw,
         )
-        for number, buffer in enumerate(place(to_place)):
+        for number, buffer in enumerate(place(request)):
             experts = buffer.parameters[0].parameter.expert
             if part and not experts:
                 continue  # the same for every part

@@ -406,6 +406,7 @@ def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Locat
 
     The digests of their headers, which have the tensors' digests, bind the files together.
     """
+    # Read again what was written: the index describes files, not plans.
     headers = {}
     for name in names:
         with open_regular(directory / name) as opened:

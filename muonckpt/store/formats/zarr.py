@@ -129,6 +129,7 @@ class ZarrArray:
 
     def files(self) -> Iterator[tuple[str, Box]]:
         """Yield each file, by its path below the root, and its box of the array."""
+        # Without a prefix an array without dims would have a file without a name, which zarr calls 0.
         for cell, box in _grid(Box.of(self.shape), self.file_shape):
             key = self.separator.join((self.prefix, *map(str, cell)) if self.prefix else map(str, cell)) or "0"
             yield f"{self.node}/{key}" if self.node else key, box
@@ -561,7 +562,7 @@ def _remaining_chunks(path: Location, array: ZarrArray, report: Report) -> Itera
     for file, box in array.files():
         try:
             if file not in files:
-                raise _not_stored(path / file)
+                raise _not_stored(f"{path / file}")
             yield from list(_chunks_of_file(path, array, file, box))
         except DamageError as error:
             report(error)
@@ -605,10 +606,7 @@ def _stored(path: Location, array: ZarrArray, file: str, size: int, box: Box) ->
     for number, part in array.chunks(box):
         offset, length = map(int, index[number])
         if offset == MISSING_CHUNK:
-            raise DamageError(
-                f"box {part} is not stored: zarr reads it as its fill value, but it may have been lost; write it with "
-                "write_empty_chunks"
-            )
+            raise _not_stored(f"box {part}")
         if offset + length > size:
             raise DamageError(f"box {part}: expected bytes within {size}, found {offset}+{length}: the file was cut")
         yield part, offset, length
@@ -617,6 +615,7 @@ def _stored(path: Location, array: ZarrArray, file: str, size: int, box: Box) ->
 def _index(path: Location, array: ZarrArray, file: str, size: int) -> Any:
     from google_crc32c import value as crc32c
 
+    # The index lies at either end of the file, with a checksum of its own.
     if size < array.index_bytes:
         raise DamageError(f"expected a shard index of {array.index_bytes} bytes in a file of {size}: it was cut")
     with open_regular(path / file) as opened:
@@ -633,16 +632,16 @@ def _size(path: Location, file: str) -> int:
     """Return the size of the file of a chunk; a link anywhere on the way is refused."""
     place = path / file
     if not (place.exists() or place.is_symlink()):
-        raise _not_stored(place)
+        raise _not_stored(f"{place}")
     if place.resolve() != path.resolve() / file:
         raise SourceError(f"cannot open {place}: one of its directories is a symbolic link")
     with open_regular(place) as opened:
         return opened.size
 
 
-def _not_stored(place: Location) -> DamageError:
+def _not_stored(noun: str) -> DamageError:
     return DamageError(
-        f"{place} is not stored: zarr reads its box as the fill value, but it may have been lost; write it with "
+        f"{noun} is not stored: zarr reads the fill value instead, but it may have been lost; write it with "
         "write_empty_chunks"
     )
 

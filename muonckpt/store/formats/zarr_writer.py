@@ -110,6 +110,7 @@ def write_descriptions(manifest: Manifest, arrays_of_tensors: Sequence[ZarrArray
     """Write the descriptions of groups and arrays, and wait until everything is on disk."""
     from ..io.publish import sync_tree  # readers do not need it
 
+    # An array's description has its seal, the root's all seals: files of two saves do not pass for one.
     seals = {}
     for tensor, array in zip(manifest.tensors, arrays_of_tensors, strict=True):
         entry = {**entry_of(tensor), "digests": [chunk.digest for chunk in tensor.chunks]}

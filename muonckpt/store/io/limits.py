@@ -1,9 +1,8 @@
 """Every limit on what a file may cost its reader, and the switch that lifts them.
 
-Whoever makes a file decides how much memory and time its reader needs, unless the reader decides first.  So nothing is
-read whole before its size has been compared with a limit, and what is parsed is counted.  A checkpoint may have a
-million chunks and hundreds of megabytes of descriptions, so a long description must be in proportion: no longer than
-the other files of the checkpoint together, as far as these really take room on the disk.
+Nothing is read before its size has been compared with a limit, and what is parsed is counted.  A checkpoint may have
+hundreds of megabytes of descriptions, so a long description must be in proportion: no longer than the other files of
+the checkpoint together, as far as these really take room on the disk.
 """
 
 from __future__ import annotations
@@ -113,6 +112,7 @@ def _sizes_beside(file: Location) -> Iterator[int]:
             sizes = file.parent.fs.find(file.parent.path, detail=True)
         yield from (int(info["size"] or 0) for path, info in sizes.items() if path != file.path)
         return
+    # A file with several names counts once, and the description itself not at all.
     description = file.lstat()
     counts_blocks = description.st_blocks > 0  # some file systems do not say how many there are
     counted_files = {(description.st_dev, description.st_ino)}

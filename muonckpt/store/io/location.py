@@ -182,6 +182,7 @@ class Remote:
             with store_errors(self):
                 stream.close()
         except BaseException:
+            # Parts that are not completed make no object, but cost money until they are discarded.
             with suppress(OSError), store_errors(self):
                 stream.discard()
             stream.forced = True  # tells fsspec that close() has nothing left to write
@@ -233,6 +234,7 @@ def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = Val
     protocol, separator, _ = text.partition("://")
     if not separator:
         return Path(text).expanduser()
+    # A file URL is a path of this machine; fsspec knows the others.
     if protocol in ("file", "local"):
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):

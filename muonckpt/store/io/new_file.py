@@ -34,6 +34,7 @@ def draft_file(file: Location, length: int, drafts: Location) -> Iterator[Writin
         with create_file(file, length) as output:
             yield output
         return
+    # A rename puts it in the place of an earlier one at once.
     draft = drafts / uuid.uuid4().hex
     try:
         with create_file(draft, length) as output:

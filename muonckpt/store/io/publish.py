@@ -107,6 +107,7 @@ def publish(staged: Location, destination: Location) -> None:
     if staged == destination:
         (destination / CLAIM).unlink(missing_ok=True)
         return
+    # One rename, or link, makes it appear; its files were synced when they were written.
     refuse_existing(destination)
     try:
         if isinstance(staged, Remote) and isinstance(destination, Remote):
@@ -119,6 +120,7 @@ def publish(staged: Location, destination: Location) -> None:
                 os.link(staged, destination)  # a rename would replace a file that has appeared there meanwhile
     except OSError as error:
         raise DestinationError(f"cannot publish {destination}, so it is not there: {error}") from error
+    # The name is on the disk when the folder is synced.
     if isinstance(destination, Path):
         try:
             sync_directory(destination.parent)
@@ -174,6 +176,7 @@ def publish_first(place: Location, data: bytes, draft: Location) -> Iterator[Non
     Raises:
         DestinationError: another file is there.
     """
+    # An interrupted run may have left the same file.
     refuse_other(place, data)
     if place.exists():
         yield
@@ -193,6 +196,7 @@ def publish_first(place: Location, data: bytes, draft: Location) -> Iterator[Non
                 raise
     except FileExistsError:
         raise DestinationError(f"{place} has appeared in the meantime; choose another destination") from None
+    # Without the checkpoint the file would describe nothing.
     try:
         yield
     except UnsyncedError:  # the checkpoint beside it is there
@@ -233,6 +237,7 @@ def finish_removal(place: Location, descriptions: Collection[str]) -> None:
     if isinstance(place, Path):
         shutil.rmtree(place)
         return
+    # Descriptions go first, so that no reader sees a checkpoint that lacks files; the mark goes last.
     objects = [entry for entry in place.below() if entry.name != MARK]
     map_each(place, Remote.unlink, [entry for entry in objects if entry.name in descriptions])
     map_each(place, Remote.unlink, [entry for entry in objects if entry.name not in descriptions])
@@ -284,6 +289,7 @@ def is_stale(place: Location, folder: Location) -> bool:
     if isinstance(folder, Path):
         folder.touch()
         return folder.stat().st_mtime - last_change > _STALE_FILES
+    # A store's clock is that of a new object.
     clock = folder / ".muonckpt.now"
     clock.write(b"")
     now = _last_change(clock)

@@ -120,6 +120,7 @@ class LocalFile:
         They come from the disk, past the system's cache, where the file system can do that: pages of the cache cost
         more than to read them.  Elsewhere the system is asked to drop its pages first.
         """
+        # Direct reads need memory that begins with a page, and pages in the cache would be read instead.
         buffer, offset, size = memoryview(mmap.mmap(-1, _IN_ORDER_BYTES)), 0, self.size  # begins with a page
         os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
         past_cache = self._set_past_cache(True)
@@ -248,6 +249,7 @@ def open_regular(file: Location) -> File:
         raise kind(f"cannot open {file}: {why}") from error
     except ValueError as error:  # a zero byte, or what is no text
         raise SourceError(f"cannot open {str(file)!r}: {error}") from error
+    # What it is can be told only of what is open: a name may come to stand for something else.
     opened = LocalFile(Path(file), handle)
     if not stat.S_ISREG(opened.status().st_mode):
         raise DamageError(f"{file}: expected a regular file, found another kind (a pipe, device or directory)")

@@ -280,6 +280,7 @@ class Payloads:
 
     def open_file(self, name: str, end: int) -> FileBytes:
         """Open a file; raise `DamageError` if it has fewer than ``end`` bytes."""
+        # Checked before each read, as memory for the elements is taken next.
         file = self._bytes(name)
         if end > file.size:
             raise DamageError(f"{self.place(name)} has {file.size} bytes, expected at least {end}: it was cut")

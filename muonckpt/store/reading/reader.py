@@ -21,9 +21,8 @@ class Reader:
         outline: the manifest in the metadata, in which the places of elements may still be unknown.
         payloads: the bytes of its files.
         faults: the damage that shows without reading data, such as missing files.
-        locate: returns tensors of the outline, or some of their chunks, with the places of elements: opens the items of
-            the chunks whose place is unknown, and raises `SourceError`, which names the tensor, the box and the file,
-            for an item that is damaged or not what the metadata promise.
+        locate: returns tensors of the outline, or some of their chunks, with the places of elements.  It opens the
+            items of chunks whose place is unknown, and raises `SourceError` for one that is not what the metadata promise.
     """
 
     outline: Manifest
@@ -34,7 +33,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format, as built-in formats and plug-ins register it.
+    """Registers one format, built in or of a plug-in.
 
     What is slow to import may be named as in an entry point, ``"package.module:attribute"``; it is imported when used.
 

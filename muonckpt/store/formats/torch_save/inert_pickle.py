@@ -103,7 +103,7 @@ def unpickle_in_columns(data: bytes, names: Container[str]) -> object:
 
 
 class _Machine:
-    """The stack and the memo that the opcodes of one pickle work on."""
+    """Runs the opcodes of one pickle, as far as they build plain data."""
 
     def __init__(
         self,
@@ -346,8 +346,8 @@ class ObjectColumns:
 class _Recurrence:
     """Reads objects that recur in a list, or pairs in a dict, as columns.
 
-    The opcodes of one are compiled to a regular expression with groups for scalars, texts and what is taken from the
-    memo; what matches makes an object that differs from it in nothing else.
+    The opcodes of one are compiled to a regular expression with groups for scalars, texts and values of the memo; bytes
+    that match make an object that differs from it in nothing else.
     """
 
     def __init__(self, data: bytes, memo: list[object]) -> None:
@@ -363,6 +363,7 @@ class _Recurrence:
         Args:
             stack: the objects to be added to ``target``.
         """
+        # An object in a list is one value on the stack, a pair in a dict two.
         width = 1 if type(target) is list else 2 if type(target) is dict else 0
         if not width or len(stack) % width:
             return position, 0
@@ -385,7 +386,8 @@ class _Recurrence:
     def _run_at(self, position: int, width: int) -> _Run | None:
         """Return the objects, or pairs, from a position on that match one pattern, if any do."""
         runs = self._runs[width]
-        for run in runs:  # tensors that are cut alike
+        # Tensors that are cut alike repeat the bytes of a run, which need no matching.
+        for run in runs:
             if self._data.startswith(run.code, position):
                 return run
         for pattern in self._patterns[width]:
@@ -442,6 +444,7 @@ def _opcodes(code: bytes) -> tuple[list[bytes], set[int]]:
     while position < len(code):
         kind = code[position]
         length = 2 + code[position + 1] if kind in (_SHORT_TEXT, _LONG1) else _SCALAR_LENGTHS.get(kind, 1)
+        # What it pushes, and what it takes from the stack.
         if kind == _MARK:
             frames.append([])
         elif kind == _SETITEMS and len(frames) > 1:
