@@ -250,7 +250,7 @@ class TensorReader:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of an open checkpoint.
+    """Reads a tensor of an open checkpoint.
 
     ``tensor[10:20]`` reads a box of it, as numpy would index it; negative indices count from the end, steps are one.
     A chunk is checked whole against its recorded checksum when any of it is read for the first time.

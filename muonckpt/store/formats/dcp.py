@@ -114,7 +114,7 @@ _FILES_AT_ONCE = 16
 
 
 class _Surroundings:
-    """The bytes around the payloads of one file's items, read many items at a time.
+    """Reads the bytes around the payloads of one file's items, of many items at a time.
 
     Args:
         items: the items that may be like their template, each with its first byte, in the order of the file.

@@ -72,7 +72,7 @@ class TensorMeta:
 
 
 class StoredItem(NamedTuple):
-    """An item of ``length`` bytes at byte ``offset`` of ``file``, whose name is not checked yet.
+    """Names an item: ``length`` bytes at byte ``offset`` of ``file``, whose name is not checked yet.
 
     ``transforms`` are the encodings of the stream (compression, encryption), which are rare.
     """
@@ -85,7 +85,7 @@ class StoredItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """The content of a ``.metadata`` file.
+    """Holds the content of a ``.metadata`` file.
 
     ``storage`` is keyed by (tensor key, offsets of the chunk) and by (blob key, None).  ``paths`` has the nested paths
     of flat keys.  ``extra`` names other programs' attributes.

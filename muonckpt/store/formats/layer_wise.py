@@ -1,8 +1,7 @@
 """Megatron's per-rank files of the layer-wise optimizer, ``layer_wise_optimizer_{rank}.pt``, as one checkpoint.
 
-Names and owners come from a description beside the files (:mod:`.layer_wise_names`).  It must agree with the files'
-counts and shapes, and with the weights, where available, to which the fp32 masters must round.
-docs/formats/layer_wise.md has the format and the keys.
+Names and owners come from a description beside the files (:mod:`.layer_wise_names`), which must agree with the files
+and with the weights, to which the fp32 masters must round: docs/formats/layer_wise.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Our own format, a directory of DCP with a manifest; and Megatron's ``torch_dist``.
 
 Megatron's ``torch_dist`` is a DCP checkpoint with ``metadata.json``, and everything but tensors in one item:
-``common_state/shard_0_1`` since core 0.19, before that the file ``common.pt``, which later ones read too.
-
-Source: ``megatron/core/dist_checkpointing/{core,serialization}.py`` of core 0.19.2; docs/formats/torch_dist.md.
+docs/formats/torch_dist.md.
 """
 
 from __future__ import annotations
@@ -112,10 +110,10 @@ _Value = TypeVar("_Value")
 
 
 def reader_of_lines(path: Location) -> Reader:
-    """Read a checkpoint whose manifest is damaged: by DCP's description, and by what proves itself in the manifest.
+    """Read a checkpoint whose manifest is damaged: by DCP's description, with the facts in lines that are whole.
 
-    A manifest has a line for each tensor and each item.  Of those that can still be read the digests, the fingerprints
-    and the momentum conventions are taken: where one of these is damaged, bytes and the other show it.
+    A manifest has a line for each tensor and each item.  Digests, fingerprints and momentum conventions are read from
+    it: where one of these is damaged, bytes and the others show it.
 
     Raises:
         SourceError: DCP's description cannot be read either, or no line of the manifest can be.

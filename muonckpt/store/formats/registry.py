@@ -163,10 +163,7 @@ _NANOCHAT_STEP = re.compile(r"model_([0-9]{6,12})\.pt")
 
 
 def format_of(path: Location) -> Format:
-    """Return the format of a checkpoint.
-
-    A directory without a sign of a built-in format is shown to plug-ins, then searched for folders of DCP, and for what
-    lies beside a lost description; without any, DCP's reader reports what is missing.
+    """Return the format of a checkpoint; DCP's if it shows no sign of any, because its reader says what is missing.
 
     Raises:
         SourceError: there is nothing, the directory cannot be listed, or a plug-in is broken.

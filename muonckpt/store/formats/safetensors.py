@@ -89,7 +89,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor: torch's name of its ``dtype``, and ``start`` and ``stop`` in bytes of the data.
+    """Describes one tensor: torch's name of its ``dtype``, and ``start`` and ``stop`` in bytes of the data.
 
     Raises:
         DamageError: dtype and shape need a range of another length.
@@ -272,7 +272,7 @@ def _reader_of(path: Location, weights: Weights) -> Reader:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The tensors of a file or of a folder.
+    """Holds the tensors of a file or of a folder.
 
     Attributes:
         files: the names of the files, and of the index, that are read.

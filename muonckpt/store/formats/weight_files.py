@@ -148,7 +148,7 @@ Read = Callable[[str, str | None], Mapping[str, Entry]]
 
 @dataclass(frozen=True, slots=True)
 class Shards(Generic[Entry]):
-    """The tensors that the files of an index have.
+    """Holds the tensors that the files of an index have.
 
     Attributes:
         files: the files that are read, with their tensors.

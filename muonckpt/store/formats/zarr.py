@@ -285,7 +285,7 @@ _DECODED_FILES = 4
 
 
 class ZarrPayloads(Payloads):
-    """The bytes of the elements: of the files, or of whole decoded files where they are encoded."""
+    """Reads the bytes of elements from files, or from decoded files where they are encoded."""
 
     def __init__(self, directory: Location, arrays: Sequence[ZarrArray]) -> None:
         super().__init__(directory)

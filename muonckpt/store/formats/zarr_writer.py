@@ -1,7 +1,7 @@
 """Writes zarr v3 hierarchies: the arrays and chunks of tensors, the bytes around a chunk, and the descriptions.
 
-Shards of checked chunks are written in streams of bounded size without the zarr library; a chunk is a band of whole
-trailing dims, one run of the row-major tensor.
+Shards of checked chunks are written in streams of bounded size, without the zarr library; a chunk is one run of the
+row-major tensor.
 """
 
 from __future__ import annotations

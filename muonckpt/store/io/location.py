@@ -51,7 +51,7 @@ _STATE = (
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A place in an object store, with the methods of `pathlib.Path` that make sense there.
+    """Names a place in an object store, with the methods of `pathlib.Path` that make sense there.
 
     Args:
         fs: an fsspec file system without a cache of listings.
@@ -272,7 +272,7 @@ def items_beside(checkpoint: Location) -> Location:
 
 
 class RemoteFile:
-    """An object that is read by ranges."""
+    """Reads an object by ranges."""
 
     gap, max_bytes = GAP, REQUEST_BYTES
 
@@ -327,7 +327,7 @@ class RemoteFile:
 
 
 class Upload:
-    """An object that is being written."""
+    """Writes an object."""
 
     rewinds = False
 

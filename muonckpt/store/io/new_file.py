@@ -62,7 +62,7 @@ def write_parts(file: Location, parts: Iterable[bytes]) -> None:
 
 
 class Output:
-    """A new local file, to which several threads may write.
+    """Writes a new local file, from several threads.
 
     Its space is allocated first, so that a full disk is noticed before any work.
     """

@@ -35,7 +35,7 @@ _PACED_BYTES = 1 << 20
 
 
 class LocalFile:
-    """An open local file, read range by range; it is closed when its block ends, or when nobody has it any more.
+    """Reads an open local file range by range; it is closed when its block ends, or when nobody has it any more.
 
     It is not mapped: if another program cuts a mapped file, touching its pages ends the process (SIGBUS).
 
@@ -151,7 +151,7 @@ class LocalFile:
 
 
 class BytesInMemory:
-    """Bytes in memory that stand in for a file."""
+    """Lets bytes in memory stand in for a file."""
 
     gap, max_bytes = _MAX_GAP, READ_BYTES
 
@@ -197,7 +197,7 @@ class Pace:
 
 
 class PacedFile:
-    """An open file that is read at a pace."""
+    """Reads an open file at a pace."""
 
     def __init__(self, file: File, pace: Pace) -> None:
         self._file, self._pace = file, pace

@@ -1,8 +1,8 @@
-"""Element types by torch's name without the prefix (``"float32"``), in one table.
+"""The table of element types, by torch's name without the prefix (``"float32"``).
 
-Sources: ``torch.dtype.itemsize``, and the two maps in ``torch/storage.py`` that decide how ``torch.save`` names
-the storage of a tensor (``_dtype_to_storage_type_map`` and ``_new_dtypes``).  Quantised and sub-byte types that
-torch cannot save as a plain tensor are not listed.
+It lacks the quantised and sub-byte types that torch cannot save as a plain tensor.
+
+Source: ``_dtype_to_storage_type_map`` and ``_new_dtypes`` in ``torch/storage.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...names.errors import SourceError
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type.
+    """Describes an element type.
 
     Attributes:
         itemsize: in bytes.

@@ -34,11 +34,11 @@ _WINDOW_BYTES = READ_BYTES + (READ_BYTES >> 2)
 
 
 class Windows:
-    """Parts of files in one thread's memory, from which it gathers boxes near each other, the last used first.
+    """Keeps parts of files in one thread's memory, from which it gathers boxes near each other, the last used first.
 
     Outputs cut along other dims than their source consist of small pieces of it.  A call for each costs more than to
-    read the gaps, and to read all gaps for every output costs as many times the source.  So a window reaches beyond a
-    box by the size of a gap, and outputs that are written in step find there what they need next.
+    read the gaps, and to read the gaps for every output costs as many times the source.  So a window reaches beyond a
+    box by the size of a gap, and outputs that are written in step find their next pieces there.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -107,7 +107,7 @@ _OF_THIS_PROCESS = frozenset({"_files", "_states", "_opening", "_scratch"})
 
 
 class Payloads:
-    """The bytes of the files of one checkpoint directory, opened when first used; safe to use from several threads.
+    """Reads the files of one checkpoint directory, opened when first used; safe to use from several threads.
 
     Args:
         in_memory: bytes by file name that stand in for files of the directory.
@@ -186,8 +186,7 @@ class Payloads:
     ) -> None:
         """Read a box of this shape at a place in a payload into ``out``; elements as `as_words` gives them.
 
-        Only the blocks that the box needs are read, with the gaps that are too small to skip.  ``reads`` receives all
-        bytes that are read.
+        ``reads`` receives all bytes that are read: the box, and gaps that are too small to skip.
         """
         size = itemsize(name)
         start, reach = payload.offset + place.offset * size, size * strided_span(shape, place.strides)

@@ -21,8 +21,8 @@ class Reader:
         outline: the manifest in the metadata, in which the places of elements may still be unknown.
         payloads: the bytes of its files.
         faults: the damage that shows without reading data, such as missing files.
-        locate: returns tensors of the outline, or some of their chunks, with the places of elements.  It opens the
-            items of chunks whose place is unknown, and raises `SourceError` for one that is not what the metadata promise.
+        locate: returns tensors of the outline, or some of their chunks, with the places of elements.  It opens
+            the items of chunks whose place is unknown, and raises `SourceError` if one is not as promised.
     """
 
     outline: Manifest

@@ -4,9 +4,9 @@
 class or function into an inert :class:`Record`.  No allocation exceeds what the file's length bounds.
 
 A ``pickle.Unpickler`` with an allow-list in ``find_class`` is not enough: a few bytes make it ask for a memo table
-of gigabytes, and a deeply nested tuple as a dict key overflows its C stack (a crash, not an exception).
+of gigabytes, and a deeply nested tuple as a dict key overflows its C stack.
 
-Source: Python's ``pickletools`` for the opcodes.
+Source: Python's ``pickletools``.
 """
 
 from __future__ import annotations
@@ -468,7 +468,7 @@ def _is_scalar(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """Objects that recur: their opcodes, what these add to the memo, and how many tuples, dicts, texts and objects."""
+    """Holds objects that recur: their opcodes, what these add to the memo, and the number of their parts."""
 
     code: bytes
     objects: ObjectColumns
@@ -478,7 +478,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pattern:
-    """The opcodes of one object, or of a key and its value.
+    """Matches the opcodes of one object, or of a key and its value, and of those that differ from it in scalars only.
 
     Attributes:
         run_expression, object_expression: match several in a row, and one, with a group for each leaf.

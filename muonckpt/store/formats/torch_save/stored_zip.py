@@ -44,7 +44,7 @@ def aligned(offset: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
-    """A member in the central directory.  ``header_offset`` is where its local header begins."""
+    """Describes a member in the central directory.  ``header_offset`` is where its local header begins."""
 
     name: str
     header_offset: int
@@ -65,7 +65,7 @@ class ZipEntry:
 
 @dataclass(frozen=True, slots=True)
 class ZipMember:
-    """A member of an item: its name without the archive's, and its data as a range of bytes in the file.
+    """Locates a member of an item: its name without the archive's, and its data as a range of bytes in the file.
 
     ``crc32`` is None where the writer switched checksums off, so that all checksums in the item are 0.
     """

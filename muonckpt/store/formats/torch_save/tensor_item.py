@@ -63,11 +63,10 @@ _TENSOR_NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ItemFrame:
-    """A tensor's item without its payload; all numbers in bytes.
+    """Makes the bytes around a tensor's payload; all numbers in bytes.
 
-    ``head`` comes before the payload of ``payload_length`` bytes; ``length`` is the whole item's.  ``members`` are the
-    head's and then the payload, whose checksum is not known yet.  ``blank`` are the bytes after the payload, with zeros
-    for that checksum at ``crc32_at``.
+    ``head`` comes before it; ``length`` is the item's.  ``members`` are the head's and then the payload, whose checksum
+    is not known yet.  ``blank`` comes after it, with zeros for that checksum at ``crc32_at``.
     """
 
     head: bytes
@@ -227,7 +226,7 @@ def _tuple(values: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class TensorItem:
-    """A stored tensor: shape and strides in elements, its payload as a range of bytes in the file.
+    """Describes a stored tensor: shape and strides in elements, its payload as a range of bytes in the file.
 
     The payload holds every element once, in the order of the strides.  ``crc32`` is None where the writer switched
     checksums off.
@@ -295,7 +294,7 @@ def _tensor(data: bytes) -> tuple[str, Index, Index]:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor as a pickle describes it: each element is in the member ``data/{storage}`` once.
+    """Describes a tensor as a pickle does: each element is in the member ``data/{storage}`` once.
 
     They lie without gaps from element ``start`` on, in the order of the strides; the member has ``count`` elements.
     """

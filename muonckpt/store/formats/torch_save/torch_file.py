@@ -2,8 +2,7 @@
 
 It is one uncompressed zip archive: ``data.pkl`` describes the object, ``data/<key>`` are the elements of its storages.
 
-Sources: ``torch/serialization.py`` (``_save``), ``torch/_utils.py`` and ``torch/_tensor.py`` (``__reduce_ex__``) for
-the ways in which a tensor is pickled.
+Sources: ``torch/serialization.py`` (``_save``), ``torch/_utils.py`` and ``torch/_tensor.py`` (``__reduce_ex__``).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from .tensor_item import described_tensor, is_row_major
 
 
 class MemberPayloads(Payloads):
-    """The bytes of files of ``torch.save``, with a checksum for each storage of which tensors use parts.
+    """Reads files of ``torch.save``, with a checksum for each storage of which tensors use parts.
 
     Args:
         in_memory: bytes by file name that stand in for files of the directory.
@@ -74,7 +73,7 @@ _TENSORS = frozenset((*_PARAMETERS, WITH_TYPE, "torch._utils _rebuild_tensor_v2"
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that is a whole member of such a file, in row-major order, and the attributes the program set on it."""
+    """Holds a tensor that is a member of such a file, in row-major order, and the attributes the program set on it."""
 
     dtype: str
     chunk: Chunk
@@ -87,7 +86,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """One file.  ``content`` is the object as inert data; `tensor` and `chunk` decode the tensors in it."""
+    """Holds one file.  ``content`` is the object as inert data; `tensor` and `chunk` decode the tensors in it."""
 
     name: str
     content: object
@@ -207,10 +206,10 @@ def torch_size(shape: Index) -> Record:
 
 
 class Archive:
-    """A file to write with many tensors, laid out before any of their elements is known.
+    """Lays out a file with many tensors before any of their elements is known.
 
-    Its content is given as plain data and `Record`s, among them those of `tensor`.  `seal` decides where everything
-    lies; `around` are the bytes between the storages, for given checksums of these.
+    Its content is plain data and `Record`s, among them those of `tensor`.  `seal` decides where everything lies;
+    `around` yields the bytes between the storages, for given checksums of these.
 
     Attributes:
         offsets: where each storage begins, in bytes of the file; known when it is sealed, as is ``length``.
