@@ -199,7 +199,9 @@ class LiveState:
     @cached_property
     def annotations(self) -> Mapping[KeyPath, Annotation]:
         """Annotations of tensors, by path."""
-        return dict(_annotated((), self.nested, {}))
+        annotations: dict[KeyPath, Annotation] = {}
+        _annotate(annotations, (), self.nested, {})
+        return annotations
 
     @cached_property
     def parts(self) -> dict[str, Parts]:
@@ -562,21 +564,32 @@ def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[i
 _UNKNOWN = Annotation()
 
 
-def _annotated(path: KeyPath, node: Any, known: Mapping[KeyPath, Annotation]) -> Iterator[tuple[KeyPath, Annotation]]:
-    """Yield annotations by path, as DCP makes paths: keys as strings, list positions as integers."""
+def _annotate(
+    annotations: dict[KeyPath, Annotation], path: KeyPath, node: Any, of_slots: Mapping[KeyPath, Annotation]
+) -> None:
+    """Add the annotations of the tensors below a path, as DCP makes paths: keys as strings, list positions as integers.
+
+    Args:
+        of_slots: those of the state of optimizers above, without layouts.
+    """
     if isinstance(node, Tensor):
-        yield path, replace(known.get(path, _UNKNOWN), layout=placement_json(node))
+        note = of_slots.get(path, _UNKNOWN)
+        annotations[path] = Annotation(note.name, note.slot, note.convention, note.pieces, placement_json(node))
     elif isinstance(node, Mapping):
-        own = {}
-        for at, name, slot, group in slots_of(node):
-            stored = stored_slot(slot)
-            momentum = stored.slot == MOMENTUM and stored.is_shaped
-            declared = (kind for kind in Convention if momentum and kind == group.get("convention"))
-            pieces = group.get("pieces")
-            own[*path, *at] = Annotation(name, slot, next(declared, None), tuple(pieces) if pieces else None)
-        known = {**known, **own} if own else known
+        slots = {(*path, *place): _slot_annotation(name, slot, group) for place, name, slot, group in slots_of(node)}
+        of_slots = {**of_slots, **slots} if slots else of_slots
         for key, value in node.items():
-            yield from _annotated((*path, str(key)), value, known)
+            _annotate(annotations, (*path, str(key)), value, of_slots)
     elif isinstance(node, list | tuple):
         for index, value in enumerate(node):
-            yield from _annotated((*path, index), value, known)
+            _annotate(annotations, (*path, index), value, of_slots)
+
+
+def _slot_annotation(name: str, slot: str, group: Mapping[str, Any]) -> Annotation:
+    """Return the annotation of a parameter's slot; momentum has the convention that its group declares."""
+    stored = stored_slot(slot)
+    convention = None
+    if stored.slot == MOMENTUM and stored.is_shaped and group.get("convention") in {*Convention}:
+        convention = Convention(group["convention"])
+    pieces = group.get("pieces")
+    return Annotation(name, slot, convention, tuple(pieces) if pieces else None)

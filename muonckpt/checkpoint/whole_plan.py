@@ -193,6 +193,8 @@ class _Planning:
         for state in reversed(self._ranks):
             described |= zip(state.keys, zip(state.paths, state.names, strict=True), strict=True)
         geometries: dict[Any, _Geometry | None] = {}
+        shared_boxes: dict[Boxes, Boxes] = {}
+        """One object for equal boxes: what is made of them later is known by it."""
         for key, (path, _) in described.items():
             if (value := rank_in(path)) is not None and key_of(value.path) in described:
                 raise LayoutError(
@@ -206,7 +208,7 @@ class _Planning:
             path, name = described[key]
             alike = tuple((holder.place, holder.number) for holder in held)
             if alike not in geometries:
-                geometries[alike] = _geometry(key, held)
+                geometries[alike] = _geometry(key, held, shared_boxes)
             geometry = geometries[alike]
             if geometry is None:
                 items = [(holder.place, holder.item) for holder in held]
@@ -301,7 +303,7 @@ class _Planning:
         self._objects.append((key, path, placed, copies_after))
 
 
-def _geometry(key: str, held: Sequence[Holder]) -> _Geometry | None:
+def _geometry(key: str, held: Sequence[Holder], shared_boxes: dict[Boxes, Boxes]) -> _Geometry | None:
     """Return how ranks hold a tensor, after proving it whole; None for an object."""
     kinds = [holder.kind for holder in held if holder.kind is not None]
     if not kinds:
@@ -328,9 +330,10 @@ def _geometry(key: str, held: Sequence[Holder]) -> _Geometry | None:
         key=lambda pair: pair[0].lo,
     )
     frames = [tensor_item.frame(first.dtype, box.shape) for box, _ in stored]
+    boxes_stored = Boxes.of_all([box for box, _ in stored], len(first.shape))
     return _Geometry(
         first,
-        Boxes.of_all([box for box, _ in stored], len(first.shape)),
+        shared_boxes.setdefault(boxes_stored, boxes_stored),
         tuple(of_box for _, of_box in stored),
         tuple(frame.payload_length for frame in frames),
         tuple(frame.payload_offset for frame in frames),
