@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..algebra.box import Index
 from ..names.vocabulary import Convention
 from .codings import Coding, OptionValues
-from .dialect import FLAG, NUMBER, RATES, TEXT, Dialect, Mark, OptionTable, StoredMethod
+from .dialect import RATES, Dialect, Kinds, Mark, OptionTable, StoredMethod
 from .torch import ADAMW, ADAMW_KINDS, PLAIN, RATE_KINDS
 
 _FORMS: dict[str, OptionValues] = {
@@ -57,7 +57,9 @@ PROGRAM = Dialect(
         replace(ADAMW, idle={**ADAMW.idle, "use_muon": False, "name": "adam-params"}, family="deepspeed"),
     ),
     OptionTable(
-        {**RATE_KINDS, "momentum": NUMBER, "use_muon": FLAG, "ns_method": TEXT}, elementwise=ADAMW_KINDS, closed=True
+        {**RATE_KINDS, "momentum": Kinds.NUMBER, "use_muon": Kinds.FLAG, "ns_method": Kinds.TEXT},
+        elementwise=ADAMW_KINDS,
+        closed=True,
     ),
     marks=(Mark(options={"use_muon", "ns_method"}),),
     facts={

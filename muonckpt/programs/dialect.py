@@ -235,14 +235,18 @@ def _are_rows(value: object) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(_are_numbers(row, 3) for row in value)
 
 
-NUMBER = OptionKind("a number", _is_number)
-COUNT = OptionKind("a whole number", lambda value: _is_number(value) and value % 1 == 0)
-FLAG = OptionKind("True or False", lambda value: isinstance(value, int) and value in (0, 1))
-TEXT = OptionKind("a word", lambda value: isinstance(value, str))
-PAIR = OptionKind("two numbers", lambda value: _are_numbers(value, 2))
-TRIPLE = OptionKind("three numbers", lambda value: _are_numbers(value, 3))
-TRIPLES = OptionKind("three numbers, or three for each step", lambda value: _are_numbers(value, 3) or _are_rows(value))
-COUNTS = OptionKind("whole numbers", lambda value: isinstance(value, list | tuple) and all(map(COUNT.includes, value)))
+class Kinds:
+    """The kinds of values that options have."""
+
+    NUMBER = OptionKind("a number", _is_number)
+    COUNT = OptionKind("a whole number", lambda value: _is_number(value) and value % 1 == 0)
+    FLAG = OptionKind("True or False", lambda value: isinstance(value, int) and value in (0, 1))
+    TEXT = OptionKind("a word", lambda value: isinstance(value, str))
+    PAIR = OptionKind("two numbers", lambda value: _are_numbers(value, 2))
+    TRIPLE = OptionKind("three numbers", lambda value: _are_numbers(value, 3))
+    TRIPLES = OptionKind("three numbers, or three for each step", lambda v: _are_numbers(v, 3) or _are_rows(v))
+    COUNTS = OptionKind("whole numbers", lambda v: isinstance(v, list | tuple) and all(map(Kinds.COUNT.includes, v)))
+
 
 _COMMON_OPTIONS = frozenset({PARAMS, "param_names", "name"}) | HISTORY_OPTIONS
 """Options that state dicts, schedulers and users add to the groups of any program."""

@@ -6,20 +6,7 @@ from collections.abc import Mapping
 
 from ..names.vocabulary import Convention
 from .codings import FLATTEN, SPLITS, equal_parts, lr_ratio, scale
-from .dialect import (
-    COUNT,
-    COUNTS,
-    FLAG,
-    NUMBER,
-    RATES,
-    TEXT,
-    UNFUSED,
-    Dialect,
-    Mark,
-    OptionKind,
-    OptionTable,
-    StoredMethod,
-)
+from .dialect import RATES, UNFUSED, Dialect, Kinds, Mark, OptionKind, OptionTable, StoredMethod
 from .torch import PLAIN, RATE_KINDS
 
 SHARED = {**RATES, "step": "step"}
@@ -27,14 +14,14 @@ MATRIX = {"momentum": "mu", "nesterov": "nesterov", "eps": "epsilon"}
 BETAS = {"beta1": "beta1", "beta2": "beta2"}
 OF_MATRICES: Mapping[str, object] = {"mu": 0.95, "nesterov": False, "flatten": False}
 OF_SCALARS: Mapping[str, object] = {"beta1": 0.9, "beta2": 0.95}
-_ALWAYS: Mapping[str, OptionKind] = {"algorithm": TEXT, "mu": NUMBER}
+_ALWAYS: Mapping[str, OptionKind] = {"algorithm": Kinds.TEXT, "mu": Kinds.NUMBER}
 _KINDS: Mapping[str, OptionKind] = {
     **RATE_KINDS,
-    "step": COUNT,
-    **dict.fromkeys(("beta1", "beta2", "epsilon"), NUMBER),
-    "nesterov": FLAG,
-    "flatten": FLAG,
-    "adjust_lr": TEXT.or_none(),
+    "step": Kinds.COUNT,
+    **dict.fromkeys(("beta1", "beta2", "epsilon"), Kinds.NUMBER),
+    "nesterov": Kinds.FLAG,
+    "flatten": Kinds.FLAG,
+    "adjust_lr": Kinds.TEXT.or_none(),
 }
 
 
@@ -81,7 +68,12 @@ PROGRAM = Dialect(
         ),
     ),
     option_table(
-        {"cautious_wd": FLAG, "muon_beta2": NUMBER, "split_sizes": COUNTS.or_none(), "num_heads": COUNT.or_none()}
+        {
+            "cautious_wd": Kinds.FLAG,
+            "muon_beta2": Kinds.NUMBER,
+            "split_sizes": Kinds.COUNTS.or_none(),
+            "num_heads": Kinds.COUNT.or_none(),
+        }
     ),
     marks=(
         Mark(slots={"step_dev"}),
@@ -119,7 +111,7 @@ XTUNER = Dialect(
             assumed={"epsilon": 1e-8},
         ),
     ),
-    option_table({"num_experts": COUNT, "clip_grad": FLAG}),
+    option_table({"num_experts": Kinds.COUNT, "clip_grad": Kinds.FLAG}),
     marks=(
         Mark(slots={"lr_ratio"}),
         Mark(options={"num_experts", "algorithm", "epsilon", "mu"}),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from ..names.vocabulary import MASTER
 from .codings import betas
-from .dialect import COUNT, NUMBER, PAIR, RATES, Dialect, OptionTable, StoredMethod, Template
+from .dialect import RATES, Dialect, Kinds, OptionTable, StoredMethod, Template
 from .signs import COMMON_FILE, COMMON_STATE, item_key
 from .torch import RATE_KINDS
 
@@ -33,7 +33,9 @@ def _methods(*slot_sets: Mapping[str, str]) -> tuple[StoredMethod, ...]:
     return tuple(methods)
 
 
-_OPTIONS = OptionTable(beside={**RATE_KINDS, "momentum": NUMBER, "betas": PAIR, "eps": NUMBER, "step": COUNT})
+_OPTIONS = OptionTable(
+    beside={**RATE_KINDS, "momentum": Kinds.NUMBER, "betas": Kinds.PAIR, "eps": Kinds.NUMBER, "step": Kinds.COUNT}
+)
 
 _ITEMS = frozenset(
     {COMMON_STATE, COMMON_FILE, "args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}

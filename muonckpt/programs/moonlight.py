@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..names.vocabulary import Convention
 from .codings import betas
-from .dialect import COUNT, FLAG, NUMBER, PAIR, Dialect, Mark, OptionTable, StoredMethod
+from .dialect import Dialect, Kinds, Mark, OptionTable, StoredMethod
 from .torch import PLAIN
 
 _RATES = {"lr": "lr", "weight_decay": "wd"}
@@ -29,8 +29,8 @@ PROGRAM = Dialect(
         ),
     ),
     OptionTable(
-        {"wd": NUMBER, "momentum": NUMBER, "adamw_betas": PAIR, "adamw_eps": NUMBER},
-        {"lr": NUMBER, "nesterov": FLAG, "ns_steps": COUNT},
+        {"wd": Kinds.NUMBER, "momentum": Kinds.NUMBER, "adamw_betas": Kinds.PAIR, "adamw_eps": Kinds.NUMBER},
+        {"lr": Kinds.NUMBER, "nesterov": Kinds.FLAG, "ns_steps": Kinds.COUNT},
         closed=True,
     ),
     marks=(Mark(slots={"use_muon"}, options={"wd", "adamw_betas", "adamw_eps"}), Mark(slots={"use_muon", "moment1"})),

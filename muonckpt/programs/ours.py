@@ -21,17 +21,7 @@ from ..names.vocabulary import (
     STEP,
 )
 from .codings import betas, scale
-from .dialect import (
-    COUNT,
-    FLAG,
-    NUMBER,
-    PAIR,
-    TEXT,
-    Dialect,
-    Mark,
-    OptionTable,
-    StoredMethod,
-)
+from .dialect import Dialect, Kinds, Mark, OptionTable, StoredMethod
 
 SLOTS = {
     "muon": {"momentum": MOMENTUM},
@@ -69,10 +59,10 @@ PROGRAM = Dialect(
     MUON_CONVENTION,
     (*(_method(name, {}) for name in SLOTS), *(_method(name, {"master": MASTER}) for name in SLOTS)),
     OptionTable(
-        {"convention": TEXT},
-        dict.fromkeys(("lr", "weight_decay", "momentum", "eps"), NUMBER)
-        | dict.fromkeys(("nesterov", "cautious"), FLAG)
-        | {"algorithm": TEXT, "ns_steps": COUNT, "betas": PAIR},
+        {"convention": Kinds.TEXT},
+        dict.fromkeys(("lr", "weight_decay", "momentum", "eps"), Kinds.NUMBER)
+        | dict.fromkeys(("nesterov", "cautious"), Kinds.FLAG)
+        | {"algorithm": Kinds.TEXT, "ns_steps": Kinds.COUNT, "betas": Kinds.PAIR},
     ),
     marks=(Mark(options={"convention"}), Mark(options=OUR_OPTIONS)),
     method_option="algorithm",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..names.vocabulary import Convention
 from .codings import betas
-from .dialect import FLAG, NUMBER, PAIR, RATES, Dialect, OptionTable, StoredMethod
+from .dialect import RATES, Dialect, Kinds, OptionTable, StoredMethod
 from .torch import PLAIN, RATE_KINDS
 
 _MOMENTUM = {"momentum": "momentum_buffer"}
@@ -27,7 +27,12 @@ KELLER = Dialect(
             idle={"use_muon": False},
         ),
     ),
-    OptionTable({**RATE_KINDS, "momentum": NUMBER}, {"use_muon": FLAG}, {"betas": PAIR, "eps": NUMBER}, closed=True),
+    OptionTable(
+        {**RATE_KINDS, "momentum": Kinds.NUMBER},
+        {"use_muon": Kinds.FLAG},
+        {"betas": Kinds.PAIR, "eps": Kinds.NUMBER},
+        closed=True,
+    ),
     facts={
         "muon": {**_FACTS, "pieces": None, "nesterov": True, "scale": "original"}
         | {"ns": "keller", "ns_steps": 5, "eps": 1e-7},
@@ -42,7 +47,7 @@ EMERGING = Dialect(
     "NVIDIA's Emerging-Optimizers, and Megatron's TensorParallelMuon",
     Convention.EMA,
     (StoredMethod("muon", _MOMENTUM, {**RATES, "momentum": "momentum"}),),
-    OptionTable({**RATE_KINDS, "momentum": NUMBER}),
+    OptionTable({**RATE_KINDS, "momentum": Kinds.NUMBER}),
     facts={"muon": {**_FACTS, "eps": 1e-15}},
     writable=False,
 )

@@ -8,19 +8,13 @@ from ..names.coefficients import COEFFICIENTS
 from ..names.vocabulary import Convention
 from .codings import COUPLED, betas, coefficients, scale
 from .dialect import (
-    COUNT,
-    FLAG,
     FLAT,
     FLAT_OPTIONS,
-    NUMBER,
     NUMBERED,
-    PAIR,
     RATES,
-    TEXT,
-    TRIPLE,
-    TRIPLES,
     UNFUSED,
     Dialect,
+    Kinds,
     Mark,
     OptionKind,
     OptionTable,
@@ -66,23 +60,23 @@ ADAMW = StoredMethod(
 )
 METHODS = (muon(SCALES), ADAMW)
 
-RATE_KINDS: Mapping[str, OptionKind] = {"lr": NUMBER, "weight_decay": NUMBER}
+RATE_KINDS: Mapping[str, OptionKind] = {"lr": Kinds.NUMBER, "weight_decay": Kinds.NUMBER}
 MUON_KINDS: Mapping[str, OptionKind] = {
     **RATE_KINDS,
-    "momentum": NUMBER,
-    "nesterov": FLAG,
-    "eps": NUMBER,
-    "ns_steps": COUNT,
-    "adjust_lr_fn": TEXT.or_none(),
+    "momentum": Kinds.NUMBER,
+    "nesterov": Kinds.FLAG,
+    "eps": Kinds.NUMBER,
+    "ns_steps": Kinds.COUNT,
+    "adjust_lr_fn": Kinds.TEXT.or_none(),
 }
 ADAMW_KINDS: Mapping[str, OptionKind] = {
-    "betas": PAIR,
-    "eps": NUMBER,
-    "foreach": FLAG.or_none(),
-    "fused": FLAG.or_none(),
-    **dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay"), FLAG),
+    "betas": Kinds.PAIR,
+    "eps": Kinds.NUMBER,
+    "foreach": Kinds.FLAG.or_none(),
+    "fused": Kinds.FLAG.or_none(),
+    **dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay"), Kinds.FLAG),
 }
-OPTIONS = OptionTable({**MUON_KINDS, "ns_coefficients": TRIPLE}, ADAMW_KINDS, closed=True)
+OPTIONS = OptionTable({**MUON_KINDS, "ns_coefficients": Kinds.TRIPLE}, ADAMW_KINDS, closed=True)
 """Options of torch.optim.Muon; beside them those of AdamW, some of which torchtitan gives to both."""
 
 PROGRAM = Dialect(
@@ -112,7 +106,7 @@ TITAN = Dialect(
 # torch's keys and slots, of an unknown program.
 
 _NEVER_ADDED = frozenset({"ns_coefficients"})
-_KINDS = OptionTable(beside={**MUON_KINDS, **ADAMW_KINDS, "ns_coefficients": TRIPLES})
+_KINDS = OptionTable(beside={**MUON_KINDS, **ADAMW_KINDS, "ns_coefficients": Kinds.TRIPLES})
 BY_NUMBER = Dialect(
     "fully_shard",
     "fsdp_dtensor, dialect B: megatron_fsdp.fully_shard, state by number",

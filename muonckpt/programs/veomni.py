@@ -4,19 +4,7 @@ from __future__ import annotations
 
 from ..names.vocabulary import Convention
 from .codings import GRAM, coefficients, equal_parts, scale
-from .dialect import (
-    COUNT,
-    COUNTS,
-    FLAT,
-    FLAT_OPTIONS,
-    NUMBER,
-    TEXT,
-    TRIPLES,
-    Dialect,
-    Mark,
-    OptionTable,
-    StoredMethod,
-)
+from .dialect import FLAT, FLAT_OPTIONS, Dialect, Kinds, Mark, OptionTable, StoredMethod
 from .torch import ADAMW, ADAMW_KINDS, MUON_ASSUMED, MUON_KINDS, MUON_OPTIONS, PLAIN, SCALES
 
 _MUON = StoredMethod(
@@ -34,13 +22,13 @@ PROGRAM = Dialect(
     Convention.EMA,
     (_MUON, ADAMW),
     OptionTable(
-        {"momentum": NUMBER, "ns_implementation": TEXT},
+        {"momentum": Kinds.NUMBER, "ns_implementation": Kinds.TEXT},
         {
             **MUON_KINDS,
             **ADAMW_KINDS,
-            "ns_coefficients": TRIPLES,
-            "gram_ns_reset_iterations": COUNTS,
-            "head_blocks": COUNT,
+            "ns_coefficients": Kinds.TRIPLES,
+            "gram_ns_reset_iterations": Kinds.COUNTS,
+            "head_blocks": Kinds.COUNT,
         },
         closed=True,
     ),
