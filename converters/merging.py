@@ -47,6 +47,7 @@ class Average:
         Raises:
             TargetError: the options do not fit them.
         """
+        # The input may be named by its place in the order.
         number = None
         if self.others_from is not None:
             text = str(self.others_from)
@@ -136,6 +137,7 @@ def _provenance(
     fingerprints: Sequence[Mapping[str, str]],
 ) -> dict[str, Any]:
     """Return the provenance of the input that gives what is not averaged, with an entry that lists all inputs."""
+    # The step is that of the input whose counters are taken; of several steps the average has none.
     base = dict(inputs[request.others_from or 0].provenance)
     steps = [first_look(checkpoint).step for checkpoint in inputs]
     if request.others_from is None and len(set(steps)) > 1:

@@ -75,6 +75,7 @@ class Translation:
             TargetError: an option does not fit the others, or has no such value.
             LayoutError: a table of rules cannot be read.
         """
+        # Names become values here, so that nothing below has to check them again.
         tables = [self.rules] if isinstance(self.rules, str | NameRules) else self.rules
         target = program(to_dialect, "`to_dialect=`")
         if self.keys is not None or self.roots:
@@ -133,6 +134,7 @@ class Execution:
         Args:
             notes: come before those of the job.
         """
+        # The report is of the plan; what was written is added when it is.
         report = report_of(job, place, notes)
         if self.dry_run:
             return report if workers.me.coordinates else None
@@ -157,6 +159,7 @@ IN_ONE_GO = Execution()
 
 def grouped(**options: Any) -> dict[str, Any]:
     """Return the arguments of `reshard`, `convert` or `merge` for options in one list, as a command has them."""
+    # An option is the member of one of the two values, or an argument itself.
     arguments = dict(options)
     for name, kind in (("translation", Translation), ("execution", Execution)):
         members = {field.name for field in fields(kind)} & options.keys()

@@ -90,6 +90,7 @@ class Report:
 
     def substituted(self) -> Iterator[tuple[str, Box, str, int | float | None]]:
         """Yield the boxes that `salvage` took: the tensor's key, the box, its source, and the step of that."""
+        # The record has columns, in which boxes, tensors and sources are numbers.
         if self.salvaged is not None:
             boxes = [Box(tuple(lo), tuple(hi)) for lo, hi in self.salvaged["boxes"]]
             tensors, sources, columns = self.salvaged["tensors"], self.salvaged["sources"], self.salvaged["taken"]
@@ -101,6 +102,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
     """Say what a job will do; ``notes`` come before its own."""
     of_ranks, items = job.container.of_ranks, job.arranged.items
     columns = job.rows.columns
+    # Columns tell most chunks with a checksum at once; formats know of the others.
     unchecked_rows = np.flatnonzero(job.rows.has_elements & ~columns.has_digest & (columns.crc32 == UNKNOWN)).tolist()
     balance = tuple(_unbalanced(job)) if of_ranks else ()
     return Report(
@@ -142,6 +144,7 @@ def _unbalanced(job: Job) -> Iterator[str]:
     mean, largest = sum(sizes) / ranks, max(sizes, default=0)
     if largest < _MUCH or largest < _UNEVEN * mean:
         return
+    # The cure is for the largest tensor of which some ranks get nothing.
     parts = Counter[str]()
     for file in job.files:
         pairs = zip(file.chunks.outputs, file.chunks.plans, strict=True)

@@ -74,6 +74,7 @@ def reshard(
         LaunchError: the environment contradicts itself about the processes, or they do different work.
     """
     with joined(os.environ, execution.timeout) as workers:
+        # Arguments are checked against each other before anything is read.
         request = translation.request(to_dialect)
         target = target_of(mesh or _ONE_RANK, shard, layout)
         place = location(destination, DestinationError)
@@ -83,6 +84,7 @@ def reshard(
             check_destination(opened.path, place, container)
             job = make_job(opened, target, select, request.outputs, container)
             momentum = () if request.translates else momentum_note(with_slots(opened.outline))
+            # What the arguments asked for and the format has no use for is said.
             unused = not container.of_ranks and math.prod((mesh or {}).values()) > 1
             mesh_note = (f"{container.name} holds whole tensors; the mesh makes no difference",) if unused else ()
             return execution.run(job, place, (*mesh_note, *notes_on_unread(opened), *momentum), workers)
@@ -143,6 +145,7 @@ def check_use(container: Container, mesh: Mapping[str, int] | None, has_rules: b
 
 def notes_on_unread(source: OpenCheckpoint) -> tuple[str, ...]:
     """Return notes on what lies beside the source, or in its folder, and is not read."""
+    # Items that a format cannot hold lie beside the checkpoint, and no reader of it finds them.
     place = items_beside(source.path)
     notes = (f"the items in {place} are not read",) if place.exists() else ()
     return (*notes, f"not read: {listed(source.not_read)}") if source.not_read else notes

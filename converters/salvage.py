@@ -123,6 +123,7 @@ def salvage(
 def _advice(damaged: Location, place: Location) -> Iterator[str]:
     """Say what to do with a salvaged checkpoint: how it is checked, and by which name it is found and resumed from."""
     yield f"{command('verify', place)} reads all of it again"
+    # A name that no reader of the run looks for is of no use there.
     run, attempt = damaged.parent, new_attempt(damaged)
     if attempt is None:
         yield f"muonckpt.load(state_dict, {str(place)!r}) resumes from it, where it is of this package's optimizer"
@@ -132,6 +133,7 @@ def _advice(damaged: Location, place: Location) -> Iterator[str]:
     if not is_found or (of_series and StepName.parsed(place.name) is None):
         yield f"{shlex.join(['mv', str(place), str(run / attempt)])} makes it the checkpoint of its step in {run}"
         return
+    # A newer step goes before this one, if it is whole.
     newer = newer_steps(place)
     if newer and newer[0].state == "whole":
         yield f"{newer[0].name} is newer and whole, so that is resumed from, and not this: move it away to go back"
@@ -148,6 +150,7 @@ def _descriptions(path: Location, errors: list[SourceError]) -> Iterator[OpenChe
     Raises:
         SourceError: replicas differ, and nothing tells which is right.
     """
+    # A folder may have both descriptions, other formats have one.
     described = ((OWN, MANIFEST_FILE), (DCP, METADATA_FILE)) if path.is_dir() else ()
     for format in [format for format, name in described if (path / name).exists()] or [format_of(path)]:
         try:
@@ -173,10 +176,12 @@ def _with_unlisted(damaged: OpenCheckpoint, others: Sequence[OpenCheckpoint]) ->
     Raises:
         SourceError: none of them says so.
     """
+    # A format without paths has keys for paths; tensors of another format get the same.
     has_only_keys = all(tensor.path == (tensor.key,) for tensor in damaged.outline.tensors)
     keys = {tensor.key for tensor in damaged.outline.tensors}
     for fault in (fault for fault in damaged.faults if isinstance(fault, UnlistedError) and fault.count != 0):
         for other in others:
+            # It has to be of the same model, and to have exactly as many more as are missed.
             tensors = {tensor.key: tensor for tensor in other.outline.tensors}
             lost = [t for key, t in tensors.items() if key not in keys and key in (fault.keys or (key,))]
             if keys & tensors.keys() and fault.count in (None, len(lost)):

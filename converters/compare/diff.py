@@ -256,6 +256,7 @@ class _Side:
         from_dialect: str | None,
         without: Collection[str] = (),
     ) -> _Side:
+        # Without a translation places of elements are looked up only for tensors that have to be read.
         if to_dialect is None:
             records = [t.without_empty_chunks() for t in opened.outline.tensors if t.key not in without]
             tensors = [OutputTensor(t, t.chunk_layout()) for t in records]
@@ -278,6 +279,7 @@ class _Side:
 
     @property
     def step(self) -> int | float | None:
+        # Counters are read only where the step was not recorded.
         recorded = recorded_step(self.opened.outline)
         return self.look().step if recorded is None else recorded
 
@@ -290,6 +292,7 @@ class _Side:
         return tuple(key for key in keys if key not in other.tensors and key not in other.items)
 
     def stored(self, keys: Sequence[str]) -> list[StoredSide]:
+        # A translated tensor knows the places of its elements already.
         tensors = [self.tensors[key] for key in keys]
         if not self.is_located:
             records = self.opened.locate([tensor.record for tensor in tensors])

@@ -42,6 +42,7 @@ def as_float64(words: Words, dtype: str) -> Values64:
     flat = np.ascontiguousarray(words).reshape(-1)
     if dtype == "bool":
         return flat.astype(np.float64)
+    # numpy has these; bfloat16 is the upper half of float32, and a table has the numbers of a byte.
     if dtype in _NATIVE:
         return flat.view(np.dtype(dtype).newbyteorder("<")).astype(np.float64)
     if dtype == "bfloat16":
@@ -57,6 +58,7 @@ def as_float64(words: Words, dtype: str) -> Values64:
 @cache
 def _table(dtype: str) -> Values64:
     """Return the values of all 256 words of an 8-bit float."""
+    # Numbers without an exponent are subnormal; the largest words, or a negative zero, may be no numbers.
     exponent_bits, mantissa_bits, bias, kind = _SMALL[dtype]
     words = np.arange(256)
     exponent = words >> mantissa_bits & (1 << exponent_bits) - 1
@@ -186,6 +188,7 @@ def statistics_of(a: Words, a_dtype: str, b: Words, b_dtype: str, tolerance: Tol
 
 def _norm(values: Values64) -> float:
     """Return the 2-norm, scaled where squares of float64 would overflow or vanish."""
+    # Most norms need no scaling, which costs another pass.
     largest = float(np.abs(values).max(initial=0.0))
     if largest == 0.0 or 1e-140 < largest < 1e140:
         return float(np.linalg.norm(values))
@@ -268,6 +271,7 @@ _MAX_BITS_ELEMENTS = 1 << 18
 
 def compare_bits(a: ReadableBoxes, b: ReadableBoxes, box: Box) -> tuple[bool, bool]:
     """Return whether two have the same bits in a box, and whether these are not one value throughout."""
+    # Read in bands, and only until the first difference.
     first: Words | None = None
     varies = False
     for band in bands(box, _MAX_BITS_ELEMENTS):
@@ -299,6 +303,7 @@ def compare_elements(
     record_a, record_b = a.tensor.record, b.tensor.record
     a.check()
     b.check()
+    # As many elements at a time as memory has room for.
     statistics = Statistics()
     for band in bands(Box.of(record_a.shape), max(memory // BYTES_PER_ELEMENT, 1)):
         for box in band.boxes:

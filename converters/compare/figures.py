@@ -165,6 +165,7 @@ def _rows(stored: StoredSide, matrix: Box, max_elements: int) -> Iterator[Values
     """
     rows, columns = matrix.shape[-2:] if len(matrix.shape) > 1 else (matrix.numel, 1)
     dtype = stored.tensor.record.dtype
+    # A row that has no room is read in columns.
     if columns > max(max_elements, rows):
         for box in _columns(matrix, max(max_elements // rows, 1)):
             yield as_float64(stored.words(box), dtype).reshape(rows, -1).T[np.newaxis]
@@ -186,6 +187,7 @@ def _figures_of_each(stack: Values64) -> list[ElementFigures]:
     flat = stack.reshape(len(stack), -1)
     finite = np.isfinite(flat)
     counts, nan = np.count_nonzero(finite, axis=1), np.count_nonzero(np.isnan(flat), axis=1)
+    # Divided by their largest magnitude, squares neither overflow nor vanish.
     values = flat if finite.all() else np.where(finite, flat, 0.0)
     largest = np.abs(values).max(axis=1, initial=0.0)
     scaled = values / np.where(largest == 0, 1.0, largest)[:, np.newaxis]

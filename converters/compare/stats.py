@@ -77,6 +77,7 @@ def health_json(finding: Finding) -> dict[str, Any]:
 
 
 def _summary(members: Sequence[TensorFigures]) -> dict[str, Any]:
+    # Least, median and most tell a layer that is unlike the others.
     rms = [tensor.figures.rms for tensor in members]
     elements = sum(tensor.figures.elements for tensor in members)
     ranks = [tensor.stable_rank for tensor in members if tensor.stable_rank is not None]
@@ -117,12 +118,14 @@ def stats(
         TargetError: a pattern matches nothing.
     """
     with ExitStack() as stack:
+        # What is measured, and what of it an earlier checkpoint has, too.
         opened = stack.enter_context(open(path))
         look = first_look(opened)
         chosen = measurable(look, select)
         earlier = stack.enter_context(open(since)) if since is not None else None
         earlier_look = first_look(earlier) if earlier else None
         pairs = list(_weights_in_both(look, earlier_look, {record.key for _, record in chosen})) if earlier_look else []
+        # Weights that both have are read twice: for their figures, and for their change.
         total = bytes_of_elements(record for _, record in chosen) + 2 * bytes_of_elements(record for record, _ in pairs)
 
         def passed(count: int) -> None:
@@ -198,6 +201,7 @@ def _is_small(record: StateRecord, memory: int) -> bool:
 
 def _batches(records: Sequence[StateRecord], memory: int) -> Iterator[list[int]]:
     """Group numbers of tensors to measure at once: neighbours while they are small and few, each large one alone."""
+    # Batches are small enough for all threads to have some.
     limit = min(memory // 8, _BATCH_BYTES)
     batch: list[int] = []
     length = 0
@@ -265,6 +269,7 @@ def _changes(
 def _updates(
     look: FirstLook, steps: tuple[int | float | None, int | float | None], changes: Mapping[str, float]
 ) -> Iterator[WeightUpdate]:
+    # Per step, and by the rate: what Muon would have done if all updates pointed one way.
     num_steps = steps[1] - steps[0] if steps[0] is not None and steps[1] is not None else None
     parameters = {p.weight.key: p for p in look.view.parameters.values() if p.weight}
     for key, rms in changes.items():

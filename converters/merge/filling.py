@@ -92,6 +92,7 @@ class Filling:
         sources = [*(FillingSource.of("itself", opened) for opened in itself), *(c.source for c in comparisons)]
         numbered = dict(enumerate(comparisons, len(itself) + 1))
         filling = cls(part, diagnosis, sources, numbered, {}, defaultdict(list))
+        # A lost chunk whose box another whole chunk has is no loss.
         for tensor, lost_boxes in part.damage.lost_boxes():
             numbers = {box: number for number, box in enumerate(filling.tensors[tensor.key].boxes)}
             boxes = dict.fromkeys(lost_boxes)
@@ -131,6 +132,7 @@ class Filling:
                 self._fill_item(number, key, mix_steps)
         if not mix_steps:
             self._refuse_contradictions(jobs)
+        # Zeros are the last resort, and only for state that begins as zeros.
         fresh_keys = match_keys(fresh, list(self.tensors), names_of(self.part.tensors)) if fresh else set()
         for key in [key for key in self.missing_boxes if key in fresh_keys]:
             tensor = self.tensors[key]
@@ -190,6 +192,7 @@ class Filling:
 
     def _refuse_misfit(self, number: int, tensor: StateRecord, candidate: StateRecord) -> None:
         source = self.sources[number - 1]
+        # A convention that one of them does not know is no misfit in the same save.
         conventions = [self.view.convention(tensor), source.look.view.convention(candidate)]
         if None in conventions and self._is_same_save(number, tensor):
             conventions = [None, None]
@@ -215,6 +218,7 @@ class Filling:
         is_same_save = self._is_same_save(number, tensor)
         if self._has_fingerprint(number, tensor):
             return candidate, True
+        # Chunks are judged by themselves where a digest tells, and else by the save of their source.
         same: list[int] = []
         unlike: list[int] = []
         for index, chunk in enumerate(candidate.chunks):
@@ -265,6 +269,7 @@ class Filling:
         Raises:
             SourceError: there is such a tensor or item.
         """
+        # Tensors: what was given is compared with what every other source of this save has there.
         for key, substitutes in self.substitutes.items():
             tensor = self.tensors[key]
             for substitute in substitutes if tensor.fingerprint is None else ():
@@ -275,6 +280,7 @@ class Filling:
                     giver = self.sources[substitute.source - 1]
                     if box := _first_difference(giver, substitute, comparison.source, counterpart, jobs):
                         self._refuse_contradiction(f"tensor {key!r} {box}", substitute.source, number)
+        # Items likewise.
         for key, (number, blob, _) in self.items.items():
             for other_number, comparison in self.comparisons.items() if key not in self.part.lost_items else ():
                 source, other_blob = comparison.source, comparison.source.items.get(key)
@@ -296,6 +302,7 @@ class Filling:
         keys = [*self.missing_boxes, *self._missing_items]
         if not keys:
             return
+        # Say what is lost, and why no source gave it, the commonest reason first.
         losses = [f"tensor {key!r} {listed(boxes, 3)}" for key, boxes in self.missing_boxes.items()]
         losses += [f"item {key!r}" for key in self._missing_items]
         counts = Counter[str]()
@@ -359,6 +366,7 @@ class Filling:
         Raises:
             SourceError: no source tells, and neither does the rest of the parameter.
         """
+        # A source that has one of the two, for the same tensor or item, is a witness.
         keys = entry.key, key_of(entry.path)
         for source in self.sources:
             candidate = next((source.items[key] for key in keys if key in source.items), None)
@@ -407,6 +415,7 @@ class Filling:
 
     def _entry(self) -> dict[str, Any]:
         """Return the record of the boxes and items that are not the checkpoint's own, in columns, as they are many."""
+        # Tensors have few geometries, so boxes are listed once and numbered.
         box_numbers: dict[Box, int] = {}
         columns: dict[str, list[int]] = {"tensor": [], "box": [], "source": []}
         for number, substitutes in enumerate(self.substitutes.values()):
@@ -433,6 +442,7 @@ class Filling:
 
     def _mixture_notes(self) -> Iterator[str]:
         """Say what it means that tensors and items are of several steps, or begin anew."""
+        # Each tensor counts once for a source, however many of its boxes that gave.
         keys_by_source: defaultdict[int, dict[str, None]] = defaultdict(dict)
         for key, substitutes in self.substitutes.items():
             for substitute in substitutes:
@@ -475,6 +485,7 @@ class Filling:
 
     def _unproved_notes(self) -> Iterator[str]:
         """Say that nothing tells whether all that was kept is of one save, if so."""
+        # Proof is a digest of this save, or the same elements in a source of this save.
         is_whole, is_proved = self.part.is_whole, self.part.has_record.copy()
         for comparison in self.comparisons.values():
             is_proved |= comparison.is_equal & comparison.is_same_save()
@@ -497,6 +508,7 @@ def _split_boxes(missing: tuple[Box, ...], boxes: Boxes) -> tuple[_ChosenBoxes, 
 
     Cached: the tensors of a model have few geometries.
     """
+    # Each box that has a part of a missing one takes it, and leaves up to two boxes a dim.
     remainders = {number: [box] for number, box in enumerate(missing)}
     chosen: list[tuple[Box, int]] = []
     for missing_number, number in overlapping(Boxes.of_all(missing, boxes.ndim), boxes).tolist():
@@ -517,6 +529,7 @@ def _first_difference(
 ) -> Box | None:
     """Return the first box of a substitute of which another source has other bits; None if there is none."""
     assert substitute.record is not None, "a source gave it"
+    # A chunk of the one may meet several of the other.
     boxes_by_chunk = defaultdict[int, list[Box]](list)
     for box, number in substitute.boxes:
         boxes_by_chunk[number].append(box)
@@ -549,6 +562,7 @@ def _layout(shape: Index, boxes: Boxes, strides: Strides | None, pieces: tuple[_
             return dense(box, first + number)
         return Fragment(box, Place(first + number, 0, box_strides))
 
+    # First what is whole itself, then what each source gives; zeros are one element, repeated.
     fragments = [stored(boxes, strides, number, 0) for number in range(len(boxes))]
     first = len(boxes)
     for source_boxes, source_strides, chosen in pieces:

@@ -76,6 +76,7 @@ def joined_checkpoints(checkpoints: Iterable[OpenCheckpoint]) -> list[OpenCheckp
         empty_manifest = manifest.on_columns(Columns.of(()))
         parts.append((checkpoint.path, checkpoint.format, checkpoint.payloads, empty_manifest, start))
         del checkpoint, manifest, columns
+    # All rows are in one place; each manifest is put on its own stretch of them.
     columns, payloads = builder.build(), JoinedPayloads([payloads for _, _, payloads, _, _ in parts])
     return [
         OpenCheckpoint(path, format, Reader(manifest.on_columns(columns, start), payloads))
@@ -111,6 +112,7 @@ def input_fingerprints(source: OpenCheckpoint, keys: Collection[str], threads: i
         SourceError: a file cannot be read.
     """
     tensors = [tensor for tensor in source.manifest.tensors if tensor.key in keys]
+    # A fingerprint is the sum of its chunks' shares, so chunks can be read in any order.
     fingerprints = {tensor.key: tensor.fingerprint or as_hex(0) for tensor in tensors}
     chunks: list[tuple[StateRecord, Chunk]] = []
     for tensor in tensors:

@@ -62,11 +62,13 @@ class AveragedTensor(OutputTensor):
 
     def compute(self, terms: Sequence[Words]) -> Words:
         """Return the sums of weighted elements: in float64, in the order of the inputs, and then rounded."""
+        # A term's own scale, such as between conventions, is a part of its factor.
         weighted = zip(self.weights, self.terms, strict=True)
         factors = [float(weight * Fraction(1 if term.scale is None else term.scale)) for weight, term in weighted]
         flat_terms = [words.reshape(-1) for words in terms]
         average = np.empty(flat_terms[0].shape, dtype(self.record.dtype).bits)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            # A stretch stays in the cache while all terms are added to it.
             for start in range(0, len(average), ELEMENTS_AT_A_TIME):
                 part = slice(start, start + ELEMENTS_AT_A_TIME)
                 rows = zip(flat_terms, self.dtypes, factors, strict=True)
@@ -120,6 +122,7 @@ class MergeRequest:
 
     def _average(self, terms: Sequence[OutputTensor], names: Sequence[str]) -> AveragedTensor:
         first = terms[0].record
+        # An average of unlike things means nothing.
         for name, term in zip(names, terms, strict=True):
             for noun, attribute, cure in _EQUAL_IN_ALL:
                 expected, actual = getattr(first, attribute), getattr(term.record, attribute)
@@ -162,6 +165,7 @@ class _Input:
 
     @classmethod
     def of(cls, name: str, outputs: Outputs, select: Sequence[str]) -> _Input:
+        # Roles are those of what is written: keys may be of another program than the input's.
         blobs = tuple(Blob(item.key, item.path, Extent("none", 0, 0)) for item in outputs.items)
         view = view_by_keys(Manifest(tuple(tensor.record for tensor in outputs.tensors), blobs))
         averaged: dict[str, OutputTensor] = {}
@@ -191,6 +195,7 @@ class _Input:
 
 def _refuse_missing(inputs: Sequence[_Input]) -> None:
     """Refuse tensors to average that not all inputs have, and inputs without any."""
+    # Every input is compared with the first, both ways.
     first = inputs[0]
     for another in inputs[1:]:
         for owner, lacker in ((first, another), (another, first)):
@@ -211,6 +216,7 @@ def _refuse_differences(inputs: Sequence[_Input], payloads: Payloads) -> None:
     def read_item(item: OutputItem) -> bytes:
         return item.data if item.source is None else checked_blob(payloads, item.source)
 
+    # Keys first, then elements and values of what both have.
     base = inputs[0]
     differing: list[str] = []
     for another in inputs[1:]:
@@ -259,6 +265,7 @@ def shares(
     """
     if proportions is not None and ema is not None:
         raise TargetError("`proportions=` and `ema=` contradict each other; give one of them")
+    # A moving average is a weighted one, whose weights fall with age.
     if ema is not None:
         decay = _fraction(ema, "ema")
         if not 0 < decay < 1:

@@ -69,12 +69,14 @@ class FillingSource:
     @property
     def records_digests(self) -> bool:
         """Return whether its own records tell that all of it is of one save."""
+        # Fingerprints of all tensors, or digests of all chunks, in a description that binds the files together.
         manifest = self.look.manifest
         has_fingerprints = all(tensor.fingerprint is not None for tensor in manifest.tensors)
         return (has_fingerprints or bool(manifest.columns.has_digest.all())) and is_described(self.opened)
 
     def whole_chunks(self, tensors: Sequence[StateRecord], jobs: int) -> list[StateRecord]:
         """Return these tensors with those of their chunks, located, whose bytes are those that were written."""
+        # Nothing here raises: what cannot be read is not whole.
         located, errors = self.opened.locate_each(tensors)
 
         def is_whole(place: tuple[StateRecord, int]) -> bool:
@@ -208,6 +210,7 @@ class WholePart:
 
     def without(self, files: frozenset[str]) -> WholePart:
         """Return the part without these files, which are of another save."""
+        # They are lost from now on, with what was recorded of them.
         is_stray = self.chunks_in(files) & (self.look.manifest.elements > 0)
         stray_items = {key for key, blob in self.items.items() if blob.item.file in files}
         damage = replace(
@@ -504,6 +507,7 @@ def _compare_chunks(
         Which are equal as far as the other has them, which differ, which are equal and not one value throughout; and
         the fingerprint of the other, if that was compared.
     """
+    # One fingerprint tells of a whole tensor, however the chunks of both lie.
     if tensor.fingerprint is not None and (computed := _fingerprint(other_payloads, counterpart)) is not None:
         equal = np.full(len(tensor.chunks), computed == tensor.fingerprint)
         return equal, ~equal, equal & (int(computed, 16) != 0), computed

@@ -90,6 +90,7 @@ def momentum_factor(source: Convention | None, target: Convention | None, mu: fl
             f"{about}: the target follows convention {target}, but that of the source is unknown; "
             f'give `convention="{Convention.EMA}"` or `convention="{Convention.SUM}"`'
         )
+    # A sum weighs a new gradient by 1, an average by 1 - mu; that ratio stays while mu does.
     if mu is None:
         raise SourceError(f"{about}: converting {source} to {target} needs the momentum coefficient; give `mu=`")
     _check_mu(mu, about)

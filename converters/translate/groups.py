@@ -67,8 +67,10 @@ def common_options(
     group_options: Mapping[str, Any], dialect: Dialect, method: StoredMethod, shape: Index
 ) -> GroupOptions:
     """Return a program's options of a group in common words, as it would read them for a parameter of this shape."""
+    # Values of another kind than the program's mean nothing that is known.
     expectations = dialect.options.misfits(group_options)
     options = {option: value for option, value in group_options.items() if option not in expectations}
+    # What the program always does comes first, what its group says counts.
     named = {*method.options.values(), *method.idle, *EXECUTION_OPTIONS, *HISTORY_OPTIONS, dialect.method_option}
     common: dict[str, Any] = dict(dialect.facts.get(method.name, {}))
     for coding in method.codings:
@@ -250,6 +252,7 @@ class GroupTemplate:
         target: Dialect,
         findings: Findings,
     ) -> ParameterGroup:
+        # The source's options are written, so members of one group must have the same ones.
         names = template[PARAMS]
         common = options[names[0]] if names else {name: value for name, value in template.items() if name != PARAMS}
         for name in names:
@@ -260,6 +263,7 @@ class GroupTemplate:
                         f"group {number} of the template has {names[0]!r} and {name!r}, which in the source have "
                         f"{option}={values[0]!r} and {option}={values[1]!r}: give the run a group for each"
                     )
+        # What the run was made with is only compared: another method cannot take the state.
         for option in sorted(common.keys() & template.keys() - _RATES):
             if common[option] != template[option]:
                 if option == target.method_option:

@@ -381,10 +381,12 @@ class _Assembly:
                 f"parameter {name!r}: its group has the option {foreign!r} of {FOREIGN[foreign].name}, whose state "
                 "cannot be translated; first make a copy without its state, with `muonckpt convert --select`"
             )
+        # Slots tell the method; the group may name it, or count the steps that no slot counts.
         method_name = _option(group, self.dialect.method_option)
         is_counted = self.overrides.step is not None or (group is not None and STEP in group.options)
         stored_slots = frozenset({*slots, *counters})
         method = self.dialect.method(stored_slots, method_name, name, self.dropped, is_counted)
+        # State of several optimizers cannot become state of one.
         chains: set[str] = set()
         for source in parameter.sources:
             for entry in source.slots.values():
@@ -404,6 +406,7 @@ class _Assembly:
         if self.overrides.step is not None:
             return self.overrides.step
         slot, option = method.slots.get("step", ""), method.options.get("step", STEP)
+        # Each part has a counter of its own, or the group counts for all.
         counters = (self.counters.get(alias, {}) for alias in parameter.aliases)
         counts = [self.values.read(entries[slot]) for entries in counters if slot in entries]
         if not counts and group is not None and option in group.options:
@@ -427,6 +430,7 @@ class _Assembly:
 
         Programs that make state at a parameter's first update save none of those that never had a gradient.
         """
+        # Siblings in a group share a method, unless an option names it for each.
         stateful = {parameter.listed: parameter for parameter in parameters.values() if parameter.is_stateful}
         stateless: dict[str, TranslatedParameter] = {}
         for group, members in groups:
@@ -463,10 +467,12 @@ def _with_members(
     Raises:
         SourceError: parts of a parameter are in groups with other options.
     """
+    # A rule may make several parameters of one, or one of several.
     new_names: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for parameter in parameters.values():
         for alias in parameter.aliases:
             new_names[alias][parameter.listed] = None
+    # Parts that are joined may be in several groups, if these have the same options.
     first_groups: dict[str, ParameterGroup] = {}
     groups_with_members = []
     for group in groups:

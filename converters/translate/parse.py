@@ -31,6 +31,7 @@ def parse(manifest: Manifest, values: Values, dialect: Dialect) -> ModelView:
         SourceError: a group does not list its parameters, state is not recognised, or two optimizers have state of one
             parameter.
     """
+    # Numbers get the names that groups or the manifest record, so that rules and other programs know them.
     groups, names = stored_groups(manifest, dialect, values), dict[str, str]()
     if dialect.numbered:
         groups, names = name_numbers(groups, values)
@@ -160,6 +161,7 @@ def _recorded_names(manifest: Manifest, dialect: Dialect) -> dict[str, str]:
 
 def _groups_in_common(manifest: Manifest, dialect: Dialect, values: Values) -> Iterator[ParameterGroup]:
     """Yield the groups in Megatron's common state that are alone in their optimizer; others name no parameters."""
+    # Keys of state say to which optimizer a parameter belongs, and the item has each optimizer's groups.
     names: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for tensor in manifest.tensors:
         if fields := dialect.state.read(tensor.path):

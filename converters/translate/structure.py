@@ -63,6 +63,7 @@ def apply_rules(rules: NameRules, tensors: Mapping[str, TranslatedTensor]) -> di
     for rule in rules.rules:
         unmatched, results = dict(current), dict[str, TranslatedTensor]()
         for names, placeholders in _matches(rule, current):
+            # What a rule makes takes the place of what it matched, also for the rules after it.
             parts = [unmatched.pop(name) for name in names]
             with about(f"tensor {' + '.join(names)!r}"):
                 products = _split(rule, parts[0]) if rule.splits else [_join(rule, parts)]
@@ -72,6 +73,7 @@ def apply_rules(rules: NameRules, tensors: Mapping[str, TranslatedTensor]) -> di
                     name = _filled(pattern, {**placeholders, str(rule.each): str(number)})
                     if name in results:
                         raise LayoutError(f"rule {rule} makes {name!r} twice")
+                    # Groups know a product by its new name, or by the whole's, where a program lists that.
                     if not rule.keeps_groups:
                         product = replace(product, group=name)
                     elif not rule.splits:
@@ -85,6 +87,7 @@ def apply_rules(rules: NameRules, tensors: Mapping[str, TranslatedTensor]) -> di
 
 def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
     """Yield the names that match the rule's source, in the order of the parts, and their placeholders."""
+    # Names with equal placeholders are parts of one whole; their number, or their pattern, is their place in it.
     matches: defaultdict[tuple[tuple[str, str], ...], dict[int, str]] = defaultdict(dict)
     for name in names:
         for index, pattern in enumerate(rule.source):
@@ -127,8 +130,10 @@ def _split(rule: NameRule, whole: TranslatedTensor) -> list[TranslatedTensor]:
         raise LayoutError(f"rule {rule}: shape {whole.shape} has no dim {rule.dim}")
     if rule.stacked:
         count = whole.shape[rule.dim]
+    # A stack has one part for each index; any other whole has as many as the rule says.
     if count is None:
         raise LayoutError(f"rule {rule}: `count` is needed to split a tensor that is not stacked")
+    # Each part is a view of the whole: its boxes, seen through the whole's layout.
     parts = []
     for boxes in _boxes(whole.shape, rule.dim, rule.shares or (1,) * count, rule.interleaved):
         layout = through(stacked(boxes, rule.dim), whole.layout)

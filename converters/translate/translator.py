@@ -223,12 +223,14 @@ class _Renderer:
         tensor, slot = parameter.slots[common], self.method(parameter).slots[common]
         record = self._record(parameter.method.slots[common], tensor, self._path(parameter, slot))
         record = replace(record, name=parameter.name, slot=slot)
+        # The user may round averages; counters and rows of variances keep their dtype.
         target_dtype = (common in _SHAPED_SLOTS and self.source.overrides.state_dtype) or tensor.dtype
         source_dtype = tensor.dtype if target_dtype != tensor.dtype else None
         if source_dtype is not None:
             record = replace(record, dtype=target_dtype, fingerprint=None)
         if common != "momentum":
             return _computed(record, tensor, source_dtype=source_dtype)
+        # Only momentum has a convention: between two of them all its elements are scaled.
         about, requested = f"parameter {parameter.name!r}", self.source.overrides.target
         convention, _ = self.source.convention(parameter)
         statements = {self.target.name: self.target.convention, "`target_convention=`": requested}
@@ -247,6 +249,7 @@ class _Renderer:
         """Return the step counter: the source's if it is a tensor or the dialect stays, else a new one."""
         slot = self.method(parameter).slots["step"]
         path = self._path(parameter, slot)
+        # The source's own counter moves as it is, where it can count on; else the number is written anew.
         counter = None if self.source.overrides.step is not None else parameter.counter
         if isinstance(counter, StateRecord):
             if counter.dtype == "float32" or (self.is_same_dialect and counter.dtype not in _MAX_COUNTS):
@@ -318,6 +321,7 @@ class _Renderer:
 
     def _groups(self) -> tuple[list[OutputTensor], list[OutputItem]]:
         source, target = self.source, self.target
+        # Megatron's groups are in one item, which is copied whole or written whole.
         if any(target.holds_groups(item.path) for item in source.items):
             if target.chains:
                 raise SourceError(f"the groups in {target.common} cannot be rewritten for {target.name}")
@@ -327,8 +331,10 @@ class _Renderer:
             self._number(())
             self.findings.add("the source does not say which parameters are in which group; no groups are written")
             return [], []
+        # In the same words nothing is read: options are copied, and names in them replaced.
         if self.is_same_dialect and self.like is None:
             return self._renamed_groups()
+        # In other words a group is split by what its options mean for each of its parameters.
         by_listed = {parameter.listed: parameter for parameter in (*source.stateful, *source.stateless)}
         shapes, derived, groups = source.shapes(), list[OutputItem](), list[ParameterGroup]()
         for group, members in source.groups:
@@ -468,6 +474,7 @@ class _Renderer:
         source, target = self.source, self.target
         if not target.numbered or source.dialect.numbered:
             return
+        # The order of the run's groups has to be known.
         if self.like is None and not (source.groups and all(group.positions for group, _ in source.groups)):
             state = (
                 "keeps options by parameter, without an order" if source.groups else "does not say what its groups are"
@@ -486,6 +493,7 @@ class _Renderer:
                 f"{listed(map(repr, ungrouped), 1)}; so they are in no group of {target.name}, and all numbers after "
                 "them would be wrong"
             )
+        # From here on keys of state have numbers.
         self.numbers = {name: str(number) for number, name in enumerate(names)}
         self.findings.check(
             Action.SET,
@@ -533,6 +541,7 @@ class _Renderer:
 
         The optimizer of a chain prefix is nested in dicts by its numbers: ``chained_0.`` becomes ``{0: …}``.
         """
+        # The optimizer of each chain, with its groups, and the step that AdamW counts for all parameters.
         optimizers: defaultdict[tuple[int, ...], dict[str, Any]] = defaultdict(dict)
         for group in groups:
             members = [by_listed[name] for name in group.parameters if name in by_listed]
@@ -545,6 +554,7 @@ class _Renderer:
                     raise SourceError(
                         f"Megatron stores one step for an optimizer, but found {optimizer['state']} and {step}"
                     )
+        # Nested as Megatron nests optimizers in each other.
         state: dict[Any, Any] = {}
         for chain, optimizer in optimizers.items():
             node = state.setdefault("optimizer", {})
@@ -560,6 +570,7 @@ class _Renderer:
         step = self.source.overrides.step
         step_options = self.target.options_called("step") if step is not None else ()
         for group, members in self.source.groups:
+            # A list of parameters is written anew if their names changed; what is by name is copied for each new name.
             for option, entry in group.entries.items():
                 paths = [entry.path]
                 if group.positions and option in step_options:
@@ -614,6 +625,7 @@ def _report_arguments(manifest: Manifest, values: Values, source: Dialect, targe
     """Report what the arguments of the source's run say of its update, unless the target's program has the same."""
     if source.arguments is None or target.arguments is source.arguments:
         return
+    # They are a namespace in the program's own item, of which only plain values are read.
     arguments: dict[str, object] = {}
     for blob in manifest.blobs:
         if source.holds_groups(blob.path) or blob.path == (_ARGUMENTS,):
@@ -649,6 +661,7 @@ def _report_losses(model: TranslatedModel, target: Dialect, findings: Findings) 
 
 def _report_tensors(tensors: list[OutputTensor], items: list[OutputItem], momenta: str, findings: Findings) -> None:
     """Add to the checklist what became of tensors and items; ``momenta`` says what the momentum is, and why."""
+    # What moved bit for bit, and what was computed, once for each slot.
     intact = Counter(tensor.record.slot or "weights and others" for tensor in tensors if not tensor.computed)
     for slot, count in intact.items():
         findings.check(Action.CARRIED, slot, counted(count, "tensor"))
@@ -665,6 +678,7 @@ def _report_tensors(tensors: list[OutputTensor], items: list[OutputItem], moment
 
 def _sentences(tensors: list[OutputTensor], items: list[OutputItem], constants: Sequence[StateRecord]) -> Iterator[str]:
     places = {constant.chunks.place for constant in constants}
+    # Tensors made of a constant are not the source's.
     new = [tensor.key for tensor in tensors if not places.isdisjoint(chunks.place for chunks in tensor.sources)]
     scales = Counter(tensor.scale for tensor in tensors if tensor.scale is not None)
     num_moved, copied = len(tensors) - len(new), sum(item.source is not None for item in items)
