@@ -81,6 +81,7 @@ class Methods:
             ValueError: there is no such algorithm, or another one has its name.
         """
         if isinstance(algorithm, MatrixMethod):
+            # Two optimizers may be given one method, but no two methods one name.
             shipped = SCALARS.get(algorithm.name) or MATRICES.get(algorithm.name)
             if (shipped or self.registered.setdefault(algorithm.name, algorithm)) != algorithm:
                 raise ValueError(f"algorithm: two different methods are called {algorithm.name!r}")

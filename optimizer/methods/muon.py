@@ -53,8 +53,10 @@ def _normalized(whole: WholeMatrix) -> Tensor:
     the factor is common to all rows, and `UPDATE_NORMS` takes it out.
     """
     exact, moment = whole.matrix.float(), whole.state[SECOND_MOMENT]
+    # The average of each row's, or column's, mean square ...
     mean = partial(torch.mean, dim=1 if moment.shape[2] == 1 else 0, keepdim=True)
     moment.lerp_(of_each(mean, exact.square()), 1 - whole.options["beta2"])
+    # ... divides it; then the update has the norm that the option names.
     normal = exact / moment.sqrt().add_(MOMENT_EPS)
     norms = of_each(torch.linalg.vector_norm, normal).clamp_(min=MIN_NORM)
     return normal.mul_(of_each(UPDATE_NORMS[whole.options["update_norm"]], exact) / norms)
@@ -121,8 +123,10 @@ def _on_the_sphere(whole: WholeMatrix) -> Tensor:
     direction, weight, rate = whole.matrix.float(), whole.weight.float(), float(whole.options["lr"])
     if rate == 0:
         return torch.zeros_like(direction)
+    # The first update keeps the norm that the weight has then.
     radius, norms = whole.state[RADIUS], partial(of_each, torch.linalg.vector_norm)
     radius.copy_(torch.where(radius > 0, radius, norms(weight)))
+    # A step along the direction, back to the sphere, and the difference as an update by that rate.
     step = weight - direction * (rate * radius / norms(direction).clamp_(min=MIN_NORM))
     target: Tensor = step * (radius / norms(step).clamp_(min=MIN_NORM))
     return (weight - target) / rate

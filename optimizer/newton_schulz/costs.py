@@ -47,6 +47,7 @@ class CostTable:
             raise ValueError("a cost table has times of the Gram form, and does not say after which steps it restarts")
 
     def __call__(self, rows: int, columns: int, steps: int, gram: Sequence[int] | None) -> int:
+        # The fastest form of the nearest shape that the group's options allow, scaled by FLOPs.
         shape = self._nearest(rows, columns)
         times = {form: time for form, time in self.nanoseconds[shape].items() if gram is not None or not form.gram}
         form, time = min((times or self.nanoseconds[shape]).items(), key=lambda item: item[1])

@@ -148,6 +148,7 @@ def split_stacks(run: Tensor, max_count: int, work: Callable[[Tensor], Tensor]) 
     if max_count < 2 or torch.compiler.is_compiling():
         yield from run.unbind()
         return
+    # A CPU's library may sum a stack in another order, which is tried once for each shape.
     for stack in torch.split(run, max_count):
         count, rows, columns = stack.shape
         if count > 1 and same_as_alone(work, count, rows, columns, run.dtype, torch.get_num_threads()):

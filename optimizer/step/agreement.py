@@ -137,6 +137,7 @@ class Intent:
 
 def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
     """Return the error of ranks that have none of their own, from the complaints of all (empty ones are left out)."""
+    # Ranks that say the same are named together.
     by_text: defaultdict[str, list[int]] = defaultdict(list)
     for rank, text in complaints.items():
         if text:
@@ -214,6 +215,7 @@ def step_intent(
         shown_rates = {subject: ", ".join(values) for subject, values in rates.items()}
         return {PLAN_FACT: "kept", **constants, **dtypes, **shown_rates}
 
+    # A digest of everything else is compared in each step, so it is made of a few bytes.
     content = _dtype_bytes(gradients, momenta) + numbers.tobytes() + repr(sorted(constants.items())).encode()
     return Intent(AGREE_ON_STEP, _digest(content), on_device, facts)
 

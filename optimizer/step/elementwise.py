@@ -245,6 +245,7 @@ def params_by_first_stage(schedule: Schedule, count: int) -> list[list[int]]:
     """
     stages = schedule.params()
     first = {param: stage for stage in reversed(range(len(stages))) for param in stages[stage]}
+    # A parameter that no stage needs has momentum all the same.
     lists: list[list[int]] = [[] for _ in stages]
     for param in range(count):
         lists[first.get(param, 0)].append(param)
@@ -370,12 +371,14 @@ class TorchElementwise:
         """Decay weights, and subtract the scaled results, where a block rests."""
         group = local.groups[block.params[0]]
         rate = float(group["lr"])
+        # Computed in float32 at least, and rounded once.
         boxes = block.boxes(local.weights)
         stack = stack_boxes(boxes)
         exact = stack.to(exact_dtype(stack))
         change = results.to(exact.dtype)
         decay([exact], [change], rate * group["weight_decay"], group["cautious"])
         exact.add_(change, alpha=-rate * block.kind.scale)
+        # A box that was neither stacked nor cast has been changed in place.
         if len(boxes) > 1 or exact is not stack:
             torch._foreach_copy_(boxes, exact.unbind())
 

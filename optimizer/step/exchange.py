@@ -177,6 +177,7 @@ def agree(intent: Intent, group: dist.ProcessGroup | None, device: torch.device)
     Raises:
         AgreedError: on every rank, if they differ or one of them has failed.
     """
+    # A rank that has failed differs from all others, so its error is told there.
     if group is not None and differ(intent, group, device):
         raise AgreedError(disagreement(intent, group))
     if intent.error is not None:
@@ -323,6 +324,7 @@ class StepExchange:
         """
         if self._notes is None:
             return self._skip is not None and bool(self._skip)
+        # The last byte of a note is no part of an intent: any rank's bit counts for all.
         notes = wire.notes()
         flags = (notes[:, -1:] & self._notes.bits).any(0)
         differ, skipped, *requested = torch.cat([wire.differ(notes).view(1), flags]).tolist()  # one wait for the device
@@ -364,6 +366,7 @@ class GroupAgreement:
             Exception: on every rank, if any differ or one has failed, where that is read.
         """
         failure: Exception | None = None
+        # What one group tells, the next one hears: so it reaches all ranks in one pass.
         for notes in self._notes:
             try:
                 compare(notes, intent)

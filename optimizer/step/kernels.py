@@ -152,6 +152,7 @@ class KernelElementwise:
 
     def _carry(self, key: Hashable, copies: Callable[[], Copies], stack: Tensor, wire: Tensor, *, back: bool) -> None:
         if key not in self._wire_segments:
+            # The stack is the only tensor of the launch.
             table = copies()
             one_source = replace(table, source=np.zeros_like(table.source))
             segments = Segments.of(one_source, 1, stack.dtype, self._device) if len(table) else None
@@ -199,6 +200,7 @@ class KernelElementwise:
         """Return a number for each entry, fp64; tensors on the device are read there."""
         live = {id(value): value for value in values if isinstance(value, Tensor) and value.device == self._device}
         numbers = self._table(name, tuple(0.0 if id(v) in live else float(v) for v in values), torch.float64)
+        # A mask says which entries have a number that is a tensor.
         for key, value in live.items():
             is_value = self._table((name, key), tuple(float(id(v) == key) for v in values), torch.float64)
             numbers = torch.where(is_value > 0, value.reshape(()).double(), numbers)

@@ -79,6 +79,7 @@ class MatrixState:
         for slot in self._stacked_slots[units]:
             state[slot.name] = aligned_stack(slot.shape, slot.dtype, self._device)
             memory = stack_memory(state[slot.name])
+            # From this rank's tensors, and from the wire.
             for block in slot.local:
                 block.write(memory.view(torch.uint8), stack_boxes(block.boxes(_tensors(local, slot.name))))
             for memory_view, wire_view in slot.receives:
@@ -121,7 +122,7 @@ class MatrixState:
     def _travelling_slots(self, local: LocalTensors, stage: int, units: Sequence[int]) -> Iterator[StackedSlot]:
         unit = self._units[units[0]]
         for number, slot in enumerate(self._specs[unit.param].slots):
-            if number:
+            if number:  # the update comes from the element-wise backend
                 rows, columns = rows_columns(slot.shapes[unit.index])
                 sizes, copies = dict.fromkeys(units, spacing(rows * columns, slot.sent_dtype)), self._copies[number]
                 yield StackedSlot(
@@ -141,6 +142,7 @@ class MatrixState:
         for name, shape in self._specs[unit.param].staying:
             rows, columns = SHAPES[shape].of_matrix(*unit.rows_columns)
             dtype = local.slots[name][unit.param].dtype
+            # Each matrix is one dense box, in the local tensor and, with space behind it, in the memory.
             sizes, strides = np.tile((1, rows, columns), (count, 1)), np.tile((rows * columns, columns, 1), (count, 1))
             offsets = np.array([self._offsets[number, name] for number in units], np.int64)
             places = np.arange(count) * (spacing(rows * columns, dtype) * dtype.itemsize)

@@ -112,6 +112,7 @@ def group_of(ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessG
         # The groups of unused mesh axes are fake and carry nothing.
         if ranks_of_group(group) == ranks and (dist.get_backend(group) == "fake") == (dist.get_backend() == "fake"):
             return group
+    # No group has these ranks: one is made, and serves all later optimizers.
     groups = _new_groups.setdefault(world, {})
     if ranks not in groups:
         groups[ranks] = new_group(ranks, dist.get_backend(world), time_out(world, world._device_types[0]))
@@ -227,6 +228,7 @@ def rank_sets(
 ) -> list[RankSet]:
     """Return the parameters of groups by their ranks, in the global order of collectives."""
     members: defaultdict[Ranks, list[Member]] = defaultdict(list)
+    # The ranks of replicas plan together, also where this one has no plain tensor.
     if replicas is not None:
         members[ranks_of_group(replicas)] = []
     for number, group in enumerate(groups):

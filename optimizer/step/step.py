@@ -9,7 +9,7 @@ A `Batch` is orthogonalised together, a `Step` is for one set of ranks, and `Ste
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -408,8 +408,12 @@ class Step:
         has_changed = False
         for count in batch.stack_sizes:
             units, end = batch.units[first : first + count], start + count * batch.sizes[batch.units[first]]
-            state = self._state.assemble(local, stage, units, arrived)
-            stack = self._stack(batch.method, units, local, state, matrices[start:end])
+            unit, state = self.schedule.units[units[0]], self._state.assemble(local, stage, units, arrived)
+            is_stack = batch.method.stacked
+            matrix = matrices[start:end].view((count, *unit.rows_columns) if is_stack else unit.rows_columns)
+            slots = {slot: tensor if is_stack else tensor[0] for slot, tensor in state.items()}
+            weight = slots.pop(WEIGHT, None)
+            stack = WholeMatrix(align_matrices(matrix), slots, weight, local.groups[unit.param])
             try:
                 update = batch.method.updated(stack)
             except Exception as error:
@@ -428,28 +432,13 @@ class Step:
         if has_changed and not is_capturable(self._device) and not results.sum(dtype=torch.float32).isfinite():
             matrices = batch.orthogonalized(self._elementwise.assemble(local, stage, batch.sizes, arrived))
             pairs = zip(batch.places.split_matrices(matrices), batch.places.split_matrices(results), strict=True)
-            for unit, (matrix, result) in zip(batch.units, pairs, strict=True):
+            for number, (matrix, result) in zip(batch.units, pairs, strict=True):
                 if matrix.isfinite().all() and not result.isfinite().all():
-                    raise self._failure(unit, batch.method, "the update of a finite matrix is not finite")
+                    raise self._failure(number, batch.method, "the update of a finite matrix is not finite")
         self._elementwise.release(local, stage, batch.sizes, results, back)
 
     def _failure(self, unit: int, method: MatrixMethod, problem: str) -> RuntimeError:
         return RuntimeError(f"{self._labels[self.schedule.units[unit].param]}, method {method.name!r}: {problem}")
-
-    def _stack(
-        self,
-        method: MatrixMethod,
-        units: Sequence[int],
-        local: LocalTensors,
-        state: Mapping[str, Tensor],
-        memory: Tensor,
-    ) -> WholeMatrix:
-        """Return what a method updates at a time: equal matrices, of one group, that lie end to end in a memory."""
-        unit = self.schedule.units[units[0]]
-        slots = {slot: tensor if method.stacked else tensor[0] for slot, tensor in state.items()}
-        shape = (len(units), *unit.rows_columns) if method.stacked else unit.rows_columns
-        matrix = align_matrices(memory.view(shape))
-        return WholeMatrix(matrix, slots, slots.pop(WEIGHT, None), local.groups[unit.param])
 
     def _apply(self, exchange: StepExchange, local: LocalTensors, stage: int, results: Wire) -> None:
         results.arrive()
