@@ -1,13 +1,14 @@
-"""Optimizers whose checkpoints do not tell the program; `lab.doctor`, which sees the optimizer, reads their groups.
+"""Optimizers of scripts and closures, whose checkpoints can be read but not written.
 
-They are in no registry: nothing that is read from files is taken for theirs.
+But for Moonlight's they do not tell the program, so no registry has them: `lab.doctor`, which sees the optimizer, reads
+their groups.
 """
 
 from __future__ import annotations
 
 from ..names.vocabulary import Convention
 from .codings import betas
-from .dialect import RATES, Dialect, Kinds, OptionTable, StoredMethod
+from .dialect import RATES, Dialect, Kinds, Mark, OptionTable, StoredMethod
 from .torch import PLAIN, RATE_KINDS
 
 _MOMENTUM = {"momentum": "momentum_buffer"}
@@ -59,3 +60,36 @@ EMERGING_SETS = {"simple": "keller", "quintic": "quintic", "polar_express": "pol
 
 EMERGING_SCALES = {"shape_scaling": ("original", 1.0), "unit_rms_norm": ("spectral", 1.0), "spectral": ("rms", 5.0)}
 """The common scale of each value of its ``scale_mode``, and the factor on that: ``rms`` has 0.2 before the root."""
+
+_MOONLIGHT_RATES = {"lr": "lr", "weight_decay": "wd"}
+
+MOONLIGHT = Dialect(
+    "moonlight",
+    "MoonshotAI/Moonlight",
+    Convention.SUM,
+    (
+        StoredMethod(
+            "muon",
+            {"momentum": "momentum_buffer"},
+            {**_MOONLIGHT_RATES, "momentum": "momentum", "nesterov": "nesterov", "ns_steps": "ns_steps"},
+            idle={"adamw_betas": None, "adamw_eps": None},
+        ),
+        StoredMethod(
+            "adamw",
+            {"first": "moment1", "second": "moment2", "step": "step"},
+            {**_MOONLIGHT_RATES, "eps": "adamw_eps"},
+            (betas("adamw_betas"),),
+            idle={"momentum": None, "nesterov": None, "ns_steps": None},
+        ),
+    ),
+    OptionTable(
+        {"wd": Kinds.NUMBER, "momentum": Kinds.NUMBER, "adamw_betas": Kinds.PAIR, "adamw_eps": Kinds.NUMBER},
+        {"lr": Kinds.NUMBER, "nesterov": Kinds.FLAG, "ns_steps": Kinds.COUNT},
+        closed=True,
+    ),
+    marks=(Mark(slots={"use_muon"}, options={"wd", "adamw_betas", "adamw_eps"}), Mark(slots={"use_muon", "moment1"})),
+    derived=frozenset({"use_muon"}),
+    facts={"muon": {**PLAIN, "pieces": None, "gram": None, "ns": "keller", "scale": "rms"}, "adamw": PLAIN},
+    writable=False,
+)
+"""``Muon`` of MoonshotAI/Moonlight (``examples/toy_train.py``)."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ...names.errors import SourceError
 from ...names.vocabulary import HISTORY_OPTIONS, PARAMS, ParamGroup
-from ...programs import dion, moonlight, scripts, torch, veomni
+from ...programs import dion, scripts, torch, veomni
 from ...programs.dialect import Dialect
 
 Said = Mapping[str, Any]
@@ -136,7 +136,7 @@ KNOWN = (
     KnownOptimizer(scripts.EMERGING, "emerging_optimizers", ("Muon",), _muon, _of_emerging),
     KnownOptimizer(scripts.EMERGING, "megatron", _MEGATRON, _muon, _of_emerging),
     KnownOptimizer(
-        moonlight.PROGRAM,
+        scripts.MOONLIGHT,
         "",
         ("Muon",),
         lambda group, state: "muon" if state.get("use_muon") else "adamw",
