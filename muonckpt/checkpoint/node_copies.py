@@ -295,7 +295,7 @@ def digest_of(folder: Path, name: str, size: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundCopy:
+class CopyOnNodes:
     """A copy, as nodes hold it together.
 
     Attributes:
@@ -375,7 +375,7 @@ class _NodeFolder:
 
 def find_copies(
     memory: Path, run: str | None, nodes: Nodes, process_group: dist.ProcessGroup | None
-) -> list[FoundCopy]:
+) -> list[CopyOnNodes]:
     """Find the copies of a run in the memory of nodes, after removing what killed runs have left.  Collective.
 
     Warns of other runs, and of all that cannot be read: the files of a copy on other nodes may be enough.
@@ -396,7 +396,7 @@ def find_copies(
             parts[name][place] = part
 
     # One copy for each description that is whole: where nodes differ in it, digests tell which files belong to which.
-    copies: list[FoundCopy] = []
+    copies: list[CopyOnNodes] = []
     for name, node_parts in sorted(parts.items(), reverse=True):
         path = memory / (run or "") / str(name)
         describers = {part.digest: place for place, part in reversed(node_parts.items()) if part.digest}
@@ -405,7 +405,7 @@ def find_copies(
             if part.fault:
                 _warn(f"{path} on the node of rank {ranks[place]} has no whole description: {part.fault}; {instead}")
         sizes = {place: part.sizes for place, part in node_parts.items()}
-        copies += [FoundCopy(path, name, sizes, place, node_parts[place].provenance) for place in describers.values()]
+        copies += [CopyOnNodes(path, name, sizes, place, node_parts[place].provenance) for place in describers.values()]
     foreign = dict.fromkeys(path for folder in folders for path in folder.foreign)
     if foreign:
         _warn(

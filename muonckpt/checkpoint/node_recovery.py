@@ -26,7 +26,7 @@ from ..store.reading.payloads import Payloads
 from ..store.reading.reader import Reader
 from .all_ranks import broadcast_from_first, decide_on_first, group_ranks
 from .loading import JointLoad
-from .node_copies import FoundCopy, Nodes
+from .node_copies import CopyOnNodes, Nodes
 from .resume_check import LoadedState
 from .storable import refuse_code
 
@@ -39,7 +39,7 @@ class NodeFiles:
 
     divides_chunks = False
 
-    def __init__(self, copy: FoundCopy, nodes: Nodes, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, copy: CopyOnNodes, nodes: Nodes, process_group: dist.ProcessGroup | None) -> None:
         self._copy = copy
         self._nodes = nodes
         self._group = process_group
@@ -134,7 +134,7 @@ class NodeFiles:
 
 def load_copy(
     state_dict: dict[str, Any],
-    copy: FoundCopy,
+    copy: CopyOnNodes,
     nodes: Nodes,
     process_group: dist.ProcessGroup | None,
     *,

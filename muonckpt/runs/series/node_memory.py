@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ...checkpoint.all_ranks import is_coordinator
 from ...checkpoint.async_saving import AsyncSave, Lane, OnError
-from ...checkpoint.node_copies import FoundCopy, NodeCopy, Nodes, find_copies, folders_in, remove_copies
+from ...checkpoint.node_copies import CopyOnNodes, NodeCopy, Nodes, find_copies, folders_in, remove_copies
 from ...checkpoint.node_recovery import load_copy
 from ...checkpoint.resume_check import LoadedState
 from ...names.errors import DamageError, SourceError, warn_on_rank
@@ -143,7 +143,7 @@ class Saves:
         """Return a checkpoint that a trainer has saved by itself, without a descent if nothing is known of it."""
         return cls(step) if path is None else cls(step, str(path), Descent.of_checkpoint(path, step))
 
-    def fault(self, copy: FoundCopy) -> str | None:
+    def fault(self, copy: CopyOnNodes) -> str | None:
         """Return why a copy is not to be restored beside these checkpoints; None if it is to be preferred."""
         if copy.step < self.step:
             return self.age_fault(copy)
@@ -161,7 +161,7 @@ class Saves:
                 return f"it does not descend from {name}, which is damaged but newer than what else there is on disk"
         return self._loss(descent)
 
-    def age_fault(self, copy: FoundCopy) -> str | None:
+    def age_fault(self, copy: CopyOnNodes) -> str | None:
         """Return why a copy is too old, as far as steps alone tell; None if it is not."""
         return f"it is older than {self.path or f'step {self.step}'}" if copy.step < self.step else None
 
@@ -296,13 +296,13 @@ class NodeMemory:
         details = {**provenance, **self.descent_of_copy(name.step)}
         return lane.submit(state_dict, str(self._used / str(name)), details, on_error, write, lambda: None)
 
-    def find(self, run: str | None) -> list[FoundCopy]:
+    def find(self, run: str | None) -> list[CopyOnNodes]:
         """Return the copies of a run, those of the newest lines first.  Collective; warns as `find_copies`."""
         if run is not None:
             self._used = self._folder / run
         copies = find_copies(self._folder, run, self._nodes, self._group)
 
-        def age(copy: FoundCopy) -> tuple[int, int, StepName]:
+        def age(copy: CopyOnNodes) -> tuple[int, int, StepName]:
             descent = Descent.parsed(copy.provenance) or Descent((Line(0, "", 0),))
             return descent.lines[-1].number, len(descent.lines), copy.name
 
@@ -311,12 +311,12 @@ class NodeMemory:
 
     def load(
         self,
-        copies: list[FoundCopy],
-        fault: Callable[[FoundCopy], str | None],
+        copies: list[CopyOnNodes],
+        fault: Callable[[CopyOnNodes], str | None],
         state_dict: dict[str, Any],
         allow_extra: bool | Iterable[str],
         fresh: Iterable[str],
-    ) -> tuple[FoundCopy, tuple[LoadReport, LoadedState]] | None:
+    ) -> tuple[CopyOnNodes, tuple[LoadReport, LoadedState]] | None:
         """Load the first of these copies without a fault that turns out to be whole; None if there is none.
 
         Collective; raises as `load_copy`.  Warns of each copy that is passed over, and takes those that it has tried

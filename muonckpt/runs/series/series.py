@@ -23,7 +23,7 @@ from ...checkpoint.all_ranks import (
 )
 from ...checkpoint.async_saving import AsyncSave, OnError, WhenBusy, lane_of, save_in_thread, settle_last, wait_for_last
 from ...checkpoint.loading import load_to_prove
-from ...checkpoint.node_copies import FoundCopy
+from ...checkpoint.node_copies import CopyOnNodes
 from ...checkpoint.saving import save
 from ...checkpoint.signals import On, Signals, Then
 from ...converters.engine.container import container_of
@@ -496,7 +496,7 @@ class Series:
         if self._memory is not None:
             self._memory.record_parent(step, location(path, SourceError).absolute())
 
-    def _copies(self) -> list[FoundCopy]:
+    def _copies(self) -> list[CopyOnNodes]:
         if self._memory is None:
             return []
         try:
@@ -511,9 +511,9 @@ class Series:
 
     def _from_memory(
         self,
-        copies: list[FoundCopy],
+        copies: list[CopyOnNodes],
         saves: Saves,
-        fault: Callable[[FoundCopy], str | None],
+        fault: Callable[[CopyOnNodes], str | None],
         state_dict: dict[str, Any],
         extra: bool | Iterable[str],
         fresh: Iterable[str],
