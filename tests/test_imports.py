@@ -292,7 +292,7 @@ OF_WRITING = {
 }
 UNUSED = {
     "inspect": OF_DCP | OF_VERIFY | OF_READING_ALL | OF_WRITING | {"logging"},
-    "verify": {f"{FORMATS}.dcp"} | {"muonckpt.converters", "muonckpt.layouts"},
+    "verify": OF_DCP | {"muonckpt.converters", "muonckpt.layouts"},
     "diff": OF_DCP | OF_VERIFY | OF_READING_ALL | OF_WRITING,
     "stats": OF_DCP | OF_VERIFY | OF_WRITING,
     "report": OF_DCP | OF_VERIFY | OF_WRITING,

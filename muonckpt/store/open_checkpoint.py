@@ -319,7 +319,8 @@ class StoredTensor:
         box = self._box(selection)
         elements: NDArray[Any] = _typed(self.reader.words(self.record, box), self.record)
         # A dim of which one index is selected goes away, as numpy has it.
-        return elements[tuple(0 if isinstance(r, int) else slice(None) for r in ranges_of(self.shape, selection))]
+        ranges = ranges_of(self.shape, selection)
+        return elements[tuple([0 if isinstance(indices, int) else slice(None) for indices in ranges])]
 
     def parts(self, selection: Selection = ...) -> tuple[StoredPart, ...]:
         """Return where the elements that ``tensor[selection]`` reads lie, in the order of the chunks.

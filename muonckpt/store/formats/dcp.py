@@ -358,8 +358,10 @@ def _has_optimizers_only(outline: Manifest) -> bool | None:
     roots = {optimizer.root for optimizer in optimizers_of(paths)}
     if not roots:
         return False
-    is_state = (any(tensor.path[: len(root)] == root for root in roots) for tensor in outline.tensors)
-    return True if all(is_state) else None
+    for tensor in outline.tensors:
+        if all(tensor.path[: len(root)] != root for root in roots):
+            return None
+    return True
 
 
 def _outline_above(outline: Manifest, folder: str, prefixes_keys: bool) -> Manifest:

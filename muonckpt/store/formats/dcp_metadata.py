@@ -160,9 +160,7 @@ def _tensor(value: object, max_chunks: int, boxes_of: dict[ObjectColumns, list[_
     dtype = expect(Global, properties[0] if properties else None).removeprefix("torch ")
     if dtype not in DTYPES:
         raise SourceError(f"expected a dtype, found {dtype!r}")
-    chunks = [
-        chunk if type(chunk) is ObjectColumns else ObjectColumns((chunk,)) for chunk in expect(list, fields["chunks"])
-    ]
+    chunks = list(map(_as_columns, expect(list, fields["chunks"])))
     if (count := sum(chunk.count for chunk in chunks)) > max_chunks:
         raise SourceError(f"expected a stored item for each chunk, found {count} chunks and {max_chunks} items")
     # Chunks that recur are read once.
@@ -179,7 +177,7 @@ def _storage(stored: dict[object, object]) -> dict[tuple[str, Index | None], Sto
     places: list[tuple[str, Index | None]] = []
     items: list[StoredItem] = []
     for key, value in stored.items():
-        entries = key if type(key) is ObjectColumns else ObjectColumns((key, value))
+        entries = _as_columns(key, value)
         # The keys of the entries: (tensor key, offsets of the chunk).
         index = _fields("MetadataIndex", entries.model[0])
         offset = index.get("offset")
@@ -197,6 +195,11 @@ def _storage(stored: dict[object, object]) -> dict[tuple[str, Index | None], Sto
         name, corner = next(place for place, count in Counter(places).items() if count > 1)
         raise SourceError(f"expected one stored item for {name!r} at offset {corner}, found two")
     return storage
+
+
+def _as_columns(*values: object) -> ObjectColumns:
+    """Return objects that recur as they are, and one object, or a key and its value, as columns of one row."""
+    return values[0] if type(values[0]) is ObjectColumns else ObjectColumns(values)
 
 
 def _texts(objects: ObjectColumns, part: object) -> list[str]:
@@ -226,7 +229,11 @@ def _sizes(objects: ObjectColumns, part: object) -> list[Index]:
 
 
 def _path(value: object) -> KeyPath:
-    return tuple(part if type(part) is int else expect(str, part) for part in sequence(value))
+    parts = sequence(value)
+    for part in parts:
+        if type(part) is not int:
+            expect(str, part)
+    return cast(KeyPath, tuple(parts))
 
 
 # Writing.

@@ -7,7 +7,7 @@ docs/formats/torch_dist.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -47,14 +47,6 @@ def read_native(path: Location) -> Manifest:
         raise SourceError(f"cannot read {file}: {error}") from error
 
 
-def stock_metadata(manifest: Manifest) -> Iterator[bytes]:
-    """Yield the parts of the ``.metadata`` that lies beside a manifest; raises as `write_native`."""
-    from .dcp_metadata import metadata_parts  # readers do not need it
-
-    described = replace(manifest, blobs=tuple(blob for blob in manifest.blobs if blob.item.file != COMMON_FILE))
-    return metadata_parts(described)
-
-
 def write_native(manifest: Manifest, directory: Location, extra: Mapping[str, bytes] = MappingProxyType({})) -> None:
     """Write all descriptions of a checkpoint, ours, DCP's and ``extra`` ones by file name, and sync them.
 
@@ -64,7 +56,11 @@ def write_native(manifest: Manifest, directory: Location, extra: Mapping[str, by
         LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
         DestinationError: a file exists, or cannot be written.
     """
-    metadata = _repeatable(partial(stock_metadata, manifest))
+    from .dcp_metadata import metadata_parts  # readers do not need it
+
+    # Megatron's file of everything but tensors is no item of DCP's.
+    blobs = tuple(blob for blob in manifest.blobs if blob.item.file != COMMON_FILE)
+    metadata = _repeatable(partial(metadata_parts, replace(manifest, blobs=blobs)))
     _write_descriptions(manifest, directory, {**_makers(extra), METADATA_FILE: metadata})
 
 
@@ -160,8 +156,9 @@ def _digested_chunks(tensor: StateRecord, line: Mapping[str, Any]) -> list[Chunk
         case {"chunks": {"item": list(offsets), "item_length": list(lengths), "digest": list(digests)}}:
             _, stock_offsets, stock_lengths = tensor.chunks.items
             if (offsets, lengths, len(digests)) == (stock_offsets, stock_lengths, len(chunks)):
-                hexes = (digest if isinstance(digest, str) and DIGEST.fullmatch(digest) else None for digest in digests)
-                return [replace(chunk, digest=digest) for chunk, digest in zip(chunks, hexes, strict=True)]
+                for number, digest in enumerate(digests):
+                    if isinstance(digest, str) and DIGEST.fullmatch(digest):
+                        chunks[number] = replace(chunks[number], digest=digest)
     return chunks
 
 

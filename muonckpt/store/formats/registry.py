@@ -153,7 +153,7 @@ beside other checkpoints, and DeepSpeed copies model states into universal folde
 
 
 _NEEDS_FOLDER = (
-    *(sign for format in (OWN, LAYER_WISE, DCP, BUFFERS, ZARR) for sign in format.signs),
+    *(*OWN.signs, *LAYER_WISE.signs, *DCP.signs, *BUFFERS.signs, *ZARR.signs),
     *("*.distcp", signs.BUFFER_FILES, signs.TORCH_CHECKPOINTING_FILE),
     *(sign for sign in signs.UNREAD if not sign.startswith("*")),
 )

@@ -48,7 +48,8 @@ _MODEL_NAME = re.compile(r"(?:pytorch_model_fsdp|pytorch_model|model)(_[0-9]{1,4
 
 def models_in(names: Collection[str]) -> dict[str, str]:
     """Return, by model (``model``, ``model_1``, …), the file or index by which transformers and accelerate read it."""
-    numbers = sorted({match[1] or "" for name in names if (match := _MODEL_NAME.fullmatch(name))})
+    matches = filter(None, map(_MODEL_NAME.fullmatch, names))
+    numbers = sorted({match[1] or "" for match in matches})
     models = dict[str, str]()
     for number in numbers:
         candidates = [name.format(number=number) for name in _PRECEDENCE]

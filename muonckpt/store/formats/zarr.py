@@ -96,7 +96,7 @@ class ZarrArray:
         shapes = (self.shape, self.file_shape, self.chunk_shape)
         if len({len(shape) for shape in shapes}) != 1 or len(self.shape) > MAX_DIMS:
             raise SourceError(f"expected an array, files and chunks with equal numbers of dims, found {shapes!s:.200}")
-        if max((size for shape in shapes for size in shape), default=0) > MAX_ELEMENTS:
+        if max(chain.from_iterable(shapes), default=0) > MAX_ELEMENTS:
             raise SourceError(f"expected sizes of at most {MAX_ELEMENTS}, found larger ones")
         if min(self.shape, default=0) < 0 or min((*self.file_shape, *self.chunk_shape), default=1) < 1:
             raise SourceError(f"expected a shape and chunks of at least one element, found {shapes}")
@@ -478,7 +478,7 @@ def _nodes(
                 if fields["node_type"] == "array":
                     arrays.append(parse_array(node, fields))
                     continue
-        pending += [f"{node}/{name}" if node else name for name in sorted(folders, reverse=True)]
+        pending += [f"{node}/{name}".lstrip("/") for name in sorted(folders, reverse=True)]
 
     # The root's copy of an array's description stands in for one that is lost, and must not contradict one.
     arrays_by_node = {array.node: array for array in arrays}

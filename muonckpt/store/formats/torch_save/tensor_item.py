@@ -205,7 +205,7 @@ def tensor_pickle(dtype: str, shape: Index, member: bytes = b"0") -> bytes:
         version, kind, count = b"3", b"torch.storage\nUntypedStorage", numel * itemsize(dtype)
         element = b"ctorch\n" + dtype.encode() + b"\nq%c"
     # What follows the storage: its strides are row-major, with sizes of at least 1.
-    strides = [math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]
+    strides = row_major(tuple(max(size, 1) for size in shape))
     end = b"\x89ccollections\nOrderedDict\nq%c)Rq%c" + element + b"tq%cRq%c."
     numbers = itertools.count(8 if shape else 6)
     return (
