@@ -38,7 +38,7 @@ from .state_tree import (
     mapping,
     names_in,
     optimizer_with_names,
-    same_value,
+    same_on_ranks,
     trainer_reader,
     whole_records,
 )
@@ -135,7 +135,7 @@ def _state(
         with about(key_of(path)):
             parts = [value for value in values_of_ranks if isinstance(value, PlainTensor)]
             if not parts:
-                items.add(path, same_value(values_of_ranks))
+                items.add(path, same_on_ranks("value", dict(enumerate(values_of_ranks))))
                 continue
             name, slot = str(path[-2]), str(path[-1])
             if len(parts) < len(ranks) or len({(part.dtype, part.chunk.box) for part in parts}) > 1:

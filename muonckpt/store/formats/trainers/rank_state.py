@@ -50,7 +50,7 @@ from .state_tree import (
     optimizer_with_names,
     optimizers_with_names,
     rank_part,
-    same_value,
+    same_on_ranks,
     state_by_optimizer,
     trainer_reader,
 )
@@ -239,7 +239,7 @@ class _JoinedRanks:
                     self.tensors.append(_replicated(path, values, files))
                 else:
                     advice = f": to read the rest, move {files[0]} and its siblings away"
-                    self.items.add(path, same_value(values, advice))
+                    self.items.add(path, same_on_ranks("value", dict(enumerate(values)), advice))
 
     def _add_sharded(self, path: KeyPath, parts: Sequence[RankPart], files: Sequence[str]) -> None:
         first = parts[0]

@@ -17,6 +17,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ....algebra.box import Index
 from ....layouts.mesh import AxisPlacement, Replicate, Shard, StridedShard
@@ -33,6 +34,8 @@ from ...reading.reader import Reader
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
 from ..torch_save.plain_item import ItemsInMemory, PlainParts
 from ..torch_save.torch_file import WITH_TYPE, MemberPayloads, TorchFile, is_tensor, whole_record
+
+T = TypeVar("T")
 
 _MAPPINGS = frozenset({"collections OrderedDict", "collections defaultdict"})
 _MAX_DEPTH = 32
@@ -140,15 +143,21 @@ def check_same_keys(ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[s
             raise SourceError(f"expected the same keys on all ranks, found {key!r} in {only}")
 
 
-def same_value(values: Sequence[object], advice: str = "") -> object:
-    """Return the value that all ranks have.
+def same_on_ranks(noun: str, values: Mapping[int, T], advice: str = "") -> T:
+    """Return the value that all ranks have, given by rank.
 
     Raises:
-        SourceError: one has another; the message ends with the advice.
+        SourceError: two ranks have something else; the message ends with the advice.
     """
-    if len({*map(repr, values)}) > 1:
-        raise SourceError(f"expected the same value on all ranks, found {values[0]!r:.80} and others{advice}")
-    return values[0]
+    first = min(values)
+    expected = repr(values[first])
+    for rank, value in values.items():
+        if repr(value) != expected:
+            raise SourceError(
+                f"expected the same {noun} on all ranks, found {expected:.80} on rank {first} and {value!r:.80} on rank "
+                f"{rank}{advice}"
+            )
+    return values[first]
 
 
 def is_mapping(value: object) -> bool:

@@ -44,7 +44,7 @@ from ..torch_save.torch_file import (
     read_torch_file,
     whole_record,
 )
-from .state_tree import PlainTensor, check_shared, is_mapping, mapping, names_in
+from .state_tree import PlainTensor, check_shared, is_mapping, mapping, names_in, same_on_ranks
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(0|[1-9][0-9]{0,5})_mp_rank_([0-9]{2,5})_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(0|[1-9][0-9]{0,5})_)?mp_rank_([0-9]{2,5})_model_states\.pt")
@@ -243,7 +243,7 @@ class _Contents:
 
     def add_parts(self, root: KeyPath, end: KeyPath, layout: BufferLayout, parts: Mapping[int, PlainTensor]) -> None:
         """Add the parameters of a layout, of which each rank has a flat part; those of other ranks are lost."""
-        dtype = _same("dtype", _per_rank(parts, lambda part: part.dtype))
+        dtype = same_on_ranks("dtype", _per_rank(parts, lambda part: part.dtype))
         layouts = layout.tensor_layouts()
         for parameter in layout.parameters:
             chunks = []
@@ -339,7 +339,7 @@ def _add_optimizer(
         for option in group:
             if option != PARAMS:
                 values = {rank: each.plain(each.groups[number].get(option)) for rank, each in optimizers.items()}
-                contents.items.add((*root, expect(str, option)), _same(f"{option} of group {number}", values))
+                contents.items.add((*root, expect(str, option)), same_on_ranks(f"{option} of group {number}", values))
         layouts_of_group = islice(remaining, len(expect(list, group.get(PARAMS))))
         parameters_of_group = chain.from_iterable(layout.parameters for layout in layouts_of_group)
         contents.items.add((*root, PARAMS), [parameter.name for parameter in parameters_of_group])
@@ -388,7 +388,7 @@ def _layout(
                     sizes[rank] += expect(int, optimizer.listed("group_paddings", number))
             alignment = expect(list, first.listed("param_alignment_paddings", number, []))
             between = [expect(int, count) for count in alignment]
-            layout = partitioned_group(parameters, num_ranks, _same("size of the partitions", sizes), between)
+            layout = partitioned_group(parameters, num_ranks, same_on_ranks("size of the partitions", sizes), between)
     except LayoutError as error:
         raise SourceError(f"the partitions do not hold the parameters of the model states: {error}") from error
     _check_sizes(sizes, layout)
@@ -434,15 +434,15 @@ def _add_state(contents: _Contents, layout: BufferLayout, optimizers: Mapping[in
         with about(slot):
             values = {rank: state.get(slot) for rank, state in states.items()}
             # A value that all parameters share.
-            if not _same("state", _per_rank(values, is_tensor)):
-                value = _same("value", {rank: optimizers[rank].plain(value) for rank, value in values.items()})
+            if not same_on_ranks("state", _per_rank(values, is_tensor)):
+                value = same_on_ranks("value", {rank: optimizers[rank].plain(value) for rank, value in values.items()})
                 for root in roots:
                     contents.add_number((*root, slot), value)
                 continue
             parts = {rank: PlainTensor(*optimizers[rank].file.chunk(value)) for rank, value in values.items()}
             # A tensor without dims that all parameters share.
-            if not _same("dims", _per_rank(parts, lambda part: part.chunk.box.ndim)):
-                _same("value", _per_rank(parts, lambda part: part.chunk.crc32))
+            if not same_on_ranks("dims", _per_rank(parts, lambda part: part.chunk.box.ndim)):
+                same_on_ranks("value", _per_rank(parts, lambda part: part.chunk.crc32))
                 part = parts[min(parts)]
                 for root in roots:
                     contents.tensors.append(whole_record((*root, slot), part.dtype, part.chunk))
@@ -489,7 +489,7 @@ def _add_whole(
     contents: _Contents, slot: str, touched: Sequence[Sequence[PlacedParameter]], parts: Mapping[int, PlainTensor]
 ) -> None:
     """Add parameters whose state each rank that has a part of them holds whole."""
-    dtype = _same("dtype", _per_rank(parts, lambda part: part.dtype))
+    dtype = same_on_ranks("dtype", _per_rank(parts, lambda part: part.dtype))
     copies: dict[str, list[tuple[int, Chunk]]] = {}
     shapes: dict[str, Index] = {}
     for rank, parameters in enumerate(touched):
@@ -563,22 +563,6 @@ def _per_rank(values: Mapping[int, T], function: Callable[[T], R]) -> dict[int, 
     return {rank: function(value) for rank, value in values.items()}
 
 
-def _same(noun: str, values: Mapping[int, T]) -> T:
-    """Return the value that all ranks have.
-
-    Raises:
-        SourceError: two ranks have something else.
-    """
-    first = min(values)
-    for rank, value in values.items():
-        if repr(value) != repr(values[first]):
-            raise SourceError(
-                f"expected the same {noun} on all ranks, found {values[first]!r:.80} on rank {first} and "
-                f"{value!r:.80} on rank {rank}"
-            )
-    return values[first]
-
-
 def _check_sizes(sizes: Mapping[int, int], layout: BufferLayout) -> None:
-    if _same("size of the partitions", sizes) != part_numel(layout):
+    if same_on_ranks("size of the partitions", sizes) != part_numel(layout):
         raise SourceError(f"expected partitions of {part_numel(layout)} elements, found {sizes[min(sizes)]}")
