@@ -154,8 +154,8 @@ def same_on_ranks(noun: str, values: Mapping[int, T], advice: str = "") -> T:
     for rank, value in values.items():
         if repr(value) != expected:
             raise SourceError(
-                f"expected the same {noun} on all ranks, found {expected:.80} on rank {first} and {value!r:.80} on rank "
-                f"{rank}{advice}"
+                f"expected the same {noun} on all ranks, found {expected:.80} on rank {first} and {value!r:.80} on "
+                f"rank {rank}{advice}"
             )
     return values[first]
 
