@@ -179,6 +179,7 @@ class PendingStep:
             wire.arrive()
 
 
+@dataclass(eq=False)
 class Step:
     """The steps of one set of ranks, with a link there and one back for each stage.
 
@@ -191,35 +192,28 @@ class Step:
             needed for the first notes are saved.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        params: Sequence[Tensor],
-        specs: Sequence[Spec],
-        methods: Sequence[MatrixMethod],
-        labels: Sequence[str],
-        rank: int,
-        elementwise: Elementwise,
-        group: dist.ProcessGroup | None,
-        links: Sequence[tuple[Link, Link]],
-        device: torch.device,
-        memory: StateMemory,
-        *,
-        guarded: bool = False,
-        noisy: bool = False,
-    ) -> None:
-        self.schedule, self.group = schedule, group
-        self._memory, self._params_of_stages = memory, schedule.params()
-        self._params, self._rank, self._links, self._device = tuple(params), rank, links, device
-        self._elementwise, self._state = elementwise, MatrixState(schedule, specs, rank, device)
-        self._specs, self._methods, self._labels = specs, methods, labels
-        self._state_kinds = [
-            (weight.device, *(slot.sent_dtype for slot in spec.slots))
-            for weight, spec in zip(params, specs, strict=True)
-        ]
-        self._sends_ahead, self._saves_momenta = guarded and not noisy, guarded and noisy
-        self._params_by_first_stage = params_by_first_stage(schedule, len(params))
-        self._notes = Notes(group, device) if group is not None else None
+    schedule: Schedule
+    params: Sequence[Tensor]
+    specs: Sequence[Spec]
+    methods: Sequence[MatrixMethod]
+    labels: Sequence[str]
+    rank: int
+    elementwise: Elementwise
+    group: dist.ProcessGroup | None
+    links: Sequence[tuple[Link, Link]]
+    device: torch.device
+    memory: StateMemory
+    guarded: bool = False
+    noisy: bool = False
+
+    def __post_init__(self) -> None:
+        self._notes = Notes(self.group, self.device) if self.group is not None else None
+        self._state = MatrixState(self.schedule, self.specs, self.rank, self.device)
+        self._params_of_stages = self.schedule.params()
+        self._params_by_first_stage = params_by_first_stage(self.schedule, len(self.params))
+        pairs = zip(self.params, self.specs, strict=True)
+        self._state_kinds = [(param.device, *(slot.sent_dtype for slot in spec.slots)) for param, spec in pairs]
+        self._sends_ahead, self._saves_momenta = self.guarded and not self.noisy, self.guarded and self.noisy
         self._is_active: tuple[bool, ...] = ()
         self._batches: list[list[Batch]] = []
         self._num_steps = 0
@@ -255,13 +249,13 @@ class Step:
             intent = rank_set.step_intent(groups, constants)
         self._num_steps += 1
         if failure is not None:
-            intent = intent.failed(failure, self._rank)
+            intent = intent.failed(failure, self.rank)
         if captured := is_capturing():
-            refuse_absent([tuple(param.shape) for param in self._params], [p.grad is not None for p in self._params])
-            if not is_capturable(self._device):
-                refuse_host("muon", self._device)
+            refuse_absent([tuple(param.shape) for param in self.params], [p.grad is not None for p in self.params])
+            if not is_capturable(self.device):
+                refuse_host("muon", self.device)
 
-        with torch.autocast(self._device.type, enabled=False):  # it would round what is meant to be exact
+        with torch.autocast(self.device.type, enabled=False):  # it would round what is meant to be exact
             # A graph is captured on all ranks or on none, and nothing can be read meanwhile.
             exchange = StepExchange(intent, None if captured else self._notes, skip)
 
@@ -286,11 +280,11 @@ class Step:
         if failure is not None:
             exchange.fail(failure)
         stages = self.schedule.stages if self.schedule.units else ()
-        with torch.autocast(self._device.type, enabled=False):
+        with torch.autocast(self.device.type, enabled=False):
             # The step is taken, so momenta accumulate the gradients of updates that were sent ahead of them.
             if self._sends_ahead:
                 for number in range(len(wires)):
-                    exchange.attempt(self._elementwise.accumulate_gradients, local, number)
+                    exchange.attempt(self.elementwise.accumulate_gradients, local, number)
 
             results: Wire | None = None
             for number, stage in enumerate(stages):
@@ -305,7 +299,7 @@ class Step:
                     exchange.check(updates)
 
                 # Owners orthogonalise, batch by batch; results for parts of this rank are applied at once.
-                next_results = Wire(stage.scatter, self._links[number][1], self._device)
+                next_results = Wire(stage.scatter, self.links[number][1], self.device)
                 for batch in self._batches[number]:
                     exchange.attempt(self._update, batch, local, number, updates.memory, next_results.memory)
                 del updates  # two stages are in memory, not three
@@ -333,7 +327,7 @@ class Step:
         intent = Intent.of(
             AGREE_ON_STEP, {PLAN_FACT: "made anew, as options or groups have changed or a state was loaded"}
         )
-        exchange = StepExchange(intent if failure is None else intent.failed(failure, self._rank), self._notes)
+        exchange = StepExchange(intent if failure is None else intent.failed(failure, self.rank), self._notes)
         # Ranks that do not plan anew send updates, so the wires are those of a step.
         first, *other_wires = self._first_wires(exchange, None)
         exchange.check_first(first)
@@ -343,29 +337,29 @@ class Step:
     def peak_state_bytes(self, state: State) -> int:
         """Return the most bytes of state that a step has on the device at once, if it rests elsewhere."""
         slots: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
-        for number, param in enumerate(self._params):
+        for number, param in enumerate(self.params):
             for name, tensor in state[param].items():
                 slots[name][number] = local_of(tensor)
         peak = 0
         for returning, ahead in VISITS:
-            turns = [state_of(params, slots, self._specs, returning) for params in self._params_of_stages]
+            turns = [state_of(params, slots, self.specs, returning) for params in self._params_of_stages]
             peak += peak_bytes(turns, ahead)
         return peak
 
     def _read_gradients(self, groups: Sequence[ParamGroup], state: State) -> LocalTensors:
         """Return the tensors of this step; batches are made anew if other parameters have gradients."""
-        stages = self._params_of_stages, self._memory, self._device
-        local = LocalTensors.of(self._params, groups, state, self._specs, self._rank, *stages)
+        stages = self._params_of_stages, self.memory, self.device
+        local = LocalTensors.of(self.params, groups, state, self.specs, self.rank, *stages)
         if self._is_active != local.is_active:
             units = self.schedule.units
-            by_param = groups.__getitem__, self._methods.__getitem__, self._state_kinds.__getitem__
+            by_param = groups.__getitem__, self.methods.__getitem__, self._state_kinds.__getitem__
             self._batches = []
             for stage in self.schedule.stages:
                 numbers = [number for number in stage.owned if local.is_active[units[number].param]]
                 self._batches.append(make_batches(units, numbers, *by_param))
             self._state.forget_blocks()
             self._is_active = local.is_active
-        self._elementwise.begin(local)
+        self.elementwise.begin(local)
         return local
 
     def _first_wires(self, exchange: StepExchange, local: LocalTensors | None) -> deque[Wire]:
@@ -377,20 +371,20 @@ class Step:
 
     def _gather(self, exchange: StepExchange, local: LocalTensors | None, stage: int) -> Wire:
         """Start to send the updates of a stage to their owners, and the state that goes with them."""
-        wire = Wire(self.schedule.stages[stage].gather, self._links[stage][0], self._device)
+        wire = Wire(self.schedule.stages[stage].gather, self.links[stage][0], self.device)
         if local is not None:
             # State that rests in host memory has come to the device, where kernels have to find it.
             if exchange.attempt(local.fetch_state, stage):
-                exchange.attempt(self._elementwise.locate, local)
+                exchange.attempt(self.elementwise.locate, local)
             # Until the first notes have arrived, the step may be skipped: momenta stay, or can be restored.
             is_first = stage < STAGES_IN_FLIGHT
             if is_first and self._saves_momenta:
                 exchange.attempt(local.save_momenta, self._params_by_first_stage[stage])
             if is_first and self._sends_ahead:
-                send = self._elementwise.send_ahead
+                send = self.elementwise.send_ahead
             else:
-                exchange.attempt(self._elementwise.accumulate_gradients, local, stage)
-                send = self._elementwise.send
+                exchange.attempt(self.elementwise.accumulate_gradients, local, stage)
+                send = self.elementwise.send
             exchange.attempt(send, local, stage, wire.memory)
             exchange.attempt(self._state.send, local, stage, wire.memory)
         exchange.start(wire)
@@ -398,9 +392,9 @@ class Step:
 
     def _update(self, batch: Batch, local: LocalTensors, stage: int, arrived: Tensor, back: Tensor) -> None:
         """Make the updates of whole matrices, and write them to the wire or apply them here."""
-        matrices = batch.orthogonalized(self._elementwise.assemble(local, stage, batch.sizes, arrived))
+        matrices = batch.orthogonalized(self.elementwise.assemble(local, stage, batch.sizes, arrived))
         param = self.schedule.units[batch.units[0]].param
-        dtype = self._specs[param].slots[0].returned_dtype
+        dtype = self.specs[param].slots[0].returned_dtype
         results = matrices if matrices.dtype == dtype else torch.empty_like(matrices, dtype=dtype)
 
         # The method's own update, a stack of equal matrices at a time, in the memory of the results.
@@ -429,21 +423,21 @@ class Step:
 
         # A method that makes finite matrices infinite is told by name.  On a device the host does not wait to look.  A
         # sum takes a tenth of the time of looking at each element.
-        if has_changed and not is_capturable(self._device) and not results.sum(dtype=torch.float32).isfinite():
-            matrices = batch.orthogonalized(self._elementwise.assemble(local, stage, batch.sizes, arrived))
+        if has_changed and not is_capturable(self.device) and not results.sum(dtype=torch.float32).isfinite():
+            matrices = batch.orthogonalized(self.elementwise.assemble(local, stage, batch.sizes, arrived))
             pairs = zip(batch.places.split_matrices(matrices), batch.places.split_matrices(results), strict=True)
             for number, (matrix, result) in zip(batch.units, pairs, strict=True):
                 if matrix.isfinite().all() and not result.isfinite().all():
                     raise self._failure(number, batch.method, "the update of a finite matrix is not finite")
-        self._elementwise.release(local, stage, batch.sizes, results, back)
+        self.elementwise.release(local, stage, batch.sizes, results, back)
 
     def _failure(self, unit: int, method: MatrixMethod, problem: str) -> RuntimeError:
-        return RuntimeError(f"{self._labels[self.schedule.units[unit].param]}, method {method.name!r}: {problem}")
+        return RuntimeError(f"{self.labels[self.schedule.units[unit].param]}, method {method.name!r}: {problem}")
 
     def _apply(self, exchange: StepExchange, local: LocalTensors, stage: int, results: Wire) -> None:
         results.arrive()
         exchange.check(results)
-        exchange.attempt(self._elementwise.apply, local, stage, results.memory)
+        exchange.attempt(self.elementwise.apply, local, stage, results.memory)
         exchange.attempt(self._state.apply, local, stage, results.memory)
         exchange.attempt(local.applied, stage)
 
