@@ -119,10 +119,7 @@ def _flat_products(left: U64, right: U64) -> U64:
 
 @lru_cache(maxsize=16)
 def _weights(dim: int, start: int, stop: int) -> U64:
-    """Return odd weights of global indices ``start:stop`` along ``dim``.
-
-    At most 512 KiB each along the last dim.  The cache serves the bands of a tensor and the layers of a model, and
-    stays small beside any memory budget."""
+    """Return odd weights of global indices ``start:stop`` along ``dim``.  Cached: 512 KiB at most in the last dim."""
     with np.errstate(over="ignore"):
         x = (np.arange(start, stop, dtype=np.uint64) + np.uint64(dim * DIM_STRIDE + 1)) * GOLDEN
         x = (x ^ (x >> np.uint64(30))) * MIX[0]

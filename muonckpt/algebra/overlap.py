@@ -34,8 +34,7 @@ def expanded(first: IntArray, count: IntArray) -> tuple[IntArray, IntArray]:
 def _candidates(a_lo: IntArray, a_hi: IntArray, b_lo: IntArray, b_hi: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """Return, along one dim, the order that sorts ``b`` by start, and for each ``a`` the range of it that may overlap.
 
-    Ends are not sorted when intervals of ``b`` nest, so the first candidate is found in their running maximum:
-    nothing before it can overlap, some after it may not.
+    Ends are not sorted when intervals of ``b`` nest, so the first candidate is found in their running maximum.
     """
     order = np.argsort(b_lo, kind="stable")
     first = np.searchsorted(np.maximum.accumulate(b_hi[order]), a_lo, side="right")

@@ -73,7 +73,6 @@ class Copies:
 
     @property
     def columns(self) -> tuple[IntArray, ...]:
-        """All columns, in the order of the attributes."""
         source = self.source, self.source_offset, self.source_strides
         return self.sizes, *source, self.target, self.target_offset, self.target_strides
 

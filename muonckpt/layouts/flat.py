@@ -110,8 +110,8 @@ def uneven_layout(shape: Index, start: int, buffer: int, cuts: Cuts) -> TensorLa
     """Lay out a tensor of global ``shape``; the buffers are ranks, each local tensor dense from its element 0.
 
     Args:
-        start: where the tensor (of its tensor-parallel part) begins in the flat buffer, in elements.
-        buffer: elements of the whole flat buffer, padding included; a multiple of the number of shards.
+        start: of the tensor (of its tensor-parallel part) in the flat buffer, in elements.
+        buffer: elements of the whole flat buffer, padding included.
 
     Raises:
         LayoutError: the buffer does not divide, or ends before the tensor does.

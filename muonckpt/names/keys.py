@@ -188,12 +188,10 @@ class NamedOptimizer:
 
     @property
     def state(self) -> str:
-        """The beginning of the keys of its state."""
         return f"{_child(self.key, STATE)}."
 
     @property
     def options(self) -> str:
-        """The beginning of the keys of its parameter groups."""
         return option_prefix(self.key)
 
     def state_of_names(self, keys: Iterable[str], names: Collection[str]) -> dict[str, dict[str, str]]:

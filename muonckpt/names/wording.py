@@ -100,7 +100,7 @@ class Finding:
     Attributes:
         kind: one word for programs.
         message: the fault, what was expected, and where.
-        names: the tensors, items, parameters, files or ranks that it concerns.
+        names: of tensors, items, parameters, files or ranks that it concerns.
         means: the usual cause, and what to do; empty where the message says it.
     """
 

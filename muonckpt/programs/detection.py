@@ -92,8 +92,7 @@ def with_target_keys(dialect: Dialect, form: str | None, roots: Mapping[str, str
 
     Args:
         form: one of `FORMS`; None means the dialect's own.
-        roots: dotted paths, by a name in `ROOTS`; an empty one is the top.  By default the optimizer is under
-            ``optimizer``, and the model where the dialect has it.
+        roots: dotted paths, by a name in `ROOTS`; an empty one is the top.
 
     Raises:
         TargetError: its keys are not of torch's forms, or have no such form.
@@ -319,7 +318,6 @@ def _by_marks(keys: Keys) -> Detected:
 
 
 def _unknown_program(keys: Keys, *reasons: str) -> Detected:
-    """Return the dialect of torch's keys whose program is unknown."""
     numbered = keys.numbered and keys.numbered == {*keys.optimizers}
     return Detected(dialect_at(DIALECTS["fully_shard" if numbered else "dcp"], keys), reasons)
 

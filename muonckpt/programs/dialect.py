@@ -327,13 +327,12 @@ class Dialect:
         unique_keys: whether the form of its keys tells the program.
         derived: slots that the program can compute again; they are left out when another dialect is written.
         method_option: the group option that names the method; None if the slots tell it.
-        takes_methods: whether this option may name methods that are not listed, as users give the program their own.
-        names_option: the option in which groups list the names of their parameters once more, as torch's groups of
-            named parameters do; None if none is written.
+        takes_methods: whether this option may name methods of users, which are not listed.
+        names_option: the option in which groups list the names of their parameters once more; None if none is written.
         facts: common options that are constants of the program, by method and name.
         hints: where a user finds common options that the program does not store.
         writable: whether checkpoints of this dialect can be written.
-        common: the item that holds all groups and all other non-tensor values; None if there is no such item.
+        common: the item that holds all groups and all other non-tensor values; None if there is none.
         chains: the key prefix for the state of each method, if the source has none.
         item: makes the key for an item of another program that this one does not know.
         unsaid: options that are never added, as they would point to a program, and so to a convention.
@@ -341,7 +340,7 @@ class Dialect:
         opaque: globs of state that only the program can read, as nothing says whose it is.
         arguments: reads the stored arguments of the run, and yields what must be set in code because of them, with the
             values and the reason; None if the program stores none.
-        format: the format that the program needs, by the name of the `Container`; None if any that DCP reads will do.
+        format: the format that the program needs; None if any that DCP reads will do.
     """
 
     name: str

@@ -183,7 +183,6 @@ class ColumnWriter:
         return (f'{{"lo": {boxes.lo.tolist()}, "hi": {boxes.hi.tolist()}}}' for boxes in self._numbers)
 
     def texts(self) -> Iterator[str]:
-        """Yield the columns of each tensor's chunks."""
         stops = list(accumulate(map(len, self._chunks)))
         columns: Mapping[str, list[str]] = {}
         row, block_start, block_stop = 0, 0, -1
@@ -200,7 +199,6 @@ class ColumnWriter:
 
 
 def _texts(columns: Columns, rows: slice) -> Mapping[str, list[str]]:
-    """Return the text of each value in rows of columns."""
     extents = columns.item_length(rows), columns.payload(rows), columns.payload_length(rows)
     values: tuple[NDArray[Any], ...] = (columns.file[rows], columns.item[rows], *extents, columns.crc32[rows])
     texts = {name: list(map(str, column.tolist())) for name, column in zip(_NUMBERS, values, strict=True)}

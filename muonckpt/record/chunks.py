@@ -175,7 +175,6 @@ class Chunks(Sequence[Chunk]):
 
     @property
     def rows(self) -> Iterator[Row]:
-        """The row of each chunk."""
         return self.columns.rows(slice(self.start, self.stop))
 
     @property
@@ -241,7 +240,6 @@ def _chunk(box: Box, row: Row, strides: Index | None) -> Chunk:
 
 
 def _row(chunk: Chunk) -> Row:
-    """Return the row of a chunk."""
     payload = (UNKNOWN, UNKNOWN) if chunk.payload is None else (chunk.payload.offset, chunk.payload.length)
     crc32 = UNKNOWN if chunk.crc32 is None else chunk.crc32
     return (chunk.item.file, chunk.item.offset, chunk.item.length, *payload, chunk.digest, crc32)

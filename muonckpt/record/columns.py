@@ -125,7 +125,6 @@ class Columns:
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """The columns of all rows, in the order of the attributes."""
         return (self.file, self.item, self.frame, self.digest, self.has_digest, self.crc32)
 
     def item_length(self, rows: Rows = _ALL) -> Column:

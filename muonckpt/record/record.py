@@ -143,7 +143,6 @@ class StateRecord:
 
     @property
     def boxes(self) -> Boxes:
-        """The boxes of the chunks."""
         return self.chunks.boxes
 
 
@@ -254,7 +253,7 @@ class Manifest:
     def _of_lines(cls, text: bytes) -> Manifest | None:
         """Read a text with a line for each tensor; return None or raise `JSONDecodeError` if it is laid out otherwise.
 
-        Many lines at a time become columns, because all of them as objects can take more memory than there is.
+        Many lines at a time become columns, because all of them as objects may not fit into memory.
         """
         # The tensors are between the beginnings of two lists, which only our writer places so.
         start, end = text.find(_TENSORS), text.find(_BLOBS)

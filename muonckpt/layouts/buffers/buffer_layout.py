@@ -139,7 +139,6 @@ class BufferLayout:
 
     @property
     def numel(self) -> int:
-        """Number of elements, padding included."""
         return self.buckets[-1][1] if self.buckets else 0
 
     @property

@@ -51,10 +51,7 @@ class Parameter:
 
 
 def newton_schulz(parameter: Parameter) -> int:
-    """Return the FLOPs of one iteration on each matrix of the last two dims; of a vector its elements.
-
-    With short side s and long side l: the Gram product (``2 s² l``), its square (``2 s³``), the product (``2 s² l``).
-    """
+    """Return the FLOPs of one iteration, ``4 s² l + 2 s³`` for a matrix of sides s <= l; of a vector its elements."""
     if len(parameter.shape) < 2:
         return parameter.numel
     *stack, rows, columns = parameter.shape
