@@ -90,7 +90,7 @@ class Findings:
 
 def sorted_checks(checks: Iterable[Check]) -> tuple[Check, ...]:
     order = list(Action)
-    return tuple(sorted(checks, key=lambda check: (order.index(check.action), check.subject, check.values)))
+    return tuple(sorted(checks, key=lambda c: (order.index(c.action), c.subject, c.values, c.reason)))
 
 
 Words = NDArray[Any]

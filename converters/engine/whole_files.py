@@ -67,7 +67,7 @@ class SafetensorsFile(WholeFiles):
         return publish.staging_file(destination)
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
-        safetensors.check_storable([output.record for output in tensors])
+        safetensors.check_storable(_records(tensors))
         return [_file(self.root, tensors, recorded)]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
@@ -82,7 +82,7 @@ class SafetensorsFolder(WholeFiles):
     name = "safetensors"
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
-        records = [output.record for output in tensors]
+        records = _records(tensors)
         safetensors.check_storable(records)
         by_key = {output.key: output for output in tensors}
         shards = safetensors.shards(records, self.shard_bytes)
@@ -98,10 +98,14 @@ def safetensors_files(shard_bytes: int | None = None) -> WholeFiles:
     return SafetensorsFile() if shard_bytes is None else SafetensorsFolder(shard_bytes)
 
 
+def _records(tensors: Sequence[OutputTensor]) -> list[StateRecord]:
+    return [output.record for output in tensors]
+
+
 def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> OutputFile:
     # The widest elements come first, so that all are aligned.
     by_key = {output.key: output for output in tensors}
-    records = safetensors.by_element_size([output.record for output in tensors])
+    records = safetensors.by_element_size(_records(tensors))
 
     def header(chunk_sums: ChunkSums) -> bytes:
         sums = [(digest.hex(), share) for digest, _, share in chunk_sums.tolist()]
@@ -122,7 +126,7 @@ class ZarrFiles(WholeFiles):
     name = "zarr"
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
-        arrays = self._arrays([output.record for output in tensors])
+        arrays = self._arrays(_records(tensors))
         files: list[OutputFile] = []
         for output, array in zip(tensors, arrays, strict=True):
             files += _array_files(output, array)

@@ -42,16 +42,15 @@ def buffer_summary(buffers: Sequence[LabelledBuffer]) -> list[dict[str, Any]]:
 
 
 def _sizes(members: Sequence[GroupBuffer]) -> dict[str, Any]:
-    layouts = [buffer.layout for buffer in members]
-    elements, padding = sum(sum(layout.filled) for layout in layouts), sum(layout.padding for layout in layouts)
-    return {
-        "buffers": len(layouts),
-        "buckets": sum(len(layout.buckets) for layout in layouts),
-        "elements": elements,
-        "padding": padding,
-        "padding_bytes": sum(layout.padding * itemsize(layout.parameters[0].parameter.dtype) for layout in layouts),
-        "padding_percent": round(100 * padding / (elements + padding), 2),
-    }
+    sizes: Counter[str] = Counter()
+    for layout in (buffer.layout for buffer in members):
+        sizes["buffers"] += 1
+        sizes["buckets"] += len(layout.buckets)
+        sizes["elements"] += sum(layout.filled)
+        sizes["padding"] += layout.padding
+        sizes["padding_bytes"] += layout.padding * itemsize(layout.parameters[0].parameter.dtype)
+    numel = sizes["elements"] + sizes["padding"]
+    return {**sizes, "padding_percent": round(100 * sizes["padding"] / numel, 2)}
 
 
 def _shares(members: Sequence[GroupBuffer]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from ...algebra.box import Box, Index
@@ -82,13 +81,16 @@ def _source_or_computed(
     """Return the source's buffers of the same algorithm if they hold exactly these parameters, else those computed."""
     algorithms = {layout.algorithm for layout in computed}
     parameters = _parameters_of(computed)
-    candidates = [layout for layout in source_layouts if layout.algorithm in algorithms]
+    candidates = (layout for layout in source_layouts if layout.algorithm in algorithms)
     usable = tuple(layout for layout in candidates if parameters.issuperset(_parameters_of([layout])))
     return usable if parameters == _parameters_of(usable) else computed
 
 
 def _parameters_of(layouts: Iterable[BufferLayout]) -> set[Parameter]:
-    return {entry.parameter for entry in chain.from_iterable(layout.parameters for layout in layouts)}
+    parameters = set[Parameter]()
+    for layout in layouts:
+        parameters.update(entry.parameter for entry in layout.parameters)
+    return parameters
 
 
 def cut_parts(shape: Index, sizes: Index, cuts: Sequence[AxisCut]) -> dict[int, Box]:
