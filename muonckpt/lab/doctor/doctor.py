@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ...converters.target.topology import AxisCut
 from ...names.errors import SourceError
 from ...names.vocabulary import PARAMS
@@ -18,11 +20,11 @@ from ..forecasting.topologies import MuonOptions
 from .built import Built, Maker, build, maker_of
 from .programs import class_of, known_optimizer, refusal
 from .proof import NEAR, Proof, prove
-from .replaced import Replacement, replacement
+from .replaced import Replacement, find_replacement
 from .suspects import suspicions
-from .treatments import Treatment, treatments
+from .treatments import Treatment, find_treatments
 
-_STEPPED = (2, 3)
+_STEPPED_DIMS = (2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,44 +77,42 @@ def doctor(
     """
     source = make if isinstance(make, str) else getattr(make, "__qualname__", repr(make))
     built = build(maker_of(make) if isinstance(make, str) else make, source)
-    every = treatments(built.model, built.optimizers)
-    groups = [optimizer.param_groups for optimizer in built.optimizers]
-
-    def options(one: Treatment) -> Mapping[str, object]:
-        return {} if one.optimizer is None or one.group is None else groups[one.optimizer][one.group]
-
-    findings = [*_misplaced(built, every), *suspicions(built.model, every, options)]
-    foreign = [optimizer for optimizer in built.optimizers if not isinstance(optimizer, Muon)]
-    replaced = None
-    if len(foreign) == len(built.optimizers):
-        unknown = [optimizer for optimizer in foreign if known_optimizer(optimizer) is None]
-        findings += [Finding("unknown_optimizer", refusal(one), (class_of(one),)) for one in unknown]
-        if not unknown and any(one.optimizer is not None for one in every):
+    treatments = find_treatments(built.model, built.optimizers)
+    findings = [*_misplaced(built, treatments), *suspicions(built.model, treatments)]
+    # Ours stands in for other programs' optimizers only if it stands in for all of them.
+    replacement = None
+    if not any(isinstance(optimizer, Muon) for optimizer in built.optimizers):
+        unknown = [optimizer for optimizer in built.optimizers if known_optimizer(optimizer) is None]
+        findings += [Finding("unknown_optimizer", refusal(o), (class_of(o),)) for o in unknown]
+        if not unknown and any(treatment.optimizer is not None for treatment in treatments):
             try:
-                replaced = replacement(built.model, built.optimizers, every)
+                replacement = find_replacement(built.model, built.optimizers, treatments)
             except SourceError as error:
-                findings.append(Finding("no_counterpart", str(error), tuple(map(class_of, foreign))))
-    proved = prove(built.optimizers, replaced) if replaced is not None and proof else None
-    if proved is not None and not proved.equal:
-        findings.append(_unproved(proved))
+                findings.append(Finding("no_counterpart", str(error), tuple(map(class_of, built.optimizers))))
+    steps_proof = prove(built.optimizers, replacement) if replacement is not None and proof else None
+    if steps_proof is not None and not steps_proof.equal:
+        findings.append(_unproved(steps_proof))
     return Checkup(
         source,
         built.device,
         built.why,
         tuple(map(class_of, built.optimizers)),
-        every,
+        treatments,
         tuple(findings),
-        _costs(built, every, meshes, shard or {}),
-        replaced,
-        proved,
+        _costs(built, treatments, meshes, shard or {}),
+        replacement,
+        steps_proof,
     )
 
 
-def _misplaced(built: Built, every: Sequence[Treatment]) -> Iterator[Finding]:
+def _misplaced(built: Built, treatments: Sequence[Treatment]) -> Iterator[Finding]:
     """Yield parameters that an optimizer has and the model has not, and those that are stepped twice."""
-    own = {one.parameter: one.name for one in every}
-    held = [param for one in built.optimizers for group in one.param_groups for param in group["params"]]
-    strangers = [tuple(param.shape) for param in held if param not in own]
+    names = {treatment.parameter: treatment.name for treatment in treatments}
+    times: Counter[Tensor] = Counter()
+    for optimizer in built.optimizers:
+        for group in optimizer.param_groups:
+            times.update(group["params"])
+    strangers = [tuple(parameter.shape) for parameter in times.elements() if parameter not in names]
     if strangers:
         yield Finding(
             "not_in_model",
@@ -121,7 +121,7 @@ def _misplaced(built: Built, every: Sequence[Treatment]) -> Iterator[Finding]:
             "the model was sharded, cast or materialised after the optimizer was made, or it is another model's: make "
             "the optimizer last",
         )
-    twice = [own[param] for param, count in Counter(held).items() if count > 1 and param in own]
+    twice = [names[parameter] for parameter, count in times.items() if count > 1 and parameter in names]
     if twice:
         means = "each of its groups updates it in every step; leave it in one of them"
         yield Finding.listing("stepped_twice", f"{counted(len(twice), 'parameter')} in several groups", twice, means)
@@ -143,28 +143,32 @@ def _unproved(proof: Proof) -> Finding:
 
 def _costs(
     built: Built,
-    every: Sequence[Treatment],
+    treatments: Sequence[Treatment],
     meshes: Sequence[Mapping[str, int]],
     shard: Mapping[str, Sequence[AxisCut]],
 ) -> Prospect | None:
     """Forecast a step on each mesh, as `muonckpt plan` does, of what these optimizers do."""
-    parameters = [_model_parameter(built, one) for one in every if one.parameter.requires_grad]
+    parameters = [_model_parameter(built, t) for t in treatments if t.parameter.requires_grad]
     if not meshes or not any(parameter.method for parameter in parameters):
         return None
-    matrices = [group for one in built.optimizers for group in one.param_groups if "ns_steps" in group]
-    steps = max((int(group["ns_steps"]) for group in matrices), default=MuonOptions().ns_steps)
-    return prospect_of(ModelTensors(built.source, tuple(parameters)), meshes, shard, MuonOptions(ns_steps=steps))
+    ns_steps: list[int] = []
+    for optimizer in built.optimizers:
+        ns_steps += [int(group["ns_steps"]) for group in optimizer.param_groups if "ns_steps" in group]
+    options = MuonOptions(ns_steps=max(ns_steps, default=MuonOptions().ns_steps))
+    return prospect_of(ModelTensors(built.source, tuple(parameters)), meshes, shard, options)
 
 
-def _model_parameter(built: Built, one: Treatment) -> ModelParameter:
-    matrix = one.by_muon and len(one.shape) in _STEPPED and 0 not in one.shape
-    dtype = str(one.parameter.dtype).removeprefix("torch.")
-    optimizer = None if one.optimizer is None else built.optimizers[one.optimizer]
-    if not isinstance(optimizer, Muon):  # as ours would have it
-        return fresh_parameter(one.name, one.shape, dtype, matrix=matrix, pieces=one.fused.pieces)
-    slots = optimizer.state[one.parameter].items()
+def _model_parameter(built: Built, treatment: Treatment) -> ModelParameter:
+    """Describe a parameter for `prospect_of`: as our optimizer has it, or as ours would have another's."""
+    name, shape = treatment.name, treatment.shape
+    is_matrix = treatment.by_muon and len(shape) in _STEPPED_DIMS and 0 not in shape
+    dtype = str(treatment.parameter.dtype).removeprefix("torch.")
+    optimizer = None if treatment.optimizer is None else built.optimizers[treatment.optimizer]
+    if not isinstance(optimizer, Muon):
+        return fresh_parameter(name, shape, dtype, matrix=is_matrix, pieces=treatment.fused.pieces)
+    slots = optimizer.state[treatment.parameter].items()
     state = tuple(StateTensor(slot, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for slot, t in slots)
-    if not matrix or one.group is None:
-        return ModelParameter(one.name, one.shape, dtype, None, {}, state)
-    options = {name: value for name, value in optimizer.param_groups[one.group].items() if name != PARAMS}
-    return ModelParameter(one.name, one.shape, dtype, MATRICES[one.algorithm], options, state)
+    if not is_matrix:
+        return ModelParameter(name, shape, dtype, None, {}, state)
+    options = {option: value for option, value in treatment.options.items() if option != PARAMS}
+    return ModelParameter(name, shape, dtype, MATRICES[treatment.algorithm], options, state)

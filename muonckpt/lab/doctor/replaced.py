@@ -128,7 +128,7 @@ class Replacement:
                 "code": self.code}  # fmt: skip
 
 
-def replacement(model: nn.Module, optimizers: Sequence[Optimizer], every: Sequence[Treatment]) -> Replacement:
+def find_replacement(model: nn.Module, optimizers: Sequence[Optimizer], every: Sequence[Treatment]) -> Replacement:
     """Translate every group of these optimizers, all of known programs.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What of an optimizer's groups is probably not meant, and the line to write instead.
+"""Find the parameters whose treatment is probably not meant, with the line to write instead.
 
 What a parameter should be is not guessed from its name: ready-made rules of a known family say it if they sort the
 whole model, else the types of modules and the shapes beside each other do.
@@ -7,26 +7,14 @@ whole model, else the types of modules and the shapes beside each other do.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from ...names.resumption import in_globs
 from ...names.wording import Finding, counted, listed
-from ...optimizer.groups import (
-    DEEPSEEK,
-    FROZEN,
-    LLAMA,
-    LORA,
-    MIXTRAL,
-    QWEN,
-    TORCHTITAN,
-    WHOLE,
-    Decision,
-    Split,
-    sort_parameters,
-)
+from ...optimizer.groups import DEEPSEEK, FROZEN, LLAMA, LORA, MIXTRAL, QWEN, TORCHTITAN, WHOLE, Split, sort_parameters
 from .treatments import NOBODY, Treatment
 
 FAMILIES = {
@@ -45,345 +33,355 @@ WRITE = "; write: "
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """What a parameter usually is: a kind of `optimizer.groups`, its split, and how that is known."""
+class ExpectedKind:
+    """The usual kind of a parameter (one of `optimizer.groups`) and its split, with the ``reason`` to think so."""
 
     kind: str
-    how: str
+    reason: str
     split: Split = WHOLE
 
 
-def expected_kinds(model: nn.Module) -> tuple[dict[Tensor, Expected], str]:
-    """Return what each parameter usually is, as far as that is known, and the name of the rules that say so."""
+def expect_kinds(model: nn.Module) -> tuple[dict[Tensor, ExpectedKind], str]:
+    """Return the usual kinds of parameters, as far as something tells them, and the name of the rules that do."""
+    # Rules count only if they sort the whole model and find matrices in it; a frozen parameter is as if trained.
     for name, rules in FAMILIES.items():
         try:
             decisions = [*sort_parameters(model, rules)]
         except ValueError:
             continue
         if any(decision.kind in ("matrix", "experts") for decision in decisions):
-            trained = [(decision.parameter, decision.if_trained or decision) for decision in decisions]
-            return {param: _by_rules(own, name) for param, own in trained if own.rule}, name
-    return _by_structure(model), ""
+            reason = f"by the ready-made rules {name}"
+            expected = {}
+            for decision in decisions:
+                trained = decision.if_trained or decision
+                if trained.rule:
+                    expected[decision.parameter] = ExpectedKind(trained.kind, reason, trained.rule.split)
+            return expected, name
+    return _expect_by_structure(model), ""
 
 
-def _by_rules(decision: Decision, name: str) -> Expected:
-    assert decision.rule is not None
-    return Expected(decision.kind, f"by the ready-made rules {name}", decision.rule.split)
-
-
-def _by_structure(model: nn.Module) -> dict[Tensor, Expected]:
-    expected: dict[Tensor, Expected] = {}
+def _expect_by_structure(model: nn.Module) -> dict[Tensor, ExpectedKind]:
     parameter: Tensor
-    owners: defaultdict[Tensor, list[nn.Module]] = defaultdict(list)
+    modules_by_parameter: defaultdict[Tensor, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            owners[parameter].append(module)
-    embeddings = {p for p, own in owners.items() if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in own)}
-    tied = any(any(isinstance(module, nn.Linear) for module in owners[parameter]) for parameter in embeddings)
-    # Where an embedding is the head, no other matrix is one.
-    heights = {parameter.shape[0] for parameter in embeddings if parameter.dim() == 2 and not tied}
-    routers = _routers(model)
-    for parameter, modules in owners.items():
+            modules_by_parameter[parameter].append(module)
+
+    def is_in(parameter: Tensor, *types: type[nn.Module]) -> bool:
+        return any(isinstance(module, types) for module in modules_by_parameter[parameter])
+
+    # A head has as many rows as an embedding; but where an embedding is the head, no other matrix is one.
+    embeddings = {p for p in modules_by_parameter if is_in(p, nn.Embedding, nn.EmbeddingBag)}
+    tied = any(is_in(parameter, nn.Linear) for parameter in embeddings)
+    head_rows = {parameter.shape[0] for parameter in embeddings if parameter.dim() == 2 and not tied}
+    routers = _find_routers(model)
+
+    # Routers are linear layers too, so they are asked for first.
+    expected: dict[Tensor, ExpectedKind] = {}
+    for parameter in modules_by_parameter:
         if parameter in embeddings:
-            expected[parameter] = Expected("embedding", "its module is an embedding")
+            expected[parameter] = ExpectedKind("embedding", "its module is an embedding")
         elif parameter.dim() < 2:
-            expected[parameter] = Expected("vector", f"it has {counted(parameter.dim(), 'dim')}")
+            expected[parameter] = ExpectedKind("vector", f"it has {counted(parameter.dim(), 'dim')}")
         elif parameter in routers:
-            expected[parameter] = Expected("router", f"it has a row for each of {routers[parameter]} experts beside it")
-        elif any(isinstance(module, nn.Linear) for module in modules):
-            if parameter.shape[0] in heights:
-                expected[parameter] = Expected("head", "it has as many rows as an embedding")
+            reason = f"it has a row for each of {routers[parameter]} experts beside it"
+            expected[parameter] = ExpectedKind("router", reason)
+        elif is_in(parameter, nn.Linear):
+            if parameter.shape[0] in head_rows:
+                expected[parameter] = ExpectedKind("head", "it has as many rows as an embedding")
             else:
-                expected[parameter] = Expected("matrix", "its module is an nn.Linear")
-        elif any(isinstance(module, nn.MultiheadAttention) for module in modules) and parameter.dim() == 2:
-            fused = parameter.shape[0] == 3 * parameter.shape[1]
-            expected[parameter] = Expected("matrix", "it is of nn.MultiheadAttention", Split(3) if fused else WHOLE)
+                expected[parameter] = ExpectedKind("matrix", "its module is an nn.Linear")
+        elif is_in(parameter, nn.MultiheadAttention) and parameter.dim() == 2:
+            split = Split(3) if parameter.shape[0] == 3 * parameter.shape[1] else WHOLE
+            expected[parameter] = ExpectedKind("matrix", "it is of nn.MultiheadAttention", split)
     return expected
 
 
-def _routers(model: nn.Module) -> dict[Tensor, int]:
-    """Return the matrices with a row for each of several experts that are beside them, and how many these are."""
+def _find_routers(model: nn.Module) -> dict[Tensor, int]:
+    """Return the matrices that have a row for each of several experts beside them, with the number of experts."""
     routers: dict[Tensor, int] = {}
     for module in model.modules():
+        # Experts are stacked in a parameter of three dims, or listed as modules of equal shapes.
         children = [*module.children()]
-        counts = {p.shape[0] for own in (module, *children) for p in own.parameters(recurse=False) if p.dim() == 3}
-        stacks = [child for child in children if isinstance(child, nn.ModuleList) and _alike(child)]
-        counts |= {len(stack) for stack in stacks}
+        expert_counts: set[int] = set()
+        for parent in (module, *children):
+            expert_counts |= {param.shape[0] for param in parent.parameters(recurse=False) if param.dim() == 3}
+        expert_counts |= {len(child) for child in children if isinstance(child, nn.ModuleList) and _is_stack(child)}
+        expert_counts -= {0, 1}
+        # The router is a linear layer beside them, or one level below; layers of a list are experts themselves.
         for child in children:
-            for inner in (child, *(() if isinstance(child, nn.ModuleList) else child.children())):
-                if isinstance(inner, nn.Linear) and inner.weight.shape[0] in counts - {0, 1}:
-                    routers[inner.weight] = inner.weight.shape[0]
+            for layer in (child, *(() if isinstance(child, nn.ModuleList) else child.children())):
+                if isinstance(layer, nn.Linear) and layer.weight.shape[0] in expert_counts:
+                    routers[layer.weight] = layer.weight.shape[0]
     return routers
 
 
-def _alike(modules: nn.ModuleList) -> bool:
-    shapes = {tuple(tuple(p.shape) for p in module.parameters()) for module in modules}
+def _is_stack(modules: nn.ModuleList) -> bool:
+    """Return whether these are several modules with parameters of the same shapes."""
+    shapes = {tuple(tuple(parameter.shape) for parameter in module.parameters()) for module in modules}
     return len(modules) > 1 and len(shapes) == 1 and shapes != {()}
 
 
-def suspicions(
-    model: nn.Module, every: Sequence[Treatment], options: Callable[[Treatment], Mapping[str, object]]
-) -> tuple[Finding, ...]:
-    """Return what is probably not meant, the gravest first.
-
-    Args:
-        options: returns the options of a parameter's group.
-    """
-    expected, rules = expected_kinds(model)
-    names = [name for one in every for name in one.names]
-    case = _Case(model, every, expected, _Writer(names, rules), options)
-    return tuple(
-        finding
-        for look in (_left_out, _vectors, _kinds, _left_to_adamw, _fused, _experts, _tied, _frozen)
-        for finding in look(case)
+def suspicions(model: nn.Module, treatments: Sequence[Treatment]) -> tuple[Finding, ...]:
+    """Return findings about treatments that are probably not meant, the gravest first."""
+    case = _Case(model, treatments, *expect_kinds(model))
+    checks = (
+        _check_groups,
+        _check_dims,
+        _check_embeddings_and_heads,
+        _check_adamw,
+        _check_fused,
+        _check_experts,
+        _check_tied,
+        _check_frozen,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Writer:
-    """Writes rules about parameters, given all names, and the ready-made rules that know the model."""
-
-    names: Sequence[str]
-    rules: str
-
-    def rule(self, kind: str, members: Iterable[Treatment], more: str = "") -> str:
-        named = [one.name for one in members]
-        globs = in_globs(named, set(self.names) - {*named})
-        pattern = repr(globs[0]) if len(globs) == 1 else repr(tuple(globs))
-        return f"Rule({kind!r}, {pattern}{more})"
-
-    def line(self, kind: str, members: Iterable[Treatment], more: str = "") -> str:
-        """Return the line to write, after `WRITE`."""
-        known = self.rules or "MODULE_TYPES"
-        return f"{WRITE}Muon.for_model(model, rules=[[{self.rule(kind, members, more)}], {known}], …)"
+    findings: list[Finding] = []
+    for check in checks:
+        findings += check(case)
+    return tuple(findings)
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What is looked at: a model, what its parameters get, and what they usually are.
-
-    Attributes:
-        options: returns the options of a parameter's group.
-    """
+    """A model, the treatments of its parameters, and their usual kinds by ``rules`` (if any) that know the model."""
 
     model: nn.Module
-    every: Sequence[Treatment]
-    expected: Mapping[Tensor, Expected]
-    writer: _Writer
-    options: Callable[[Treatment], Mapping[str, object]]
+    treatments: Sequence[Treatment]
+    expected: Mapping[Tensor, ExpectedKind]
+    rules: str
 
-    def finding(self, kind: str, message: str, members: Iterable[Treatment], means: str) -> Finding:
+    def rule(self, kind: str, members: Sequence[Treatment], arguments: str = "") -> str:
+        """Return the code of a rule for these parameters."""
+        globs = self._globs(members)
+        pattern = repr(globs[0]) if len(globs) == 1 else repr(tuple(globs))
+        return f"Rule({kind!r}, {pattern}{arguments})"
+
+    def line(self, kind: str, members: Sequence[Treatment], arguments: str = "") -> str:
+        """Return the line to write, after `WRITE`."""
+        rule = self.rule(kind, members, arguments)
+        return f"{WRITE}Muon.for_model(model, rules=[[{rule}], {self.rules or 'MODULE_TYPES'}], …)"
+
+    def finding(self, kind: str, message: str, members: Sequence[Treatment], means: str) -> Finding:
         """Return a finding whose message ends with the names of the parameters, folded over layers."""
-        named = [one.name for one in members]
-        shown = in_globs(named, {*self.writer.names} - {*named})
-        return Finding(kind, f"{message}: {listed(shown, 3)}", tuple(named), means)
+        names = tuple(member.name for member in members)
+        return Finding(kind, f"{message}: {listed(self._globs(members), 3)}", names, means)
+
+    def _globs(self, members: Sequence[Treatment]) -> list[str]:
+        names = [member.name for member in members]
+        other_names: set[str] = set()
+        for treatment in self.treatments:
+            other_names |= {*treatment.names}
+        return in_globs(names, other_names - {*names})
+
+    def of_kinds(self, kinds: Sequence[str]) -> Iterator[tuple[Treatment, ExpectedKind]]:
+        """Yield parameters that are usually of these kinds and that no rule names."""
+        for treatment in self.treatments:
+            expected = self.expected.get(treatment.parameter)
+            if expected is not None and expected.kind in kinds and not treatment.explicit:
+                yield treatment, expected
 
 
-def _left_out(case: _Case) -> Iterator[Finding]:
-    lost = [one for one in case.every if one.algorithm == NOBODY and one.parameter.requires_grad]
-    if lost:
+def _check_groups(case: _Case) -> Iterator[Finding]:
+    members = [t for t in case.treatments if t.algorithm == NOBODY and t.parameter.requires_grad]
+    if members:
         yield case.finding(
             "in_no_group",
-            f"{counted(len(lost), 'trained parameter')} in no group",
-            lost,
+            f"{counted(len(members), 'trained parameter')} in no group",
+            members,
             "it is never updated, though gradients are computed for it; Muon.for_model takes every parameter; "
             "or set requires_grad=False",
         )
 
 
-def _vectors(case: _Case) -> Iterator[Finding]:
-    flat = [one for one in case.every if one.by_muon and len(one.shape) < 2]
-    if flat:
+def _check_dims(case: _Case) -> Iterator[Finding]:
+    vectors = [treatment for treatment in case.treatments if treatment.by_muon and len(treatment.shape) < 2]
+    if vectors:
         yield case.finding(
             "vector_in_muon",
-            f"{counted(len(flat), 'parameter')} of one dim or none in Muon",
-            flat,
+            f"{counted(len(vectors), 'parameter')} of one dim or none in Muon",
+            vectors,
             "there is nothing to orthogonalise in it: its step fails, or is the gradient's direction at a rate far too "
-            f"large{case.writer.line('vector', flat)}",
+            f"large{case.line('vector', vectors)}",
         )
-    deep = [one for one in case.every if one.by_muon and len(one.shape) > 3]
-    if deep:
+    kernels = [treatment for treatment in case.treatments if treatment.by_muon and len(treatment.shape) > 3]
+    if kernels:
         yield case.finding(
             "convolution_in_muon",
-            f"{counted(len(deep), 'parameter')} of more than three dims in Muon",
-            deep,
+            f"{counted(len(kernels), 'parameter')} of more than three dims in Muon",
+            kernels,
             "some programs flatten it to one matrix, muonckpt does not: keep the weight in two dims in the model and "
-            f"view it in the forward pass, or give it to AdamW{case.writer.line('other', deep)}",
+            f"view it in the forward pass, or give it to AdamW{case.line('other', kernels)}",
         )
 
 
-_WRONG = {
+_ADAMW_REASONS = {
     "embedding": "a row of an embedding has a gradient only where its token occurs, and orthogonalising mixes all rows",
     "head": "an output head takes large steps in few directions; all published recipes give it to AdamW",
 }
+"""The reasons why parameters of a kind are left to AdamW."""
 
 
-def _kinds(case: _Case) -> Iterator[Finding]:
-    """Yield embeddings and heads that Muon steps, unless a rule names them."""
-    for kind, why in _WRONG.items():
-        members = [
-            one
-            for one in case.every
-            if one.by_muon
-            and not one.explicit
-            and len(one.names) == 1
-            and one.parameter in case.expected
-            and case.expected[one.parameter].kind == kind
-        ]
-        by_how: defaultdict[str, list[Treatment]] = defaultdict(list)
-        for one in members:
-            by_how[case.expected[one.parameter].how].append(one)
-        for how, own in by_how.items():
-            either = f" (if it is not: {case.writer.rule('matrix', own)})" if kind == "head" else ""
+def _check_embeddings_and_heads(case: _Case) -> Iterator[Finding]:
+    """Yield embeddings and heads that Muon steps; tied ones have a finding of their own."""
+    for kind, adamw_reason in _ADAMW_REASONS.items():
+        by_reason: defaultdict[str, list[Treatment]] = defaultdict(list)
+        for treatment, expected in case.of_kinds([kind]):
+            if treatment.by_muon and len(treatment.names) == 1:
+                by_reason[expected.reason].append(treatment)
+        for reason, members in by_reason.items():
+            alternative = f" (if it is not: {case.rule('matrix', members)})" if kind == "head" else ""
             yield case.finding(
                 f"{kind}_in_muon",
-                f"{counted(len(own), kind)} in Muon ({how})",
-                own,
-                f"{why}{case.writer.line(kind, own)}{either}",
+                f"{counted(len(members), kind)} in Muon ({reason})",
+                members,
+                f"{adamw_reason}{case.line(kind, members)}{alternative}",
             )
 
 
-def _left_to_adamw(case: _Case) -> Iterator[Finding]:
-    left = [
-        one
-        for one in case.every
-        if not one.by_muon
-        and one.algorithm != NOBODY
-        and not one.explicit
-        and one.parameter in case.expected
-        and case.expected[one.parameter].kind in ("matrix", "experts")
-    ]
+def _check_adamw(case: _Case) -> Iterator[Finding]:
+    """Yield matrices of hidden layers that something else than Muon steps."""
     by_kind: defaultdict[str, list[Treatment]] = defaultdict(list)
-    for one in left:
-        by_kind[case.expected[one.parameter].kind].append(one)
-    for kind, own in by_kind.items():
+    for treatment, expected in case.of_kinds(["matrix", "experts"]):
+        if not treatment.by_muon and treatment.algorithm != NOBODY:
+            by_kind[expected.kind].append(treatment)
+    for kind, members in by_kind.items():
         yield case.finding(
             "left_to_adamw",
-            f"{len(own)} {'matrix' if len(own) == 1 else 'matrices'} of hidden layers not in Muon "
-            f"({case.expected[own[0].parameter].how}), {sum(one.parameter.numel() for one in own):,} elements",
-            own,
-            f"it trains as without Muon{case.writer.line(kind, own)}",
+            f"{len(members)} {'matrix' if len(members) == 1 else 'matrices'} of hidden layers not in Muon "
+            f"({case.expected[members[0].parameter].reason}), "
+            f"{sum(member.parameter.numel() for member in members):,} elements",
+            members,
+            f"it trains as without Muon{case.line(kind, members)}",
         )
 
 
-def _fused(case: _Case) -> Iterator[Finding]:
+def _check_fused(case: _Case) -> Iterator[Finding]:
     """Yield parameters with several matrices in their rows that are orthogonalised as one."""
-    beside = _beside(case.model)
+    # The rules' split counts before the shapes beside a parameter, and a rule that names it before these.
+    splits_by_shapes = _find_splits(case.model)
     groups: defaultdict[tuple[str, str], list[Treatment]] = defaultdict(list)
-    for one in case.every:
-        if not one.by_muon or one.fused.pieces or one.fused.columns:
+    for treatment in case.treatments:
+        if not treatment.by_muon or treatment.fused.pieces or treatment.fused.columns:
             continue
-        known = case.expected.get(one.parameter)
-        if known is not None and known.split != WHOLE:
-            groups[_split_text(known.split), known.how].append(one)
-        elif one.parameter in beside and not one.explicit:
-            groups[beside[one.parameter]].append(one)
-    for (split, how), own in groups.items():
-        if _says_pieces(case.options(own[0])):
-            continue
-        kind = "experts" if len(own[0].shape) == 3 else "matrix"
-        yield case.finding(
-            "fused_whole",
-            f"{counted(len(own), 'parameter')} with fused matrices, orthogonalised as one ({how})",
-            own,
-            "the matrices are mixed with each other, and the rate is scaled by the shape of the whole"
-            f"{case.writer.line(kind, own, f', split={split}')}",
-        )
+        expected = case.expected.get(treatment.parameter)
+        if expected is not None and expected.split != WHOLE:
+            groups[_split_code(expected.split), expected.reason].append(treatment)
+        elif treatment.parameter in splits_by_shapes and not treatment.explicit:
+            groups[splits_by_shapes[treatment.parameter]].append(treatment)
+    for (split, reason), members in groups.items():
+        if not _splits_rows(members[0].options):
+            kind = "experts" if len(members[0].shape) == 3 else "matrix"
+            yield case.finding(
+                "fused_whole",
+                f"{counted(len(members), 'parameter')} with fused matrices, orthogonalised as one ({reason})",
+                members,
+                "the matrices are mixed with each other, and the rate is scaled by the shape of the whole"
+                f"{case.line(kind, members, f', split={split}')}",
+            )
 
 
-def _says_pieces(options: Mapping[str, object]) -> bool:
+def _splits_rows(options: Mapping[str, object]) -> bool:
     """Return whether another program's group splits rows, in its own words."""
     return any(options.get(word) not in (None, 1, ()) for word in ("split_sizes", "num_heads", "head_blocks"))
 
 
-def _split_text(split: Split) -> str:
-    given = [repr(split.pieces)] if split.pieces != 1 else []
-    given += [f"columns={split.columns!r}"] if split.columns != 1 else []
-    given += [f"interleaved={split.interleaved}"] if split.interleaved != 1 else []
-    return f"Split({', '.join(given)})"
+def _split_code(split: Split) -> str:
+    arguments = [repr(split.pieces)] if split.pieces != 1 else []
+    arguments += [f"columns={split.columns!r}"] if split.columns != 1 else []
+    arguments += [f"interleaved={split.interleaved}"] if split.interleaved != 1 else []
+    return f"Split({', '.join(arguments)})"
 
 
-def _beside(model: nn.Module) -> dict[Tensor, tuple[str, str]]:
-    """Return matrices that are several fused ones, by the other one of their module: the split, and how it is known.
+def _find_splits(model: nn.Module) -> dict[Tensor, tuple[str, str]]:
+    """Return fused matrices, by the other matrix of their module: the code of their split, and its reason.
 
     A module of two matrices, ``(r, d)`` and then ``(d, a)``, uses ``a`` of what the first one makes; the other
     ``r - a`` rows are other matrices: a gate, or keys and values.
     """
-    found: dict[Tensor, tuple[str, str]] = {}
+    splits: dict[Tensor, tuple[str, str]] = {}
     for module in model.modules():
         linear: list[Tensor] = [child.weight for child in module.children() if isinstance(child, nn.Linear)]
         stacks = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
-        for own in (linear, stacks):
-            if len(own) == 2 and own[0].shape[:-2] == own[1].shape[:-2] and (fused := _fused_over(*own)):
-                found[own[0]] = fused
-    return found
+        for pair in (linear, stacks):
+            if len(pair) == 2 and pair[0].shape[:-2] == pair[1].shape[:-2]:
+                split = _split_before(*pair)
+                if split is not None:
+                    splits[pair[0]] = split
+    return splits
 
 
-def _fused_over(first: Tensor, second: Tensor) -> tuple[str, str] | None:
-    """Return the split of the first of two matrices, or stacks of them, by what the second one takes."""
-    (rows, width), (height, used) = first.shape[-2:], second.shape[-2:]
-    rest, how = rows - used, f"it has {rows} rows, and the other matrix of its module takes {used}"
-    if width != height or rest <= 0:
+def _split_before(matrix: Tensor, next_matrix: Tensor) -> tuple[str, str] | None:
+    """Return the split of a matrix, or a stack of them, by the columns of the one that follows."""
+    (rows, width), (height, columns) = matrix.shape[-2:], next_matrix.shape[-2:]
+    unused_rows = rows - columns
+    if width != height or unused_rows <= 0:
         return None
-    if rest == used:
-        return "Split(2)", f"{how}: a gate beside it"
-    if first.dim() == 2 and rest % 2 == 0 and rest <= 2 * used and used % (rest // 2) == 0:
-        return f"Split({(used, rest // 2, rest // 2)})", f"{how}: keys and values below the queries"
+    reason = f"it has {rows} rows, and the other matrix of its module takes {columns}"
+    if unused_rows == columns:
+        return "Split(2)", f"{reason}: a gate beside it"
+    # Grouped queries share keys and values, so these are no larger, and divide the queries.
+    head_rows, odd_row = divmod(unused_rows, 2)
+    if matrix.dim() == 2 and not odd_row and head_rows <= columns and columns % head_rows == 0:
+        return f"Split({(columns, head_rows, head_rows)})", f"{reason}: keys and values below the queries"
     return None
 
 
-def _experts(case: _Case) -> Iterator[Finding]:
-    """Yield stacks of experts that are orthogonalised as one matrix."""
-    flat = [one for one in case.every if one.by_muon and len(one.shape) == 3 and case.options(one).get("flatten")]
-    heights = set(_routers(case.model).values())
-    counts = {
-        one: count
-        for one in case.every
-        if one.by_muon and len(one.shape) == 2 and one.parameter not in case.expected and not one.fused.pieces
-        and not _says_pieces(case.options(one)) and case.options(one).get("num_experts") in (None, 1)
-        for count in heights
-        if one.shape[0] > count and one.shape[0] % count == 0
-    }  # fmt: skip
-    if flat:
+def _check_experts(case: _Case) -> Iterator[Finding]:
+    """Yield experts that are orthogonalised as one matrix."""
+    expert_counts = set(_find_routers(case.model).values())
+    flattened: list[Treatment] = []
+    count_by_matrix: dict[Treatment, int] = {}
+    for treatment in case.treatments:
+        options = treatment.options
+        if not treatment.by_muon:
+            continue
+        if len(treatment.shape) == 3 and options.get("flatten"):
+            flattened.append(treatment)
+        # A matrix that nothing else explains may be experts in its rows, if a router counts them.
+        is_whole = not treatment.fused.pieces and not _splits_rows(options) and options.get("num_experts") in (None, 1)
+        if len(treatment.shape) == 2 and treatment.parameter not in case.expected and is_whole:
+            for count in expert_counts:
+                if treatment.shape[0] > count and treatment.shape[0] % count == 0:
+                    count_by_matrix[treatment] = count
+    if flattened:
         yield case.finding(
             "experts_as_one",
-            f"{counted(len(flat), 'stack')} of experts flattened to one matrix (flatten=True)",
-            flat,
+            f"{counted(len(flattened), 'stack')} of experts flattened to one matrix (flatten=True)",
+            flattened,
             "experts are mixed with each other; muonckpt orthogonalises each matrix of three dims by itself, so leave "
             "flatten out",
         )
-    if counts:
-        count = next(iter(counts.values()))
+    if count_by_matrix:
+        members, count = [*count_by_matrix], next(iter(count_by_matrix.values()))
         yield case.finding(
             "experts_as_one",
-            f"{counted(len(counts), 'parameter')} of two dims beside a router of {count} rows, orthogonalised whole",
-            [*counts],
+            f"{counted(len(members), 'parameter')} of two dims beside a router of {count} rows, orthogonalised whole",
+            members,
             f"if its rows are those of {count} experts, they are mixed with each other"
-            f"{case.writer.line('matrix', counts, f', split=Split({count})')}",
+            f"{case.line('matrix', members, f', split=Split({count})')}",
         )
 
 
-def _tied(case: _Case) -> Iterator[Finding]:
-    tied = [one for one in case.every if len(one.names) > 1 and one.by_muon and not one.explicit]
+def _check_tied(case: _Case) -> Iterator[Finding]:
+    tied = [t for t in case.treatments if len(t.names) > 1 and t.by_muon and not t.explicit]
     if tied:
         yield case.finding(
             "tied_in_muon",
             f"{counted(len(tied), 'tied weight')} in Muon ({' = '.join(tied[0].names)})",
             tied,
             "a weight with two names is usually an embedding that is also the output head; its gradient is the sum of "
-            f"both uses{case.writer.line('embedding', tied)}",
+            f"both uses{case.line('embedding', tied)}",
         )
 
 
-def _frozen(case: _Case) -> Iterator[Finding]:
-    held = [
-        one for one in case.every if one.algorithm != NOBODY and not one.parameter.requires_grad and one.kind != FROZEN
-    ]
-    if held:
+def _check_frozen(case: _Case) -> Iterator[Finding]:
+    in_groups = [treatment for treatment in case.treatments if treatment.algorithm != NOBODY]
+    frozen = [t for t in in_groups if not t.parameter.requires_grad and t.kind != FROZEN]
+    if frozen:
         yield case.finding(
             "frozen_in_group",
-            f"{counted(len(held), 'frozen parameter')} in a group (requires_grad=False)",
-            held,
+            f"{counted(len(frozen), 'frozen parameter')} in a group (requires_grad=False)",
+            frozen,
             "it gets no gradient and no step, but its state takes memory; some programs step it with zeros, and decay "
             f"shrinks it{WRITE}[p for p in params if p.requires_grad]",
         )

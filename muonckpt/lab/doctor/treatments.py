@@ -1,4 +1,4 @@
-"""What each parameter of a model gets from its optimizers, and why."""
+"""A treatment says which algorithm steps a parameter of a model, in which group of which optimizer, and why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOBODY = "none"
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """What one parameter gets.
+    """The treatment of one parameter by the optimizers of a program.
 
     Attributes:
         names: its names in the model, several if it is shared; without parts that wrappers insert.
@@ -33,6 +33,7 @@ class Treatment:
         kind: of the rules' decision, where there were rules.
         why: the reason: a rule, a group, or that it is frozen.
         explicit: whether a rule names this parameter, so that the user has thought of it.
+        options: of its group.
     """
 
     parameter: Tensor = field(compare=False, repr=False)
@@ -46,6 +47,7 @@ class Treatment:
     why: str
     fused: Fused = ONE_MATRIX
     explicit: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -72,54 +74,69 @@ def names_of(model: nn.Module) -> dict[Tensor, tuple[str, ...]]:
     """Return the names of each parameter, without parts that wrappers insert."""
     names: dict[Tensor, tuple[str, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        plain = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-        names[parameter] = (*names.get(parameter, ()), plain)
+        plain_name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        names[parameter] = (*names.get(parameter, ()), plain_name)
     return names
 
 
-def treatments(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[Treatment, ...]:
-    """Return what each parameter of the model gets, in the model's order."""
-    homes = {
-        parameter: (number, place, group)
-        for number, optimizer in enumerate(optimizers)
-        for place, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
+def find_treatments(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[Treatment, ...]:
+    """Return the treatment of each parameter, in the model's order."""
+    # A parameter in several groups has the treatment of the last; `doctor` finds these.
+    homes: dict[Tensor, tuple[int, int]] = {}
     decisions: dict[Tensor, Decision] = {}
-    for optimizer in optimizers:
+    for optimizer_index, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            homes |= dict.fromkeys(group["params"], (optimizer_index, group_index))
+        # Muon.for_model records the decisions of its rules.
         decided = optimizer.decisions() if isinstance(optimizer, Muon) else None
         decisions |= {decision.parameter: decision for decision in decided or ()}
-    return tuple(
-        _treatment(parameter, names, homes.get(parameter), optimizers, decisions.get(parameter))
-        for parameter, names in names_of(model).items()
-    )
+    treatments = []
+    for parameter, names in names_of(model).items():
+        decision = decisions.get(parameter)
+        if parameter in homes:
+            treatments.append(_treatment(parameter, names, *homes[parameter], optimizers, decision))
+        else:
+            kind, reason = decision.kind if decision else "", "in no group of any optimizer"
+            if not parameter.requires_grad:
+                kind, reason = FROZEN, "requires_grad=False, in no group"
+            shape = tuple(parameter.shape)
+            treatments.append(Treatment(parameter, names, shape, NOBODY, None, None, 0, kind, reason))
+    return tuple(treatments)
 
 
 def _treatment(
     parameter: Tensor,
     names: tuple[str, ...],
-    home: tuple[int, int, Mapping[str, Any]] | None,
+    optimizer_index: int,
+    group_index: int,
     optimizers: Sequence[Optimizer],
     decision: Decision | None,
 ) -> Treatment:
-    shape, kind = tuple(parameter.shape), decision.kind if decision else ""
-    if home is None:
-        frozen = not parameter.requires_grad
-        why = "requires_grad=False, in no group" if frozen else "in no group of any optimizer"
-        return Treatment(parameter, names, shape, NOBODY, None, None, 0, FROZEN if frozen else kind, why)
-    number, place, group = home
-    optimizer = optimizers[number]
+    """Return the treatment of a parameter by a group."""
+    optimizer, shape = optimizers[optimizer_index], tuple(parameter.shape)
+    group = optimizer.param_groups[group_index]
     algorithm, fused = _method(optimizer, group, parameter)
-    count = 0
+    num_matrices = 0
     if algorithm in MATRICES:
         try:
-            count = len(shapes_of(shape, fused))
+            num_matrices = len(shapes_of(shape, fused))
         except LayoutError:  # another program orthogonalises it in another way, of which a finding tells
-            count = 1
-    whose = type(optimizer).__name__ if len(optimizers) > 1 else ""
-    why = decision.why if decision and decision.why else f"group {place}{f' of {whose}' if whose else ''}"
-    explicit = decision is not None and decision.rule is not None and decision.rule.names is not None
-    return Treatment(parameter, names, shape, algorithm, number, place, count, kind, why, fused, explicit)
+            num_matrices = 1
+    owner = f" of {type(optimizer).__name__}" if len(optimizers) > 1 else ""
+    return Treatment(
+        parameter,
+        names,
+        shape,
+        algorithm,
+        optimizer_index,
+        group_index,
+        num_matrices,
+        kind=decision.kind if decision else "",
+        why=decision.why if decision and decision.why else f"group {group_index}{owner}",
+        fused=fused,
+        explicit=decision is not None and decision.rule is not None and decision.rule.names is not None,
+        options=group,
+    )
 
 
 def _method(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> tuple[str, Fused]:
@@ -127,33 +144,23 @@ def _method(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -
     if isinstance(optimizer, Muon):
         algorithm = str(group["algorithm"])
         return algorithm, fused_of(group) if algorithm in MATRICES else ONE_MATRIX
-    known = known_optimizer(optimizer)
-    if known is None:
+    program = known_optimizer(optimizer)
+    if program is None:
         return class_of(optimizer).rpartition(".")[2], ONE_MATRIX
     # `get`, because the state of a parameter without state is made when it is asked for.
-    return known.method(group, optimizer.state.get(parameter, {})), ONE_MATRIX
-
-
-def table(every: Sequence[Treatment]) -> Iterator[tuple[str, ...]]:
-    """Yield rows of what parameters get: one for all layers in which it is the same."""
-    rows = [
-        (
-            " = ".join(one.names),
-            (
-                _shape(one.shape),
-                one.algorithm,
-                str(one.matrices or "-"),
-                one.why + (f" ({one.kind})" if one.kind and one.kind != FROZEN else ""),
-            ),
-        )
-        for one in every
-    ]
-    for name, count, cells in folded(rows):
-        yield (name, str(count), *cells)
+    return program.method(group, optimizer.state.get(parameter, {})), ONE_MATRIX
 
 
 HEADERS = ("parameter", "count", "shape", "gets", "matrices", "because")
 
 
-def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
+def table(treatments: Sequence[Treatment]) -> Iterator[tuple[str, ...]]:
+    """Yield rows of treatments under `HEADERS`: one for all layers in which they are the same."""
+    rows = []
+    for treatment in treatments:
+        shape = " x ".join(map(str, treatment.shape)) or "scalar"
+        kind = f" ({treatment.kind})" if treatment.kind and treatment.kind != FROZEN else ""
+        cells = (shape, treatment.algorithm, str(treatment.matrices or "-"), treatment.why + kind)
+        rows.append((" = ".join(treatment.names), cells))
+    for name, count, cells in folded(rows):
+        yield (name, str(count), *cells)
