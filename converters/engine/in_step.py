@@ -1,8 +1,8 @@
 """Files that are written in step: which ones, and how threads share the work on them.
 
 Files cut along other dims than their source gather from the same chunks.  They are written in step, a band of each in
-turn, so that one read serves all.  Threads share such files by ranges of their chunks: each reads another part of the
-source.  Only what has too few chunks for that is shared by whole files, and then every thread reads all of the source.
+turn, so that one read serves all.  Threads share them by ranges of chunks, so that each reads another part of the
+source; by files only where there are too few chunks, and then every thread reads all of the source.
 """
 
 from __future__ import annotations

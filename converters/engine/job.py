@@ -1,7 +1,7 @@
 """What a reshard will do, decided without the data: which boxes go into which file, and which process writes it.
 
-The source's manifest says where the elements of each tensor are.  A translation may rename, split or join tensors,
-which only makes other layouts of the same buffers.  The container decides which boxes lie in which file.
+The source's manifest says where elements are; a translation that renames, splits or joins tensors only makes other
+layouts of the same buffers; the container decides which boxes lie in which file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The files of a destination: chunks and items, their places, and what the finished files hold; without the data.
 
-A checkpoint can have a million chunks, so they are columns: a file has for each chunk its tensor, its plan and its
-offset (:class:`OutputChunks`).  Chunks of equal tensors share a :class:`ChunkPlan`, so there are few of these.
+A checkpoint can have a million chunks, so they are columns (:class:`OutputChunks`): for each its tensor, its plan and
+its offset.  There are few plans (:class:`ChunkPlan`), because tensors of one geometry share them.
 """
 
 from __future__ import annotations

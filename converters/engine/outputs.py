@@ -361,8 +361,8 @@ class OutputItem:
 class Outputs:
     """Everything that a destination holds, and the keys of the source that it does not hold (``left_out``).
 
-    ``notes`` are sentences about what was decided, ``checklist`` says what became of each thing.  ``constants`` are
-    the tensors that outputs are made of and the source's files do not have, as `constant` makes them.
+    ``notes`` are sentences about decisions, ``checklist`` says what became of each thing; ``constants`` are tensors of
+    which outputs are made, and which the source's files do not have.
 
     Raises:
         SourceError: two tensors or items have the same key.

@@ -1,8 +1,8 @@
 """Runs a job: one plan per tensor, executed as streamed file I/O.
 
-:mod:`.job` decides everything that does not need the data.  `run_job` checks the source, writes the files in bands of
-bounded size, computes fingerprints on the way, compares them with the source's, and publishes.  Several processes may
-share a job (:mod:`.workers`): each writes some of the files, and the coordinator publishes.
+:mod:`.job` decides everything that does not need the data.  `run_job` checks the source, writes the files, compares
+their fingerprints with the source's, and publishes.  Several processes may share a job (:mod:`.workers`): each writes
+some of the files, and the coordinator publishes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The chunks of a source as numbered rows, and which of them are still to be checked.
 
-A chunk is checked by what is read of it to be copied, so each is read once, and the bytes that are checked are the
-bytes that are copied.  Its CRC-32 follows from those of the runs of bytes that tile it, in whatever order and by
-whichever thread they are read.  What a second thread reads again, for other files, is not checked again: a file that
-changes in between is found by the tensor's fingerprint, if the source has one.
+A chunk is checked by what is read of it to be copied: each is read once, and the bytes that are checked are those that
+are copied.  Its CRC-32 follows from those of the runs that tile it, whichever thread reads them, in any order.  What is
+read again for other files is not checked again: a file that changes in between is found by the tensor's fingerprint, if
+the source has one.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Unchecked:
 class CopiedRuns:
     """The runs of bytes that have been read of chunks, and that check them; safe to use from several threads.
 
-    Neighbours are joined at once, so a chunk has few of them however many files it is copied to.  A chunk stays
-    unchecked if its runs do not tile it: some bytes are not copied, or threads read runs that overlap.
+    Neighbours are joined at once, so a chunk has few of them.  One whose runs do not tile it stays unchecked, because
+    some bytes are not copied, or threads read runs that overlap.
 
     Args:
         progress: called with the length of each payload that was checked, in bytes.

@@ -7,9 +7,9 @@ holds besides them:
     .journal/RUN/0, 1 …   the journal of each worker of a run
     .journal/RUN.drafts/  unfinished files; a finished one is moved to its name
 
-The run that creates the lock begins the job; later runs need ``resume``.  Two runs of a job can be alive at once only
-in an object store or on a file system without locks.  They do not harm each other: files appear whole, both write the
-same bytes, one run publishes them, and the other finds that it has lost the lock.
+The run that creates the lock begins the job; later runs need ``resume``.  Where there are no locks, as in an object
+store, two runs can be alive at once.  They do no harm: files appear whole, both write the same bytes, one run publishes
+them, and the other finds that it has lost the lock.
 """
 
 from __future__ import annotations
@@ -117,10 +117,9 @@ class Staging:
 
 
 class Coordinator:
-    """The coordinator's hold on a staging directory, from the beginning of the work to its end.
+    """The coordinator's hold on a staging directory (``place``), from the beginning of the work to its end.
 
     Args:
-        place: the staging directory.
         job: digest of the job; equal digests mean equal files.
         resume: continue the work of an earlier run, if there is any.
 

@@ -1,9 +1,9 @@
 """torch_checkpointing's files as a destination: for each rank and each top-level key an archive of ``torch.save``.
 
 ``{key}_{rank}.pt`` holds the rank's boxes as plain tensors, and everything that is no tensor.  ``metadata.pkl`` says
-for each tensor the mesh, the placements and the ranks that hold a part.  Its meshes are on the device ``meta``, so they
-equal no run's: the library's loader therefore always takes its resharding path, which cuts out of plain tensors what a
-rank needs, and never the direct one, which would need pickled DTensors.
+for each tensor the mesh, the placements and the ranks that hold a part.  Its meshes are on the device ``meta``, and so
+equal no run's: the library's loader then takes its resharding path, which cuts what a rank needs out of plain tensors,
+and not the direct one, which needs pickled DTensors.
 
 Source: ``checkpoint_layout.py``, ``dtensor_metadata.py`` and ``default_resharder.py`` of torch_checkpointing 0.1.1.
 """
@@ -147,8 +147,8 @@ def _descriptor(entry: ZipEntry, crc32: int) -> bytes:
 def _members(leaves: Mapping[_Path, bytes], start: int, stored: Iterable[ZipEntry] = ()) -> bytes:
     """Return the end of an archive, behind the members of tensors, which end at byte ``start``.
 
-    It has no ``.format_version``, by which torch would compute where members lie from their usual order, with the
-    pickle first; so torch looks up their places.  Here the pickle follows, since checksums are known only then.
+    The pickle follows the tensors, whose checksums are known only then.  Without a ``.format_version`` torch looks up
+    where members lie, and does not expect it first.
     """
     members = (
         ("data.pkl", b"\x80\2" + _tree(leaves) + pickle.STOP),

@@ -2,8 +2,8 @@
 
 One process needs no torch.  Several, started by torchrun, Slurm or MPI, form a gloo process group; the ranks of a
 program that is running form one more.  All agreements are the same collective, so an error of one worker meets the
-others at the next one, whichever that is.  Between agreements a worker may be busy for hours: one that is killed closes
-its connections, and one that is silent is the launcher's to end.
+others at the next one.  In between a worker may be busy for hours: one that is killed closes its connections, and one
+that is silent is the launcher's to end.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ def _raise_again(error: BaseException) -> None:
 def joined(environment: Mapping[str, str], timeout: float = TIMEOUT) -> AbstractContextManager[Workers]:
     """Join the workers of this command for the duration of a block.
 
-    An error that ends the block on one worker ends it on all, with the same error.  The coordinator does the last step
-    of the work, so the other workers leave the block after it.
+    An error that ends the block on one worker ends it on all.  The coordinator does the last step of the work, so the
+    others leave the block after it.
 
     Args:
         timeout: seconds to wait at the beginning until all workers are there.

@@ -1,7 +1,7 @@
 """Can a checkpoint be resumed on a mesh?  Yes or no, why, and what each rank would hold there.
 
-Tensors are laid out as `reshard` lays them out.  Costs are those of the geometries, not of tensors times ranks: tensors
-of one shape that are cut alike share a layout.
+Tensors are laid out as `reshard` lays them out.  Those of one shape and cut share a layout, so costs are those of the
+geometries, not of tensors times ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Unevenness:
 
 @dataclass(frozen=True)
 class Fit:
-    """The answer to the question whether a checkpoint can be resumed on a mesh; true if it can.
+    """The answer whether a checkpoint can be resumed on a mesh; true if it can.
 
     Attributes:
         mesh: sizes by axis, outermost first; ``layout`` and ``rules`` as `reshard` takes them.

@@ -50,13 +50,13 @@ class Inspection:
         provenance: which program made it and how, without its long records of flat buffers.
         chunks: the number of those with elements; some ranks write ``empty_chunks`` of small tensors.
         other_items: the number of items that are not tensors.
-        step: as the saving program recorded it, or else as the step counters have it if they agree; else None.
+        step: as the saving program recorded it, or else as all step counters say; else None.
         steps: ``least`` and ``most`` of the step counters that were ``read``, and the number of ``counters``.
         optimizer: for each update ``method`` the number of ``parameters``, and of ``matrices`` among them.
         conventions: for each momentum convention the number of ``tensors``, and ``by``: who says so.
         groups: groups with equal options: the ``name`` of what steps them (empty if unknown), their positions
             (``groups``), the number of ``parameters``, the names of these in short (``holds``), and ``options``.
-        unread_groups: the number of groups of one parameter each that were not read because there are many.
+        unread_groups: the number of groups of one parameter that were not read because there are many.
         roles: for each role ``tensors``, ``elements``, ``bytes``, ``dtypes`` and ``slots``.
         layouts: each layout on the ranks that wrote, with the number of ``tensors``.
         cuts: each way to cut tensors into chunks, in words, with the number of ``tensors``.
@@ -65,7 +65,7 @@ class Inspection:
         buffers: `buffer_summary` of the flat buffers.
         slots: for each slot of optimizer state ``tensors``, ``elements``, ``bytes`` and ``dtypes``.
         checks: the numbers of chunks by the best checksum in the metadata: ``digest``, ``crc32``, ``in_the_item``
-            (known when it is opened).  Whether they hold is for `verify` to say.
+            (known when it is opened).  `verify` says whether they hold.
         verified: when it was last verified, if that is recorded and its files are the same.
         diagnosis: what is lost, as far as names and sizes of files tell, and what to do about it.
         symptoms: what looks sick besides.
