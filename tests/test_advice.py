@@ -372,6 +372,6 @@ def test_state_that_is_not_understood_is_left_out_by_the_command_to_write(here):
         warnings.simplefilter("ignore")
         muonckpt.save(saved, "stray")
     done = called("convert", "stray", "NEW", "--to", "dion")
-    [name] = re.findall(r"`muonckpt (\w+) --select`", done.stderr)
+    [name] = re.findall(r"--select of muonckpt\.(\w+)", done.stderr)
     copied = called(name, "stray", "copy", "--select", "model.*", "--select", "optimizer.state.weight.*")
     assert copied.returncode == 0, copied.stderr

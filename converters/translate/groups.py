@@ -242,38 +242,32 @@ class GroupTemplate:
                 f"the template and the source have other parameters: only the template has {missing[:5]}, only the "
                 f"source has {extra[:5]}; `rules=` renames, splits and joins"
             )
-        return [self._group(number, group, options, target, findings) for number, group in enumerate(self.groups)]
-
-    def _group(
-        self,
-        number: int,
-        template: Mapping[str, Any],
-        options: Mapping[str, Mapping[str, object]],
-        target: Dialect,
-        findings: Findings,
-    ) -> ParameterGroup:
-        # The source's options are written, so members of one group must have the same ones.
-        names = template[PARAMS]
-        common = options[names[0]] if names else {name: value for name, value in template.items() if name != PARAMS}
-        for name in names:
-            for option in options[name].keys() | common.keys():
-                values = common.get(option), options[name].get(option)
-                if values[0] != values[1]:
-                    raise SourceError(
-                        f"group {number} of the template has {names[0]!r} and {name!r}, which in the source have "
-                        f"{option}={values[0]!r} and {option}={values[1]!r}: give the run a group for each"
-                    )
-        # What the run was made with is only compared: another method cannot take the state.
-        for option in sorted(common.keys() & template.keys() - _RATES):
-            if common[option] != template[option]:
+        arranged: list[ParameterGroup] = []
+        for number, template in enumerate(self.groups):
+            # The source's options are written, so members of one group must have the same ones.
+            members = template[PARAMS]
+            common = options[members[0]] if members else {o: value for o, value in template.items() if o != PARAMS}
+            for name in members:
+                for option in options[name].keys() | common.keys():
+                    values = common.get(option), options[name].get(option)
+                    if values[0] != values[1]:
+                        raise SourceError(
+                            f"group {number} of the template has {members[0]!r} and {name!r}, which in the source have "
+                            f"{option}={values[0]!r} and {option}={values[1]!r}: give the run a group for each"
+                        )
+            # What the run was made with is only compared: another method cannot take the state.
+            for option in sorted(common.keys() & template.keys() - _RATES):
+                if common[option] == template[option]:
+                    continue
                 if option == target.method_option:
                     raise SourceError(
                         f"group {number} of the template is of {template[option]!r}, and the source's state of "
-                        f"{names[0]!r} is of {common[option]!r}: leave it out with `select=` and start it fresh"
+                        f"{members[0]!r} is of {common[option]!r}: leave it out with `select=` and start it fresh"
                     )
                 reason = f"the template has {template[option]!r}; the source's was written"
                 findings.check(Action.SET, f"{option} of group {number}", repr(common[option]), reason=reason)
-        return ParameterGroup(names, common, (number,))
+            arranged.append(ParameterGroup(members, common, (number,)))
+        return arranged
 
 
 def _as_tuples(value: Any) -> Any:

@@ -223,7 +223,8 @@ def translate_model(
             raise SourceError(
                 f"{entry.key!r} is a flat bucket of an optimizer's state, and nothing in it says which parameter lies "
                 f"where, so {target.name} cannot take it: save with --dist-ckpt-optim-fully-reshardable in Megatron, "
-                "which writes it under names, or first make a copy without the buckets, by `muonckpt convert --select`"
+                "which writes it under names, or first make a copy without the buckets, by `select=` of "
+                "muonckpt.convert"
             )
     private_globs = dialect.private - target.private
     private = [entry for entry in others if _matches(entry, private_globs)]
@@ -367,7 +368,7 @@ class _Assembly:
                 f"found state of {listed(ungrouped)}, which no parameter group of {self.dialect.name} lists"
                 + (f" (groups list {listed(without_state)}, which has none)" if without_state else "")
                 + ", so their options would be lost: give `rules=` that make the names of both the same, or "
-                "first make a copy without that state, with `muonckpt convert --select`"
+                "first make a copy without that state, by `select=` of muonckpt.convert"
             )
 
     def _with_state(
@@ -379,7 +380,7 @@ class _Assembly:
         if group and (foreign := next(iter(FOREIGN.keys() & group.options.keys()), None)):
             raise SourceError(
                 f"parameter {name!r}: its group has the option {foreign!r} of {FOREIGN[foreign].name}, whose state "
-                "cannot be translated; first make a copy without its state, with `muonckpt convert --select`"
+                "cannot be translated; first make a copy without its state, by `select=` of muonckpt.convert"
             )
         # Slots tell the method; the group may name it, or count the steps that no slot counts.
         method_name = _option(group, self.dialect.method_option)

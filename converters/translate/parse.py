@@ -49,7 +49,7 @@ def parse(manifest: Manifest, values: Values, dialect: Dialect) -> ModelView:
             if slot not in dialect.slots_called("step") and (name, slot) in keys_by_state:
                 raise SourceError(
                     f"{keys_by_state[name, slot]!r} and {tensor.key!r} are state of parameters of the same name in "
-                    "different optimizers; make a copy of each with its model, by `muonckpt convert --select`"
+                    "different optimizers; make a copy of each with its model, by `select=` of muonckpt.convert"
                 )
             keys_by_state[name, slot] = tensor.key
             tensor = replace(tensor, name=name, slot=slot)
@@ -82,7 +82,7 @@ def other_items(manifest: Manifest, dialect: Dialect) -> tuple[Blob, ...]:
 def _unread(entry: Entry, dialect: Dialect) -> SourceError:
     return SourceError(
         f"{entry.key!r} is state of an optimizer that was not understood: {_key_forms(dialect)}; name the program with "
-        "`from_dialect=`, or make a copy without it, by `muonckpt convert --select`"
+        "`from_dialect=`, or make a copy without it, by `select=` of muonckpt.convert"
     )
 
 

@@ -255,7 +255,13 @@ class _Renderer:
             if counter.dtype == "float32" or (self.is_same_dialect and counter.dtype not in _MAX_COUNTS):
                 tensor = self._moved(counter, path)
                 return replace(tensor, record=replace(tensor.record, name=parameter.name, slot=slot))
-            self._report_counter(counter.dtype, parameter.step)
+            reason, max_count = "written in float32", _MAX_COUNTS.get(counter.dtype)
+            if max_count is not None and parameter.step is not None and parameter.step >= max_count:
+                reason += (
+                    f"; in {counter.dtype} one more than {max_count} is {max_count} again, so the run may have taken "
+                    "more: if it did, give `step=`"
+                )
+            self.findings.check(Action.SET, f"step counters in {counter.dtype}", str(parameter.step), reason=reason)
         elif counter is not None and self.is_same_dialect:
             return OutputItem(key_of(path), path, counter)
         if parameter.step is None:
@@ -269,15 +275,6 @@ class _Renderer:
         if content not in self.constants:
             self.constants[content] = constant(self.source.values.payloads, *content)
         return OutputTensor(record, _repeated(record.shape), (self.constants[content].chunks,))
-
-    def _report_counter(self, dtype: str, step: int | None) -> None:
-        reason, max_count = "written in float32", _MAX_COUNTS.get(dtype)
-        if max_count is not None and step is not None and step >= max_count:
-            reason += (
-                f"; in {dtype} one more than {max_count} is {max_count} again, so the run may have taken more: if it "
-                "did, give `step=`"
-            )
-        self.findings.check(Action.SET, f"step counters in {dtype}", str(step), reason=reason)
 
     def _unknown_steps(self, parameter: TranslatedParameter) -> SourceError:
         return SourceError(
