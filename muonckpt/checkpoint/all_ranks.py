@@ -42,10 +42,10 @@ class _Outcome:
     def raise_it(self, cause: Exception | None) -> None:
         """Raise the error of the first rank that failed, if any; ``cause`` was raised on this rank."""
         for rank, failure in self.failures.items():
-            where = f" (rank {rank})" if rank >= 0 and dist.is_initialized() and len(self.failures) == 1 else ""
-            if type(cause) is failure.kind and str(cause) == f"{failure.text}{where}":
+            suffix = f" (rank {rank})" if rank >= 0 and dist.is_initialized() and len(self.failures) == 1 else ""
+            if type(cause) is failure.kind and str(cause) == f"{failure.text}{suffix}":
                 raise cause  # told once
-            raise failure.kind(f"{failure.text}{where}") from cause
+            raise failure.kind(f"{failure.text}{suffix}") from cause
 
 
 def decide_on_first(
@@ -64,11 +64,11 @@ def decide_on_first(
         decide: runs on the first rank of the group.
     """
     decisions, cause = _decisions(process_group, kind, answer, lambda answers: [decide(answers)])
-    heard = decisions or [None]
+    messages = decisions or [None]
     if dist.is_initialized():
         with lost_ranks():
-            dist.broadcast_object_list(heard, group=process_group, group_src=0)
-    return _unless_failed(heard[0], cause)
+            dist.broadcast_object_list(messages, group=process_group, group_src=0)
+    return _unless_failed(messages[0], cause)
 
 
 def scatter_from_first(
@@ -85,23 +85,23 @@ def scatter_from_first(
     decisions, cause = _decisions(process_group, kind, answer, deal)
     if decisions is not None and isinstance(decisions[0], _Outcome):
         decisions = decisions * len(group_ranks(process_group))
-    heard = decisions[:1] if decisions else [None]
+    messages = decisions[:1] if decisions else [None]
     if dist.is_initialized():
         with lost_ranks():
-            dist.scatter_object_list(heard, decisions, group=process_group, group_src=0)
-    return _unless_failed(heard[0], cause)
+            dist.scatter_object_list(messages, decisions, group=process_group, group_src=0)
+    return _unless_failed(messages[0], cause)
 
 
 def gather_on_all(
     process_group: dist.ProcessGroup | None, kind: type[MuonckptError], answer: Callable[[], T]
 ) -> list[T]:
     """Return the answers of all ranks, in the order of the group: one gather."""
-    mine, cause = _attempted(kind, answer)
-    answers: list[T | _Failure] = [mine]
+    answer_here, cause = _attempted(kind, answer)
+    answers: list[T | _Failure] = [answer_here]
     if dist.is_initialized():
-        answers = [mine] * dist.get_world_size(process_group)
+        answers = [answer_here] * dist.get_world_size(process_group)
         with lost_ranks():
-            dist.all_gather_object(answers, mine, process_group)
+            dist.all_gather_object(answers, answer_here, process_group)
     _Outcome(_failures(process_group, answers)).raise_it(cause)
     return answers  # type: ignore[return-value]
 
@@ -110,15 +110,15 @@ def broadcast_from_first(
     process_group: dist.ProcessGroup | None, kind: type[MuonckptError], answer: Callable[[], T], first: int = 0
 ) -> T:
     """Return the answer of the first rank, or of that at another place in the group: one broadcast."""
-    heard: list[T | _Outcome | None] = [None]
+    messages: list[T | _Outcome | None] = [None]
     cause: Exception | None = None
     if not dist.is_initialized() or dist.get_rank(process_group) == first:
-        mine, cause = _attempted(kind, answer)
-        heard = [_Outcome({-1: mine}) if isinstance(mine, _Failure) else mine]
+        answer_here, cause = _attempted(kind, answer)
+        messages = [_Outcome({-1: answer_here}) if isinstance(answer_here, _Failure) else answer_here]
     if dist.is_initialized():
         with lost_ranks():
-            dist.broadcast_object_list(heard, group=process_group, group_src=first)
-    return _unless_failed(heard[0], cause)
+            dist.broadcast_object_list(messages, group=process_group, group_src=first)
+    return _unless_failed(messages[0], cause)
 
 
 def _attempted(kind: type[MuonckptError], answer: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
@@ -137,12 +137,12 @@ def _decisions(
     decide: Callable[[list[T]], list[R]],
 ) -> tuple[list[R | _Outcome | None] | None, Exception | None]:
     """Return, on the first rank, its decisions or one outcome for all; and the error of this rank."""
-    mine, cause = _attempted(kind, answer)
-    answers: list[T | _Failure] | None = [mine]
+    answer_here, cause = _attempted(kind, answer)
+    answers: list[T | _Failure] | None = [answer_here]
     if dist.is_initialized():
-        answers = [mine] * dist.get_world_size(process_group) if is_coordinator(process_group) else None
+        answers = [answer_here] * dist.get_world_size(process_group) if is_coordinator(process_group) else None
         with lost_ranks():
-            dist.gather_object(mine, answers, group=process_group, group_dst=0)
+            dist.gather_object(answer_here, answers, group=process_group, group_dst=0)
     if answers is None:
         return None, cause
     if failures := _failures(process_group, answers):
@@ -158,10 +158,10 @@ def _failures(process_group: dist.ProcessGroup | None, answers: Sequence[object]
     return {rank: answer for rank, answer in ranked if isinstance(answer, _Failure)}
 
 
-def _unless_failed(heard: R | _Outcome | None, cause: Exception | None) -> R:
-    if isinstance(heard, _Outcome):
-        heard.raise_it(cause)
-    return heard  # type: ignore[return-value]
+def _unless_failed(message: R | _Outcome | None, cause: Exception | None) -> R:
+    if isinstance(message, _Outcome):
+        message.raise_it(cause)
+    return message  # type: ignore[return-value]
 
 
 @contextmanager
@@ -193,8 +193,8 @@ def refuse_differing(process_group: dist.ProcessGroup | None, call: str, ranks: 
     Raises:
         ArgumentError: names the first argument that differs, and two ranks.
     """
-    for rank, given in zip(group_ranks(process_group), ranks, strict=True):
-        for name, value in given.items():
+    for rank, arguments in zip(group_ranks(process_group), ranks, strict=True):
+        for name, value in arguments.items():
             if value != ranks[0][name]:
                 first = group_ranks(process_group)[0]
                 raise ArgumentError(
@@ -263,13 +263,13 @@ def bits_of_all(process_group: dist.ProcessGroup | None, call: str, bits: int) -
     with lost_ranks():  # one exchange, as lengths are known; objects would take two
         dist.all_gather(notes, notes[0].clone(), group=process_group)
     calls = [bytes(note.tolist()).decode().rstrip().split(" ", 1) for note in notes]
-    first, *others = [(name, rank) for (_, name), rank in zip(calls, ranks, strict=True)]
-    if crossed := next((other for other in others if other[0] != first[0]), None):
+    first, *notes = [(name, rank) for (_, name), rank in zip(calls, ranks, strict=True)]
+    if crossed := next((note for note in notes if note[0] != first[0]), None):
         raise ArgumentError(
             f"rank {first[1]} called {first[0]}, and rank {crossed[1]} called {crossed[0]}: all ranks of the process "
             "group have to make the same calls in the same order, so look for a branch that only some of them take"
         )
-    return reduce(or_, [int(given) for given, _ in calls])
+    return reduce(or_, [int(bits_of_ranks) for bits_of_ranks, _ in calls])
 
 
 def group_ranks(process_group: dist.ProcessGroup | None) -> list[int]:
@@ -282,7 +282,7 @@ def place_in(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
     return (dist.get_rank(process_group), dist.get_world_size(process_group)) if dist.is_initialized() else (0, 1)
 
 
-def wire_device(process_group: dist.ProcessGroup | None, held: Collection[str]) -> torch.device:
+def wire_device(process_group: dist.ProcessGroup | None, device_types: Collection[str]) -> torch.device:
     """Return the device from which bytes can be exchanged.
 
     Args:
@@ -292,7 +292,7 @@ def wire_device(process_group: dist.ProcessGroup | None, held: Collection[str]) 
         return torch.device("cpu")
     backends = dict(part.split(":") for part in dist.get_backend_config(process_group).split(","))
     fast = [device for device, backend in backends.items() if device != "cpu" and backend != "gloo"]
-    if "cpu" in backends and (set(held) <= {"cpu"} or not fast):
+    if "cpu" in backends and (set(device_types) <= {"cpu"} or not fast):
         return torch.device("cpu")
     return torch.device(fast[0])
 

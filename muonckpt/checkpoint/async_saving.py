@@ -160,7 +160,7 @@ class Lane:
         self._asking = _gloo(process_group) if self.world else None
         if self.world:
             before_groups_end(self.wait)
-        self.lost: LostRankError | None = None
+        self.loss: LostRankError | None = None
 
     def submit(
         self,
@@ -188,7 +188,7 @@ class Lane:
             return LiveState.of(staged, "to save")
 
         def work() -> None:
-            with self._lost_together(path):
+            with self._failing_together(path):
                 write(details, self._group, self._plans, progress).run(copied)
             then()
 
@@ -198,7 +198,7 @@ class Lane:
         return self.last
 
     @contextmanager
-    def _lost_together(self, what: str) -> Iterator[None]:
+    def _failing_together(self, noun: str) -> Iterator[None]:
         """Let collectives in the block fail on all ranks if another rank has ended.
 
         Gloo tells only those that wait for that rank, and the others would wait for them.  So a rank that hears of it
@@ -207,33 +207,33 @@ class Lane:
         Raises:
             LostRankError: a rank was lost, now or before.
         """
-        if self.lost is not None:
-            raise self.lost
+        if self.loss is not None:
+            raise self.loss
         try:
             yield
         except Exception as error:
             if _world() is not self.world:
                 raise DestinationError(
-                    f"the process groups were ended while {what} was being saved: wait for it, with .result(), before "
+                    f"the process groups were ended while {noun} was being saved: wait for it, with .result(), before "
                     "that"
                 ) from error
             outcome = isinstance(error, MuonckptError) and not isinstance(error, Interrupted)
             if outcome or self._group is None:  # all ranks have it, or there are no others
                 raise
-            self.lost = LostRankError(
-                f"while {what} was being saved, a rank ended or did not answer in the time-out of the process group: "
+            self.loss = LostRankError(
+                f"while {noun} was being saved, a rank ended or did not answer in the time-out of the process group: "
                 "the other ranks cannot save any more, so start all of them again. Earlier checkpoints are as they "
                 "were, and this one, if it is there, is whole"
             )
             if _world() is self.world:  # it may have been ended meanwhile, and all groups with it
                 for group in (self._group, self._asking):
                     dist.destroy_process_group(group)
-            raise self.lost from error
+            raise self.loss from error
 
     def busy(self) -> bool:
-        mine = self.last is not None and not self.last.done()
-        with self._lost_together("a checkpoint"):
-            return decide_on_first(self._asking, DestinationError, lambda: mine, any)
+        is_busy = self.last is not None and not self.last.done()
+        with self._failing_together("a checkpoint"):
+            return decide_on_first(self._asking, DestinationError, lambda: is_busy, any)
 
     def settle(self) -> None:
         """Wait for the last save; unless its error was reported on a rank, raise or warn of it on all."""
@@ -241,7 +241,7 @@ class Lane:
             return
         last, unreported = self.last, self.last.unreported is not None
         if last.failed_on_all:
-            with self._lost_together(last.path):
+            with self._failing_together(last.path):
                 if not decide_on_first(self._asking, DestinationError, lambda: unreported, all):
                     last.mark_reported()
         last.settle()
@@ -345,8 +345,8 @@ def lane_of(process_group: dist.ProcessGroup | None, ask: Callable[[], None]) ->
         LostRankError: another rank was lost in an earlier save.
     """
     known = _lanes.get(process_group or _world())
-    if known is not None and known.lost is not None:  # the others may not be there to answer
-        raise known.lost
+    if known is not None and known.loss is not None:  # the others may not be there to answer
+        raise known.loss
     ask()
     end_in_order(_under_way)
     return _lane(process_group)
@@ -444,7 +444,7 @@ class HostCopy:
             places[name].copy_(part, non_blocking=part.is_cuda)
         for device in {part.device for part in distinct.values() if part.is_cuda}:
             torch.cuda.synchronize(device)
-        memo = {id(leaf.tensor): leaf.made(*(places[Elements.of(part)] for part in leaf.parts)) for leaf in staged}
+        memo = {id(leaf.tensor): leaf.rebuild(*(places[Elements.of(part)] for part in leaf.parts)) for leaf in staged}
         return deepcopy(dict(state_dict), memo)
 
     def _placed(self, forms: list[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
@@ -476,7 +476,7 @@ class _Staged(NamedTuple):
 
     tensor: Tensor
     parts: Sequence[Tensor]
-    made: Callable[..., Tensor]
+    rebuild: Callable[..., Tensor]
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Staged:

@@ -303,10 +303,10 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
         if len(forms) > 1:
             disputes.append((key, f": {_says(forms, lambda form: f'{form[0]} of shape {form[1]}')}"))
             continue
-        held = tuple(RankBoxes(ranks[at.place], kind.boxes) for kind, at in zip(kinds, holders, strict=True))
+        rank_boxes = tuple(RankBoxes(ranks[at.place], kind.boxes) for kind, at in zip(kinds, holders, strict=True))
         with about(f"tensor {key!r}"):
-            layout = held_layout(kinds[0].shape, held)
-        own = [
+            layout = held_layout(kinds[0].shape, rank_boxes)
+        shares_of_boxes = [
             share
             for at, kind in zip(holders, kinds, strict=True)
             for share in shares[at.place][1][at.item : at.item + len(kind.boxes)]
@@ -314,13 +314,15 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
         counted = []
         rows, begin = layout.by_box
         for replicas in np.split(rows, begin[1:-1]) if len(rows) else ():
-            values = _ranks_by((own[row], int(layout.buffers[layout.buffer[row]])) for row in replicas.tolist())
+            values = _ranks_by(
+                (shares_of_boxes[row], int(layout.buffers[layout.buffer[row]])) for row in replicas.tolist()
+            )
             if len(values) > 1:
                 box = layout.fragments[replicas[0]].box
                 disputes.append((key, f" box {box}: replicas differ: {_says(values, as_hex)}"))
             else:
                 replicated += len(replicas) > 1
-            counted.append(own[replicas[0]])
+            counted.append(shares_of_boxes[replicas[0]])
         tensors[key] = TensorPrint(kinds[0].shape, kinds[0].dtype, as_hex(combine(*counted)))
     return HeldTogether(tensors, replicated, tuple(disputes))
 
@@ -345,14 +347,14 @@ def _says(ranks: Mapping[K, Sequence[int]], shown: Callable[[K], str]) -> str:
 def differing(live: Mapping[str, TensorPrint], expected: Mapping[str, TensorPrint]) -> Iterator[str]:
     """Yield a phrase for each key that differs."""
     for key in sorted(live.keys() | expected.keys()):
-        here, there = live.get(key), expected.get(key)
-        if here is None:
+        live_print, expected_print = live.get(key), expected.get(key)
+        if live_print is None:
             yield f"{key!r} is missing"
-        elif there is None:
+        elif expected_print is None:
             yield f"{key!r} is not expected"
-        elif here.shape != there.shape:
-            yield f"{key!r} has shape {here.shape}, expected {there.shape}"
-        elif here.dtype != there.dtype:
-            yield f"{key!r} is {here.dtype}, expected {there.dtype}"
-        elif here.fingerprint != there.fingerprint:
-            yield f"{key!r} has fingerprint {here.fingerprint}, expected {there.fingerprint}"
+        elif live_print.shape != expected_print.shape:
+            yield f"{key!r} has shape {live_print.shape}, expected {expected_print.shape}"
+        elif live_print.dtype != expected_print.dtype:
+            yield f"{key!r} is {live_print.dtype}, expected {expected_print.dtype}"
+        elif live_print.fingerprint != expected_print.fingerprint:
+            yield f"{key!r} has fingerprint {live_print.fingerprint}, expected {expected_print.fingerprint}"

@@ -87,14 +87,14 @@ class RankState:
 
     def boxes(self, keys: Collection[str]) -> RankState:
         """Return where the tensors of some keys are, without paths and names."""
-        chosen = {
+        numbers = {
             key: number
             for key, number in zip(self.keys, self.numbers, strict=True)
             if key in keys and self.kinds[number] is not None
         }
         options = tuple(optimizer.options for optimizer in self.optimizers)
         optimizers = self.optimizers if any(key.startswith(options) for key, _ in self.tensors()) else ()
-        return RankState(tuple(chosen), tuple(chosen.values()), self.kinds, optimizers=optimizers)
+        return RankState(tuple(numbers), tuple(numbers.values()), self.kinds, optimizers=optimizers)
 
     def renumbered(self, numbers: Mapping[str, Sequence[int]]) -> RankState:
         """Return the state with other numbers for parameter groups, by the beginning of the keys of their options."""
@@ -233,15 +233,15 @@ class LiveState:
                 names.append(None)
                 continue
             note = annotations.get(self.paths[key], _UNKNOWN)
-            here = tuple((lo, part.shape, part.dtype) for lo, part in parts.items())
+            local_boxes = tuple((lo, part.shape, part.dtype) for lo, part in parts.items())
             layout = id(note.layout)  # tensors mostly share one object
             shape = whole_shape(value)
             number = kinds.setdefault(
-                (value.dtype, shape, here, note.slot, note.convention, note.pieces, layout), len(kinds)
+                (value.dtype, shape, local_boxes, note.slot, note.convention, note.pieces, layout), len(kinds)
             )
             if number == len(distinct):
-                boxes = tuple(Box.of(tuple(size)).shift(lo) for lo, size, _ in here)
-                for box, (_, _, dtype) in zip(boxes, here, strict=True):
+                boxes = tuple(Box.of(tuple(size)).shift(lo) for lo, size, _ in local_boxes)
+                for box, (_, _, dtype) in zip(boxes, local_boxes, strict=True):
                     if dtype != value.dtype:
                         raise LayoutError(f"tensor {key!r}: box {box} is {dtype}, the tensor is {value.dtype}")
                 distinct.append(HeldTensor(dtype_name(value.dtype), shape, boxes, replace(note, name=None)))
@@ -342,13 +342,13 @@ def nested_state(state_dict: Mapping[str, Any], purpose: str) -> dict[str, Any]:
     return nested
 
 
-def refuse_no_state_dict(given: object, purpose: str) -> None:
-    if not isinstance(given, Mapping):
-        swapped = isinstance(given, str | os.PathLike)
+def refuse_no_state_dict(value: object, purpose: str) -> None:
+    if not isinstance(value, Mapping):
+        swapped = isinstance(value, str | os.PathLike)
         order = "; the state dict is the first argument, and the path comes after it"
-        made = f". Write {STATE_LINE}, and give {STATE_DICT}"
+        line = f". Write {STATE_LINE}, and give {STATE_DICT}"
         raise ArgumentError(
-            f"expected a state dict {purpose}, found {type(given).__name__}{order if swapped else made}"
+            f"expected a state dict {purpose}, found {type(value).__name__}{order if swapped else line}"
         )
 
 
@@ -404,17 +404,17 @@ def refuse_other_groups(ranks: Sequence[RankState], digests: Sequence[Digests]) 
                 options = {option: digests[rank].get(items[key]) for option, key in keys.get(number, {}).items()}
                 values = {option: digest for option, digest in options.items() if option not in NAMES_OF_GROUPS}
                 for name in names:
-                    first, others = homes.setdefault((optimizer.key, name), (rank, values))
-                    for option in sorted(values.keys() | others.keys()):
-                        if values.get(option) != others.get(option):
+                    first, first_values = homes.setdefault((optimizer.key, name), (rank, values))
+                    for option in sorted(values.keys() | first_values.keys()):
+                        if values.get(option) != first_values.get(option):
                             raise other_options(f"{option} of {name}", first, rank)
 
 
-def other_options(option: str, first: int, other: int) -> LayoutError:
+def other_options(option: str, first: int, other_rank: int) -> LayoutError:
     return LayoutError(
-        f"{option}: ranks {first} and {other} have different values for the same parameters, of which only one can be "
-        "kept: set options alike on all ranks that hold a parameter; and where ranks train other parameters, as stages "
-        "of a pipeline do, save get_optimizer_state_dict(model, optimizer), which names them, in place of optimizer or "
+        f"{option}: ranks {first} and {other_rank} have different values for the same parameters, of which only one "
+        "can be kept: set options alike on all ranks that hold a parameter; and where ranks train other parameters, as "
+        "stages of a pipeline do, save get_optimizer_state_dict(model, optimizer), which names them, in place of optimizer or "
         "optimizer.state_dict()"
     )
 
@@ -437,7 +437,7 @@ def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[Holder]]:
 
 
 @lru_cache(maxsize=65536)
-def held_layout(shape: Index, held: tuple[RankBoxes, ...], ranks: tuple[int, ...] = ()) -> TensorLayout:
+def held_layout(shape: Index, rank_boxes: tuple[RankBoxes, ...], ranks: tuple[int, ...] = ()) -> TensorLayout:
     """Return the layout of a tensor on its ranks, with offsets as if a rank's boxes lay dense and end to end.
 
     Args:
@@ -447,14 +447,14 @@ def held_layout(shape: Index, held: tuple[RankBoxes, ...], ranks: tuple[int, ...
         LayoutError: nobody holds some elements, or boxes overlap in part.
     """
     try:
-        return TensorLayout.of(shape, _fragments(held))
+        return TensorLayout.of(shape, _fragments(rank_boxes))
     except LayoutError:
-        in_words = _fragments(held, lambda rank: f"rank {ranks[rank] if ranks else rank}")
+        in_words = _fragments(rank_boxes, lambda rank: f"rank {ranks[rank] if ranks else rank}")
         return TensorLayout.of(shape, in_words)  # raises the same
 
 
-def _fragments(held: Iterable[RankBoxes], name: Callable[[int], Buffer] = int) -> Iterator[Fragment]:
-    for rank, boxes in held:
+def _fragments(rank_boxes: Iterable[RankBoxes], name: Callable[[int], Buffer] = int) -> Iterator[Fragment]:
+    for rank, boxes in rank_boxes:
         start = 0
         for box in boxes:
             yield dense(box, name(rank), start)
@@ -468,7 +468,7 @@ def unheld(shape: Index, boxes: Iterable[Box]) -> list[Box]:
 
 
 @lru_cache(maxsize=65536)
-def asked_layouts(shape: Index, held: tuple[RankBoxes, ...]) -> tuple[TensorLayout, ...]:
+def asked_layouts(shape: Index, rank_boxes: tuple[RankBoxes, ...]) -> tuple[TensorLayout, ...]:
     """Return the layouts in which ranks want a tensor, each rank in one of them.
 
     There is one, unless boxes overlap in part, as when two inference engines cut tensors differently.
@@ -476,7 +476,7 @@ def asked_layouts(shape: Index, held: tuple[RankBoxes, ...]) -> tuple[TensorLayo
     Raises:
         LayoutError: the boxes of one rank overlap, or reach outside the tensor.
     """
-    return tuple(filled_layout(shape, together) for together in _apart(held))
+    return tuple(filled_layout(shape, ranks) for ranks in _apart(rank_boxes))
 
 
 def filled_layout(shape: Index, ranks: Iterable[RankBoxes]) -> TensorLayout:
@@ -488,10 +488,10 @@ def filled_layout(shape: Index, ranks: Iterable[RankBoxes]) -> TensorLayout:
     return TensorLayout.of(shape, fragments)
 
 
-def _apart(held: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
+def _apart(rank_boxes: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
     """Distribute ranks to few lists, in each of which boxes are equal or disjoint."""
     numbers: dict[Box, int] = {}
-    for _, boxes in held:
+    for _, boxes in rank_boxes:
         for box in boxes:
             numbers.setdefault(box, len(numbers))
     lo = np.array([box.lo or (0,) for box in numbers], np.int64)
@@ -501,16 +501,16 @@ def _apart(held: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
         if i != j:
             against[int(i)].add(int(j))
     lists: list[tuple[list[RankBoxes], set[int]]] = []
-    for asking in held:
-        mine = {numbers[box] for box in asking.boxes}
-        barred = set().union(*(against[number] for number in mine)) - mine if against else set()
-        for members, taken in lists:
-            if not barred & taken:
+    for asking in rank_boxes:
+        own_numbers = {numbers[box] for box in asking.boxes}
+        barred_numbers = set().union(*(against[number] for number in own_numbers)) - own_numbers if against else set()
+        for members, numbers_in_list in lists:
+            if not barred_numbers & numbers_in_list:
                 members.append(asking)
-                taken |= mine
+                numbers_in_list |= own_numbers
                 break
         else:
-            lists.append(([asking], mine))
+            lists.append(([asking], own_numbers))
     return [members for members, _ in lists]
 
 
@@ -526,31 +526,31 @@ def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[i
     Raises:
         LayoutError: names the tensor, and the rank or the box that is missing.
     """
-    asked: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    kinds_of: defaultdict[str, dict[int, int]] = defaultdict(dict)
     for rank, (state, _) in ranks.items():
         for key, number in zip(state.keys, state.numbers, strict=True):
-            asked[key][rank] = number
+            kinds_of[key][rank] = number
     proved = set()
-    for key, numbers in asked.items():
+    for key, numbers in kinds_of.items():
         name = tuple(numbers.items())
         if name in proved:
             continue
         proved.add(name)
         shape: Index = ()
-        boxes, placed = list[Box](), False
+        boxes, has_placements = list[Box](), False
         for rank, number in numbers.items():
             state, holders = ranks[rank]
             kind = state.kinds[number]
             assert kind is not None, "what is not a tensor is not asked for so"
             shape, boxes = kind.shape, [*boxes, *kind.boxes]
-            placed |= bool(holders[number])
-            for lacking in (holder for holder in holders[number] if holder in ranks and holder not in numbers):
+            has_placements |= bool(holders[number])
+            for rank_without in (holder for holder in holders[number] if holder in ranks and holder not in numbers):
                 raise LayoutError(
                     f"tensor {key!r} is in the state dict of rank {rank}, whose placements give a part of it to rank "
-                    f"{lacking}, but not in that of rank {lacking}, where that part would stay as it was: load with "
-                    "the same keys on all ranks that hold the tensor"
+                    f"{rank_without}, but not in that of rank {rank_without}, where that part would stay as it was: "
+                    "load with the same keys on all ranks that hold the tensor"
                 )
-        if placed or len(numbers) == len(ranks):
+        if has_placements or len(numbers) == len(ranks):
             continue
         for hole in unheld(shape, boxes):
             raise LayoutError(

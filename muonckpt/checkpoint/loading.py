@@ -635,14 +635,16 @@ def _run(joint: JointLoad, path: object) -> LoadReport:
             raise
         raise DamageError(str(error), joint.advice()) from error
     if matching.own_options:
-        own = "; ".join(matching.own_options)
-        warn_on_rank(f"{path} does not say options, which stay as the running optimizer's: {own}", stacklevel=4)
+        kept_options = "; ".join(matching.own_options)
+        warn_on_rank(
+            f"{path} does not say options, which stay as the running optimizer's: {kept_options}", stacklevel=4
+        )
     for doubt in matching.doubts:
         warn_on_rank(f"{path}: {doubt}", stacklevel=4)
-    if dropped := dropped_by_torch(matching.added):
+    if dropped_options := dropped_by_torch(matching.added):
         warn_on_rank(
-            f"{path} has {', '.join(dropped)}, which torch's set_state_dict drops from a flattened state dict, because "
-            "the running optimizer's groups have no such option; a scheduler would then begin at the loaded lr: give "
+            f"{path} has {', '.join(dropped_options)}, which torch's set_state_dict drops from a flattened state dict, "
+            "because the running optimizer's groups have no such option; a scheduler would then begin at the loaded lr: give "
             "the groups that option, of any value, before get_state_dict (a scheduler that is made then does), or load "
             "a nested state dict",
             stacklevel=4,

@@ -224,11 +224,11 @@ class NodeCopy:
         blocks = [torch.empty(_BAND_BYTES * files, dtype=torch.uint8) for files in (1, len(origins))]
         failure: Exception | None = None
         with ExitStack() as files:
-            own, outputs = -1, list[Writing]()
+            handle, outputs = -1, list[Writing]()
             try:
                 if sizes[here]:
-                    own = os.open(self._staged / rank_file(here), os.O_RDONLY | os.O_CLOEXEC)
-                    files.callback(os.close, own)
+                    handle = os.open(self._staged / rank_file(here), os.O_RDONLY | os.O_CLOEXEC)
+                    files.callback(os.close, handle)
                 for place in origins:
                     outputs += [files.enter_context(create_file(self._staged / rank_file(place), sizes[place]))]
             except OSError as error:
@@ -241,7 +241,7 @@ class NodeCopy:
                     take[place] = lengths[place]
                 send, receive = (block[: sum(splits)] for block, splits in zip(blocks, (give, take), strict=True))
                 if failure is None and lengths[here]:
-                    os.preadv(own, [send.numpy().data], start)
+                    os.preadv(handle, [send.numpy().data], start)
                     digest.update(send.numpy().data)
                 exchange(self._group, send, give, receive, take)
                 parcels = torch.split(receive, [lengths[place] for place in origins])

@@ -84,11 +84,11 @@ def stored_of(ranks: Sequence[int], offers: Sequence[Offer], place: tuple[int, i
         objects = [*offer.objects()]
         blobs: list[StateRecord | Blob] = [blob for blob, _ in objects]
         for entry in (*offer.state.records(), *blobs):
-            known, first = entries.setdefault(entry.key, (entry, rank))
-            if _kind(known) != _kind(entry):
+            entry_before, first = entries.setdefault(entry.key, (entry, rank))
+            if _kind(entry_before) != _kind(entry):
                 raise LayoutError(
-                    f"{entry.key!r} is {_kind(known)} in the source of rank {first}, and {_kind(entry)} in that of "
-                    f"rank {rank}"
+                    f"{entry.key!r} is {_kind(entry_before)} in the source of rank {first}, and {_kind(entry)} in that "
+                    f"of rank {rank}"
                 )
         for blob, digest in objects:
             digests[blob.key][number] = digest
@@ -96,10 +96,10 @@ def stored_of(ranks: Sequence[int], offers: Sequence[Offer], place: tuple[int, i
         options = {**offer.options, **options}
     optimizers = optimizers_of(entry.path for entry, _ in entries.values())
     for key, of_ranks in digests.items():
-        path, (first, *others) = entries[key][0].path, of_ranks
-        if other := next((number for number in others if of_ranks[number] != of_ranks[first]), None):
+        path, (first, *other_numbers) = entries[key][0].path, of_ranks
+        if other_number := next((number for number in other_numbers if of_ranks[number] != of_ranks[first]), None):
             if is_of_optimizer(path, optimizers):
-                raise other_options(repr(key), ranks[first], ranks[other])
+                raise other_options(repr(key), ranks[first], ranks[other_number])
             for number in of_ranks:
                 value = _blob(*rank_key(key, path, number, len(ranks)), offers[number].pickled[key])
                 entries[value.key], items[value.key] = (value, ranks[number]), offers[number].pickled[key]

@@ -291,8 +291,8 @@ class _Planner:
             if not requests or 0 in tensor.shape:
                 continue
             able, divisible = self._able_ranks(tensor)
-            alike = tuple(id(asked.ranks) for asked in requests)
-            geometry = tensor.shape, tensor.dtype, tensor.boxes, able, divisible, alike
+            request_ids = tuple(id(asked.ranks) for asked in requests)
+            geometry = tensor.shape, tensor.dtype, tensor.boxes, able, divisible, request_ids
             if geometry not in periods:
                 periods[geometry] = _turns(tensor, requests, divisible)
             # Small tensors that follow one another have one reader, which then reads them at once.
@@ -405,19 +405,19 @@ def _turns(tensor: StateRecord, requests: Sequence[AskedTensor], divisible: Sequ
 
 def _needs_by_chunk(boxes: Sequence[Box], requests: Sequence[AskedTensor]) -> Mapping[int, list[_Need]]:
     """Return the needs of all ranks, by the numbers of chunks."""
-    asked = [(box, of_rank.rank) for request in requests for of_rank in request.ranks for box in of_rank.boxes]
+    boxes_asked = [(box, of_rank.rank) for request in requests for of_rank in request.ranks for box in of_rank.boxes]
     corners = (
         np.array([corner or (side,) for corner in side_corners], np.int64)
         for side, side_corners in (
             (0, [box.lo for box in boxes]),
             (1, [box.hi for box in boxes]),
-            (0, [box.lo for box, _ in asked]),
-            (1, [box.hi for box, _ in asked]),
+            (0, [box.lo for box, _ in boxes_asked]),
+            (1, [box.hi for box, _ in boxes_asked]),
         )
     )
     needs: defaultdict[int, list[_Need]] = defaultdict(list)
     for chunk, number in zip(*overlaps(*corners), strict=True):
-        box, place = asked[int(number)]
+        box, place = boxes_asked[int(number)]
         common = box & boxes[int(chunk)]
         if common is None or not common.numel:  # of a chunk without elements
             continue

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -329,14 +330,14 @@ def _optimizer_places(
     """Return where optimizers are: saved as one, by get_state_dict(model, [one, other]), or each at its key."""
     if not optimizers:
         return []
-    together = _optimizer_forms(loaded, model, optimizers)
+    joint_forms = _optimizer_forms(loaded, model, optimizers)
     if len(optimizers) == 1:
-        return [template.place("the optimizer", together)]
-    apart = [_optimizer_forms(loaded, model, [optimizer]) for optimizer in optimizers]
-    most_apart = max((place.matching for forms in apart for place in template.best_places(forms)), default=0)
-    if any(place.matching > most_apart for place in template.best_places(together)):
-        return [template.place("the optimizers", together)]
-    return [template.place(f"optimizer {number}", forms) for number, forms in enumerate(apart)]
+        return [template.place("the optimizer", joint_forms)]
+    forms_of_each = [_optimizer_forms(loaded, model, [optimizer]) for optimizer in optimizers]
+    best_match = max((place.matching for forms in forms_of_each for place in template.best_places(forms)), default=0)
+    if any(place.matching > best_match for place in template.best_places(joint_forms)):
+        return [template.place("the optimizers", joint_forms)]
+    return [template.place(f"optimizer {number}", forms) for number, forms in enumerate(forms_of_each)]
 
 
 def _optimizer_forms(loaded: LoadedState, model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Mapping[str, Any]]:
@@ -381,9 +382,9 @@ class _Template:
             for path in paths.values():
                 counts.update(self._roots(tuple(path)))
             places += [_Place(root, state, count) for root, count in counts.items()]
-        most = max((place.matching for place in places), default=0)
+        best_match = max((place.matching for place in places), default=0)
         # Of two forms that fit one place equally, either will do.
-        return [*{place.root: place for place in places if place.matching == most}.values()]
+        return [*{place.root: place for place in places if place.matching == best_match}.values()]
 
     def place(self, name: str, forms: Sequence[Mapping[str, Any]]) -> _Place:
         """Return the one place of a state.
@@ -405,9 +406,9 @@ class _Template:
             )
         return places[0]
 
-    def _roots(self, ending: KeyPath) -> list[KeyPath]:
+    def _roots(self, suffix: KeyPath) -> list[KeyPath]:
         """Return what stands before this ending in paths of the template."""
-        length = len(ending)
+        length = len(suffix)
         if length not in self._roots_by_length:
             roots: defaultdict[KeyPath, list[KeyPath]] = defaultdict(list)
             for path in sorted(self._paths, key=str):
@@ -415,7 +416,7 @@ class _Template:
                     cut = len(path) - length
                     roots[path[cut:]].append(path[:cut])
             self._roots_by_length[length] = dict(roots)
-        return self._roots_by_length[length].get(ending, [])
+        return self._roots_by_length[length].get(suffix, [])
 
 
 # --- The comparison ---------------------------------------------------------------------------------------------------
@@ -490,37 +491,38 @@ def compare(
         )
 
     def decide(answers: list[_RankAnswer]) -> ResumeProof:
-        held = held_together(group_ranks(process_group), [each.shares for each in answers])
-        template_keys = frozenset[str]().union(*(each.template_keys for each in answers))
-        covered_keys = frozenset[str]().union(*(each.covered_keys for each in answers))
+        live_tensors = held_together(group_ranks(process_group), [answer.shares for answer in answers])
+        template_keys = frozenset[str]().union(*(answer.template_keys for answer in answers))
+        covered_keys = frozenset[str]().union(*(answer.covered_keys for answer in answers))
         # Values, of whichever rank has them.
-        differences = {each.key: each for one in answers for each in one.differences}
+        of_all = chain.from_iterable(answer.differences for answer in answers)
+        differences = {difference.key: difference for difference in of_all}
         # Tensors that ranks should hold alike.
-        for key, phrase in held.disputes:
+        for key, phrase in live_tensors.disputes:
             differences.setdefault(
                 key, ResumeDifference(key, loaded.prints.get(key, ABSENT), _Dispute(phrase.lstrip(": ")))
             )
         # Tensors: those that were loaded have to be there, with the elements that they had.
         for key, saved in loaded.prints.items():
-            live = held.tensors.get(key, ABSENT)
+            live = live_tensors.tensors.get(key, ABSENT)
             if live != saved and (live is not ABSENT or key in covered_keys or key not in template_keys):
                 differences.setdefault(key, ResumeDifference(key, saved, live))
         # Tensors that were not loaded: they began anew, or are of no state that was restored.
-        new_keys = held.tensors.keys() - loaded.prints.keys() - differences.keys()
+        new_keys = live_tensors.tensors.keys() - loaded.prints.keys() - differences.keys()
         for key in new_keys - template_keys:
-            differences[key] = ResumeDifference(key, ABSENT, held.tensors[key])
-        unloaded_items = frozenset[str]().union(*(each.unloaded_items for each in answers)) - differences.keys()
-        unchecked = sorted(frozenset[str]().union(*(each.unchecked for each in answers)))
-        if anew := sorted((new_keys & template_keys) | unloaded_items):
-            unchecked.append(f"{_in_short(anew)}, which began anew, or have no recorded fingerprint")
-        if names := sorted(frozenset[str]().union(*(each.unrestored for each in answers))):
+            differences[key] = ResumeDifference(key, ABSENT, live_tensors.tensors[key])
+        unloaded_items = frozenset[str]().union(*(answer.unloaded_items for answer in answers)) - differences.keys()
+        unchecked = sorted(frozenset[str]().union(*(answer.unchecked for answer in answers)))
+        if new_items := sorted((new_keys & template_keys) | unloaded_items):
+            unchecked.append(f"{_in_short(new_items)}, which began anew, or have no recorded fingerprint")
+        if names := sorted(frozenset[str]().union(*(answer.unrestored for answer in answers))):
             unchecked.append(f"{_in_short(names)}, which the checkpoint does not have")
         if loaded.unloaded_keys:
             unchecked.append(f"{_in_short(loaded.unloaded_keys)}, which allow_extra left in the checkpoint")
         return ResumeProof(
             step,
-            len(loaded.prints.keys() & held.tensors.keys() - differences.keys()),
-            max(each.equal_items for each in answers),
+            len(loaded.prints.keys() & live_tensors.tensors.keys() - differences.keys()),
+            max(answer.equal_items for answer in answers),
             tuple(differences[key] for key in sorted(differences)),
             tuple(unchecked),
         )
@@ -574,25 +576,25 @@ def _difference(live: LiveState, key: str, saved: Any, value: Any, path: KeyPath
     return ResumeDifference(key, saved, value, parameter=parameter)
 
 
-def same_value(one: Any, other: Any) -> bool:
+def same_value(value: Any, other: Any) -> bool:
     """Return whether two values of a state dict are the same, bit for bit where they are numbers or arrays.
 
     Lists and tuples are the same, because a format may keep either, and so are two NaN.
     """
-    match one, other:
+    match value, other:
         case Mapping(), Mapping():
-            return one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one)
+            return value.keys() == other.keys() and all(same_value(value[key], other[key]) for key in value)
         case (list() | tuple(), list() | tuple()):
-            return len(one) == len(other) and all(map(same_value, one, other))
+            return len(value) == len(other) and all(map(same_value, value, other))
         case Tensor(), Tensor():
-            alike = one.dtype == other.dtype and one.shape == other.shape
-            return alike and torch.equal(
-                *(each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in (one, other))
+            is_alike = value.dtype == other.dtype and value.shape == other.shape
+            return is_alike and torch.equal(
+                *(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in (value, other))
             )
         case np.ndarray(), np.ndarray():
-            return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+            return value.dtype == other.dtype and value.shape == other.shape and value.tobytes() == other.tobytes()
         case (bool(), _) | (_, bool()):
-            return one is other
+            return value is other
         case (int() | float(), int() | float()):
-            return one == other or (one != one and other != other)
-    return type(one) is type(other) and (one == other or pickle.dumps(one) == pickle.dumps(other))
+            return value == other or (value != value and other != other)
+    return type(value) is type(other) and (value == other or pickle.dumps(value) == pickle.dumps(other))

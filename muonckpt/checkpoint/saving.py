@@ -68,15 +68,17 @@ class AgreedPlan:
     """
 
     name: bytes
-    held: RankState
+    state: RankState
     share: RankItems
-    alike: AlikeItems
-    whole: WholePlan | None
+    common_items: AlikeItems
+    joint_plan: WholePlan | None
 
     def digests(self, live: LiveState) -> dict[int, int]:
         """Return a digest of all that has to be alike, by the number that its holders have."""
-        joined = {holders: b"".join(map(live.digests.__getitem__, items)) for holders, items in self.alike.items()}
-        return {holders: xxh3_64_intdigest(digests) for holders, digests in joined.items()}
+        joint_digests = {
+            holders: b"".join(map(live.digests.__getitem__, items)) for holders, items in self.common_items.items()
+        }
+        return {holders: xxh3_64_intdigest(digests) for holders, digests in joint_digests.items()}
 
 
 class AgreedPlans:
@@ -87,8 +89,8 @@ class AgreedPlans:
 
     def fitting(self, live: LiveState) -> dict[bytes, dict[int, int]]:
         """Return the names of plans that were made when the rank held the same, newest first, with their `digests`."""
-        held = live.described
-        return {plan.name: plan.digests(live) for plan in reversed(self._plans.values()) if plan.held == held}
+        state = live.described
+        return {plan.name: plan.digests(live) for plan in reversed(self._plans.values()) if plan.state == state}
 
     def __getitem__(self, name: bytes) -> AgreedPlan:
         return self._plans[name]
@@ -137,7 +139,7 @@ class JointSave:
         """The provenance, as it will be read."""
         self._staged: Location | None = None
         """On the coordinator, until it is published; removed if the save fails."""
-        self._held: int | None = None
+        self._lock_descriptor: int | None = None
         """The descriptor of its lock, which tells other saves that this one lives."""
 
     @gc_paused()
@@ -157,8 +159,8 @@ class JointSave:
                 publish.discard(self._staged)
             raise
         finally:
-            if self._held is not None:
-                os.close(self._held)
+            if self._lock_descriptor is not None:
+                os.close(self._lock_descriptor)
 
     def _arguments(self) -> Mapping[str, object]:
         self._destination, self._details = location(self._path, DestinationError), as_json(self._provenance)
@@ -169,7 +171,7 @@ class JointSave:
             publish.remove_abandoned(self._destination)
             self._staged = publish.reserve(self._destination)
             if isinstance(self._staged, Path):
-                self._held = lock.lock_directory(self._staged)
+                self._lock_descriptor = lock.lock_directory(self._staged)
         except lock.InUse:
             raise DestinationError(f"{self._destination} is being written by another save; choose another") from None
         except OSError as error:
@@ -200,47 +202,47 @@ def agreed(
     def fitting() -> tuple[Mapping[str, object], dict[bytes, dict[int, int]]]:
         nonlocal live
         live = state()
-        given = arguments()
+        checked_arguments = arguments()
         refuse_unstorable(live.flat)
-        return given, plans.fitting(live)
+        return checked_arguments, plans.fitting(live)
 
     def choose(ranks: list[tuple[Mapping[str, object], dict[bytes, dict[int, int]]]]) -> tuple[bytes, T] | None:
-        refuse_differing(process_group, "save", [given for given, _ in ranks])
-        known = [digests for _, digests in ranks]
-        common = (name for name in known[0] if all(name in digests for digests in known))
-        name = next((name for name in common if _agree([digests[name] for digests in known])), None)
+        refuse_differing(process_group, "save", [checked_arguments for checked_arguments, _ in ranks])
+        digests_by_plan = [digests for _, digests in ranks]
+        common = (name for name in digests_by_plan[0] if all(name in digests for digests in digests_by_plan))
+        name = next((name for name in common if _agree([digests[name] for digests in digests_by_plan])), None)
         return None if name is None else (name, reserve())
 
-    chosen = decide_on_first(process_group, DestinationError, fitting, choose)
-    if chosen is not None:
-        return live, plans[chosen[0]], chosen[1]
-    whole: WholePlan | None = None
+    decision = decide_on_first(process_group, DestinationError, fitting, choose)
+    if decision is not None:
+        return live, plans[decision[0]], decision[1]
+    joint_plan: WholePlan | None = None
 
     def deal(ranks: list[tuple[RankState, Digests]]) -> list[tuple[bytes, RankItems, AlikeItems, T]]:
-        nonlocal whole
-        whole = WholePlan.of([state for state, _ in ranks], [digests for _, digests in ranks])
+        nonlocal joint_plan
+        joint_plan = WholePlan.of([state for state, _ in ranks], [digests for _, digests in ranks])
         name, place = secrets.token_bytes(16), reserve()
-        return [(name, *of_rank, place) for of_rank in zip(whole.shares, whole.alike, strict=True)]
+        return [(name, *of_rank, place) for of_rank in zip(joint_plan.shares, joint_plan.common_items, strict=True)]
 
-    def told() -> tuple[RankState, Digests]:
+    def describe() -> tuple[RankState, Digests]:
         return live.described, live.digests
 
-    name, share, alike, place = scatter_from_first(process_group, DestinationError, told, deal)
-    plan = AgreedPlan(name, live.described, share, alike, whole)
+    name, share, common_items, place = scatter_from_first(process_group, DestinationError, describe, deal)
+    plan = AgreedPlan(name, live.described, share, common_items, joint_plan)
     plans.keep(plan)
     return live, plan, place
 
 
 def _agree(ranks: Sequence[Mapping[int, int]]) -> bool:
     """Return whether the ranks that hold the same objects have the same digest of them."""
-    first: dict[int, int] = {}
-    told = chain.from_iterable(digests.items() for digests in ranks)
-    return all(first.setdefault(holders, digest) == digest for holders, digest in told)
+    digest_of_holders: dict[int, int] = {}
+    entries = chain.from_iterable(digests.items() for digests in ranks)
+    return all(digest_of_holders.setdefault(holders, digest) == digest for holders, digest in entries)
 
 
 def described(plan: AgreedPlan, receipts: Sequence[bytes], details: Mapping[str, Any]) -> Manifest:
     """Return the manifest of what ranks have written, on the coordinator; raises as `WholePlan.manifest`."""
-    assert plan.whole is not None, "this is the coordinator"
+    assert plan.joint_plan is not None, "this is the coordinator"
     provenance = {
         "program": PROGRAM,
         "torch": torch.__version__,
@@ -249,7 +251,7 @@ def described(plan: AgreedPlan, receipts: Sequence[bytes], details: Mapping[str,
         "world": len(receipts),
         **details,
     }
-    return plan.whole.manifest(receipts, provenance)
+    return plan.joint_plan.manifest(receipts, provenance)
 
 
 def as_json(provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,8 +311,10 @@ def save(
 
 def write_share(live: LiveState, share: RankItems, file: Location, progress: SaveProgress) -> bytes:
     """Write a rank's file, digest what it holds as a witness, and return its receipt."""
-    written, seen = ([live.items[number] for number in numbers] for numbers in share)
-    return b"".join((*write_items(live, written, file, progress), *(_witness(live, item) for item in seen)))
+    stored_items, witness_items = ([live.items[number] for number in numbers] for numbers in share)
+    return b"".join(
+        (*write_items(live, stored_items, file, progress), *(_witness(live, item) for item in witness_items))
+    )
 
 
 def write_items(live: LiveState, items: Sequence[Item], file: Location, progress: SaveProgress) -> list[bytes]:

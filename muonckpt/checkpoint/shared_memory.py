@@ -104,13 +104,13 @@ def tied_origins(target: LiveState, origins: Mapping[str, str], zeros: Collectio
             if not part.numel() or not elements.start:  # of a class that has no memory of its own
                 continue
             _refuse_losing(key, elements)
-            other, other_lo = places.setdefault(elements, (key, lo))
-            origin, other_origin = origins.get(key), origins.get(other)
-            if (other, other_lo) == (key, lo):
+            first_key, first_lo = places.setdefault(elements, (key, lo))
+            origin, other_origin = origins.get(key), origins.get(first_key)
+            if (first_key, first_lo) == (key, lo):
                 continue
-            whole = whole_shape(target.flat[key]) == whole_shape(target.flat[other])
-            if other == key or lo != other_lo or not whole or (origin is None) != (other_origin is None):
-                raise _losing_both(other, key)
+            whole = whole_shape(target.flat[key]) == whole_shape(target.flat[first_key])
+            if first_key == key or lo != first_lo or not whole or (origin is None) != (other_origin is None):
+                raise _losing_both(first_key, key)
             if origin != other_origin and origin is not None and other_origin is not None:
                 tied.add((other_origin, origin))
     if pair := _first_clash([*places], [True] * len(places)):
@@ -132,19 +132,19 @@ def _refuse_losing(key: str, elements: Elements) -> None:
         )
 
 
-def _losing_both(one: str, other: str) -> LayoutError:
+def _losing_both(key: str, other_key: str) -> LayoutError:
     return LayoutError(
-        f"tensors {one!r} and {other!r} share memory, and are not one whole tensor, as tied weights are, so that only "
-        "the values of one of them would be left there: give memory of its own to each (tensor.clone()), or leave one "
+        f"tensors {key!r} and {other_key!r} share memory, and are not one whole tensor, as tied weights are, so that "
+        "only the values of one of them would be left there: give memory of its own to each (tensor.clone()), or leave one "
         "out of the state dict and name it in allow_extra"
     )
 
 
-def differing_ties(one: str, other: str, source: object) -> str:
+def differing_ties(key: str, other_key: str, source: object) -> str:
     """Return the words for two tensors of a source that differ, and come into one memory."""
     return (
-        f"tensors {one!r} and {other!r} differ in {source}, and lie in the same memory here, as tied weights do, so "
-        "that only one of them would be left: load them into a model whose weights are not tied, or leave one out of "
+        f"tensors {key!r} and {other_key!r} differ in {source}, and lie in the same memory here, as tied weights do, "
+        "so that only one of them would be left: load them into a model whose weights are not tied, or leave one out of "
         "the state dict and name it in allow_extra"
     )
 
@@ -159,14 +159,14 @@ def check_apart(source: Mapping[str, Parts], target: Mapping[str, Parts], origin
         LayoutError: names the tensors.
     """
     places = [(key, Elements.of(part)) for key, parts in source.items() for part in parts.values()]
-    num_read, written = len(places), dict[Elements, str]()
+    num_read, target_places = len(places), dict[Elements, str]()
     for key, parts in target.items():
-        same = source.get(origins.get(key, ""), {})
+        source_parts = source.get(origins.get(key, ""), {})
         for lo, part in parts.items():
             place = Elements.of(part)
-            if lo not in same or place != Elements.of(same[lo]):
-                written.setdefault(place, key)
-    places += ((key, place) for place, key in written.items())
+            if lo not in source_parts or place != Elements.of(source_parts[lo]):
+                target_places.setdefault(place, key)
+    places += ((key, place) for place, key in target_places.items())
     if pair := _first_clash([place for _, place in places], [number >= num_read for number in range(len(places))]):
         overwritten, read = (places[number][0] for number in pair)
         raise LayoutError(
@@ -175,7 +175,7 @@ def check_apart(source: Mapping[str, Parts], target: Mapping[str, Parts], origin
         )
 
 
-def _first_clash(places: Sequence[Elements], written: Sequence[bool]) -> tuple[int, int] | None:
+def _first_clash(places: Sequence[Elements], is_target: Sequence[bool]) -> tuple[int, int] | None:
     """Return the numbers of two places, of which the first is written, that have a byte in common.
 
     What is written shares none with itself, and two places that are written are not the same.
@@ -187,7 +187,7 @@ def _first_clash(places: Sequence[Elements], written: Sequence[bool]) -> tuple[i
         order = np.argsort(start, kind="stable")
         owner = np.repeat(cluster, counts)[order]
         start, stop = start[order], start[order] + np.repeat([of.run for of in geometries], counts)[order]
-        is_written = np.array(written)[owner]
+        is_written = np.array(is_target)[owner]
         # Sorted by their beginnings, a run clashes if one before it has not ended.
         reach, written_reach = (np.maximum.accumulate(ends)[:-1] for ends in (stop, np.where(is_written, stop, 0)))
         clashes = (start[1:] < written_reach) | (is_written[1:] & (start[1:] < reach))
@@ -195,7 +195,7 @@ def _first_clash(places: Sequence[Elements], written: Sequence[bool]) -> tuple[i
             later = int(clashes.argmax()) + 1
             earlier = (stop[:later] > start[later]) & (is_written[:later] | is_written[later])
             pair = int(owner[later]), int(owner[int(earlier.argmax())])
-            return pair if written[pair[0]] else pair[::-1]
+            return pair if is_target[pair[0]] else pair[::-1]
     return None
 
 

@@ -62,23 +62,23 @@ class Signals:
 
     def __init__(self, on: On, process_group: dist.ProcessGroup | None) -> None:
         self._group = process_group
-        then_by = _checked(on)
+        sequels = _checked(on)
         self._listener = requests.Listener()
-        self._wanted = 0
+        self._requests = 0
         """The requests that all ranks know of, and that are not met."""
         self._handlers: dict[signal.Signals, tuple[Handler, Any]] = {}
         """Ours and the former ones; none after `close`."""
-        self._listens = bool(then_by)
-        if then_by and threading.current_thread() is not threading.main_thread():
+        self._listens = bool(sequels)
+        if sequels and threading.current_thread() is not threading.main_thread():
             raise ValueError("on=: Python handles signals in the main thread only, so make this there")
-        formers = {number: signal.getsignal(number) for number in then_by}
+        formers = {number: signal.getsignal(number) for number in sequels}
         if unknown := [number.name for number, former in formers.items() if former is None]:
             raise ValueError(
                 f"on=: {', '.join(unknown)} has a handler that was not installed from Python, and could not be put "
                 "back: leave it out, or make this before that handler is installed"
             )
         for number, former in formers.items():
-            self._handlers[number] = self._handler(BITS[then_by[number]], former), former
+            self._handlers[number] = self._handler(BITS[sequels[number]], former), former
             signal.signal(number, self._handlers[number][0])
 
     def due(self, call: str) -> Then | None:
@@ -89,8 +89,8 @@ class Signals:
         Args:
             call: has to be the same on all ranks.
         """
-        heard = self._listener.hear(frozenset(group_ranks(self._group)))
-        self._wanted |= bits_of_all(self._group, call, requests.pending()) if heard is None else heard
+        request_bits = self._listener.hear(frozenset(group_ranks(self._group)))
+        self._requests |= bits_of_all(self._group, call, requests.pending()) if request_bits is None else request_bits
         return self.then
 
     def ask(self, call: str) -> None:
@@ -99,15 +99,15 @@ class Signals:
         Where no rank listens, nor `due` has told of one, requests are left to others: what they save is not saved here.
         """
         bits = bits_of_all(self._group, call, requests.pending() | (_LISTENS if self._listens else 0))
-        if bits & _LISTENS or self._wanted:
+        if bits & _LISTENS or self._requests:
             self._listener.hear(frozenset(group_ranks(self._group)))
-            self._wanted |= bits & ~_LISTENS
-            requests.withdraw(self._wanted)
+            self._requests |= bits & ~_LISTENS
+            requests.withdraw(self._requests)
 
     @property
     def then(self) -> Then | None:
         """What to do after the checkpoint that is asked for."""
-        return "stop" if self._wanted & requests.STOP else "go on" if self._wanted else None
+        return "stop" if self._requests & requests.STOP else "go on" if self._requests else None
 
     def met(self, place: str) -> None:
         """Go on, or end the program, now that a checkpoint is at this place.
@@ -115,8 +115,8 @@ class Signals:
         Raises:
             SystemExit: on all ranks, with `STOPPED`, if that was asked for.
         """
-        then, self._wanted = self.then, 0
-        if then == "stop":
+        sequel, self._requests = self.then, 0
+        if sequel == "stop":
             self.stop(place)
 
     def stop(self, place: str) -> NoReturn:
@@ -158,18 +158,18 @@ class Signals:
 
     def close(self) -> None:
         """Put former handlers back, where no other has been put in the place of these since."""
-        for number, (ours, former) in self._handlers.items():
-            if signal.getsignal(number) is ours:
+        for number, (handler, former) in self._handlers.items():
+            if signal.getsignal(number) is handler:
                 signal.signal(number, former)
         self._handlers = {}
 
 
-def _ignore_signals(numbers: Iterable[int], then: Callable[[int], None] | None, worker: int) -> None:
+def _ignore_signals(numbers: Iterable[int], init_worker: Callable[[int], None] | None, worker: int) -> None:
     """Ignore signals in a worker, and then do what its loader asked for."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
-    if then is not None:
-        then(worker)
+    if init_worker is not None:
+        init_worker(worker)
 
 
 def end_in_order(busy: Callable[[], bool]) -> None:
@@ -191,11 +191,11 @@ def end_in_order(busy: Callable[[], bool]) -> None:
 def _checked(on: On) -> dict[signal.Signals, Then]:
     if isinstance(on, int):
         raise ValueError(f"on={on!r}: expected several signals, found one. Write on=(signal.SIGTERM,)")
-    chosen = on if isinstance(on, Mapping) else {number: SIGNALS.get(number) for number in on}
-    for number, then in chosen.items():
-        if number not in SIGNALS or then not in BITS:
+    sequels = on if isinstance(on, Mapping) else {number: SIGNALS.get(number) for number in on}
+    for number, sequel in sequels.items():
+        if number not in SIGNALS or sequel not in BITS:
             raise ValueError(
-                f"on={on!r}: expected some of {', '.join(known.name for known in SIGNALS)}, or a dict of them with "
+                f"on={on!r}: expected some of {', '.join(each.name for each in SIGNALS)}, or a dict of them with "
                 f"{' or '.join(map(repr, BITS))}"
             )
-    return {signal.Signals(number): then for number, then in chosen.items()}  # type: ignore[misc]
+    return {signal.Signals(number): sequel for number, sequel in sequels.items()}  # type: ignore[misc]

@@ -143,8 +143,8 @@ class Stored:
     def mark(self, key: str) -> str:
         """Return text that is the same for equal options, where possible without reading them."""
         entry = self.entries[key]
-        known = entry.digest if isinstance(entry, Blob) else entry.fingerprint
-        return known or str(self.option(key))
+        recorded = entry.digest if isinstance(entry, Blob) else entry.fingerprint
+        return recorded or str(self.option(key))
 
     def groups(self, optimizer: NamedOptimizer) -> list[tuple[str, ...]]:
         """Return the names of each group's parameters in the nested form, none in the other."""
@@ -223,8 +223,8 @@ class Matching:
             cast: how state of another dtype is loaded.
         """
         if self.faults and all(NO_CAST in fault for fault in (*self.faults, *self.differences.values())):
-            told = describe_differences(self.differences, self.names) if self.differences else ""
-            return f"{'; '.join(filter(None, (listed(self.faults, 12, '; '), told)))}. {CAST_ADVICE}"
+            sentence = describe_differences(self.differences, self.names) if self.differences else ""
+            return f"{'; '.join(filter(None, (listed(self.faults, 12, '; '), sentence)))}. {CAST_ADVICE}"
         differences = explain_differences(self.differences, self.names, cure, kept, cast) if self.differences else ""
         return "; ".join(filter(None, (listed(self.faults, 12, "; "), differences)))
 
@@ -233,7 +233,7 @@ def joint_sources(ranks: Sequence[tuple[RankState, Matching]]) -> dict[str, str]
     """Return the keys of the checkpoint of all tensors that ranks ask for, by the keys that ranks have in common."""
     joint = with_joint_groups([state for state, _ in ranks])
     sources: dict[str, str] = {}
-    for (state, matching), known in zip(ranks, joint, strict=True):
-        keys = zip(state.keys, known.keys, strict=True)
+    for (state, matching), joint_state in zip(ranks, joint, strict=True):
+        keys = zip(state.keys, joint_state.keys, strict=True)
         sources |= {joint_key: matching.sources[key] for key, joint_key in keys if key in matching.sources}
     return sources

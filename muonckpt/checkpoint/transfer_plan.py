@@ -165,8 +165,8 @@ class CopySide(NamedTuple):
     offset: IntArray
     other: IntArray
 
-    def rows(self, chosen: IntArray | NDArray[np.bool_]) -> CopySide:
-        return CopySide(*(column[chosen] for column in self))
+    def rows(self, numbers: IntArray | NDArray[np.bool_]) -> CopySide:
+        return CopySide(*(column[numbers] for column in self))
 
     def within(self, box: Box) -> CopySide:
         """Cut the copies to the parts that lie in a box."""

@@ -96,7 +96,7 @@ class WholePlan:
     """
 
     shares: tuple[RankItems, ...]
-    alike: tuple[AlikeItems, ...]
+    common_items: tuple[AlikeItems, ...]
     tensors: tuple[tuple[StateRecord, Boxes], ...]
     objects: tuple[tuple[str, KeyPath, int], ...]
     rank: NDArray[np.int32]
@@ -125,7 +125,7 @@ class WholePlan:
             LayoutError: replicas of a tensor differ.
             DestinationError: a rank has not done what it planned.
         """
-        expected = [len(written) + len(seen) for written, seen in self.shares]
+        expected = [len(stored) + len(witnessed) for stored, witnessed in self.shares]
         for rank, receipt in enumerate(receipts):
             if len(receipt) != expected[rank] * _ROW.size:
                 raise DestinationError(
@@ -164,9 +164,11 @@ class WholePlan:
 
     def _compare(self, digests: NDArray[Any], ranks: NDArray[np.int64]) -> None:
         """Check that replicas of tensors are equal, as only one of them is stored."""
-        mine, theirs = self.witnesses
-        for number in np.flatnonzero((digests[mine] != digests[theirs]).any(axis=1)):
-            raise _drifted(self.names[int(theirs[number])], int(ranks[theirs[number]]), int(ranks[mine[number]]))
+        rows, stored_rows = self.witnesses
+        for number in np.flatnonzero((digests[rows] != digests[stored_rows]).any(axis=1)):
+            raise _drifted(
+                self.names[int(stored_rows[number])], int(ranks[stored_rows[number]]), int(ranks[rows[number]])
+            )
 
 
 _Placed = tuple[int, int]
@@ -179,14 +181,14 @@ class _Planning:
         self._ranks, self._digests = with_joint_groups(ranks), digests
         self._load = [0] * len(ranks)
         """Bytes that each rank writes; an object, whose size is not known, counts for one."""
-        self._written: list[tuple[list[int], list[int]]] = [([], []) for _ in ranks]
+        self._stored_items: list[tuple[list[int], list[int]]] = [([], []) for _ in ranks]
         """The objects and the boxes that each rank writes."""
-        self._seen: list[list[int]] = [[] for _ in ranks]
+        self._witness_items: list[list[int]] = [[] for _ in ranks]
         self._pairs: list[tuple[_Placed, _Placed, str]] = []
         """Each replica of a tensor that is not stored, the one that is, and its name."""
         self._objects: list[tuple[str, KeyPath, _Placed, int]] = []
         """Key, path, and where the object is written, with the number of copies that its rank writes right after it."""
-        self._alike: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in ranks]
+        self._common_items: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in ranks]
 
     def plan(self) -> WholePlan:
         described: dict[str, tuple[KeyPath, str | None]] = {}
@@ -204,14 +206,14 @@ class _Planning:
         optimizers = optimizers_of(path for path, _ in described.values())
         tensors, stored, heads, sizes = [], list[_Placed](), list[int](), list[int]()
         holders_of_objects: dict[tuple[int, ...], int] = {}
-        for key, held in holders_by_key(self._ranks).items():
+        for key, holders in holders_by_key(self._ranks).items():
             path, name = described[key]
-            alike = tuple((holder.place, holder.number) for holder in held)
-            if alike not in geometries:
-                geometries[alike] = _geometry(key, held, shared_boxes)
-            geometry = geometries[alike]
+            geometry_key = tuple((holder.place, holder.number) for holder in holders)
+            if geometry_key not in geometries:
+                geometries[geometry_key] = _geometry(key, holders, shared_boxes)
+            geometry = geometries[geometry_key]
             if geometry is None:
-                items = [(holder.place, holder.item) for holder in held]
+                items = [(holder.place, holder.item) for holder in holders]
                 if len({self._digests[rank][item] for rank, item in items}) > 1:
                     self._store_by_rank(key, path, items, optimizers)
                 else:
@@ -219,24 +221,24 @@ class _Planning:
                     self._store_one(key, path, items, holders_of_objects.setdefault(places, len(holders_of_objects)))
                 continue
             for number, replicas in enumerate(geometry.replicas):
-                items = [(held[holder].place, held[holder].item + box) for holder, box in replicas]
+                items = [(holders[holder].place, holders[holder].item + box) for holder, box in replicas]
                 lo = geometry.boxes[number].lo if len(items) > 1 else ()
                 rank, item = items[0] if len(items) == 1 else self._chosen(key, lo, items)
                 stored.append((rank, item))
                 self._load[rank] += geometry.sizes[number]
-                self._written[rank][1].append(item)
+                self._stored_items[rank][1].append(item)
             heads += geometry.heads
             sizes += geometry.sizes
             tensors.append((record_of(key, path, name, geometry.kind), geometry.boxes))
         shares = tuple(
-            (sorted(blobs) + sorted(boxes), sorted(seen))
-            for (blobs, boxes), seen in zip(self._written, self._seen, strict=True)
+            (sorted(blobs) + sorted(boxes), sorted(witness_items))
+            for (blobs, boxes), witness_items in zip(self._stored_items, self._witness_items, strict=True)
         )
         *first_items, items_of_all = accumulate((state.first_items()[-1] for state in self._ranks), initial=0)
         in_receipts = np.concatenate(
             [
-                first + np.array([*written, *seen], np.int64)
-                for first, (written, seen) in zip(first_items, shares, strict=True)
+                first + np.array([*stored_items, *witness_items], np.int64)
+                for first, (stored_items, witness_items) in zip(first_items, shares, strict=True)
             ]
         )
         row_of_item = np.full(items_of_all, -1, np.int64)
@@ -244,13 +246,15 @@ class _Planning:
 
         def rows(items: Sequence[_Placed]) -> Column:
             ranks, numbers = np.array(items, np.int64).reshape(-1, 2).T
-            found: Column = row_of_item[np.array(first_items)[ranks] + numbers]
-            return found
+            numbered_rows: Column = row_of_item[np.array(first_items)[ranks] + numbers]
+            return numbered_rows
 
-        witnesses = np.stack([rows([mine for mine, _, _ in self._pairs]), rows([other for _, other, _ in self._pairs])])
+        witnesses = np.stack(
+            [rows([item for item, _, _ in self._pairs]), rows([stored_item for _, stored_item, _ in self._pairs])]
+        )
         return WholePlan(
             shares,
-            tuple(map(dict, self._alike)),
+            tuple(map(dict, self._common_items)),
             tuple(tensors),
             tuple((key, path, int(rows([item])[0]) - copies_after) for key, path, item, copies_after in self._objects),
             np.array([rank for rank, _ in stored], np.int32),
@@ -263,12 +267,12 @@ class _Planning:
 
     def _chosen(self, key: str, lo: Index, replicas: Sequence[_Placed]) -> _Placed:
         """Return the replica of a tensor's box that `_lightest` has; the others become its witnesses."""
-        chosen = self._lightest(replicas)
-        for other in replicas:
-            if other != chosen:
-                self._seen[other[0]].append(other[1])
-                self._pairs.append((other, chosen, f"{key!r} at {lo}"))
-        return chosen
+        stored_item = self._lightest(replicas)
+        for replica in replicas:
+            if replica != stored_item:
+                self._witness_items[replica[0]].append(replica[1])
+                self._pairs.append((replica, stored_item, f"{key!r} at {lo}"))
+        return stored_item
 
     def _lightest(self, replicas: Sequence[_Placed]) -> _Placed:
         """Return the replica whose rank has least to write so far."""
@@ -278,7 +282,7 @@ class _Planning:
         """Have one rank write an object that some ranks have alike; ``holders`` is a number of all these ranks."""
         self._write(key, path, self._lightest(replicas))
         for rank, item in replicas if len(replicas) > 1 else ():
-            self._alike[rank][holders].append(item)
+            self._common_items[rank][holders].append(item)
 
     def _store_by_rank(
         self, key: str, path: KeyPath, replicas: Sequence[_Placed], optimizers: Collection[KeyPlace]
@@ -289,37 +293,37 @@ class _Planning:
             LayoutError: it belongs to parameters, which have one value on all ranks.
         """
         if is_of_optimizer(path, optimizers):
-            (first, item), *others = replicas
-            other = next(at for at in others if self._digests[at[0]][at[1]] != self._digests[first][item])
-            raise other_options(repr(key), first, other[0])
+            (first, item), *other_items = replicas
+            differing_item = next(at for at in other_items if self._digests[at[0]][at[1]] != self._digests[first][item])
+            raise other_options(repr(key), first, differing_item[0])
         self._write(key, path, replicas[0], 1)  # what programs read that know no ranks
         for rank, item in replicas:
             self._write(*rank_key(key, path, rank, len(self._ranks)), (rank, item))
 
-    def _write(self, key: str, path: KeyPath, placed: _Placed, copies_after: int = 0) -> None:
-        rank, item = placed
+    def _write(self, key: str, path: KeyPath, place: _Placed, copies_after: int = 0) -> None:
+        rank, item = place
         self._load[rank] += 1
-        self._written[rank][0].append(item)
-        self._objects.append((key, path, placed, copies_after))
+        self._stored_items[rank][0].append(item)
+        self._objects.append((key, path, place, copies_after))
 
 
-def _geometry(key: str, held: Sequence[Holder], shared_boxes: dict[Boxes, Boxes]) -> _Geometry | None:
+def _geometry(key: str, holders: Sequence[Holder], shared_boxes: dict[Boxes, Boxes]) -> _Geometry | None:
     """Return how ranks hold a tensor, after proving it whole; None for an object."""
-    kinds = [holder.kind for holder in held if holder.kind is not None]
+    kinds = [holder.kind for holder in holders if holder.kind is not None]
     if not kinds:
         return None
-    if len(kinds) < len(held):
+    if len(kinds) < len(holders):
         raise LayoutError(f"{key!r} is a tensor on some ranks and another object on others; give it keys of its own")
     first = kinds[0]
-    for kind, holder in zip(kinds, held, strict=True):
+    for kind, holder in zip(kinds, holders, strict=True):
         if (kind.dtype, kind.shape) != (first.dtype, first.shape):
             for lo in {box.lo for box in kind.boxes} & {box.lo for box in first.boxes}:
-                raise _drifted(f"{key!r} at {lo}", held[0].place, holder.place)
+                raise _drifted(f"{key!r} at {lo}", holders[0].place, holder.place)
             raise LayoutError(
-                f"tensor {key!r}: rank {held[0].place} says {first.dtype} of shape {first.shape}, and rank "
+                f"tensor {key!r}: rank {holders[0].place} says {first.dtype} of shape {first.shape}, and rank "
                 f"{holder.place} {kind.dtype} of shape {kind.shape}; all ranks have to hold parts of one tensor"
             )
-    boxes = tuple(RankBoxes(holder.place, kind.boxes) for kind, holder in zip(kinds, held, strict=True))
+    boxes = tuple(RankBoxes(holder.place, kind.boxes) for kind, holder in zip(kinds, holders, strict=True))
     with about(f"tensor {key!r}"):
         layout = held_layout(first.shape, boxes)
     items = [(number, box) for number, kind in enumerate(kinds) for box in range(len(kind.boxes))]
@@ -353,9 +357,9 @@ def _starts(lengths: NDArray[Any]) -> Column:
     return starts
 
 
-def _drifted(where: str, writer: int, rank: int) -> LayoutError:
+def _drifted(label: str, writer: int, rank: int) -> LayoutError:
     return LayoutError(
-        f"{where}: ranks {writer} and {rank} hold different data under one key, of which only one would be saved; "
+        f"{label}: ranks {writer} and {rank} hold different data under one key, of which only one would be saved; "
         "replicas must be equal, as training leaves them if gradients are averaged; a shard is given as the DTensor it "
         "is a part of, as get_state_dict(model, optimizer) has it; and data that differs by rank needs a key of its own"
     )
