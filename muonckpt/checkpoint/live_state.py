@@ -414,7 +414,8 @@ def other_options(option: str, first: int, other_rank: int) -> LayoutError:
     return LayoutError(
         f"{option}: ranks {first} and {other_rank} have different values for the same parameters, of which only one "
         "can be kept: set options alike on all ranks that hold a parameter; and where ranks train other parameters, as "
-        "stages of a pipeline do, save get_optimizer_state_dict(model, optimizer), which names them, in place of optimizer or "
+        "stages of a pipeline do, save get_optimizer_state_dict(model, optimizer), which names them, in place "
+        "of optimizer or "
         "optimizer.state_dict()"
     )
 

@@ -644,7 +644,8 @@ def _run(joint: JointLoad, path: object) -> LoadReport:
     if dropped_options := dropped_by_torch(matching.added):
         warn_on_rank(
             f"{path} has {', '.join(dropped_options)}, which torch's set_state_dict drops from a flattened state dict, "
-            "because the running optimizer's groups have no such option; a scheduler would then begin at the loaded lr: give "
+            "because the running optimizer's groups have no such option; a scheduler would then begin at the "
+            "loaded lr: give "
             "the groups that option, of any value, before get_state_dict (a scheduler that is made then does), or load "
             "a nested state dict",
             stacklevel=4,

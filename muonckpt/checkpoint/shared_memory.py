@@ -135,7 +135,8 @@ def _refuse_losing(key: str, elements: Elements) -> None:
 def _losing_both(key: str, other_key: str) -> LayoutError:
     return LayoutError(
         f"tensors {key!r} and {other_key!r} share memory, and are not one whole tensor, as tied weights are, so that "
-        "only the values of one of them would be left there: give memory of its own to each (tensor.clone()), or leave one "
+        "only the values of one of them would be left there: give memory of its own to each (tensor.clone()), "
+        "or leave one "
         "out of the state dict and name it in allow_extra"
     )
 
@@ -144,7 +145,8 @@ def differing_ties(key: str, other_key: str, source: object) -> str:
     """Return the words for two tensors of a source that differ, and come into one memory."""
     return (
         f"tensors {key!r} and {other_key!r} differ in {source}, and lie in the same memory here, as tied weights do, "
-        "so that only one of them would be left: load them into a model whose weights are not tied, or leave one out of "
+        "so that only one of them would be left: load them into a model whose weights are not tied, or leave "
+        "one out of "
         "the state dict and name it in allow_extra"
     )
 
