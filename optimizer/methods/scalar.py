@@ -83,9 +83,9 @@ class Scalar:
             RuntimeError: a CUDA graph is being captured, and a parameter has no gradient or is not on a GPU.
         """
         codec = codec_of(group)
-        parts_of_slots = {
-            slot: [slot] if make else [f"{slot}{part}" for part in codec.parts] for slot, make in self.slots.items()
-        }
+        parts_of_slots: dict[str, list[str]] = {}
+        for slot, make in self.slots.items():
+            parts_of_slots[slot] = [slot] if make else [f"{slot}{part}" for part in codec.parts]
         if is_capturing():
             refuse_absent([tuple(p.shape) for p in group["params"]], [p.grad is not None for p in group["params"]])
 
@@ -98,9 +98,9 @@ class Scalar:
             # ... as many at a time as have their state on the device.
             for numbers, states in _visiting_states([state[param] for param in members], memory, device):
                 params = members[numbers]
-                slots = {
-                    name: locals_of(slots[first] for slots in states) for name, (first, *_) in parts_of_slots.items()
-                }
+                slots: dict[str, Tensors] = {}
+                for slot, (first, *_) in parts_of_slots.items():
+                    slots[slot] = locals_of(slots_of_param[first] for slots_of_param in states)
                 weights, gradients = locals_of(params), locals_of(p.grad for p in params if p.grad is not None)
                 places: list[Any] = [None] * len(params)
                 if codec.depends_on_place:

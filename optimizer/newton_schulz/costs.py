@@ -8,6 +8,7 @@ import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, product, starmap
 from statistics import median
 
 import torch
@@ -43,7 +44,7 @@ class CostTable:
     def __post_init__(self) -> None:
         if not self.nanoseconds or not all(times and min(times.values()) > 0 for times in self.nanoseconds.values()):
             raise ValueError("a cost table needs at least one shape, and positive times")
-        if self.gram is None and any(form.gram for times in self.nanoseconds.values() for form in times):
+        if self.gram is None and any(form.gram for form in chain.from_iterable(self.nanoseconds.values())):
             raise ValueError("a cost table has times of the Gram form, and does not say after which steps it restarts")
 
     def __call__(self, rows: int, columns: int, steps: int, gram: Sequence[int] | None) -> int:
@@ -67,11 +68,9 @@ class CostTable:
 
     def as_json(self) -> str:
         """Return the table as text for :meth:`from_json`: sides in elements, times in nanoseconds."""
-        rows = [
-            [*shape, form.kernels, form.gram, time]
-            for shape, times in self.nanoseconds.items()
-            for form, time in times.items()
-        ]
+        rows: list[list[int]] = []
+        for shape, times in self.nanoseconds.items():
+            rows += [[*shape, form.kernels, form.gram, time] for form, time in times.items()]
         name = str(self.dtype).removeprefix("torch.")
         return json.dumps({"dtype": name, "steps": self.steps, "gram": self.gram, "times": rows})
 
@@ -116,8 +115,8 @@ def measure(
         copies: matrices done at a time.  Small ones gain most: measure as many as a rank will own.
     """
     device = torch.device(device)
-    by = (False, True) if has_kernels(device, dtype) else (False,)
-    forms = [Form(kernels, on_gram) for kernels in by for on_gram in ((False,) if gram is None else (False, True))]
+    arithmetic = (False, True) if has_kernels(device, dtype) else (False,)
+    forms = list(starmap(Form, product(arithmetic, (False,) if gram is None else (False, True))))
     times: dict[tuple[int, int], dict[Form, int]] = {}
     for shape in shapes:
         stack = torch.randn((copies, *shape), device=device)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heapreplace
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,10 +95,6 @@ class Schedule:
     stages: tuple[Stage, ...]
     digest: bytes
 
-    @property
-    def owned(self) -> tuple[int, ...]:
-        return tuple(number for stage in self.stages for number in stage.owned)
-
     def params(self) -> list[list[int]]:
         """Return, by stage, the parameters of which this rank holds or owns something that the stage needs."""
         of_unit = np.array([unit.param for unit in self.units], np.int64)
@@ -150,9 +146,8 @@ def make_schedule(
     specs = [unique_specs.setdefault(spec, spec) for spec in specs]
 
     # All matrices of all parameters, each with its cost and its holders.
-    matrices = _matrices(specs, ranks)
-    kinds = [matrices[id(spec)] for spec in specs]
-    work = [matrix for kind in kinds for matrix, _ in kind]
+    kinds = _matrices(specs, ranks)
+    work = [matrix for matrix, _ in chain.from_iterable(kinds)]
 
     # Who orthogonalises which, and when: in so many stages that the exchange hides behind the work.
     owners = assign_owners(work, ranks)
@@ -174,10 +169,10 @@ def make_schedule(
 
 def choose_owners(specs: Sequence[Spec], ranks: Ranks) -> list[tuple[int, ...]]:
     """Return the owners, as global ranks, of each parameter's matrices, as `make_schedule` chooses them."""
-    matrices = _matrices(specs, ranks)
-    kinds = [matrices[id(spec)] for spec in specs]
-    owners = iter(assign_owners([work for kind in kinds for work, _ in kind], ranks))
-    return [tuple(ranks[next(owners)] for _ in kind) for kind in kinds]
+    kinds = _matrices(specs, ranks)
+    positions = assign_owners([work for work, _ in chain.from_iterable(kinds)], ranks)
+    owners = map(ranks.__getitem__, positions)
+    return [tuple(islice(owners, len(kind))) for kind in kinds]
 
 
 def _stages(
@@ -434,8 +429,8 @@ def state_bytes(specs: Sequence[Spec]) -> int:
     return sum(bytes_of_spec[id(spec)] for spec in specs)
 
 
-def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[int, list[tuple[Work, Form]]]:
-    """Return the matrices of each kind of parameter, by the identity of its spec: layers that repeat are planned once.
+def _matrices(specs: Sequence[Spec], ranks: Ranks) -> list[list[tuple[Work, Form]]]:
+    """Return the matrices of each parameter; those of layers that repeat, with the very same spec, are one list.
 
     The form follows from how many matrices of a shape a *parameter* has, which is the same under any sharding.
     """
@@ -452,7 +447,7 @@ def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[int, list[tuple[Work,
         for shape, home, owner in zip(update.shapes, homes, owners, strict=True):
             cost = spec.cost(*rows_columns(shape))
             matrices[id(spec)].append((Work(cost, math.prod(shape), shape, *home, owner), forms[rows_columns(shape)]))
-    return matrices
+    return [matrices[id(spec)] for spec in specs]
 
 
 def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes:

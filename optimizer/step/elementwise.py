@@ -176,8 +176,10 @@ class LocalTensors:
 
     def stored_momenta(self, params: Sequence[int]) -> list[Tensors]:
         """Return what is stored of the momenta of parameters of one group: a list for each part."""
-        other_parts = [part for part in self.momentum_parts if params[0] in part][1:]
-        return [[self.momenta[param] for param in params], *([part[param] for param in params] for part in other_parts)]
+        lists: list[Tensors] = [[self.momenta[param] for param in params]]
+        for part in [part for part in self.momentum_parts if params[0] in part][1:]:
+            lists += [[part[param] for param in params]]
+        return lists
 
     def end(self) -> None:
         """Write all state back to where it rests."""
@@ -244,7 +246,9 @@ def params_by_first_stage(schedule: Schedule, count: int) -> list[list[int]]:
     the first.
     """
     stages = schedule.params()
-    first = {param: stage for stage in reversed(range(len(stages))) for param in stages[stage]}
+    first: dict[int, int] = {}
+    for stage in reversed(range(len(stages))):
+        first |= dict.fromkeys(stages[stage], stage)
     # A parameter that no stage needs has momentum all the same.
     lists: list[list[int]] = [[] for _ in stages]
     for param in range(count):

@@ -169,7 +169,10 @@ class RankSet:
     @cached_property
     def group_numbers(self) -> dict[int, int]:
         """The numbers of groups that all ranks have in common, by those on this rank."""
-        return {group: number for number, group in enumerate(dict.fromkeys(member.group for member in self.members))}
+        numbers: dict[int, int] = {}
+        for member in self.members:
+            numbers.setdefault(member.group, len(numbers))
+        return numbers
 
     @property
     def labels(self) -> list[str]:

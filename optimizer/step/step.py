@@ -8,6 +8,7 @@ A `Batch` is orthogonalised together, a `Step` is for one set of ranks, and `Ste
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ def make_batches(
     # Batches are cut to a size, and within them the method updates equal neighbours as one stack.
     batches = []
     for (_, (form, name, recipe)), members in by_launch.items():
-        sizes = [rows * columns for rows, columns in (units[number].rows_columns for number in members)]
+        sizes = [math.prod(units[number].rows_columns) for number in members]
         for part in _cut(members, sizes, MAX_BATCH_ELEMENTS if form.kernels else MAX_STACK_ELEMENTS):
             shapes = [units[number].rows_columns for number in part]
             stack_sizes = (1,) * len(part)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -147,7 +148,7 @@ class _Products:
         second = [shape[::-1] if kind.right_turned else shape for shape in kind.right]
         if len(first) != len(second) or any(a[1] != b[0] for a, b in zip(first, second, strict=True)):
             raise ValueError(f"{first} and {second} cannot be multiplied")
-        sides = {side for shape in (*first, *second) for side in shape}
+        sides = {*chain(*first, *second)}
         if any(side % LOAD_MULTIPLE or side > MAX_SIDE for side in sides):
             raise ValueError(
                 f"expected sides that are multiples of {LOAD_MULTIPLE}, up to {MAX_SIDE}, got {sorted(sides)}"

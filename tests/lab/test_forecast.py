@@ -124,7 +124,7 @@ def cost_of_a_step(rank: int, world: int, algorithm: str) -> tuple[int, int, int
     [schedule] = opt.schedules.values()
     owned = [slot for slot, kept in MATRICES[algorithm].slots_of(opt.param_groups[0]).items() if kept.at_owner]
     resting = sum(opt.state[param][slot].to_local().nbytes for param in params for slot in owned)
-    work = sum(schedule.units[unit].cost for unit in schedule.owned)
+    work = sum(schedule.units[unit].cost for stage in schedule.stages for unit in stage.owned)
     return leaving_bytes(schedule, rank), work, most_wires(schedule.stages), resting
 
 

@@ -58,7 +58,11 @@ def replicated(rank: int, world: int, share: bool) -> tuple[list[torch.Tensor], 
     opt = make(params, replicas=dist.group.WORLD if share else None)
     train(params, opt, lambda g: g, torch.float32)
     [schedule] = opt.schedules.values()
-    return snapshot(params, opt), [unit.owner for unit in schedule.units], len(schedule.owned)
+    return (
+        snapshot(params, opt),
+        [unit.owner for unit in schedule.units],
+        sum(len(stage.owned) for stage in schedule.stages),
+    )
 
 
 @pytest.mark.parametrize("share", [True, False])
