@@ -85,7 +85,7 @@ def _print(found: Checkup) -> None:
 def _print_replacement(replaced: Replacement) -> None:
     for number, group in enumerate(replaced.groups):
         rows = [(pair.theirs, pair.ours) for pair in group.pairs]
-        title = f"group {number}, {counted(len(group.members), 'parameter')}: {group.known.dialect.name}"
+        title = f"group {number}, {counted(len(group.members), 'parameter')}: {group.program.dialect.name}"
         print_section((title, f"muonckpt, {group.options['algorithm']}"), rows)
     print_line()
     for note in replaced.notes:

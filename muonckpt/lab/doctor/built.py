@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ...names.errors import TargetError, did_you_mean
+from ...names.vocabulary import PARAMS
 
 Maker = Callable[[], Any]
 
@@ -48,39 +50,41 @@ def maker_of(source: str) -> Maker:
     place, colon, name = source.rpartition(":")
     if not colon or not place or not name:
         raise TargetError(f"{source!r}: expected FILE.py:FUNCTION or package.module:FUNCTION, such as build.py:make")
-    module = _of_file(Path(place)) if place.endswith(".py") else _of_module(place)
-    made = getattr(module, name, None)
-    if not callable(made):
-        functions = [own for own, value in vars(module).items() if callable(value) and not own.startswith("_")]
-        found = "nothing of that name" if made is None else f"{type(made).__name__}"
-        raise TargetError(
-            f"{source}: expected a function {name!r} in {place}, found {found}{did_you_mean(name, functions)}"
-        )
-    return made  # type: ignore[no-any-return]
+    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    maker = getattr(module, name, None)
+    if not callable(maker):
+        names = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
+        kind = "nothing of that name" if maker is None else type(maker).__name__
+        raise TargetError(f"{source}: expected a function {name!r} in {place}, found {kind}{did_you_mean(name, names)}")
+    return maker  # type: ignore[no-any-return]
 
 
-def _of_file(file: Path) -> Any:
+def _import_file(file: Path) -> Any:
     if not file.is_file():
         raise TargetError(f"{file}: there is no such file")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None, "a file that ends with .py has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module  # dataclasses and pickles look their module up
-    return _imported(str(file.parent.resolve()), lambda: spec.loader.exec_module(module) or module, str(file))  # type: ignore[union-attr]
+    with _importing(str(file.parent.resolve()), str(file)):
+        spec.loader.exec_module(module)
+    return module
 
 
-def _of_module(name: str) -> Any:
-    return _imported(str(Path.cwd()), lambda: importlib.import_module(name), name)
+def _import_module(name: str) -> Any:
+    with _importing(str(Path.cwd()), name):
+        return importlib.import_module(name)
 
 
-def _imported(folder: str, load: Callable[[], Any], what: str) -> Any:
-    """Import with this folder on the path, as Python itself does for a script."""
+@contextmanager
+def _importing(folder: str, source: str) -> Iterator[None]:
+    """Put a folder on the path, as Python itself does for a script, and say what cannot be imported."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        return load()
+        yield
     except (Exception, SystemExit) as error:
-        raise TargetError(f"{what} cannot be imported: {_said(error)}") from error
+        raise TargetError(f"{source} cannot be imported: {_describe(error)}") from error
 
 
 def build(make: Maker, source: str) -> Built:
@@ -93,67 +97,73 @@ def build(make: Maker, source: str) -> Built:
     for device in ("meta", "cpu"):
         try:
             with torch.device(device):
-                made = make()
-            built = _sorted(made, source, device, why)
-            if device == "cpu" or not _unreadable(built.optimizers):
+                result = make()
+            built = _sort(result, source, device, why)
+            if device == "cpu" or not _has_meta_options(built.optimizers):
                 return built
             why = "options of groups are tensors made on the default device"
         except TargetError:
             raise
         except (Exception, SystemExit) as error:
             if device == "cpu":
-                raise TargetError(f"{source}() fails: {_said(error)}") from error
-            why = _said(error)
+                raise TargetError(f"{source}() fails: {_describe(error)}") from error
+            why = _describe(error)
     raise AssertionError("the CPU is the last device")
 
 
-def _sorted(made: Any, source: str, device: str, why: str) -> Built:
-    parts = [*made.values()] if isinstance(made, Mapping) else made
+def _sort(result: Any, source: str, device: str, why: str) -> Built:
+    """Tell the model from the optimizers in the result of the user's function."""
+    parts = [*result.values()] if isinstance(result, Mapping) else result
     if isinstance(parts, tuple | list) and len(parts) >= 2 and isinstance(parts[0], nn.Module):
-        optimizers = tuple(_unwrapped(parts[1:]))
-        if lazy := [name for name, param in parts[0].named_parameters() if is_lazy(param)]:
-            raise TargetError(f"{source}(): {lazy[0]} is uninitialized and has no shape yet; run the model once first")
+        optimizers = tuple(_unwrap(parts[1:]))
+        lazy_names = [name for name, parameter in parts[0].named_parameters() if is_lazy(parameter)]
+        if lazy_names:
+            raise TargetError(
+                f"{source}(): {lazy_names[0]} is uninitialized and has no shape yet; run the model once first"
+            )
         if optimizers:
             return Built(source, parts[0], optimizers, device, why)
-    found = ", ".join(type(part).__name__ for part in parts) if isinstance(parts, tuple | list) else type(made).__name__
+    types = [type(part).__name__ for part in (parts if isinstance(parts, tuple | list) else [result])]
     raise TargetError(
-        f"{source}() returned {found}: expected a model and its optimizer, or a list of optimizers, as in "
+        f"{source}() returned {', '.join(types)}: expected a model and its optimizer, or a list of optimizers, as in "
         "`return model, optimizer`"
     )
 
 
-def _unwrapped(parts: Iterable[Any]) -> Iterator[Optimizer]:
+def _unwrap(parts: Iterable[Any]) -> Iterator[Optimizer]:
     """Yield the optimizers in lists, dicts and wrappers, each once."""
-    seen: set[int] = set()
+    visited: set[int] = set()
 
-    def inside(part: Any) -> Iterator[Optimizer]:
-        if id(part) in seen or part is None:
-            return
-        seen.add(id(part))
-        inner = [vars(part)[name] for name in _INNER if hasattr(part, "__dict__") and name in vars(part)]
+    def optimizers_in(part: Any) -> list[Optimizer]:
+        if id(part) in visited or part is None:
+            return []
+        visited.add(id(part))
         if isinstance(part, Mapping):
-            inner = [*part.values()]
+            members = [*part.values()]
         elif isinstance(part, tuple | list):
-            inner = [*part]
-        found = [one for member in inner for one in inside(member)]
-        if found:
-            yield from found
-        elif isinstance(part, Optimizer):
-            yield part
+            members = [*part]
+        else:
+            members = [vars(part)[name] for name in _INNER if hasattr(part, "__dict__") and name in vars(part)]
+        # A wrapper may be an optimizer too: those inside it are the ones that step.
+        optimizers: list[Optimizer] = []
+        for member in members:
+            optimizers += optimizers_in(member)
+        return optimizers or ([part] if isinstance(part, Optimizer) else [])
 
     for part in parts:
-        yield from inside(part)
+        yield from optimizers_in(part)
 
 
-def _unreadable(optimizers: Iterable[Optimizer]) -> bool:
+def _has_meta_options(optimizers: Iterable[Optimizer]) -> bool:
     """Return whether the value of an option is not known, as it lies on the meta device."""
-    values = (
-        value for one in optimizers for group in one.param_groups for key, value in group.items() if key != "params"
-    )
-    return any(isinstance(value, Tensor) and value.is_meta for value in values)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(isinstance(value, Tensor) and value.is_meta for key, value in group.items() if key != PARAMS):
+                return True
+    return False
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"it calls sys.exit({error.code!r}); keep what a script does under `if __name__ == '__main__':`"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

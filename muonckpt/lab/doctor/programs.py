@@ -1,7 +1,7 @@
 """The optimizers of other programs, known by their own class and the options of their groups.
 
-What a group's options mean is in `converters.programs`; here is what only the living optimizer says: which method a
-parameter has, and options that are in its code, its closures or its attributes.
+The meaning of a group's options is in `programs`; here is what only the living optimizer says: the method of a
+parameter, and options that are in its code, its closures or its attributes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...names.vocabulary import HISTORY_OPTIONS, PARAMS, ParamGroup
 from ...programs import dion, scripts, torch, veomni
 from ...programs.dialect import Dialect
 
-Said = Mapping[str, Any]
+Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class KnownOptimizer:
             counts only if its groups have the options of the dialect and no others.
         classes: names of the class, any of them.
         method: returns the method of a parameter, given its group and its state.
-        said: returns common options that the optimizer says, and its groups do not, for a parameter.
+        options_in_code: returns the common options of a parameter that the optimizer has, and its groups have not.
     """
 
     dialect: Dialect
     package: str
     classes: tuple[str, ...]
     method: Callable[[ParamGroup, Mapping[str, Any]], str]
-    said: Callable[[Optimizer, Tensor], Said] = lambda optimizer, parameter: {}
+    options_in_code: Callable[[Optimizer, Tensor], Options] = lambda optimizer, parameter: {}
 
     def is_of(self, optimizer: Optimizer) -> bool:
         for ancestor in type(optimizer).__mro__:
@@ -57,15 +57,15 @@ class KnownOptimizer:
         return ", ".join(group.keys() - {PARAMS, *HISTORY_OPTIONS, *table.elementwise, *table.beside, *table.always})
 
 
-def _by_option(option: str) -> Callable[[ParamGroup, Said], str]:
+def _by_option(option: str) -> Callable[[ParamGroup, Options], str]:
     return lambda group, state: str(group[option])
 
 
-def _by_flag(group: ParamGroup, state: Said) -> str:
+def _by_flag(group: ParamGroup, state: Options) -> str:
     return "muon" if group.get("use_muon", True) else "adamw"
 
 
-_ORTHOGONALISE: Mapping[str, Said] = {
+_ORTHOGONALISE: Mapping[str, Options] = {
     "polar_express": {"ns": "polar_express_dion"},
     "polar_express_triton": {"ns": "polar_express_dion"},
     "zeropower_via_newtonschulz5": {"ns": "quintic"},
@@ -75,7 +75,7 @@ _ORTHOGONALISE: Mapping[str, Said] = {
 """The iteration of each function that dion and XTuner choose from."""
 
 
-def _by_function(optimizer: Optimizer, parameter: Tensor) -> Said:
+def _by_function(optimizer: Optimizer, parameter: Tensor) -> Options:
     """Return the iteration of an optimizer of dion's family; their lambda is the Gram form."""
     function: Any = optimizer._newton_schulz_func  # type: ignore[attr-defined]
     name = getattr(function, "__name__", type(function).__name__)
@@ -87,12 +87,13 @@ def _by_function(optimizer: Optimizer, parameter: Tensor) -> Said:
     return {"ns_dtype": "bfloat16", "ns_steps": 5, "gram": None, **_ORTHOGONALISE[name]}
 
 
-def _of_xtuner(optimizer: Optimizer, parameter: Tensor) -> Said:
+def _of_xtuner(optimizer: Optimizer, parameter: Tensor) -> Options:
     sizes = getattr(optimizer, "_muon_split_sizes", {}).get(parameter)
-    return {**_by_function(optimizer, parameter), **({} if sizes is None else {"pieces": tuple(sizes)})}
+    pieces = {} if sizes is None else {"pieces": tuple(sizes)}
+    return {**_by_function(optimizer, parameter), **pieces}
 
 
-def _of_emerging(optimizer: Optimizer, parameter: Tensor) -> Said:
+def _of_emerging(optimizer: Optimizer, parameter: Tensor) -> Options:
     """Return the arguments that the constructor keeps in a closure."""
     closure = inspect.getclosurevars(optimizer.scaled_orthogonalize_fn).nonlocals  # type: ignore[attr-defined]
     kind, mode = closure.get("coefficient_type"), closure.get("scale_mode")
@@ -115,11 +116,11 @@ def _of_emerging(optimizer: Optimizer, parameter: Tensor) -> Said:
     }
 
 
-def _bfloat16(optimizer: Optimizer, parameter: Tensor) -> Said:
+def _bfloat16(optimizer: Optimizer, parameter: Tensor) -> Options:
     return {"ns_dtype": "bfloat16"}
 
 
-def _muon(group: ParamGroup, state: Said) -> str:
+def _muon(group: ParamGroup, state: Options) -> str:
     return "muon"
 
 
@@ -157,10 +158,10 @@ REFUSED: Mapping[str, str] = {
 
 
 def known_optimizer(optimizer: Optimizer) -> KnownOptimizer | None:
-    """Return what is known of an optimizer's program; None if nothing is."""
+    """Return the program of an optimizer; None if it is not known."""
     if type(optimizer).__name__ in REFUSED:
         return None
-    return next((known for known in KNOWN if known.is_of(optimizer)), None)
+    return next((program for program in KNOWN if program.is_of(optimizer)), None)
 
 
 def class_of(optimizer: Optimizer) -> str:
@@ -169,12 +170,12 @@ def class_of(optimizer: Optimizer) -> str:
 
 
 def refusal(optimizer: Optimizer) -> str:
-    """Return why nothing is known of an optimizer."""
-    own = REFUSED.get(type(optimizer).__name__)
-    if own is not None:
-        return own
+    """Say why an optimizer is not known."""
+    class_refusal = REFUSED.get(type(optimizer).__name__)
+    if class_refusal is not None:
+        return class_refusal
     options = sorted({option for group in optimizer.param_groups for option in group if option != PARAMS})
-    classes = dict.fromkeys(f"{known.package or 'script'}: {', '.join(known.classes)}" for known in KNOWN)
+    classes = dict.fromkeys(f"{program.package or 'script'}: {', '.join(program.classes)}" for program in KNOWN)
     return (
         f"{class_of(optimizer)} with the options {', '.join(options)} is not known, so its groups are not translated; "
         f"known are muonckpt's own and {'; '.join(classes)}"

@@ -30,11 +30,11 @@ from .treatments import Treatment
 
 STEPS = 2
 
-LARGEST = 1 << 17
+MAX_ELEMENTS = 1 << 17
 """Elements of the largest copy: of larger parameters a corner with the same ratio of rows to columns is stepped."""
 
-MOST_FLOPS = 2e11
-"""Of Newton-Schulz in all steps of a proof: some seconds on a few cores.  The cheapest kinds come first."""
+MAX_FLOPS = 2e11
+"""The FLOPs of Newton-Schulz in all steps of a proof: some seconds on a few cores.  The cheapest kinds come first."""
 
 NEAR = 1e-3
 """The relative difference of updates in float32 above which two optimizers are not the same: rounding makes 1e-5."""
@@ -56,13 +56,10 @@ class Agreement:
 
     @property
     def digits(self) -> str:
-        return _digits(self.update)
-
-
-def _digits(difference: float) -> str:
-    if difference == 0:
-        return "bit for bit"
-    return f"equal to {math.floor(-math.log10(difference))} digits" if difference <= 0.1 else "not equal"
+        """Say how near the updates are."""
+        if self.update == 0:
+            return "bit for bit"
+        return f"equal to {math.floor(-math.log10(self.update))} digits" if self.update <= 0.1 else "not equal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,137 +92,149 @@ class Proof:
         return {**fields_of(self), "equal": self.equal}
 
 
-def prove(optimizers: Sequence[Optimizer], replaced: Replacement) -> Proof:
+Shapes = Mapping[Treatment, tuple[int, ...]]
+"""The shapes of copies, by the parameters that are copied."""
+
+
+def prove(optimizers: Sequence[Optimizer], replacement: Replacement) -> Proof:
     """Step both optimizers on copies of one parameter of each kind, twice, with the same gradients."""
-    chosen, left_out = _chosen(replaced.groups)
-    names = tuple(one.name for one in chosen)
-    corners = tuple(one.name for one, shape in chosen.items() if shape != one.shape)
-    if not chosen:
+    shapes, left_out = _select(replacement.groups)
+    names = tuple(treatment.name for treatment in shapes)
+    corners = tuple(treatment.name for treatment, shape in shapes.items() if shape != treatment.shape)
+    if not shapes:
         return Proof(0, (), None, None, (), left_out, "every kind of parameter is too large")
-    with _alone():
+    with _process_group_of_one():
         try:
-            exact = _compared(optimizers, replaced.groups, chosen, in_float32=True)
-            as_run = _compared(optimizers, replaced.groups, chosen, in_float32=False)
-        except Exception as error:  # of their code
-            return Proof(
-                0, names, None, None, corners, left_out, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            )
+            exact = _compare(optimizers, replacement.groups, shapes, in_float32=True)
+            as_run = _compare(optimizers, replacement.groups, shapes, in_float32=False)
+        except Exception as error:  # in the code of the other program
+            failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return Proof(0, names, None, None, corners, left_out, failure)
     return Proof(STEPS, names, exact, as_run, corners, left_out)
 
 
-def _chosen(groups: Sequence[OurGroup]) -> tuple[dict[Treatment, tuple[int, ...]], tuple[str, ...]]:
-    """Return one parameter of each shape in each group, with the shape of its copy, and the names of kinds left out."""
-    kinds: dict[tuple[int, tuple[int, ...]], Treatment] = {}
-    for number, group in enumerate(groups):
-        for one in group.members:
-            kinds.setdefault((number, one.shape), one)
+def _select(groups: Sequence[OurGroup]) -> tuple[Shapes, tuple[str, ...]]:
+    """Choose one parameter of each shape in each group, with the shape of its copy; also return the names left out."""
+    representatives: dict[tuple[int, tuple[int, ...]], Treatment] = {}
+    for group_index, group in enumerate(groups):
+        for member in group.members:
+            representatives.setdefault((group_index, member.shape), member)
+    # Both optimizers step in both arithmetics.
     costs: dict[Treatment, tuple[float, tuple[int, ...]]] = {}
-    for (number, _), one in kinds.items():
-        shape = _corner(one, groups[number])
-        steps = int(groups[number].options.get("ns_steps", 0))
-        each = flops(shape[-2], shape[-1], steps) * math.prod(shape[:-2]) if one.by_muon else 1e3 * math.prod(shape)
-        costs[one] = 2 * 2 * STEPS * each, shape
-    spent, chosen = 0.0, dict[Treatment, tuple[int, ...]]()
-    for one, (cost, shape) in sorted(costs.items(), key=lambda item: item[1]):
-        spent += cost
-        if spent <= MOST_FLOPS:
-            chosen[one] = shape
-    return chosen, tuple(one.name for one in costs if one not in chosen)
+    for (group_index, _), treatment in representatives.items():
+        shape = _copy_shape(treatment, groups[group_index])
+        if treatment.by_muon:
+            iterations = int(groups[group_index].options.get("ns_steps", 0))
+            step_flops = flops(shape[-2], shape[-1], iterations) * math.prod(shape[:-2])
+        else:
+            step_flops = 1000 * math.prod(shape)
+        costs[treatment] = 2 * 2 * STEPS * step_flops, shape
+    # The cheapest come first, so that one large kind does not keep all others from being proved.
+    total, shapes = 0.0, dict[Treatment, tuple[int, ...]]()
+    for treatment, (cost, shape) in sorted(costs.items(), key=lambda item: item[1]):
+        total += cost
+        if total <= MAX_FLOPS:
+            shapes[treatment] = shape
+    return shapes, tuple(treatment.name for treatment in costs if treatment not in shapes)
 
 
-def _corner(one: Treatment, group: OurGroup) -> tuple[int, ...]:
-    """Return the shape of a copy: the parameter's, or where that is large a corner's on which the update looks alike.
+def _copy_shape(treatment: Treatment, group: OurGroup) -> tuple[int, ...]:
+    """Return the shape of a copy: the parameter's, or that of a corner on which the update is computed in the same way.
 
     Fused matrices have their sizes in options, and XTuner keeps a factor of the shape as state.
     """
-    shape = [*one.shape]
-    if not one.by_muon:
-        while math.prod(shape) > LARGEST:
+    shape = [*treatment.shape]
+    if not treatment.by_muon:
+        while math.prod(shape) > MAX_ELEMENTS:
             shape = [-(-size // 2) for size in shape]
         return tuple(shape)
     if any(group.options.get(option) for option in ("pieces", "columns")) or group.method.derived:
-        return one.shape
-    if math.prod(shape) > LARGEST:
+        return treatment.shape
+    # A few matrices of a stack, then factors that rows and columns share: the ratio sets the rate.
+    if math.prod(shape) > MAX_ELEMENTS:
         shape[:-2] = [min(size, 2) for size in shape[:-2]]
     for factor in (5, 3, 2, 2, 2, 2, 2, 2, 2, 2):
-        if math.prod(shape) > LARGEST and not shape[-2] % factor and not shape[-1] % factor:
+        if math.prod(shape) > MAX_ELEMENTS and not shape[-2] % factor and not shape[-1] % factor:
             shape[-2:] = [size // factor for size in shape[-2:]]
     return tuple(shape)
 
 
-def _compared(
-    optimizers: Sequence[Optimizer],
-    groups: Sequence[OurGroup],
-    chosen: Mapping[Treatment, tuple[int, ...]],
-    in_float32: bool,
+def _compare(
+    optimizers: Sequence[Optimizer], groups: Sequence[OurGroup], shapes: Shapes, in_float32: bool
 ) -> Agreement:
-    theirs, mine = ({one.parameter: nn.Parameter(start) for one, start in _starts(chosen)} for _ in range(2))
-    twins = [_twin(optimizer, theirs) for optimizer in optimizers]
-    arithmetic = {"ns_dtype": "float32"} if in_float32 else {}
-    ours = Muon(
-        [
-            {
-                **group.options,
-                **(arithmetic if "ns_dtype" in group.options else {}),
-                "params": [mine[one.parameter] for one in group.members if one.parameter in mine],
-            }
-            for group in groups
-        ]
-    )
-    worst = Agreement(0.0, 0.0, next(iter(chosen)).name)
+    """Step twins of these optimizers and ours from the same values, and return the largest differences."""
+    values = {treatment.parameter: start for treatment, start in _initial_values(shapes)}
+    foreign_copies = {parameter: nn.Parameter(start.clone()) for parameter, start in values.items()}
+    our_copies = {parameter: nn.Parameter(start) for parameter, start in values.items()}
+    twins = [_twin(optimizer, foreign_copies) for optimizer in optimizers]
+    our_groups: list[dict[str, Any]] = []
+    for group in groups:
+        precision = {"ns_dtype": "float32"} if in_float32 and "ns_dtype" in group.options else {}
+        copies = [our_copies[member.parameter] for member in group.members if member.parameter in our_copies]
+        our_groups.append({**group.options, **precision, "params": copies})
+    muon = Muon(our_groups)
+
+    update, momentum, worst = 0.0, 0.0, next(iter(shapes)).name
     for step in range(STEPS):
-        before = [{one: at[one.parameter].detach().clone() for one in chosen} for at in (theirs, mine)]
-        for one, gradient in zip(chosen, _random(chosen, 1000 + step), strict=True):
-            theirs[one.parameter].grad, mine[one.parameter].grad = gradient.clone(), gradient.clone()
+        # Updates are compared, not weights: in these they would hide behind the values.
+        foreign_starts = {parameter: copy.detach().clone() for parameter, copy in foreign_copies.items()}
+        our_starts = {parameter: copy.detach().clone() for parameter, copy in our_copies.items()}
+        for treatment, gradient in zip(shapes, _random(shapes, 1000 + step), strict=True):
+            foreign_copies[treatment.parameter].grad = gradient.clone()
+            our_copies[treatment.parameter].grad = gradient.clone()
         with torch.compiler.set_stance("force_eager"), _Float32() if in_float32 else nullcontext():  # type: ignore[no-untyped-call]
             for twin in twins:
                 twin.step()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            ours.step()
+            muon.step()
         for group in groups:
-            for one in group.members:
-                if one.parameter not in theirs:
+            for member in group.members:
+                parameter = member.parameter
+                if parameter not in values:
                     continue
-                their, own = theirs[one.parameter], mine[one.parameter]
-                update = _apart(own.detach() - before[1][one], their.detach() - before[0][one])
-                slots = twins[group.source[0]].state[their], ours.state[own]
-                momentum = _momenta_apart(group, *slots)
-                if update > worst.update:
-                    worst = Agreement(update, worst.momentum, one.name)
-                worst = Agreement(worst.update, max(worst.momentum, momentum), worst.worst)
-    return worst
+                foreign_copy, our_copy = foreign_copies[parameter], our_copies[parameter]
+                difference = _relative_difference(
+                    our_copy.detach() - our_starts[parameter], foreign_copy.detach() - foreign_starts[parameter]
+                )
+                if difference > update:
+                    update, worst = difference, member.name
+                foreign_state = twins[group.source[0]].state[foreign_copy]
+                momentum = max(momentum, _momentum_difference(group, foreign_state, muon.state[our_copy]))
+    return Agreement(update, momentum, worst)
 
 
-def _momenta_apart(group: OurGroup, theirs: Mapping[str, Any], ours: Mapping[str, Tensor]) -> float:
+def _momentum_difference(group: OurGroup, foreign_state: Mapping[str, Any], our_state: Mapping[str, Tensor]) -> float:
     """Return the difference of momenta, or of first moments, as averages."""
-    common = "momentum" if group.momentum is not None else "first"
-    slot = group.method.slots.get(common)
-    if slot is None or not isinstance(theirs.get(slot), Tensor):
+    slot = group.method.slots.get("first" if group.momentum is None else "momentum")
+    if slot is None or not isinstance(foreign_state.get(slot), Tensor):
         return 0.0
-    their = theirs[slot].double()
-    if group.momentum is not None and group.known.dialect.convention is Convention.SUM:
-        their = their * (1 - group.momentum)
-    return _apart(ours[MOMENTUM if group.momentum is not None else EXP_AVG], their)
+    average = foreign_state[slot].double()
+    if group.momentum is not None and group.program.dialect.convention is Convention.SUM:
+        average = average * (1 - group.momentum)
+    return _relative_difference(our_state[EXP_AVG if group.momentum is None else MOMENTUM], average)
 
 
-def _apart(mine: Tensor, theirs: Tensor) -> float:
-    difference, size = (float(t.double().norm()) for t in (mine.double() - theirs.double(), theirs))
+def _relative_difference(tensor: Tensor, reference: Tensor) -> float:
+    difference, size = (float(t.double().norm()) for t in (tensor.double() - reference.double(), reference))
     if not math.isfinite(difference):
         return math.inf
     return difference / size if size else (0.0 if not difference else math.inf)
 
 
-def _starts(chosen: Mapping[Treatment, tuple[int, ...]]) -> Iterator[tuple[Treatment, Tensor]]:
+def _initial_values(shapes: Shapes) -> Iterator[tuple[Treatment, Tensor]]:
     """Yield each parameter with its values in float32, or with random ones where it has none."""
-    for one, values in zip(chosen, _random(chosen, 0), strict=True):
-        corner = one.parameter.detach()[tuple(slice(size) for size in chosen[one])]
-        yield one, values.mul_(0.02) if corner.is_meta else corner.to("cpu", torch.float32, copy=True).contiguous()
+    for treatment, noise in zip(shapes, _random(shapes, 0), strict=True):
+        corner = treatment.parameter.detach()[tuple(slice(size) for size in shapes[treatment])]
+        if corner.is_meta:
+            yield treatment, noise.mul_(0.02)
+        else:
+            yield treatment, corner.to("cpu", torch.float32, copy=True).contiguous()
 
 
-def _random(chosen: Mapping[Treatment, tuple[int, ...]], seed: int) -> Iterator[Tensor]:
+def _random(shapes: Shapes, seed: int) -> Iterator[Tensor]:
     generator = torch.Generator("cpu").manual_seed(seed)
-    for shape in chosen.values():
+    for shape in shapes.values():
         yield torch.randn(shape, generator=generator)
 
 
@@ -235,35 +244,29 @@ def _twin(optimizer: Optimizer, copies: Mapping[Tensor, Tensor]) -> Optimizer:
     `copy.deepcopy` would leave out what an optimizer keeps beside its groups and state.
     """
     twin: Optimizer = object.__new__(type(optimizer))
-    twin.__dict__ = {name: _following(value, copies) for name, value in vars(optimizer).items()}
+    for name, value in vars(optimizer).items():
+        # Attributes by parameter follow to the copies.
+        if isinstance(value, dict) and any(isinstance(key, Tensor) for key in value):
+            value = {copies[key]: entry for key, entry in value.items() if isinstance(key, Tensor) and key in copies}
+        twin.__dict__[name] = value
     twin.__dict__.pop("step", None)  # a scheduler's, bound to the other
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    # Flags in the state tell methods; tensors and counters begin anew.
     twin.state = defaultdict(dict)
     for parameter, copied in copies.items():
-        kept = {
-            name: value for name, value in optimizer.state.get(parameter, {}).items() if not isinstance(value, Tensor)
-        }
-        if kept:
-            twin.state[copied] = kept
-    known = known_optimizer(optimizer)
-    methods = known.dialect.methods if known is not None else ()
+        state = optimizer.state.get(parameter, {})
+        flags = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        if flags:
+            twin.state[copied] = flags
+    program = known_optimizer(optimizer)
+    methods = program.dialect.methods if program is not None else ()
     counters = {method.options["step"] for method in methods if "step" in method.options}
-    twin.param_groups = [
-        {
-            **group,
-            **dict.fromkeys(counters & group.keys(), 0),
-            "params": [copies[parameter] for parameter in group["params"] if parameter in copies],
-        }
-        for group in optimizer.param_groups
-    ]
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        members = [copies[parameter] for parameter in group["params"] if parameter in copies]
+        zeros = dict.fromkeys(counters & group.keys(), 0)
+        twin.param_groups.append({**group, **zeros, "params": members})
     return twin
-
-
-def _following(value: Any, copies: Mapping[Tensor, Tensor]) -> Any:
-    """Return an attribute with copies in place of parameters that are keys."""
-    if isinstance(value, dict) and any(isinstance(key, Tensor) for key in value):
-        return {copies[key]: own for key, own in value.items() if isinstance(key, Tensor) and key in copies}
-    return value
 
 
 class _Float32(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -277,7 +280,7 @@ class _Float32(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _process_group_of_one() -> Iterator[None]:
     """Give optimizers that ask for their rank a process group of this process alone."""
     if dist.is_initialized() or not dist.is_available():
         yield

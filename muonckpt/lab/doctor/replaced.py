@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -29,10 +29,10 @@ _SCALES = {"none": "1.0", "original": "max(1.0, rows / columns) ** 0.5", "spectr
            "rms": "0.2 * max(rows, columns) ** 0.5"}  # fmt: skip
 """The code of each common scale (`FACTORS`)."""
 
-_MOST_DIMS = 3
+_MAX_DIMS = 3
 
 SAME, IDLE, LOST = "as here", "does not change the update", "no counterpart"
-"""What an option of another program is here that has no word of ours."""
+"""The fates of another program's option for which we have no word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +47,18 @@ class ScaleFunction:
 
 
 @lru_cache
-def _function(of: ScaleFunction) -> Callable[[int, int], float]:
+def _function(definition: ScaleFunction) -> Callable[[int, int], float]:
     """Return the function: the same object in all groups, as an optimizer has one function of a name."""
 
     def scale(rows: int, columns: int) -> float:
-        return of.factor * FACTORS[of.scale](rows, columns)
+        return definition.factor * FACTORS[definition.scale](rows, columns)
 
     return scale
 
 
 @dataclass(frozen=True, slots=True)
 class OptionPair:
-    """One option, or several that mean one thing: another program's words, and ours or what became of it."""
+    """One option, or several with one meaning: in another program's words, and in ours, or its fate."""
 
     theirs: str
     ours: str
@@ -79,20 +79,23 @@ class OurGroup:
     source: tuple[int, int]
     members: tuple[Treatment, ...]
     options: Mapping[str, Any]
-    known: KnownOptimizer
+    program: KnownOptimizer
     method: StoredMethod
     momentum: float | None
     pairs: tuple[OptionPair, ...]
 
-    def said(self) -> dict[str, Any]:
+    def stated_options(self) -> dict[str, Any]:
         """Return the algorithm and the options that are not our defaults, and the rate."""
         defaults = {"algorithm": "muon", **GROUP_OPTIONS[self.options["algorithm"]]}
         order = [*defaults, *sorted(self.options.keys() - defaults.keys())]
-        chosen = {name: self.options[name] for name in order if name in self.options}
-        return {name: value for name, value in chosen.items() if name == "lr" or value != defaults.get(name, _NO)}
+        return {
+            name: self.options[name]
+            for name in order
+            if name in self.options and (name == "lr" or self.options[name] != defaults.get(name, _NO_DEFAULT))
+        }
 
 
-_NO = object()
+_NO_DEFAULT = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +103,10 @@ class Replacement:
     """Ours in place of another program's optimizers.
 
     Attributes:
-        programs: whose they are.
+        programs: the names of these.
         groups: of one optimizer of ours.
         notes: what has no counterpart, and what the other does not say.
-        refused: parameters that ours does not take, with the reason.
+        refused: the parameters that ours does not take, with the reason.
         scale: the function that ``adjust_lr_fn`` is, where it has no name.
         code: the lines to write, after ``model`` has been made.
     """
@@ -118,9 +121,9 @@ class Replacement:
     def to_json(self) -> dict[str, Any]:
         groups = [
             {
-                "names": [one.name for one in group.members],
+                "names": [member.name for member in group.members],
                 "options": {name: value for name, value in group.options.items() if not callable(value)},
-                "translated": [{"theirs": pair.theirs, "ours": pair.ours} for pair in group.pairs],
+                "translated": group.pairs,
             }
             for group in self.groups
         ]
@@ -128,126 +131,146 @@ class Replacement:
                 "code": self.code}  # fmt: skip
 
 
-def find_replacement(model: nn.Module, optimizers: Sequence[Optimizer], every: Sequence[Treatment]) -> Replacement:
+def find_replacement(model: nn.Module, optimizers: Sequence[Optimizer], treatments: Sequence[Treatment]) -> Replacement:
     """Translate every group of these optimizers, all of known programs.
 
     Raises:
         SourceError: an option changes the update into one that ours does not have.
     """
-    findings, refused, scales = Findings(), dict[str, str](), set[ScaleFunction]()
-    gathered: defaultdict[tuple[Any, ...], list[Treatment]] = defaultdict(list)
-    made: dict[tuple[Any, ...], OurGroup] = {}
-    for one in every:
-        if one.optimizer is None or one.group is None:
+    # Parameters of one group become several groups of ours where their options differ, such as their pieces.
+    findings, refusals, scales = Findings(), dict[str, str](), set[ScaleFunction]()
+    members: defaultdict[tuple[Any, ...], list[Treatment]] = defaultdict(list)
+    group_by_key: dict[tuple[Any, ...], OurGroup] = {}
+    for treatment in treatments:
+        if treatment.optimizer is None:
             continue
-        if one.by_muon and not 2 <= len(one.shape) <= _MOST_DIMS:
-            refused[one.name] = f"{len(one.shape)} dims in Muon: give it to AdamW, or reshape it in the model"
+        num_dims = len(treatment.shape)
+        if treatment.by_muon and not 2 <= num_dims <= _MAX_DIMS:
+            refusals[treatment.name] = f"{num_dims} dims in Muon: give it to AdamW, or reshape it in the model"
             continue
-        group = _group(optimizers[one.optimizer], one, findings, scales)
-        key = (one.optimizer, one.group, one.algorithm, repr(sorted(group.options.items(), key=str)))
-        made.setdefault(key, group)
-        gathered[key].append(one)
+        group = _translate(optimizers[treatment.optimizer], treatment, findings, scales)
+        key = (*group.source, treatment.algorithm, repr(sorted(group.options.items(), key=str)))
+        group_by_key.setdefault(key, group)
+        members[key].append(treatment)
     if len(scales) > 1:
         raise SourceError("the optimizers have several scales without a name; make one optimizer of ours for each")
     groups = tuple(
-        OurGroup(g.source, tuple(gathered[key]), g.options, g.known, g.method, g.momentum, g.pairs)
-        for key, g in sorted(made.items(), key=lambda item: item[0][:2])
+        replace(group, members=tuple(members[key]))
+        for key, group in sorted(group_by_key.items(), key=lambda item: item[0][:2])
     )
     scale = next(iter(scales), None)
-    programs = dict.fromkeys(group.known.dialect.who for group in groups)
+    programs = dict.fromkeys(group.program.dialect.who for group in groups)
     notes = tuple(map(str, sorted_checks(findings.checks)))
     code = "\n".join(_code(model, groups, scale))
-    return Replacement(tuple(programs), groups, notes, refused, scale, code)
+    return Replacement(tuple(programs), groups, notes, refusals, scale, code)
 
 
-def _group(optimizer: Optimizer, one: Treatment, findings: Findings, scales: set[ScaleFunction]) -> OurGroup:
+def _translate(optimizer: Optimizer, treatment: Treatment, findings: Findings, scales: set[ScaleFunction]) -> OurGroup:
     """Return the group of ours that one parameter would have alone."""
-    known = known_optimizer(optimizer)
-    assert known is not None and one.optimizer is not None and one.group is not None, "only known ones are translated"
-    dialect = known.dialect
-    [source, *_] = [method for method in dialect.methods if method.name == one.algorithm]
-    [target, *_] = [method for method in ours.PROGRAM.methods if method.name == one.algorithm]
-    given = {option: value for option, value in optimizer.param_groups[one.group].items() if option != PARAMS}
-    own = {option: as_numbers(value) for option, value in given.items() if option != "param_names"}
-    stated = common_options(own, dialect, source, one.shape)
-    known_options: dict[str, Any] = dict(stated.common)
+    program = known_optimizer(optimizer)
+    assert program is not None and treatment.optimizer is not None and treatment.group is not None
+    dialect, shape = program.dialect, treatment.shape
+    [source, *_] = [method for method in dialect.methods if method.name == treatment.algorithm]
+    [target, *_] = [method for method in ours.PROGRAM.methods if method.name == treatment.algorithm]
+
+    # The options of its group, in common terms, then those that only the living optimizer says.
+    foreign_options = {
+        option: as_numbers(value)
+        for option, value in treatment.options.items()
+        if option not in (PARAMS, "param_names")
+    }
+    translation = common_options(foreign_options, dialect, source, shape)
+    options: dict[str, Any] = dict(translation.common)
     scale: ScaleFunction | None = None
-    if one.by_muon:
-        said = dict(known.said(optimizer, one.parameter))
-        factor = said.pop("scale_factor", 1.0)
-        known_options |= said
+    if treatment.by_muon:
+        options_in_code = dict(program.options_in_code(optimizer, treatment.parameter))
+        factor = options_in_code.pop("scale_factor", 1.0)
+        options |= options_in_code
         if factor != 1.0:
-            scale = ScaleFunction(str(known_options.pop("scale")), factor)
+            scale = ScaleFunction(str(options.pop("scale")), factor)
             scales.add(scale)
-    known_options.pop("step", None)
-    if "ns" in known_options:
-        known_options["ns"] = plain_coefficients(known_options["ns"])
-    active = {o: v for o, v in own.items() if o in source.idle and _odd(o, v, source)}
-    options = GroupOptions(known_options, {**stated.private, **active})
-    written = write_options(options, dialect, ours.PROGRAM, target, one.shape, findings)
-    written.pop("convention", None)
+    options.pop("step", None)
+    if "ns" in options:
+        options["ns"] = plain_coefficients(options["ns"])
+
+    # Written as ours; an idle option that is on is private to the other program, so that a note tells of it.
+    switched_on = {o: value for o, value in foreign_options.items() if _is_switched_on(o, value, source)}
+    neutral = GroupOptions(options, {**translation.private, **switched_on})
+    our_options = write_options(neutral, dialect, ours.PROGRAM, target, shape, findings)
+    our_options.pop("convention", None)
     if scale is not None:
-        written["adjust_lr_fn"] = _function(scale)
-    pairs = tuple(_pairs(own, source, target, written, known_options, known_options.keys() - stated.common.keys()))
-    momentum = float(known_options["momentum"]) if one.by_muon else None
-    return OurGroup((one.optimizer, one.group), (one,), written, known, source, momentum, pairs)
+        our_options["adjust_lr_fn"] = _function(scale)
+    pairs = _pairs(foreign_options, source, target, our_options, options, options.keys() - translation.common.keys())
+    momentum = float(options["momentum"]) if treatment.by_muon else None
+    place = treatment.optimizer, treatment.group
+    return OurGroup(place, (treatment,), our_options, program, source, momentum, tuple(pairs))
 
 
-_ON = frozenset({"amsgrad"})
-"""Idle options of other programs that are idle only while they are off."""
+_SWITCHES = frozenset({"amsgrad"})
+"""Options of other programs that are idle only while they are off."""
 
 
-def _odd(option: str, value: object, method: StoredMethod) -> bool:
-    return option in _ON and value != method.idle[option]
+def _is_switched_on(option: str, value: object, method: StoredMethod) -> bool:
+    return option in method.idle and option in _SWITCHES and value != method.idle[option]
 
 
 def _pairs(
-    own: Mapping[str, Any],
+    foreign_options: Mapping[str, Any],
     source: StoredMethod,
     target: StoredMethod,
-    written: Mapping[str, Any],
-    known: Mapping[str, Any],
-    in_code: set[str],
+    our_options: Mapping[str, Any],
+    common_values: Mapping[str, Any],
+    names_in_code: set[str],
 ) -> Iterator[OptionPair]:
-    """Yield every option of another program's group with what it is here."""
-    places: dict[str, tuple[str, ...]] = {common: (option,) for common, option in target.options.items()}
-    places |= {common: coding.options for coding in target.codings for common in coding.common}
-    units: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
-        ((option,), (common,)) for common, option in source.options.items()
-    ]
+    """Yield every option of another program's group with its counterpart here."""
+    our_names: dict[str, tuple[str, ...]] = {common: (option,) for common, option in target.options.items()}
+    for coding in target.codings:
+        our_names |= dict.fromkeys(coding.common, coding.options)
+    units: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+    units += [((option,), (common,)) for common, option in source.options.items()]
     units += [(coding.options, coding.common) for coding in source.codings]
-    told: set[str] = set()
-    for theirs, common in units:
-        present = [option for option in theirs if option in own]
-        told |= {*present}
-        mine = dict.fromkeys(option for name in common for option in places.get(name, ()) if option in written)
-        if present and "step" not in common:
-            same = all(name not in known or known[name] == SILENT_VALUES.get(name) for name in common)
-            yield OptionPair(_said(own, present), _said(written, mine) or (SAME if same else LOST))
-    for name in sorted(in_code):
-        if told_here := [option for option in places.get(name, ()) if option in written]:
-            yield OptionPair("in its code", _said(written, told_here))
-    rest = sorted(own.keys() - told - {"algorithm", "step"})
-    for option in rest:
-        idle = option in source.idle and not _odd(option, own[option], source)
-        yield OptionPair(_said(own, [option]), IDLE if idle or option in EXECUTION_OPTIONS else LOST)
+    # Options that we have a word for.  No word is needed where our update is that of the silent value.
+    translated = {"algorithm", "step"}
+    for foreign_names, common_names in units:
+        present = [option for option in foreign_names if option in foreign_options]
+        translated |= {*present}
+        if present and "step" not in common_names:
+            text = _our_text(common_names, our_names, our_options)
+            is_same = all(common_values.get(n, SILENT_VALUES.get(n)) == SILENT_VALUES.get(n) for n in common_names)
+            yield OptionPair(_text(foreign_options, present), text or (SAME if is_same else LOST))
+    for name in sorted(names_in_code):
+        text = _our_text([name], our_names, our_options)
+        if text:
+            yield OptionPair("in its code", text)
+    for option in sorted(foreign_options.keys() - translated):
+        is_idle = option in source.idle and not _is_switched_on(option, foreign_options[option], source)
+        fate = IDLE if is_idle or option in EXECUTION_OPTIONS else LOST
+        yield OptionPair(_text(foreign_options, [option]), fate)
 
 
-def _said(options: Mapping[str, Any], names: Sequence[str] | Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={_text(options[name])}" for name in names)
+def _our_text(
+    common_names: Iterable[str], our_names: Mapping[str, tuple[str, ...]], our_options: Mapping[str, Any]
+) -> str:
+    """Return our options for these common ones, each once, as text; empty if we have none."""
+    names: dict[str, None] = {}
+    for common in common_names:
+        names |= dict.fromkeys(option for option in our_names.get(common, ()) if option in our_options)
+    return _text(our_options, names)
 
 
-def _text(value: Any) -> str:
+def _text(options: Mapping[str, Any], names: Iterable[str]) -> str:
+    return ", ".join(f"{name}={_literal(options[name])}" for name in names)
+
+
+def _literal(value: Any) -> str:
     return "scale" if callable(value) else json.dumps(value) if isinstance(value, str) else repr(value)
-
-
-# Code.
 
 
 def _code(model: nn.Module, groups: Sequence[OurGroup], scale: ScaleFunction | None) -> Iterator[str]:
     """Yield the lines that make the optimizer of these groups."""
-    raw: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    names = set(raw.values())
+    # The lines run on the user's model, so they have the names that wrappers make.
+    raw_names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    all_names = set(raw_names.values())
     yield "from fnmatch import fnmatchcase"
     yield ""
     yield "from muonckpt.optimizer import Muon"
@@ -262,12 +285,12 @@ def _code(model: nn.Module, groups: Sequence[OurGroup], scale: ScaleFunction | N
     yield "optimizer = Muon("
     yield "    ["
     for group in groups:
-        own = [raw[one.parameter] for one in group.members]
-        globs = ", ".join(map(json.dumps, in_globs(own, names - {*own})))
+        names = [raw_names[member.parameter] for member in group.members]
+        globs = ", ".join(map(json.dumps, in_globs(names, all_names - {*names})))
         yield "        {"
         yield f'            "params": named({globs}),'
-        for name, value in group.said().items():
-            yield f"            {json.dumps(name)}: {_text(value)},"
+        for name, value in group.stated_options().items():
+            yield f"            {json.dumps(name)}: {_literal(value)},"
         yield "        },"
     yield "    ]"
     yield ")"
