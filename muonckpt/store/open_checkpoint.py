@@ -65,6 +65,7 @@ def checked_blob(payloads: Payloads, blob: Blob) -> bytes:
         LimitError: it has more bytes than its file has on the disk.
         SourceError: it is damaged; names the item and the file.
     """
+    # A file with holes could claim an item of any length.
     if blob.item.length > limits.SMALL_DESCRIPTION:
         max_bytes = limits.SMALL_DESCRIPTION + payloads.on_disk(blob.item.file)
         limits.check_limit(blob.item.length, max_bytes, f"bytes in item {blob.key!r} of {blob.item.file}")
@@ -217,6 +218,7 @@ class TensorReader:
         for chunk in self._chunks(tensor, box):
             common, payload = chunk.box & box, payload_of(tensor, chunk)
             assert common is not None, "the chunk was chosen because they have elements in common"
+            # The place of its first element, in bytes of the file.
             place = chunk.stored("").place_at(common.lo)
             offset = payload.offset + place.offset * size if payloads.is_verbatim(payload.file) else None
             parts.append(StoredPart(common, payload.file, offset, tuple(size * s for s in place.strides), size))

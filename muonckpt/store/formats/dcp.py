@@ -57,6 +57,7 @@ def locate_chunks(path: Location, tensors: Sequence[StateRecord]) -> tuple[State
 
     def read_items(rows: NDArray[np.int64]) -> None:
         name = columns.names[columns.file[rows[0]]]
+        # Most items are as torch and we write them, and need only be compared with a template.
         templates: dict[int, ItemTemplate] = {}
         for row in rows.tolist():
             tensor, box = chunk_boxes[row]
@@ -99,6 +100,7 @@ def locate_chunks(path: Location, tensors: Sequence[StateRecord]) -> tuple[State
             list(map(read_items, rows_by_file))
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
+    # The same chunks, with what the items say.
     extents = columns.item, columns.item_length(), payload, payload_length
     located = Columns.of_extents(columns.names, columns.file, *extents, columns.digest, columns.has_digest, crc32)
     located_tensors = []

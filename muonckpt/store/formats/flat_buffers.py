@@ -68,6 +68,7 @@ class StoredBuffer:
 
 def place(buffers: Sequence[GroupBuffer]) -> tuple[StoredBuffer, ...]:
     """Place each rank's parts of these buffers, aligned, one after another in its file."""
+    # Parts without bytes take no room in the file.
     ends: defaultdict[int, int] = defaultdict(int)
     stored = []
     for buffer in buffers:
@@ -142,6 +143,7 @@ def write_buffer_index(manifest: Manifest, directory: Location) -> None:
 
 def _located(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> tuple[StateRecord, ...]:
     """Return tensors with the chunks that the buffers have of them, each box once."""
+    # Replicas are the same box in several files; the first counts.
     dtypes = {tensor.key: tensor.dtype for tensor in tensors}
     chunks: defaultdict[str, dict[Box, Chunk]] = defaultdict(dict)
     for stored_buffer in stored:

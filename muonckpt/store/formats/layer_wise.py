@@ -235,7 +235,7 @@ def _buffers(shares: RankShares, states: Mapping[str, ParameterState]) -> Iterat
                     key = key_of((*_STATE, placement.name, slot))
                     state_parameter = replace(placement.parameter, name=key, dtype=value.dtype)
                     placements.append(replace(placement, parameter=state_parameter))
-            if placements:
+            if placements:  # parameters without this slot leave gaps in its buffer
                 layout = replace(buffer, parameters=tuple(placements))
                 yield GroupBuffer(slot, number, group, layout.origins, layout)
 
@@ -243,6 +243,7 @@ def _buffers(shares: RankShares, states: Mapping[str, ParameterState]) -> Iterat
 def _options(files: Sequence[RankFile], params: Mapping[int, Sequence[str]]) -> Iterator[tuple[int, dict[str, object]]]:
     """Yield the options of each group that has parameters, with their names; ranks without parameters are ignored."""
     for number, names in sorted(params.items()):
+        # Ranks without parameters of the group have options that nobody used.
         owners = [file for file in files if file.groups[number].states]
         first = owners[0].groups[number].options
         for file in owners:
@@ -330,6 +331,7 @@ def _rounded(words: NDArray[Any], dtype: str) -> NDArray[Any]:
         case "float16":
             return np.ascontiguousarray(words).view("<f4").astype("<f2").view("<u2")
         case "bfloat16":
+            # Half of the last bit that stays is added, and ties go to even.
             wide = words.astype(np.uint64)
             return ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype("<u2")
         case _:

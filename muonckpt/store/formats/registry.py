@@ -228,6 +228,7 @@ def format_written_as(word: str) -> Format | None:
 
 
 def _showing(names: Sequence[str], formats: Iterable[Format]) -> Iterator[Format]:
+    # The strong signs of all formats, then their weaker ones.
     for strength in zip_longest(*((format.signs, *format.weaker_signs) for format in formats), fillvalue=()):
         for format, patterns in zip(formats, strength, strict=True):
             if any(fnmatch.filter(names, pattern) for pattern in patterns):
@@ -235,6 +236,7 @@ def _showing(names: Sequence[str], formats: Iterable[Format]) -> Iterator[Format
 
 
 def _plugin_showing(names: Sequence[str]) -> Format | None:
+    # Two plug-ins that read the same files would give different checkpoints.
     claiming = {
         plugin: format
         for plugin, format in load_plugins(ENTRY_POINTS, Format, "formats").items()

@@ -187,6 +187,7 @@ def read_cut_header(file: File) -> tuple[Header, int, str]:
 
 
 def parse_header(text: bytes) -> Header:
+    # JSON with a name twice would be read differently by different readers.
     limits.check_text(text)
     try:
         fields: Any = json.loads(text.decode(), object_pairs_hook=_unique)
@@ -347,6 +348,7 @@ def check_storable(tensors: Sequence[StateRecord]) -> None:
             )
         if tensor.key == METADATA_KEY:
             raise SourceError(f"safetensors keeps the name {METADATA_KEY!r} for itself; no tensor can have it")
+        # JSON can have half a surrogate pair, Rust's strings cannot.
         try:
             tensor.key.encode()
         except UnicodeEncodeError:

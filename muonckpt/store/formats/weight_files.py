@@ -119,6 +119,7 @@ class WeightIndex:
 
     @classmethod
     def _parse(cls, data: object) -> WeightIndex:
+        # Any program's index maps tensors to files; ours has digests as well.
         match data:
             case {"weight_map": dict(files)} if all(isinstance(name, str) for name in files.values()):
                 pass

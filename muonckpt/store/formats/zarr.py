@@ -331,6 +331,7 @@ class ZarrPayloads(Payloads):
             block = np.asarray(opened[tuple(map(slice, box.lo, box.hi))])
         except Exception as error:  # whatever a codec raises
             raise SourceError(f"cannot decode {self.directory / file}: {type(error).__name__}: {error}") from error
+        # As unencoded chunks have them: little-endian, dense.
         little = block.astype(block.dtype.newbyteorder("<"), copy=False)
         return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
 
@@ -630,6 +631,7 @@ def _index(path: Location, array: ZarrArray, file: str, size: int) -> Any:
 
 def _size(path: Location, file: str) -> int:
     """Return the size of the file of a chunk; a link anywhere on the way is refused."""
+    # Where no file is, zarr would read zeros.
     place = path / file
     if not (place.exists() or place.is_symlink()):
         raise _not_stored(f"{place}")
@@ -670,6 +672,7 @@ def nodes(tensors: Sequence[StateRecord]) -> list[str]:
 
 def _name(part: str | int) -> str:
     """Return a part of a path as a plain file name, with a hash if characters had to be replaced."""
+    # Names that file systems or zarr treat in a special way are replaced.
     text = str(part)
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:_MAX_NAME]
     if plain == text and text and not text.startswith((".", "__")) and text != ZARR_FILE:

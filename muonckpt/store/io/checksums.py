@@ -88,6 +88,7 @@ class JoinedCrc:
 
     def add(self, start: int, stop: int, crc32: int) -> None:
         """Add a range by its CRC-32; it is ignored if its first byte has been reached."""
+        # Ranges wait until those before them have come.
         if start >= self.reached:
             self._later_ranges.setdefault(start, (stop, crc32))
         while following := self._later_ranges.pop(self.reached, None):
@@ -113,6 +114,7 @@ def join_crc32(first: int, second: int, length: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _power_of_x(power: int) -> int:
+    # By repeated squaring.
     result, square = _X0, _X0 >> 1
     while power:
         result = _product(result, square) if power & 1 else result
@@ -122,6 +124,7 @@ def _power_of_x(power: int) -> int:
 
 
 def _product(left: int, right: int) -> int:
+    # Bit by bit, the right factor times x each time, reduced by the polynomial.
     product = 0
     for bit in range(31, -1, -1):
         product ^= right if left >> bit & 1 else 0

@@ -73,12 +73,14 @@ class FileLock:
     def __init__(self, folder: Path, name: str) -> None:
         self._path, self._line = folder / name, b""
         with ExitStack() as stack:
+            # The directory first: who renames it has locked it, too.
             _lock_folder(folder, stack)
             self._path.parent.mkdir(exist_ok=True)
             try:
                 self._stream, is_new = stack.enter_context(self._path.open("xb+")), True
             except FileExistsError:
                 self._stream, is_new = stack.enter_context(self._path.open("rb+")), False
+            # The file's lock is what other machines see; its lines tell who had it.
             _lock(self._stream.fileno())
             self.earlier = None if is_new else self._stream.read().splitlines()
             self._closing = stack.pop_all()
@@ -120,6 +122,7 @@ class ObjectLock:
         self.earlier = [read_object(place)] if place.exists() else None
 
     def sign(self, line: bytes) -> None:
+        # A user has asked to take over the lock of an earlier owner; a new one must not exist.
         self._line = line
         if self.earlier is not None:
             self._place.write(line)

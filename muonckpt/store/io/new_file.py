@@ -75,6 +75,7 @@ class Output:
         self._writeback = local()
 
     def __enter__(self) -> Output:
+        # Allocated at once, a file is also in few pieces on the disk.
         try:
             os.posix_fallocate(self._handle, 0, self._length)
         except BaseException:
@@ -94,7 +95,7 @@ class Output:
         start, remaining = getattr(self._writeback, "start", offset), memoryview(data)
         if not start <= offset <= start + _WRITEBACK_BYTES:  # this thread goes on elsewhere
             start = offset
-        while remaining:
+        while remaining:  # a signal may cut a write short
             count = os.pwrite(self._handle, remaining[:_WRITE_BYTES], offset)
             remaining, offset = remaining[count:], offset + count
         # Linux starts writing dirty pages when asked to drop them.  Otherwise the disk would be idle until fsync().

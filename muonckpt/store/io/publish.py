@@ -39,12 +39,14 @@ def reserve(destination: Location) -> Location:
         DestinationError: the destination exists, or another save writes there.
         OSError: the place cannot be made.
     """
+    # On a disk a directory beside it, with a name that nobody else makes.
     refuse_existing(destination)
     if isinstance(destination, Path):
         make_parents(destination)
         staged = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:12]}.tmp"
         staged.mkdir()
         return staged
+    # In a store the object that only one save can create.
     conflict = DestinationError(f"{destination} is being written by another save; choose another destination")
     claim = destination / CLAIM
     try:

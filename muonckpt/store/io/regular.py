@@ -241,6 +241,7 @@ def open_regular(file: Location) -> File:
     """
     if isinstance(file, Remote):
         return file.open()
+    # Opening a pipe would wait for its writer, and a link may lead out of the checkpoint.
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -28,6 +28,7 @@ class Band:
 
 def bands(chunk: Box, max_elements: int) -> Iterator[Band]:
     """Cut a chunk into bands of at most so many elements: whole rows where a row is that small."""
+    # A row is all of the outermost index.
     row = math.prod(chunk.shape[1:])
     step = max(max_elements // row * row if 0 < row <= max_elements else max_elements, 1)
     for start in range(0, chunk.numel, step):
@@ -61,6 +62,7 @@ def blocks(shape: Index, strides: Index, gap: int, max_span: int) -> Iterator[Bl
 
 
 def _cut(lo: Index, shape: Index, strides: Index, gap: int, max_span: int) -> Iterator[Block]:
+    # Is the box without wide gaps, from its innermost dim outwards, and small enough?
     dims = sorted((dim for dim, length in enumerate(shape) if length > 1), key=lambda dim: -strides[dim])
     reach, is_wide = 1, False
     for dim in reversed(dims):
@@ -134,6 +136,7 @@ def join_ranges(
     """
     if not len(start):
         return Runs(start, stop, np.zeros(0, np.int64))
+    # A range that is too far from the one before begins a run.
     is_apart = start[1:] > stop[:-1] + gap
     if file is not None:
         is_apart |= file[1:] != file[:-1]

@@ -288,6 +288,7 @@ class Payloads:
     def _bytes(self, name: str) -> FileBytes:
         file = self._files.get(name)
         if file is None:
+            # One thread opens; another may open the same file again, which is closed when nobody has it.
             with self._opening:
                 file = self._in_memory.get(name) or self._opened(name)
                 if len(self._files) >= self._max_open:
@@ -346,6 +347,7 @@ def chunk_bands(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> Iterat
 
     They are as `as_words` gives them, in memory that the next band may overwrite.
     """
+    # Row-major chunks are read from end to end; others box by box, wherever their elements lie.
     payload, size = payload_of(tensor, chunk), itemsize(tensor.dtype)
     offset = payload.offset
     for band in bands(chunk.box, BAND_BYTES // size):
@@ -418,6 +420,7 @@ _NONFINITE |= {"float8_e4m3fnuz": (0xFF, 0x80), "float8_e5m2fnuz": (0xFF, 0x80)}
 
 def count_nonfinite(words: NDArray[Any], name: str) -> int:
     """Count the elements, given as raw bits, that are infinite or NaN; 0 for types that have neither."""
+    # Of complex numbers both parts count.
     parts = PARTS.get(name, name)
     flat = words.reshape(-1).view(dtype(parts).bits)
     if parts in ("float32", "float64"):  # numpy's own test is vectorised, but lacks the other types

@@ -40,6 +40,7 @@ def plain_value(raw: bytes, names: Container[str] = ()) -> Any:
     def read(offset: int, length: int) -> bytes:
         return raw[offset : offset + length]
 
+    # The data are in the pickle; an item of a tensor has other members beside it.
     members = {member.name: member for member in read_members(read, len(raw))}
     pickled = members.get("data.pkl")
     if pickled is None:
@@ -80,6 +81,7 @@ class PlainParts:
 
     def _convert(self, value: Any) -> tuple[Any, int]:
         """Return a converted value, and how many elements and characters it has."""
+        # Shared parts count each time: written out, a small pickle could fill the memory.
         if type(value) is str:
             return value, 1 + len(value)
         if type(value) in (int, float, bool, NoneType):

@@ -100,6 +100,7 @@ def store_end(start: int, entries: Sequence[ZipEntry], serialization_id: bytes =
 
 
 def local_header(entry: ZipEntry) -> bytes:
+    # An extra field that no reader knows pads the header, so that the data are aligned.
     name = f"archive/{entry.name}".encode()
     zip64 = entry.zip64(packed=0)
     padding = -(entry.header_offset + _LOCAL.size + len(name) + len(zip64) + 4) % MEMBER_ALIGNMENT
@@ -281,6 +282,7 @@ def _entries(directory: bytes) -> Iterator[ZipEntry]:
 
 def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
     """Yield size, packed size and header offset, from the zip64 extra field where they do not fit in 32 bits."""
+    # The field has only those numbers that do not fit, in this order.
     big = b""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<2H", extra)

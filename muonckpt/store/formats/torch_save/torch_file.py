@@ -145,6 +145,7 @@ def whole_record(path: KeyPath, dtype: str, chunk: Chunk) -> StateRecord:
 
 def checksums_inside(files: Iterable[TorchFile], tensors: Iterable[StateRecord]) -> dict[Extent, int]:
     """Return the CRC-32 of each storage of these files of which a tensor uses only a part."""
+    # A tensor that is all of its storage has the checksum itself.
     storages: set[Extent] = set()
     for tensor in tensors:
         storages.update(chunk.item for chunk in tensor.chunks if chunk.crc32 is None)
@@ -225,6 +226,7 @@ class Archive:
 
     def tensor(self, dtype: str, shape: Index) -> Record:
         """Return a new tensor with a storage of its own, the last one."""
+        # As torch pickles a contiguous tensor, with the storage by its number.
         numel, key = math.prod(shape), str(len(self.lengths))
         self.lengths.append(numel * itemsize(dtype))
         storage = Record(Global(PERSISTENT), ("storage", Global(f"torch {DTYPES[dtype].storage}"), key, "cpu", numel))
@@ -233,6 +235,7 @@ class Archive:
 
     def seal(self, content: object) -> None:
         """Lay out the archive of this content, in which every tensor is."""
+        # The pickle and its companions, then the storages, then the directory.
         pickler = Pickler()
         pickler.put(content)
         self._front, entries = store_front(bytes(pickler.out) + pickle.STOP)
@@ -248,6 +251,7 @@ class Archive:
     def around(self, checksums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """Yield the bytes around the storages, each with its offset, given the CRC-32s of the storages."""
         yield 0, self._front
+        # Checksums stand in headers, descriptors and the directory, which keep their lengths.
         first = len(self._entries) - len(self.lengths)
         entries = self._entries[:first]
         end = len(self._front)
