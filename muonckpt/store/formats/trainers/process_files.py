@@ -22,9 +22,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, partial
 from itertools import chain
 
 from ....algebra.box import Box, Index
@@ -250,7 +250,7 @@ def universal_reader(path: Location) -> Reader:
             files[name] = names_in(folder)
         else:
             loose.append(f"{_ZERO}/{name}")
-    items, tensors, shapes = ItemsInMemory(), list[StateRecord](), _FlatShapes(path, listed)
+    items, tensors, shapes = ItemsInMemory(), list[StateRecord](), cache(partial(_param_shapes, path, listed))
     with about(path):
         if not files:
             raise DamageError(f"expected folders of parameters in {_ZERO}, found none")
@@ -306,7 +306,7 @@ def _lost_slots(slots_by_name: Mapping[str, AbstractSet[str]]) -> Iterator[tuple
 
 
 def _universal_tensor(
-    path: Location, name: str, file: str, items: ItemsInMemory, shapes: _FlatShapes
+    path: Location, name: str, file: str, items: ItemsInMemory, shapes: Callable[[], Mapping[str, Index]]
 ) -> Iterator[StateRecord]:
     """Yield the tensor in a file; a number becomes an item."""
     slot, suffix, _ = file.partition(".pt")
@@ -327,7 +327,11 @@ def _universal_tensor(
             raise SourceError("expected a storage of just the tensor, found a view of it")
         # ZeRO 3 stores tensors flat, alone in their files.
         if not is_mapping(content) and chunk.box.shape and slot != "step":
-            shape = shapes.shape(name)
+            if (shape := shapes().get(name)) is None:
+                raise SourceError(
+                    "expected its shape in param_shapes of a *_model_states.pt beside zero, found none: from ZeRO 3 "
+                    "tensors are flat, and DeepSpeed copies these files there"
+                )
             if len(chunk.box.shape) != 1 or math.prod(shape) != chunk.box.numel:
                 raise SourceError(
                     f"expected {math.prod(shape)} elements for the shape {shape}, found shape {chunk.box.shape}"
@@ -336,31 +340,14 @@ def _universal_tensor(
         yield whole_record(key, dtype, chunk)
 
 
-class _FlatShapes:
-    """The shapes of parameters by name, from the model states beside ``zero``, which are read when they are needed."""
-
-    def __init__(self, path: Location, listed: Sequence[str]) -> None:
-        self._path = path
-        self._listed = listed
-
-    @cached_property
-    def _shapes(self) -> Mapping[str, Index]:
-        file = next((name for name in self._listed if name.endswith("_model_states.pt")), None)
-        if file is None:
-            return {}
-        content = read_torch_file(self._path, file).content
-        shapes: dict[str, Index] = {}
-        with about(self._path / file):
+def _param_shapes(path: Location, listed: Sequence[str]) -> dict[str, Index]:
+    """Return the shapes of parameters by name, from the model states beside ``zero``, if any."""
+    shapes: dict[str, Index] = {}
+    for file in [name for name in listed if name.endswith("_model_states.pt")][:1]:
+        content = read_torch_file(path, file).content
+        with about(path / file):
             recorded = mapping(content).get("param_shapes") if is_mapping(content) else None
             for group in recorded if type(recorded) is list else [recorded]:
                 for name, shape in mapping(group).items() if is_mapping(group) else ():
                     shapes[expect(str, name)] = sizes_of(shape)
-        return shapes
-
-    def shape(self, name: str) -> Index:
-        if name not in self._shapes:
-            raise SourceError(
-                "expected its shape in param_shapes of a *_model_states.pt beside zero, found none: from ZeRO 3 "
-                "tensors are flat, and DeepSpeed copies these files there"
-            )
-        return self._shapes[name]
+    return shapes
