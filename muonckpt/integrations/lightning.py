@@ -67,6 +67,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
+        # Lightning's guess would train the same data on all ranks.
         sizes = self._data_parallel_size, self._tensor_parallel_size
         if "auto" in sizes:
             raise ValueError(
@@ -198,6 +199,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             with OpenCheckpoint(location(path, SourceError)) as opened:
                 return opened.manifest.provenance.get("step")
 
+        # The checkpoint's step, which a copy has to reach.
         since = broadcast_from_first(None, SourceError, step)
         if not isinstance(since, int):
             return None

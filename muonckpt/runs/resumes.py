@@ -99,6 +99,7 @@ def _read(folder: Location) -> tuple[list[Resume], int]:
     Raises:
         SourceError: the record cannot be read.
     """
+    # The last line of an attempt counts: it has the proof.
     resumes: dict[int, Resume] = {}
     damaged_lines = 0
     for line in _content(folder / RESUMES_FILE).splitlines():

@@ -123,6 +123,7 @@ class StepFolder:
     @gc_paused()
     def _look(self, name: StepName) -> RunStep:
         """Return what is known of a step; one that has no manifest of ours has lost it, or is another program's."""
+        # What has no manifest of ours is incomplete for a series, though others may read it.
         path = self.path(name)
         step = look_at_step(path, name, read_verifications(self.place).get(str(name)))
         if (path / MANIFEST_FILE).exists():

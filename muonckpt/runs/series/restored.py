@@ -89,6 +89,7 @@ class Restored:
 
     def _compared(self, take_parts: Callable[[], LiveParts]) -> ResumeProof:
         """Compare, and record the proof in the run."""
+        # The comparison is collective; the record is the first rank's.
         proof = compare(self._loaded, take_parts, self.step, self._group)
         if self._record is not None:
             with _warning(self._folder):

@@ -324,6 +324,7 @@ class Series:
                 )
             return {"step": step, "form": form, "destination": place, "shard_size": shard_size}
 
+        # All export the attempt at the step that the first rank finds whole.
         name = self._decide("export", SourceError, arguments, lambda: self._folder.whole(step))
         if name is None:
             raise SourceError(f"expected a whole checkpoint of step {step} in {self._folder.place}, found none")

@@ -295,6 +295,7 @@ def _unread(tensor: StateRecord, chunk: Chunk, error: MuonckptError) -> _ChunkRe
 def _check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, advance: Callable[[int], None]) -> _ChunkResult:
     """Compare a chunk with its digest, its CRC-32 and the checksum inside its item, in one pass over its elements."""
     subject = _subject(tensor, chunk)
+    # All sums in one pass; the CRC-32 of strided chunks is that of their bytes as they are stored.
     sums, num_nonfinite = Sums(), 0
     try:
         for words, origin in chunk_bands(payloads, tensor, chunk):
@@ -304,6 +305,7 @@ def _check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, advance:
         checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload_of(tensor, chunk)))
     except MuonckptError as error:
         return _unread(tensor, chunk, error)
+    # Each record is compared, also where another one agrees: one of them may be damaged.
     findings = []
     try:
         payloads.check_item(chunk.item)
@@ -470,6 +472,7 @@ def _against_integrity(path: Location) -> Iterator[Finding]:
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         yield Finding("integrity", f"{listing}: expected JSON with algorithm and files, found other data ({error})")
         return
+    # A name is somebody else's, and may lead out of the checkpoint.
     for name, expected in sorted(files.items()):
         digest = sha256()
         try:

@@ -277,6 +277,7 @@ def whole_before(checkpoint: Location, besides: Collection[str] = ()) -> RunStep
     with suppress(OSError, SourceError):
         if _is_checkpoint(run):
             return None
+        # Look at the best ones first, and no further than to one that is whole.
         verifications = read_verifications(run)
         for name, step in sorted(_siblings(checkpoint), key=preference):
             if name not in (checkpoint.name, *besides):

@@ -73,6 +73,7 @@ def examine_small(
         for group in run.groups:
             sound, shares, group_framed = run.check(group)
             framed &= group_framed
+            # The shares of chunks sum up to the fingerprint; where that disagrees, sound chunks need not be read again.
             sums = map(as_hex, shares.sum(axis=1, dtype=np.uint64).tolist())
             for row, (member, fingerprint) in enumerate(zip(group.members, sums, strict=True)):
                 number = numbers[member]
@@ -100,6 +101,7 @@ def stack_small(payloads: Payloads, tensors: Sequence[StateRecord]) -> Iterator[
             for place, rows in zip(group.places, group.rows.T, strict=True):
                 if not place.elements:
                     continue
+                # A tensor is left out when one of its chunks cannot be read or does not agree.
                 sound &= run.start[rows] != UNKNOWN
                 if not sound.any():
                     break
@@ -229,18 +231,21 @@ class _Run:
             if not place.elements:
                 framed = False
                 continue
+            # What could not be read is not sound.
             is_read = self.start[rows] != UNKNOWN
             sound[:, number] = is_read
             framed &= bool(is_read.all())
             if not is_read.any():
                 continue
             rows = rows[is_read]
+            # Elements have to agree with their sums, and to be finite.
             items = self.items(rows, place.length)
             elements = np.ascontiguousarray(items[:, place.head : place.head + place.elements])
             words = elements.view(dtype(group.dtype).bits).reshape(len(rows), *place.box.shape)
             agree = self.sums_agree(rows, elements)
             if count_nonfinite(words, group.dtype):
                 agree &= [not count_nonfinite(part, group.dtype) for part in words]
+            # Around them, whole items have the bytes that torch reads, and others what their format keeps inside.
             if place.template:
                 has_frame, checksums = place.template.recorded(items)
                 framed &= bool(has_frame.all() and (checksums == self.columns.crc32[rows]).all())
@@ -316,6 +321,7 @@ def _is_framed(payloads: Payloads, tensor: StateRecord) -> bool:
             template = place.template
             if template is None or (template.length, item + len(template.head)) != (length, payload):
                 return False
+            # The bytes before and after its elements.
             head = bytes(payloads.read_scratch(Extent(file, item, len(template.head))))
             tail = bytes(
                 payloads.read_scratch(Extent(file, item + template.tail_offset, length - template.tail_offset))

@@ -157,6 +157,7 @@ def _file_facts(name: str, status: os.stat_result) -> _FileFacts:
 
 def read_verifications(folder: Location) -> Mapping[str, Verification]:
     """Read the last verification of each checkpoint in a folder, by name; invalid entries count as none."""
+    # In a store each entry is an object, as nothing there can be locked.
     if isinstance(folder, Remote):
         place = folder / RECORD
         try:

@@ -151,6 +151,7 @@ def _state(
 
 def _values(file: TorchFile, names_listed: Sequence[str] | None) -> tuple[dict[KeyPath, object], bool]:
     """Return the values in a rank's file by path, and whether parameters have names."""
+    # Versions before one optimizer for all had a list.
     if type(file.content) is list:
         raise SourceError(
             "expected the state of nanochat's MuonAdamW, found a list of optimizers, as nanochat saved before "
@@ -169,6 +170,7 @@ def _values(file: TorchFile, names_listed: Sequence[str] | None) -> tuple[dict[K
 
 def _unstacked(params: Sequence[str], slot: str, parts: Sequence[PlainTensor]) -> Iterator[StateRecord]:
     """Yield the state of each matrix of a stack, of which each rank has as many."""
+    # The last rank's stack is filled up with zeros.
     num_matrices, *shape = parts[0].chunk.box.shape
     expected = -(-len(params) // len(parts))
     if num_matrices != expected:

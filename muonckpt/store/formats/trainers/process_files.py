@@ -107,6 +107,7 @@ class _Parts:
                 tensors, _ = _read(read_torch_file(self.folder, name), root, self.names, ItemsInMemory())
             return {_bare_key(tensor, root): tensor for tensor in tensors}
 
+        # Files and index are compared first, by the keys in them.
         if index is None:
             shards = read_shards_without_index(self.folder, names, _ENDING, read)
         else:
@@ -114,6 +115,7 @@ class _Parts:
             with about(self.folder):
                 shards = read_shards(described, names, _ENDING, read)
             self.files.append(index)
+        # Then each file gives the tensors that count.
         for name, tensors in shards.files.items():
             self.add_file(name, root, tensors.keys())
         self.copies += shards.copies

@@ -100,6 +100,7 @@ def _read(path: Location, without: Collection[str] | None) -> Reader:
             f"{path}: expected files of ranks such as model_world_size_8_rank_0.pt, with at most six digits a number, "
             f"found {listed[:8]!r:.300}"
         )
+    # A root is a model or an optimizer; its files are those of all ranks.
     by_root: defaultdict[str, list[_RankFile]] = defaultdict(list)
     for file in sorted(files, key=lambda file: (file.root, file.rank)):
         by_root[file.root].append(file)
@@ -142,6 +143,7 @@ def _opens(path: Location, name: str) -> bool:
 
 def _rank_files(listed: Sequence[str]) -> list[_RankFile]:
     """Return the files of verl and accelerate, or else those of torch_checkpointing, whose names say less."""
+    # torch_checkpointing's names match many others, so they count only where there are none of the other programs.
     files, keyed = [], []
     for name in listed:
         if match := _VERL.fullmatch(name):
@@ -196,6 +198,7 @@ def _is_of_whole_model(content: Mapping[object, object], order: Mapping[str, Ind
     groups = content["param_groups"]
     if type(groups) is not list or len(groups) != 1 or mapping(groups[0]).get("params") != list(range(len(order))):
         return False
+    # Its state has the shapes of the parameters with these numbers.
     shapes = dict(enumerate(order.values()))
     for number, slots in mapping(content["state"]).items():
         for slot, value in mapping(slots).items():
@@ -276,6 +279,7 @@ class _JoinedRanks:
 
 def _replicated(path: KeyPath, values: Sequence[object], files: Sequence[str]) -> StateRecord:
     """Return a tensor that all ranks have whole, such as a counter of steps."""
+    # The same dtype, shape and checksum on all.
     first, facts = values[0], set[object]()
     for value in values:
         if isinstance(value, PlainTensor):

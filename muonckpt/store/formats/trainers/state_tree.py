@@ -47,6 +47,7 @@ def _leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[K
     max_count = limits.FREE_PARTS + file.described // limits.PICKLE_BYTES
 
     def below(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+        # A part counts as often as it is used.
         nonlocal count
         count += 1
         limits.check_limit(count, max_count, "values in dicts that a file's pickle uses more than once")
@@ -62,6 +63,7 @@ def _leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[K
         else:
             yield path, value
 
+    # Tensors as they are, everything else as plain data.
     for path, value in below(content, root):
         if is_tensor(value):
             yield path, value
@@ -281,6 +283,7 @@ def optimizer_with_names(
         return optimizer, {}
     if len(names) != len(numbers):
         raise SourceError(f"expected a name for each of the {len(numbers)} parameters in groups, found {len(names)}")
+    # Neither numbers nor names may repeat.
     by_number: dict[object, str] = dict(zip(numbers, names, strict=True))
     if len(by_number) < len(numbers) or len(set(names)) < len(names):
         raise SourceError("expected every number and every name once, found one twice")
@@ -460,6 +463,7 @@ def _product(size: object) -> int:
 
 
 def _placement(value: object, ndim: int) -> AxisPlacement:
+    # Its class, in whichever module of torch.
     record = expect(Record, value)
     name = next((record.kind.removeprefix(module) for module in _PLACEMENTS if record.kind.startswith(module)), "")
     fields = record.state if type(record.state) is dict else {}

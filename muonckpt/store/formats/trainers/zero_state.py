@@ -131,6 +131,7 @@ def _open_files(
         match = pattern.fullmatch(name)
         if match is None or name in (without or ()):
             continue
+        # The second number is that of tensor and pipeline parallelism.
         rank = int(match[1] or 0)
         if int(match[2]) or (known_name := name_by_rank.setdefault(rank, name)) != name:
             raise SourceError(
@@ -197,6 +198,7 @@ class _ZeroPayloads(MemberPayloads):
         if item not in self._copies:
             super().check_item(item)
             return
+        # Each storage has a checksum, and then the first copy is compared with the others.
         copies = self._copies[item]
         for _, storage, _ in copies.places:
             super().check_item(storage)
@@ -281,6 +283,7 @@ class _Optimizer:
     def of(cls, file: TorchFile) -> _Optimizer:
         with about(file.name):
             zero = mapping(mapping(file.content).get("optimizer_state_dict"))
+            # ZeRO's own values, and the optimizer's below them.
             below = zero.get("optimizer_state_dict" if _MASTERS_3 in zero else "base_optimizer_state")
             if type(below) is list:
                 raise SourceError(
