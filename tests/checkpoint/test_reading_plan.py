@@ -1,0 +1,120 @@
+"""Who reads what of a checkpoint: every byte once, by a rank that can, and every asked element to whoever asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pytest
+from support.random_layouts import READERS, random_shape
+
+from muonckpt.algebra.box import Box, flat_boxes
+from muonckpt.checkpoint.live_state import RankBoxes
+from muonckpt.checkpoint.reading_plan import AskedTensor, JointRequest, ReadingPlan
+from muonckpt.record.record import Chunk, Chunks, Extent, StateRecord
+
+
+@dataclass
+class Files:
+    """Files by the number in their names; each is seen by some ranks."""
+
+    able: dict[str, Sequence[int]]
+    divides_chunks: bool
+
+    def of(self, file: str) -> Sequence[int]:
+        return self.able[file]
+
+
+def boxes_of(layout) -> tuple[RankBoxes, ...]:
+    boxes: dict[int, list[Box]] = {}
+    for fragment in layout.fragments:
+        boxes.setdefault(int(fragment.place.buffer), []).append(fragment.box)
+    return tuple(RankBoxes(rank, tuple(of_rank)) for rank, of_rank in sorted(boxes.items()))
+
+
+def indices(box: Box) -> set[tuple[int, ...]]:
+    return set(product(*map(range, box.lo, box.hi)))
+
+
+def stored(key: str, shape, layout, rng, dtype: str) -> StateRecord:
+    """A tensor in chunks like the boxes of a layout, in three files, some with a CRC-32."""
+    boxes = sorted({fragment.box for fragment in layout.fragments}, key=lambda box: box.lo)
+    size, chunks = {"float32": 4, "bfloat16": 2}[dtype], []
+    for number, box in enumerate(boxes):
+        extent = Extent(f"file{rng.integers(3)}", 1000 * number, box.numel * size)
+        crc32 = int(rng.integers(100)) if rng.random() < 0.8 else None
+        chunks.append(Chunk(box, extent, extent, "0" * 32, crc32))
+    return StateRecord(key, (key,), shape, dtype, Chunks.of(chunks, len(shape)))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_each_element_is_read_once_and_comes_to_all_who_ask_for_it(seed, monkeypatch):
+    monkeypatch.setattr("muonckpt.checkpoint.reading_plan.MIN_SHARED_BYTES", 16)
+    rng = np.random.default_rng(seed)
+    num_ranks, memory = 8, int(rng.integers(40, 400))
+    divides = bool(rng.random() < 0.7)
+    everyone = range(num_ranks)
+    able = {
+        f"file{n}": everyone if divides else tuple(sorted(rng.choice(8, 3, replace=False).tolist())) for n in range(3)
+    }
+    tensors, asked = [], {}
+    for number in range(6):
+        shape, key, dtype = random_shape(rng), f"{number}", str(rng.choice(["float32", "bfloat16"]))
+        tensors.append(stored(key, shape, READERS[rng.integers(len(READERS))](rng, shape), rng, dtype))
+        layouts = [READERS[rng.integers(len(READERS))](rng, shape) for _ in range(int(rng.integers(1, 3)))]
+        asked[key] = tuple(AskedTensor(f"{key}.{n}", boxes_of(layout)) for n, layout in enumerate(layouts))
+    plan = ReadingPlan.of(tensors, (), JointRequest(asked, {}), Files(able, divides), num_ranks, memory, memory)
+
+    read: Counter = Counter()
+    received: Counter = Counter()
+    for of_round in plan.rounds:
+        held: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+        load: Counter = Counter()
+        for tensor, reading in of_round.readings:
+            for part, boxes in zip(reading.ranges, reading.boxes, strict=True):
+                chunk = tensor.chunks[part.chunk]
+                assert part.reader in able[chunk.item.file]
+                assert part.is_whole == ((part.start, part.stop) == (0, chunk.box.numel))
+                read.update((tensor.key, part.chunk, element) for element in range(part.start, part.stop))
+                where = [box.shift(chunk.box.lo) for box in flat_boxes(chunk.box.shape, part.start, part.stop)]
+                assert boxes == (tuple(where) if part.is_asked else ())
+                elements = held.setdefault((tensor.key, part.reader), [])
+                for box in boxes:
+                    elements += sorted(indices(box))
+                load[part.reader] += sum(box.numel for box in boxes) * (4 if tensor.dtype == "float32" else 2)
+        divisible = [part for _, reading in of_round.readings for part in reading.ranges]
+        assert max(load.values()) <= max(memory, 4 * max(part.stop - part.start for part in divisible))
+        for move in of_round.moves:
+            copies = move.copies
+            columns = (column.tolist() for column in (copies.lo, copies.hi, copies.source, copies.target))
+            for (lo, hi, source, target), offset in zip(
+                zip(*columns, strict=True), copies.source_offset.tolist(), strict=True
+            ):
+                box = Box(tuple(lo), tuple(hi))
+                elements = held[move.source, source]
+                assert elements[offset] == box.lo and indices(box) <= set(elements)
+                received.update((move.target, target, index) for index in indices(box))
+    assert set(read.values()) <= {1}
+    for tensor in tensors:
+        chunks = {key[1] for key in read if key[0] == tensor.key}
+        assert sum(tensor.boxes[chunk].numel for chunk in chunks) == sum(key[0] == tensor.key for key in read)
+        if not divides:
+            for chunk in chunks:
+                readers = [
+                    part.reader
+                    for of_round in plan.rounds
+                    for each, reading in of_round.readings
+                    for part in reading.ranges
+                    if each.key == tensor.key and part.chunk == chunk
+                ]
+                assert len(set(readers)) == 1
+    expected: Counter = Counter()
+    for targets in asked.values():
+        for target, ranks in targets:
+            for rank, boxes in ranks:
+                for box in boxes:
+                    expected.update((target, rank, index) for index in indices(box))
+    assert received == expected
