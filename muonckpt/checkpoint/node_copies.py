@@ -12,7 +12,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,14 +50,14 @@ class Nodes:
     """The nodes of a process group's ranks: ranks whose folder is the same directory are on one node.
 
     Attributes:
-        of: each rank's node, by its place in the group; nodes are numbered in the order of their first ranks.
+        numbers: each rank's node, by its place in the group; nodes are numbered in the order of their first ranks.
         partners: the rank to which each rank sends its file, on the next node; None if there is one node.
-        here: the place of this rank.
+        place: that of this rank.
     """
 
-    of: tuple[int, ...]
+    numbers: tuple[int, ...]
     partners: tuple[int | None, ...]
-    here: int
+    place: int
 
     @classmethod
     def sharing(cls, folder: Path, process_group: dist.ProcessGroup | None) -> Nodes:
@@ -81,28 +81,25 @@ class Nodes:
             status = folder.stat()
             return _BOOT.read_text(), status.st_dev, status.st_ino
 
-        numbers: dict[object, int] = {}
+        # Ranks with one directory are on one node.
+        number_of: dict[object, int] = {}
         directories = gather_on_all(process_group, DestinationError, identity)
-        of = [numbers.setdefault(directory, len(numbers)) for directory in directories]
-        return cls.numbered(of, place_in(process_group)[0])
-
-    @classmethod
-    def numbered(cls, of: Sequence[int], here: int) -> Nodes:
+        numbers = tuple(number_of.setdefault(directory, len(number_of)) for directory in directories)
         members: defaultdict[int, list[int]] = defaultdict(list)
-        partners: list[int | None] = []
-        for place, node in enumerate(of):
+        for place, node in enumerate(numbers):
             members[node].append(place)
-        seen: defaultdict[int, int] = defaultdict(int)
-        for node in of:
-            others = members[(node + 1) % len(members)]
-            partners.append(None if len(members) == 1 else others[seen[node] % len(others)])
-            seen[node] += 1
-        return cls(tuple(of), tuple(partners), here)
+        # The ranks of a node send to those of the next one in turn.
+        partners: list[int | None] = []
+        for place, node in enumerate(numbers):
+            next_members = members[(node + 1) % len(members)]
+            turn = members[node].index(place)
+            partners.append(None if len(members) == 1 else next_members[turn % len(next_members)])
+        return cls(numbers, tuple(partners), place_in(process_group)[0])
 
     @property
     def leads(self) -> bool:
         """True on the first rank of each node, which looks after its folder."""
-        return self.of.index(self.of[self.here]) == self.here
+        return self.numbers.index(self.numbers[self.place]) == self.place
 
 
 class NodeCopy:
@@ -142,26 +139,31 @@ class NodeCopy:
 
     def _write(self, state: Callable[[], LiveState]) -> None:
         live, plan, _ = agreed(self._group, self._plans, state, lambda: {"step": self._name.step}, lambda: None)
-        here, own = self._nodes.here, self._staged / rank_file(self._nodes.here)
+        this_place, file = self._nodes.place, self._staged / rank_file(self._nodes.place)
         receipt = b""
+
+        # 1. Each rank writes its file on its node, and sends it to the next one.
 
         def write() -> int:
             nonlocal receipt
             if self._nodes.leads:  # a run that went back has given up what came after
                 remove_copies(self._folder, lambda name: name is None or name.step > self._name.step, self._staged)
             self._staged.mkdir(parents=True, exist_ok=True)
-            receipt = write_share(live, plan.share, own, self._progress)
-            return own.stat().st_size if own.exists() else 0
+            receipt = write_share(live, plan.share, file, self._progress)
+            return file.stat().st_size if file.exists() else 0
 
         sizes = gather_on_all(self._group, DestinationError, self._with_room(write))
-        failure, sent = self._send(sizes)
-        received = {place: size for place, size in enumerate(sizes) if size and self._nodes.partners[place] == here}
+        failure, file_digest = self._send(sizes)
+        origins = [
+            place for place, partner in enumerate(self._nodes.partners) if partner == this_place and sizes[place]
+        ]
 
+        # 2. The first rank compares what was sent with what has arrived, and describes the copy for all nodes.
         def answer() -> tuple[bytes, Mapping[int, str]]:
             if failure is not None:
                 raise failure
-            arrived = {place: digest_of(self._staged, rank_file(place), size) for place, size in received.items()}
-            return receipt, {here: sent, **arrived}
+            digests = {place: digest_of(self._staged, rank_file(place), sizes[place]) for place in origins}
+            return receipt, {this_place: file_digest, **digests}
 
         def describe(answers: list[tuple[bytes, Mapping[int, str]]]) -> dict[str, bytes]:
             ranks = group_ranks(self._group)
@@ -177,21 +179,22 @@ class NodeCopy:
 
         texts = decide_on_first(self._group, DestinationError, self._with_room(answer), describe)
 
-        def publish_here() -> None:
+        # 3. It appears on each node, and the copy before goes when this one is everywhere.
+        def publish_on_node() -> None:
             if self._nodes.leads:
                 for name, text in texts.items():
                     if not (self._staged / name).exists():
                         write_synced(self._staged / name, text)
                 publish.publish(self._staged, self._folder / str(self._name))
 
-        gather_on_all(self._group, DestinationError, publish_here)
-        if self._nodes.leads:  # now every node has it
+        gather_on_all(self._group, DestinationError, publish_on_node)
+        if self._nodes.leads:
             remove_copies(self._folder, lambda name: name != self._name)
 
     def _with_room(self, work: Callable[[], T]) -> Callable[[], T]:
         """Return the same work, whose error says what to do where memory is full."""
 
-        def worked() -> T:
+        def advised_work() -> T:
             try:
                 return work()
             except (DestinationError, OSError) as error:
@@ -207,7 +210,7 @@ class NodeCopy:
                     "train on without copies that fail: async_copy(..., on_error='warn')"
                 ) from error
 
-        return worked
+        return advised_work
 
     def _send(self, sizes: Sequence[int]) -> tuple[Exception | None, str]:
         """Send this rank's file to its partner, and receive those of others; every byte travels once.
@@ -215,38 +218,57 @@ class NodeCopy:
         Returns an error of this rank, which goes on exchanging, so that the others do not hang, and the digest of what
         it has sent, as `digest_of` gives it.
         """
-        here, partners = self._nodes.here, self._nodes.partners
-        partner = partners[here]
+        this_place, partners = self._nodes.place, self._nodes.partners
+        partner = partners[this_place]
         digest = xxhash.xxh3_128()
         if partner is None:
             return None, digest.hexdigest()
-        origins = [place for place, other in enumerate(partners) if other == here and sizes[place]]
+        origins = [place for place, other in enumerate(partners) if other == this_place and sizes[place]]
         blocks = [torch.empty(_BAND_BYTES * files, dtype=torch.uint8) for files in (1, len(origins))]
         failure: Exception | None = None
-        with ExitStack() as files:
-            handle, outputs = -1, list[Writing]()
+        files, handle, outputs = ExitStack(), -1, list[Writing]()
+
+        def attempt(action: Callable[[], None]) -> None:
+            """Act unless something has failed before: an error waits until the others need this rank no more."""
+            nonlocal failure
             try:
-                if sizes[here]:
-                    handle = os.open(self._staged / rank_file(here), os.O_RDONLY | os.O_CLOEXEC)
-                    files.callback(os.close, handle)
-                for place in origins:
-                    outputs += [files.enter_context(create_file(self._staged / rank_file(place), sizes[place]))]
+                if failure is None:
+                    action()
             except OSError as error:
                 failure = error
+
+        def open_files() -> None:
+            nonlocal handle
+            if sizes[this_place]:
+                handle = os.open(self._staged / rank_file(this_place), os.O_RDONLY | os.O_CLOEXEC)
+                files.callback(os.close, handle)
+            for place in origins:
+                outputs.append(files.enter_context(create_file(self._staged / rank_file(place), sizes[place])))
+
+        def read_band() -> None:
+            if os.preadv(handle, [send.numpy().data], start) != len(send):
+                raise OSError(errno.EIO, f"{rank_file(this_place)} was cut while it was sent")
+            digest.update(send.numpy().data)
+
+        def write_bands() -> None:
+            for output, parcel in zip(outputs, parcels, strict=True):
+                output.write(parcel.numpy().data, start)
+
+        with suppress(OSError), files:  # what closing raises after a failure
+            attempt(open_files)
             for start in range(0, max(sizes), _BAND_BYTES):
                 lengths = [min(max(size - start, 0), _BAND_BYTES) for size in sizes]
-                give, take = [0] * len(sizes), [0] * len(sizes)
-                give[partner] = lengths[here]
+                send_lengths, receive_lengths = [0] * len(sizes), [0] * len(sizes)
+                send_lengths[partner] = lengths[this_place]
                 for place in origins:
-                    take[place] = lengths[place]
-                send, receive = (block[: sum(splits)] for block, splits in zip(blocks, (give, take), strict=True))
-                if failure is None and lengths[here]:
-                    os.preadv(handle, [send.numpy().data], start)
-                    digest.update(send.numpy().data)
-                exchange(self._group, send, give, receive, take)
+                    receive_lengths[place] = lengths[place]
+                send, receive = blocks[0][: sum(send_lengths)], blocks[1][: sum(receive_lengths)]
+                if len(send):
+                    attempt(read_band)
+                exchange(self._group, send, send_lengths, receive, receive_lengths)
                 parcels = torch.split(receive, [lengths[place] for place in origins])
-                for output, parcel in zip(outputs, parcels, strict=False) if failure is None else ():
-                    output.write(parcel.numpy().data, start)
+                attempt(write_bands)
+            attempt(files.close)
         return failure, digest.hexdigest()
 
 

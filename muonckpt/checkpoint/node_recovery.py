@@ -57,7 +57,7 @@ class NodeFiles:
         return str(self._copy.name)
 
     def of(self, file: str) -> Sequence[int]:
-        node_of = self._nodes.of
+        node_of = self._nodes.numbers
         nodes = {node_of[holder] for holder, sizes in self._copy.holders.items() if file in sizes}
         whole = {node for node in nodes if (node, file) not in self._refused}
         if not whole:
@@ -90,7 +90,7 @@ class NodeFiles:
             entries: list[Blob | StateRecord] = [*outline.blobs, *options]
             for entry in entries:
                 file = entry.item.file if isinstance(entry, Blob) else entry.chunks[0].item.file
-                if self.of(file)[0] != self._nodes.here:
+                if self.of(file)[0] != self._nodes.place:
                     continue
                 try:
                     if isinstance(entry, Blob):
@@ -122,7 +122,7 @@ class NodeFiles:
         ranks = group_ranks(self._group)
         for place, of_rank in enumerate(faults):
             for file, fault in of_rank.items():
-                self._refused.add((self._nodes.of[place], file))
+                self._refused.add((self._nodes.numbers[place], file))
                 warn_on_rank(
                     f"the copy of step {self._copy.step} on the node of rank {ranks[place]} is damaged: {fault}; "
                     "another node's is taken, if there is one",

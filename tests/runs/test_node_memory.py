@@ -559,3 +559,15 @@ def test_the_end_tells_what_it_cannot_remove_and_says_nothing_of_branches_that_w
         (folder,) = (branches.folder / "a").iterdir()
         shutil.rmtree(folder)
         folder.write_text("no folder")
+
+
+@pytest.mark.parametrize(
+    ("call", "file"), [("preadv", "__1_0.distcp"), ("pwrite", "__0_0.distcp"), ("fsync", "__0_0.distcp")]
+)
+def test_a_fault_of_one_node_while_files_are_sent_is_the_same_error_on_all_and_keeps_the_copy_before(
+    call, file, tmp_path
+):
+    """Rank 1 reads its own file to send it, and writes that of rank 0."""
+    ranks = run(3, noded.copied_with_fault, tmp_path / "run", on(tmp_path, 0, 1, 2), call, file)
+    assert {said for said, _ in ranks} == {"DestinationError: OSError: [Errno 5] Input/output error (rank 1)"}
+    assert all(names == ["step-00000001"] for _, names in ranks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
-from muonckpt import LostRankError, Restored, Series
+from muonckpt import LostRankError, MuonckptError, Restored, Series
 
 from .fsdp_model import build, steps
 from .killed_saves import killed_at
@@ -88,3 +90,33 @@ def restored(rank: int, world: int, run: Path, nodes: list[Path]) -> tuple[Any, 
     assert found is not None and template["trainer"]["seen"] == [told, "tokens", torch.tensor(told)]
     left = sorted(path.name for path in nodes[rank].glob("*/*"))
     return found.step, found.memory, str(found), muonckpt.fingerprints(template).tensors, said, left
+
+
+def copied_with_fault(
+    rank: int, world: int, run: Path, nodes: list[Path], call: str, file: str
+) -> tuple[str, list[str]]:
+    """Copy twice; the second time a system call on a file fails on rank 1.  What is said, and what is there then."""
+    copies = series(run, nodes[rank])
+    state = {f"w{number}": torch.full((1000,), float(number)) for number in range(world)}
+    first = copies.async_copy(1, state)
+    assert first is not None
+    first.result()
+    dist.barrier()
+    honest = getattr(os, call)
+
+    def fail(descriptor: int, *args: Any) -> Any:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == file:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return honest(descriptor, *args)
+
+    if rank == 1:
+        setattr(os, call, fail)
+    try:
+        second = copies.async_copy(2, state)
+        assert second is not None
+        second.result()
+        return "copied", []
+    except MuonckptError as error:
+        return f"{type(error).__name__}: {error}", [path.name[:13] for path in nodes[rank].glob("*/*")]
+    finally:
+        setattr(os, call, honest)
