@@ -330,7 +330,7 @@ def siblings_reader(path: Location) -> Reader:
     if set(map(_has_optimizers_only, outlines.values())) != {True, False}:
         raise SourceError(
             f"expected a checkpoint in {path}, found several, in its folders {listed(outlines)}; give the path of "
-            f"one, such as {path / max(outlines, key=_numbers)}"
+            f"one, such as {path / max(outlines, key=_step_numbers)}"
         )
 
     # Keys that several folders have are told apart by the folders' names.
@@ -349,7 +349,7 @@ def siblings_reader(path: Location) -> Reader:
     return Reader(outline, payloads, faults, partial(locate_chunks, payloads.directory))
 
 
-def _numbers(name: str) -> list[int]:
+def _step_numbers(name: str) -> list[int]:
     """Return the numbers in a name, by which steps are sorted."""
     return [int(number) for number in re.findall("[0-9]{1,18}", name)]
 

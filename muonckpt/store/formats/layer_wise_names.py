@@ -96,8 +96,10 @@ def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
             raise SourceError(f"{len(masters)} masters for {len(ids)} parameters of a group: some are fp32 themselves")
         group_states: list[dict[str, _Value]] = []
         for number in ids:
-            slots = _mapping(states[number]).items()
-            group_states.append({str(slot): _value(file, value) for slot, value in slots})
+            state: dict[str, _Value] = {}
+            for slot, value in _mapping(states[number]).items():
+                state[str(slot)] = file.tensor(value) if type(value) is Record else _scalar(value)
+            group_states.append(state)
         for state, master in zip(group_states, masters, strict=False):
             state[MASTER] = file.tensor(master)
         # Its options.
@@ -115,10 +117,6 @@ def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
 
 def _option(value: object) -> object:
     return type(value)(map(_scalar, value)) if isinstance(value, list | tuple) else _scalar(value)
-
-
-def _value(file: TorchFile, value: object) -> _Value:
-    return file.tensor(value) if type(value) is Record else _scalar(value)
 
 
 def _mapping(value: object) -> dict[object, object]:
