@@ -19,13 +19,12 @@ from ...names.errors import SourceError, TargetError
 from ...names.version import PROGRAM
 from ...record.json_fields import sealed_text
 from ...record.record import Manifest
-from ...store.formats.registry import BUILT_IN, format_written_as
+from ...store.formats.registry import BUILT_IN, format_written_as, import_named
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io import publish
 from ...store.io.location import Location
 from ...store.open_checkpoint import checked_blob
 from ...store.reading.payloads import Payloads
-from ...store.reading.reader import import_named
 from ..target.topology import Target
 from .output_files import OutputFile
 from .outputs import OutputItem, Outputs

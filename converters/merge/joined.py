@@ -14,8 +14,7 @@ from ...record.record import Chunk, Extent, Manifest, StateRecord
 from ...store.io.location import Location
 from ...store.io.regular import FileBytes
 from ...store.open_checkpoint import OpenCheckpoint
-from ...store.reading.payloads import Payloads, chunk_share
-from ...store.reading.reader import Reader
+from ...store.reading.payloads import Payloads, Reader, chunk_share
 
 
 class JoinedPayloads(Payloads):

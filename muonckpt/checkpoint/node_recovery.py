@@ -22,8 +22,7 @@ from ..store.formats.registry import OWN
 from ..store.formats.torch_save.plain_item import plain_value
 from ..store.io.regular import read_text_file
 from ..store.open_checkpoint import OpenCheckpoint, checked_blob
-from ..store.reading.payloads import Payloads
-from ..store.reading.reader import Reader
+from ..store.reading.payloads import Payloads, Reader
 from .all_ranks import broadcast_from_first, decide_on_first, group_ranks
 from .loading import JointLoad
 from .node_copies import CopyOnNodes, Nodes

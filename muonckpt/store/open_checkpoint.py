@@ -21,7 +21,7 @@ from ..names.keys import OptimizerKey, key_of
 from ..names.vocabulary import Convention
 from ..programs.signs import NOT_READ, OUR_MARK
 from ..record.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord, no_chunks
-from .formats.registry import DCP, SAFETENSORS, ZARR, format_of
+from .formats.registry import DCP, SAFETENSORS, ZARR, Format, format_of
 from .formats.torch_save.inert_pickle import Anything
 from .formats.torch_save.plain_item import plain_value
 from .formats.torch_save.stored_zip import read_members
@@ -32,8 +32,7 @@ from .io.location import Location, map_each
 from .io.regular import open_regular
 from .reading.blocks import slices_within
 from .reading.dtypes import dtype
-from .reading.payloads import Payloads, check_chunk, checked_elements, compare_checksums, payload_of
-from .reading.reader import Format, Reader
+from .reading.payloads import Payloads, Reader, check_chunk, checked_elements, compare_checksums, payload_of
 
 
 def check_blob(payloads: Payloads, blob: Blob) -> None:

@@ -12,8 +12,7 @@ from support.commands import called
 import muonckpt
 from muonckpt.converters.engine.container import FORMATS, Container
 from muonckpt.programs.registry import with_plugins
-from muonckpt.store.formats.registry import BUILT_IN
-from muonckpt.store.reading.reader import import_named
+from muonckpt.store.formats.registry import BUILT_IN, import_named
 
 PLUGIN = Path(__file__).parents[1] / "support" / "plugin"
 

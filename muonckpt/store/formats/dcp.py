@@ -34,8 +34,7 @@ from ..io import limits
 from ..io.location import Location, folders_with, listing
 from ..io.regular import File, extent_faults, open_regular
 from ..reading.blocks import join_ranges
-from ..reading.payloads import Payloads
-from ..reading.reader import Reader
+from ..reading.payloads import Payloads, Reader
 from .dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
 from .torch_save import tensor_item
 from .torch_save.tensor_item import ItemTemplate

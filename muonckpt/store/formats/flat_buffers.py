@@ -23,8 +23,7 @@ from ..io.location import Location
 from ..io.new_file import write_synced
 from ..io.regular import extent_faults, read_text_file
 from ..reading.dtypes import itemsize
-from ..reading.payloads import Payloads
-from ..reading.reader import Reader
+from ..reading.payloads import Payloads, Reader
 
 RANK_FILE = "rank_{}.bin".format
 

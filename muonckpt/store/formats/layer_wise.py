@@ -23,8 +23,7 @@ from ...names.keys import key_of
 from ...names.vocabulary import MASTER, PARAMS
 from ...record.record import Manifest, StateRecord
 from ..io.location import Location
-from ..reading.payloads import Payloads, as_words, chunk_elements
-from ..reading.reader import Reader
+from ..reading.payloads import Payloads, Reader, as_words, chunk_elements
 from . import dcp
 from .layer_wise_names import (
     DESCRIPTION_PARSERS,

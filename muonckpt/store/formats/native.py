@@ -24,8 +24,7 @@ from ..io.checksums import xxh3_128
 from ..io.location import Location
 from ..io.new_file import write_parts, write_synced
 from ..io.regular import read_text_file
-from ..reading.payloads import Payloads
-from ..reading.reader import Reader
+from ..reading.payloads import Payloads, Reader
 
 
 def reader(path: Location) -> Reader:

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import zip_longest
+from typing import Any
 
 from ...names.errors import SourceError
 from ...names.plugins import load_plugins
@@ -23,10 +26,63 @@ from ...programs import signs
 from ...record import record
 from ..io.location import Location, folders_with
 from ..io.regular import open_regular
-from ..reading.reader import Format
+from ..reading.payloads import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Registers one format, built in or of a plug-in.
+
+    What is slow to import may be named as in an entry point, ``"package.module:attribute"``; it is imported when used.
+
+    Attributes:
+        name: for users.
+        reader: reads a checkpoint's metadata: a function of its `Location` that returns a `Reader`, or its import path.
+        signs: shell patterns of file names by which a directory, or a file, shows the format.
+        weaker_signs: more such patterns, which count only where no format shows a stronger sign; strongest first.
+        written_as: the word for ``--format``, if the format is written too.
+        writer: a function that returns a `Container` (``converters/engine/container.py``), or its import path.  It is
+            called without arguments, or with ``shard_bytes`` if the container is not of ranks and a size was given.
+        remains: reads what is left of a damaged checkpoint without the files of some names, where ``reader`` needs them
+            all or knows one replica of each box only: a function like it with a set of names, or its import path.
+    """
+
+    name: str
+    reader: Callable[[Location], Reader] | str
+    signs: tuple[str, ...] = ()
+    weaker_signs: tuple[tuple[str, ...], ...] = ()
+    written_as: str | None = None
+    writer: Callable[..., Any] | str | None = None
+    remains: Callable[[Location, Collection[str]], Reader] | str | None = None
+
+    def without(self, files: Collection[str]) -> Format | None:
+        """Return the format that reads what is left without these files; None if ``reader`` does so itself."""
+        if self.remains is None:
+            return None
+        return replace(self, reader=lambda path: import_named(self.remains)(path, files), remains=None)
+
+    def read(self, path: Location) -> Reader:
+        """Read a checkpoint's metadata.
+
+        Raises:
+            SourceError: they are missing or damaged, or the operating system cannot read them.
+        """
+        reader: Callable[[Location], Reader] = import_named(self.reader)
+        try:
+            return reader(path)
+        except OSError as error:
+            raise SourceError(f"cannot read {path}: {error}") from error
+
+
+def import_named(value: Any) -> Any:
+    """Import what a path names; return other values as they are."""
+    if not isinstance(value, str):
+        return value
+    module, _, attribute = value.partition(":")
+    return getattr(import_module(module), attribute)
+
 
 ENTRY_POINTS = "muonckpt.formats"
-
 
 _FORMATS = "muonckpt.store.formats"
 _WRITERS = "muonckpt.converters.engine"

@@ -35,8 +35,7 @@ from ..io.location import Location
 from ..io.new_file import write_synced
 from ..io.regular import File, open_regular
 from ..reading.dtypes import itemsize
-from ..reading.payloads import Payloads
-from ..reading.reader import Reader
+from ..reading.payloads import Payloads, Reader
 from .weight_files import (
     INDEX_NAME,
     Shards,

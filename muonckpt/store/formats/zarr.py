@@ -34,8 +34,7 @@ from ..io import limits
 from ..io.location import Location, listing
 from ..io.regular import BytesInMemory, FileBytes, open_regular, read_text_file
 from ..reading.dtypes import DTYPES, itemsize
-from ..reading.payloads import Payloads
-from ..reading.reader import Reader
+from ..reading.payloads import Payloads, Reader
 from .native import tensor_of
 
 MANIFEST_ATTRIBUTE = "muonckpt"

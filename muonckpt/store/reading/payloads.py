@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from threading import Lock, local
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +19,7 @@ from ...algebra.box import Index, row_major
 from ...algebra.fingerprint import combine, fingerprint
 from ...algebra.layout import Place
 from ...names.errors import DamageError, SourceError, about
-from ...record.record import Chunk, Extent, StateRecord
+from ...record.record import Chunk, Extent, Manifest, StateRecord
 from ..io.checksums import crc32, xxh3_128
 from ..io.limits import check_holes
 from ..io.location import Location
@@ -306,6 +307,24 @@ class Payloads:
         if self._states.setdefault(name, opened.state) != opened.state:
             raise DamageError(f"{file} changed while it was read")
         return PacedFile(opened, self.pace) if self.pace else opened
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads one checkpoint, whose metadata were read when it was made.
+
+    Attributes:
+        outline: the manifest in the metadata, in which the places of elements may still be unknown.
+        payloads: the bytes of its files.
+        faults: the damage that shows without reading data, such as missing files.
+        locate: returns tensors of the outline, or some of their chunks, with the places of elements.  It opens
+            the items of chunks whose place is unknown, and raises `SourceError` if one is not as promised.
+    """
+
+    outline: Manifest
+    payloads: Payloads
+    faults: tuple[SourceError, ...] = ()
+    locate: Callable[[Sequence[StateRecord]], tuple[StateRecord, ...]] = tuple
 
 
 def chunk_elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:

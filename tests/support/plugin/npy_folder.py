@@ -13,10 +13,10 @@ from numpy.lib import format as npy
 from muonckpt import DamageError
 from muonckpt.algebra.box import Box
 from muonckpt.record.record import Chunk, Chunks, Extent, Manifest, StateRecord
+from muonckpt.store.formats.registry import Format
 from muonckpt.store.io.location import Location
 from muonckpt.store.io.regular import open_regular
-from muonckpt.store.reading.payloads import Payloads
-from muonckpt.store.reading.reader import Format, Reader
+from muonckpt.store.reading.payloads import Payloads, Reader
 
 LONGEST_HEADER = 10_000
 

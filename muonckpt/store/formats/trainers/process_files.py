@@ -35,7 +35,7 @@ from ....names.wording import counted, listed as listed_names
 from ....programs import signs
 from ....record.record import Extent, StateRecord
 from ...io.location import Location
-from ...reading.reader import Reader
+from ...reading.payloads import Reader
 from .. import safetensors
 from ..torch_save.inert_pickle import expect, sizes_of
 from ..torch_save.plain_item import ItemsInMemory

@@ -32,7 +32,7 @@ from ....programs import signs
 from ....record.record import Chunk, Chunks, Extent, StateRecord
 from ...io.location import Location
 from ...reading.dtypes import itemsize
-from ...reading.reader import Reader
+from ...reading.payloads import Reader
 from ..torch_save.plain_item import ItemsInMemory
 from ..torch_save.tensor_item import is_row_major
 from ..torch_save.torch_file import TorchFile, checksums_inside, read_torch_file, whole_record

@@ -30,7 +30,7 @@ from ....record.record import Chunk, Extent, Manifest, StateRecord
 from ...io import limits
 from ...io.location import Location
 from ...io.regular import read_text_file
-from ...reading.reader import Reader
+from ...reading.payloads import Reader
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
 from ..torch_save.plain_item import ItemsInMemory, PlainParts
 from ..torch_save.torch_file import WITH_TYPE, MemberPayloads, TorchFile, is_tensor, whole_record

@@ -32,8 +32,7 @@ from ....record.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ...io import limits
 from ...io.location import Location
 from ...reading.dtypes import itemsize
-from ...reading.payloads import BAND_BYTES
-from ...reading.reader import Reader
+from ...reading.payloads import BAND_BYTES, Reader
 from ..torch_save.inert_pickle import Record, expect, sizes_of
 from ..torch_save.plain_item import ItemsInMemory, PlainParts
 from ..torch_save.torch_file import (
