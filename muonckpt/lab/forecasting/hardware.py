@@ -65,7 +65,7 @@ def rates_of(chip: str, link: str, mfu: float = TYPICAL_MFU) -> Rates:
     Raises:
         TargetError: an unknown name.
     """
-    for what, name, known in (("GPU", chip, CHIPS), ("link", link, LINKS)):
-        if name not in known:
-            raise TargetError(f"unknown {what} {name!r}; expected one of {', '.join(known)}")
+    for noun, name, table in (("GPU", chip, CHIPS), ("link", link, LINKS)):
+        if name not in table:
+            raise TargetError(f"unknown {noun} {name!r}; expected one of {', '.join(table)}")
     return Rates(LINKS[link], None, CHIPS[chip], mfu * CHIPS[chip])

@@ -92,8 +92,10 @@ class Traffic:
         """
         model = model_flops / ranks / rates.model if model_flops and rates.model else None
         traffic = (self.parameters + self.gradients) / rates.link if rates.link else None
-        known = model is not None and traffic is not None and muon is not None
-        return {"model": model, "traffic": traffic, "iteration": max(model, traffic) + muon if known else None}  # type: ignore[operator,type-var]
+        iteration = None
+        if model is not None and traffic is not None and muon is not None:
+            iteration = max(model, traffic) + muon
+        return {"model": model, "traffic": traffic, "iteration": iteration}
 
 
 def traffic_of(model: ModelTensors, target: Target, training: Training) -> Traffic:
@@ -105,7 +107,7 @@ def traffic_of(model: ModelTensors, target: Target, training: Training) -> Traff
     parameters = gradients = resident = 0.0
     calls: set[tuple[str, str, tuple[str, ...]]] = set()
     for parameter in model.parameters:
-        shards, copies = _shared(parameter, target, training.keep)
+        shards, copies = _axes_of(parameter, target, training.keep)
         share = parameter.numel * itemsize(parameter.dtype) / (target.ranks / (_ranks(target, shards + copies)))
         cut, copied = _ranks(target, shards), _ranks(target, copies)
         resident += share
@@ -113,21 +115,23 @@ def traffic_of(model: ModelTensors, target: Target, training: Training) -> Traff
         gradients += share * (cut - 1) / cut + 2 * share / cut * (copied - 1) / copied
         block = _block(parameter.name)
         if cut > 1:
-            calls |= {(f"{kind}{n}", block, shards) for kind, count in (("gather", scheme.gathers), ("reduce", 1))
-                      for n in range(count)}  # fmt: skip
+            calls |= {(f"gather{number}", block, shards) for number in range(scheme.gathers)}
+            calls.add(("reduce", block, shards))
         if copied > 1:
             calls.add(("sum", block, copies))
     return Traffic(parameters, gradients, len(calls), resident if scheme.gathers == 1 else None)
 
 
-def _shared(parameter: ModelParameter, target: Target, keep: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _axes_of(
+    parameter: ModelParameter, target: Target, keep: frozenset[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the axes along which a parameter is gathered, and those along which it has copies."""
     record = StateRecord(parameter.name, (), parameter.shape, parameter.dtype, no_chunks(len(parameter.shape)))
-    ruled = {axis for axis, _ in target.cuts(record, ())}
+    rule_axes = {axis for axis, _ in target.cuts(record, ())}
     cut = {axis for axis, _ in target.cuts(record, tuple((axis, 0) for axis in target.mesh))}
-    stays = ruled & keep
+    local_axes = rule_axes & keep
     return (
-        tuple(axis for axis in target.mesh if axis in cut - stays),
+        tuple(axis for axis in target.mesh if axis in cut - local_axes),
         tuple(axis for axis in target.mesh if axis not in cut),
     )
 

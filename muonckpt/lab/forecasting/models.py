@@ -1,6 +1,6 @@
-"""A model as planning and memory see it: its parameters with the optimizer's state.
+"""Read a model as planning and memory see it: its parameters with the optimizer's state.
 
-They are read from a checkpoint, or from a Hugging Face configuration of a known family, with the names, shapes and
+It is read from a checkpoint, or from a Hugging Face configuration of a known family, with the names, shapes and
 stacked experts of transformers 5: the experts of a layer are two parameters of three dims, gate over up and down.
 Embeddings, heads, norms and biases are AdamW's, as in the ready-made rules of `optimizer.groups`.  Layers for
 the prediction of several tokens, which transformers does not build, are left out.
@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -68,14 +67,14 @@ class ModelParameter:
         return fused_of(self.options)
 
     @property
-    def kept(self) -> Mapping[str, MethodSlot]:
-        """What its method keeps of each matrix besides momentum, by slot."""
+    def method_slots(self) -> Mapping[str, MethodSlot]:
+        """The slots that its method has for each matrix besides momentum."""
         return {} if self.method is None else self.method.slots_of(self.options)
 
 
-def options_of(method: MatrixMethod, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of a group of a method, given some of them."""
-    return {**method.defaults(asdict(DEFAULTS)), **given}
+def complete_options(method: MatrixMethod, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group of a method, with defaults for those that are absent."""
+    return {**method.defaults(asdict(DEFAULTS)), **options}
 
 
 def fresh_parameter(
@@ -92,10 +91,10 @@ def fresh_parameter(
     if not matrix:
         moments = (StateTensor(slot, shape, dtype) for slot in (EXP_AVG, EXP_AVG_SQ))
         return ModelParameter(name, shape, dtype, None, {}, (*moments, StateTensor(STEP, (), "float32")), used)
-    options = options_of(method, {"pieces": pieces})
+    options = complete_options(method, {"pieces": pieces})
     state = [StateTensor(MOMENTUM, shape, dtype)] if method.averages else []
-    for slot, (kept, reduced) in method_slots(shape, options, method).items():
-        state.append(StateTensor(slot, reduced.shape, kept.dtype_name or dtype))
+    for name, (slot, reduced) in method_slots(shape, options, method).items():
+        state.append(StateTensor(name, reduced.shape, slot.dtype_name or dtype))
     return ModelParameter(name, shape, dtype, method, options, tuple(state), used)
 
 
@@ -113,45 +112,59 @@ class ModelTensors:
     @property
     def active(self) -> float | None:
         """The number of parameters that a token uses; None if nothing says it."""
-        used = [None if p.used is None else p.used * p.numel for p in self.parameters]
-        return None if None in used else sum(used)  # type: ignore[arg-type]
+        total = 0.0
+        for parameter in self.parameters:
+            if parameter.used is None:
+                return None
+            total += parameter.used * parameter.numel
+        return total
 
 
-def model_of_checkpoint(path: Location, own: MatrixMethod | None = None) -> ModelTensors:
+def model_of_checkpoint(path: Location, custom_method: MatrixMethod | None = None) -> ModelTensors:
     """Read the parameters of a checkpoint, with the methods that its groups name; without names, Muon steps those that
     carry momentum as matrices.
 
     Args:
-        own: a method that the groups of our optimizer may name; others that are not ours are what is stored of them.
+        custom_method: a method that the groups of our optimizer may name; others that are not ours are what is stored
+            of them.
 
     Raises:
         SourceError: it cannot be read.
         TargetError: no matrix in it has a method, or carries momentum.
     """
     with open(path) as opened:
-        look = first_look(opened)
-    view, dialect = look.view, look.view.dialect
-    methods = MATRICES if own is None else {**MATRICES, own.name: own}
+        view = first_look(opened).view
+    dialect = view.dialect
+    methods = MATRICES if custom_method is None else {**MATRICES, custom_method.name: custom_method}
     parameters = []
     for parameter in view.parameters.values():
-        tensors = [*([parameter.weight] if parameter.weight else []), *parameter.state.values()]
-        averages = (t for t in tensors if view.role(t) is Role.MOMENTUM)
-        average, shape, given = next(averages, None), parameter.shape, parameter.options
-        algorithm = given.get(dialect.method_option or "") if dialect else None
-        options: dict[str, Any] = {"pieces": average.pieces if average else None}
-        if ours := dialect is not None and dialect.takes_methods:
-            options |= given
+        shape, state = parameter.shape, parameter.state
+        momentum = next((tensor for tensor in state.values() if view.role(tensor) is Role.MOMENTUM), None)
+        # Only the groups of our optimizer have our options, and may name a method that nobody here knows.
+        options: dict[str, Any] = {"pieces": momentum.pieces if momentum else None}
+        algorithm = parameter.options.get(dialect.method_option or "") if dialect else None
         method = methods.get(str(algorithm), MUON)
-        if ours and isinstance(algorithm, str) and is_matrix_method(algorithm) and algorithm not in methods:
-            kept = {slot: (t.shape, t.dtype) for slot, t in parameter.state.items() if t is not average}
-            fused = fused_of(options_of(MUON, options))
-            method = as_stored(algorithm, shape, fused, kept, averages=average is not None)
-        averaged = average is not None and average.shape == shape
-        matrix = len(shape) in (2, 3) and 0 not in shape and (averaged or not method.averages)
-        like = next((tensor for tensor in tensors if tensor.shape == shape), tensors[0])
-        state = tuple(StateTensor(slot, tensor.shape, tensor.dtype) for slot, tensor in parameter.state.items())
-        options = options_of(method, options) if matrix else {}
-        parameters.append(ModelParameter(parameter.name, shape, like.dtype, method if matrix else None, options, state))
+        if dialect is not None and dialect.takes_methods:
+            options |= parameter.options
+            if isinstance(algorithm, str) and is_matrix_method(algorithm) and algorithm not in methods:
+                slots = {slot: (tensor.shape, tensor.dtype) for slot, tensor in state.items() if tensor is not momentum}
+                fused = fused_of(complete_options(MUON, options))
+                method = as_stored(algorithm, shape, fused, slots, averages=momentum is not None)
+        # A method that averages has momentum of each of its matrices, so what has none is stepped by another.
+        has_momentum = momentum is not None and momentum.shape == shape
+        is_matrix = len(shape) in (2, 3) and 0 not in shape and (has_momentum or not method.averages)
+        tensors = [*([parameter.weight] if parameter.weight else []), *state.values()]
+        dtype = next((tensor.dtype for tensor in tensors if tensor.shape == shape), tensors[0].dtype)
+        parameters.append(
+            ModelParameter(
+                parameter.name,
+                shape,
+                dtype,
+                method if is_matrix else None,
+                complete_options(method, options) if is_matrix else {},
+                tuple(StateTensor(slot, tensor.shape, tensor.dtype) for slot, tensor in state.items()),
+            )
+        )
     if not any(parameter.method for parameter in parameters):
         raise TargetError(
             f"{path}: expected matrices with momentum, or groups that name their methods, found none, so who "
@@ -171,25 +184,28 @@ def with_state_in(model: ModelTensors, dtype: str) -> ModelTensors:
     if dtype not in STATE_DTYPES:
         raise TargetError(f"unknown state_dtype {dtype!r}; expected one of {', '.join(STATE_DTYPES)}")
 
-    asked = state_form(dtype)
-
-    def kept(parameter: ModelParameter, tensor: StateTensor) -> Iterator[StateTensor]:
-        averages = (MOMENTUM,) if parameter.method else (EXP_AVG, EXP_AVG_SQ)
-        if tensor.slot not in averages:
-            yield tensor
-            return
-        form = asked if asked.any_cut or len(tensor.shape) > 1 else NumberForm("float32")
-        for slot, (shape, stored_dtype) in form.slots(tensor.slot, tensor.shape).items():
-            yield StateTensor(slot, shape, stored_dtype)
-
-    changed = [replace(p, state=tuple(chain.from_iterable(kept(p, t) for t in p.state))) for p in model.parameters]
-    return replace(model, parameters=tuple(changed))
+    # Only averages change their form; the slots of a method beside them stay.
+    wanted_form = state_form(dtype)
+    parameters = []
+    for parameter in model.parameters:
+        average_slots = (MOMENTUM,) if parameter.method else (EXP_AVG, EXP_AVG_SQ)
+        state: list[StateTensor] = []
+        for tensor in parameter.state:
+            if tensor.slot in average_slots:
+                can_cut = wanted_form.any_cut or len(tensor.shape) > 1
+                form = wanted_form if can_cut else NumberForm("float32")
+                slots = form.slots(tensor.slot, tensor.shape)
+                state += [StateTensor(slot, shape, stored_dtype) for slot, (shape, stored_dtype) in slots.items()]
+            else:
+                state.append(tensor)
+        parameters.append(replace(parameter, state=tuple(state)))
+    return replace(model, parameters=tuple(parameters))
 
 
 # Configurations of known families.
 
-_MOST_LAYERS = 10_000
-_MOST = 1 << 32
+_MAX_LAYERS = 10_000
+_MAX_NUMBER = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +215,7 @@ class Settings:
     place: str
     fields: Mapping[str, Any]
 
-    def number(self, name: str, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
+    def number(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = _MAX_NUMBER) -> int:
         """Return an integer.
 
         Raises:
@@ -207,9 +223,11 @@ class Settings:
         """
         value = self.fields.get(name)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            found = "nothing" if value is None else repr(value)[:80]
-            raise SourceError(f"{self.place}: expected {name} to be an integer from {least} to {most}, found {found}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            text = "nothing" if value is None else repr(value)[:80]
+            raise SourceError(
+                f"{self.place}: expected {name} to be an integer from {minimum} to {maximum}, found {text}"
+            )
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -225,7 +243,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class FamilyParameter:
     """A parameter of a family; without a ``matrix`` an element-wise method steps it."""
 
     name: str
@@ -235,27 +253,27 @@ class Named:
     used: float | None = 1.0
 
 
-Layer = Callable[[Settings, int], Iterator[Named]]
+Layer = Callable[[Settings, int], Iterator[FamilyParameter]]
 
 
-def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Iterator[Named]:
-    yield Named(f"{name}.weight", (rows, columns), matrix=True)
+def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Iterator[FamilyParameter]:
+    yield FamilyParameter(f"{name}.weight", (rows, columns), matrix=True)
     if bias:
-        yield Named(f"{name}.bias", (rows,))
+        yield FamilyParameter(f"{name}.bias", (rows,))
 
 
-def _attention(s: Settings, qkv_bias: bool, out_bias: bool, norms: bool = False) -> Iterator[Named]:
+def _attention(s: Settings, qkv_bias: bool, out_bias: bool, norms: bool = False) -> Iterator[FamilyParameter]:
     hidden, heads = s.number("hidden_size"), s.number("num_attention_heads")
     keys, head = s.number("num_key_value_heads", heads), s.number("head_dim", hidden // heads)
     for name, count in (("q", heads), ("k", keys), ("v", keys)):
         yield from _linear(f"self_attn.{name}_proj", count * head, hidden, qkv_bias)
     yield from _linear("self_attn.o_proj", hidden, heads * head, out_bias)
     if norms:
-        yield Named("self_attn.q_norm.weight", (head,))
-        yield Named("self_attn.k_norm.weight", (head,))
+        yield FamilyParameter("self_attn.q_norm.weight", (head,))
+        yield FamilyParameter("self_attn.k_norm.weight", (head,))
 
 
-def _latent_attention(s: Settings) -> Iterator[Named]:
+def _latent_attention(s: Settings) -> Iterator[FamilyParameter]:
     """Yield DeepSeek's attention, with or without a latent of queries."""
     hidden, heads, latent = s.number("hidden_size"), s.number("num_attention_heads"), s.number("kv_lora_rank")
     rope, nope, value = (s.number(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
@@ -265,15 +283,15 @@ def _latent_attention(s: Settings) -> Iterator[Named]:
     else:
         queries = s.number("q_lora_rank")
         yield from _linear("self_attn.q_a_proj", queries, hidden, bias)
-        yield Named("self_attn.q_a_layernorm.weight", (queries,))
+        yield FamilyParameter("self_attn.q_a_layernorm.weight", (queries,))
         yield from _linear("self_attn.q_b_proj", heads * (nope + rope), queries)
     yield from _linear("self_attn.kv_a_proj_with_mqa", latent + rope, hidden, bias)
-    yield Named("self_attn.kv_a_layernorm.weight", (latent,))
+    yield FamilyParameter("self_attn.kv_a_layernorm.weight", (latent,))
     yield from _linear("self_attn.kv_b_proj", heads * (nope + value), latent)
     yield from _linear("self_attn.o_proj", hidden, heads * value, bias)
 
 
-def _feed_forward(s: Settings, width: int, name: str = "mlp", bias: bool = False) -> Iterator[Named]:
+def _feed_forward(s: Settings, width: int, name: str = "mlp", bias: bool = False) -> Iterator[FamilyParameter]:
     hidden = s.number("hidden_size")
     for part in ("gate_proj", "up_proj"):
         yield from _linear(f"{name}.{part}", width, hidden, bias)
@@ -283,54 +301,54 @@ def _feed_forward(s: Settings, width: int, name: str = "mlp", bias: bool = False
 _CHOSEN = "num_experts_per_tok"
 
 
-def _experts(s: Settings, count: int, width: int) -> Iterator[Named]:
+def _experts(s: Settings, count: int, width: int) -> Iterator[FamilyParameter]:
     hidden = s.number("hidden_size")
-    used = s.number(_CHOSEN, most=count) / count if _CHOSEN in s.fields else None
-    yield Named("mlp.gate.weight", (count, hidden), matrix=True)
-    yield Named("mlp.experts.gate_up_proj", (count, 2 * width, hidden), True, (width, width), used)
-    yield Named("mlp.experts.down_proj", (count, hidden, width), True, None, used)
+    used = s.number(_CHOSEN, maximum=count) / count if _CHOSEN in s.fields else None
+    yield FamilyParameter("mlp.gate.weight", (count, hidden), matrix=True)
+    yield FamilyParameter("mlp.experts.gate_up_proj", (count, 2 * width, hidden), True, (width, width), used)
+    yield FamilyParameter("mlp.experts.down_proj", (count, hidden, width), True, None, used)
 
 
-def _llama(s: Settings, layer: int) -> Iterator[Named]:
+def _llama(s: Settings, layer: int) -> Iterator[FamilyParameter]:
     bias = s.flag("attention_bias")
     yield from _attention(s, bias, bias)
     yield from _feed_forward(s, s.number("intermediate_size"), bias=s.flag("mlp_bias"))
 
 
-def _mistral(s: Settings, layer: int) -> Iterator[Named]:
+def _mistral(s: Settings, layer: int) -> Iterator[FamilyParameter]:
     yield from _attention(s, False, False)
     yield from _feed_forward(s, s.number("intermediate_size"))
 
 
-def _mixtral(s: Settings, layer: int) -> Iterator[Named]:
+def _mixtral(s: Settings, layer: int) -> Iterator[FamilyParameter]:
     yield from _attention(s, False, False)
     yield from _experts(s, s.number("num_local_experts"), s.number("intermediate_size"))
 
 
-def _qwen2(s: Settings, layer: int) -> Iterator[Named]:
+def _qwen2(s: Settings, layer: int) -> Iterator[FamilyParameter]:
     yield from _attention(s, True, False)
     yield from _feed_forward(s, s.number("intermediate_size"))
 
 
-def _qwen2_moe(s: Settings, layer: int) -> Iterator[Named]:
+def _qwen2_moe(s: Settings, layer: int) -> Iterator[FamilyParameter]:
     yield from _attention(s, s.flag("qkv_bias", default=True), False)
     yield from _qwen_mlp(s, layer)
     if _is_sparse(s, layer):
         yield from _feed_forward(s, s.number("shared_expert_intermediate_size"), "mlp.shared_expert")
-        yield Named("mlp.shared_expert_gate.weight", (1, s.number("hidden_size")), matrix=True)
+        yield FamilyParameter("mlp.shared_expert_gate.weight", (1, s.number("hidden_size")), matrix=True)
 
 
-def _qwen3(s: Settings, layer: int) -> Iterator[Named]:
+def _qwen3(s: Settings, layer: int) -> Iterator[FamilyParameter]:
     yield from _attention(s, s.flag("attention_bias"), s.flag("attention_bias"), norms=True)
     yield from _feed_forward(s, s.number("intermediate_size"))
 
 
-def _qwen3_moe(s: Settings, layer: int) -> Iterator[Named]:
+def _qwen3_moe(s: Settings, layer: int) -> Iterator[FamilyParameter]:
     yield from _attention(s, s.flag("attention_bias"), s.flag("attention_bias"), norms=True)
     yield from _qwen_mlp(s, layer)
 
 
-def _qwen_mlp(s: Settings, layer: int) -> Iterator[Named]:
+def _qwen_mlp(s: Settings, layer: int) -> Iterator[FamilyParameter]:
     if _is_sparse(s, layer):
         count = s.number("num_experts", s.fields.get("num_local_experts"))  # transformers 5 writes the latter
         yield from _experts(s, count, s.number("moe_intermediate_size"))
@@ -344,15 +362,15 @@ def _is_sparse(s: Settings, layer: int) -> bool:
     )
 
 
-def _deepseek(s: Settings, layer: int) -> Iterator[Named]:
+def _deepseek(s: Settings, layer: int) -> Iterator[FamilyParameter]:
     yield from _latent_attention(s)
-    s.number("moe_layer_freq", 1, most=1)
-    if layer < s.number("first_k_dense_replace", 0, least=0):
+    s.number("moe_layer_freq", 1, maximum=1)
+    if layer < s.number("first_k_dense_replace", 0, minimum=0):
         yield from _feed_forward(s, s.number("intermediate_size"))
     else:
         width = s.number("moe_intermediate_size")
         yield from _experts(s, s.number("n_routed_experts"), width)
-        if shared := s.number("n_shared_experts", 0, least=0):
+        if shared := s.number("n_shared_experts", 0, minimum=0):
             yield from _feed_forward(s, width * shared, "mlp.shared_experts")
 
 
@@ -436,14 +454,14 @@ def _family(settings: Settings) -> Layer:
     )
 
 
-def _parameters(settings: Settings, layer: Layer) -> Iterator[Named]:
+def _parameters(settings: Settings, layer: Layer) -> Iterator[FamilyParameter]:
     hidden, vocabulary = settings.number("hidden_size"), settings.number("vocab_size")
     tied = settings.flag("tie_word_embeddings")
-    yield Named("model.embed_tokens.weight", (vocabulary, hidden), used=float(tied))
-    for number in range(settings.number("num_hidden_layers", most=_MOST_LAYERS)):
-        own = [*layer(settings, number)]
-        own += [Named(f"{norm}_layernorm.weight", (hidden,)) for norm in ("input", "post_attention")]
-        yield from (Named(f"model.layers.{number}.{p.name}", p.shape, p.matrix, p.pieces, p.used) for p in own)
-    yield Named("model.norm.weight", (hidden,))
+    yield FamilyParameter("model.embed_tokens.weight", (vocabulary, hidden), used=float(tied))
+    for number in range(settings.number("num_hidden_layers", maximum=_MAX_LAYERS)):
+        members = [*layer(settings, number)]
+        members += [FamilyParameter(f"{norm}_layernorm.weight", (hidden,)) for norm in ("input", "post_attention")]
+        yield from (replace(member, name=f"model.layers.{number}.{member.name}") for member in members)
+    yield FamilyParameter("model.norm.weight", (hidden,))
     if not tied:
-        yield Named("lm_head.weight", (vocabulary, hidden))
+        yield FamilyParameter("lm_head.weight", (vocabulary, hidden))

@@ -98,8 +98,8 @@ def forecast(
     if offload not in STATE_MEMORIES:
         raise TargetError(f"offload={offload!r}: expected one of {list(STATE_MEMORIES)}")
     if isinstance(algorithm, str) and algorithm not in MATRICES:
-        known = f"{', '.join(MATRICES)}, or a MatrixMethod"
-        raise TargetError(f"unknown algorithm {algorithm!r} of matrices; expected one of {known}")
+        names = ", ".join(MATRICES)
+        raise TargetError(f"unknown algorithm {algorithm!r} of matrices; expected one of {names}, or a MatrixMethod")
     method = MATRICES[algorithm] if isinstance(algorithm, str) else algorithm
     tensors = (
         model_of_checkpoint(location(checkpoint, SourceError), method)
@@ -138,8 +138,8 @@ def prospect_of(
         if not any(mesh.keys() >= axes for mesh in meshes):
             raise TargetError(f"rule {rule}: no mesh has the axes {', '.join(sorted(axes))}")
     topologies = []
-    for done, mesh in enumerate(meshes):
-        progress(done, len(meshes))
+    for number, mesh in enumerate(meshes):
+        progress(number, len(meshes))
         topologies.append(topology_of(tensors, mesh, rules, options, rates, training))
     return Prospect(
         tensors.source,
@@ -154,13 +154,10 @@ def prospect_of(
 def _selected(model: ModelTensors, globs: Sequence[str]) -> ModelTensors:
     names = [parameter.name for parameter in model.parameters]
     matching = match_keys(globs, names, noun="parameter", where=f" of {model.source}")
-    chosen = ModelTensors(
-        model.source,
-        tuple(parameter for parameter in model.parameters if parameter.name in matching),
-    )
-    if not chosen.matrices:
+    selection = tuple(parameter for parameter in model.parameters if parameter.name in matching)
+    if not any(parameter.method for parameter in selection):
         raise TargetError(f"none of the selected parameters of {model.source} is Muon's, so there is nothing to plan")
-    return chosen
+    return ModelTensors(model.source, selection)
 
 
 def _cheapest(topologies: Sequence[Topology]) -> tuple[int, str]:

@@ -104,15 +104,17 @@ def topology_of(
     Raises:
         TargetError: a rule cuts a dim that a parameter does not have, or names an axis twice.
     """
-    usable = tuple(rule for rule in rules if mesh.keys() >= {axis for axis, _ in rule.cuts})
-    target = Target(mesh, usable)
+    usable_rules = tuple(rule for rule in rules if mesh.keys() >= {axis for axis, _ in rule.cuts})
+    target = Target(mesh, usable_rules)
     layout_of = _layouts_on(target)
     step = step_plan(model.matrices, layout_of, target.ranks, options)
     if not SCHEMES[training.scheme].exchange:
         step = step.without_exchange()
     traffic = traffic_of(model, target, training)
+
+    # Memory is that of the fullest rank; where state rests on the host, some stages' share of it is on the device.
     ranks = _bytes_on_ranks(model.parameters, layout_of, step.resting)
-    fullest = int(ranks.held.argmax())
+    fullest = int(ranks.total.argmax())
     memory = {name: round(getattr(ranks, name)[fullest]) for name in ("weights", "gradients", "state")}
     memory["wires"] = step.wires
     host = {} if options.offload is None else {"host": memory["state"]}
@@ -120,17 +122,19 @@ def topology_of(
         memory["state"] = math.ceil(memory["state"] * min(1, (TURNS_AHEAD + 1) / len(step.work)))
     if traffic.resident is not None:
         memory["weights"] = round(traffic.resident)
-    written = ranks.written
+
+    # Seconds are None wherever a rate or the number of tokens is unknown.
     active = training.active or model.active
     model_flops = MODEL_FLOPS * active * training.tokens if active and training.tokens else None
-    of_step = step_seconds(step, rates)
-    seconds = {**of_step, **traffic.seconds(model_flops, of_step["muon"], rates, target.ranks)}
+    seconds = step_seconds(step, rates)
+    seconds |= traffic.seconds(model_flops, seconds["muon"], rates, target.ranks)
     seconds |= {"save": None, "reshard": None}
+    file_bytes = ranks.file_bytes
     if rates.disk:
-        seconds |= {"save": float(written.max()) / rates.disk, "reshard": 2 * float(written.sum()) / rates.disk}
+        seconds |= {"save": float(file_bytes.max()) / rates.disk, "reshard": 2 * float(file_bytes.sum()) / rates.disk}
     return Topology(
         mesh=dict(mesh),
-        unused_rules=tuple(str(rule) for rule in rules if rule not in usable),
+        unused_rules=tuple(str(rule) for rule in rules if rule not in usable_rules),
         ranks=target.ranks,
         matrices=step.matrices,
         stages=len(step.work),
@@ -138,11 +142,11 @@ def topology_of(
         busiest_sent=step.busiest_sent,
         newton_schulz=_balance(step.work.sum(axis=0)),
         memory={**memory, "total": sum(memory.values()), **host},
-        held=_balance(ranks.held.astype(np.int64)),
+        held=_balance(ranks.total.astype(np.int64)),
         checkpoint={
-            "bytes": round(written.sum()),
-            "files": int(np.count_nonzero(written)) + DESCRIPTIONS,
-            "most": round(written.max()),
+            "bytes": round(file_bytes.sum()),
+            "files": int(np.count_nonzero(file_bytes)) + DESCRIPTIONS,
+            "most": round(file_bytes.max()),
         },
         padding=tuple(_buffer_padding([p for p in model.matrices if p.method and p.method.averages], target)),
         iteration={
@@ -158,7 +162,7 @@ def topology_of(
 
 
 def _layouts_on(target: Target) -> _LayoutOf:
-    """Return a function that lays out tensors; those laid out alike share one layout object."""
+    """Return a function that lays out tensors; equal layouts are one object."""
     default: tuple[AxisCut, ...] = tuple((axis, 0) for axis in target.mesh)
 
     @cache
@@ -194,9 +198,9 @@ def step_seconds(plan: StepPlan, rates: Rates) -> dict[str, float | None]:
     compute = plan.work.max(axis=1) / rates.flops if rates.flops else None
     muon = None
     if exchange is not None and compute is not None:
-        there, back = [*exchange[:, 0], 0.0], [0.0, *exchange[:, 1]]
-        hidden = (max(seconds, there[i + 1] + back[i]) for i, seconds in enumerate(compute))
-        muon = float(there[0] + sum(hidden) + back[-1])
+        gathers, returns = [*exchange[:, 0], 0.0], [0.0, *exchange[:, 1]]
+        overlapped = (max(seconds, gathers[i + 1] + returns[i]) for i, seconds in enumerate(compute))
+        muon = float(gathers[0] + sum(overlapped) + returns[-1])
     return {
         "exchange": None if exchange is None else float(exchange.sum()),
         "newton_schulz": None if compute is None else float(compute.sum()),
@@ -209,11 +213,11 @@ _LayoutOf = Callable[[ModelParameter, Index], TensorLayout]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RankBytes:
-    """Bytes by rank.  Replicas hold the same and share the writing of it evenly."""
+    """Bytes by rank.  Replicas have the same in memory and share the writing of it evenly."""
 
     weights: Shares
     state: Shares
-    written: Shares
+    file_bytes: Shares
 
     @property
     def gradients(self) -> Shares:
@@ -221,31 +225,33 @@ class _RankBytes:
         return self.weights
 
     @property
-    def held(self) -> Shares:
+    def total(self) -> Shares:
         return self.weights + self.gradients + self.state
 
 
 def _bytes_on_ranks(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, resting: Counts) -> _RankBytes:
-    """Add up what rests by layouts, and the state ``resting`` at owners."""
-    ranks = len(resting)
+    """Add up the bytes of tensors by layouts, and those of state ``resting`` at owners."""
+    # Thousands of parameters have few layouts: each is counted once.
+    num_ranks = len(resting)
     times: Counter[tuple[str, TensorLayout, int]] = Counter()
     for parameter in parameters:
         times["weights", layout_of(parameter, parameter.shape), itemsize(parameter.dtype)] += 1
-        owned = {slot for slot, kept in parameter.kept.items() if kept.at_owner}
-        for tensor in (tensor for tensor in parameter.state if tensor.slot not in owned):
-            times["state", layout_of(parameter, tensor.shape), itemsize(tensor.dtype)] += 1
-    totals = {"weights": np.zeros(ranks), "state": np.zeros(ranks)}
-    written = np.zeros(ranks)
-    for (what, layout, size), count in times.items():
-        held, share = np.zeros(ranks), np.zeros(ranks)
-        rows, first = layout.by_box
-        numel, replicas = (layout.stops - layout.starts).prod(axis=1), np.diff(first)
-        holders, box = np.array(layout.buffers, np.int64)[layout.buffer[rows]], layout.box[rows]
-        np.add.at(held, holders, numel[box])
-        np.add.at(share, holders, numel[box] / replicas[box])
-        totals[what] += held * size * count
-        written += share * size * count
-    return _RankBytes(totals["weights"], totals["state"] + resting, written + resting)
+        slots_at_owner = {name for name, slot in parameter.method_slots.items() if slot.at_owner}
+        for tensor in parameter.state:
+            if tensor.slot not in slots_at_owner:
+                times["state", layout_of(parameter, tensor.shape), itemsize(tensor.dtype)] += 1
+    memory = {"weights": np.zeros(num_ranks), "state": np.zeros(num_ranks)}
+    file_bytes = np.zeros(num_ranks)
+    for (kind, layout, size), count in times.items():
+        elements, file_elements = np.zeros(num_ranks), np.zeros(num_ranks)
+        rows, first_rows = layout.by_box
+        numel, replicas = (layout.stops - layout.starts).prod(axis=1), np.diff(first_rows)
+        ranks, box = np.array(layout.buffers, np.int64)[layout.buffer[rows]], layout.box[rows]
+        np.add.at(elements, ranks, numel[box])
+        np.add.at(file_elements, ranks, numel[box] / replicas[box])
+        memory[kind] += elements * size * count
+        file_bytes += file_elements * size * count
+    return _RankBytes(memory["weights"], memory["state"] + resting, file_bytes + resting)
 
 
 # A step, from the plan of the optimizer.
@@ -311,46 +317,59 @@ def step_plan(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, ranks:
     everyone = tuple(range(ranks))
     with paused_collector():
         schedule = make_schedule(specs, everyone, 0, options.stages, options.memory.turn_bytes)
-    stages = len(schedule.stages)
+    num_stages = len(schedule.stages)
     notes = NOTE * (ranks - 1)
-    sent, received = np.full((2, stages, 2, ranks), notes, np.int64)
-    work, resting = np.zeros((stages, ranks), np.int64), np.zeros(ranks, np.int64)
-    alike: defaultdict[tuple[int, int, int, int, int | None], list[int]] = defaultdict(list)
+    sent, received = np.full((2, num_stages, 2, ranks), notes, np.int64)
+
+    # The work and state of owners, and the owners of each kind of matrix: parts lie in the same places for all of it.
+    work, resting = np.zeros((num_stages, ranks), np.int64), np.zeros(ranks, np.int64)
+    owners_by_kind: defaultdict[tuple[int, int, int, int, int | None], list[int]] = defaultdict(list)
     for unit in schedule.units:
         spec, owner = specs[unit.param], unit.owner
         work[unit.stage, owner] += unit.cost
         resting[owner] += _resting_bytes(parameters[unit.param], *unit.rows_columns) if spec.staying else 0
-        for number, slot in enumerate(spec.slots):
-            standing = int(matrix_parts(slot.layout, slot.fused).representative[unit.index])
-            replica = first_replica(slot.layout, slot.fused, standing, owner)
-            alike[id(spec), number, standing, unit.stage, replica].append(owner)
-    slots = {id(spec): spec.slots for spec in specs}
-    for (kind, number, index, stage, replica), owners in alike.items():
-        slot = slots[kind][number]
-        _holders(slot.layout, slot.fused, index).count(owners, replica, slot, sent[stage], received[stage])
+        for slot_index, slot in enumerate(spec.slots):
+            matrix = int(matrix_parts(slot.layout, slot.fused).representative[unit.index])
+            replica = first_replica(slot.layout, slot.fused, matrix, owner)
+            owners_by_kind[id(spec), slot_index, matrix, unit.stage, replica].append(owner)
+
+    # The bytes that travel, counted once for each kind.
+    slots_by_spec = {id(spec): spec.slots for spec in specs}
+    for (spec_id, slot_index, matrix, stage, replica), owners in owners_by_kind.items():
+        slot = slots_by_spec[spec_id][slot_index]
+        _parts_of_matrix(slot.layout, slot.fused, matrix).count(owners, replica, slot, sent[stage], received[stage])
+
+    # The schedule of the rank that sends the most has its exact bytes and wires.
     busiest = int(sent.sum(axis=(0, 1)).argmax())
     with paused_collector():
-        own = schedule
+        busiest_schedule = schedule
         if busiest:
-            own = make_schedule(specs, everyone, busiest, options.stages, options.memory.turn_bytes)
+            busiest_schedule = make_schedule(specs, everyone, busiest, options.stages, options.memory.turn_bytes)
     return StepPlan(
-        len(schedule.units), sent, received, work, resting, busiest, leaving_bytes(own, busiest), most_wires(own.stages)
+        len(schedule.units),
+        sent,
+        received,
+        work,
+        resting,
+        busiest,
+        leaving_bytes(busiest_schedule, busiest),
+        most_wires(busiest_schedule.stages),
     )
 
 
 def _specs(parameters: Sequence[ModelParameter], layout_of: _LayoutOf, options: MuonOptions) -> list[Spec]:
     """Describe the parameters as planning sees them; equal ones are one object."""
-    alike: dict[Hashable, Spec] = {}
+    spec_by_key: dict[Hashable, Spec] = {}
     specs = []
     for parameter in parameters:
         assert parameter.method is not None, "it holds matrices"
         layout = layout_of(parameter, parameter.shape)
         group = {**parameter.options, "ns_steps": options.ns_steps, "ns_dtype": options.ns_dtype}
-        stated = repr(sorted(group.items()))
-        key = layout, parameter.dtype, parameter.method.name, tuple(parameter.kept.items()), stated
-        if key not in alike:
-            alike[key] = _spec(parameter, parameter.method, layout, layout_of, group)
-        specs.append(alike[key])
+        method_slots = tuple(parameter.method_slots.items())
+        key = layout, parameter.dtype, parameter.method.name, method_slots, repr(sorted(group.items()))
+        if key not in spec_by_key:
+            spec_by_key[key] = _spec(parameter, parameter.method, layout, layout_of, group)
+        specs.append(spec_by_key[key])
     return specs
 
 
@@ -358,82 +377,85 @@ def _spec(
     parameter: ModelParameter, method: MatrixMethod, layout: TensorLayout, layout_of: _LayoutOf, group: ParamGroup
 ) -> Spec:
     precision = method.precision(group)
-    own = dtype_named(parameter.dtype) or precision.sent_dtype
+    weight_dtype = dtype_named(parameter.dtype) or precision.sent_dtype
     slots = [Slot(UPDATE, layout, parameter.fused, precision.sent_dtype, precision.returned_dtype)]
     if method.weight:
-        slots.append(Slot(WEIGHT, layout, parameter.fused, own, own, returns=False))
-    for slot, (kept, reduced) in method_slots(parameter.shape, group, method).items():
-        if not kept.at_owner:
-            dtype = kept.dtype or own
-            slots.append(Slot(slot, layout_of(parameter, reduced.shape), reduced.fused, dtype, dtype))
+        slots.append(Slot(WEIGHT, layout, parameter.fused, weight_dtype, weight_dtype, returns=False))
+    for name, (method_slot, reduced) in method_slots(parameter.shape, group, method).items():
+        if not method_slot.at_owner:
+            dtype = method_slot.dtype or weight_dtype
+            slots.append(Slot(name, layout_of(parameter, reduced.shape), reduced.fused, dtype, dtype))
 
     def cost(rows: int, columns: int) -> int:
         iterations = flops(rows, columns, group["ns_steps"]) if method.orthogonalizes else 0
         return max(1, iterations + round(method.cost(rows, columns, group)))
 
-    staying = tuple((slot, kept.shape) for slot, kept in parameter.kept.items() if kept.at_owner)
+    staying = tuple((name, slot.shape) for name, slot in parameter.method_slots.items() if slot.at_owner)
     return Spec(tuple(slots), cost, staying=staying)
 
 
 def _resting_bytes(parameter: ModelParameter, rows: int, columns: int) -> int:
     """Return the bytes of state that rests at the owner of one of a parameter's matrices."""
-    resting = (kept for kept in parameter.kept.values() if kept.at_owner)
-    return sum(
-        math.prod(SHAPES[kept.shape].of_matrix(rows, columns)) * itemsize(kept.dtype_name or parameter.dtype)
-        for kept in resting
-    )
+    total = 0
+    for slot in parameter.method_slots.values():
+        if slot.at_owner:
+            numel = math.prod(SHAPES[slot.shape].of_matrix(rows, columns))
+            total += numel * itemsize(slot.dtype_name or parameter.dtype)
+    return total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holders:
-    """The holders of the parts of one matrix.
+class PartReplicas:
+    """The parts of one matrix and the ranks that have them.
 
-    ``numel``, ``first`` holder and number of holders (``replicas``) of each part; ``rank`` and ``part`` of each holder;
-    and ``held``, the parts by rank.
+    Attributes:
+        numel, first_row, replicas: of each part, its elements, its first row below and the number of these.
+        rank, part: a row for each replica.
+        by_rank: the parts of each rank.
     """
 
     numel: Counts
-    first: Counts
+    first_row: Counts
     replicas: Counts
     rank: Counts
     part: Counts
-    held: Mapping[int, list[int]]
+    by_rank: Mapping[int, list[int]]
 
     def count(self, owners: Sequence[int], replica: int | None, slot: Slot, sent: Counts, received: Counts) -> None:
         """Add the bytes that travel, ``[2, ranks]``, of as many such matrices as there are owners.
 
-        They are counted as if owners had nothing; then each owner's own parts are taken away.
-
         Args:
             replica: as `first_replica` of each of the owners.
         """
-        there, back, times = slot.sent_dtype.itemsize, slot.returned_dtype.itemsize * slot.returns, len(owners)
-        number = np.arange(len(self.numel)) if replica is None else np.full(len(self.numel), replica)
-        givers = self.rank[self.first + number % self.replicas]
-        taken = self.numel[self.part]
-        np.add.at(sent[0], givers, times * there * self.numel)
-        np.add.at(received[1], self.rank, times * back * taken)
-        read, returned = int(self.numel.sum()), int(taken.sum())
+        # Gathers come from one replica of each part; results return to all of them.
+        gathered_size, returned_size = slot.sent_dtype.itemsize, slot.returned_dtype.itemsize * slot.returns
+        index = np.arange(len(self.numel)) if replica is None else np.full(len(self.numel), replica)
+        senders = self.rank[self.first_row + index % self.replicas]
+        returned_numel = self.numel[self.part]
+        np.add.at(sent[0], senders, len(owners) * gathered_size * self.numel)
+        np.add.at(received[1], self.rank, len(owners) * returned_size * returned_numel)
+        # So far as if owners had no parts: those that they have do not travel.
+        gathered_total, returned_total = int(self.numel.sum()), int(returned_numel.sum())
         for owner in owners:
-            parts = self.held.get(owner, [])
-            mine = int(self.numel[parts].sum())
-            np.subtract.at(sent[0], givers[parts], there * self.numel[parts])
-            received[0, owner] += there * (read - mine)
-            sent[1, owner] += back * (returned - mine)
-            received[1, owner] -= back * mine
+            owner_parts = self.by_rank.get(owner, [])
+            owner_numel = int(self.numel[owner_parts].sum())
+            np.subtract.at(sent[0], senders[owner_parts], gathered_size * self.numel[owner_parts])
+            received[0, owner] += gathered_size * (gathered_total - owner_numel)
+            sent[1, owner] += returned_size * (returned_total - owner_numel)
+            received[1, owner] -= returned_size * owner_numel
 
 
 @lru_cache(maxsize=4096)
-def _holders(layout: TensorLayout, fused: Fused, index: int) -> Holders:
+def _parts_of_matrix(layout: TensorLayout, fused: Fused, index: int) -> PartReplicas:
     parts = matrix_parts(layout, fused)
     numbers = parts.numbers(index)
     part, fragment = parts.holders(numbers)
     replicas = np.bincount(part, minlength=len(numbers))
     ranks = np.array(layout.buffers, np.int64)[layout.buffer[fragment]]
-    held: defaultdict[int, list[int]] = defaultdict(list)
+    by_rank: defaultdict[int, list[int]] = defaultdict(list)
     for rank, number in zip(ranks.tolist(), part.tolist(), strict=True):
-        held[rank].append(number)
-    return Holders(parts.volumes(numbers), np.cumsum(replicas) - replicas, replicas, ranks, part, dict(held))
+        by_rank[rank].append(number)
+    return PartReplicas(parts.volumes(numbers), np.cumsum(replicas) - replicas, replicas, ranks, part, dict(by_rank))
 
 
 def leaving_bytes(schedule: Schedule, rank: int) -> int:
@@ -447,13 +469,14 @@ def most_wires(stages: Sequence[Stage]) -> int:
 
     While a stage is orthogonalised, the next one gathers and the one before returns.
     """
-    most = 0
+    peak_bytes = 0
     for number, stage in enumerate(stages):
-        gathering = sum(later.gather.bytes for later in stages[number + 1 : number + 2])
-        returning = sum(earlier.scatter.bytes for earlier in stages[number - 1 : number] if number)
+        gathering = stages[number + 1].gather.bytes if number + 1 < len(stages) else 0
+        returning = stages[number - 1].scatter.bytes if number else 0
         arrived, results = sum(stage.gather.receive_counts), sum(stage.scatter.send_counts)
-        most = max(most, gathering + returning + max(stage.gather.bytes, arrived + results, stage.scatter.bytes))
-    return most
+        stage_bytes = max(stage.gather.bytes, arrived + results, stage.scatter.bytes)
+        peak_bytes = max(peak_bytes, gathering + returning + stage_bytes)
+    return peak_bytes
 
 
 # Flat buffers.
@@ -462,7 +485,7 @@ Shares = NDArray[np.float64]
 
 _CutMember = tuple[ModelParameter, tuple[AxisCut, ...]]
 _Kind = tuple[Index, tuple[AxisCut, ...]]
-"""Parameters of one shape that are cut alike."""
+"""Parameters of one shape with the same cuts."""
 
 
 def _buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Iterator[dict[str, Any]]:
@@ -470,44 +493,48 @@ def _buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Ite
 
     Dims that the rules cut are cut first; the ranks of the other axes share a buffer.
     """
-    groups: defaultdict[tuple[AxisCut, ...], list[ModelParameter]] = defaultdict(list)
+    members_by_cuts: defaultdict[tuple[AxisCut, ...], list[_CutMember]] = defaultdict(list)
     for parameter in parameters:
-        none = no_chunks(len(parameter.shape))
-        record = StateRecord(parameter.name, (parameter.name,), parameter.shape, parameter.dtype, none)
-        groups[target.cuts(record, ())].append(parameter)
-    by_axes: defaultdict[tuple[str, ...], list[_CutMember]] = defaultdict(list)
-    for cuts, alike in groups.items():
-        by_axes[tuple(axis for axis, _ in cuts)] += [(parameter, cuts) for parameter in alike]
-    for layout in LAYOUTS if groups else ():
+        chunks = no_chunks(len(parameter.shape))
+        record = StateRecord(parameter.name, (parameter.name,), parameter.shape, parameter.dtype, chunks)
+        cuts = target.cuts(record, ())
+        members_by_cuts[cuts].append((parameter, cuts))
+    members_by_axes: defaultdict[tuple[str, ...], list[_CutMember]] = defaultdict(list)
+    for cuts, members in members_by_cuts.items():
+        members_by_axes[tuple(axis for axis, _ in cuts)] += members
+    for layout in LAYOUTS if parameters else ():
         if layout == ROWS:
             continue
         elements, padding = np.zeros(target.ranks), 0
         work: Shares | None = np.zeros(target.ranks)
-        for axes, members in by_axes.items():
+        for axes, members in members_by_axes.items():
+            # The leading axes of this mesh cut; a part of it is the ranks with one place on these.
             mesh, _ = target.grid([(axis, 0) for axis in axes])
             sizes = mesh.shape[: len(axes)]
-            parts = math.prod(sizes)
-            share = len(mesh.ranks) // parts
+            num_parts = math.prod(sizes)
+            part_ranks = len(mesh.ranks) // num_parts
             kinds: list[_Kind] = list(dict.fromkeys((parameter.shape, cuts) for parameter, cuts in members))
-            boxes = [cut_parts(shape, sizes, cuts) for shape, cuts in kinds]
-            known: dict[tuple[Index | None, ...], tuple[Shares, Shares | None, int]] = {}
-            for part in range(parts):
-                shapes = tuple(of_part[part].shape if part in of_part else None for of_part in boxes)
-                if shapes not in known:
-                    known[shapes] = _shares(layout, members, dict(zip(kinds, shapes, strict=True)), share)
-                held, costs, padded = known[shapes]
-                ranks = list(mesh.ranks[part * share : (part + 1) * share])
-                elements[ranks] += held
-                padding += padded
-                if work is None or costs is None:
+            boxes_by_kind = [cut_parts(shape, sizes, cuts) for shape, cuts in kinds]
+            # Most parts have the same local shapes, so their buffers are made once.
+            shares_by_shapes: dict[tuple[Index | None, ...], tuple[Shares, Shares | None, int]] = {}
+            for part in range(num_parts):
+                shapes = tuple(boxes[part].shape if part in boxes else None for boxes in boxes_by_kind)
+                if shapes not in shares_by_shapes:
+                    local_shapes = dict(zip(kinds, shapes, strict=True))
+                    shares_by_shapes[shapes] = _shares(layout, members, local_shapes, part_ranks)
+                part_elements, part_work, part_padding = shares_by_shapes[shapes]
+                ranks = list(mesh.ranks[part * part_ranks : (part + 1) * part_ranks])
+                elements[ranks] += part_elements
+                padding += part_padding
+                if work is None or part_work is None:
                     work = None
                 else:
-                    work[ranks] += costs
+                    work[ranks] += part_work
         yield {
             "layout": layout,
             "padding_percent": round(100 * padding / elements.sum(), 2),
-            "elements": _most(elements),
-            "newton_schulz": None if work is None else _most(work),
+            "elements": _max_to_mean(elements),
+            "newton_schulz": None if work is None else _max_to_mean(work),
         }
 
 
@@ -519,28 +546,28 @@ def _shares(
     Args:
         shapes: the local shapes; None where a rank has nothing of such parameters.
     """
-    local = tuple(
-        Parameter(parameter.name, shape, parameter.dtype)
-        for parameter, cuts in members
-        if (shape := shapes[parameter.shape, cuts]) is not None
-    )
-    buffers = (
-        place_in(layout, PlacementRequest(local, frozenset(p.name for p in local), GroupSizes(ranks))) if local else ()
-    )
+    local = []
+    for parameter, cuts in members:
+        shape = shapes[parameter.shape, cuts]
+        if shape is not None:
+            local.append(Parameter(parameter.name, shape, parameter.dtype))
+    request = PlacementRequest(tuple(local), frozenset(parameter.name for parameter in local), GroupSizes(ranks))
+    buffers = place_in(layout, request) if local else ()
     elements = np.zeros(ranks)
     work: Shares | None = np.zeros(ranks)
     for buffer in buffers:
         for shard in buffer.shards:
             elements[rank_of(shard)] += shard.stop - shard.start
+        # A matrix that is cut is nobody's work alone.
         if work is None or not buffer.whole:
             work = None
             continue
-        owners = buffer.owners
-        for placed in buffer.parameters:
-            if (owner := owners[placed.name]) is not None:
-                work[owner] += newton_schulz(placed.parameter)
+        for member in buffer.parameters:
+            owner = buffer.owners[member.name]
+            if owner is not None:
+                work[owner] += newton_schulz(member.parameter)
     return elements, work, sum(buffer.padding for buffer in buffers)
 
 
-def _most(shares: Shares) -> float:
+def _max_to_mean(shares: Shares) -> float:
     return round(float(shares.max() / shares.mean()), 3)
