@@ -118,6 +118,7 @@ class ColumnReader:
             raise DamageError(f"damaged manifest: expected CRC-32 of 32 bits, found {crc32.max()}")
         if ((payload == UNKNOWN) != (payload_length == UNKNOWN)).any():
             raise DamageError("damaged manifest: expected an offset and a length of each payload, found one of them")
+        _check_digests(digests)
         extents = item, item_length, payload, payload_length
         block = Columns.of_extents(self._names, file.astype(np.int32), *extents, *digest_rows(digests), crc32)
         self._builder.add(block, 0, len(block))
@@ -158,6 +159,16 @@ def _numbers(name: str, values: list[Any]) -> Column:
     if len(column) and column.max() > MAX_ELEMENTS:
         raise DamageError(f"damaged manifest: {name}: expected numbers up to {MAX_ELEMENTS}, found {column.max()}")
     return column
+
+
+def _check_digests(values: list[Any]) -> None:
+    """Raise `ValueError` for a value that is neither null nor 32 lower-case hexadecimal digits."""
+    texts = [value for value in values if value is not None]
+    if set(map(type, texts)) <= {str} and set(map(len, texts)) <= {32}:
+        text = "".join(texts)
+        if bytes.fromhex(text).hex() == text:  # fromhex accepts upper case and spaces, too
+            return
+    raise ValueError(f"expected digests of 32 hexadecimal digits, found {values[:8]!r:.300}")
 
 
 class ColumnWriter:

@@ -195,20 +195,11 @@ class Columns:
         return [text[32 * number : 32 * number + 32] if has_digest else None for number, has_digest in pairs]
 
 
-def digest_rows(digests: Sequence[Any]) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Return digests in hex as rows of 16 bytes, and whether there is one.
-
-    Raises:
-        ValueError, TypeError: one is not 32 lower-case hexadecimal digits.
-    """
+def digest_rows(digests: Sequence[str | None]) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """Return digests in hex as rows of 16 bytes, and whether there is one."""
     has_digest = np.array([digest is not None for digest in digests], np.bool_)
-    texts = digests if has_digest.all() else [_NO_DIGEST if digest is None else digest for digest in digests]
-    if {*map(type, texts)} <= {str} and {*map(len, texts)} <= {32}:
-        text = "".join(texts)
-        raw = bytes.fromhex(text)  # accepts upper case and spaces, too
-        if raw.hex() == text:
-            return np.frombuffer(raw, np.uint8).reshape(-1, 16), has_digest
-    raise ValueError(f"expected digests of 32 hexadecimal digits, found {digests[:8]!r:.300}")
+    raw = bytes.fromhex("".join([digest or _NO_DIGEST for digest in digests]))
+    return np.frombuffer(raw, np.uint8).reshape(-1, 16), has_digest
 
 
 _NO_DIGEST = "0" * 32
@@ -255,7 +246,10 @@ class ColumnsBuilder:
 
 def _number(numbers: dict[_T, int], values: Iterable[_T]) -> NDArray[np.int32]:
     """Return the number of each value; new values get the next numbers."""
-    return np.array([numbers.setdefault(value, len(numbers)) for value in values], np.int32)
+    values = list(values)
+    for value in dict.fromkeys(values):
+        numbers.setdefault(value, len(numbers))
+    return np.array(list(map(numbers.__getitem__, values)), np.int32)
 
 
 _NO_ROWS = Columns.of(())
