@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import pickle
 import resource
 import zlib
 from itertools import pairwise
@@ -14,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from muonckpt import DamageError
 from muonckpt.algebra.box import row_major
+from muonckpt.converters.merge.joined import JoinedPayloads
 from muonckpt.record.record import Extent
 from muonckpt.store.io.checksums import JoinedCrc
 from muonckpt.store.io.location import PART, part_bytes
@@ -100,3 +102,14 @@ def test_few_of_the_files_that_a_process_may_open_are_open_at_once(tmp_path):
         (tmp_path / "0").write_bytes(b"other")
         with pytest.raises(DamageError, match="changed while it was read"):  # it was closed in between
             payloads.view(Extent("0", 0, 1))
+
+
+def test_bytes_that_are_kept_are_read_as_those_of_a_file_in_every_process(tmp_path):
+    """Also in the joined checkpoints of a merge, where files are called after their checkpoint."""
+    for payloads in (Payloads(tmp_path), JoinedPayloads([Payloads(tmp_path), Payloads(tmp_path)])):
+        place = payloads.keep(b"abcd")
+        assert payloads.keep(b"abcd") == place and payloads.is_in_memory(place.file)
+        for copy in (payloads, pickle.loads(pickle.dumps(payloads))):
+            assert bytes(copy.view(Extent(place.file, 1, 2))) == b"bc"
+            with pytest.raises(DamageError, match="expected at least 5"):
+                copy.view(Extent(place.file, 1, 4))
