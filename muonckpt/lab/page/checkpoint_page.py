@@ -1,4 +1,4 @@
-"""A page about a checkpoint, alone or beside another one, whole or damaged: its data."""
+"""Make the data of a page about a checkpoint, alone or beside another one, whole or damaged."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +40,7 @@ from ...store.reading.payloads import Progress
 from ...store.verify.damage import Damage, rank_in_name
 from ...store.verify.diagnosis import Diagnosis, diagnosis_at
 from .document import html_of, plain, rounded, write_page
-from .whole_parts import Looked, in_turns, on_whole_parts
+from .whole_parts import PageSource, in_turns, on_whole_parts
 
 StatsChoice = Literal["spectra", "norms", "none"]
 
@@ -87,7 +88,7 @@ class Page:
     """A page about a checkpoint.
 
     Attributes:
-        known: its metadata by role.
+        look: its metadata by role.
         stats: its measured numbers, if any.
         difference: the changes since the other checkpoint (``a``), if there is one.
         diagnosis: what is wrong with it, and what to do.
@@ -95,7 +96,7 @@ class Page:
     """
 
     inspection: Inspection
-    known: FirstLook
+    look: FirstLook
     stats: CheckpointStats | None
     difference: Difference | None
     diagnosis: Diagnosis
@@ -110,14 +111,14 @@ class Page:
     @property
     def findings(self) -> int:
         """The number of findings in the metadata and the numbers, besides what the diagnosis tells."""
-        told = told_by(self.diagnosis.damage)
-        symptoms = [symptom for symptom in self.inspection.symptoms if symptom.kind not in told]
+        covered_kinds = told_by(self.diagnosis.damage)
+        symptoms = [symptom for symptom in self.inspection.symptoms if symptom.kind not in covered_kinds]
         return len(symptoms) + len(self.stats.health if self.stats else ())
 
     def to_json(self) -> dict[str, Any]:
         """Return the data of the page, as docs/guide/report.md describes it."""
         manifest, ranks = self.inspection.manifest, self.inspection.bytes_of_ranks()
-        work = newton_schulz_by_rank(self.known.view, list(ranks)) if ranks else None
+        work = newton_schulz_by_rank(self.look.view, list(ranks)) if ranks else None
         places = {tensor.key: number for number, tensor in enumerate(manifest.tensors)}
         stats = _stats_columns(self.stats, places) if self.stats else None
         unmeasured = sorted(places[key] for key in self.unmeasured)
@@ -128,7 +129,7 @@ class Page:
             "inspection": plain(self.inspection),
             "verdict": verdict_of(self.diagnosis),
             "lost": lost_columns(self.diagnosis.damage, places),
-            **shard_columns(manifest, self.known.view),
+            **shard_columns(manifest, self.look.view),
             "ranks": {"bytes": by_number(ranks), "newton_schulz": by_number(work)},
             "stats": plain(stats | {"left_out": unmeasured}) if stats else None,
             "difference": plain(difference),
@@ -175,97 +176,122 @@ def report(
     """
     places = [location(place, SourceError) for place in (path, other) if place is not None]
     with ExitStack() as stack:
-        turn = in_turns(progress)
+        next_progress = in_turns(progress)
         try:
-            own = Looked.at(places[0], stack)
+            source = PageSource.at(places[0], stack)
         except DamageError:
             return UnreadablePage(diagnosis_at(places[0]))
-        looked: Sequence[Looked] = [own, *(Looked.at(place, stack) for place in places[1:])]
-        if stats != "none":  # who reads elements also wants to know what else is damaged
-            looked = [one.read_whole(jobs, turn()) if one.damage else one for one in looked]
+        sources: Sequence[PageSource] = [source, *(PageSource.at(place, stack) for place in places[1:])]
+        # Who reads elements also wants to know what else is damaged.
+        if stats != "none":
+            sources = [s.read_whole(jobs, next_progress()) if s.damage else s for s in sources]
         reading = Reading(stats, select, memory, jobs)
-        looked, (found, difference) = on_whole_parts(looked, jobs, turn(), reading.numbers)
-        own = looked[0]
-        chosen = {tensor.key for _, tensor in reading.chosen(own.known)}
+        sources, (figures, difference) = on_whole_parts(sources, jobs, next_progress(), reading.numbers)
+        source = sources[0]
+        selected_keys = {tensor.key for _, tensor in reading.selection(source.look)}
         return Page(
-            inspection_of(own.opened, own.known),
-            own.known,
-            found,
+            inspection_of(source.opened, source.look),
+            source.look,
+            figures,
             difference,
-            own.diagnosis,
-            unmeasured=own.left_out & chosen,
-            uncompared=frozenset[str]().union(*(one.left_out for one in looked)),
+            source.diagnosis,
+            unmeasured=source.left_out & selected_keys,
+            uncompared=frozenset[str]().union(*(source.left_out for source in sources)),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What is read of elements for a page, and with how much memory and how many threads."""
+    """Says which elements are read for a page, and with how much memory and how many threads."""
 
     stats: StatsChoice
     select: Sequence[str] = ()
     memory: int = STATS_MEMORY
     jobs: int = 2
 
-    def chosen(self, known: FirstLook) -> Measurable:
+    def selection(self, look: FirstLook) -> Measurable:
         """Return the tensors to measure."""
-        return () if self.stats == "none" else measurable(known, self.select)
+        return () if self.stats == "none" else measurable(look, self.select)
 
-    def numbers(self, looked: Sequence[Looked], progress: Progress) -> tuple[CheckpointStats | None, Difference | None]:
+    def numbers(
+        self, sources: Sequence[PageSource], progress: Progress
+    ) -> tuple[CheckpointStats | None, Difference | None]:
         """Measure a checkpoint, and compare it with the other one if there is one, without what they have lost."""
-        own, *others = looked
-        whole = [(role, tensor) for role, tensor in self.chosen(own.known) if tensor.key not in own.left_out]
-        chosen = [(role, tensor.without_empty_chunks()) for role, tensor in whole]
-        to_measure = bytes_of_elements(tensor for _, tensor in chosen)
-        to_compare = 0
+        source, earlier = sources[0], sources[1] if len(sources) > 1 else None
+        selection = [
+            (role, tensor.without_empty_chunks())
+            for role, tensor in self.selection(source.look)
+            if tensor.key not in source.left_out
+        ]
 
-        def compared(count: int, total: int) -> None:
-            nonlocal to_compare
-            to_compare = total
-            progress(count, total + to_measure)
+        # Both kinds of work advance one bar; the bytes to compare are known when the comparison begins.
+        bytes_to_measure = bytes_of_elements(tensor for _, tensor in selection)
+        bytes_to_compare = 0
 
-        def passed(count: int) -> None:
-            progress(count, to_compare + to_measure)
+        def advance_comparison(count: int, total: int) -> None:
+            nonlocal bytes_to_compare
+            bytes_to_compare = total
+            progress(count, total + bytes_to_measure)
 
-        memory, jobs, difference = self.memory, self.jobs, None
-        for other in others:
-            sides, without = ((one.opened, one.known) for one in (other, own)), own.left_out | other.left_out
-            difference = diff_of(*sides, without=without, memory=memory, jobs=jobs, progress=compared)
+        def advance_measurement(count: int) -> None:
+            progress(count, bytes_to_compare + bytes_to_measure)
+
+        difference = None
+        if earlier is not None:
+            difference = diff_of(
+                (earlier.opened, earlier.look),
+                (source.opened, source.look),
+                without=source.left_out | earlier.left_out,
+                memory=self.memory,
+                jobs=self.jobs,
+                progress=advance_comparison,
+            )
         if self.stats == "none":
             return None, difference
-        spectra, weights = self.stats == "spectra", own.known.view.tensors_of(Role.WEIGHTS)
-        tensors = measured(own.opened, own.known, chosen, spectra=spectra, memory=memory, jobs=jobs, passed=passed)
-        keys = {tensor.key for tensor in weights}
-        changes = {  # root mean squares, where both checkpoints have a weight in one shape
-            tensor.key: tensor.statistics.rms_change if tensor.statistics else 0.0
-            for tensor in (difference.tensors if difference else ())
-            if tensor.key in keys and tensor.by != "shape"
-        }
-        earlier, before = ((others[0].opened, others[0].known)) if others else (None, None)
-        return stats_of(own.opened, own.known, tensors, earlier, before, changes), difference
+        tensors = measured(
+            source.opened,
+            source.look,
+            selection,
+            spectra=self.stats == "spectra",
+            memory=self.memory,
+            jobs=self.jobs,
+            passed=advance_measurement,
+        )
+        # The RMS of the change of each weight that both checkpoints have in one shape.
+        weight_keys = {tensor.key for tensor in source.look.view.tensors_of(Role.WEIGHTS)}
+        changes: dict[str, float] = {}
+        for change in difference.tensors if difference else ():
+            if change.key in weight_keys and change.by != "shape":
+                changes[change.key] = change.statistics.rms_change if change.statistics else 0.0
+        earlier_opened, earlier_look = (earlier.opened, earlier.look) if earlier else (None, None)
+        stats = stats_of(source.opened, source.look, tensors, earlier_opened, earlier_look, changes)
+        return stats, difference
 
 
 def verdict_of(diagnosis: Diagnosis) -> dict[str, Any]:
     """Return the sentence and the remedies that every tool has; the sentence is empty if nothing is wrong."""
-    remedies = [{"command": one.command, "gives": one.gives} for one in diagnosis.remedies]
+    remedies = [{"command": remedy.command, "gives": remedy.gives} for remedy in diagnosis.remedies]
     return {"sentence": diagnosis.sentence, "remedies": remedies, "read": diagnosis.damage.read}
 
 
 def lost_columns(damage: Damage, places: Mapping[str, int]) -> dict[str, Any]:
-    """Return what is lost, as columns.
+    """Return the lost shards, boxes, files and items as columns.
 
     ``shards``: runs of rows of the columns of shards, ``start`` and ``stop``.  ``holes``: ``tensor``, a position, and
     the boxes ``lo`` and ``hi`` that no file has.  ``files``: ``name``, and the ``bytes`` that are left, None if it is
     missing.  ``items``: keys.  ``told``: kinds of findings that the verdict has told.
     """
     edges = np.flatnonzero(np.diff(np.concatenate([[False], damage.chunks, [False]]).astype(np.int8)))
-    holes = [(places[key], box) for key, boxes in damage.holes.items() for box in boxes]
+    hole_tensors: list[int] = []
+    for key, boxes in damage.holes.items():
+        hole_tensors += [places[key]] * len(boxes)
+    hole_boxes = [*chain.from_iterable(damage.holes.values())]
     return {
         "shards": {"start": edges[::2].tolist(), "stop": edges[1::2].tolist()},
         "holes": {
-            "tensor": [number for number, _ in holes],
-            "lo": [list(box.lo) for _, box in holes],
-            "hi": [list(box.hi) for _, box in holes],
+            "tensor": hole_tensors,
+            "lo": [list(box.lo) for box in hole_boxes],
+            "hi": [list(box.hi) for box in hole_boxes],
         },
         "files": {"name": list(damage.files), "bytes": list(damage.files.values())},
         "items": sorted(damage.items),
@@ -295,8 +321,8 @@ def _stats_columns(stats: CheckpointStats, places: Mapping[str, int]) -> dict[st
             **{name: [rounded(row[name]) for row in figures] for name in _FIGURES},
         },
         "folded": [
-            {name: rounded(value) for name, value in row.items()} | {"members": own}
-            for row, own in zip(stats.folded(), members, strict=True)
+            {name: rounded(value) for name, value in row.items()} | {"members": row_members}
+            for row, row_members in zip(stats.folded(), members, strict=True)
         ],
         "updates": stats.updates,
         "health": [health_json(finding) for finding in stats.health],
@@ -311,17 +337,18 @@ def shard_columns(manifest: Manifest, view: ModelView) -> dict[str, Any]:
     ``shards``, in the order of the tensors: columns ``file`` and ``offset``, of the elements or else of their item.
     ``files``: columns ``name``, ``rank`` (None if the name does not tell) and ``bytes`` of elements.
     """
+    # Thousands of tensors have a few cuts, so each is stored once.
     cuts: dict[tuple[tuple[int, ...], Boxes], int] = {}
-    words: list[str] = []
-    cut_of = []
+    texts: list[str] = []
+    cut_indices = []
     for tensor in manifest.tensors:
-        number = cuts.setdefault((tensor.shape, tensor.boxes), len(cuts))
-        if number == len(words):
-            words.append(cut_text(tensor))
-        cut_of.append(number)
+        cut_index = cuts.setdefault((tensor.shape, tensor.boxes), len(cuts))
+        if cut_index == len(texts):
+            texts.append(cut_text(tensor))
+        cut_indices.append(cut_index)
     columns = manifest.columns
-    held = np.zeros(len(columns.names), np.int64)
-    np.add.at(held, columns.file, chunk_bytes(manifest))
+    file_bytes = np.zeros(len(columns.names), np.int64)
+    np.add.at(file_bytes, columns.file, chunk_bytes(manifest))
     return {
         "tensors": {
             "key": [tensor.key for tensor in manifest.tensors],
@@ -331,11 +358,11 @@ def shard_columns(manifest: Manifest, view: ModelView) -> dict[str, Any]:
             "dtype": [tensor.dtype for tensor in manifest.tensors],
             "bytes": [math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in manifest.tensors],
             "fingerprint": [tensor.fingerprint for tensor in manifest.tensors],
-            "cut": cut_of,
+            "cut": cut_indices,
         },
         "cuts": [
             {"words": text, "lo": boxes.lo.tolist(), "hi": boxes.hi.tolist()}
-            for (_, boxes), text in zip(cuts, words, strict=True)
+            for (_, boxes), text in zip(cuts, texts, strict=True)
         ],
         "shards": {
             "file": columns.file.tolist(),
@@ -344,7 +371,7 @@ def shard_columns(manifest: Manifest, view: ModelView) -> dict[str, Any]:
         "files": {
             "name": list(columns.names),
             "rank": [rank_in_name(name) for name in columns.names],
-            "bytes": held.tolist(),
+            "bytes": file_bytes.tolist(),
         },
     }
 

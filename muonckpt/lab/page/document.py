@@ -74,9 +74,9 @@ def rounded(value: Any) -> Any:
         case float():
             return float(f"{value:.5g}")
         case Mapping():
-            return {name: rounded(each) for name, each in value.items()}
+            return {name: rounded(entry) for name, entry in value.items()}
         case list() | tuple():
-            return [rounded(each) for each in value]
+            return [rounded(entry) for entry in value]
         case _:
             return value
 

@@ -23,7 +23,7 @@ from ...store.reading.payloads import Progress
 from ...store.verify.run import RunStep
 from .checkpoint_page import Reading, StatsChoice, told_by
 from .document import html_of, plain, rounded, write_page
-from .whole_parts import Looked, in_turns, on_whole_parts
+from .whole_parts import PageSource, in_turns, on_whole_parts
 
 _SCRIPTS = ("words", "frame", "findings", "table", "charts", "run")
 
@@ -40,7 +40,7 @@ class TensorNumbers:
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """What is known of one readable step of a run.
+    """The numbers of one readable step of a run.
 
     Attributes:
         findings: in the metadata and the numbers.
@@ -63,7 +63,7 @@ class RunPage:
 
     Attributes:
         history: its steps, and what changed between them by their metadata.
-        stats: what was measured.
+        stats: the choice of numbers to measure.
         numbers: by the name of the step; those whose metadata cannot be read have none.
     """
 
@@ -152,41 +152,49 @@ def report_run(
 
 def page_of_run(history: RunHistory, reading: Reading, progress: Progress) -> RunPage:
     """Make a page as `report_run` does about a run whose metadata have been looked at."""
-    turn = in_turns(progress)
+    next_progress = in_turns(progress)
     numbers: dict[str, StepNumbers] = {}
-    before: tuple[str, Looked] | None = None
+    # Two steps are open at once: each is compared with the readable one before it.
+    earlier: tuple[str, PageSource] | None = None
     with ExitStack() as stack:
         for step in history.steps:
             if step.name not in history.views:
                 continue
-            looked = Looked.at(step.path, stack)
-            numbers[step.name] = _numbers_of(looked, before, reading, turn())
-            if before:
-                before[1].opened.close()
-            before = step.name, looked
+            source = PageSource.at(step.path, stack)
+            numbers[step.name] = _numbers_of(source, earlier, reading, next_progress())
+            if earlier:
+                earlier[1].opened.close()
+            earlier = step.name, source
     return RunPage(history, reading.stats, numbers)
 
 
-def _numbers_of(looked: Looked, before: tuple[str, Looked] | None, reading: Reading, progress: Progress) -> StepNumbers:
-    """Measure a step, and compare it with the one before."""
-    symptoms = inspection_of(looked.opened, looked.known).symptoms
-    findings = [finding for finding in symptoms if finding.kind not in told_by(looked.damage)]
+def _numbers_of(
+    source: PageSource, earlier: tuple[str, PageSource] | None, reading: Reading, progress: Progress
+) -> StepNumbers:
+    """Measure a step, and compare it with the one before, given by name and source."""
+    symptoms = inspection_of(source.opened, source.look).symptoms
+    findings = [finding for finding in symptoms if finding.kind not in told_by(source.damage)]
     if reading.stats == "none":
         return StepNumbers(tuple(findings), None, {}, {}, frozenset())
-    both = [looked, *([before[1]] if before else [])]
+    pair = [source, *([earlier[1]] if earlier else [])]
     try:
-        (own, *_), (stats, difference) = on_whole_parts(both, reading.jobs, progress, reading.numbers)
+        (whole_source, *_), (stats, difference) = on_whole_parts(pair, reading.jobs, progress, reading.numbers)
     except (SourceError, LayoutError) as error:
         findings.append(Finding("unreadable", str(error)))
-        return StepNumbers(tuple(findings), None, {}, {}, looked.left_out)
-    if own.diagnosis and not looked.diagnosis:
-        findings.insert(0, Finding("damage", own.diagnosis.sentence))
+        return StepNumbers(tuple(findings), None, {}, {}, source.left_out)
+    # Damage that only reading has shown.
+    if whole_source.diagnosis and not source.diagnosis:
+        findings.insert(0, Finding("damage", whole_source.diagnosis.sentence))
     assert stats is not None, "something is measured"
     tensors = {t.key: TensorNumbers(t.role, t.figures.norm, t.figures.finite, t.stable_rank) for t in stats.tensors}
-    changes = dict(_changes(difference)) if difference else {}
-    since = before[0] if before else None
-    chosen = {tensor.key for _, tensor in reading.chosen(own.known)}
-    return StepNumbers((*findings, *stats.health), since, tensors, changes, own.left_out & chosen)
+    selected_keys = {tensor.key for _, tensor in reading.selection(whole_source.look)}
+    return StepNumbers(
+        (*findings, *stats.health),
+        earlier[0] if earlier else None,
+        tensors,
+        dict(_changes(difference)) if difference else {},
+        whole_source.left_out & selected_keys,
+    )
 
 
 def _changes(difference: Difference) -> Iterator[tuple[str, float]]:
@@ -202,15 +210,15 @@ def _series(steps: Sequence[RunStep], numbers: Mapping[str, StepNumbers]) -> Ite
     Drift is the norm of the change since the step before, in terms of the norm there.  A value is None where a part of
     it is not known.
     """
-    groups = defaultdict[tuple[str, str], dict[str, None]](dict)
-    for step in numbers.values():
-        for key, tensor in step.tensors.items():
-            groups[unnumbered(key), tensor.role][key] = None
-    order = [numbers.get(step.name) for step in steps]
-    for (pattern, role), keys in groups.items():
-        columns = [_values(step, numbers, [*keys]) if step else _UNKNOWN for step in order]
-        named = {name: [rounded(column[name]) for column in columns] for name in _UNKNOWN}
-        yield {"pattern": pattern, "role": role, "tensors": len(keys), **named}
+    keys_by_pattern = defaultdict[tuple[str, str], dict[str, None]](dict)
+    for step_numbers in numbers.values():
+        for key, tensor in step_numbers.tensors.items():
+            keys_by_pattern[unnumbered(key), tensor.role][key] = None
+    numbers_by_step = [numbers.get(step.name) for step in steps]
+    for (pattern, role), keys in keys_by_pattern.items():
+        points = [_values(step, numbers, [*keys]) if step else _UNKNOWN for step in numbers_by_step]
+        columns = {name: [rounded(point[name]) for point in points] for name in _UNKNOWN}
+        yield {"pattern": pattern, "role": role, "tensors": len(keys), **columns}
 
 
 _UNKNOWN: Mapping[str, float | None] = {"norm": None, "rms": None, "stable_rank": None, "drift": None}
@@ -219,18 +227,18 @@ _UNKNOWN: Mapping[str, float | None] = {"norm": None, "rms": None, "stable_rank"
 def _values(step: StepNumbers, numbers: Mapping[str, StepNumbers], keys: Sequence[str]) -> Mapping[str, float | None]:
     if not step.left_out.isdisjoint(keys):
         return _UNKNOWN
-    own = [step.tensors[key] for key in keys if key in step.tensors]
-    if not own:
+    tensors = [step.tensors[key] for key in keys if key in step.tensors]
+    if not tensors:
         return _UNKNOWN
-    norm = math.hypot(*(tensor.norm for tensor in own))
-    finite = sum(tensor.finite for tensor in own)
-    ranks = sorted(tensor.stable_rank for tensor in own if tensor.stable_rank is not None)
-    former = numbers[step.since].tensors if step.since else {}
-    then = math.hypot(*(former[key].norm for key in keys if key in former))
-    known = then > 0 and all(key in step.changes and key in former for key in keys)
+    norm = math.hypot(*(tensor.norm for tensor in tensors))
+    finite = sum(tensor.finite for tensor in tensors)
+    ranks = sorted(tensor.stable_rank for tensor in tensors if tensor.stable_rank is not None)
+    earlier = numbers[step.since].tensors if step.since else {}
+    earlier_norm = math.hypot(*(earlier[key].norm for key in keys if key in earlier))
+    has_drift = earlier_norm > 0 and all(key in step.changes and key in earlier for key in keys)
     return {
         "norm": norm,
         "rms": norm / math.sqrt(finite) if finite else 0.0,
         "stable_rank": ranks[len(ranks) // 2] if ranks else None,
-        "drift": math.hypot(*(step.changes[key] for key in keys)) / then if known else None,
+        "drift": math.hypot(*(step.changes[key] for key in keys)) / earlier_norm if has_drift else None,
     }

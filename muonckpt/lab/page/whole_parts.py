@@ -1,7 +1,7 @@
-"""Damaged checkpoints are looked at, too: work on their elements is done without the tensors that are damaged.
+"""Work on the elements of checkpoints that may be damaged, without the tensors that are.
 
-Names and sizes of files show most damage before any element is read.  Where work on the rest then meets other damage,
-the checkpoints are read whole, as `verify` reads them, and the work is done again without all that is lost.
+Names and sizes of files show most damage before any element is read.  Where the work meets other damage, the
+checkpoints are read whole, as `verify` reads them, and it is done again without all that is lost.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from ...store.verify.damage import Damage
 from ...store.verify.diagnosis import Diagnosis, diagnosis_by_files, open_damaged
 from ...store.verify.verification import last_verification
 
-R = TypeVar("R")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Looked:
+class PageSource:
     """An open checkpoint, perhaps a damaged one.
 
     Attributes:
-        known: its metadata by role.
-        diagnosis: what is wrong, as far as was looked, and what to do.
+        look: its metadata by role.
+        diagnosis: the damage as far as it has been searched for, and what to do.
         left_out: the keys of items that are lost, and of tensors that have lost elements or whose chunks overlap.
     """
 
     opened: OpenCheckpoint
-    known: FirstLook
+    look: FirstLook
     diagnosis: Diagnosis
     left_out: frozenset[str]
 
     @classmethod
-    def at(cls, place: Location, stack: ExitStack) -> Looked:
+    def at(cls, place: Location, stack: ExitStack) -> PageSource:
         """Open a checkpoint, which ``stack`` closes, and look at the names and the sizes of its files.
 
         Raises:
@@ -48,21 +48,21 @@ class Looked:
         """
         opened = stack.enter_context(open_damaged(place))
         diagnosis = diagnosis_by_files(opened, last_verification(opened.path))
-        return cls(opened, first_look(opened), diagnosis, _left_out(opened.outline, diagnosis.damage))
+        return cls(opened, first_look(opened), diagnosis, _damaged_keys(opened.outline, diagnosis.damage))
 
     @property
     def damage(self) -> Damage:
         return self.diagnosis.damage
 
-    def read_whole(self, jobs: int, progress: Progress) -> Looked:
+    def read_whole(self, jobs: int, progress: Progress) -> PageSource:
         """Read everything, to find all that is lost."""
         from ...store.verify.audit import audit  # not needed where nothing is damaged
 
         diagnosis = audit(self.opened, progress, jobs).diagnosis
-        return replace(self, diagnosis=diagnosis, left_out=_left_out(self.opened.outline, diagnosis.damage))
+        return replace(self, diagnosis=diagnosis, left_out=_damaged_keys(self.opened.outline, diagnosis.damage))
 
 
-def _left_out(manifest: Manifest, damage: Damage) -> frozenset[str]:
+def _damaged_keys(manifest: Manifest, damage: Damage) -> frozenset[str]:
     keys = {*damage.items, *(tensor.key for tensor in damage.tensors)}
     for tensor in manifest.tensors:
         try:
@@ -73,33 +73,36 @@ def _left_out(manifest: Manifest, damage: Damage) -> frozenset[str]:
 
 
 def on_whole_parts(
-    checkpoints: Sequence[Looked], jobs: int, progress: Progress, work: Callable[[Sequence[Looked], Progress], R]
-) -> tuple[Sequence[Looked], R]:
+    sources: Sequence[PageSource],
+    jobs: int,
+    progress: Progress,
+    work: Callable[[Sequence[PageSource], Progress], Result],
+) -> tuple[Sequence[PageSource], Result]:
     """Do ``work`` on all that is whole; return the checkpoints with all the damage that is known then, and its result.
 
     Raises:
         Exception: as ``work`` does on tensors that are whole.
     """
-    turn = in_turns(progress)
+    next_progress = in_turns(progress)
     try:
-        return checkpoints, work(checkpoints, turn())
+        return sources, work(sources, next_progress())
     except (SourceError, LayoutError):
-        checkpoints = [one.read_whole(jobs, turn()) for one in checkpoints]
-        return checkpoints, work(checkpoints, turn())
+        sources = [source.read_whole(jobs, next_progress()) for source in sources]
+        return sources, work(sources, next_progress())
 
 
 def in_turns(progress: Progress) -> Callable[[], Progress]:
-    """Return what makes a function for the progress of each of several pieces of work, one after the other."""
-    done = 0
+    """Return a function that returns, for each of several pieces of work in turn, its progress function."""
+    bytes_done = 0
 
-    def turn() -> Progress:
-        before = done
+    def next_progress() -> Progress:
+        bytes_before = bytes_done
 
         def advance(count: int, total: int) -> None:
-            nonlocal done
-            done += count
-            progress(count, before + total)
+            nonlocal bytes_done
+            bytes_done += count
+            progress(count, bytes_before + total)
 
         return advance
 
-    return turn
+    return next_progress
