@@ -73,7 +73,7 @@ class TensorFigures:
     @property
     def stable_rank(self) -> float | None:
         """Return the median of its matrices' stable ranks; None if there is none."""
-        ranks = [rank for spectrum in self.spectra if (rank := spectrum.stable_rank) is not None]
+        ranks = [rank for rank in (spectrum.stable_rank for spectrum in self.spectra) if rank is not None]
         return median(ranks) if ranks else None
 
     @property

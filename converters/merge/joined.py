@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from ...algebra.fingerprint import as_hex, combine
@@ -100,8 +101,9 @@ class JoinedCheckpoints:
     @cached_property
     def manifest(self) -> Manifest:
         """The tensors and items of all, under their own keys."""
-        tensors = tuple(tensor for manifest in self.manifests for tensor in manifest.tensors)
-        return Manifest(tensors, tuple(blob for manifest in self.manifests for blob in manifest.blobs), self.provenance)
+        tensors = tuple(chain.from_iterable(manifest.tensors for manifest in self.manifests))
+        blobs = tuple(chain.from_iterable(manifest.blobs for manifest in self.manifests))
+        return Manifest(tensors, blobs, self.provenance)
 
 
 def input_fingerprints(source: OpenCheckpoint, keys: Collection[str], threads: int) -> dict[str, str]:

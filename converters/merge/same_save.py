@@ -92,7 +92,9 @@ class FillingSource:
                 return False
             return True
 
-        places = [(tensor, number) for tensor in located for number in range(len(tensor.chunks))]
+        places: list[tuple[StateRecord, int]] = []
+        for tensor in located:
+            places += [(tensor, number) for number in range(len(tensor.chunks))]
         with ThreadPoolExecutor(jobs) as pool:
             verdicts = iter(list(pool.map(is_whole, places)))
         return with_chunks(located, [[n for n in range(len(tensor.chunks)) if next(verdicts)] for tensor in located])

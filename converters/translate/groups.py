@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -83,7 +84,8 @@ def common_options(
     common |= {option: value for option, value in options.items() if option in HISTORY_OPTIONS}
     # A number with which no update is possible is said, and goes nowhere.
     option_names: dict[str, tuple[str, ...]] = {name: (option,) for name, option in method.options.items()}
-    option_names |= {name: coding.options for coding in method.codings for name in coding.common}
+    for coding in method.codings:
+        option_names |= dict.fromkeys(coding.common, coding.options)
     for name, (least, largest, words) in _RANGES.items():
         value = common.get(name)
         if isinstance(value, int | float) and not least <= value <= largest:
@@ -116,7 +118,9 @@ def write_options(
 
     def unsaid(option: str) -> str:
         """Say that the source does not say an option, and in brackets where a user finds its value, if known."""
-        names = {option: coding.common[0] for coding in method.codings for option in coding.options}
+        names: dict[str, str] = {}
+        for coding in method.codings:
+            names |= dict.fromkeys(coding.options, coding.common[0])
         names |= {option: name for name, option in method.options.items()} | {"ns_coefficients": "ns"}
         hint = source.hints.get(names.get(option, ""), "")
         return f"{source.name} does not say it{f' ({hint})' if hint else ''}"
@@ -203,7 +207,7 @@ class GroupTemplate:
     groups: tuple[Mapping[str, Any], ...]
 
     def __post_init__(self) -> None:
-        names = [name for group in self.groups for name in group.get(PARAMS, ())]
+        names = list(chain.from_iterable(group.get(PARAMS, ()) for group in self.groups))
         if not all(isinstance(group.get(PARAMS), tuple) for group in self.groups) or len(set(names)) < len(names):
             raise TargetError("a template's groups list the names of their parameters under 'params', each name once")
 
@@ -234,8 +238,10 @@ class GroupTemplate:
         Raises:
             SourceError: the parameters are others, or those of one group differ in an option or in their method.
         """
-        options = {name: group.options for group in groups for name in group.parameters}
-        names = {name for group in self.groups for name in group[PARAMS]}
+        options: dict[str, Mapping[str, object]] = {}
+        for group in groups:
+            options |= dict.fromkeys(group.parameters, group.options)
+        names = set(chain.from_iterable(group[PARAMS] for group in self.groups))
         if options.keys() != names:
             missing, extra = sorted(names - options.keys()), sorted(options.keys() - names)
             raise SourceError(

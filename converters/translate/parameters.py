@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from ...algebra.box import Index
@@ -329,7 +330,8 @@ class _Assembly:
         # A parameter is what has one name in the slots, and in the source's groups the names of its parts.
         aliases_of: dict[str, tuple[str, ...]] = {}
         for name, tensors in tensors_by_name.items():
-            aliases_of[name] = tuple(dict.fromkeys(alias for tensor in tensors.values() for alias in tensor.aliases))
+            repeated_aliases = chain.from_iterable(tensor.aliases for tensor in tensors.values())
+            aliases_of[name] = tuple(dict.fromkeys(repeated_aliases))
         self._refuse_ungrouped([aliases_of[name] for name, tensors in tensors_by_name.items() if {*tensors} != {None}])
         parameters = {}
         for name, tensors in tensors_by_name.items():
@@ -477,7 +479,9 @@ def _with_members(
     first_groups: dict[str, ParameterGroup] = {}
     groups_with_members = []
     for group in groups:
-        names = dict.fromkeys(new for name in group.parameters for new in new_names.get(name, {name: None}))
+        names: dict[str, None] = {}
+        for name in group.parameters:
+            names |= new_names.get(name, {name: None})
         for name in names.keys() & first_groups.keys():
             first_options = first_groups[name].options
             for option in sorted(first_options.keys() | group.options.keys()):

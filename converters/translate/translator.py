@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 from ...algebra.box import Box, Index
@@ -157,7 +158,7 @@ class _Renderer:
         group_tensors, group_items = self._groups()
         # Parameters without state stay so, unless the user wants zeros.
         filled = stateless if source.overrides.fill_missing else []
-        zeros = [zero for parameter in filled for zero in self._zero_state(parameter)]
+        zeros = list(chain.from_iterable(map(self._zero_state, filled)))
         if stateless:
             action, subject, reason = _FILLED if filled else _WITHOUT_STATE
             self.findings.check(action, subject, *sorted(p.name for p in stateless), reason=reason)
@@ -168,7 +169,7 @@ class _Renderer:
             if parameter.weight:
                 record = self._record(None, parameter.weight, self.target.model.write(name=name))
                 tensors.append(_computed(record, parameter.weight))
-        for slot in dict.fromkeys(slot for parameter in stateful for slot in parameter.slots):
+        for slot in dict.fromkeys(chain.from_iterable(parameter.slots for parameter in stateful)):
             tensors += [self._state(parameter, slot) for parameter in stateful if slot in parameter.slots]
         tensors += [*zeros, *group_tensors]
         tensors += [counter for counter in counters if isinstance(counter, OutputTensor)]
@@ -480,9 +481,9 @@ class _Renderer:
                 f"{target.name} numbers parameters in the order of the run's groups, and {source.dialect.name} "
                 f"{state}; give that order with `like=`"
             )
-        names = [name for group in groups for name in group.parameters]
+        names = list(chain.from_iterable(group.parameters for group in groups))
         if self.like is not None and not source.groups:
-            names = [name for template in self.like.groups for name in template[PARAMS]]
+            names = list(chain.from_iterable(template[PARAMS] for template in self.like.groups))
         members = set[str]().union(*(members for _, members in source.groups))
         if ungrouped := sorted(members - set(names)):
             raise SourceError(
@@ -553,9 +554,9 @@ class _Renderer:
                     )
         # Nested as Megatron nests optimizers in each other.
         state: dict[Any, Any] = {}
-        for chain, optimizer in optimizers.items():
+        for numbers_of_chain, optimizer in optimizers.items():
             node = state.setdefault("optimizer", {})
-            for number in chain:
+            for number in numbers_of_chain:
                 node = node.setdefault(number, {})
             node["optimizer"] = optimizer
         return state
@@ -577,8 +578,8 @@ class _Renderer:
                     items.append(_item(entry.path, self._listing(members)))
                     continue
                 if not group.positions:
-                    chain = {"chain": group.chain} if template.chained else {}
-                    paths = [template.write(name=name, option=option, **chain) for name in members]
+                    chain_field = {"chain": group.chain} if template.chained else {}
+                    paths = [template.write(name=name, option=option, **chain_field) for name in members]
                 if isinstance(entry, StateRecord):
                     tensors += [self._moved(entry, path) for path in paths]
                 else:
