@@ -19,7 +19,7 @@ from .argument_types import CHECKPOINT, KEY, ProgramType, jobs_option, memory_op
 from .printing import print_duration, print_json, print_labelled, print_line, print_section, print_table, progress
 from .runs import newest_whole
 
-_MOST_ROWS = 4
+_MAX_ROWS = 4
 
 _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 
@@ -58,72 +58,77 @@ def diff_command(
     if (options["from_a"] or options["from_b"]) and not options["to_dialect"]:
         raise click.UsageError("--from-a and --from-b have no meaning without --to")
     if b is None:
-        if (run := run_of(a)) is None:
+        run = run_of(a)
+        if run is None:
             raise click.UsageError(f"expected a second checkpoint, or the folder of a run, and {a} is none")
         a, b = newest_whole(run, 2)
     elif run_of(a) is not None and run_of(b) is not None:
         return _print_runs(diff_runs(a, b), as_json)
     with progress("diff") as advance:
-        found = diff(a, b, select=globs, progress=advance, **options)
+        difference = diff(a, b, select=globs, progress=advance, **options)
     if as_json:
-        print_json(found)
-        return int(found.differs)
+        print_json(difference)
+        return int(difference.differs)
     if not summary:
-        _print_details(found, every)
-    for line in _summary(found):
+        _print_details(difference, every)
+    for line in _summary(difference):
         print_line(line, fg="red" if line.startswith(("look at:", "infinite or NaN")) else None)
     print_duration()
-    return int(found.differs)
+    return int(difference.differs)
 
 
-def _print_runs(found: RunDifference, as_json: bool) -> int:
+def _print_runs(difference: RunDifference, as_json: bool) -> int:
     """Print two runs: the steps of both with what differs, and what is recorded of their resumes."""
     if as_json:
-        print_json(found)
-        return int(found.differs)
-    rows = []
-    for step in found.steps:
-        changed, same, unknown = step.counts
-        rows.append((step.since, step.name, changed, same, unknown, "; ".join(step.lines) or "-"))
+        print_json(difference)
+        return int(difference.differs)
+    rows = [(step.since, step.name, *step.counts, "; ".join(step.lines) or "-") for step in difference.steps]
     print_section(("A", "B", "tensors changed", "same", "unknown", "beside elements"), rows)
-    for name, history, only in (("A", found.a, found.only_a), ("B", found.b, found.only_b)):
+    sides = (("A", difference.a, difference.only_a), ("B", difference.b, difference.only_b))
+    for name, history, only_steps in sides:
         print_labelled(name, f"{history.run.path}: {counted(len(history.steps), 'step')}")
-        if only:
-            print_labelled(f"only in {name}", f"step{'s' * (len(only) > 1)} {listed(only)}")
+        if only_steps:
+            print_labelled(f"only in {name}", f"step{'s' * (len(only_steps) > 1)} {listed(only_steps)}")
         for label, line in resume_lines(history):
             print_labelled(label, line)
-    print_line("different" if found.differs else "the same, by what is recorded; no elements were read")
-    return int(found.differs)
+    print_line("different" if difference.differs else "the same, by what is recorded; no elements were read")
+    return int(difference.differs)
 
 
-def _print_details(found: Difference, every: bool) -> None:
+def _print_details(difference: Difference, every: bool) -> None:
+    """Print the tensors that changed most, then items, then keys that one side lacks; all of them if ``every``."""
 
-    def change(tensor: TensorDifference) -> float:
+    def relative_change(tensor: TensorDifference) -> float:
         """Return the norm of the change, divided by the norms; what has no numbers comes first."""
         if tensor.statistics is None:
             return float("inf")
         largest = max(tensor.statistics.norm_a, tensor.statistics.norm_b)
         return tensor.statistics.norm_change / largest if largest else 0.0
 
-    changed = [tensor for tensor in found.tensors if tensor.status in ("changed", "close")]
-    changed.sort(key=change, reverse=True)
+    changed = [tensor for tensor in difference.tensors if tensor.status in ("changed", "close")]
+    changed.sort(key=relative_change, reverse=True)
     headers = ("tensor", "changed", "max abs", "max rel", "cosine", "norm A", "norm B", "RMS change")
     if changed:
-        print_table(headers, [_row(tensor) for tensor in (changed if every else changed[:_MOST_ROWS])])
-    if len(changed) > _MOST_ROWS and not every:
-        print_line(f"and {len(changed) - _MOST_ROWS} more that changed less (--all)")
-    strangers = not found.tensors and (found.only_a or found.only_b)  # of two programs, whose numbers mean other things
-    most = len(found.items) if every else 0 if strangers else _MOST_ROWS
-    items = [(item.key, *_both(item.a, item.b)) for item in found.items[:most]]
+        print_table(headers, [_row(tensor) for tensor in (changed if every else changed[:_MAX_ROWS])])
+    if len(changed) > _MAX_ROWS and not every:
+        print_line(f"and {len(changed) - _MAX_ROWS} more that changed less (--all)")
+
+    # Items of two programs have other meanings, so they are only counted.
+    only_a, only_b, all_items = difference.only_a, difference.only_b, difference.items
+    are_strangers = not difference.tensors and (only_a or only_b)
+    max_items = len(all_items) if every else 0 if are_strangers else _MAX_ROWS
+    items = [(item.key, *_both(item.a, item.b)) for item in all_items[:max_items]]
     print_section(("item", "A", "B"), items)
-    if more := len(found.items) - len(items):
-        print_line(f"and {more} more (--all)" if items else f"{counted(more, 'other item')} changed (--all)")
-    for name, keys, colour in (("A", found.only_a, "red"), ("B", found.only_b, "green")):  # as `git diff` has them
-        rows = [(key,) for key in (keys if every else keys[:_MOST_ROWS])]
+    unlisted = len(all_items) - len(items)
+    if unlisted:
+        print_line(f"and {unlisted} more (--all)" if items else f"{counted(unlisted, 'other item')} changed (--all)")
+
+    for name, keys, colour in (("A", only_a, "red"), ("B", only_b, "green")):  # as `git diff` has them
+        rows = [(key,) for key in (keys if every else keys[:_MAX_ROWS])]
         print_section((f"only in {name}",), rows, [colour] * len(rows))
-        if len(keys) > _MOST_ROWS and not every:
-            print_line(f"and {len(keys) - _MOST_ROWS} more (--all)")
-    if changed or found.items or found.only_a or found.only_b:
+        if len(keys) > _MAX_ROWS and not every:
+            print_line(f"and {len(keys) - _MAX_ROWS} more (--all)")
+    if changed or all_items or only_a or only_b:
         print_line()
 
 
@@ -153,30 +158,31 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:56]} …"
 
 
-def _summary(found: Difference) -> Iterator[str]:
-    yield from (f"note: {note}" for note in found.notes if "note:" in note)
-    counts = found.counts
-    ways = Counter(tensor.by for tensor in found.tensors)
-    words = {"same": "same", "moved": "moved only", "close": "within the tolerance", "changed": "changed"}
-    parts = ", ".join(f"{counts[status]} {words[status]}" for status in words if counts[status] or status == "same")
-    how = [f"{ways[way]} by {way}" for way in ("fingerprint", "elements", "shape") if ways[way]]
-    how.append(f"{size(found.read)} read" if found.read else "nothing read")
-    yield f"{counted(len(found.tensors), 'tensor')} in both: {parts} ({', '.join(how)})"
-    bad = [tensor.key for tensor in found.tensors if tensor.statistics and tensor.statistics.nonfinite_b]
-    if bad:
-        yield f"infinite or NaN in B: {listed(bad)}"
-    if items := found.same_items + len(found.items):
-        yield f"{counted(items, 'other item')} in both: {len(found.items) or 'none'} changed"
-    if found.only_a or found.only_b:
-        yield f"keys on one side: {len(found.only_a)} only in A, {len(found.only_b)} only in B"
-    if found.unmoved:
-        steps = " and ".join(map(str, found.steps))
+def _summary(difference: Difference) -> Iterator[str]:
+    yield from (f"note: {note}" for note in difference.notes if "note:" in note)
+    counts = difference.counts
+    ways = Counter(tensor.by for tensor in difference.tensors)
+    labels = {"same": "same", "moved": "moved only", "close": "within the tolerance", "changed": "changed"}
+    parts = ", ".join(f"{counts[status]} {labels[status]}" for status in labels if counts[status] or status == "same")
+    details = [f"{ways[way]} by {way}" for way in ("fingerprint", "elements", "shape") if ways[way]]
+    details.append(f"{size(difference.read)} read" if difference.read else "nothing read")
+    yield f"{counted(len(difference.tensors), 'tensor')} in both: {parts} ({', '.join(details)})"
+    nonfinite = [tensor.key for tensor in difference.tensors if tensor.statistics and tensor.statistics.nonfinite_b]
+    if nonfinite:
+        yield f"infinite or NaN in B: {listed(nonfinite)}"
+    items = difference.same_items + len(difference.items)
+    if items:
+        yield f"{counted(items, 'other item')} in both: {len(difference.items) or 'none'} changed"
+    if difference.only_a or difference.only_b:
+        yield f"keys on one side: {len(difference.only_a)} only in A, {len(difference.only_b)} only in B"
+    if difference.unmoved:
+        steps = " and ".join(map(str, difference.steps))
         yield (
-            f"look at: {counted(len(found.unmoved), 'tensor')} of weights and state identical although the steps "
-            f"differ ({steps}): stale, frozen or without gradients: {listed(found.unmoved)}"
+            f"look at: {counted(len(difference.unmoved), 'tensor')} of weights and state identical although the steps "
+            f"differ ({steps}): stale, frozen or without gradients: {listed(difference.unmoved)}"
         )
-    verdict = "different" if found.differs else "the same"
-    if not found.differs and found.unread:  # equal records say what was written, not what the files hold now
-        unread = f"; of that {found.unread} tensors and items as recorded, which were not read"
-        verdict += unread if found.read else " as recorded; nothing was read"
-    yield f"{found.a} and {found.b}: {verdict}"
+    verdict = "different" if difference.differs else "the same"
+    if not difference.differs and difference.unread:  # equal records say what was written, not what the files hold now
+        unread = f"; of that {difference.unread} tensors and items as recorded, which were not read"
+        verdict += unread if difference.read else " as recorded; nothing was read"
+    yield f"{difference.a} and {difference.b}: {verdict}"

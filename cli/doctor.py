@@ -42,59 +42,60 @@ def doctor_command(
     """
     from ..lab.doctor.doctor import doctor  # imports torch
 
-    found = doctor(source, meshes=meshes, shard=shard, proof=not no_proof)
+    checkup = doctor(source, meshes=meshes, shard=shard, proof=not no_proof)
     if as_json:
-        print_json(found)
+        print_json(checkup)
     else:
-        _print(found)
+        _print(checkup)
         print_duration()
-    return int(found.proof is not None and found.proof.exact is not None and not found.proof.equal)
+    proof = checkup.proof
+    return int(proof is not None and proof.exact is not None and not proof.equal)
 
 
-def _print(found: Checkup) -> None:
+def _print(checkup: Checkup) -> None:
     from ..lab.doctor.suspects import WRITE
     from ..lab.doctor.treatments import HEADERS, table
 
-    total = sum(one.parameter.numel() for one in found.parameters)
-    where = (
-        "on the meta device" if found.device == "meta" else f"on the CPU, because on the meta device: {found.why_cpu}"
-    )
-    print_line(f"{found.source}: {', '.join(found.optimizers)}; made {where}")
-    print_line(f"{counted(len(found.parameters), 'parameter')}, {total:,} elements")
+    num_elements = sum(treatment.parameter.numel() for treatment in checkup.parameters)
+    device = "on the meta device"
+    if checkup.device != "meta":
+        device = f"on the CPU, because on the meta device: {checkup.why_cpu}"
+    print_line(f"{checkup.source}: {', '.join(checkup.optimizers)}; made {device}")
+    print_line(f"{counted(len(checkup.parameters), 'parameter')}, {num_elements:,} elements")
     print_line()
-    print_table(HEADERS, list(table(found.parameters)))
+    print_table(HEADERS, list(table(checkup.parameters)))
     print_line()
-    for finding in found.findings:
+    for finding in checkup.findings:
         print_line(f"look at: {finding.message}", fg="red")
         means, _, line = finding.means.partition(WRITE)
         for text in filter(None, (means, line and f"write: {line}")):
             print_line(f"         {text}")
-    odd = counted(len(found.findings), "finding") if found.findings else "nothing odd"
-    print_line(f"{found.source}: {odd}")
-    if found.prospect is not None:
+    summary = counted(len(checkup.findings), "finding") if checkup.findings else "nothing odd"
+    print_line(f"{checkup.source}: {summary}")
+    if checkup.prospect is not None:
         print_line()
-        print_prospect(found.prospect)
-    if found.replacement is not None:
-        _print_replacement(found.replacement)
-    if found.proof is not None:
+        print_prospect(checkup.prospect)
+    if checkup.replacement is not None:
+        _print_replacement(checkup.replacement)
+    if checkup.proof is not None:
         print_line()
-        for line in _proof_lines(found.proof):
+        for line in _proof_lines(checkup.proof):
             print_line(line)
 
 
-def _print_replacement(replaced: Replacement) -> None:
-    for number, group in enumerate(replaced.groups):
+def _print_replacement(replacement: Replacement) -> None:
+    for number, group in enumerate(replacement.groups):
         rows = [(pair.theirs, pair.ours) for pair in group.pairs]
         title = f"group {number}, {counted(len(group.members), 'parameter')}: {group.program.dialect.name}"
         print_section((title, f"muonckpt, {group.options['algorithm']}"), rows)
     print_line()
-    for note in replaced.notes:
+    for note in replacement.notes:
         print_line(f"note: {note}")
-    for name, reason in replaced.refused.items():
+    for name, reason in replacement.refused.items():
         print_line(f"note: {name} is not in the lines below: {reason}")
     print_line("write instead:")
     print_line()
-    for line in replaced.code.splitlines():
+    for line in replacement.code.splitlines():
         print_line(line, code=True)
 
 

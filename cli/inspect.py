@@ -67,14 +67,16 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
     muonckpt inspect run/step-00001000 --tensor 'layers.3.experts.w1[17, 100:200]'
     muonckpt inspect run/step-00001000 --fits dp=48,tp=2 --shard '*=tp:0,dp:0'
     """
-    view, *others = [*(name for name in _VIEWS if options[name[2:]] not in (None, False)), ""]
-    if [name for name in others if name]:
-        raise click.UsageError(f"{view} and {others[0]} are two views; choose one")
+    views = [name for name in _VIEWS if options[name[2:]] not in (None, False)]
+    if len(views) > 1:
+        raise click.UsageError(f"{views[0]} and {views[1]} are two views; choose one")
+    view = views[0] if views else ""
     if view == "--fits":
         return print_fit(checkpoint, options["fits"], options["shard"], options["layout"], as_json)
     if options["shard"] or options["layout"]:
         raise click.UsageError("--shard and --layout have no meaning without --fits")
-    if (history := history_of(checkpoint)) is not None:
+    history = history_of(checkpoint)
+    if history is not None:
         if not any(options.values()):
             if as_json:
                 print_json(history)
@@ -85,32 +87,34 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
         [checkpoint] = newest_whole(history.run)
     with open_damaged(checkpoint) as opened:
         inspection = inspection_of(opened)
-        shown = _SHOW[view](opened, inspection, as_json=as_json, **options)
+        result = _SHOW[view](opened, inspection, as_json=as_json, **options)
     if as_json:
-        print_json(shown)
+        print_json(result)
     else:
         print_duration()
     return int(bool(inspection.diagnosis))
 
 
-def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as_json: bool, **rest: Any) -> object:
+def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as_json: bool, **_: Any) -> object:
     """Show who holds which indices of a tensor, with a bar of each along every dim that is cut."""
     record, index = inspection.selected(tensor)
     shards = inspection.shards(record.key, *index)
     parts = opened.tensors[record.key].parts(index) if index else ()
     if as_json:
-        more = {"parts": [part_as_json(part) for part in parts]} if index else {}
-        return {**_described(record), "shards": shards, **more}
+        data = {**_described(record), "shards": shards}
+        return {**data, "parts": [part_as_json(part) for part in parts]} if index else data
     print_line(f"{record.key}: {_shape(record.shape)}, {record.dtype}, {cut_text(record)}")
     if index:
         _print_parts(tensor, parts)
         return None
+    # A column for each dim, and a bar for each that is cut.
     shards = tuple(shard for shard in shards if shard.box.numel)
     dims = range(len(record.shape))
-    last = dict(zip(dims[-2:], ("rows", "columns"), strict=True)) if len(dims) >= 2 else {}
-    names = {dim: f"dim {dim}" for dim in dims} | last
-    cut = [dim for dim in dims if any(shard.box.shape[dim] != record.shape[dim] for shard in shards)]
-    headers = ("rank", "file", *names.values(), "bytes", *(names[dim] for dim in cut))
+    names = [f"dim {dim}" for dim in dims]
+    if len(dims) >= 2:
+        names[-2:] = "rows", "columns"
+    cut_dims = [dim for dim in dims if any(shard.box.shape[dim] != record.shape[dim] for shard in shards)]
+    headers = ("rank", "file", *names, "bytes", *(names[dim] for dim in cut_dims))
 
     def bar(lo: int, hi: int, length: int, width: int = 24) -> str:
         start = lo * width // length
@@ -123,7 +127,7 @@ def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as
             shard.file,
             *(f"{lo}:{hi}" for lo, hi in zip(shard.box.lo, shard.box.hi, strict=True)),
             size(shard.bytes),
-            *(bar(shard.box.lo[dim], shard.box.hi[dim], record.shape[dim]) for dim in cut),
+            *(bar(shard.box.lo[dim], shard.box.hi[dim], record.shape[dim]) for dim in cut_dims),
         )
         for shard in shards
     ]
@@ -131,34 +135,37 @@ def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as
     return None
 
 
-def _print_parts(asked: str, parts: Sequence[StoredPart]) -> None:
-    """Print which rank's file holds which part of what was asked for, and at which bytes."""
-    elements, held = (sum(amounts) for amounts in zip((0, 0), *((p.box.numel, p.bytes) for p in parts), strict=True))
-    print_line(f"{asked}: {counted(elements, 'element')}, {size(held)} in {counted(len(parts), 'chunk')}")
+def _print_parts(selection: str, parts: Sequence[StoredPart]) -> None:
+    """Print which rank's file holds which part of a selection such as ``KEY[3, 100:200]``, and at which bytes."""
+    elements, num_bytes = sum(part.box.numel for part in parts), sum(part.bytes for part in parts)
+    print_line(f"{selection}: {counted(elements, 'element')}, {size(num_bytes)} in {counted(len(parts), 'chunk')}")
     rows = []
     for part in parts:
         rank = rank_in_name(part.file)
         runs = f"{part.run} B" if part.runs == 1 else f"{part.runs} x {part.run} B"
-        at = "encoded" if part.offset is None else part.offset
-        rows.append(("-" if rank is None else rank, part.file, str(part.box), at, runs))
+        offset = "encoded" if part.offset is None else part.offset
+        rows.append(("-" if rank is None else rank, part.file, str(part.box), offset, runs))
     print_section(("rank", "file", "box", "first byte", "bytes"), rows)
 
 
-def _show_rank(opened: OpenCheckpoint, inspection: Inspection, rank: int, as_json: bool, **rest: Any) -> object:
-    held = inspection.on_rank(rank)
+def _show_rank(opened: OpenCheckpoint, inspection: Inspection, rank: int, as_json: bool, **_: Any) -> object:
+    shards_by_key = inspection.on_rank(rank)
     if as_json:
-        return {"rank": rank, "tensors": held}
-    every = [(key, shard) for key, shards in held.items() for shard in shards]
-    files = ", ".join(sorted({shard.file for _, shard in every}))
-    total = size(sum(shard.bytes for _, shard in every))
-    print_line(f"rank {rank}: {counted(len(held), 'tensor')}, {total} in {files}")
-    print_section(("tensor", "box", "bytes"), [(key, str(shard.box), size(shard.bytes)) for key, shard in every])
+        return {"rank": rank, "tensors": shards_by_key}
+    files: set[str] = set()
+    rows, num_bytes = [], 0
+    for key, shards in shards_by_key.items():
+        for shard in shards:
+            files.add(shard.file)
+            num_bytes += shard.bytes
+            rows.append((key, str(shard.box), size(shard.bytes)))
+    tensors = counted(len(shards_by_key), "tensor")
+    print_line(f"rank {rank}: {tensors}, {size(num_bytes)} in {', '.join(sorted(files))}")
+    print_section(("tensor", "box", "bytes"), rows)
     return None
 
 
-def _show_tree(
-    opened: OpenCheckpoint, inspection: Inspection, globs: Sequence[str], as_json: bool, **rest: Any
-) -> object:
+def _show_tree(opened: OpenCheckpoint, inspection: Inspection, globs: Sequence[str], as_json: bool, **_: Any) -> object:
     """Show modules and tensors with their sizes; what is alike is one line, with its count."""
     branches = inspection.tree(*globs)
     if not as_json:
@@ -168,14 +175,14 @@ def _show_tree(
 
 def _branch_rows(branches: Sequence[Branch], depth: int) -> Iterator[tuple[object, ...]]:
     for branch in branches:
-        count, each = (f" ({branch.count} alike)", " each") if branch.count > 1 else ("", "")
+        count, unit = (f" ({branch.count} alike)", " each") if branch.count > 1 else ("", "")
         shape = "" if branch.shape is None else _shape(branch.shape)
         name = f"{'  ' * depth}{branch.name}{count}"
-        yield name, branch.tensors, f"{size(branch.bytes)}{each}", shape, branch.dtype or ""
+        yield name, branch.tensors, f"{size(branch.bytes)}{unit}", shape, branch.dtype or ""
         yield from _branch_rows(branch.branches, depth + 1)
 
 
-def _show_items(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, **rest: Any) -> object:
+def _show_items(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, **_: Any) -> object:
     items = plain_items(opened.outline, opened.values)
     if not as_json:
         texts = {key: value if isinstance(value, str) else repr(value) for key, value in items.items()}
@@ -184,7 +191,7 @@ def _show_items(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, *
     return items
 
 
-def _show_groups(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, **rest: Any) -> object:
+def _show_groups(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, **_: Any) -> object:
     groups = groups_as_data(opened.outline, opened.values)
     if not as_json:
         for line in groups_as_code(groups, min(terminal_width(sys.stdout) or 120, 120)).splitlines():
@@ -200,19 +207,20 @@ def _show_summary(
     tensors: bool,
     ranks: bool,
     as_json: bool,
-    **rest: Any,
+    **_: Any,
 ) -> object:
-    listed = list(inspection.matching(*globs))
-    listed = sorted(listed, key=_SORTS[sort]) if sort else listed
+    records = list(inspection.matching(*globs))
+    records = sorted(records, key=_SORTS[sort]) if sort else records
     if as_json and globs:
-        return [_described(tensor) for tensor in listed]
+        return [_described(record) for record in records]
     if as_json:
         manifest = {"manifest": json.loads(inspection.manifest.to_json())} if tensors else {}
         return {**inspection.to_json(), **manifest}
     if globs:
-        rows = [(t.key, _shape(t.shape), t.dtype, t.slot or "-", size(_bytes(t)), cut_text(t)) for t in listed]
-        print_table(("tensor", "shape", "dtype", "slot", "bytes", "cut into"), rows)
+        matches = [(t.key, _shape(t.shape), t.dtype, t.slot or "-", size(_bytes(t)), cut_text(t)) for t in records]
+        print_table(("tensor", "shape", "dtype", "slot", "bytes", "cut into"), matches)
         return None
+    # The verdict comes first, then contents, balance, and the lists that were asked for.
     for number, line in enumerate(inspection.diagnosis.lines):
         print_line(line, fg="red" if number == 0 else None)
     for label, value in overview(inspection):
@@ -223,18 +231,21 @@ def _show_summary(
     ]
     print_section(("contents", "slots", "tensors", "elements", "bytes", "dtypes"), roles)
     print_buffers(inspection.buffers, ranks)
-    if ranks and not inspection.buffers and (balance := inspection.balance["bytes"]):
+    balance = inspection.balance["bytes"] if ranks and not inspection.buffers else None
+    if balance:
         mean = balance["mean"]
-        held = inspection.bytes_of_ranks().items()
-        shares = [(rank, size(own), f"{own / mean:.3f}" if mean else "-") for rank, own in held]
-        print_section(("rank", "bytes", "of the mean"), shares)
+        rows = [
+            (rank, size(num_bytes), f"{num_bytes / mean:.3f}" if mean else "-")
+            for rank, num_bytes in inspection.bytes_of_ranks().items()
+        ]
+        print_section(("rank", "bytes", "of the mean"), rows)
     if tensors or sort:
         if inspection.buffers:
             from ..converters.look.buffer_summary import labelled_buffers  # imports all of flat buffers
 
             print_buffer_parameters(labelled_buffers(inspection.manifest.provenance))
         headers = ("tensor", "shape", "dtype", "convention", "chunks", "fingerprint")
-        print_section(headers, list(map(_row, listed)))
+        print_section(headers, list(map(_row, records)))
     return None
 
 

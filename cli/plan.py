@@ -87,53 +87,53 @@ def plan_command(
 
     begin = time.monotonic()
 
-    def progress(done: int, total: int) -> None:
+    def progress(meshes_done: int, total: int) -> None:
         if time.monotonic() - begin >= 1 or sys.stderr.isatty():
-            print_line(f"plan: mesh {done + 1} of {total}", err=True)
+            print_line(f"plan: mesh {meshes_done + 1} of {total}", err=True)
 
-    named = UNKNOWN_RATES
+    # Options that are absent have the defaults of the function; single rates count before those of the hardware.
+    arguments = {name: value for name, value in {**options, "checkpoint": checkpoint}.items() if value is not None}
+    single_rates = {name: arguments.pop(name) for name in ("link", "disk", "flops") if name in arguments}
+    training = {name: arguments.pop(name) for name in ("scheme", "tokens", "active") if name in arguments}
+    hardware_rates = UNKNOWN_RATES
     if hardware is not None:
         chip, _, link = hardware.partition(",")
-        named = rates_of(chip, link)
-    said = {name: value for name in ("link", "disk", "flops") if (value := options.pop(name)) is not None}
-    flops = said.get("flops", named.flops)
-    rates = replace(named, **said, model=None if flops is None else flops * (mfu or TYPICAL_MFU))
-    training = {name: value for name in ("scheme", "tokens", "active") if (value := options.pop(name)) is not None}
-    given = {name: value for name, value in options.items() if value is not None}
-    given |= {} if checkpoint is None else {"checkpoint": checkpoint}
-    found = forecast(
+        hardware_rates = rates_of(chip, link)
+    flops = single_rates.get("flops", hardware_rates.flops)
+    rates = replace(hardware_rates, **single_rates, model=None if flops is None else flops * (mfu or TYPICAL_MFU))
+    prospect = forecast(
         meshes,
         shard=shard,
         progress=progress,
         rates=rates,
         training=Training(keep=frozenset(keep), **training),
-        **given,
+        **arguments,
     )
     if as_json:
-        print_json(found)
+        print_json(prospect)
         return 0
-    print_prospect(found)
+    print_prospect(prospect)
     print_duration()
     return 0
 
 
-def print_prospect(found: Prospect) -> None:
+def print_prospect(prospect: Prospect) -> None:
     """Print the costs on each mesh, side by side."""
     print_line(
-        f"{found.source}: {counted(found.parameters, 'parameter')}, {found.elements:,} elements; "
-        f"{found.matrices} by Muon"
+        f"{prospect.source}: {counted(prospect.parameters, 'parameter')}, {prospect.elements:,} elements; "
+        f"{prospect.matrices} by Muon"
     )
     print_line()
-    columns = [list(_column(topology)) for topology in found.topologies]
-    headers = ("", *(topology.name for topology in found.topologies))
+    columns = [list(_column(topology)) for topology in prospect.topologies]
+    headers = ("", *(topology.name for topology in prospect.topologies))
     rows = [(row[0][0], *(value for _, value in row)) for row in zip(*columns, strict=True)]
     print_table(headers, [row for row in rows if set(row[1:]) != {"-"}])
     print_line()
-    for topology in found.topologies:
+    for topology in prospect.topologies:
         for rule in topology.unused_rules:
             print_line(f"note: {topology.name} has not all axes of the rule {rule}, which does not count there")
-    if len(found.topologies) > 1:
-        print_line(f"cheapest: {found.topologies[found.cheapest].name}, {found.why}")
+    if len(prospect.topologies) > 1:
+        print_line(f"cheapest: {prospect.topologies[prospect.cheapest].name}, {prospect.why}")
 
 
 def _column(t: Topology) -> Iterator[tuple[str, str]]:

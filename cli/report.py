@@ -62,13 +62,13 @@ def report_command(
             page = report(checkpoint, other, stats=stats or "spectra", select=select, progress=advance, **options)
         else:
             page = page_of_run(history, Reading(stats or "norms", select, **options), advance)
-    written = page.write(output)
+    num_bytes = page.write(output)
     if as_json:
-        print_json({"page": str(output), "bytes": written, "findings": page.findings})
+        print_json({"page": str(output), "bytes": num_bytes, "findings": page.findings})
         return
     lines = list(page.lines)
     for line in lines:
         print_line(line)
-    found = counted(page.findings, "finding") if page.findings else "nothing else" if lines else "nothing odd"
-    print_line(f"{output}: {found} in {checkpoint}")
+    summary = counted(page.findings, "finding") if page.findings else "nothing else" if lines else "nothing odd"
+    print_line(f"{output}: {summary} in {checkpoint}")
     print_duration()

@@ -49,49 +49,57 @@ def stats_command(
         *before, checkpoint = newest_whole(run, min(max(len(run.whole), 1), 2))
         since = since or next(iter(before), None)
     with progress("stats") as advance:
-        found = stats(
+        figures = stats(
             checkpoint, since, select=globs, spectra=not no_spectra, memory=memory, jobs=jobs, progress=advance
         )
     if as_json:
-        print_json(found)
+        print_json(figures)
         return
-    _print_tensors(found, every)
-    updates = [(u.key, *map(_short, (u.rms, u.per_step, u.lr, u.factor))) for u in found.updates]
+    if every:
+        _print_tensors(figures)
+    else:
+        _print_folded(figures)
+    updates = [(u.key, *map(_short, (u.rms, u.per_step, u.lr, u.factor))) for u in figures.updates]
     print_section(("weights since the earlier", "RMS of change", "per step", "lr", "factor"), updates)
     print_line()
-    for finding in found.health:
+    for finding in figures.health:
         print_line(f"look at: {finding.message}", fg="red")
         print_line(f"         usually {finding.means}")
-    odd = counted(len(found.health), "finding") if found.health else "nothing odd"
-    print_line(f"{checkpoint}: {counted(len(found.tensors), 'tensor')} measured, {odd}")
+    summary = counted(len(figures.health), "finding") if figures.health else "nothing odd"
+    print_line(f"{checkpoint}: {counted(len(figures.tensors), 'tensor')} measured, {summary}")
     print_duration()
 
 
-def _print_tensors(found: CheckpointStats, every: bool) -> None:
-    if every:
-        headers = ("tensor", "norm", "RMS", "largest", "zeros", "NaN, inf", "stable rank")
-        rows = [
-            (t.key, _short(t.figures.norm), _short(t.figures.rms), _short(t.figures.largest),
-             f"{t.figures.zeros / max(t.figures.elements, 1):.1%}", t.figures.nan + t.figures.infinite,
-             _short(t.stable_rank))
-            for t in found.tensors
-        ]  # fmt: skip
-        print_table(headers, rows)
-        return
-    places: defaultdict[str, list[tuple[str, Mapping[str, Any]]]] = defaultdict(list)
-    for row in found.folded():
-        before, name, after = row["pattern"].partition(row["name"]) if row["name"] else ("", "", "")
-        place, shown = (f"{before}*{after}", name) if name else ("tensors", row["pattern"])
-        places["weights" if place == "*" else place].append((shown, row))
-    for number, (place, alike) in enumerate(places.items()):
-        odd = any(row["zeros"] or row["nonfinite"] for _, row in alike)
+def _print_tensors(figures: CheckpointStats) -> None:
+    rows = [
+        (t.key, _short(t.figures.norm), _short(t.figures.rms), _short(t.figures.largest),
+         f"{t.figures.zeros / max(t.figures.elements, 1):.1%}", t.figures.nan + t.figures.infinite,
+         _short(t.stable_rank))
+        for t in figures.tensors
+    ]  # fmt: skip
+    print_table(("tensor", "norm", "RMS", "largest", "zeros", "NaN, inf", "stable rank"), rows)
+
+
+def _print_folded(figures: CheckpointStats) -> None:
+    """Print a table for each kind of state, with a row for each parameter in all layers."""
+    # The pattern of a slot is the parameter's name with something around it, which is the title of its table.
+    tables: defaultdict[str, list[tuple[str, Mapping[str, Any]]]] = defaultdict(list)
+    for row in figures.folded():
+        prefix, name, suffix = row["pattern"].partition(row["name"]) if row["name"] else ("", "", "")
+        if name:
+            title = f"{prefix}*{suffix}"
+            tables["weights" if title == "*" else title].append((name, row))
+        else:
+            tables["tensors"].append((row["pattern"], row))
+    for number, (title, named_rows) in enumerate(tables.items()):
+        is_odd = any(row["zeros"] or row["nonfinite"] for _, row in named_rows)
         (print_section if number else print_table)(
-            (place, "number", "RMS", "spread", "largest", *(("zeros", "NaN, inf") if odd else ()), "stable rank"),
+            (title, "number", "RMS", "spread", "largest", *(("zeros", "NaN, inf") if is_odd else ()), "stable rank"),
             [
-                (shown, row["tensors"], _short(row["rms"]["median"]), _spread(**row["rms"]),
-                 _short(row["largest"]), *((f"{row['zeros']:.1%}", row["nonfinite"]) if odd else ()),
+                (name, row["tensors"], _short(row["rms"]["median"]), _spread(row["rms"]["least"], row["rms"]["most"]),
+                 _short(row["largest"]), *((f"{row['zeros']:.1%}", row["nonfinite"]) if is_odd else ()),
                  _short(row["stable_rank"]))
-                for shown, row in alike
+                for name, row in named_rows
             ],
         )  # fmt: skip
 
@@ -100,5 +108,5 @@ def _short(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _spread(least: float, most: float, **others: float) -> str:
-    return f"{most / least:.2f}" if least else "1.00" if most == least else "inf"
+def _spread(minimum: float, maximum: float) -> str:
+    return f"{maximum / minimum:.2f}" if minimum else "1.00" if maximum == minimum else "inf"

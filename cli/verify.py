@@ -52,17 +52,17 @@ def verify_command(
     if run is None and every:
         raise click.UsageError(f"--all is for the folder of a run, and {checkpoint} is none")
 
-    def audited(place: Location) -> AuditReport:
+    def audit_with_progress(place: Location) -> AuditReport:
         with progress(f"verify {place.name}") as advance:
             return verify(place, jobs=jobs, progress=advance, pace=pace)
 
     if run is not None:
-        return _print_verdicts(run, verdicts_of(run, audited, every), as_json)
-    report, unrecorded = verify_recorded(checkpoint, audited)
+        return _print_verdicts(run, verdicts_of(run, audit_with_progress, every), as_json)
+    report, unrecorded = verify_recorded(checkpoint, audit_with_progress)
     if as_json:
         findings = [{"kind": f.kind, "key": f.key, "message": f.message} for f in report.findings]
-        own = {name: value for name, value in fields_of(report).items() if name != "diagnosis"}
-        print_json({**own, "findings": findings, "verdict": report.verdict, "diagnosis": report.diagnosis})
+        fields = {name: value for name, value in fields_of(report).items() if name != "diagnosis"}
+        print_json({**fields, "findings": findings, "verdict": report.verdict, "diagnosis": report.diagnosis})
         return 1 if report.findings else 0
     for number, line in enumerate(report.diagnosis.lines):
         print_line(line, fg="red" if number == 0 else None)
@@ -84,31 +84,32 @@ def verify_command(
     return 1 if report.findings else 0
 
 
-def _print_findings(findings: Sequence[Finding], verbose: bool, most: int | None) -> None:
+def _print_findings(findings: Sequence[Finding], verbose: bool, max_kinds: int | None) -> None:
     """Print findings by kind; unless ``verbose``, the first of each, or of so many kinds, and count the others."""
     by_kind = defaultdict[str, list[Finding]](list)
     for finding in findings:
         by_kind[finding.kind].append(finding)
-    others = []
-    for number, (kind, alike) in enumerate(by_kind.items()):
-        shown = alike if verbose else alike[: int(most is None or number < most)]
+    counts = []
+    for number, (kind, members) in enumerate(by_kind.items()):
+        shown = members if verbose else members[: int(max_kinds is None or number < max_kinds)]
         for finding in shown:
             print_line(f"{kind}: {finding.message}", fg="red")
-        if more := len(alike) - len(shown):
-            others.append(f"{more} {'more ' if shown else ''}{kind}")
-    if others:
-        print_line(f"and {', '.join(others)} (-v)")
+        unshown = len(members) - len(shown)
+        if unshown:
+            counts.append(f"{unshown} {'more ' if shown else ''}{kind}")
+    if counts:
+        print_line(f"and {', '.join(counts)} (-v)")
 
 
-def _print_verdicts(run: Run, verdicts: Iterable[StepVerdict], as_json: bool) -> int:
+def _print_verdicts(run: Run, verdict_stream: Iterable[StepVerdict], as_json: bool) -> int:
     """Print the verdict of each step as soon as it is known; return the exit code."""
-    known: list[StepVerdict] = []
-    for verdict in verdicts:
-        known.append(verdict)
+    verdicts: list[StepVerdict] = []
+    for verdict in verdict_stream:
+        verdicts.append(verdict)
         if not as_json:
             print_line(_line(verdict), fg=None if verdict.is_whole else "red")
-    unread = [step for step in run.steps if step.name not in {verdict.step.name for verdict in known}]
-    newest = max((verdict.step for verdict in known if verdict.is_whole), key=_age, default=None)
+    verified_names = {verdict.step.name for verdict in verdicts}
+    newest = max((verdict.step for verdict in verdicts if verdict.is_whole), key=_age, default=None)
     if as_json:
         steps = [
             {
@@ -121,14 +122,18 @@ def _print_verdicts(run: Run, verdicts: Iterable[StepVerdict], as_json: bool) ->
                 else [],
                 "note": verdict.note,
             }
-            for verdict in known
+            for verdict in verdicts
         ]
-        others = [{"name": step.name, "state": step.state, "fault": step.fault} for step in unread]
-        print_json({"steps": steps, "not_verified": others, "newest_whole": newest.name if newest else None})
+        not_verified = [
+            {"name": step.name, "state": step.state, "fault": step.fault}
+            for step in run.steps
+            if step.name not in verified_names
+        ]
+        print_json({"steps": steps, "not_verified": not_verified, "newest_whole": newest.name if newest else None})
     else:
         print_line(f"newest whole  {newest.path if newest else 'none'}")
         print_duration()
-    return int(any(verdict.is_damaged for verdict in known) or newest is None)
+    return int(any(verdict.is_damaged for verdict in verdicts) or newest is None)
 
 
 def _age(step: RunStep) -> tuple[int, int]:
