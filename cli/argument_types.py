@@ -61,17 +61,16 @@ class KeyType(click.ParamType):  # type: ignore[type-arg]
 
     def shell_complete(self, context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Complete a key, or the end of one; nothing where that checkpoint cannot be read at once."""
-        given = [value for values in context.params.values() for value in _each(values)] + list(context.args)
+        words: list[object] = []
+        for values in context.params.values():
+            words += values if isinstance(values, list | tuple) else [values]
+        words += context.args
         keys: list[str] = []
         with suppress(Exception), catch_warnings():  # a shell is no place for errors
             simplefilter("ignore")
-            places = (Path(word) for word in given if isinstance(word, Path | str))
+            places = (Path(word) for word in words if isinstance(word, Path | str))
             keys = _keys_like(incomplete, _keys_in(next(place for place in places if place.exists())))
         return [CompletionItem(key) for key in keys if key.isprintable()]  # others would control the terminal
-
-
-def _each(values: object) -> Sequence[object]:
-    return values if isinstance(values, list | tuple) else [values]
 
 
 def _keys_in(place: Path) -> list[str]:
@@ -89,8 +88,8 @@ def _keys_in(place: Path) -> list[str]:
 def _keys_like(incomplete: str, keys: Sequence[str]) -> list[str]:
     """Return the keys that begin so; or else, without what comes first, those in which a part does."""
     inner = f".{incomplete}"
-    whole = [key for key in keys if key.startswith(incomplete)]
-    return whole or list(dict.fromkeys(key[key.index(inner) + 1 :] for key in keys if inner in key))
+    matches = [key for key in keys if key.startswith(incomplete)]
+    return matches or list(dict.fromkeys(key[key.index(inner) + 1 :] for key in keys if inner in key))
 
 
 KEY = KeyType()
@@ -104,8 +103,8 @@ class ByteCountType(click.ParamType):  # type: ignore[type-arg]  # generic in ne
 
     name = "bytes"
 
-    def __init__(self, least: int = 1) -> None:
-        self.least = least
+    def __init__(self, minimum: int = 1) -> None:
+        self.minimum = minimum
 
     def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> int:
         if isinstance(value, int):
@@ -114,8 +113,8 @@ class ByteCountType(click.ParamType):  # type: ignore[type-arg]  # generic in ne
         if not match or match[2].lower() not in _UNITS:
             self.fail(f"{value!r} is not a number of bytes; write for example 256MiB", param, context)
         count = int(match[1]) * _UNITS[match[2].lower()]
-        if count < self.least:
-            self.fail(f"{value!r} is too little; expected at least {self.least} bytes", param, context)
+        if count < self.minimum:
+            self.fail(f"{value!r} is too little; expected at least {self.minimum} bytes", param, context)
         return count
 
 
@@ -131,19 +130,19 @@ class RateType(ByteCountType):
             self.fail(f"{value!r} is no rate; write for example 50MiB/s", param, context)
 
 
-_LEAST_MEMORY = 64_000
+_MIN_MEMORY = 64_000
 """Bytes below which buffers would hold single rows."""
 
 
-def memory_option(default: int, help: str = "Memory.", **more: Any) -> Callable[[Function], Function]:
+def memory_option(default: int, help: str = "Memory.", **arguments: Any) -> Callable[[Function], Function]:
     """Return ``--memory``, which by default is so many bytes."""
-    kind = ByteCountType(_LEAST_MEMORY)
-    return click.option("--memory", type=kind, default=f"{default >> 20}MiB", show_default=True, help=help, **more)
+    kind = ByteCountType(_MIN_MEMORY)
+    return click.option("--memory", type=kind, default=f"{default >> 20}MiB", show_default=True, help=help, **arguments)
 
 
-def jobs_option(default: int = 2, help: str = "Threads.", **more: Any) -> Callable[[Function], Function]:
+def jobs_option(default: int = 2, help: str = "Threads.", **arguments: Any) -> Callable[[Function], Function]:
     kind = click.IntRange(1, 1024)
-    return click.option("--jobs", type=kind, default=default, show_default=True, metavar="N", help=help, **more)
+    return click.option("--jobs", type=kind, default=default, show_default=True, metavar="N", help=help, **arguments)
 
 
 class MeshType(click.ParamType):  # type: ignore[type-arg]
@@ -162,8 +161,8 @@ class MeshType(click.ParamType):  # type: ignore[type-arg]
             if match[1] in sizes:
                 self.fail(f"axis {match[1]} is named twice in {value!r}; name each once", param, context)
             if not 0 < int(match[2]) < 10**_MAX_SIZE_DIGITS:
-                most = 10**_MAX_SIZE_DIGITS - 1
-                self.fail(f"axis {match[1]} has {match[2]} ranks; expected 1 to {most}", param, context)
+                max_size = 10**_MAX_SIZE_DIGITS - 1
+                self.fail(f"axis {match[1]} has {match[2]} ranks; expected 1 to {max_size}", param, context)
             sizes[match[1]] = int(match[2])
         return sizes
 
@@ -197,7 +196,7 @@ def shard_option(help: str) -> Callable[[Function], Function]:
 
 
 class WordType(click.Choice):  # type: ignore[type-arg]
-    """One of some words; another one is answered with those that come close."""
+    """A choice that answers an unknown word with those that come close."""
 
     def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
         words = list(map(str, self.choices))

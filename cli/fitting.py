@@ -1,4 +1,4 @@
-"""What `inspect --fits` and `plan --fits` print: yes or no, and what each rank would hold."""
+"""Print the answer of `inspect --fits` and `plan --fits`: yes or no, and what each rank would hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCREEN = 24
 _WIDTH = 80
 """The answer fits into such a terminal, at the expense of the list of what is uneven."""
 
-_FEWEST_ROWS = 3
+_MIN_ROWS = 3
 
 
 def print_fit(
@@ -32,7 +32,8 @@ def print_fit(
     from ..store.verify.run import run_of
     from .runs import newest_whole
 
-    if (run := run_of(checkpoint)) is not None:
+    run = run_of(checkpoint)
+    if run is not None:
         [checkpoint] = newest_whole(run)
 
     fit = fits(checkpoint, mesh, shard=shard, **({} if layout is None else {"layout": layout}))
@@ -60,7 +61,7 @@ def _print(fit: Fit) -> None:
                f"{entry.least} to {entry.most}", entry.empty_ranks) for entry in fit.uneven]  # fmt: skip
     headers = ("uneven", "tensors", "shape", "cut by", "elements", "ranks without")
     used = sum(-(-len(line) // _WIDTH) for line in lines) + 2 + len(rows)  # a section has a blank line and a header
-    most = max(_SCREEN - used - 5, _FEWEST_ROWS)  # and "and more", the duration and the prompt
-    print_section(headers, uneven[:most])
-    if len(uneven) > most:
-        print_line(f"and {len(uneven) - most} more (--json)")
+    max_rows = max(_SCREEN - used - 5, _MIN_ROWS)  # and "and more", the duration and the prompt
+    print_section(headers, uneven[:max_rows])
+    if len(uneven) > max_rows:
+        print_line(f"and {len(uneven) - max_rows} more (--json)")

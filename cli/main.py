@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import StringIO, TextIOWrapper
+from itertools import chain
 from types import FrameType
 
 import click
@@ -63,15 +64,15 @@ _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (OSError, 4),
 )
 
-_LONGEST = 20_000
-"""Most characters of a message, which may quote a hostile file."""
+_MAX_MESSAGE = 20_000
+"""The most characters of a message, which may quote a hostile file."""
 
 _FLAGS = re.compile(r"muonckpt [a-z]+ [^`;(]*|(?<![\w-])(--[a-z][a-z-]*)")
 """Options in a message, but for those after the command that they are of."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-_taken: list[int] = []
+_received_signals: list[int] = []
 """Signals that have told this process to end."""
 
 
@@ -79,18 +80,18 @@ _coloured: list[bool | None] = []
 """Whether the command line asked for colours; errors are printed when click's context is gone."""
 
 
-def _colour(context: click.Context, _: click.Parameter, when: str | None) -> None:
+def _colour(context: click.Context, _: click.Parameter, choice: str | None) -> None:
     """Set when output has colours; an option after the command counts, else the one before it, else ``NO_COLOR``."""
-    if when is not None:
-        context.color = context.find_root().color = {"always": True, "never": False}.get(when)
+    if choice is not None:
+        context.color = context.find_root().color = {"always": True, "never": False}.get(choice)
     elif context.parent is None and (os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"):
         context.color = False
     _coloured[:] = [context.color]
 
 
-_WHEN = click.Choice(["auto", "always", "never"])
+_COLOUR_CHOICE = click.Choice(["auto", "always", "never"])
 
-COLOUR = click.Option(["--color"], type=_WHEN, expose_value=False, callback=_colour, hidden=True)
+COLOUR = click.Option(["--color"], type=_COLOUR_CHOICE, expose_value=False, callback=_colour, hidden=True)
 """The option `--color` of every command; the help of `muonckpt` itself has it."""
 
 
@@ -111,8 +112,8 @@ class _Commands(click.Group):
         except TargetError as error:  # a mistake in the command line
             name = context.invoked_subcommand or ""
             command = self.get_command(context, name) or self
-            told = f"{error}{self._convert_first(context, str(error))}"
-            raise click.UsageError(told, click.Context(command, context, name)) from error
+            message = f"{error}{self._convert_first(context, str(error))}"
+            raise click.UsageError(message, click.Context(command, context, name)) from error
         except MuonckptError as error:
             error.add_note(self._convert_first(context, str(error)))
             raise
@@ -120,11 +121,14 @@ class _Commands(click.Group):
     def _convert_first(self, context: click.Context, message: str) -> str:
         """Say where the options are that a message of the library names and the command lacks; empty if it has them."""
         name = context.invoked_subcommand or ""
-        commands = (self.get_command(context, command) for command in (name, "convert"))
-        own, others = ({flag for option in of.params for flag in option.opts} if of else set() for of in commands)
-        foreign = [flag for flag in _FLAGS.findall(with_options(message)) if flag in others - own]
-        options = ", ".join(dict.fromkeys(foreign))
-        return f" ({options}: options of `muonckpt convert`; give {name} what that writes)" if foreign else ""
+        foreign_flags = self._flags(context, "convert") - self._flags(context, name)
+        flags = [flag for flag in _FLAGS.findall(with_options(message)) if flag in foreign_flags]
+        options = ", ".join(dict.fromkeys(flags))
+        return f" ({options}: options of `muonckpt convert`; give {name} what that writes)" if flags else ""
+
+    def _flags(self, context: click.Context, name: str) -> set[str]:
+        command = self.get_command(context, name)
+        return set(chain.from_iterable(option.opts for option in command.params)) if command else set()
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -159,7 +163,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(VERSION)
 @click.option(
-    "--color", type=_WHEN, expose_value=False, callback=_colour,
+    "--color", type=_COLOUR_CHOICE, expose_value=False, callback=_colour,
     help="Colours, also after the command; auto: on a terminal, unless NO_COLOR is set.",
 )  # fmt: skip
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")  # `run` looks for it
@@ -193,7 +197,9 @@ def _run(arguments: Sequence[str]) -> int:
         _complain("interrupted")
         return 130
     except Exception as error:
-        if _taken and not isinstance(error, MuonckptError | OSError):  # libraries turn interruptions into other errors
+        if _received_signals and not isinstance(
+            error, MuonckptError | OSError
+        ):  # libraries turn interruptions into other errors
             _complain("interrupted")
             return 130
         if "--debug" in arguments:
@@ -219,8 +225,9 @@ def _warnings_as_notes() -> Iterator[None]:
     """Print warnings as notes, each once: whoever runs a command has no use for the line of our source."""
     printed = set()
 
-    def note(message: Warning | str, *place: object, **more: object) -> None:
-        if (text := str(message)) not in printed:
+    def note(message: Warning | str, *_: object, **__: object) -> None:
+        text = str(message)
+        if text not in printed:
             printed.add(text)
             with suppress(OSError):
                 _print_error(f"note: {text}\n", "yellow")
@@ -231,7 +238,7 @@ def _warnings_as_notes() -> Iterator[None]:
 
 
 def _complain(text: str) -> None:
-    shown = text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+    shown = text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE // 2]} … {text[-_MAX_MESSAGE // 2 :]}"
     with suppress(OSError):  # standard error may be closed
         _print_error(f"muonckpt: {shown}\n", "red")
 
@@ -257,9 +264,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # the name of a tensor may contain anything
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # some systems allow less than they say
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a checkpoint may have thousands of files
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # a checkpoint may have thousands of files
     try:
         _catch_signals()
         code = run(sys.argv[1:])
@@ -291,7 +298,7 @@ def _leave_signals() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     _leave_signals()
-    _taken.append(number)
+    _received_signals.append(number)
     raise KeyboardInterrupt
 
 

@@ -197,10 +197,10 @@ def print_buffer_parameters(buffers: Iterable[LabelledBuffer]) -> None:
     for label, buffer in buffers:
         layout, owners = buffer.layout, buffer.layout.owners
         placed_by = f"{layout.algorithm} v{layout.version}"
-        for placed in layout.parameters:
-            owner, span = owners[placed.name], f"{placed.start}:{placed.stop}"
+        for parameter in layout.parameters:
+            owner, span = owners[parameter.name], f"{parameter.start}:{parameter.stop}"
             holder = "-" if owner is None else buffer.group[owner]
-            rows.append((placed.name, label, placed_by, placed.bucket, span, holder))
+            rows.append((parameter.name, label, placed_by, parameter.bucket, span, holder))
     print_section(("parameter", "buffers of", "placed by", "bucket", "elements", "owner"), rows)
 
 

@@ -49,10 +49,10 @@ class RootType(click.ParamType):  # type: ignore[type-arg]
     name = "what=path"
 
     def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> tuple[str, str]:
-        what, equals, path = str(value).partition("=")
-        if what not in ROOTS or not equals:
+        root_name, equals, path = str(value).partition("=")
+        if root_name not in ROOTS or not equals:
             self.fail(f"expected {' or '.join(f'{root}=PATH' for root in ROOTS)}, found {value!r}", param, context)
-        return what, path
+        return root_name, path
 
 
 class FormatType(WordType):
@@ -127,7 +127,7 @@ _OPTIONS = {
         "roots",
         type=RootType(),
         multiple=True,
-        callback=lambda _, __, given: dict(given),
+        callback=lambda _, __, roots: dict(roots),
         metavar="model|optimizer=PATH",
         help="Their places in what --to writes.",
     ),
@@ -191,7 +191,7 @@ _OPTIONS = {
         help="Wait for other processes to start.",
     ),
 }
-_OF_ONE_SOURCE = frozenset(
+_SINGLE_SOURCE_OPTIONS = frozenset(
     {"tensors_only", "target_convention", "step", "like", "fill_missing", "weights", "state_dtype"}
 )
 """The options that `merge` does not have."""
@@ -236,7 +236,7 @@ def convert_command(**options: Any) -> None:
 @click.option("--proportions", metavar="NUMBER,...", help="How much each source counts.")
 @click.option("--ema", metavar="DECAY", help="Moving average, the first source being the oldest.")
 @click.option("--others-from", metavar="first|last|N", help="Whose counters, options and items to take.")
-@decorated_by(*_LAYOUT_OPTIONS, *(option for name, option in _OPTIONS.items() if name not in _OF_ONE_SOURCE))
+@decorated_by(*_LAYOUT_OPTIONS, *(option for name, option in _OPTIONS.items() if name not in _SINGLE_SOURCE_OPTIONS))
 def merge_command(
     sources: Sequence[Location],
     proportions: str | None,
@@ -259,7 +259,7 @@ def merge_command(
     _rewrite(merge, "merge", sources=sources, average=average, **options)
 
 
-_OF_SALVAGE = ("format", "dry_run", "resume", "verify", "json", "memory", "jobs", "timeout")
+_SALVAGE_OPTIONS = ("format", "dry_run", "resume", "verify", "json", "memory", "jobs", "timeout")
 """The options that `salvage` shares with the others."""
 
 
@@ -270,7 +270,7 @@ _OF_SALVAGE = ("format", "dry_run", "resume", "verify", "json", "memory", "jobs"
 @click.option("--mix-steps", is_flag=True, help="Take boxes from other steps, too.")
 @click.option("--fresh", multiple=True, metavar="GLOB", help="State that may begin as zeros; repeatable.")
 @click.option("--mesh", type=MeshType(), help="Mesh of NEW, if not BROKEN's ranks.")
-@decorated_by(*(_OPTIONS[name] for name in _OF_SALVAGE))
+@decorated_by(*(_OPTIONS[name] for name in _SALVAGE_OPTIONS))
 def salvage_command(**options: Any) -> None:
     """Write a whole checkpoint NEW out of the damaged one BROKEN, and list every box that was not its own.
 
@@ -287,7 +287,7 @@ def salvage_command(**options: Any) -> None:
     _rewrite(salvage, "salvage", **options)
 
 
-_MOST_FILES = 12
+_MAX_ROWS = 12
 
 
 def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool, **options: Any) -> None:
@@ -327,23 +327,23 @@ def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: boo
     else:
         files, ranks = counted(len(report.files), "file"), report.ranks
         spread = f"whole in {files}" if ranks is None else f"over {counted(ranks, 'rank')}"
-        written = f"{report.destination}: {counted(report.tensors, 'tensor')} {spread}, {size(report.written)}"
-        print_line("; ".join((written, *_compared(report))))
+        summary = f"{report.destination}: {counted(report.tensors, 'tensor')} {spread}, {size(report.written)}"
+        print_line("; ".join((summary, *_compared(report))))
         for sentence in report.advice:
             print_line(f"next: {sentence}")
     print_duration()
 
 
 def _print_plan(report: Report) -> None:
-    shown = report.files if len(report.files) <= _MOST_FILES else report.files[: _MOST_FILES - 4]
+    shown = report.files if len(report.files) <= _MAX_ROWS else report.files[: _MAX_ROWS - 4]
     rows = [(file.file, file.items, size(file.elements), size(file.bytes)) for file in shown]
     print_table(("file", "items", "of tensors", "in all"), rows)
     if len(shown) < len(report.files):
         print_line(f"and {len(report.files) - len(shown)} more (--json)")
     if report.ranks is not None and report.ranks > 1:
-        held = [file.elements for file in report.files]
-        mean = sum(held) / report.ranks
-        print_line(f"a rank holds {size(round(mean))} of tensors on average, {size(max(held, default=0))} at most")
+        rank_bytes = [file.elements for file in report.files]
+        mean, maximum = sum(rank_bytes) / report.ranks, max(rank_bytes, default=0)
+        print_line(f"a rank holds {size(round(mean))} of tensors on average, {size(maximum)} at most")
     if report.buffers:
         print_buffers(report.buffers)
 
@@ -351,14 +351,14 @@ def _print_plan(report: Report) -> None:
 def _print_substituted(report: Report) -> None:
     """List the boxes that were not the source's own, or if they are many, their number for each tensor."""
     headers, rows = ("tensor", "box", "taken from", "of step"), list[tuple[object, ...]](report.substituted())
-    if len(rows) > _MOST_FILES:
+    if len(rows) > _MAX_ROWS:
         headers = ("tensor", "boxes", "taken from", "of step")
         counts = Counter((key, name, step) for key, _, name, step in report.substituted())
         rows = [(key, count, name, step) for (key, name, step), count in counts.items()]
     if rows:
-        print_table(headers, [tuple("-" if cell is None else cell for cell in row) for row in rows[:_MOST_FILES]])
-    if len(rows) > _MOST_FILES:
-        print_line(f"and of {len(rows) - _MOST_FILES} more tensors (--json)")
+        print_table(headers, [tuple("-" if cell is None else cell for cell in row) for row in rows[:_MAX_ROWS]])
+    if len(rows) > _MAX_ROWS:
+        print_line(f"and of {len(rows) - _MAX_ROWS} more tensors (--json)")
     if report.salvaged and report.salvaged["items"]:
         print_line(f"items taken: {listed(report.salvaged['items'])}")
 
@@ -367,12 +367,14 @@ def _compared(report: Report) -> Iterator[str]:
     """Say what was compared with what the source records, what could not be, and where to look then."""
     if report.compared:
         yield f"{counted(report.compared, 'fingerprint')} compared with the source's, all equal"
-    rest = report.tensors - report.compared
-    if not rest:
+    uncompared = report.tensors - report.compared
+    if not uncompared:
         return
-    bare = counted(report.unchecked, "source chunk")
-    yield f"{bare} without a checksum" if report.unchecked else f"all {size(report.checked)} read match their checksums"
+    chunks = counted(report.unchecked, "source chunk")
     yield (
-        f"for {counted(rest, 'tensor')} the source has no fingerprint to compare with (saved without, or computed, "
-        f"joined or cut here): `muonckpt stats {report.destination}` shows the numbers"
+        f"{chunks} without a checksum" if report.unchecked else f"all {size(report.checked)} read match their checksums"
+    )
+    yield (
+        f"for {counted(uncompared, 'tensor')} the source has no fingerprint to compare with (saved without, or "
+        f"computed, joined or cut here): `muonckpt stats {report.destination}` shows the numbers"
     )

@@ -1,4 +1,4 @@
-"""What the commands print of the folder of a run."""
+"""Print the folder of a run, and find its newest whole steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ HEADERS = ("step", "state", "bytes", "saved (UTC)", "verified (UTC)")
 
 
 def print_run(history: RunHistory) -> None:
-    """Print the table of steps, and what there is to know besides."""
-    (label, first), *rest = overview_of_run(history)
-    print_labelled(label, first)
+    """Print the table of steps, between the lines of the overview."""
+    first_line, *lines = overview_of_run(history)
+    print_labelled(*first_line)
     print_steps(history.steps)
-    for label, value in rest:
+    for label, value in lines:
         print_labelled(label, value)
 
 
@@ -29,15 +29,15 @@ def newest_whole(run: Run, count: int = 1) -> list[Location]:
     Raises:
         SourceError: there are fewer.
     """
-    chosen = run.whole[-count:]
-    if len(chosen) < count:
+    steps = run.whole[-count:]
+    if len(steps) < count:
         faults = "".join(f"; {step.name}: {step.fault}" for step in run.steps if step.fault)
-        raise SourceError(f"expected {counted(count, 'whole step')} in {run.path}, found {len(chosen)}{faults}")
-    names = " and ".join(step.name for step in chosen)
+        raise SourceError(f"expected {counted(count, 'whole step')} in {run.path}, found {len(steps)}{faults}")
+    names = " and ".join(step.name for step in steps)
     print_line(f"of {counted(len(run.steps), 'step')} in {run.path}, the newest whole: {names}", err=True)
-    for step in run.steps[run.steps.index(chosen[-1]) + 1 :]:
+    for step in run.steps[run.steps.index(steps[-1]) + 1 :]:
         print_line(f"note: {step.name} is newer and passed over, as it is {step.state}: {step.fault}", err=True)
-    return [step.path for step in chosen]
+    return [step.path for step in steps]
 
 
 def print_steps(steps: Sequence[RunStep]) -> None:

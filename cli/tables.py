@@ -18,7 +18,7 @@ GAP = 2
 _INDENT = 4
 """Spaces before what belongs to a key on the line above."""
 
-_LOOKED_AT = 200
+_SAMPLE_ROWS = 200
 """The rows by whose lines the best of several forms is chosen."""
 
 _TIGHT = 24
@@ -66,19 +66,21 @@ class TextTable:
 
     @cached_property
     def form(self) -> Folding:
-        natural, *others = (max(map(len, column)) for column in zip(self.headers, *self.rows, strict=True))
-        columns = tuple(enumerate(others, 1))
-        whole = Folding(natural, (columns,) if columns else ())
-        if self.width is None or natural + sum(others) + GAP * len(others) <= self.width or not columns:
-            return whole
-        some = [self.headers, *self.rows[:_LOOKED_AT]]
-        least = {column: max(_longest_word(row[column]) for row in some) for column, _ in columns}
-        beside = self.width - sum(others) - GAP * len(others)
+        """The way to fold that makes the fewest lines, at best none."""
+        natural, *widths = (max(map(len, column)) for column in zip(self.headers, *self.rows, strict=True))
+        columns = tuple(enumerate(widths, 1))
+        unfolded = Folding(natural, (columns,) if columns else ())
+        if self.width is None or natural + sum(widths) + GAP * len(widths) <= self.width or not columns:
+            return unfolded
+        # Keys as they are, beside the other columns as far as there is room, or on lines of their own.
+        sample = [self.headers, *self.rows[:_SAMPLE_ROWS]]
+        longest_words = {column: max(_longest_word(row[column]) for row in sample) for column, _ in columns}
+        beside = self.width - sum(widths) - GAP * len(widths)
         narrow = min(natural, _INDENT)
         keys = {natural, min(natural, max(beside, _TIGHT)), narrow}
-        forms = [Folding(key, _blocks(columns, least, max(self.width - key - GAP, 1))) for key in keys]
+        forms = [Folding(key, _blocks(columns, longest_words, max(self.width - key - GAP, 1))) for key in keys]
         fitting = [form for form in forms if form.key == narrow or form.width <= self.width]
-        return min(fitting, key=lambda form: (*self._cost([form.lines(row) for row in some]), -form.key))
+        return min(fitting, key=lambda form: (*self._cost([form.lines(row) for row in sample]), -form.key))
 
     def _cost(self, rows: Sequence[Sequence[str]]) -> tuple[int, int]:
         """Count the lines that are too wide although they have several words, and all lines."""
@@ -96,23 +98,24 @@ def _longest_word(text: str) -> int:
     return max(map(len, text.split()), default=0)
 
 
-def _blocks(columns: Block, least: dict[int, int], room: int) -> tuple[Block, ...]:
+def _blocks(columns: Block, longest_words: dict[int, int], room: int) -> tuple[Block, ...]:
     """Return columns with widths that fit in the room, in one block if words can be folded so far, else in several."""
 
-    def taken(block: Sequence[tuple[int, int]]) -> int:
+    def block_width(block: Sequence[tuple[int, int]]) -> int:
         return sum(width for _, width in block) + GAP * (len(block) - 1)
 
-    least = {column: min(width, room) for column, width in least.items()}  # a longer word has its line alone
-    for most in range(min(max(width for _, width in columns), room), 0, -1):
-        narrowed = tuple((column, max(min(width, most), least[column])) for column, width in columns)
-        if taken(narrowed) <= room:
+    # The widest columns are narrowed first, but none below its longest word, unless that has a line alone.
+    min_widths = {column: min(width, room) for column, width in longest_words.items()}
+    for max_width in range(min(max(width for _, width in columns), room), 0, -1):
+        narrowed = tuple((column, max(min(width, max_width), min_widths[column])) for column, width in columns)
+        if block_width(narrowed) <= room:
             return (narrowed,)
     blocks: list[list[tuple[int, int]]] = [[]]
     for column, width in columns:
-        own = (column, max(min(width, room), least[column]))
-        if blocks[-1] and taken([*blocks[-1], own]) > room:
+        narrowed_column = (column, max(min(width, room), min_widths[column]))
+        if blocks[-1] and block_width([*blocks[-1], narrowed_column]) > room:
             blocks.append([])
-        blocks[-1].append(own)
+        blocks[-1].append(narrowed_column)
     return tuple(map(tuple, blocks))
 
 
