@@ -61,10 +61,10 @@ class AgreedPlan:
     """A plan that all ranks know by one name.
 
     Attributes:
-        held: what this rank held when the plan was made.
+        state: what this rank held when the plan was made.
         share: the items that this rank writes and compares.
-        alike: those that have to be as on other ranks.
-        whole: the plan of all ranks, on the coordinator.
+        common_items: those that have to be as on other ranks.
+        joint_plan: the plan of all ranks, on the coordinator.
     """
 
     name: bytes
@@ -75,10 +75,10 @@ class AgreedPlan:
 
     def digests(self, live: LiveState) -> dict[int, int]:
         """Return a digest of all that has to be alike, by the number that its holders have."""
-        joint_digests = {
-            holders: b"".join(map(live.digests.__getitem__, items)) for holders, items in self.common_items.items()
-        }
-        return {holders: xxh3_64_intdigest(digests) for holders, digests in joint_digests.items()}
+        digest_of_holders = {}
+        for holders, items in self.common_items.items():
+            digest_of_holders[holders] = xxh3_64_intdigest(b"".join(map(live.digests.__getitem__, items)))
+        return digest_of_holders
 
 
 class AgreedPlans:
@@ -97,6 +97,7 @@ class AgreedPlans:
 
     def keep(self, plan: AgreedPlan) -> None:
         self._plans[plan.name] = plan
+        # Every rank drops the same ones, as all keep plans in one order.
         for name in list(self._plans)[:-_MOST_PLANS]:
             del self._plans[name]
 
@@ -121,6 +122,7 @@ class JointSave:
         plans: AgreedPlans,
         progress: SaveProgress,
     ) -> None:
+        # Processes that do not know of each other would publish over one another.
         world = os.environ.get("WORLD_SIZE", "1")
         if dist.is_torchelastic_launched() and world != "1" and not dist.is_initialized():
             raise DestinationError(
@@ -146,8 +148,10 @@ class JointSave:
     def run(self, state: Callable[[], LiveState]) -> None:
         """Save what ``state`` returns, or fail on all ranks with one error and leave nothing."""
         try:
+            # All ranks agree on who writes what, and where, before any of them writes.
             live, plan, staged = agreed(self._group, self._plans, state, self._arguments, self._reserve)
             file = staged / rank_file(self._rank)
+            # Each rank writes its file; the coordinator publishes only when the receipts of all are there.
             decide_on_first(
                 self._group,
                 DestinationError,
@@ -155,6 +159,7 @@ class JointSave:
                 lambda receipts: self._publish(plan, staged, receipts),
             )
         except BaseException:
+            # A failed save leaves nothing behind, whatever ended it.
             if self._staged is not None:
                 publish.discard(self._staged)
             raise
@@ -168,8 +173,10 @@ class JointSave:
 
     def _reserve(self) -> Location:
         try:
+            # Room first: what killed saves left would otherwise stay for ever.
             publish.remove_abandoned(self._destination)
             self._staged = publish.reserve(self._destination)
+            # A lock that the system lifts when we die tells others whether this directory is abandoned.
             if isinstance(self._staged, Path):
                 self._lock_descriptor = lock.lock_directory(self._staged)
         except lock.InUse:
@@ -179,6 +186,7 @@ class JointSave:
         return self._staged
 
     def _publish(self, plan: AgreedPlan, staged: Location, receipts: list[bytes]) -> None:
+        # The description comes last, and then the one rename: a reader finds all of it or nothing.
         native.write_native(described(plan, receipts, self._details), staged)
         publish.publish(staged, self._destination)
         self._staged = None  # whatever happens now, it is there
@@ -209,13 +217,19 @@ def agreed(
     def choose(ranks: list[tuple[Mapping[str, object], dict[bytes, dict[int, int]]]]) -> tuple[bytes, T] | None:
         refuse_differing(process_group, "save", [checked_arguments for checked_arguments, _ in ranks])
         digests_by_plan = [digests for _, digests in ranks]
-        common = (name for name in digests_by_plan[0] if all(name in digests for digests in digests_by_plan))
-        name = next((name for name in common if _agree([digests[name] for digests in digests_by_plan])), None)
-        return None if name is None else (name, reserve())
+        # A plan serves again only where every rank has kept it, and equal objects are equal still.
+        for name in digests_by_plan[0]:
+            if not all(name in digests for digests in digests_by_plan):
+                continue
+            if _agree([digests[name] for digests in digests_by_plan]):
+                return name, reserve()
+        return None
 
+    # One exchange is enough while the structure stays, as it does from save to save.
     decision = decide_on_first(process_group, DestinationError, fitting, choose)
     if decision is not None:
         return live, plans[decision[0]], decision[1]
+    # No plan fits: the coordinator makes one, and each rank gets its share of it alone.
     joint_plan: WholePlan | None = None
 
     def deal(ranks: list[tuple[RankState, Digests]]) -> list[tuple[bytes, RankItems, AlikeItems, T]]:
@@ -311,10 +325,11 @@ def save(
 
 def write_share(live: LiveState, share: RankItems, file: Location, progress: SaveProgress) -> bytes:
     """Write a rank's file, digest what it holds as a witness, and return its receipt."""
-    stored_items, witness_items = ([live.items[number] for number in numbers] for numbers in share)
-    return b"".join(
-        (*write_items(live, stored_items, file, progress), *(_witness(live, item) for item in witness_items))
-    )
+    stored_numbers, witness_numbers = share
+    rows = write_items(live, [live.items[number] for number in stored_numbers], file, progress)
+    # Replicas are compared by the coordinator, so that each byte is written by one rank alone.
+    rows += [_witness(live, live.items[number]) for number in witness_numbers]
+    return b"".join(rows)
 
 
 def write_items(live: LiveState, items: Sequence[Item], file: Location, progress: SaveProgress) -> list[bytes]:
@@ -329,6 +344,7 @@ def write_items(live: LiveState, items: Sequence[Item], file: Location, progress
     """
     if not items:
         return []
+    # Lengths are known before a byte is written, so the file gets its full size at once.
     blobs = [_pickled(live, key) for key, lo in items if lo is None]
     tensors = [(live.parts[key][lo], lo) for key, lo in items if lo is not None]
     frames = [tensor_item.frame(dtype_name(part.dtype), tuple(part.shape)) for part, _ in tensors]
@@ -337,6 +353,8 @@ def write_items(live: LiveState, items: Sequence[Item], file: Location, progress
         starts.append(aligned(end))
         end = starts[-1] + length
     progress.total = end
+
+    # Each element is read once: digests, share and checksum are taken in the pass that writes it.
     rows = []
     try:
         with create_file(file, end) as output:
@@ -358,6 +376,7 @@ def _witness(live: LiveState, item: Item) -> bytes:
     """Return the row for this rank's replica of a tensor's box that another rank writes."""
     key, lo = item
     assert lo is not None, "objects were compared before"
+    # The same digest as of what is stored, without writing it.
     sums = Sums()
     for _ in sums.add_chunk(bits_of(_on_host(live.parts[key][lo])), lo):
         pass

@@ -85,8 +85,9 @@ class WholePlan:
     Rows are those of all receipts, end to end.
 
     Attributes:
-        alike: what each rank has that was alike on several ranks when the plan was made, and has to be whenever it is
-            used: one of these ranks writes it, and nobody compares what is written.
+        shares: the items that each rank writes, and those that it holds as a witness.
+        common_items: objects of each rank that were equal on several ranks when the plan was made, and have to be
+            whenever it is used: one of these ranks writes them, and nobody compares what is written.
         tensors: without chunks and fingerprints, with the boxes that are stored.
         objects: key, path and row.
         rank, row, head, size: for each stored box the rank that writes it, its row, and the bytes of its item before
@@ -125,6 +126,7 @@ class WholePlan:
             LayoutError: replicas of a tensor differ.
             DestinationError: a rank has not done what it planned.
         """
+        # A short receipt would shift the rows of all ranks behind it.
         expected = [len(stored) + len(witnessed) for stored, witnessed in self.shares]
         for rank, receipt in enumerate(receipts):
             if len(receipt) != expected[rank] * _ROW.size:
@@ -132,9 +134,11 @@ class WholePlan:
                     f"rank {rank} planned to write or compare {expected[rank]} items and did so with "
                     f"{len(receipt) / _ROW.size:g}"
                 )
+        # Receipts become one table, and replicas are compared before anything is described.
         tables = [np.frombuffer(receipt, _ROWS) for receipt in receipts]
         rows, ranks = np.concatenate(tables), np.repeat(np.arange(len(tables)), expected)
         self._compare(rows["digest"], ranks)
+        # Ranks lay their items end to end, so lengths alone say where each of them begins.
         starts = np.concatenate([_starts(table["length"]) for table in tables])
         blobs = []
         for key, path, row in self.objects:
@@ -143,6 +147,7 @@ class WholePlan:
         return Manifest(tuple(self._described(rows, starts)), tuple(blobs), provenance)
 
     def _described(self, rows: NDArray[Any], starts: Column) -> Iterator[StateRecord]:
+        # One set of columns for all stored boxes: a million of them cost no objects.
         items, digests = starts[self.row], np.ascontiguousarray(rows["digest"]).view(np.uint8)
         storing, file = np.unique(self.rank, return_inverse=True)
         columns = Columns.of_extents(
@@ -156,6 +161,7 @@ class WholePlan:
             np.ones(len(self.row), np.bool_),
             rows["crc32"][self.row].astype(np.int64),
         )
+        # Each tensor is a slice of the columns; its fingerprint is the sum of the shares there.
         ends = np.cumsum([0, *(len(boxes) for _, boxes in self.tensors)])
         sums = np.append(np.uint64(0), np.cumsum(rows["share"][self.row], dtype=np.uint64))
         prints = map(as_hex, np.diff(sums[ends]).tolist())
@@ -191,18 +197,22 @@ class _Planning:
         self._common_items: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in ranks]
 
     def plan(self) -> WholePlan:
+        # Where ranks call one key differently, the first rank's path and name count.
         described: dict[str, tuple[KeyPath, str | None]] = {}
         for state in reversed(self._ranks):
             described |= zip(state.keys, zip(state.paths, state.names, strict=True), strict=True)
         geometries: dict[Any, _Geometry | None] = {}
         shared_boxes: dict[Boxes, Boxes] = {}
         """One object for equal boxes: what is made of them later is known by it."""
+        # A user's key may not stand where a rank's value of another would be written.
         for key, (path, _) in described.items():
             if (value := rank_in(path)) is not None and key_of(value.path) in described:
                 raise LayoutError(
                     f"{key!r} stands where rank {value.rank}'s value of {key_of(value.path)!r} would be: rename "
                     f"{BY_RANK!r} in the state dict"
                 )
+
+        # Each tensor or object is given to a rank; layers repeat, so equal geometry is proved whole once.
         optimizers = optimizers_of(path for path, _ in described.values())
         tensors, stored, heads, sizes = [], list[_Placed](), list[int](), list[int]()
         holders_of_objects: dict[tuple[int, ...], int] = {}
@@ -212,6 +222,7 @@ class _Planning:
             if geometry_key not in geometries:
                 geometries[geometry_key] = _geometry(key, holders, shared_boxes)
             geometry = geometries[geometry_key]
+            # An object: one copy where ranks have it equal, otherwise one for each rank.
             if geometry is None:
                 items = [(holder.place, holder.item) for holder in holders]
                 if len({self._digests[rank][item] for rank, item in items}) > 1:
@@ -220,6 +231,7 @@ class _Planning:
                     places = tuple(rank for rank, _ in items)
                     self._store_one(key, path, items, holders_of_objects.setdefault(places, len(holders_of_objects)))
                 continue
+            # A tensor: of each box one replica is stored, on the rank with least to write.
             for number, replicas in enumerate(geometry.replicas):
                 items = [(holders[holder].place, holders[holder].item + box) for holder, box in replicas]
                 lo = geometry.boxes[number].lo if len(items) > 1 else ()
@@ -230,17 +242,17 @@ class _Planning:
             heads += geometry.heads
             sizes += geometry.sizes
             tensors.append((record_of(key, path, name, geometry.kind), geometry.boxes))
+
+        # Ranks write objects first, then boxes; receipts follow that order, so rows of items are known now.
         shares = tuple(
             (sorted(blobs) + sorted(boxes), sorted(witness_items))
             for (blobs, boxes), witness_items in zip(self._stored_items, self._witness_items, strict=True)
         )
         *first_items, items_of_all = accumulate((state.first_items()[-1] for state in self._ranks), initial=0)
-        in_receipts = np.concatenate(
-            [
-                first + np.array([*stored_items, *witness_items], np.int64)
-                for first, (stored_items, witness_items) in zip(first_items, shares, strict=True)
-            ]
-        )
+        items_by_rank = []
+        for first, (stored_items, witness_items) in zip(first_items, shares, strict=True):
+            items_by_rank.append(first + np.array([*stored_items, *witness_items], np.int64))
+        in_receipts = np.concatenate(items_by_rank)
         row_of_item = np.full(items_of_all, -1, np.int64)
         row_of_item[in_receipts] = np.arange(len(in_receipts))  # of copies, the last
 
@@ -249,6 +261,7 @@ class _Planning:
             numbered_rows: Column = row_of_item[np.array(first_items)[ranks] + numbers]
             return numbered_rows
 
+        # All that was given out by rank and item is looked up by row from here on.
         witnesses = np.stack(
             [rows([item for item, _, _ in self._pairs]), rows([stored_item for _, stored_item, _ in self._pairs])]
         )
@@ -292,6 +305,7 @@ class _Planning:
         Raises:
             LayoutError: it belongs to parameters, which have one value on all ranks.
         """
+        # A parameter's option has one value everywhere: with two, a resumed run would depend on who reads it.
         if is_of_optimizer(path, optimizers):
             (first, item), *other_items = replicas
             differing_item = next(at for at in other_items if self._digests[at[0]][at[1]] != self._digests[first][item])
@@ -309,6 +323,7 @@ class _Planning:
 
 def _geometry(key: str, holders: Sequence[Holder], shared_boxes: dict[Boxes, Boxes]) -> _Geometry | None:
     """Return how ranks hold a tensor, after proving it whole; None for an object."""
+    # Ranks have to speak of one tensor before boxes can be laid side by side.
     kinds = [holder.kind for holder in holders if holder.kind is not None]
     if not kinds:
         return None
@@ -323,22 +338,28 @@ def _geometry(key: str, holders: Sequence[Holder], shared_boxes: dict[Boxes, Box
                 f"tensor {key!r}: rank {holders[0].place} says {first.dtype} of shape {first.shape}, and rank "
                 f"{holder.place} {kind.dtype} of shape {kind.shape}; all ranks have to hold parts of one tensor"
             )
+    # The layout is the proof: no hole, no overlap in part.
     boxes = tuple(RankBoxes(holder.place, kind.boxes) for kind, holder in zip(kinds, holders, strict=True))
     with about(f"tensor {key!r}"):
         layout = held_layout(first.shape, boxes)
-    items = [(number, box) for number, kind in enumerate(kinds) for box in range(len(kind.boxes))]
+    # Its rows are the holders' boxes in their order; those of equal boxes are replicas.
+    items: list[tuple[int, int]] = []
+    for number, kind in enumerate(kinds):
+        items += [(number, box) for box in range(len(kind.boxes))]
     rows, begin = layout.by_box
-    replicas = [tuple(items[row] for row in of_box.tolist()) for of_box in np.split(rows, begin[1:-1])]
-    stored = sorted(
-        ((kinds[of_box[0][0]].boxes[of_box[0][1]], of_box) for of_box in replicas if of_box),
-        key=lambda pair: pair[0].lo,
-    )
+    stored = []
+    for rows_of_box in np.split(rows, begin[1:-1]):
+        replicas = tuple(map(items.__getitem__, rows_of_box.tolist()))
+        if replicas:
+            holder_number, box_number = replicas[0]
+            stored.append((kinds[holder_number].boxes[box_number], replicas))
+    stored.sort(key=lambda pair: pair[0].lo)
     frames = [tensor_item.frame(first.dtype, box.shape) for box, _ in stored]
     boxes_stored = Boxes.of_all([box for box, _ in stored], len(first.shape))
     return _Geometry(
         first,
         shared_boxes.setdefault(boxes_stored, boxes_stored),
-        tuple(of_box for _, of_box in stored),
+        tuple(replicas for _, replicas in stored),
         tuple(frame.payload_length for frame in frames),
         tuple(frame.payload_offset for frame in frames),
     )
