@@ -149,6 +149,7 @@ def _column(t: Topology) -> Iterator[tuple[str, str]]:
     yield "  held, most to mean", f"{t.held['most_to_mean']:.3f}"
     yield "checkpoint", f"{size(t.checkpoint['bytes'])} in {counted(t.checkpoint['files'], 'file')}"
     yield "  most of a rank", size(t.checkpoint["most"])
+    yield "  load: read, received", f"{size(t.checkpoint['most_read'])}, {size(t.checkpoint['most_received'])}"
     for padding in t.padding:
         yield f"padding: {padding['layout']}", f"{padding['padding_percent']} %"
     i = t.iteration

@@ -177,6 +177,10 @@ def test_a_checkpoint_has_the_bytes_that_were_said(tmp_path):
         assert topology.checkpoint["bytes"] == muonckpt.inspect(tmp_path / "run").bytes
         assert topology.seconds["save"] == pytest.approx(topology.checkpoint["most"] / 1e6, rel=1e-3)
         assert topology.seconds["muon"] is None
+    assert rows.checkpoint["most_received"] == 0
+    assert (
+        copied.checkpoint["most_received"] == (copied.checkpoint["bytes"] - 4) // 4
+    )  # the step count is with one rank
     assert copied.memory["weights"] == 2 * rows.memory["weights"] == 4 * (64 * 32 + 32 * 32 + 32) // 2
     assert {padding["layout"]: padding["padding_percent"] for padding in rows.padding}["balanced"] == 0.0
     with pytest.raises(TargetError, match="momentum"):

@@ -55,7 +55,8 @@ class Topology:
             the most; and their ``total``.  With ``offload``, ``host`` is the state, and ``state`` what a step has of
             it on the device: about three stages' share.
         held: how evenly ranks hold weights, gradients and state.
-        checkpoint: ``bytes`` of weights and state, number of ``files``, and the ``most`` that a rank writes.
+        checkpoint: ``bytes`` of weights and state, number of ``files``, and the ``most`` that a rank writes; the most
+            that a rank reads, and receives from others, in a load on this mesh (``most_read``, ``most_received``).
         padding: for each ``layout`` of momentum in flat buffers its ``padding_percent``; and the most of a rank divided
             by the mean, of ``elements``, padding included, and of FLOPs of ``newton_schulz`` (None where matrices are
             cut).
@@ -147,6 +148,9 @@ def topology_of(
             "bytes": round(file_bytes.sum()),
             "files": int(np.count_nonzero(file_bytes)) + DESCRIPTIONS,
             "most": round(file_bytes.max()),
+            # Each stored byte is read once; a rank that holds replicas of others' parts receives them.
+            "most_read": round(file_bytes.max()),
+            "most_received": round((ranks.weights + ranks.state - file_bytes).max()),
         },
         padding=tuple(_buffer_padding([p for p in model.matrices if p.method and p.method.averages], target)),
         iteration={
