@@ -178,10 +178,10 @@ def choose_owners(specs: Sequence[Spec], ranks: Ranks) -> list[tuple[int, ...]]:
 def _stages(
     specs: Sequence[Spec], counts: Sequence[int], owner: IntArray, turn: IntArray, ranks: Ranks, rank: int
 ) -> Iterator[Stage]:
-    """Yield the stages of a rank.
+    """Yield the stages of a rank: what it exchanges in each, and which units it owns.
 
     Args:
-        counts: of each spec's units.
+        counts: the number of units of each spec.
         owner, turn: each unit's owner, as a position, and its stage.
     """
     position = ranks.index(rank)
@@ -190,20 +190,21 @@ def _stages(
     for number, spec in enumerate(specs):
         params_of_spec[id(spec)].append(number)
 
-    # Copies of each slot of equal parameters, all matrices that this rank has to do with at once.
+    # Copies by slot, for all parameters of one spec at once, as arrays: only the matrices that this rank has parts of
+    # or owns.
     slots: list[tuple[Slot, RankCopies]] = []
     for params in params_of_spec.values():
         index = np.tile(np.arange(counts[params[0]]), len(params))
         unit = index + np.repeat(first_unit[params], counts[params[0]])
         for number, slot in enumerate(specs[params[0]].slots):
             has_part = matrix_parts(slot.layout, slot.fused).has_parts(rank)[index]
-            tensors = OwnedMatrices(unit + number * len(owner), index, owner[unit])
-            copies = rank_copies(
-                slot.layout, slot.fused, ranks, position, tensors.rows(has_part | (owner[unit] == position))
-            )
+            tensor = number * len(owner) + unit  # as `Schedule` numbers the tensors that travel
+            matrices = OwnedMatrices(tensor, index, owner[unit]).rows(has_part | (owner[unit] == position))
+            copies = rank_copies(slot.layout, slot.fused, ranks, position, matrices)
             slots.append((slot, copies if slot.returns else copies.one_way()))
 
-    # Sorted by stage, in the order of units and slots on both sides of the wire.
+    # Copies are sorted by stage, and in each by unit and slot, so that both sides of a wire derive the same order.  The
+    # source gives the unit, so copies that come from the wire are sorted inverted; `_route` turns them back.
     sent_sizes = [slot.sent_dtype.itemsize for slot, _ in slots]
     returned_sizes = [slot.returned_dtype.itemsize for slot, _ in slots]
     gives = _by_stage([copies.gives for _, copies in slots], sent_sizes, turn)

@@ -3,6 +3,9 @@
 Stages overlap: while the matrices of one are orthogonalised, the next one's updates are on their way to their owners
 and the previous one's results on their way back, so at most two are in memory.
 
+Every part of an exchange begins with a note, a digest of what its sender is about to do.  All ranks compare the notes,
+so that they go on, skip the step or raise together.
+
 A `Batch` is orthogonalised together, a `Step` is for one set of ranks, and `Steps` updates those of all sets in order.
 """
 
@@ -228,7 +231,9 @@ class Step:
         skip: Tensor | None,
         constants: Facts = MappingProxyType({}),
     ) -> PendingStep:
-        """Begin to update those parameters that have a gradient, up to where the first notes have arrived.  Collective.
+        """Begin to update the parameters that have a gradient, until all ranks have agreed on the step.  Collective.
+
+        They agree by the notes that arrive with the first stage's updates.
 
         Args:
             rank_set: all parameters of these ranks, matrices or not.
@@ -239,11 +244,12 @@ class Step:
         Raises:
             AgreedError: on all ranks, if their intents differ, or one of them fails.
         """
-        # On a GPU, failures in the last step are heard here: reading notes earlier would have made the host wait.
+        # On a GPU a failure late in the last step is raised here: reading its notes in that step would have made the
+        # host wait for the device.
         if self._notes is not None:
             self._notes.read()
 
-        # What this rank is about to do: all compare it, before anything depends on it.
+        # This rank's intent: what must be the same on all ranks, or the error that keeps it from going on.
         intent = Intent.of(AGREE_ON_STEP, {})
         if not rank_set.is_alone:
             constants = {**constants, "the number of steps by this plan": str(self._num_steps)}
@@ -251,16 +257,18 @@ class Step:
         self._num_steps += 1
         if failure is not None:
             intent = intent.failed(failure, self.rank)
-        if captured := is_capturing():
+        # A captured graph repeats the same work, so every gradient must be there, on a device that can capture.
+        if is_captured := is_capturing():
             refuse_absent([tuple(param.shape) for param in self.params], [p.grad is not None for p in self.params])
             if not is_capturable(self.device):
                 refuse_host("muon", self.device)
 
         with torch.autocast(self.device.type, enabled=False):  # it would round what is meant to be exact
             # A graph is captured on all ranks or on none, and nothing can be read meanwhile.
-            exchange = StepExchange(intent, None if captured else self._notes, skip)
+            exchange = StepExchange(intent, None if is_captured else self._notes, skip)
 
-            # Momenta accumulate gradients, and the updates of the first stages leave, with notes in front.
+            # Momenta accumulate gradients, and the updates of the first stages leave, with notes in front; after a
+            # failure zeros leave instead, as the others wait for something.
             groups_of_matrices = [groups[member.group] for member in rank_set.matrices]
             local = exchange.attempt(self._read_gradients, groups_of_matrices, state)
             wires = self._first_wires(exchange, local)
