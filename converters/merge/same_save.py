@@ -448,12 +448,15 @@ def compare(part: WholePart, source: FillingSource, jobs: int) -> Comparison:
 
 
 def one_save(part: WholePart, comparisons: Sequence[Comparison], mix_steps: bool) -> tuple[WholePart, list[Comparison]]:
-    """Return the part of a damaged checkpoint that is of one save, as far as sources tell, and what they have of it.
+    """Reduce the whole part of a damaged checkpoint to the files of one save, as far as sources tell them apart.
+
+    Returns that part, and the comparisons of the sources with it.
 
     Raises:
-        SourceError: it is of several, or a source is, and nothing tells which; unless ``mix_steps``.
+        SourceError: it is of several saves, or a source is, and nothing tells which; unless ``mix_steps``.
     """
-    # The source that has the most elements of the part counts first.
+    # Files of another save are left out until no source shows any.  The source that agrees in the most elements counts
+    # first; after each cut all are compared with the smaller part, from which they may differ no more.
     while True:
         comparisons = [comparison.within(part) for comparison in comparisons]
         by_agreement = sorted(comparisons, key=lambda comparison: -comparison.agreement)
@@ -461,7 +464,7 @@ def one_save(part: WholePart, comparisons: Sequence[Comparison], mix_steps: bool
         if strays is None:
             break
         part = part.without(strays)
-    # What contradicts itself is not written.
+    # A checkpoint that is known to mix saves: each chunk needs a witness, a source of the same save with digests.
     witnesses = [c for c in comparisons if c.is_same_save() and c.source.records_digests]
     is_unproved = part.is_whole
     for comparison in witnesses:
@@ -474,9 +477,13 @@ def one_save(part: WholePart, comparisons: Sequence[Comparison], mix_steps: bool
             f"written. {ADVICE}give a copy of this save, in any format, as `others=`: it tells which files are of it, "
             "and has the others"
         )
-    for comparison in comparisons if not (mix_steps or witnesses or part.has_record.any()) else ():
-        if comparison.shows_mixture:
-            raise SourceError(f"{part.opened.path}: {comparison.mixture}")
+    # Without digests on either side a source that agrees in some files only shows that one of the two mixes saves, but
+    # not which.
+    has_digests = bool(witnesses) or part.has_record.any()
+    if not (mix_steps or has_digests):
+        for comparison in comparisons:
+            if comparison.shows_mixture:
+                raise SourceError(f"{part.opened.path}: {comparison.mixture}")
     return part, list(comparisons)
 
 

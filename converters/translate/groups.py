@@ -105,7 +105,10 @@ def write_options(
     findings: Findings,
     template_options: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, object]:
-    """Return the options as the target names them; ``findings`` gets every difference, with the values.
+    """Translate a group's options to the target's names and values; ``findings`` gets every difference.
+
+    What the source stores counts first, then the template, then a new optimizer of the target's program; what none of
+    them has, the running optimizer keeps.
 
     Args:
         method: how the target stores the state.
@@ -116,7 +119,7 @@ def write_options(
     def report(action: Action, option: str, reason: str, *values: object) -> None:
         findings.check(action, f"{option} of {groups}", *map(repr, values), reason=reason)
 
-    def unsaid(option: str) -> str:
+    def explain_silence(option: str) -> str:
         """Say that the source does not say an option, and in brackets where a user finds its value, if known."""
         names: dict[str, str] = {}
         for coding in method.codings:
@@ -125,25 +128,26 @@ def write_options(
         hint = source.hints.get(names.get(option, ""), "")
         return f"{source.name} does not say it{f' ({hint})' if hint else ''}"
 
-    # What the target has words for; a coding says several options together, or none of them.
+    # Common options that the target has names for; a coding says several of them together, or none.
     target_options = {option: common[name] for name, option in method.options.items() if name in common}
-    inexpressible: dict[str, object] = {}
-    named = {*method.options, *HISTORY_OPTIONS, "step"}
+    losses: dict[str, object] = {}  # by common name, the values that the target cannot store
+    translatable_names = {*method.options, *HISTORY_OPTIONS, "step"}
     for coding in method.codings:
         meanings = {name: common[name] for name in coding.common if name in common}
         encoded = coding.write(meanings, shape)
-        named |= {*coding.common}
+        translatable_names |= {*coding.common}
         if encoded is None:
-            inexpressible |= meanings
+            losses |= meanings
         else:
             target_options |= encoded
     target_options |= {option: value for option, value in common.items() if option in HISTORY_OPTIONS}
-    # What it has none for is reported, unless it is what the program always does; some of it must not get lost.
-    facts = target.facts.get(method.name, {})
+    # A value without a name is no loss where the target's program always computes with it, or where it changes nothing.
+    constants = target.facts.get(method.name, {})
     for name, value in common.items():
-        if name not in named and value not in (facts.get(name), SILENT_VALUES.get(name)):
-            inexpressible[name] = value
-    for name, value in sorted(inexpressible.items()):
+        if name not in translatable_names and value not in (constants.get(name), SILENT_VALUES.get(name)):
+            losses[name] = value
+    # Losses are reported, but those without which the update is another one are refused.
+    for name, value in sorted(losses.items()):
         if name in _REFUSED:
             raise SourceError(
                 f"{groups} have {name}={value!r}: {_REFUSED[name]}; {target.name} has no such thing, so training would "
@@ -153,29 +157,34 @@ def write_options(
             findings.check(Action.CARRIED, f"the lr scale {value} of {groups}", *method.derived, reason="by parameter")
         else:
             report(Action.LEFT if name in _ROUNDING else Action.SET, name, f"{target.name} has no option for it", value)
-    for name in sorted(facts.keys() - common.keys() - SILENT_VALUES.keys()):
+    # The target's program computes with its constants, whatever the source did and does not say.
+    for name in sorted(constants.keys() - common.keys() - SILENT_VALUES.keys()):
         hint = source.hints.get(name, "unknown")
-        report(Action.SET, name, f"always so in {target.name}; {source.name} does not say it: {hint}", facts[name])
-    target_words: set[str] = set()
+        report(Action.SET, name, f"always so in {target.name}; {source.name} does not say it: {hint}", constants[name])
+    # Options without a common name stay behind: in the target their name, if it has it, may mean something else.
+    target_names: set[str] = set()
     for candidate in target.methods:
-        target_words |= {*candidate.options.values()}.union(*(coding.options for coding in candidate.codings))
+        target_names |= {*candidate.options.values()}.union(*(coding.options for coding in candidate.codings))
     for option, value in sorted(options.private.items()):
         reason = f"no counterpart in {target.name}"
         if option in options.expectations:
             reason = f"expected {options.expectations[option]}, so what it means is unknown"
-        elif option in target_words:
+        elif option in target_names:
             reason = f"nothing says that it means what {target.name}'s option of this name does"
         report(Action.LEFT, option, reason, value)
-    # Where the source is silent, the template speaks, and then a new optimizer of the target's program.
+    # Where the source says nothing, the template counts; its options that change no update need no report.
     target_options = {option: value for option, value in target_options.items() if option not in target.unsaid}
-    silent = {*target_options, target.method_option}
-    supplied = {option: value for option, value in template_options.items() if option not in silent}
-    for option in sorted(supplied.keys() - method.idle.keys() - EXECUTION_OPTIONS):
-        report(Action.CARRIED, option, f"{source.name} does not say it; taken from the template", supplied[option])
-    target_options |= supplied
+    source_options = {*target_options, target.method_option}
+    additions = {option: value for option, value in template_options.items() if option not in source_options}
+    for option in sorted(additions.keys() - method.idle.keys() - EXECUTION_OPTIONS):
+        report(Action.CARRIED, option, f"{source.name} does not say it; taken from the template", additions[option])
+    target_options |= additions
+    # Then a new optimizer of the target's program, which cannot run without these options.
     for option, value in method.assumed.items():
         if option not in {*target_options, *target.unsaid}:
-            report(Action.SET, option, f"{unsaid(option)}; written as in a new optimizer of {target.name}", value)
+            report(
+                Action.SET, option, f"{explain_silence(option)}; written as in a new optimizer of {target.name}", value
+            )
             target_options[option] = value
     for option, value in method.idle.items():
         target_options.setdefault(option, value)
@@ -184,7 +193,7 @@ def write_options(
     for coding in method.codings:
         required |= set() if coding.optional else {*coding.options}
     for option in sorted(required - {*target_options, *target.unsaid, method.options.get("step")}):
-        report(Action.SET, option, f"{unsaid(option)}; the running optimizer's stays")
+        report(Action.SET, option, f"{explain_silence(option)}; the running optimizer's stays")
     return target_options | ({target.method_option: method.name} if target.method_option else {})
 
 

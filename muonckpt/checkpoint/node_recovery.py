@@ -80,16 +80,18 @@ class NodeFiles:
         return lambda: checkpoint
 
     def _read_small_values(self, checkpoint: OpenCheckpoint) -> None:
-        """Read what ranks need to match their state dicts: items, and options that are tensors; every rank gets all."""
+        """Read items, and options that are tensors, and give them to all ranks, who match their state dicts by them."""
         outline = checkpoint.outline
         options = [tensor for tensor in outline.tensors if PARAM_GROUPS in tensor.path and tensor.boxes.elements == 1]
 
         def read() -> tuple[dict[str, bytes], dict[str, float], dict[str, str]]:
+            """Read this rank's share, each file on the first rank that can: items, values, and faults by file."""
             items, values, faults = dict[str, bytes](), dict[str, float](), dict[str, str]()
             entries: list[Blob | StateRecord] = [*outline.blobs, *options]
             for entry in entries:
                 file = entry.item.file if isinstance(entry, Blob) else entry.chunks[0].item.file
-                if self.of(file)[0] != self._nodes.place:
+                first_reader = self.of(file)[0]
+                if first_reader != self._nodes.place:
                     continue
                 try:
                     if isinstance(entry, Blob):
@@ -102,9 +104,11 @@ class NodeFiles:
             return items, values, faults
 
         def join(ranks: list[tuple[dict[str, bytes], dict[str, float], dict[str, str]]]) -> Any:
+            """Join the items and values of all ranks; faults stay by rank, as a file is damaged on one node."""
             items, values, faults = zip(*ranks, strict=True)
             return dict(ChainMap(*items)), dict(ChainMap(*values)), faults
 
+        # Files that are damaged on a node are read on another one, until all are read or one is on no node any more.
         while True:
             self.raw_items, self._values, faults = decide_on_first(self._group, SourceError, read, join)
             if not any(faults):

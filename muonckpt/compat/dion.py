@@ -95,7 +95,9 @@ class Muon(optimizer.Muon):
                 "newton_schulz_func: a function of one's own cannot be planned for; choose coefficients of "
                 "muonckpt.optimizer.COEFFICIENTS with muonckpt.optimizer.Muon(ns_coefficients=...)"
             )
+        # `add_param_group`, which the base constructor calls, reads these for the groups that do not say them.
         self._betas, self._epsilon, self._flatten = betas, epsilon, flatten
+        # Dion chooses the iteration by flags; its Gram form computes in float16 and restarts after the second step.
         iteration: dict[str, Any] = {"ns_coefficients": "polar_express_dion" if use_polar_express else "quintic"}
         if use_gram_newton_schulz:
             iteration = {"ns_coefficients": "polar_express_gram", "ns_dtype": "float16", "gram": (2,)}

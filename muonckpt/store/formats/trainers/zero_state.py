@@ -318,30 +318,38 @@ class _Optimizer:
 def _add_optimizer(
     contents: _Contents, run: Mapping[object, object], optimizers: Mapping[int, _Optimizer], num_ranks: int
 ) -> object:
-    """Add weights and state; return the stage."""
+    """Add the weights, state and options that ranks' optimizers have; return the stage of ZeRO.
+
+    ZeRO flattens the parameters of each of its own groups to one tensor, cut over ranks.  To the optimizer that it
+    wraps, each such tensor is one parameter, and a parameter group of that optimizer may have several of them.
+    """
     first = next(iter(optimizers.values()))
-    numbers = list(chain.from_iterable(expect(list, group.get(PARAMS)) for group in first.groups))
-    # The model states say the parameters of each group, in the order in which they are flattened.
-    groups = [_parameters(group) for group in expect(list, run.get("param_shapes"))]
+    flat_numbers = list(chain.from_iterable(expect(list, group.get(PARAMS)) for group in first.groups))
+    # The model states say the parameters of each flat tensor, in the order in which they are flattened.
+    flat_groups = [_parameters(group) for group in expect(list, run.get("param_shapes"))]
     for optimizer in optimizers.values():
-        _check_groups(optimizer, len(groups), len(numbers), num_ranks)
-    # Each group of parameters is one flat parameter of the optimizer below.
+        _check_groups(optimizer, len(flat_groups), len(flat_numbers), num_ranks)
+    # Weights and state lie in the ranks' parts of the flat tensors.
     layouts = []
-    for number, parameters in enumerate(groups):
-        masters = {rank: _flat(optimizer.file, optimizer.masters[number]) for rank, optimizer in optimizers.items()}
-        with about(f"group {number}"):
-            layout = _layout(parameters, number, optimizers, masters, num_ranks)
+    for index, parameters in enumerate(flat_groups):
+        masters = {rank: _flat(optimizer.file, optimizer.masters[index]) for rank, optimizer in optimizers.items()}
+        with about(f"group {index}"):
+            layout = _layout(parameters, index, optimizers, masters, num_ranks)
             contents.add_parts(("model",), (), layout, masters)
-            _add_state(contents, layout, optimizers, numbers[number])
+            _add_state(contents, layout, optimizers, flat_numbers[index])
             layouts.append(layout)
-    # Options are those of its groups, which have several flat parameters.
+    # Options are of the wrapped optimizer's groups, which name the parameters of all their flat tensors.
     remaining = iter(layouts)
     for number, group in enumerate(first.groups):
         root = ("optimizer", PARAM_GROUPS, number)
         for option in group:
-            if option != PARAMS:
-                values = {rank: each.plain(each.groups[number].get(option)) for rank, each in optimizers.items()}
-                contents.items.add((*root, expect(str, option)), same_on_ranks(f"{option} of group {number}", values))
+            if option == PARAMS:
+                continue
+            values = {
+                rank: rank_optimizer.plain(rank_optimizer.groups[number].get(option))
+                for rank, rank_optimizer in optimizers.items()
+            }
+            contents.items.add((*root, expect(str, option)), same_on_ranks(f"{option} of group {number}", values))
         layouts_of_group = islice(remaining, len(expect(list, group.get(PARAMS))))
         parameters_of_group = chain.from_iterable(layout.parameters for layout in layouts_of_group)
         contents.items.add((*root, PARAMS), [parameter.name for parameter in parameters_of_group])
