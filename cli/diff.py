@@ -57,6 +57,7 @@ def diff_command(
     """
     if (options["from_a"] or options["from_b"]) and not options["to_dialect"]:
         raise click.UsageError("--from-a and --from-b have no meaning without --to")
+    # One folder of a run stands for its two newest whole steps; two are compared step by step, by metadata alone.
     if b is None:
         run = run_of(a)
         if run is None:

@@ -65,6 +65,7 @@ def _print(checkup: Checkup) -> None:
     print_line()
     print_table(HEADERS, list(table(checkup.parameters)))
     print_line()
+    # The line to write stands alone, so that it can be copied.
     for finding in checkup.findings:
         print_line(f"look at: {finding.message}", fg="red")
         means, _, line = finding.means.partition(WRITE)

@@ -55,6 +55,7 @@ def _print(fit: Fit) -> None:
     for line in lines:
         print_line(line)
     amounts = ("bytes", "least", "mean", "most")
+    # The table of uneven tensors gets the rows that the answer leaves of the screen.
     rows = [(s["slot"], s["tensors"], *(size(round(s[name])) for name in amounts)) for s in fit.shares]
     print_section(("a rank would hold", "tensors", *amounts), rows)
     uneven = [(entry.pattern, entry.tensors, " x ".join(map(str, entry.shape)), entry.cuts,

@@ -75,6 +75,7 @@ def inspect_command(checkpoint: Location, as_json: bool, **options: Any) -> int:
         return print_fit(checkpoint, options["fits"], options["shard"], options["layout"], as_json)
     if options["shard"] or options["layout"]:
         raise click.UsageError("--shard and --layout have no meaning without --fits")
+    # The folder of a run is shown as one only if nothing else is asked; else its newest whole step is meant.
     history = history_of(checkpoint)
     if history is not None:
         if not any(options.values()):

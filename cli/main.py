@@ -202,6 +202,7 @@ def _run(arguments: Sequence[str]) -> int:
         ):  # libraries turn interruptions into other errors
             _complain("interrupted")
             return 130
+        # Errors that the user can mend have a code; all others are bugs of ours.
         if "--debug" in arguments:
             import traceback
 

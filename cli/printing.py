@@ -136,6 +136,7 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """
     lock, label = threading.Lock(), printable(label)
     bytes_done, tenths, last = 0, 0, time.monotonic()
+    # On a terminal a bar, which is gone at the end.
     if sys.stderr.isatty():
         from rich import progress as bars
         from rich.console import Console
@@ -151,6 +152,7 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
             yield lambda count, total: shown.update(task, advance=count, total=total, visible=True)
         return
 
+    # Elsewhere few lines, for these stay in a log.
     def advance(count: int, total: int) -> None:
         nonlocal bytes_done, tenths, last
         with lock:

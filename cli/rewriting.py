@@ -306,6 +306,7 @@ def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: boo
     if as_json:
         print_json(report)
         return
+    # What to know of the source, the plan, what was not taken or came from elsewhere, then the result.
     for note in report.notes:
         print_line(note)
     if planned:

@@ -45,9 +45,11 @@ def stats_command(
     muonckpt stats run/step-00001000 '*momentum*'
     muonckpt stats run/step-00001100 --since run/step-00001000
     """
-    if (run := run_of(checkpoint)) is not None:
-        *before, checkpoint = newest_whole(run, min(max(len(run.whole), 1), 2))
-        since = since or next(iter(before), None)
+    # Of a run: its newest whole step, since the one before if there are two.
+    run = run_of(checkpoint)
+    if run is not None:
+        *earlier, checkpoint = newest_whole(run, min(max(len(run.whole), 1), 2))
+        since = since or next(iter(earlier), None)
     with progress("stats") as advance:
         figures = stats(
             checkpoint, since, select=globs, spectra=not no_spectra, memory=memory, jobs=jobs, progress=advance

@@ -64,6 +64,7 @@ def verify_command(
         fields = {name: value for name, value in fields_of(report).items() if name != "diagnosis"}
         print_json({**fields, "findings": findings, "verdict": report.verdict, "diagnosis": report.diagnosis})
         return 1 if report.findings else 0
+    # The diagnosis says the damage in one sentence, so of the findings behind it one is enough.
     for number, line in enumerate(report.diagnosis.lines):
         print_line(line, fg="red" if number == 0 else None)
     _print_findings(report.findings, verbose, 1 if report.diagnosis else None)

@@ -94,6 +94,7 @@ def build(make: Maker, source: str) -> Built:
         TargetError: it fails on the CPU as well, or returns something else.
     """
     why = ""
+    # Some options are tensors: those made on the meta device have no values, so they need the CPU as well.
     for device in ("meta", "cpu"):
         try:
             with torch.device(device):

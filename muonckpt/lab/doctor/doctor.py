@@ -112,6 +112,7 @@ def _misplaced(built: Built, treatments: Sequence[Treatment]) -> Iterator[Findin
     for optimizer in built.optimizers:
         for group in optimizer.param_groups:
             times.update(group["params"])
+    # Strangers have no name, so a shape stands for them.
     strangers = [tuple(parameter.shape) for parameter in times.elements() if parameter not in names]
     if strangers:
         yield Finding(

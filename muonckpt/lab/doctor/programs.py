@@ -102,6 +102,7 @@ def _of_emerging(optimizer: Optimizer, parameter: Tensor) -> Options:
     if (method := getattr(optimizer, "weight_decay_method", "decoupled")) != "decoupled":
         raise SourceError(f"weight_decay_method={method!r}: muonckpt has decoupled decay only")
     scale, factor = scripts.EMERGING_SCALES[mode]
+    # Fused queries, keys and values are split only for parameters that the user's function selects.
     pieces: dict[str, Any] = {"pieces": None}
     if getattr(optimizer, "split_qkv", False) and optimizer.is_qkv_fn(parameter):  # type: ignore[attr-defined]
         sizes = tuple(getattr(parameter, "qkv_split_shapes", None) or optimizer.qkv_split_shapes)  # type: ignore[attr-defined]

@@ -111,8 +111,10 @@ def traffic_of(model: ModelTensors, target: Target, training: Training) -> Traff
         share = parameter.numel * itemsize(parameter.dtype) / (target.ranks / (_ranks(target, shards + copies)))
         cut, copied = _ranks(target, shards), _ranks(target, copies)
         resident += share
+        # Gradients are reduced to shards first, and the shards then over the copies.
         parameters += scheme.gathers * share * (cut - 1) / cut
         gradients += share * (cut - 1) / cut + 2 * share / cut * (copied - 1) / copied
+        # A block's parameters with the same axes share one collective of each kind.
         block = _block(parameter.name)
         if cut > 1:
             calls |= {(f"gather{number}", block, shards) for number in range(scheme.gathers)}

@@ -428,6 +428,7 @@ def model_of_config(file: Location, dtype: str | None = None, method: MatrixMeth
         raise SourceError(f"{file}: expected a config.json of Hugging Face's, found no JSON: {error}") from error
     if not isinstance(data, dict):
         raise SourceError(f"{file}: expected a config.json with an object, found {type(data).__name__}")
+    # The dtype of training counts before that of the file; transformers 5 writes the shorter name.
     settings = Settings(str(file), data)
     dtype = dtype or data.get("dtype") or data.get("torch_dtype") or "bfloat16"
     if not isinstance(dtype, str):

@@ -87,6 +87,7 @@ def forecast(
             matrices; a rule or a pattern that fits nothing.
         LayoutError: a matrix cannot be planned.
     """
+    # Arguments are checked before a file is read, which can take a while.
     if (model is None) == (checkpoint is None):
         raise TargetError("expected a model's config.json or a checkpoint, one of the two")
     if ns_dtype not in PRECISIONS:
@@ -130,6 +131,7 @@ def prospect_of(
     if not meshes:
         raise TargetError("expected at least one mesh, such as dp=8")
     rules = tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items())
+    # A rule that matches nothing, or fits no mesh, is a misprint.
     names = [parameter.name for parameter in tensors.parameters]
     for rule in rules:
         if not any(fnmatchcase(name, rule.glob) for name in names):

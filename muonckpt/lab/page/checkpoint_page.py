@@ -119,6 +119,7 @@ class Page:
         """Return the data of the page, as docs/guide/report.md describes it."""
         manifest, ranks = self.inspection.manifest, self.inspection.bytes_of_ranks()
         work = newton_schulz_by_rank(self.look.view, list(ranks)) if ranks else None
+        # Tables on the page refer to tensors by position.
         places = {tensor.key: number for number, tensor in enumerate(manifest.tensors)}
         stats = _stats_columns(self.stats, places) if self.stats else None
         unmeasured = sorted(places[key] for key in self.unmeasured)
@@ -310,6 +311,7 @@ def _stats_columns(stats: CheckpointStats, places: Mapping[str, int]) -> dict[st
     Figures are columns, and ``tensor`` a position in ``places``; rows of ``folded`` have ``members``, positions in
     columns.
     """
+    # The page opens a folded row by the positions of its members.
     rows = {id(tensor): row for row, tensor in enumerate(stats.tensors)}
     figures = [tensor.to_json() for tensor in stats.tensors]
     members = [[rows[id(tensor)] for tensor in group] for group in siblings_of(stats.tensors).values()]

@@ -233,6 +233,7 @@ def _values(step: StepNumbers, numbers: Mapping[str, StepNumbers], keys: Sequenc
     norm = math.hypot(*(tensor.norm for tensor in tensors))
     finite = sum(tensor.finite for tensor in tensors)
     ranks = sorted(tensor.stable_rank for tensor in tensors if tensor.stable_rank is not None)
+    # Drift needs every tensor at both steps, or it would be smaller than it is.
     earlier = numbers[step.since].tensors if step.since else {}
     earlier_norm = math.hypot(*(earlier[key].norm for key in keys if key in earlier))
     has_drift = earlier_norm > 0 and all(key in step.changes and key in earlier for key in keys)
