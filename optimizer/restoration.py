@@ -217,21 +217,28 @@ def _restore_options(
     saved_groups: Sequence[Mapping[str, Any]],
     origins: Sequence[int | None],
 ) -> list[dict[str, Any]]:
-    """Return an optimizer's groups with the `RESTORED` options of their origins."""
+    """Return an optimizer's groups with the `RESTORED` options of the saved groups that they come from.
+
+    Args:
+        origins: the number of each group's saved group; None for one whose parameters all start fresh.
+    """
     restored = []
     for number, (group, origin) in enumerate(zip(groups, origins, strict=True)):
         saved = {} if origin is None else saved_groups[origin]
-        # Options of the arithmetic stay as the code has them.
+        # Options that schedules do not change, such as those of Newton-Schulz, stay as the code has them.
         common = group.keys() & saved.keys() - {*RESTORED, "algorithm", "params", "param_names"}
         differing = [key for key in sorted(common) if _comparable(key, saved[key]) != _comparable(key, group[key])]
         if differing:
             shown = ", ".join(f"{key}={group[key]!r} (saved {saved[key]!r})" for key in differing)
             warn_on_rank(f"group {number} keeps the code's {shown}", stacklevel=4)
-        # Rates, and the options of the code at that time, come from the saved run.
-        options = {key: _as_kind_of(group.get(key), saved[key]) for key in RESTORED if key in saved}
+        # Rates come from the saved run; so does what its code gave them at first, under the keys of `GIVEN_KEYS`, from
+        # which `adopt_saved_options` tells what has changed in the code since.
+        options = {key: _convert_option(group.get(key), saved[key]) for key in RESTORED if key in saved}
         if saved:
             options |= {GIVEN_KEYS[option]: value for option, value in options_in_code(saved).items()}
         restored.append({**group, **options})
+    # A saved scheduler knows groups by number and first rate.  A misfit is refused if this run has a scheduler already,
+    # which would go on wrongly; else only warned of, as none may be made.
     saved_rates = [as_numbers(group.get("initial_lr")) for group in saved_groups]
     rates = [as_numbers(group.get("initial_lr")) for group in restored]
     if misfit := scheduler_misfit(saved_rates, rates):
@@ -248,10 +255,10 @@ def _comparable(key: str, value: Any) -> Any:
     return UNNAMED if key == "adjust_lr_fn" and value is None else as_tuples(value)
 
 
-def _as_kind_of(live: Any, saved: Any) -> Any:
+def _convert_option(live: Any, saved: Any) -> Any:
     """Return a saved value as a tensor where this optimizer has one."""
     if isinstance(live, tuple | list):
-        return type(live)(_as_kind_of(*pair) for pair in zip(live, saved, strict=True))
+        return type(live)(_convert_option(*pair) for pair in zip(live, saved, strict=True))
     return live.clone().fill_(float(saved)) if isinstance(live, Tensor) else saved
 
 

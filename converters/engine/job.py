@@ -108,35 +108,39 @@ class Job:
 
     def digest(self) -> str:
         """Return a digest that two jobs share if they would write the same files from the same source."""
-        return xxh3_128(self._description())
+        return xxh3_128(self._digest_input())
 
-    def _description(self) -> Iterator[bytes]:
-        """Yield everything in which two jobs can differ."""
-        # The source and the request.
+    def _digest_input(self) -> Iterator[bytes]:
+        """Yield the bytes that `digest` covers: all that decides what the files will be.
+
+        Workers plan a job each by itself, and ``resume`` plans it again: digests show whether the plans agree.
+        """
+        # The source as it is now, and what is asked of it.
         task = self.state, self.target, self.container.name, self.select, self.arranged.items
         yield _text(*task, json.dumps(self.arranged.provenance), json.dumps(self.manifest.provenance))
         columns, blobs = self.rows.columns, self.manifest.blobs
         yield _text(columns.names, blobs, [(tensor.key, len(tensor.chunks)) for tensor in self.manifest.tensors])
         yield from (column.tobytes() for column in (*columns.arrays, columns.frames))
-        # The tensors, each with the chunks that it is made of.
-        tensors = {output.key: number for number, output in enumerate(self.outputs.tensors)}
-        plans: dict[ChunkPlan, int] = {}
+        # The tensors, each with the chunks of the source that it is made of.
+        tensor_numbers = {output.key: number for number, output in enumerate(self.outputs.tensors)}
+        plan_numbers: dict[ChunkPlan, int] = {}
         for output in self.outputs.tensors:
             sources = [(self.rows.first(chunks), len(chunks)) for chunks in output.sources]
-            # The tensor without its chunks, and without its former layout, which nobody uses.
+            # The record without its chunks, which are in the files below, and without its former layout, which nobody
+            # uses.
             fields = record_fields(output.record)
             fields.pop("layout", None)
             yield _text(tuple(fields.values()), sources, tuple(map(layout_digest, output.layouts)), output.making)
-        # The files: their plans, each once, and the tensor, the plan and the offset of every chunk.
+        # The files: their plans, each once because many chunks share it, and the tensor, plan and offset of each chunk.
         for file in self.files:
             for plan in file.chunks.plans:
-                if plan not in plans:
-                    plans[plan] = len(plans)
+                if plan not in plan_numbers:
+                    plan_numbers[plan] = len(plan_numbers)
                     yield _text(plan.box.lo, plan.box.hi, plan.frame.payload_offset, plan.frame.length)
             yield _text(file.name, file.length, file.items, len(file.chunks))
             yield file.chunks.offsets.tobytes()
-            yield np.array([tensors[output.key] for output in file.chunks.outputs], np.int64).tobytes()
-            yield np.array([plans[plan] for plan in file.chunks.plans], np.int64).tobytes()
+            yield np.array([tensor_numbers[output.key] for output in file.chunks.outputs], np.int64).tobytes()
+            yield np.array([plan_numbers[plan] for plan in file.chunks.plans], np.int64).tobytes()
 
 
 def _text(*values: object) -> bytes:

@@ -338,7 +338,7 @@ def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], p
         )
     # What the cuts mean for the program that runs there.
     if target.layout == ROWS:
-        yield from _bad_cuts(target, tensors, _pieces(look))
+        yield from _cut_findings(target, tensors, _pieces(look))
     cut_axes = {axis for axis, _ in chain.from_iterable(rule.cuts for rule in target.rules) if target.mesh[axis] > 1}
     if target.layout != ROWS and cut_axes:
         axes = " and ".join(sorted(cut_axes))
@@ -349,7 +349,7 @@ def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], p
         )
 
 
-_MEANS: Mapping[str, str] = MappingProxyType(
+_CUT_MEANINGS: Mapping[str, str] = MappingProxyType(
     {
         "fused": "that is right where parameters are gathered before they are used (FSDP), and wrong for tensor "
         "parallelism, where each rank needs its share of every fused matrix",
@@ -360,32 +360,40 @@ _MEANS: Mapping[str, str] = MappingProxyType(
 """What cuts mean for programs, by the kind of the finding; `load` and Muon take them all."""
 
 
-def _bad_cuts(
+def _cut_findings(
     target: Target, tensors: Sequence[StateRecord], pieces: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Finding]:
-    """Yield the cuts by rules that go through fused matrices (``pieces``, by key), and unequal ones of other dims."""
-    # Tensors with equal cuts of one kind are one finding.
+    """Yield a finding for the cuts that are right for some programs only: of fused matrices, and into unequal parts.
+
+    Unequal parts of the rows of a matrix, or of a vector, are no finding: all programs have them.
+
+    Args:
+        pieces: the rows of each matrix that is fused in a tensor, by the tensor's key.
+    """
+    # Many tensors are cut in the same way, which is one finding with their keys.
     keys_by_cut: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for tensor in tensors:
         for dim, axes in _cut_dims(target, tensor).items():
             # All parts but the last have ceil(length / parts) indices, as in FSDP and DTensor.
             parts, length = math.prod(target.mesh[axis] for axis in axes), tensor.shape[dim]
-            share = -(-length // parts)
-            empty_parts = parts - -(-length // share)
+            part_length = -(-length // parts)
+            empty_parts = parts - -(-length // part_length)
             cut = f"{','.join(axes)}:{dim} cuts"
-            shares = f"{parts} parts of at most {share}{f', {empty_parts} of them empty' if empty_parts else ''}"
+            parts_text = (
+                f"{parts} parts of at most {part_length}{f', {empty_parts} of them empty' if empty_parts else ''}"
+            )
             if tensor.key in pieces and dim == len(tensor.shape) - 2:
                 heights = "+".join(map(str, pieces[tensor.key]))
                 kind, message = "fused", f"{cut} rows that are fused of {heights} into {parts} parts"
             elif length % parts and len(tensor.shape) == 3 and dim == 0:
-                kind, message = "stack", f"{cut} stacks of {length} matrices into {shares}"
+                kind, message = "stack", f"{cut} stacks of {length} matrices into {parts_text}"
             elif length % parts and dim:
-                kind, message = "unequal", f"{cut} {length} indices into {shares}"
+                kind, message = "unequal", f"{cut} {length} indices into {parts_text}"
             else:
                 continue
             keys_by_cut[kind, message].append(tensor.key)
     for (kind, message), keys in keys_by_cut.items():
-        yield Finding.listing(kind, f"{message} ({_MEANS[kind]})", keys)
+        yield Finding.listing(kind, f"{message} ({_CUT_MEANINGS[kind]})", keys)
 
 
 def _pieces(look: FirstLook) -> dict[str, tuple[int, ...]]:

@@ -451,9 +451,10 @@ def _optimizer_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _group_lines(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Say each option once: of all groups, of those of one name, or of the one group that has it so.
+    """Yield the lines of parameter groups, with each option once: for all groups, for those of one name, or for one.
 
-    What differs between groups of one name is said whole; of other options the first are, and the rest counted.
+    A line has the first `_MAX_OPTIONS` options and counts the others; but groups of one name differ only by the options
+    of their own lines, so those have all.
     """
     # Options that all groups have in common.
     common = _common_options(groups) if len(groups) > 1 else {}
@@ -465,30 +466,30 @@ def _group_lines(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str
         by_name[group["name"]].append(group)
     common_by_name = {name: _common_options(members) for name, members in by_name.items() if len(members) > 1}
     for name, options in common_by_name.items():
-        new = _options_besides(options, common, name)
-        if new and len(by_name) > 1:
-            yield "groups", f"{name or 'others'}: {_options_text(new, _MAX_OPTIONS)}"
-    # Each group with the options that remain.
+        name_options = _options_besides(options, common, name)
+        if name_options and len(by_name) > 1:
+            yield "groups", f"{name or 'others'}: {_options_text(name_options, _MAX_OPTIONS)}"
+    # Each group: its numbers, its parameters, and the options that are in no line above.
     for group in groups[:_MAX_GROUPS]:
         name = group["name"]
-        said = {**common, **common_by_name.get(name, {})}
-        options = _options_besides(group["options"], said, name)
+        shared_options = {**common, **common_by_name.get(name, {})}
+        options = _options_besides(group["options"], shared_options, name)
         numbers = f"{ranges(group['groups'])}: " if group["groups"] else ""
         members = ", ".join(group["holds"])
         if len(members) > _MAX_NAMES:
             members = f"{members[:_MAX_NAMES].rstrip()} …"
         count = counted(group["parameters"], "parameter") + (f" ({members})" if members else "")
         limit = None if len(by_name[name]) > 1 else _MAX_OPTIONS
-        nothing = "" if said else ", without options"
-        text = f": {_options_text(options, limit)}" if options else nothing
-        yield "group", f"{numbers}{f'{name}, ' if name else ''}{count}{text}"
+        absence = "" if shared_options else ", without options"
+        options_text = f": {_options_text(options, limit)}" if options else absence
+        yield "group", f"{numbers}{f'{name}, ' if name else ''}{count}{options_text}"
     if len(groups) > _MAX_GROUPS:
         yield "", f"and {len(groups) - _MAX_GROUPS} groups with other options (`.groups`)"
 
 
-def _options_besides(options: Mapping[str, Any], said: Collection[str], name: str) -> dict[str, Any]:
-    """Return the options that have not been said, but for the one that is the name of the group."""
-    return {option: value for option, value in options.items() if option not in said and value != name}
+def _options_besides(options: Mapping[str, Any], shared_options: Collection[str], name: str) -> dict[str, Any]:
+    """Return the options that other lines do not have, but for the one whose value is the name of the group."""
+    return {option: value for option, value in options.items() if option not in shared_options and value != name}
 
 
 def _common_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def translate(
         target: the dialect to write; None means the source's.
         source: the dialect of the checkpoint; None means that the keys tell.
         rules: are applied to parameters and to their state.
+        overrides: the user's statements where the checkpoint says nothing.
         drop: slots of state to leave out.
         like: the groups of the run that the result is for.
 
@@ -84,7 +85,7 @@ def translate(
         TargetError: ``drop`` names a slot that does not exist, or no rule matches a parameter.
         LayoutError: rules do not fit the tensors, or a tensor has a hole or an overlap.
     """
-    # Whose checkpoint it is: the keys tell, unless the groups' values are none of that program's.
+    # Find the source's dialect: the keys tell it, unless the options of its groups cannot be that program's.
     if source is None:
         detected = detect(manifest)
         groups = stored_groups(manifest, detected.dialect, values)
@@ -96,7 +97,7 @@ def translate(
         raise SourceError(
             f"checkpoints of {target.name} can be read but not written; choose another program with `to_dialect=`"
         )
-    # What it means, whoever takes it; then its parameters by the target's names; then all in the target's words.
+    # Parse the source into a view that is in no dialect, translate its names, and render it in the target's keys.
     view = parse(manifest, values, detected.dialect)
     model = translate_model(
         view, manifest, values, detected, target, rules or NameRules(), overrides or Overrides(), drop
@@ -105,14 +106,14 @@ def translate(
     renderer = _Renderer(model, target, like, findings)
     tensors, items = renderer.outputs()
     constants = tuple(renderer.constants.values())
-    # What became of everything.
+    # Report how momentum was read, what is left out, and what the target cannot say.
     momenta: list[str] = []
     counts = Counter(model.convention(parameter) for parameter in model.stateful if "momentum" in parameter.slots)
     for (convention, reason), count in counts.items():
         subject = f"momentum of {count} parameters" if len(counts) > 1 else "momentum"
         momenta.append(f"{subject}: {convention or 'unknown'}, because {reason}")
-    left_keys = {*model.left_out}
-    states = (model.dialect.state.read(entry.path) for entry in entries_of(manifest) if entry.key in left_keys)
+    left_out_keys = {*model.left_out}
+    states = (model.dialect.state.read(entry.path) for entry in entries_of(manifest) if entry.key in left_out_keys)
     for slot, count in Counter(fields["slot"] if fields else "weights" for fields in states).items():
         findings.check(Action.LEFT, slot, f"{count} tensors or items")
     _report_losses(model, target, findings)
@@ -333,15 +334,15 @@ class _Renderer:
         if self.is_same_dialect and self.like is None:
             return self._renamed_groups()
         # In other words a group is split by what its options mean for each of its parameters.
-        by_listed = {parameter.listed: parameter for parameter in (*source.stateful, *source.stateless)}
+        parameters = {parameter.listed: parameter for parameter in (*source.stateful, *source.stateless)}
         shapes, derived, groups = source.shapes(), list[OutputItem](), list[ParameterGroup]()
         for group, members in source.groups:
-            groups += self._split_by_options(group, members, by_listed, shapes, derived)
+            groups += self._split_by_options(group, members, parameters, shapes, derived)
         groups = merge_equal(groups)
         if self.like is not None:
             groups = self.like.arrange(groups, target, self.findings)
         if target.common is not None:
-            return [], [_item(target.common, [self._common_state(groups, by_listed)])]
+            return [], [_item(target.common, [self._common_state(groups, parameters)])]
         self._number(groups)
         if f"{PARAM_GROUPS}.{{name}}.{{option}}" in str(target.option):
             self._report_schedules(groups)
@@ -351,7 +352,7 @@ class _Renderer:
         self,
         group: ParameterGroup,
         members: Collection[str],
-        by_listed: Mapping[str, TranslatedParameter],
+        parameters: Mapping[str, TranslatedParameter],
         shapes: Mapping[str, Index],
         derived: list[OutputItem],
     ) -> Iterator[ParameterGroup]:
@@ -362,25 +363,28 @@ class _Renderer:
         options_by_kind: dict[object, Mapping[str, object]] = {}
         names_by_options: defaultdict[str, list[str]] = defaultdict(list)
         options_by_key: dict[str, Mapping[str, object]] = {}
-        steps = _steps(by_listed[name] for name in members if name in by_listed) or _steps(by_listed.values())
+        # The steps that the group's parameters have counted, or else those of all.
+        steps = _steps(parameters[name] for name in members if name in parameters) or _steps(parameters.values())
         for name in members:
-            if name not in by_listed:
+            if name not in parameters:
                 self.findings.add(
                     f"{name} has no state, and no option says by which method; it is in no group of the target"
                 )
                 continue
-            parameter, shape = by_listed[name], shapes.get(name, ())
+            parameter, shape = parameters[name], shapes.get(name, ())
             method = self.method(parameter)
-            # What the options depend on: rows that are split or joined, the number of steps, the template.
+            # Options depend on the rows that are split or joined, the number of steps and the template.
             template_options = self.like.options_of(name) if self.like is not None else {}
-            is_split = self._has_unsaid_pieces(group, parameter, shape)
+            is_split = self._has_unknown_pieces(group, parameter, shape)
             fused = [tensor.fused for tensor in parameter.tensors if tensor.fused]
             fused_rows = fused[-1] if fused and not is_split else None
             step = parameter.step if "step" in method.options else None
-            if "step" in method.options and (step is None or parameter.is_stateless):  # a matrix has that of others
+            # Matrices do not count steps: an option that does gets the most that another parameter has counted.
+            if "step" in method.options and (step is None or parameter.is_stateless):
                 if {"first", "second"} <= method.slots.keys() and not steps:
                     raise self._unknown_steps(parameter)
                 step = max(steps, default=self.source.overrides.step or 0)
+            # Most parameters of a group are of one kind, for which options are translated once.
             kind = parameter.method.name, method.name, step, shape, is_split, fused_rows, repr(template_options)
             if kind not in options_by_kind:
                 options_by_kind[kind] = self._options(
@@ -390,6 +394,7 @@ class _Renderer:
             key = repr(sorted(options.items()))
             names_by_options[key].append(name)
             options_by_key[key] = options
+            # State that follows from options is not copied from the source, unless nothing changes: it is computed.
             if method.derived and (self.source.left_out or not self.is_same_dialect):
                 common = self._common_options(group, parameter, shape)
                 for slot, value_of in method.derived.items():
@@ -444,7 +449,7 @@ class _Renderer:
         stored = replace(stored, common=common)
         return write_options(stored, source.dialect, target, method, shape, self.findings, template_options)
 
-    def _has_unsaid_pieces(self, group: ParameterGroup, parameter: TranslatedParameter, shape: Index) -> bool:
+    def _has_unknown_pieces(self, group: ParameterGroup, parameter: TranslatedParameter, shape: Index) -> bool:
         """Return whether a slot that follows from the options has another value: its rows are split, unsaid.
 
         XTuner takes the sizes as an argument of its constructor.
@@ -533,7 +538,7 @@ class _Renderer:
         return [int(self.numbers.get(name, name)) for name in names] if self.target.numbered else list(names)
 
     def _common_state(
-        self, groups: list[ParameterGroup], by_listed: Mapping[str, TranslatedParameter]
+        self, groups: list[ParameterGroup], parameters: Mapping[str, TranslatedParameter]
     ) -> dict[str, object]:
         """Return the optimizers' part of Megatron's common state: groups without parameters, and AdamW's step.
 
@@ -542,7 +547,7 @@ class _Renderer:
         # The optimizer of each chain, with its groups, and the step that AdamW counts for all parameters.
         optimizers: defaultdict[tuple[int, ...], dict[str, Any]] = defaultdict(dict)
         for group in groups:
-            members = [by_listed[name] for name in group.parameters if name in by_listed]
+            members = [parameters[name] for name in group.parameters if name in parameters]
             numbers = re.findall("[0-9]+", self._chain(members[0])["chain"])
             optimizer = optimizers[tuple(map(int, numbers))]
             optimizer.setdefault(PARAM_GROUPS, []).append(dict(group.options))

@@ -70,7 +70,7 @@ def match(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
         if globs.patterns
     )
     optimizer_matches = (_OptimizerMatch(optimizer, template, stored).match(globs) for optimizer in template.optimizers)
-    return Matching.joined([Matching(faults=unnamed), _by_key(template, stored, globs), *optimizer_matches])
+    return Matching.joined([Matching(faults=unnamed), _match_by_key(template, stored, globs), *optimizer_matches])
 
 
 _GIVEN = {
@@ -135,17 +135,21 @@ def _as_code(values: Mapping[KeyPath, str]) -> str:
     return f"{{{', '.join(f'{root!r}: {part.get(()) or _as_code(part)}' for root, part in parts.items())}}}"
 
 
-_GIVEN_OPTIONS = frozenset(GIVEN_KEYS.values())
+_CODE_OPTIONS = frozenset(GIVEN_KEYS.values())
 """Options of groups that a state dict has only where a rate was changed; either side may lack them."""
 
 
-def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
-    """Take by its key what is in no optimizer.  Weights that the checkpoint lacks may be kept."""
+def _match_by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
+    """Match by their keys the values that are in no optimizer with names.
+
+    Weights that the checkpoint lacks keep their values if ``fresh=`` names them.
+    """
     optimizer_prefixes = tuple(chain.from_iterable((each.state, each.options) for each in template.optimizers))
     sources: dict[str, str] = {}
     kept_weights, missing_keys, faults, keys_of_other_ranks = {}, [], [], []
     missing_names, extra_names = defaultdict(set), defaultdict(set)
-    # 1. Keys that both sides have, weights that may stay as they are, and keys that only the template has.
+    # 1. Keys that both sides have, weights that may stay as they are, and keys that only the template has.  Where ranks
+    # saved values of their own under a key, this rank's is its origin; it is a fault if only other ranks have one.
     for key in sorted(template.values):
         *parents, name = template.paths[key]
         if key.startswith(optimizer_prefixes):
@@ -158,9 +162,10 @@ def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
             faults += [f"{key!r} {fault}" for fault in template.misfits(key, stored.entries[origin])]
         elif isinstance(template.values[key], torch.Tensor) and globs.match(str(name)):
             kept_weights[key] = str(name)
-        elif not (PARAM_GROUPS in parents and name in _GIVEN_OPTIONS):
+        elif not (PARAM_GROUPS in parents and name in _CODE_OPTIONS):
             missing_keys.append(key)
-    # 2. Names that only one side has, by their place: a wrapper of the model changes all of them alike.
+    # 2. Names that only one side has, by their place: a wrapper of the model changes all of them in the same way, which
+    # is told with its cure beside the missing keys.
     tied_keys = template.tied_keys(sources) if missing_keys else ()  # loaded under the name that the checkpoint has
     missing_keys = [key for key in missing_keys if key not in tied_keys]
     for *parents, name in map(template.paths.__getitem__, missing_keys):
@@ -170,13 +175,14 @@ def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
         if key not in template.values:
             extra_names[tuple(parents)].add(str(name))
     wrapper_faults = [describe_wrappers(names, extra_names[parents]) for parents, names in missing_names.items()]
-    # 3. Options that only the checkpoint has come into the groups whose other options are taken.
+    # 3. Options that only the checkpoint has come into the groups whose other options are loaded.
     groups = {template.paths[key][:-1] for key in sources}
     added_options = {
         entry.path: key
         for key, entry in stored.entries.items()
-        if entry.path[-1] in _GIVEN_OPTIONS and key not in template.values and entry.path[:-1] in groups
+        if entry.path[-1] in _CODE_OPTIONS and key not in template.values and entry.path[:-1] in groups
     }
+    # 4. Keys that no value of the template is read from, and that are not extra in the checkpoint all the same.
     spared_keys = {key for key, origin in sources.items() if key != origin}
     spared_keys |= {*keys_of_other_ranks, *added_options.values()}
     faults += _of_other_ranks(keys_of_other_ranks, template, stored)

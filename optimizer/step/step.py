@@ -130,11 +130,12 @@ def make_batches(
         methods[method.name] = method
         by_shape[unit.rows_columns, (unit.form, method.name, recipe)].append(number)
 
-    # Kernels do matrices of several shapes in one launch, where those of one shape leave a GPU idle.
+    # Kernels do matrices of several shapes in one launch, where those of one shape leave a GPU idle; tall ones apart,
+    # as a launch transposes all of its matrices or none.
     by_launch: defaultdict[tuple[RowsColumns | bool, Kind], list[int]] = defaultdict(list)
     for (shape, kind), members in by_shape.items():
-        rows, columns = shape
-        is_alone = not kind[0].kernels or kind[2] is None or fills_gpu(rows, columns, len(members))
+        (rows, columns), (form, _, recipe) = shape, kind
+        is_alone = not form.kernels or recipe is None or fills_gpu(rows, columns, len(members))
         by_launch[shape if is_alone else rows > columns, kind] += members
 
     # Batches are cut to a size, and within them the method updates equal neighbours as one stack.

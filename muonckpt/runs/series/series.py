@@ -273,17 +273,18 @@ class Series:
             _check_step(step)
             return {"step": step}
 
-        def begin() -> tuple[str, StepName]:
-            run = self._asked(lambda: self._folder.identity(make=True), DestinationError)
+        def name_copy() -> tuple[str, StepName]:
+            run = self._answer_question(lambda: self._folder.identity(make=True), DestinationError)
             assert run is not None, "it was made"
             return run, NodeMemory.new_name(step)
 
         # All ranks copy under one name, in the folder of this run.
-        run, name = self._decide("async_copy", DestinationError, arguments, begin)
+        run, name = self._decide("async_copy", DestinationError, arguments, name_copy)
         assert self._memory is not None, "it was checked"
         # A copy that would make training wait is left out.
         if lane.busy():
             return None
+        # An error of the last save or copy that nobody was told of is raised before the next one begins.
         lane.settle()
         return self._memory.copy(lane, run, name, state_dict, {**(provenance or {}), "step": step}, on_error)
 
@@ -554,7 +555,9 @@ class Series:
         def begin() -> StepName:
             self._try_removal(f"what killed runs have left in {self._folder.place}", self._folder.clean)
             new = self._folder.new_name
-            return self._asked(lambda: new(step, lambda name: replace or name in self._damaged), DestinationError)
+            return self._answer_question(
+                lambda: new(step, lambda name: replace or name in self._damaged), DestinationError
+            )
 
         return self._decide("save", DestinationError, arguments, begin)
 
@@ -604,9 +607,10 @@ class Series:
         return decide_on_first(self._group, kind, arguments, decide_for)
 
     def _ask_first(self, question: Callable[[], _Answer]) -> _Answer:
-        return broadcast_from_first(self._group, SourceError, lambda: self._asked(question, SourceError))
+        return broadcast_from_first(self._group, SourceError, lambda: self._answer_question(question, SourceError))
 
-    def _asked(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
+    def _answer_question(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
+        """Return the answer about the folder; what a file system raises becomes an error of ``kind`` that names it."""
         try:
             return question()
         except MuonckptError:

@@ -185,7 +185,7 @@ class TensorParallelism:
         """Join the parts, one chunk each, that ranks have of a parameter's tensor.
 
         Raises:
-            SourceError: the parts do not fit each other; or ranks differ in what all of them should have whole.
+            SourceError: the parts do not fit each other; or a tensor that is not cut differs between ranks.
         """
         first, cut = parts[0], self.cut_of(name)
         if any((part.shape, part.dtype) != (first.shape, first.dtype) for part in parts):
@@ -204,7 +204,7 @@ class TensorParallelism:
         if cut.dim >= len(first.shape):
             raise SourceError(f"{first.key!r} of shape {first.shape} has no dim {cut.dim} for {cut}")
 
-        # Each range of a rank is a chunk of the joined tensor; of several, each is a part of the rank's storage.
+        # Each range of a rank is a chunk of the joined tensor.
         shape = [*first.shape]
         shape[cut.dim] *= len(parts)
         chunks = []
@@ -213,10 +213,13 @@ class TensorParallelism:
             lo, hi = [0] * len(shape), [*shape]
             lo[cut.dim], hi[cut.dim] = joined_start, joined_start + length
             chunk = replace(parts[rank].chunks[0], box=Box(tuple(lo), tuple(hi)))
+            # Of several ranges each is a run of rows (`TensorCut` interleaves only dim 0), so its bytes lie together in
+            # the rank's; the checksum is of all of these.
             if cut.interleaved > 1:
                 assert chunk.payload is not None, "files of torch.save say where their elements are"
-                size = chunk.payload.length // first.shape[0]
-                payload = replace(chunk.payload, offset=chunk.payload.offset + start * size, length=length * size)
+                row_bytes = chunk.payload.length // first.shape[0]
+                offset = chunk.payload.offset + start * row_bytes
+                payload = replace(chunk.payload, offset=offset, length=length * row_bytes)
                 chunk = replace(chunk, payload=payload, crc32=None)
             chunks.append(chunk)
         return replace(first, shape=tuple(shape), chunks=Chunks.of(chunks, len(shape)), layout=None)

@@ -299,19 +299,20 @@ def look_at_step(place: Location, name: StepName, last: Verification | None, vis
         OSError: its files cannot be listed.
     """
     try:
-        return _look(place, name, last, visit)
+        return _examine_step(place, name, last, visit)
     except FileNotFoundError:  # it is removed while we look
         if place.exists():
             raise
         return RunStep(place.name, place, *name, "incomplete", _GONE, 0, None)
 
 
-def _look(place: Location, name: StepName, last: Verification | None, visit: Visit) -> RunStep:
-    # A verification counts that was of the files as they are.
+def _examine_step(place: Location, name: StepName, last: Verification | None, visit: Visit) -> RunStep:
+    """Return a step with its state, as `look_at_step` does; raises FileNotFoundError where it is being removed."""
+    # The last verification counts only if the files are the same as then.
     files = look_at_files(place)
     last = last if last and last.files == files.digest else None
     step = RunStep(place.name, place, *name, "damaged", "", files.bytes, files.last_write, verified=last)
-    # Find the checkpoint, and look at its descriptions and the sizes of its files.
+    # Find the checkpoint, and look at its descriptions and the sizes of its files; the caller, too, while it is open.
     try:
         path = _checkpoint_in(place)
         if path is None:
@@ -321,7 +322,7 @@ def _look(place: Location, name: StepName, last: Verification | None, visit: Vis
         with OpenCheckpoint(path) as opened:
             damage, findings = damage_of_files(opened), findings_by_files(opened)
             fault = sentence_of(damage, unexplained(damage, findings))
-            # What describes it to other programs may be damaged, although nothing that we read is lost.
+            # It is complete if only a file is damaged that describes it to other programs: we read the manifest.
             is_complete = not damage and all(finding.kind == "description" for finding in findings)
             visit(place.name, opened)
     except DamageError as error:
@@ -330,7 +331,7 @@ def _look(place: Location, name: StepName, last: Verification | None, visit: Vis
         if place.exists():
             return replace(step, state="unread", fault=str(error))
         return replace(step, state="incomplete", fault=_GONE)
-    # What reading has found counts where names and sizes show nothing.
+    # Where names and sizes show no fault, the last verification may: it has read the elements.
     if fault:
         return replace(step, fault=fault, is_complete=is_complete)
     if last and not last.is_whole:

@@ -224,28 +224,34 @@ class _Run:
         return items
 
     def check(self, group: _Group) -> tuple[_Flags, NDArray[np.uint64], bool]:
-        """Return which chunks ``[tensors, boxes]`` are sound, their fingerprint shares, and whether all are framed."""
+        """Return which chunks ``[tensors, boxes]`` are sound, their fingerprint shares, and whether all are framed.
+
+        A chunk is sound if its elements are as recorded and finite, and framed if the item around them is one that this
+        package writes, so that nobody has to parse it.
+        """
         sound, framed = np.ones(group.rows.shape, np.bool_), True
         shares = np.zeros(group.rows.shape, np.uint64)
         for number, (place, rows) in enumerate(zip(group.places, group.rows.T, strict=True)):
+            # The items of empty boxes are not read here, so nothing is known of their frames.
             if not place.elements:
                 framed = False
                 continue
-            # What could not be read is not sound.
+            # A chunk that could not be read, or that lies elsewhere than its box says, is not sound.
             is_read = self.start[rows] != UNKNOWN
             sound[:, number] = is_read
             framed &= bool(is_read.all())
             if not is_read.any():
                 continue
             rows = rows[is_read]
-            # Elements have to agree with their sums, and to be finite.
+            # Elements are compared with their digests and checksums, and have to be finite.
             items = self.items(rows, place.length)
             elements = np.ascontiguousarray(items[:, place.head : place.head + place.elements])
             words = elements.view(dtype(group.dtype).bits).reshape(len(rows), *place.box.shape)
             agree = self.sums_agree(rows, elements)
             if count_nonfinite(words, group.dtype):
                 agree &= [not count_nonfinite(part, group.dtype) for part in words]
-            # Around them, whole items have the bytes that torch reads, and others what their format keeps inside.
+            # The bytes around them: of a whole item they are compared with its template, and the checksum that torch's
+            # zip has in them with the manifest's; in other formats the item may have a checksum of its own.
             if place.template:
                 has_frame, checksums = place.template.recorded(items)
                 framed &= bool(has_frame.all() and (checksums == self.columns.crc32[rows]).all())
