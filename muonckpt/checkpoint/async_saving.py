@@ -172,6 +172,7 @@ class Lane:
         then: Callable[[], None],
     ) -> AsyncSave:
         """Copy the state, and have the thread write it and do ``then``.  The last save has ended: buffers are free."""
+        # The copy is all that the training thread waits for.
         progress = SaveProgress()
         staged: dict[str, Any] = {}
         details: Mapping[str, Any] = {}
@@ -192,6 +193,7 @@ class Lane:
                 write(details, self._group, self._plans, progress).run(copied)
             then()
 
+        # One thread, so that saves of this lane meet those of other ranks in one order.
         outcome = _SaveFuture()
         self._thread.submit(outcome.run, work)
         self.last = AsyncSave(path, progress, outcome, on_error)
@@ -212,6 +214,7 @@ class Lane:
         try:
             yield
         except Exception as error:
+            # The program ended the groups itself: no rank was lost.
             if _world() is not self.world:
                 raise DestinationError(
                     f"the process groups were ended while {noun} was being saved: wait for it, with .result(), before "
@@ -220,6 +223,7 @@ class Lane:
             outcome = isinstance(error, MuonckptError) and not isinstance(error, Interrupted)
             if outcome or self._group is None:  # all ranks have it, or there are no others
                 raise
+            # From here on these groups are of no use, so the lane refuses further saves with the same error.
             self.loss = LostRankError(
                 f"while {noun} was being saved, a rank ended or did not answer in the time-out of the process group: "
                 "the other ranks cannot save any more, so start all of them again. Earlier checkpoints are as they "
@@ -239,6 +243,7 @@ class Lane:
         """Wait for the last save; unless its error was reported on a rank, raise or warn of it on all."""
         if self.last is None:
             return
+        # Where one rank has asked for the error and gone on, the others may not stop for it.
         last, unreported = self.last, self.last.unreported is not None
         if last.failed_on_all:
             with self._failing_together(last.path):
@@ -328,11 +333,13 @@ def save_in_thread(
         raise ValueError(
             f"on_error is 'raise' or 'warn', when_busy 'wait' or 'refuse'; got {on_error!r}, {when_busy!r}"
         )
+    # Calls of ranks are compared before any of them waits for the last save.
     lane = lane_of(process_group, ask)
     if when_busy == "refuse" and lane.busy():
         raise DestinationError(
             f"{lane.last.path if lane.last else 'a checkpoint'} is still being saved: {wanted} is not"
         )
+    # The last save has to end first: its buffers are used again, and names may depend on its outcome.
     lane.settle()
     path, then = begin()
     return lane.submit(state_dict, path, provenance or {}, on_error, partial(JointSave, path), then)
@@ -373,6 +380,7 @@ def _under_way() -> bool:
 
 def _lane(process_group: dist.ProcessGroup | None) -> Lane:
     """Return the lane of a process group, after closing those of worlds that are gone."""
+    # Lanes of worlds that are gone hold threads and pinned memory.
     world = _world()
     for group, lane in list(_lanes.items()):
         if lane.process != os.getpid():  # a fork of that process, without its threads
@@ -403,6 +411,7 @@ def _report_failures() -> None:
     for lane in _lanes.values():
         if lane.last is None or lane.process != os.getpid():
             continue
+        # Whoever interrupts the wait at the end wants the program to end.
         with suppress(KeyboardInterrupt):
             if (error := lane.last.unreported) is not None:
                 lost |= lane.last.on_error == "raise"
@@ -436,22 +445,31 @@ class HostCopy:
 
         Tensors that no checkpoint holds are returned as they are, for the save to refuse them by name.
         """
+        # Tied weights are the same elements, so they are copied once and stay tied in the copy.
         staged = [_Staged.of(tensor) for tensor in _tensors(state_dict) if is_writable(tensor)]
-        distinct = {Elements.of(part): part for leaf in staged for part in leaf.parts}
+        distinct: dict[Elements, Tensor] = {}
+        for leaf in staged:
+            distinct |= {Elements.of(part): part for part in leaf.parts}
         forms = [(part.shape, part.dtype) for part in distinct.values()]
         places = dict(zip(distinct, self._placed(forms), strict=True))
+        # All copies are under way before the first is waited for.
         for name, part in distinct.items():
             places[name].copy_(part, non_blocking=part.is_cuda)
         for device in {part.device for part in distinct.values() if part.is_cuda}:
             torch.cuda.synchronize(device)
-        memo = {id(leaf.tensor): leaf.rebuild(*(places[Elements.of(part)] for part in leaf.parts)) for leaf in staged}
+        # A deep copy that takes ours for tensors copies everything else.
+        memo = {}
+        for leaf in staged:
+            memo[id(leaf.tensor)] = leaf.rebuild(*(places[Elements.of(part)] for part in leaf.parts))
         return deepcopy(dict(state_dict), memo)
 
     def _placed(self, forms: list[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
         """Return places in the block for tensors, each dense; what the last copy had in them is lost."""
+        # Saves of one run have the same forms, so places are laid out once, and memory is pinned once.
         if forms != self._forms:
             sizes = [shape.numel() * dtype.itemsize for shape, dtype in forms]
             *starts, length = accumulate((size + -size % _ALIGNMENT for size in sizes), initial=0)
+            # A block that is far too large is given back as well.
             if not length <= len(self._block) <= 2 * length:
                 self.close()
                 self._block = torch.empty(length, dtype=torch.uint8)
@@ -480,6 +498,7 @@ class _Staged(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Staged:
+        # A copy has to say the same boxes or placements, without the device and class that it comes from.
         if declares_boxes(tensor) or isinstance(tensor, ShardedTensor):
             boxes, shape, dtype = parts_of(tensor), whole_shape(tensor), tensor.dtype
             return cls(

@@ -1,4 +1,4 @@
-"""What a rank holds of a nested state dict: one description for saving, loading, attesting and redistributing.
+"""A rank's share of a nested state dict has one description, for saving, loading, attesting and redistributing.
 
 `LiveState` has the elements, `RankState` tells other ranks of them, and `held_layout` proves that ranks together hold a
 whole tensor.
@@ -92,6 +92,7 @@ class RankState:
             for key, number in zip(self.keys, self.numbers, strict=True)
             if key in keys and self.kinds[number] is not None
         }
+        # Groups are compared by ranks only where tensors of options go along.
         options = tuple(optimizer.options for optimizer in self.optimizers)
         optimizers = self.optimizers if any(key.startswith(options) for key, _ in self.tensors()) else ()
         return RankState(tuple(numbers), tuple(numbers.values()), self.kinds, optimizers=optimizers)
@@ -101,6 +102,7 @@ class RankState:
         keys, paths = list(self.keys), list(self.paths)
         for place, key in enumerate(self.keys):
             for options in filter(key.startswith, numbers):
+                # The number stands behind the beginning in the key, and at that depth in the path.
                 former, _, option = key.removeprefix(options).partition(".")
                 number = numbers[options][int(former)]
                 keys[place] = f"{options}{number}.{option}"
@@ -158,13 +160,13 @@ class LocalParts:
 
 
 NO_PARTS = LocalParts((), (), ())
-"""Of a tensor of which nothing is here."""
+"""The parts of a tensor that has no elements here."""
 
 Item = tuple[str, Index | None]
 """A key, and the first index of the tensor's box; None for an object that is not a tensor."""
 
 Digests = Mapping[int, bytes]
-"""What tells a rank's objects that are not tensors apart, by the numbers of items."""
+"""Digests of a rank's objects that are not tensors, by the numbers of items: equal objects have equal ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +224,7 @@ class LiveState:
     @cached_property
     def described(self) -> RankState:
         """The description for other ranks; raises as ``parts``, and if a box has another dtype than its tensor."""
+        # Layers repeat, so a model of many tensors has few kinds: others hear of these, and of a number for each key.
         annotations = self.annotations
         kinds: dict[Any, int] = {None: 0}
         distinct: list[HeldTensor | None] = [None]
@@ -239,6 +242,7 @@ class LiveState:
             number = kinds.setdefault(
                 (value.dtype, shape, local_boxes, note.slot, note.convention, note.pieces, layout), len(kinds)
             )
+            # A kind that is new: its boxes are checked once for all tensors that have them.
             if number == len(distinct):
                 boxes = tuple(Box.of(tuple(size)).shift(lo) for lo, size, _ in local_boxes)
                 for box, (_, _, dtype) in zip(boxes, local_boxes, strict=True):
@@ -247,6 +251,7 @@ class LiveState:
                 distinct.append(HeldTensor(dtype_name(value.dtype), shape, boxes, replace(note, name=None)))
             numbers.append(number)
             names.append(note.name)
+        # Optimizers without groups have nothing that ranks could number differently.
         paths = tuple(tuple(self.paths[key]) for key in self.flat)
         grouped = tuple(optimizer for optimizer in self.optimizers if optimizer.groups is not None)
         return RankState(tuple(self.flat), tuple(numbers), tuple(distinct), paths, tuple(names), grouped)
@@ -260,13 +265,19 @@ class LiveState:
     @cached_property
     def items(self) -> list[Item]:
         """The items, by their numbers in ``described``."""
-        return [(key, lo) for key in self.flat for lo in self.parts.get(key, (None,))]
+        items: list[Item] = []
+        for key in self.flat:
+            items += [(key, lo) for lo in self.parts.get(key, (None,))]
+        return items
 
     @cached_property
     def digests(self) -> Digests:
-        """What tells objects that are not tensors apart, by the numbers of items."""
-        objects = ((number, key) for number, (key, lo) in enumerate(self.items) if lo is None)
-        return {number: digest_of_object(self.flat[key]) for number, key in objects}
+        """The digests of objects that are not tensors, by the numbers of items."""
+        digests = {}
+        for number, (key, lo) in enumerate(self.items):
+            if lo is None:
+                digests[number] = digest_of_object(self.flat[key])
+        return digests
 
     def local(self, key: str) -> LocalParts:
         """Return the elements of a tensor that are here."""
@@ -299,6 +310,7 @@ class LiveState:
     @torch.no_grad()
     def put(self, values: Mapping[str, Any], added: Mapping[KeyPath, Any]) -> None:
         """Set values by key, and added ones by path, in the state dict that was given; its objects load them."""
+        # Values that have a place go there; the user's containers stay the same objects.
         keys_of: dict[int, dict[str, Any]] = {}
         for key, value in values.items():
             node: Any = self.nested
@@ -310,8 +322,10 @@ class LiveState:
                     node[part] = value
                 else:
                     node = node[part]
+        # Added ones make their place.
         for path, value in added.items():
             set_element(self.nested, path, value)
+        # Only now is the state of an object complete, so that it can load it in one call.
         for key, value in self.given.items():
             if isinstance(value, Stateful):
                 value.load_state_dict(_copy_containers(self.nested[key]))  # some take parts out, as CyclicLR
@@ -380,6 +394,7 @@ def with_joint_groups(ranks: Sequence[RankState]) -> list[RankState]:
     """
     if all(state.optimizers == ranks[0].optimizers for state in ranks):
         return list(ranks)
+    # A group gets its number when the first rank that has it comes; ranks come in one order everywhere.
     numbers: defaultdict[str, dict[object, int]] = defaultdict(dict)
     joint = []
     for state in ranks:
@@ -395,14 +410,18 @@ def with_joint_groups(ranks: Sequence[RankState]) -> list[RankState]:
 
 def refuse_other_groups(ranks: Sequence[RankState], digests: Sequence[Digests]) -> None:
     """Refuse a parameter that ranks have in groups with other options, of which it could be resumed with either's."""
+    # Where all ranks have the same groups, equal keys are compared anyway, so there is nothing to look for.
     homes: dict[tuple[str, str], tuple[int, Mapping[str, bytes | None]]] = {}
     for rank, state in enumerate(ranks if any(state.optimizers != ranks[0].optimizers for state in ranks) else ()):
         items = dict(zip(state.keys, state.first_items(), strict=False))
         for optimizer in state.optimizers:
             keys = optimizer.options_of_groups(state.keys)
             for number, names in enumerate(optimizer.groups or ()):
-                options = {option: digests[rank].get(items[key]) for option, key in keys.get(number, {}).items()}
-                values = {option: digest for option, digest in options.items() if option not in NAMES_OF_GROUPS}
+                values = {}
+                for option, key in keys.get(number, {}).items():
+                    if option not in NAMES_OF_GROUPS:
+                        values[option] = digests[rank].get(items[key])
+                # The first rank that has a parameter says what its options are; others have to say the same.
                 for name in names:
                     first, first_values = homes.setdefault((optimizer.key, name), (rank, values))
                     for option in sorted(values.keys() | first_values.keys()):
@@ -426,14 +445,17 @@ def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[Holder]]:
     Raises:
         LayoutError: nobody holds any element of a tensor.
     """
+    # A rank that has the tensor without any of its elements is no holder.
     holders: defaultdict[str, list[Holder]] = defaultdict(list)
     for place, state in enumerate(ranks):
         counts = [kind is None or kind.counts for kind in state.kinds]
         for key, number, item in zip(state.keys, state.numbers, state.first_items(), strict=False):
             if counts[number]:
                 holders[key].append(Holder(place, item, number, state.kinds[number]))
-    for key in (key for state in ranks for key in state.keys if key not in holders):
-        raise LayoutError(f"tensor {key!r}: no rank holds any of its elements")
+    for state in ranks:
+        for key in state.keys:
+            if key not in holders:
+                raise LayoutError(f"tensor {key!r}: no rank holds any of its elements")
     return holders
 
 
@@ -491,16 +513,19 @@ def filled_layout(shape: Index, ranks: Iterable[RankBoxes]) -> TensorLayout:
 
 def _apart(rank_boxes: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
     """Distribute ranks to few lists, in each of which boxes are equal or disjoint."""
+    # Equal boxes have one number, as replicas do not stand against each other.
     numbers: dict[Box, int] = {}
     for _, boxes in rank_boxes:
         for box in boxes:
             numbers.setdefault(box, len(numbers))
     lo = np.array([box.lo or (0,) for box in numbers], np.int64)
     hi = np.array([box.hi or (1,) for box in numbers], np.int64)
+    # Boxes that overlap in part can be in no list together.
     against: defaultdict[int, set[int]] = defaultdict(set)
     for i, j in zip(*overlaps(lo, hi, lo, hi), strict=True):
         if i != j:
             against[int(i)].add(int(j))
+    # Each rank goes into the first list where nothing stands against it: mostly there is one.
     lists: list[tuple[list[RankBoxes], set[int]]] = []
     for asking in rank_boxes:
         own_numbers = {numbers[box] for box in asking.boxes}
@@ -527,6 +552,7 @@ def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[i
     Raises:
         LayoutError: names the tensor, and the rank or the box that is missing.
     """
+    # Layers repeat, so each combination of kinds on ranks is proved once.
     kinds_of: defaultdict[str, dict[int, int]] = defaultdict(dict)
     for rank, (state, _) in ranks.items():
         for key, number in zip(state.keys, state.numbers, strict=True):
@@ -537,6 +563,7 @@ def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[i
         if name in proved:
             continue
         proved.add(name)
+        # Placements say which ranks hold a part: each of these has to ask for it.
         shape: Index = ()
         boxes, has_placements = list[Box](), False
         for rank, number in numbers.items():
@@ -551,6 +578,7 @@ def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[i
                     f"{rank_without}, but not in that of rank {rank_without}, where that part would stay as it was: "
                     "load with the same keys on all ranks that hold the tensor"
                 )
+        # Boxes say nothing of ranks that lack the tensor: only a whole one leaves them nothing.
         if has_placements or len(numbers) == len(ranks):
             continue
         for hole in unheld(shape, boxes):
@@ -577,6 +605,7 @@ def _annotate(
         note = of_slots.get(path, _UNKNOWN)
         annotations[path] = Annotation(note.name, note.slot, note.convention, note.pieces, placement_json(node))
     elif isinstance(node, Mapping):
+        # An optimizer's state annotates the tensors below it, at whatever depth they are.
         slots = {(*path, *place): _slot_annotation(name, slot, group) for place, name, slot, group in slots_of(node)}
         of_slots = {**of_slots, **slots} if slots else of_slots
         for key, value in node.items():
