@@ -80,6 +80,7 @@ class Fingerprints:
         """
         try:
             data = json.loads(text)
+            # The format is asked first: another version may mean other things by the same fields.
             if (data["format"], data["version"]) != (_FORMAT, _VERSION):
                 raise SourceError(
                     f"expected {_FORMAT!r} version {_VERSION}, found {data['format']!r} version {data['version']!r}"
@@ -218,6 +219,7 @@ def _attested(
         return shares_of(live, live.parts)
 
     def judge(ranks: list[SharesOfRank]) -> Attestation:
+        # Replicas are compared even where nothing else is, as a checkpoint keeps one of them alone.
         live = held_together(group_ranks(process_group), ranks)
         subject, expected = compared(live.tensors)
         faults = [*live.faults, *differing(subject, expected)]
@@ -233,6 +235,7 @@ def _attested(
 def _recorded(checkpoint: OpenCheckpoint, key: str) -> TensorPrint:
     tensor = checkpoint.tensors[key].record
     recorded = tensor.fingerprint
+    # Foreign checkpoints record none: it is taken from the elements, once their digests are right.
     if recorded is None:
         tensor.chunk_layout()
         [located] = checkpoint.locate([tensor])
@@ -274,8 +277,12 @@ def shares_of(live: LiveState, keys: Collection[str]) -> SharesOfRank:
     Raises:
         LayoutError: a checkpoint cannot describe this rank's part of a tensor; names the tensor.
     """
+    # Shares stay on their devices until all are under way.
     boxes = live.described.boxes(keys)
-    shares = [share_of(part, lo) for key in boxes.keys for lo, part in live.parts[key].items()]
+    shares: list[Tensor] = []
+    for key in boxes.keys:
+        shares += [share_of(part, lo) for lo, part in live.parts[key].items()]
+    # One fetch for each device, as each of them waits for the device.
     by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
     for place, share in enumerate(shares):
         by_device[share.device].append(place)
@@ -298,19 +305,20 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
     states = with_joint_groups([state for state, _ in shares])
     tensors, disputes, replicated = {}, list[tuple[str, str]](), 0
     for key, holders in holders_by_key(states).items():
+        # Boxes can be compared only where ranks speak of one tensor.
         kinds = [holder.kind for holder in holders if holder.kind is not None]
         forms = _ranks_by(((kind.dtype, kind.shape), ranks[at.place]) for kind, at in zip(kinds, holders, strict=True))
         if len(forms) > 1:
             disputes.append((key, f": {_says(forms, lambda form: f'{form[0]} of shape {form[1]}')}"))
             continue
+        # The layout proves that nothing is missing, and its rows are the holders' boxes in their order.
         rank_boxes = tuple(RankBoxes(ranks[at.place], kind.boxes) for kind, at in zip(kinds, holders, strict=True))
         with about(f"tensor {key!r}"):
             layout = held_layout(kinds[0].shape, rank_boxes)
-        shares_of_boxes = [
-            share
-            for at, kind in zip(holders, kinds, strict=True)
-            for share in shares[at.place][1][at.item : at.item + len(kind.boxes)]
-        ]
+        shares_of_boxes: list[int] = []
+        for at, kind in zip(holders, kinds, strict=True):
+            shares_of_boxes += shares[at.place][1][at.item : at.item + len(kind.boxes)]
+        # Of each box one share counts, and its replicas have to have the same.
         counted = []
         rows, begin = layout.by_box
         for replicas in np.split(rows, begin[1:-1]) if len(rows) else ():
@@ -337,11 +345,11 @@ def _ranks_by(values: Iterable[tuple[K, int]]) -> dict[K, list[int]]:
 
 
 def _says(ranks: Mapping[K, Sequence[int]], shown: Callable[[K], str]) -> str:
-    return ", ".join(
-        f"rank{'s' * (len(of_value) > 1)} {', '.join(map(str, of_value))} {'hold' if len(of_value) > 1 else 'holds'} "
-        f"{shown(value)}"
-        for value, of_value in ranks.items()
-    )
+    phrases = []
+    for value, holders in ranks.items():
+        subject, verb = ("ranks", "hold") if len(holders) > 1 else ("rank", "holds")
+        phrases.append(f"{subject} {', '.join(map(str, holders))} {verb} {shown(value)}")
+    return ", ".join(phrases)
 
 
 def differing(live: Mapping[str, TensorPrint], expected: Mapping[str, TensorPrint]) -> Iterator[str]:

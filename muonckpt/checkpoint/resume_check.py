@@ -42,7 +42,7 @@ _MAX_GLOBS = 4
 """Patterns of names that a phrase lists, or places."""
 
 _MAX_CHARACTERS = 120
-"""Of a value, in a phrase."""
+"""Characters of a value that a phrase shows."""
 
 
 class Absent(Enum):
@@ -92,11 +92,13 @@ class LoadedState:
         values, paths = flatten_state_dict(template.nested)
         # The names in groups are the template's, by which its groups were matched with those of the checkpoint.
         names = [key for key, path in paths.items() if path[-1] in NAMES_OF_GROUPS and PARAM_GROUPS in path]
-        items = {
-            key: value if isinstance(value, _Scalar) else deepcopy(value)  # whoever loads the state dict may change it
-            for key in (*loaded_keys, *names)
-            if key in values and not isinstance(value := _item(values[key]), Tensor)
-        }
+        # Values are copied, as whoever loads the state dict may change it; tensors go by their fingerprints.
+        items = {}
+        for key in (*loaded_keys, *names):
+            value = _item(values[key]) if key in values else None
+            if key in values and not isinstance(value, Tensor):
+                items[key] = value if isinstance(value, _Scalar) else deepcopy(value)
+        # A resharded checkpoint was written by other processes than those that trained.
         world = provenance.get("world")
         is_original = isinstance(world, int) and not provenance.get("resharded")
         return cls(paths, items, prints, world if is_original else None, tuple(unloaded_keys))
@@ -157,13 +159,10 @@ class ResumeDifference:
                 return "not there when it was saved"
             case Absent(), _:
                 return f"{_short(self.live)}, not there when it was saved"
-            case _Scalar(dtype=one), _Scalar(dtype=other) if one != other:
-                return f"{_short(self.saved)} as {one} -> {_short(self.live)} as {other}"
+            case _Scalar(dtype=saved_dtype), _Scalar(dtype=live_dtype) if saved_dtype != live_dtype:
+                return f"{_short(self.saved)} as {saved_dtype} -> {_short(self.live)} as {live_dtype}"
             case (_Scalar(), other) | (other, _Scalar()) if not isinstance(other, _Scalar):
-                sides = (
-                    f"tensor({each})" if isinstance(each, _Scalar) else _short(each) for each in (self.saved, self.live)
-                )
-                return " -> ".join(sides)
+                return f"{_with_type(self.saved)} -> {_with_type(self.live)}"
         return f"{_short(self.saved)} -> {_short(self.live)}"
 
 
@@ -177,6 +176,11 @@ class _Dispute:
 def _short(value: Any) -> str:
     text = f"a tensor, {value}" if isinstance(value, TensorPrint) else repr(value)
     return text if len(text) <= _MAX_CHARACTERS else f"{text[: _MAX_CHARACTERS - 2]} …"
+
+
+def _with_type(value: Any) -> str:
+    """Return a value in short, which says where it is an element of a tensor."""
+    return f"tensor({value})" if isinstance(value, _Scalar) else _short(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +207,7 @@ class ResumeProof:
     @property
     def lines(self) -> tuple[str, ...]:
         """A phrase for each kind of difference: parameters of many layers are one."""
+        # Differences of one kind are one entry, by the words that they have in common.
         options: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
         keys: defaultdict[str, list[str]] = defaultdict(list)
         disputes: list[str] = []
@@ -282,6 +287,7 @@ class LiveParts:
         Raises:
             ArgumentError: one of them is something else, or the template has no such state, or in several places.
         """
+        # Each object is asked for its state, and its keys tell where in the template it was.
         _refuse_others(model, optimizers, scheduler)
         template = _Template(loaded.paths.values())
         try:
@@ -295,9 +301,11 @@ class LiveParts:
                 f"get_state_dict(model, optimizer) fails ({type(error).__name__}: {error}): give check the model whose "
                 "parameters the optimizers have, before the first backward"
             ) from error
+        # Weights that no template has were not restored, so they are named and not compared.
         restored = {name: value for name, value in weights.state.items() if (*weights.root, name) in template}
         places: list[tuple[KeyPath, Mapping[str, Any]]] = [(weights.root, restored)]
         places += [(place.root, place.state) for place in (*of_optimizers, *of_schedulers)]
+        # All of it in one state dict, and the template's keys that the comparison has to find in it.
         nested: dict[str, Any] = {}
         covered = set[str]()
         for root, state in places:
@@ -330,11 +338,14 @@ def _optimizer_places(
     """Return where optimizers are: saved as one, by get_state_dict(model, [one, other]), or each at its key."""
     if not optimizers:
         return []
+    # Several may have been saved as one or each at its key: the form that has more of the template's keys is meant.
     joint_forms = _optimizer_forms(loaded, model, optimizers)
     if len(optimizers) == 1:
         return [template.place("the optimizer", joint_forms)]
     forms_of_each = [_optimizer_forms(loaded, model, [optimizer]) for optimizer in optimizers]
-    best_match = max((place.matching for forms in forms_of_each for place in template.best_places(forms)), default=0)
+    best_match = 0
+    for forms in forms_of_each:
+        best_match = max([best_match, *(place.matching for place in template.best_places(forms))])
     if any(place.matching > best_match for place in template.best_places(joint_forms)):
         return [template.place("the optimizers", joint_forms)]
     return [template.place(f"optimizer {number}", forms) for number, forms in enumerate(forms_of_each)]
@@ -343,10 +354,12 @@ def _optimizer_places(
 def _optimizer_forms(loaded: LoadedState, model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Mapping[str, Any]]:
     """Return the state of optimizers in the forms that the template has; of others an optimizer may know nothing."""
     forms: list[Mapping[str, Any]] = []
+    # Groups that list names are nested, numbers are the optimizer's own form; the flat form has keys of options.
     members = [value for key, value in loaded.items.items() if loaded.paths[key][-1] == PARAMS and value]
     if any(isinstance(params[0], str) for params in members):
         forms.append(get_optimizer_state_dict(model, optimizers))
-    if any(key.place.flat for path in loaded.paths.values() for key in OptimizerKey.of_option(path)):
+    options = chain.from_iterable(map(OptimizerKey.of_option, loaded.paths.values()))
+    if any(key.place.flat for key in options):
         flattened = StateDictOptions(flatten_optimizer_state_dict=True)
         forms.append(get_optimizer_state_dict(model, optimizers, options=flattened))
     if len(optimizers) == 1 and any(isinstance(params[0], int) for params in members):
@@ -356,7 +369,7 @@ def _optimizer_forms(loaded: LoadedState, model: nn.Module, optimizers: Sequence
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a state lies in the template: under ``root``, where ``matching`` of its keys are."""
+    """A place of a state in the template: under ``root``, where ``matching`` of its keys are."""
 
     root: KeyPath
     state: Mapping[str, Any]
@@ -375,6 +388,7 @@ class _Template:
 
     def best_places(self, forms: Sequence[Mapping[str, Any]]) -> list[_Place]:
         """Return the places that have the most keys of a state, in whichever of its forms; none if none has any."""
+        # Every path of the state votes for the roots under which the template has it.
         places: list[_Place] = []
         for state in forms:
             _, paths = flatten_state_dict(dict(state))
@@ -464,11 +478,13 @@ def compare(
     refuse_crossed(process_group, "Restored.check")
 
     def answer() -> _RankAnswer:
+        # What no fingerprint can be taken of is refused by name, before work is spent.
         parts = take_parts()
         live = LiveState.of(parts.state_dict, "to check")
         for key, value in live.flat.items():
             if isinstance(value, Tensor):
                 refuse_unwritable(key, value)
+        # Tensors are compared by the first rank, all other values here, where both of them are.
         shares = shares_of(live, live.parts)
         differences = tuple(_item_differences(loaded, live, parts.covered_keys))
         items = {key for key, value in loaded.items.items() if not isinstance(value, _Scalar)}
@@ -511,6 +527,7 @@ def compare(
         new_keys = live_tensors.tensors.keys() - loaded.prints.keys() - differences.keys()
         for key in new_keys - template_keys:
             differences[key] = ResumeDifference(key, ABSENT, live_tensors.tensors[key])
+        # The proof names what it leaves out, so that nobody takes it for more than it is.
         unloaded_items = frozenset[str]().union(*(answer.unloaded_items for answer in answers)) - differences.keys()
         unchecked = sorted(frozenset[str]().union(*(answer.unchecked for answer in answers)))
         if new_items := sorted((new_keys & template_keys) | unloaded_items):
@@ -532,7 +549,9 @@ def compare(
 
 def _parts_beside(paths: Mapping[str, KeyPath], covered_keys: Collection[str]) -> Iterator[str]:
     """Yield the keys of the largest parts of a template that have none of the covered keys."""
-    beginnings = {paths[key][:length] for key in covered_keys for length in range(len(paths[key]) + 1)}
+    beginnings: set[KeyPath] = set()
+    for key in covered_keys:
+        beginnings.update(paths[key][:length] for length in range(len(paths[key]) + 1))
     for key in paths.keys() - covered_keys:
         path = paths[key]
         yield key_of(next(path[:length] for length in range(1, len(path) + 1) if path[:length] not in beginnings))
@@ -546,6 +565,7 @@ def _item_differences(
     loaded: LoadedState, live: LiveState, covered_keys: Collection[str]
 ) -> Iterator[ResumeDifference]:
     """Yield the values that are no tensors, on one side at least, and not the same on this rank."""
+    # Every loaded value has to be there; one of a part that was not given to the check is not asked for.
     for key, saved in loaded.items.items():
         if key in live.flat:
             value = _item(live.flat[key])
@@ -555,6 +575,7 @@ def _item_differences(
                 yield _difference(live, key, saved, value)
         elif key in covered_keys:
             yield _difference(live, key, saved, ABSENT, loaded.paths[key])
+    # A value that the template never had is new, unless a scheduler wrote it for itself.
     for key, value in live.flat.items():
         if (
             key not in loaded.paths
