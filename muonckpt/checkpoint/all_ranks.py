@@ -41,6 +41,7 @@ class _Outcome:
 
     def raise_it(self, cause: Exception | None) -> None:
         """Raise the error of the first rank that failed, if any; ``cause`` was raised on this rank."""
+        # Where several failed the first one stands for them; a rank is named only where it failed alone.
         for rank, failure in self.failures.items():
             suffix = f" (rank {rank})" if rank >= 0 and dist.is_initialized() and len(self.failures) == 1 else ""
             if type(cause) is failure.kind and str(cause) == f"{failure.text}{suffix}":
@@ -64,6 +65,7 @@ def decide_on_first(
         decide: runs on the first rank of the group.
     """
     decisions, cause = _decisions(process_group, kind, answer, lambda answers: [decide(answers)])
+    # A failure travels in the place of the decision, so that no rank waits for one that has raised.
     messages = decisions or [None]
     if dist.is_initialized():
         with lost_ranks():
@@ -83,6 +85,7 @@ def scatter_from_first(
         deal: runs on the first rank of the group; returns a value for each rank.
     """
     decisions, cause = _decisions(process_group, kind, answer, deal)
+    # A failure goes to every rank, as a value would.
     if decisions is not None and isinstance(decisions[0], _Outcome):
         decisions = decisions * len(group_ranks(process_group))
     messages = decisions[:1] if decisions else [None]
@@ -96,6 +99,7 @@ def gather_on_all(
     process_group: dist.ProcessGroup | None, kind: type[MuonckptError], answer: Callable[[], T]
 ) -> list[T]:
     """Return the answers of all ranks, in the order of the group: one gather."""
+    # A rank that fails answers with its failure: it is in the gather with the others.
     answer_here, cause = _attempted(kind, answer)
     answers: list[T | _Failure] = [answer_here]
     if dist.is_initialized():
@@ -137,6 +141,7 @@ def _decisions(
     decide: Callable[[list[T]], list[R]],
 ) -> tuple[list[R | _Outcome | None] | None, Exception | None]:
     """Return, on the first rank, its decisions or one outcome for all; and the error of this rank."""
+    # Gather all answers, failures among them, before anything is decided.
     answer_here, cause = _attempted(kind, answer)
     answers: list[T | _Failure] | None = [answer_here]
     if dist.is_initialized():
@@ -145,6 +150,7 @@ def _decisions(
             dist.gather_object(answer_here, answers, group=process_group, group_dst=0)
     if answers is None:
         return None, cause
+    # Nothing is decided on the answers of some ranks.
     if failures := _failures(process_group, answers):
         return [_Outcome(failures)], cause
     decisions, cause = _attempted(kind, lambda: decide(answers))  # type: ignore[arg-type]
@@ -235,6 +241,7 @@ def _told_when_waiting(group: dist.ProcessGroup, call: str) -> Iterator[None]:
             flush=True,
         )
 
+    # A daemon, so that a rank that dies meanwhile is not kept by it.
     timer = Timer(_LONG, tell)
     timer.daemon = True
     if dist.get_rank(group) < 2:
@@ -257,11 +264,13 @@ def bits_of_all(process_group: dist.ProcessGroup | None, call: str, bits: int) -
     """
     if not dist.is_initialized():
         return bits
+    # Bits and name in a fixed length: every rank knows it, so no rank has to tell it first.
     ranks = group_ranks(process_group)
     note = torch.frombuffer(bytearray(f"{bits} {call}".encode().ljust(_NOTE_BYTES)), dtype=torch.uint8)
     notes = list(note.to(wire_device(process_group, ())).repeat(len(ranks), 1))
     with lost_ranks():  # one exchange, as lengths are known; objects would take two
         dist.all_gather(notes, notes[0].clone(), group=process_group)
+    # Two names are two calls, whose further exchanges would misunderstand each other.
     calls = [bytes(note.tolist()).decode().rstrip().split(" ", 1) for note in notes]
     first, *notes = [(name, rank) for (_, name), rank in zip(calls, ranks, strict=True)]
     if crossed := next((note for note in notes if note[0] != first[0]), None):
@@ -286,10 +295,11 @@ def wire_device(process_group: dist.ProcessGroup | None, device_types: Collectio
     """Return the device from which bytes can be exchanged.
 
     Args:
-        held: the types of the devices on which any rank has tensors.
+        device_types: those of the devices on which any rank has tensors.
     """
     if not dist.is_initialized():
         return torch.device("cpu")
+    # Host memory where that spares a copy, or where gloo is all there is; otherwise the fast backend's device.
     backends = dict(part.split(":") for part in dist.get_backend_config(process_group).split(","))
     fast = [device for device, backend in backends.items() if device != "cpu" and backend != "gloo"]
     if "cpu" in backends and (set(device_types) <= {"cpu"} or not fast):

@@ -23,7 +23,7 @@ from .live_state import LiveState
 
 
 class Elements(NamedTuple):
-    """Where the elements of a part lie, in their order: equal ones are the same elements, read in the same way."""
+    """The memory of a part's elements, in their order: equal ones are the same elements, read in the same way."""
 
     device: torch.device
     start: int
@@ -35,6 +35,7 @@ class Elements(NamedTuple):
 
     @classmethod
     def of(cls, part: Tensor) -> Elements:
+        # The stride of a dim of one element moves nothing, so equal elements would differ by it.
         strides = tuple(stride if size > 1 else 0 for size, stride in zip(part.shape, part.stride(), strict=True))
         shape = tuple(part.shape)
         return cls(part.device, part.data_ptr(), shape, strides, part.dtype, part.is_conj(), part.is_neg())
@@ -70,12 +71,14 @@ class Geometry(NamedTuple):
 @lru_cache(maxsize=4096)
 def _geometry(shape: Index, strides: Index, itemsize: int) -> Geometry:
     """Merge dims into runs.  Cached: a model has many tensors of equal geometry."""
+    # From the smallest step up: dims that continue a run without a gap become one run.
     run, steps = itemsize, list[tuple[int, int]]()
     for step, count in sorted((stride * itemsize, size) for size, stride in zip(shape, strides, strict=True)):
         if step == run:
             run *= count
         elif count > 1:
             steps.append((step, count))
+    # Steps that pass over all that came before cannot meet; mostly that is proof enough.
     extent, numel, nested = run, run, True
     for step, count in steps:
         nested &= step >= extent
@@ -83,6 +86,7 @@ def _geometry(shape: Index, strides: Index, itemsize: int) -> Geometry:
     geometry = Geometry(extent, run, tuple(steps), not nested)
     if nested or numel > extent:
         return geometry
+    # Interleaved dims, which are rare: compare the runs themselves.
     return geometry._replace(overlaps=bool((np.diff(np.sort(geometry.runs())) < run).any()))
 
 
@@ -100,6 +104,7 @@ def tied_origins(target: LiveState, origins: Mapping[str, str], zeros: Collectio
     tied = set()
     for key in (*origins, *zeros):
         for lo, part in target.parts.get(key, {}).items():
+            # The first tensor in a place stands for it; another one there has to be the same whole tensor.
             elements = Elements.of(part)
             if not part.numel() or not elements.start:  # of a class that has no memory of its own
                 continue
@@ -113,6 +118,7 @@ def tied_origins(target: LiveState, origins: Mapping[str, str], zeros: Collectio
                 raise _losing_both(first_key, key)
             if origin != other_origin and origin is not None and other_origin is not None:
                 tied.add((other_origin, origin))
+    # Places that are not the same may still have bytes in common.
     if pair := _first_clash([*places], [True] * len(places)):
         keys = [key for key, _ in places.values()]
         raise _losing_both(*(keys[number] for number in sorted(pair)))
@@ -160,7 +166,10 @@ def check_apart(source: Mapping[str, Parts], target: Mapping[str, Parts], origin
     Raises:
         LayoutError: names the tensors.
     """
-    places = [(key, Elements.of(part)) for key, parts in source.items() for part in parts.values()]
+    # What is read comes first, so that a number tells whether a place is written.
+    places: list[tuple[str, Elements]] = []
+    for key, parts in source.items():
+        places += [(key, Elements.of(part)) for part in parts.values()]
     num_read, target_places = len(places), dict[Elements, str]()
     for key, parts in target.items():
         source_parts = source.get(origins.get(key, ""), {})
@@ -182,6 +191,7 @@ def _first_clash(places: Sequence[Elements], is_target: Sequence[bool]) -> tuple
 
     What is written shares none with itself, and two places that are written are not the same.
     """
+    # Almost all places are alone in their span, so runs are made only of those that are not.
     for cluster in _clusters(places):
         geometries = [places[number].geometry for number in cluster]
         runs = [places[number].start + of.runs() for number, of in zip(cluster, geometries, strict=True)]
@@ -193,6 +203,7 @@ def _first_clash(places: Sequence[Elements], is_target: Sequence[bool]) -> tuple
         # Sorted by their beginnings, a run clashes if one before it has not ended.
         reach, written_reach = (np.maximum.accumulate(ends)[:-1] for ends in (stop, np.where(is_written, stop, 0)))
         clashes = (start[1:] < written_reach) | (is_written[1:] & (start[1:] < reach))
+        # The first clash is enough for an error; the place that is written is named first.
         if clashes.any():
             later = int(clashes.argmax()) + 1
             earlier = (stop[:later] > start[later]) & (is_written[:later] | is_written[later])
@@ -207,6 +218,7 @@ def _clusters(places: Sequence[Elements]) -> Iterator[list[int]]:
     for number, place in enumerate(places):
         if place.start and 0 not in place.shape:
             spans[place.device].append((place.start, place.start + place.geometry.extent, number))
+    # In the order of their beginnings, a span that begins behind all before it begins a cluster.
     for of_device in spans.values():
         cluster, reach = list[int](), 0
         for start, stop, number in sorted(of_device):

@@ -21,7 +21,7 @@ from ..ranks import requests
 from .all_ranks import bits_of_all, group_ranks, is_coordinator
 
 Then = Literal["go on", "stop"]
-"""What a program does when it has saved."""
+"""The sequel of a save: the program goes on, or stops."""
 
 SIGNALS: Mapping[signal.Signals, Then] = {
     signal.SIGTERM: "stop",
@@ -61,6 +61,7 @@ class Signals:
     """
 
     def __init__(self, on: On, process_group: dist.ProcessGroup | None) -> None:
+        # All is checked before the first handler is put in place, so that an error leaves signals as they were.
         self._group = process_group
         sequels = _checked(on)
         self._listener = requests.Listener()
@@ -77,6 +78,7 @@ class Signals:
                 f"on=: {', '.join(unknown)} has a handler that was not installed from Python, and could not be put "
                 "back: leave it out, or make this before that handler is installed"
             )
+        # The former handler is remembered: it is called after ours, or put back.
         for number, former in formers.items():
             self._handlers[number] = self._handler(BITS[sequels[number]], former), former
             signal.signal(number, self._handlers[number][0])
@@ -89,6 +91,7 @@ class Signals:
         Args:
             call: has to be the same on all ranks.
         """
+        # A step of the optimizer carries requests for nothing; where none was taken, ranks ask each other.
         request_bits = self._listener.hear(frozenset(group_ranks(self._group)))
         self._requests |= bits_of_all(self._group, call, requests.pending()) if request_bits is None else request_bits
         return self.then
@@ -98,6 +101,7 @@ class Signals:
 
         Where no rank listens, nor `due` has told of one, requests are left to others: what they save is not saved here.
         """
+        # Ranks without signals answer as well: the gather takes all of them.
         bits = bits_of_all(self._group, call, requests.pending() | (_LISTENS if self._listens else 0))
         if bits & _LISTENS or self._requests:
             self._listener.hear(frozenset(group_ranks(self._group)))
@@ -106,7 +110,7 @@ class Signals:
 
     @property
     def then(self) -> Then | None:
-        """What to do after the checkpoint that is asked for."""
+        """The sequel of the checkpoint that is asked for; None if none is."""
         return "stop" if self._requests & requests.STOP else "go on" if self._requests else None
 
     def met(self, place: str) -> None:
@@ -144,6 +148,7 @@ class Signals:
         chained = former if callable(former) and former not in _defaults else None
         process = os.getpid()
 
+        # A flag is all that a handler may set: it runs between any two instructions.
         def handle(number: int, frame: FrameType | None) -> None:
             if number in self._handlers and (number != signal.SIGTERM or os.getpid() == process):
                 requests.add(bit)
@@ -177,6 +182,7 @@ def end_in_order(busy: Callable[[], bool]) -> None:
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return
 
+    # Nothing is lost by an end at once while no save is under way.
     def handle(number: int, frame: FrameType | None) -> None:
         if not busy():
             signal.signal(number, signal.SIG_DFL)

@@ -58,14 +58,19 @@ def is_writable(value: Tensor) -> bool:
 
 def _unwritable(value: Tensor) -> str | None:
     local = local_of(value) if isinstance(value, DTensor) else value
-    return next((what.format(local) for what, is_so in _UNWRITABLE.items() if is_so(local)), None)
+    for phrase, is_so in _UNWRITABLE.items():
+        if is_so(local):
+            return phrase.format(local)
+    return None
 
 
 def _is_opaque(tensor: Tensor) -> bool:
     """Return whether neither we nor DCP can look at the elements of this class."""
+    # A class that dispatches for itself may hide its elements, unless DCP is told how to write them.
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     if plain or isinstance(tensor, ShardedTensor) or hasattr(tensor, "__create_write_items__"):
         return False
+    # It is tried on no elements at all, which costs nothing.
     try:
         tensor.detach().reshape(-1)[:0].cpu().view(torch.uint8).numpy()
     except (RuntimeError, TypeError):
@@ -82,6 +87,7 @@ def refuse_unstorable(flat: Mapping[str, object]) -> None:
     for key, value in flat.items():
         if isinstance(value, Tensor):
             refuse_unwritable(key, value)
+        # A glance is enough for almost all values; others are saved in memory and read as `load` would.
         elif not _is_plain(value) and (classes := _refused_if_saved(value)) is not None:
             raise DestinationError(
                 f"{key!r} holds more than plain data ({classes}), which load would refuse, so it is not saved: save "
@@ -96,6 +102,7 @@ def digest_of_object(value: object) -> bytes:
         return xxh3_64_digest(marshal.dumps(value, 0))  # type: ignore[arg-type]
     if isinstance(value, set | frozenset):  # equal ones have other orders in other processes
         return xxh3_64_digest(type(value).__name__.encode() + b"".join(sorted(map(digest_of_object, value))))
+    # Any other object is told by the bytes that would be saved of it.
     stream = io.BytesIO()
     torch.save(value, stream)
     return xxh3_64_digest(stream.getbuffer())
@@ -154,6 +161,7 @@ def _refused(raw: bytes) -> str | None:
     except (SourceError, pickle.UnpicklingError) as error:
         stream.seek(0)
         with suppress(ValueError):  # it is not a zip archive
+            # All of its classes at once, so that the user allows them in one go.
             return ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(stream)) or str(error)
         return str(error)
     return None

@@ -1,4 +1,4 @@
-"""The two sides of a load and its outcome: what a state dict asks for, what is stored, and what goes where."""
+"""The two sides of a load and its outcome: the template, the stored entries, and the matching of one with the other."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ class LoadTemplate:
     def tied_keys(self, keys: Collection[str]) -> set[str]:
         """Return the keys of all tensors that are, element by element, in the memory of one of these."""
 
+        # Tensors are tied where the same boxes lie in the same memory, and are all of a tensor of one shape.
         def places(key: str) -> tuple[Any, ...]:
             of_parts = ((lo, Elements.of(part)) for lo, part in self.live.parts[key].items())
             return whole_shape(self.values[key]), frozenset(of_parts)
@@ -80,6 +81,7 @@ class LoadTemplate:
 
     def misfits(self, key: str, entry: StateRecord | Blob) -> Iterator[str]:
         """Yield why an entry cannot be loaded at a key, in words that follow the key."""
+        # A tensor has a shape and dtype to compare; where one side has none, that is all there is to say.
         value = self.values[key]
         if isinstance(value, torch.Tensor) != isinstance(entry, StateRecord):
             stored_as, expected = ("a", "no") if isinstance(entry, StateRecord) else ("no", "a")
@@ -109,6 +111,7 @@ class Stored:
         self.place = place
         self.by_rank: defaultdict[str, dict[tuple[int, int], str]] = defaultdict(dict)
         self._read = read
+        # Values by rank stand beside the item that they are of, which programs read that know no ranks.
         for key, entry in self.entries.items():
             if (value := rank_in(entry.path)) is not None and (item := key_of(value.path)) in self.entries:
                 self.by_rank[item][value.rank, value.ranks] = key
@@ -128,12 +131,15 @@ class Stored:
 
     def form(self, key: str) -> StateForm | None:
         """Return the form in which an optimizer was saved, None if the checkpoint does not say it."""
+        # Options below a number are those of groups, which list names or numbers; others begin with a name.
         begin = option_prefix(key)
         options = [option.removeprefix(begin) for option in self.entries if option.startswith(begin)]
         groups = [option for option in options if option.removesuffix(f".{PARAMS}").isdecimal()]
-        members = [name for group in groups for name in self.option(begin + group) or ()]
+        members = list(chain.from_iterable(self.option(begin + group) or () for group in groups))
+        if members:
+            return StateForm.NUMBERED if isinstance(members[0], int) else StateForm.NESTED
         if groups:
-            return None if not members else StateForm.NUMBERED if isinstance(members[0], int) else StateForm.NESTED
+            return None
         return StateForm.FLAT if any(not option.rpartition(".")[0].isdecimal() for option in options) else None
 
     def option(self, key: str) -> Any:
@@ -148,9 +154,13 @@ class Stored:
 
     def groups(self, optimizer: NamedOptimizer) -> list[tuple[str, ...]]:
         """Return the names of each group's parameters in the nested form, none in the other."""
-        groups = optimizer.options_of_groups(self.entries) if optimizer.groups is not None else {}
-        keys = [groups.get(number, _NONE).get(PARAMS) for number in range(max(groups, default=-1) + 1)]
-        return [() if key is None else tuple(map(str, self.option(key) or ())) for key in keys]
+        options = optimizer.options_of_groups(self.entries) if optimizer.groups is not None else {}
+        groups: list[tuple[str, ...]] = []
+        # A number without a list of parameters keeps its place, as groups are known by their numbers.
+        for number in range(max(options, default=-1) + 1):
+            key = options.get(number, _NONE).get(PARAMS)
+            groups.append(() if key is None else tuple(map(str, self.option(key) or ())))
+        return groups
 
     def names(self, optimizer: NamedOptimizer) -> set[str]:
         """Return the names of an optimizer's parameters, as its options have them."""
@@ -205,6 +215,7 @@ class Matching:
     def joined(cls, parts: Sequence[Matching]) -> Matching:
         """Join what several parts of a template, or several ranks, take."""
 
+        # The kind of a field says how it is joined: sets unite, mappings merge, tuples keep the first of each.
         def join(values: Sequence[Any]) -> Any:
             if isinstance(values[0], frozenset):
                 return frozenset().union(*values)
@@ -222,6 +233,7 @@ class Matching:
             kept: what keeps the state of parameters that differ.
             cast: how state of another dtype is loaded.
         """
+        # Where dtypes are all that is wrong, one advice on casting is enough for all of them.
         if self.faults and all(NO_CAST in fault for fault in (*self.faults, *self.differences.values())):
             sentence = describe_differences(self.differences, self.names) if self.differences else ""
             return f"{'; '.join(filter(None, (listed(self.faults, 12, '; '), sentence)))}. {CAST_ADVICE}"
@@ -231,6 +243,7 @@ class Matching:
 
 def joint_sources(ranks: Sequence[tuple[RankState, Matching]]) -> dict[str, str]:
     """Return the keys of the checkpoint of all tensors that ranks ask for, by the keys that ranks have in common."""
+    # Numbers of groups are each rank's own, so keys are those that ranks have in common.
     joint = with_joint_groups([state for state, _ in ranks])
     sources: dict[str, str] = {}
     for (state, matching), joint_state in zip(ranks, joint, strict=True):
