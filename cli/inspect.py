@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,8 +21,8 @@ from ..store.open_checkpoint import OpenCheckpoint, StoredPart
 from ..store.reading.dtypes import itemsize
 from ..store.verify.damage import rank_in_name
 from ..store.verify.diagnosis import open_damaged
-from .argument_types import CHECKPOINT, KEY, MeshType, WordType, shard_option
-from .fitting import print_fit
+from ..store.verify.run import run_of
+from .argument_types import CHECKPOINT, KEY, Cuts, MeshType, WordType, shard_option
 from .printing import (
     print_buffer_parameters,
     print_buffers,
@@ -35,6 +35,9 @@ from .printing import (
     terminal_width,
 )
 from .runs import newest_whole, print_run
+
+if TYPE_CHECKING:
+    from ..converters.look.fits import Fit
 
 _VIEWS = ("--tensor", "--rank", "--tree", "--items", "--groups", "--fits")
 _SORTS: Mapping[str, Callable[[StateRecord], Any]] = {"bytes": lambda t: -_bytes(t), "key": lambda t: t.key}
@@ -278,3 +281,56 @@ def _row(tensor: StateRecord) -> tuple[object, ...]:
     pieces = f" ({'+'.join(map(str, tensor.pieces))} rows)" if tensor.pieces else ""
     return (tensor.key, _shape(tensor.shape) + pieces, tensor.dtype, tensor.convention or "-", len(tensor.chunks),
             tensor.fingerprint or "-")  # fmt: skip
+
+
+_SCREEN = 24
+_WIDTH = 80
+"""The answer fits into such a terminal, at the expense of the list of what is uneven."""
+
+_MIN_ROWS = 3
+
+
+def print_fit(
+    checkpoint: Location, mesh: Mapping[str, int], shard: Mapping[str, Cuts], layout: str | None, as_json: bool
+) -> int:
+    """Print whether a checkpoint can be resumed on a mesh; return the exit code, 0 for yes and 1 for no.
+
+    Raises:
+        SourceError: it cannot be opened, for which the exit code is 3.
+    """
+    from ..converters.look.fits import fits  # imports all layouts
+
+    run = run_of(checkpoint)
+    if run is not None:
+        [checkpoint] = newest_whole(run)
+
+    fit = fits(checkpoint, mesh, shard=shard, **({} if layout is None else {"layout": layout}))
+    if as_json:
+        print_json(fit)
+    else:
+        _print_fit(fit)
+        print_duration()
+    return 0 if fit else 1
+
+
+def _print_fit(fit: Fit) -> None:
+    lines = [f"{fit.checkpoint} on {fit.place}: {fit.sentence}."]
+    for remedy in fit.diagnosis.remedies:
+        lines += [f"  {remedy.command}", f"    {remedy.gives}"]
+    if not fit.diagnosis:
+        lines.append(f"{fit.advice}.")
+    lines += [f"note: {finding.message}" for finding in fit.findings]
+    for line in lines:
+        print_line(line)
+    amounts = ("bytes", "least", "mean", "most")
+    # The table of uneven tensors gets the rows that the answer leaves of the screen.
+    rows = [(s["slot"], s["tensors"], *(size(round(s[name])) for name in amounts)) for s in fit.shares]
+    print_section(("a rank would hold", "tensors", *amounts), rows)
+    uneven = [(entry.pattern, entry.tensors, " x ".join(map(str, entry.shape)), entry.cuts,
+               f"{entry.least} to {entry.most}", entry.empty_ranks) for entry in fit.uneven]  # fmt: skip
+    headers = ("uneven", "tensors", "shape", "cut by", "elements", "ranks without")
+    used = sum(-(-len(line) // _WIDTH) for line in lines) + 2 + len(rows)  # a section has a blank line and a header
+    max_rows = max(_SCREEN - used - 5, _MIN_ROWS)  # and "and more", the duration and the prompt
+    print_section(headers, uneven[:max_rows])
+    if len(uneven) > max_rows:
+        print_line(f"and {len(uneven) - max_rows} more (--json)")

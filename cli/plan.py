@@ -14,7 +14,6 @@ from ..names.state_forms import STATE_DTYPES
 from ..names.wording import counted, listed, size
 from ..store.io.location import Location
 from .argument_types import CHECKPOINT, ByteCountType, Cuts, MeshType, shard_option
-from .fitting import print_fit
 from .printing import print_duration, print_json, print_line, print_table
 
 if TYPE_CHECKING:
@@ -78,6 +77,8 @@ def plan_command(
     if fits is not None:
         if meshes or checkpoint is None:
             raise click.UsageError("--fits needs --ckpt, and no --mesh")
+        from .inspect import print_fit
+
         return print_fit(checkpoint, fits, shard, None, as_json)
     if not meshes:
         raise click.UsageError("expected --mesh or --fits, such as --mesh dp=8")

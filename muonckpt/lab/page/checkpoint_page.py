@@ -39,7 +39,7 @@ from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
 from ...store.verify.damage import Damage, rank_in_name
 from ...store.verify.diagnosis import Diagnosis, diagnosis_at
-from .document import html_of, plain, rounded, write_page
+from .document import HtmlPage, plain, rounded
 from .whole_parts import PageSource, in_turns, on_whole_parts
 
 StatsChoice = Literal["spectra", "norms", "none"]
@@ -47,15 +47,17 @@ StatsChoice = Literal["spectra", "norms", "none"]
 _FIGURES = ("norm", "rms", "largest", "zeros", "nan", "infinite", "stable_rank", "spectrum")
 """Figures of each measured tensor on the page."""
 
-_SCRIPTS = ("words", "frame", "findings", "table", "charts", "model", "rows", "map", "tensor", "sections", "checkpoint")
-_UNREADABLE_SCRIPTS = ("words", "frame", "findings", "unreadable")
-
 
 @dataclass(frozen=True, slots=True)
-class UnreadablePage:
+class UnreadablePage(HtmlPage):
     """A page about a checkpoint whose description cannot be read: what is wrong, and what to do."""
 
     diagnosis: Diagnosis
+    scripts = ("words", "frame", "findings", "unreadable")
+
+    @property
+    def name(self) -> str:
+        return self.diagnosis.path.name
 
     @property
     def lines(self) -> Iterator[str]:
@@ -75,16 +77,9 @@ class UnreadablePage:
             "verdict": verdict_of(self.diagnosis),
         }
 
-    def html(self) -> str:
-        return html_of(f"{self.diagnosis.path.name} - muonckpt report", self.to_json(), _UNREADABLE_SCRIPTS)
-
-    def write(self, file: str | os.PathLike[str]) -> int:
-        """Write the page as `Page.write` does."""
-        return write_page(file, self.html())
-
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class Page(HtmlPage):
     """A page about a checkpoint.
 
     Attributes:
@@ -102,6 +97,13 @@ class Page:
     diagnosis: Diagnosis
     unmeasured: frozenset[str] = frozenset()
     uncompared: frozenset[str] = frozenset()
+    scripts = (
+        "words", "frame", "findings", "table", "charts", "model", "rows", "map", "tensor", "sections", "checkpoint",
+    )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        return Path(self.inspection.checkpoint).name
 
     @property
     def lines(self) -> Iterator[str]:
@@ -135,17 +137,6 @@ class Page:
             "stats": plain(stats | {"left_out": unmeasured}) if stats else None,
             "difference": plain(difference),
         }
-
-    def html(self) -> str:
-        return html_of(f"{Path(self.inspection.checkpoint).name} - muonckpt report", self.to_json(), _SCRIPTS)
-
-    def write(self, file: str | os.PathLike[str]) -> int:
-        """Write the page into a local file, which appears whole and replaces an earlier one; return its bytes.
-
-        Raises:
-            DestinationError: it cannot be written.
-        """
-        return write_page(file, self.html())
 
 
 def report(

@@ -12,13 +12,14 @@ import hashlib
 import json
 import os
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, ClassVar
 
 from ...names.errors import DestinationError
 from ...names.wording import as_json, printable
@@ -27,37 +28,52 @@ from ...store.io.new_file import write_synced
 _ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
 
-def html_of(title: str, data: Mapping[str, Any], scripts: Sequence[str]) -> str:
-    """Return the page, in ASCII; ``data`` is JSON data, as `plain` gives it, ``scripts`` are names of assets."""
-    style = _asset("page.css")
-    script = "\n".join(_asset(f"{name}.js") for name in scripts)
-    return Template(_asset("page.html")).substitute(
-        title=escape(printable(title)).encode("ascii", "xmlcharrefreplace").decode(),
-        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
-        "form-action 'none'",
-        style=style,
-        script=script,
-        data=json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_ESCAPED),
-    )
+class HtmlPage(ABC):
+    """A page of which the ``name``, the data and the scripts (names of assets) are given."""
 
+    __slots__ = ()
+    scripts: ClassVar[Sequence[str]]
 
-def write_page(file: str | os.PathLike[str], html: str) -> int:
-    """Write a page into a local file, which appears whole and replaces an earlier one; return its bytes.
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name of the checkpoint or the run."""
 
-    Raises:
-        DestinationError: it cannot be written.
-    """
-    place, text = Path(file), html.encode("ascii")
-    draft = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
-    try:
-        write_synced(draft, text)
-        draft.replace(place)
-    except OSError as error:
-        raise DestinationError(f"the report cannot be written to {place}: {error}") from error
-    finally:
-        with suppress(OSError):  # it has its name, or was never made
-            draft.unlink()
-    return len(text)
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """Return the data of the page, as docs/guide/report.md describes it."""
+
+    def html(self) -> str:
+        """Return the page, in ASCII."""
+        style = _asset("page.css")
+        script = "\n".join(_asset(f"{name}.js") for name in self.scripts)
+        title = f"{self.name} - muonckpt report"
+        return Template(_asset("page.html")).substitute(
+            title=escape(printable(title)).encode("ascii", "xmlcharrefreplace").decode(),
+            policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
+            "form-action 'none'",
+            style=style,
+            script=script,
+            data=json.dumps(self.to_json(), allow_nan=False, separators=(",", ":")).translate(_ESCAPED),
+        )
+
+    def write(self, file: str | os.PathLike[str]) -> int:
+        """Write the page into a local file, which appears whole and replaces an earlier one; return its bytes.
+
+        Raises:
+            DestinationError: it cannot be written.
+        """
+        place, text = Path(file), self.html().encode("ascii")
+        draft = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
+        try:
+            write_synced(draft, text)
+            draft.replace(place)
+        except OSError as error:
+            raise DestinationError(f"the report cannot be written to {place}: {error}") from error
+        finally:
+            with suppress(OSError):  # it has its name, or was never made
+                draft.unlink()
+        return len(text)
 
 
 _NONFINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}

@@ -22,10 +22,8 @@ from ...store.io.location import Remote
 from ...store.reading.payloads import Progress
 from ...store.verify.run import RunStep
 from .checkpoint_page import Reading, StatsChoice, told_by
-from .document import html_of, plain, rounded, write_page
+from .document import HtmlPage, plain, rounded
 from .whole_parts import PageSource, in_turns, on_whole_parts
-
-_SCRIPTS = ("words", "frame", "findings", "table", "charts", "run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class StepNumbers:
 
 
 @dataclass(frozen=True, slots=True)
-class RunPage:
+class RunPage(HtmlPage):
     """A page about a run.
 
     Attributes:
@@ -70,6 +68,11 @@ class RunPage:
     history: RunHistory
     stats: StatsChoice
     numbers: Mapping[str, StepNumbers]
+    scripts = ("words", "frame", "findings", "table", "charts", "run")
+
+    @property
+    def name(self) -> str:
+        return Path(str(self.history.run.path)).name
 
     @property
     def verdict(self) -> str:
@@ -107,17 +110,6 @@ class RunPage:
             "since": [step.since if step else None for step in steps],
             "series": plain(list(_series(self.history.steps, self.numbers))),
         }
-
-    def html(self) -> str:
-        return html_of(f"{Path(str(self.history.run.path)).name} - muonckpt report", self.to_json(), _SCRIPTS)
-
-    def write(self, file: str | os.PathLike[str]) -> int:
-        """Write the page into a local file, which appears whole and replaces an earlier one; return its bytes.
-
-        Raises:
-            DestinationError: it cannot be written.
-        """
-        return write_page(file, self.html())
 
 
 def report_run(
