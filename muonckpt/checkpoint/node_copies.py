@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,6 +69,7 @@ class Nodes:
         """
 
         def identity() -> tuple[str, int, int]:
+            # Whatever would stop the first copy is told now, before any training.
             try:
                 folder.mkdir(0o700, parents=True, exist_ok=True)
                 [*folder.iterdir()]
@@ -78,6 +80,7 @@ class Nodes:
                     f"memory={str(folder)!r} cannot be used on this node: {error.strerror or error}. Another user or "
                     "program may have it: choose a folder of your own in /dev/shm, or none"
                 ) from error
+            # Containers of one machine may have folders of the same name that are not the same.
             status = folder.stat()
             return _BOOT.read_text(), status.st_dev, status.st_ino
 
@@ -133,6 +136,7 @@ class NodeCopy:
         try:
             self._write(state)
         except BaseException:
+            # The copy before is still there, and this one would only take memory.
             if self._nodes.leads:
                 publish.discard(self._staged)
             raise
@@ -198,6 +202,7 @@ class NodeCopy:
             try:
                 return work()
             except (DestinationError, OSError) as error:
+                # Only a full file system has this cure; any other error goes on as it is.
                 cause = error if isinstance(error, OSError) else error.__cause__
                 if getattr(cause, "errno", None) != errno.ENOSPC:
                     raise
@@ -223,6 +228,7 @@ class NodeCopy:
         digest = xxhash.xxh3_128()
         if partner is None:
             return None, digest.hexdigest()
+        # Memory for one band of each file is all that an exchange takes, however large the files are.
         origins = [place for place, other in enumerate(partners) if other == this_place and sizes[place]]
         blocks = [torch.empty(_BAND_BYTES * files, dtype=torch.uint8) for files in (1, len(origins))]
         failure: Exception | None = None
@@ -254,15 +260,18 @@ class NodeCopy:
             for output, parcel in zip(outputs, parcels, strict=True):
                 output.write(parcel.numpy().data, start)
 
+        # All ranks exchange as often as the longest file has bands, so that none waits for another.
         with suppress(OSError), files:  # what closing raises after a failure
             attempt(open_files)
             for start in range(0, max(sizes), _BAND_BYTES):
+                # Sizes are known to all, so each rank computes what it sends and gets.
                 lengths = [min(max(size - start, 0), _BAND_BYTES) for size in sizes]
                 send_lengths, receive_lengths = [0] * len(sizes), [0] * len(sizes)
                 send_lengths[partner] = lengths[this_place]
                 for place in origins:
                     receive_lengths[place] = lengths[place]
                 send, receive = blocks[0][: sum(send_lengths)], blocks[1][: sum(receive_lengths)]
+                # The file is read in place, and what arrives is written before the next band overwrites it.
                 if len(send):
                     attempt(read_band)
                 exchange(self._group, send, send_lengths, receive, receive_lengths)
@@ -357,6 +366,7 @@ class _NodePart:
         """Look at a copy's directory, which may hold anything: files are read as those of any checkpoint are."""
         sizes: dict[str, int] = {}
         try:
+            # Sizes first: files of a copy without a description still serve another node's.
             with os.scandir(folder) as entries:
                 sizes |= {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
             text = read_text_file(folder / MANIFEST_FILE)
@@ -385,6 +395,7 @@ class _NodeFolder:
         folder = memory / (run or "")
         try:
             foreign += [str(other) for other in folders_in(memory) if other.name != run]
+            # A copy that was being written when the run was killed never appeared, and is of no use.
             if run is not None:
                 remove_copies(folder, lambda name: name is None)
                 for entry in folders_in(folder):
@@ -409,6 +420,7 @@ def find_copies(
     folders = gather_on_all(
         process_group, SourceError, lambda: _NodeFolder.of(memory, run) if nodes.leads else _NodeFolder()
     )
+    # Parts of one copy are known by its name, which no two copies share.
     ranks = group_ranks(process_group)
     parts: defaultdict[StepName, dict[int, _NodePart]] = defaultdict(dict)
     for place, folder in enumerate(folders):
@@ -428,7 +440,8 @@ def find_copies(
                 _warn(f"{path} on the node of rank {ranks[place]} has no whole description: {part.fault}; {instead}")
         sizes = {place: part.sizes for place, part in node_parts.items()}
         copies += [CopyOnNodes(path, name, sizes, place, node_parts[place].provenance) for place in describers.values()]
-    foreign = dict.fromkeys(path for folder in folders for path in folder.foreign)
+    # Copies of other runs are left alone, but they take memory that this one may need.
+    foreign = dict.fromkeys(chain.from_iterable(folder.foreign for folder in folders))
     if foreign:
         _warn(
             f"not of this run, and so not looked at: {', '.join(foreign)}; copies in memory stay until the machine "

@@ -81,6 +81,7 @@ class Descent:
 
         A checkpoint that records none, or that of another step, begins a history under the digest of its description.
         """
+        # The description is enough, and is read even where elements are damaged.
         provenance: Mapping[str, Any] = {}
         try:
             if (path / MANIFEST_FILE).exists():
@@ -92,6 +93,7 @@ class Descent:
                     text = file.read(0, file.size)
         except (SourceError, OSError):
             return None
+        # What a command has rewritten may be another state than the one that its descent tells of.
         descent = None if provenance.keys() & _REWRITES else cls.parsed(provenance)
         if descent is None or descent.lines[-1].step != step:
             descent = cls((Line(0, xxh3_128([text]), step),))
@@ -145,13 +147,16 @@ class Saves:
 
     def fault(self, copy: CopyOnNodes) -> str | None:
         """Return why a copy is not to be restored beside these checkpoints; None if it is to be preferred."""
+        # What is on disk is newer: nothing is won by the copy.
         if copy.step < self.step:
             return self.age_fault(copy)
         descent = Descent.parsed(copy.provenance)
         if descent is None or descent.lines[-1].step != copy.step:
             return "it does not record from which save it descends"
+        # A user who has gone back to an older checkpoint has left the branch of newer copies.
         if self.descent is not None and not descent.includes(self.descent.lines[-1]):
             return f"it does not descend from {self.path}, so it is of a branch that was left"
+        # A damaged checkpoint may be of a branch that the copy knows nothing of, and would be lost with it.
         for name, saved in self.damaged.items():
             if saved is None:  # only its name tells whether it is the save that the copy descends from
                 is_related = descent.save is not None and descent.save.step == name.step
@@ -169,6 +174,7 @@ class Saves:
         """Return a sentence if the newest save in a copy's history is gone: somebody has moved it, to go back."""
         if descent.save is None or descent.save.step <= self.step:
             return None
+        # A damaged save is still there: nobody has taken it away.
         for name, saved in self.damaged.items():
             if saved.includes(descent.save) if saved is not None else name.step == descent.save.step:
                 return None
@@ -217,6 +223,7 @@ class NodeMemory:
             damaged: checkpoints that are newer, but damaged.
             number: twice that of the run's last recorded resume, and one more if this is none of the record.
         """
+        # Numbers of lines only grow, so that the newest line is found even where clocks differ.
         past = origin or Descent(())
         self._last_number = max([self._last_number, number, *(line.number for line in past.lines)])
         self._extend(replace(past, damaged=tuple(map(str, damaged))))
@@ -254,6 +261,7 @@ class NodeMemory:
 
     def _reached(self, step: int) -> Descent:
         """Return the history up to a new step, on another line if the run has gone back without a restore."""
+        # A run that was never restored begins its first line here.
         if self._descent is None:
             self._extend(Descent(()))
         assert self._descent is not None, "it has begun"
@@ -266,6 +274,7 @@ class NodeMemory:
     def _forked(self, step: int) -> Descent:
         """Return the history up to a step that the process has reached anew, without what it stored from there on."""
         assert self._descent is not None, "it has begun"
+        # Lines are cut before that step, as what they led to will be another state; so is the newest save.
         lines = (line._replace(step=min(line.step, step - 1)) for line in self._descent.lines)
         save = self._descent.save
         self._extend(replace(self._descent, lines=tuple(lines), save=save if save and save.step < step else None))
@@ -290,6 +299,7 @@ class NodeMemory:
                 RuntimeWarning,
                 stacklevel=3,
             )
+        # The copy is this series' from now on, even if it fails: `end` looks for what has become of it.
         self._used = self._folder / run
         self._copies.add(name)
         write = partial(NodeCopy, self._used, name, self._nodes)
@@ -300,6 +310,7 @@ class NodeMemory:
         """Return the copies of a run, those of the newest lines first.  Collective; warns as `find_copies`."""
         if run is not None:
             self._used = self._folder / run
+        # The newest line counts before the newest step: a run that went back has fewer steps, and is meant.
         copies = find_copies(self._folder, run, self._nodes, self._group)
 
         def age(copy: CopyOnNodes) -> tuple[int, int, StepName]:
@@ -322,6 +333,7 @@ class NodeMemory:
         Collective; raises as `load_copy`.  Warns of each copy that is passed over, and takes those that it has tried
         from the list.
         """
+        # A copy may turn out to be damaged only when it is read; then the next one is tried.
         for copy in [copy for copy in copies if fault(copy) is None]:
             copies.remove(copy)
             try:
@@ -329,11 +341,13 @@ class NodeMemory:
             except DamageError as error:
                 _warn(f"{copy} is not taken: {error.fault}")
                 continue
+            # A newer one that is passed over needs a reason that its owner can read.
             for other in copies:
                 if other.step > copy.step:
                     _warn(f"{other} is not taken: {fault(other) or f'the run has left that branch, for {copy}'}")
             self._copies.add(copy.name)
             return copy, loaded
+        # None is left to take, so all of them are told.
         for copy in copies:
             _warn(f"{copy} is not taken: {fault(copy)}")
         return None
@@ -342,6 +356,7 @@ class NodeMemory:
         """Remove copies that are no newer than a saved step; on this node, without asking others."""
         if self._used is None or not self._nodes.leads:
             return
+        # What is saved needs no copy, and memory outlives the process.
         try:
             remove_copies(self._used, lambda name: name is None or name.step <= saved)
             names = [StepName.parsed(path.name) for path in folders_in(self._used)]
