@@ -1,4 +1,4 @@
-"""Each stored byte is read once by all ranks together, whatever they ask for, and damage is found all the same."""
+"""All ranks together read each stored byte once, whatever they ask for, and find damage all the same."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ HOMES = {
 
 
 def state(home: str, has_values: bool) -> dict[str, torch.Tensor]:
-    """Tensors on a mesh, the same on all ranks; ``tied`` has the memory of ``w``."""
+    """Return tensors on a mesh, the same on all ranks; ``tied`` has the memory of ``w``."""
     mesh_shape, placements = HOMES[home]
     mesh = init_device_mesh("cpu", mesh_shape)
     values = {}
@@ -69,14 +69,16 @@ def save_job(rank: int, world: int, path: str) -> None:
 
 def load_job(rank: int, world: int, path: str, home: str, arguments: dict) -> tuple[int, LoadTraffic] | str:
     """Load, and return the bytes that this process has read, or the error."""
+    # Import what is imported at the first use, then count what a load reads.
     template = state(home, has_values=False)
-    muonckpt.load(state(home, has_values=False), path, **arguments)  # what is imported when it is first used
+    muonckpt.load(state(home, has_values=False), path, **arguments)
     read_before = bytes_read()
     try:
         report = muonckpt.load(template, path, **arguments)
     except SourceError as error:
         return str(error)
     num_read = bytes_read() - read_before
+    # Every tensor and item is that of the state which was saved.
     for name, expected in state(home, has_values=True).items():
         value = template[name]
         local, expected_local = (v.to_local() if isinstance(v, DTensor) else v for v in (value, expected))
@@ -85,18 +87,14 @@ def load_job(rank: int, world: int, path: str, home: str, arguments: dict) -> tu
 
 
 def bytes_read() -> int:
-    """Bytes that read calls of this process got, of files and sockets alike."""
+    """Return the bytes that read calls of this process got, of files and sockets alike."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
 CASES = [
     *((1, home, {}) for home in HOMES),
     *((3, home, {}) for home in HOMES),
-    *(
-        (3, home, arguments)
-        for home in ("FSDP 4", "HSDP 2 x 2", "columns")
-        for arguments in ({"check": "while"}, TWICE)
-    ),
+    *product((3,), ("FSDP 4", "HSDP 2 x 2", "columns"), ({"check": "while"}, TWICE)),
 ]
 
 
@@ -124,6 +122,7 @@ def faulty_job(rank: int, world: int, path: str, home: str, arguments: dict) -> 
             if next(calls) == number and rank == number % world:
                 HARMS[harm](buffer)
 
+        # Load, with the harm at one call of one rank.
         template = state(home, has_values=False)
         LocalFile.fill, error = faulty_fill, ""
         try:
@@ -132,9 +131,10 @@ def faulty_job(rank: int, world: int, path: str, home: str, arguments: dict) -> 
             error = f"{type(raised).__name__}: {raised}"
         finally:
             LocalFile.fill = fill
+        # Tensors are as before the load, or as saved.
         values = [(local(template[name]), local(expected[name])) for name in SHAPES]
         untouched = not any(value.any() for value, _ in values)
-        outcomes.append((error, untouched, all(torch.equal(value, other) for value, other in values)))
+        outcomes.append((error, untouched, all(torch.equal(value, expected_value) for value, expected_value in values)))
     return outcomes
 
 
@@ -162,13 +162,13 @@ HARMS = {"EIO": fail, "no memory": run_out_of_memory, "a flipped bit": flip}
 def test_what_one_rank_cannot_read_is_one_error_on_all_ranks(home, arguments, tmp_path):
     run(3, save_job, str(tmp_path / "c"))
     by_fault = [*zip(*run(4, faulty_job, str(tmp_path / "c"), home, arguments), strict=True)]
-    for of_ranks in by_fault:
-        (error,) = {error for error, _, _ in of_ranks}
-        untouched, right = (all(of_rank[number] for of_rank in of_ranks) for number in (1, 2))
+    for outcomes in by_fault:
+        (error,) = {error for error, _, _ in outcomes}
+        untouched, right = (all(outcome[number] for outcome in outcomes) for number in (1, 2))
         assert right if not error else untouched or "UNUSABLE" in error
         if error and not arguments:
             assert untouched
-    assert sum(bool(of_ranks[0][0]) for of_ranks in by_fault) >= len(by_fault) // 2
+    assert sum(bool(outcomes[0][0]) for outcomes in by_fault) >= len(by_fault) // 2
 
 
 def damaged_job(rank: int, world: int, path: str) -> str:

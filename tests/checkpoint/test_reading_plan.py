@@ -1,4 +1,4 @@
-"""Who reads what of a checkpoint: every byte once, by a rank that can, and every asked element to whoever asks."""
+"""A reading plan reads every byte once, on a rank that can, and moves every requested element to all who request it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from muonckpt.record.record import Chunk, Chunks, Extent, StateRecord
 class Files:
     """Files by the number in their names; each is seen by some ranks."""
 
-    able: dict[str, Sequence[int]]
+    readers: dict[str, Sequence[int]]
     divides_chunks: bool
 
     def of(self, file: str) -> Sequence[int]:
-        return self.able[file]
+        return self.readers[file]
 
 
 def boxes_of(layout) -> tuple[RankBoxes, ...]:
+    """Return the boxes of each rank, which is the number of a buffer of the layout."""
     boxes: dict[int, list[Box]] = {}
     for fragment in layout.fragments:
         boxes.setdefault(int(fragment.place.buffer), []).append(fragment.box)
-    return tuple(RankBoxes(rank, tuple(of_rank)) for rank, of_rank in sorted(boxes.items()))
+    return tuple(RankBoxes(rank, tuple(rank_boxes)) for rank, rank_boxes in sorted(boxes.items()))
 
 
 def indices(box: Box) -> set[tuple[int, ...]]:
@@ -40,7 +41,7 @@ def indices(box: Box) -> set[tuple[int, ...]]:
 
 
 def stored(key: str, shape, layout, rng, dtype: str) -> StateRecord:
-    """A tensor in chunks like the boxes of a layout, in three files, some with a CRC-32."""
+    """Return a tensor in chunks like the boxes of a layout, in three files, some with a CRC-32."""
     boxes = sorted({fragment.box for fragment in layout.fragments}, key=lambda box: box.lo)
     size, chunks = {"float32": 4, "bfloat16": 2}[dtype], []
     for number, box in enumerate(boxes):
@@ -53,66 +54,67 @@ def stored(key: str, shape, layout, rng, dtype: str) -> StateRecord:
 @pytest.mark.parametrize("seed", range(25))
 def test_each_element_is_read_once_and_comes_to_all_who_ask_for_it(seed, monkeypatch):
     monkeypatch.setattr("muonckpt.checkpoint.reading_plan.MIN_SHARED_BYTES", 16)
+    # Draw tensors in chunks, the ranks that can read each file, and one or two layouts requested of each tensor.
     rng = np.random.default_rng(seed)
     num_ranks, memory = 8, int(rng.integers(40, 400))
     divides = bool(rng.random() < 0.7)
     everyone = range(num_ranks)
-    able = {
+    readers = {
         f"file{n}": everyone if divides else tuple(sorted(rng.choice(8, 3, replace=False).tolist())) for n in range(3)
     }
-    tensors, asked = [], {}
+    tensors, requests = [], {}
     for number in range(6):
         shape, key, dtype = random_shape(rng), f"{number}", str(rng.choice(["float32", "bfloat16"]))
         tensors.append(stored(key, shape, READERS[rng.integers(len(READERS))](rng, shape), rng, dtype))
         layouts = [READERS[rng.integers(len(READERS))](rng, shape) for _ in range(int(rng.integers(1, 3)))]
-        asked[key] = tuple(AskedTensor(f"{key}.{n}", boxes_of(layout)) for n, layout in enumerate(layouts))
-    plan = ReadingPlan.of(tensors, (), JointRequest(asked, {}), Files(able, divides), num_ranks, memory, memory)
+        requests[key] = tuple(AskedTensor(f"{key}.{n}", boxes_of(layout)) for n, layout in enumerate(layouts))
+    plan = ReadingPlan.of(tensors, (), JointRequest(requests, {}), Files(readers, divides), num_ranks, memory, memory)
 
+    # Follow the plan by elements: readers read ranges of chunks, and moves bring boxes to those who requested them.
     read: Counter = Counter()
     received: Counter = Counter()
-    for of_round in plan.rounds:
-        held: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+    chunk_readers: dict[tuple[str, int], set[int]] = {}
+    for reading_round in plan.rounds:
+        elements_of_reader: dict[tuple[str, int], list[tuple[int, ...]]] = {}
         load: Counter = Counter()
-        for tensor, reading in of_round.readings:
+        lengths = []
+        for tensor, reading in reading_round.readings:
             for part, boxes in zip(reading.ranges, reading.boxes, strict=True):
                 chunk = tensor.chunks[part.chunk]
-                assert part.reader in able[chunk.item.file]
+                lengths.append(part.stop - part.start)
+                assert part.reader in readers[chunk.item.file]
                 assert part.is_whole == ((part.start, part.stop) == (0, chunk.box.numel))
+                chunk_readers.setdefault((tensor.key, part.chunk), set()).add(part.reader)
                 read.update((tensor.key, part.chunk, element) for element in range(part.start, part.stop))
-                where = [box.shift(chunk.box.lo) for box in flat_boxes(chunk.box.shape, part.start, part.stop)]
-                assert boxes == (tuple(where) if part.is_asked else ())
-                elements = held.setdefault((tensor.key, part.reader), [])
+                range_boxes = [box.shift(chunk.box.lo) for box in flat_boxes(chunk.box.shape, part.start, part.stop)]
+                assert boxes == (tuple(range_boxes) if part.is_asked else ())
+                elements = elements_of_reader.setdefault((tensor.key, part.reader), [])
                 for box in boxes:
                     elements += sorted(indices(box))
                 load[part.reader] += sum(box.numel for box in boxes) * (4 if tensor.dtype == "float32" else 2)
-        divisible = [part for _, reading in of_round.readings for part in reading.ranges]
-        assert max(load.values()) <= max(memory, 4 * max(part.stop - part.start for part in divisible))
-        for move in of_round.moves:
+        # A rank reads no more in a round than its memory, or one range that is larger.
+        assert max(load.values()) <= max(memory, 4 * max(lengths))
+        for move in reading_round.moves:
             copies = move.copies
             columns = (column.tolist() for column in (copies.lo, copies.hi, copies.source, copies.target))
             for (lo, hi, source, target), offset in zip(
                 zip(*columns, strict=True), copies.source_offset.tolist(), strict=True
             ):
                 box = Box(tuple(lo), tuple(hi))
-                elements = held[move.source, source]
+                elements = elements_of_reader[move.source, source]
                 assert elements[offset] == box.lo and indices(box) <= set(elements)
                 received.update((move.target, target, index) for index in indices(box))
+    # No element is read twice, chunks are read in full, and each by one rank where they are not to be divided.
     assert set(read.values()) <= {1}
     for tensor in tensors:
         chunks = {key[1] for key in read if key[0] == tensor.key}
         assert sum(tensor.boxes[chunk].numel for chunk in chunks) == sum(key[0] == tensor.key for key in read)
         if not divides:
             for chunk in chunks:
-                readers = [
-                    part.reader
-                    for of_round in plan.rounds
-                    for each, reading in of_round.readings
-                    for part in reading.ranges
-                    if each.key == tensor.key and part.chunk == chunk
-                ]
-                assert len(set(readers)) == 1
+                assert len(chunk_readers[tensor.key, chunk]) == 1
+    # Whoever requested a box has received each of its elements, once.
     expected: Counter = Counter()
-    for targets in asked.values():
+    for targets in requests.values():
         for target, ranks in targets:
             for rank, boxes in ranks:
                 for box in boxes:

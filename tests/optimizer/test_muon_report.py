@@ -1,4 +1,4 @@
-"""What an optimizer reports of itself, and what it warns of."""
+"""An optimizer reports its groups, updates and traffic, and warns of matrices that it does not orthogonalize."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def stepped(net: Net, opt: Muon) -> MuonReport:
 def test_groups_and_the_size_of_their_updates():
     net = Net()
     opt = optimizer(net)
+    # Before the first step: the groups, and no owners.
     report = opt.report()
     assert [(g.name, g.algorithm, g.parameters, g.matrices, g.elements) for g in report.groups] == [
         ("attention", "muon", 1, 3, 768),
@@ -55,6 +56,7 @@ def test_groups_and_the_size_of_their_updates():
         ("", "adamw", 1, 0, 160),
     ]
     assert (report.matrices_by_rank, report.sent_bytes, report.doubts) == (None, None, ())
+    # After a step: the size of each update is as forecast, and owners are known.
     before = [param.detach().clone() for param in net.parameters()]
     for param in net.parameters():
         param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(1))
@@ -77,7 +79,7 @@ def test_a_report_is_a_table():
 
 
 def test_a_report_names_the_parameters_of_each_group():
-    """Routers among them, which Muon steps as any other nn.Linear, and at most so many names a group."""
+    """They include routers, which Muon steps as any other nn.Linear; a group shows at most so many names."""
     layer = {"up": nn.Linear(4, 8, bias=False), "norm": nn.RMSNorm(4), "router": nn.Linear(4, 3, bias=False)}
     net = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict(copy.deepcopy(layer)) for _ in range(3)])})
     for named in (False, True):
@@ -87,8 +89,8 @@ def test_a_report_names_the_parameters_of_each_group():
         lines = str(report).splitlines()
         assert "group 0: layers.*.up.weight (3), layers.*.router.weight (3)" in lines
         assert "group 1: layers.*.norm.weight (3)" in lines
-    many = nn.ModuleDict({chr(97 + n): nn.Linear(4, 4, bias=False) for n in range(25)})
-    lines = str(Muon(many.named_parameters()).report()).splitlines()
+    wide = nn.ModuleDict({chr(97 + n): nn.Linear(4, 4, bias=False) for n in range(25)})
+    lines = str(Muon(wide.named_parameters()).report()).splitlines()
     assert lines[2].startswith("group 0: a.weight, b.weight, ") and lines[2].endswith("t.weight and 5 more")
 
 
@@ -103,7 +105,7 @@ def test_owners_and_bytes_of_every_rank():
     reports = run(2, sharded)
     assert sum(owned[2] for owned, _ in reports) == 4
     assert all(owned[:2] == (min(r[0][2] for r in reports), max(r[0][2] for r in reports)) for owned, _ in reports)
-    assert all(sent > 0 for _, sent in reports)
+    assert all(num_bytes > 0 for _, num_bytes in reports)
 
 
 def test_matrices_that_adamw_steps_are_warned_of():
@@ -113,9 +115,9 @@ def test_matrices_that_adamw_steps_are_warned_of():
         {"params": [net.qkv, net.embedding, net.norm], "algorithm": "adamw", "lr": 1e-2},
     ]
     opt = Muon(groups)
-    with pytest.warns(RuntimeWarning, match="59% of the elements in parameters of two dims or more") as told:
+    with pytest.warns(RuntimeWarning, match="59% of the elements in parameters of two dims or more") as warned:
         report = opt.report()
-    assert [warning.filename for warning in told] == [__file__] and "warning: 59%" in str(report)
+    assert [warning.filename for warning in warned] == [__file__] and "warning: 59%" in str(report)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert opt.report(most_elementwise=0.6).doubts == ()
