@@ -1,4 +1,8 @@
+"""Boxes do as numpy does with masks and slices: flat ranges, intersections, overlaps and tilings."""
+
 from __future__ import annotations
+
+from itertools import product
 
 import numpy as np
 import pytest
@@ -62,16 +66,15 @@ def test_intersection_is_the_common_elements(data):
 def test_overlaps_equals_the_pairwise_comparison(dims, n, m, seed):
     rng = np.random.default_rng(seed)
 
-    def boxes(count):
+    def corners(count):
         ends = np.sort(rng.integers(0, 9, size=(count, dims, 2)), axis=2)
         return ends[..., 0], ends[..., 1] + 1
 
-    a, b = boxes(n), boxes(m)
+    a, b = corners(n), corners(m)
     actual = list(zip(*(index.tolist() for index in overlaps(*a, *b)), strict=True))
     expected = [
         (i, j)
-        for i in range(n)
-        for j in range(m)
+        for i, j in product(range(n), range(m))
         if (np.maximum(a[0][i], b[0][j]) < np.minimum(a[1][i], b[1][j])).all()
     ]
     assert actual == expected
@@ -81,29 +84,34 @@ def test_overlaps_equals_the_pairwise_comparison(dims, n, m, seed):
 @given(st.integers(1, 3), st.integers(0, 6), st.integers(0, 2), st.integers(0, 2**31))
 def test_boxes_tile_a_shape_if_they_hold_each_element_once_else_a_fault_is_shown(dims, cuts, changes, seed):
     rng = np.random.default_rng(seed)
+    # Start with one box, the shape, as a list of (start, stop) of each dim.
     boxes = [[(0, int(size)) for size in rng.integers(1, 7, size=dims)]]
     shape = np.array([size for _, size in boxes[0]])
-    for _ in range(cuts):  # of one box in two: what is cut so need not be cut through
-        (d, number), whole = rng.integers((dims, len(boxes))), boxes
-        start, stop = whole[number][d]
+    # Cut one box after another in two, so that no cut need go through the whole shape.
+    for _ in range(cuts):
+        dim, number = rng.integers((dims, len(boxes)))
+        start, stop = boxes[number][dim]
         middle = int(rng.integers(start, stop))
         parts = [(start, middle), (middle, stop)] if start < middle else [(start, stop)]
-        own = boxes.pop(number)
-        boxes += [[*own[:d], part, *own[d + 1 :]] for part in parts]
-    for _ in range(changes):  # so that volumes may still add up
+        ranges = boxes.pop(number)
+        boxes += [[*ranges[:dim], part, *ranges[dim + 1 :]] for part in parts]
+    # Put copies of boxes in the place of others: volumes may still add up.
+    for _ in range(changes):
         boxes[rng.integers(len(boxes))] = boxes[rng.integers(len(boxes))]
-    held = np.zeros(shape, int)
+    # Count the boxes that hold each element.
+    counts = np.zeros(shape, int)
     for box in boxes:
-        held[tuple(slice(*along) for along in box)] += 1
+        counts[tuple(slice(*along) for along in box)] += 1
     lo, hi = np.array(boxes).transpose(2, 0, 1)
-    assert tile(shape, lo, hi) == (held == 1).all()
-    if not (held == 1).all():
-        start, stop, two = first_fault(shape, lo, hi)
-        part = held[tuple(map(slice, start, stop))]
-        assert part.size and (part == 0).all() if not len(two) else (part >= 2).all()
-        for box in two:
+    assert tile(shape, lo, hi) == (counts == 1).all()
+    # The fault is a box of elements that no box holds, or that the two boxes of the pair both hold.
+    if not (counts == 1).all():
+        start, stop, pair = first_fault(shape, lo, hi)
+        part = counts[tuple(map(slice, start, stop))]
+        assert part.size and (part == 0).all() if not len(pair) else (part >= 2).all()
+        for box in pair:
             assert (lo[box] <= start).all() and (stop <= hi[box]).all()
-        assert len(set(two.tolist())) in (0, 2)
+        assert len(set(pair.tolist())) in (0, 2)
 
 
 def test_row_major_is_numpys():

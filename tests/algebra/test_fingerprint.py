@@ -1,3 +1,5 @@
+"""Fingerprints are those of the definition, the same of every layout, and others after any change."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -11,7 +13,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def weight(dim: int, index: int) -> int:
-    """The definition, in Python integers."""
+    """Return the weight of an index along a dim as the definition says it, in Python integers."""
     mask = 2**64 - 1
     x = (index + dim * 2**56 + 1) * GOLDEN & mask
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
@@ -19,9 +21,10 @@ def weight(dim: int, index: int) -> int:
     return x ^ x >> 31 | 1
 
 
-def by_definition(values: np.ndarray) -> int:
+def defined_fingerprint(values: np.ndarray) -> int:
     total = 0
     for index, value in np.ndenumerate(values):
+        # Elements of eight bytes are two words, along one more dim.
         words = [int(value)] if values.itemsize < 8 else [int(value) & 0xFFFFFFFF, int(value) >> 32]
         for k, word in enumerate(words):
             product = word
@@ -39,7 +42,7 @@ def random_values(rng, shape, dtype):
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4), (2, 1, 3, 2)])
 def test_it_is_what_the_definition_says(dtype, shape):
     values = random_values(np.random.default_rng(0), shape, dtype)
-    assert fingerprint(values, (0,) * len(shape)) == by_definition(values)
+    assert fingerprint(values, (0,) * len(shape)) == defined_fingerprint(values)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -48,6 +51,7 @@ def test_every_layout_of_a_tensor_has_the_same_fingerprint(seed):
     for _ in range(100):
         shape = random_shape(rng)
         values = random_values(rng, shape, WORDS[rng.integers(4)])
+        # Replicas count once: the fingerprint is that of the set of boxes.
         layout = READERS[rng.integers(len(READERS))](rng, shape)
         boxes = {fragment.box for fragment in layout.fragments}
         shares = [fingerprint(values[tuple(map(slice, box.lo, box.hi))], box.lo) for box in boxes]
@@ -60,7 +64,7 @@ def test_every_layout_of_a_tensor_has_the_same_fingerprint(seed):
 def test_many_boxes_of_one_shape_have_the_shares_that_each_has(dtype, shape):
     values = np.random.default_rng(3).integers(0, 200, (6, *shape), dtype=dtype)
     origin = tuple(range(9, 9 + len(shape)))
-    assert box_shares(values, origin) == [fingerprint(own, origin) for own in values]
+    assert box_shares(values, origin) == [fingerprint(box, origin) for box in values]
 
 
 def test_any_single_changed_bit_changes_it():
@@ -88,8 +92,8 @@ def test_long_and_narrow_tensors_take_the_same_blocks_wherever_they_are_cut():
     for shape in [(3 * columns + 5,), (4, columns + 3), (columns // 2, 3)]:
         values = random_values(rng, shape, np.uint16)
         cut = shape[-1] // 3 + 1
-        left, right = values[..., :cut], values[..., cut:]
-        shares = fingerprint(left, (0,) * len(shape)), fingerprint(right, (*(0,) * (len(shape) - 1), cut))
+        head, tail = values[..., :cut], values[..., cut:]
+        shares = fingerprint(head, (0,) * len(shape)), fingerprint(tail, (*(0,) * (len(shape) - 1), cut))
         assert combine(*shares) == fingerprint(values, (0,) * len(shape))
 
 

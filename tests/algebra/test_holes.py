@@ -1,4 +1,4 @@
-"""What boxes leave over of a tensor, beside every element looked at by itself."""
+"""Holes hold each element that no box holds, once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_each_element_is_in_a_box_or_in_one_hole():
         boxes = [random_box(rng, shape) for _ in range(rng.randint(0, 6))]
         holes = holes_in(Box.of(tuple(shape)), boxes)
         for index in product(*map(range, shape)):
-            one = Box(index, tuple(i + 1 for i in index))
-            assert sum(one in hole for hole in holes) == (not any(one in box for box in boxes))
+            element = Box(index, tuple(i + 1 for i in index))
+            assert sum(element in hole for hole in holes) == (not any(element in box for box in boxes))
 
 
 def test_more_holes_than_asked_for_are_not_looked_for():

@@ -1,4 +1,4 @@
-"""Keys that people write: whole, as patterns, and without what comes first."""
+"""Keys are found as people write them: in full, as patterns, and without their first segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = {KEYS[-1]: ("layers.3.w1.momentum_buffer", "layers.3.w1")}
 
 
 @pytest.mark.parametrize(
-    ("word", "found"),
+    ("word", "keys"),
     [
         ("model.layers.3.w1", KEYS[:1]),
         ("layers.3.w1", KEYS[:1]),  # not 13, and not the state, whose key does not end with it
@@ -36,8 +36,8 @@ NAMES = {KEYS[-1]: ("layers.3.w1.momentum_buffer", "layers.3.w1")}
         ("ayers.3.w1", []),
     ],
 )
-def test_a_key_is_found_by_its_last_segments_or_by_its_parameter(word, found):
-    assert find_keys(word, KEYS, NAMES) == found
+def test_a_key_is_found_by_its_last_segments_or_by_its_parameter(word, keys):
+    assert find_keys(word, KEYS, NAMES) == keys
 
 
 def test_a_parameter_means_its_state_where_there_is_no_weight():
@@ -53,7 +53,7 @@ def test_a_word_that_may_be_several_keys_is_refused_and_lists_them():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A model, and its state by numbers, whose names the manifest records."""
+    """Save a model, and its state by numbers, whose names the manifest records."""
     path = tmp_path_factory.mktemp("keys")
     model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("up", "down")})
     opt = Muon([{"params": list(model.named_parameters()), "algorithm": "muon"}])
@@ -65,24 +65,27 @@ def saved(tmp_path_factory):
 
 def test_every_command_takes_such_keys(saved, tmp_path):
     a = saved / "a"
-    found = json.loads(called("inspect", a, "up.weight", "--json").stdout)
-    assert [tensor["key"] for tensor in found] == ["model.up.weight"]
-    shown = called("inspect", a, "--tensor", "up.weight")
-    assert shown.stdout.startswith("model.up.weight: 4 x 4"), shown.stderr
-    compared = json.loads(called("diff", a, a, "down.weight", "--json").stdout)
-    assert [tensor["key"] for tensor in compared["tensors"]] == ["model.down.weight"]
-    measured = json.loads(called("stats", a, "down.weight", "--json").stdout)
-    assert [tensor["key"] for tensor in measured["tensors"]] == ["model.down.weight"]
+    # A part of a key means the tensor that ends with it.
+    tensors = json.loads(called("inspect", a, "up.weight", "--json").stdout)
+    assert [tensor["key"] for tensor in tensors] == ["model.up.weight"]
+    page = called("inspect", a, "--tensor", "up.weight")
+    assert page.stdout.startswith("model.up.weight: 4 x 4"), page.stderr
+    difference = json.loads(called("diff", a, a, "down.weight", "--json").stdout)
+    assert [tensor["key"] for tensor in difference["tensors"]] == ["model.down.weight"]
+    statistics = json.loads(called("stats", a, "down.weight", "--json").stdout)
+    assert [tensor["key"] for tensor in statistics["tensors"]] == ["model.down.weight"]
     assert called("reshard", a, tmp_path / "b", "--mesh", "dp=2", "--select", "up.weight").returncode == 0
     assert [*muonckpt.open(tmp_path / "b").tensors] == ["model.up.weight"]
+    # A parameter and a slot mean a state that is stored by number.
     momentum = called("inspect", a, "--tensor", "up.weight.momentum_buffer[2:, 1]", "--json")
-    found = json.loads(momentum.stdout)
-    assert re.fullmatch(r"optimizer\.state\.[01]\.momentum_buffer", found["key"]) and found["name"] == "up.weight"
+    entry = json.loads(momentum.stdout)
+    assert re.fullmatch(r"optimizer\.state\.[01]\.momentum_buffer", entry["key"]) and entry["name"] == "up.weight"
     for command in (["diff", a, a], ["stats", a]):
-        tensors = json.loads(called(*command, "up.weight.momentum_buffer", "--json").stdout)
-        assert [tensor["key"] for tensor in tensors["tensors"]] == [found["key"]]
-    several = called("inspect", a, "--tensor", "weight")
-    assert several.returncode == 2 and "model.down.weight" in several.stderr.replace("\n", " ")
+        answer = json.loads(called(*command, "up.weight.momentum_buffer", "--json").stdout)
+        assert [tensor["key"] for tensor in answer["tensors"]] == [entry["key"]]
+    # A part of several keys is refused.
+    refusal = called("inspect", a, "--tensor", "weight")
+    assert refusal.returncode == 2 and "model.down.weight" in refusal.stderr.replace("\n", " ")
 
 
 def test_a_list_counts_what_it_does_not_show():

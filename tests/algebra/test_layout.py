@@ -1,4 +1,4 @@
-"""What a layout proves of itself, and how two are told apart."""
+"""Layouts prove that they are sound, and those that differ in anything are unequal."""
 
 from __future__ import annotations
 
@@ -36,29 +36,30 @@ def test_a_tensor_whose_elements_cannot_be_counted_in_64_bits_has_no_layout():
 
 
 def test_equal_layouts_are_one_key_and_have_one_digest_in_every_process():
-    again = TensorLayout.of(ROWS.shape, ROWS.fragments)
-    assert again == ROWS and {ROWS: 1}[again] == 1 and again.digest() == ROWS.digest()
+    copy = TensorLayout.of(ROWS.shape, ROWS.fragments)
+    assert copy == ROWS and {ROWS: 1}[copy] == 1 and copy.digest() == ROWS.digest()
+    # In another process, hashes of strings are salted otherwise.
     code = (
         "from muonckpt.algebra.box import Box; from muonckpt.algebra.layout import TensorLayout, dense\n"
         "rows = TensorLayout.of((4, 3), (dense(Box((0, 0), (2, 3)), 0), dense(Box((2, 0), (4, 3)), 1, 7)))\n"
         "print(rows.digest().hex())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ROWS.digest().hex()
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == ROWS.digest().hex()
 
 
 def variants() -> dict[str, TensorLayout]:
     first, second = ROWS.fragments
 
-    def moved(**changes) -> TensorLayout:
+    def with_place(**changes) -> TensorLayout:
         return TensorLayout.of((4, 3), (first, replace(second, place=replace(second.place, **changes))))
 
     return {
         "the same": ROWS,
-        "another buffer": moved(buffer=2),
-        "a buffer of another type": moved(buffer="1"),
-        "another offset": moved(offset=8),
-        "other strides": moved(strides=(1, 2)),
+        "another buffer": with_place(buffer=2),
+        "a buffer of another type": with_place(buffer="1"),
+        "another offset": with_place(offset=8),
+        "other strides": with_place(strides=(1, 2)),
         "a replica": TensorLayout.of((4, 3), (*ROWS.fragments, replace(second, place=replace(second.place, buffer=2)))),
         "another cut": TensorLayout.of((4, 3), (dense(Box((0, 0), (3, 3)), 0), dense(Box((3, 0), (4, 3)), 1, 7))),
         "another order": TensorLayout.of((4, 3), (second, first)),
@@ -76,17 +77,19 @@ def test_columns_are_numbered_in_order_of_first_appearance_and_fragments_are_not
     layout = TensorLayout.of((4, 3), (*ROWS.fragments, *(dense(f.box, 9, 5) for f in ROWS.fragments)))
     assert layout.fragments_of(9) == layout.fragments[2:]
     assert layout.boxes_of(9).tolist() == [0, 1] and not len(layout.boxes_of(3)) and layout.total_numel == 24
-    for name, wrong in [
+    # Numbers of boxes and buffers that skip one, or begin with a later one, are refused.
+    for name, column in [
         ("box", [1, 0, 1, 0]),
         ("buffer", [0, 2, 1, 1]),
         ("box", [0, 0, 0, 0]),
         ("buffer", [0, 1, -1, 2]),
     ]:
         with pytest.raises(LayoutError, match="not in order of first appearance"):
-            replace(layout, **{name: np.array(wrong)})
-    for name, wrong in [("offset", layout.offset - 1), ("stops", layout.starts.copy())]:
+            replace(layout, **{name: np.array(column)})
+    # So are a fragment before its buffer, one without elements, and strides of too few dims.
+    for name, column in [("offset", layout.offset - 1), ("stops", layout.starts.copy())]:
         with pytest.raises(LayoutError, match="is empty, or begins before its buffer"):
-            replace(layout, **{name: wrong})
+            replace(layout, **{name: column})
     with pytest.raises(LayoutError, match="one stride per dim"):
         replace(layout, strides=layout.strides[:, :1].copy())
 

@@ -1,3 +1,5 @@
+"""Manifests survive JSON, and damage in one is refused by the reader and by the schema."""
+
 from __future__ import annotations
 
 import json
@@ -42,8 +44,7 @@ MANIFEST = Manifest(
     {"step": 3, "note": "ünïcode"},
 )
 
-
-WRITTEN = json.loads(MANIFEST.to_json())
+DOCUMENT = json.loads(MANIFEST.to_json())
 
 
 def test_a_manifest_survives_json_and_fits_the_schema():
@@ -63,35 +64,38 @@ def test_a_manifest_that_was_laid_out_anew_is_read_alike():
 
 def test_long_manifests_are_no_more_lenient_than_json():
     """Lines are read many at a time, and nothing may hide between those of one time and those of the next."""
-    first, *rest = [replace(TENSOR, key=f"{number}{'k' * 70_000}") for number in range(3)]
-    manifest = Manifest((first, *rest, TENSOR))
+    tensors = [replace(TENSOR, key=f"{number}{'k' * 70_000}") for number in range(3)]
+    manifest = Manifest((*tensors, TENSOR))
     text = manifest.to_json()
     assert Manifest.from_json(text) == manifest
     text = f"{text[: text.rindex(',')]}}}"  # without its own digest
     assert Manifest.from_json(text) == manifest
+    # A comma too many between two tensors, or after the last, is damage, also with blanks that fill a read.
     for mark in (',\n  {"key": "1', '\n ],\n "blobs"'):
-        for more in (",\n  ", ",\n  " + " " * 70_000):
+        for noise in (",\n  ", ",\n  " + " " * 70_000):
             assert text.count(mark) == 1
             with pytest.raises(SourceError, match="damaged manifest"):
-                Manifest.from_json(text.replace(mark, more + mark))
+                Manifest.from_json(text.replace(mark, noise + mark))
 
 
 def test_a_letter_that_changes_in_a_manifest_is_seen():
     with pytest.raises(SourceError, match="not the one that was written"):
         Manifest.from_json(MANIFEST.to_json().replace('"ema"', '"sum"'))
-    assert Manifest.from_json(json.dumps(gathered(spread(WRITTEN)))) == MANIFEST  # without a digest, nobody knows
+    assert Manifest.from_json(json.dumps(gathered(spread(DOCUMENT)))) == MANIFEST  # without a digest, nobody knows
 
 
 def test_tensors_that_are_cut_alike_share_boxes_and_layouts():
-    """And read back, they share them still; chunks taken from several manifests become the columns of one."""
-    two = Manifest((TENSOR, replace(TENSOR, key="x"), replace(TENSOR, key="y", chunks=CHUNKS[:1])))
-    written = json.loads(two.to_json())
-    assert [tensor["chunks"]["boxes"] for tensor in written["tensors"]] == [0, 0, 1]
-    assert [tensor["layout"] for tensor in written["tensors"]] == [0, 0, 0] and len(written["layouts"]) == 1
-    again = Manifest.from_json(two.to_json())
-    assert again == two and again.tensors[0].boxes is again.tensors[1].boxes
-    other = Manifest.from_json(MANIFEST.to_json()).tensors
-    mixed = Manifest((*again.tensors[1:], other[0], TENSOR, other[1], again.tensors[0]))
+    """Read back, they share them still, and chunks of several manifests become the columns of one."""
+    manifest = Manifest((TENSOR, replace(TENSOR, key="x"), replace(TENSOR, key="y", chunks=CHUNKS[:1])))
+    # Equal boxes and layouts are written once, and read once.
+    document = json.loads(manifest.to_json())
+    assert [tensor["chunks"]["boxes"] for tensor in document["tensors"]] == [0, 0, 1]
+    assert [tensor["layout"] for tensor in document["tensors"]] == [0, 0, 0] and len(document["layouts"]) == 1
+    copy = Manifest.from_json(manifest.to_json())
+    assert copy == manifest and copy.tensors[0].boxes is copy.tensors[1].boxes
+    # Tensors of two manifests and of none, in one.
+    tensors = Manifest.from_json(MANIFEST.to_json()).tensors
+    mixed = Manifest((*copy.tensors[1:], tensors[0], TENSOR, tensors[1], copy.tensors[0]))
     assert Manifest.from_json(mixed.to_json()) == mixed and len(mixed.columns) == 9
 
 
@@ -100,13 +104,14 @@ def test_an_empty_manifest_is_json_too():
 
 
 def damaged(**changes):
+    """Return the document of the manifest with values changed at paths such as ``boxes__0__lo``, and no digest."""
     data = json.loads(MANIFEST.to_json())
     for path, value in changes.items():
         node = data
-        *parents, last = path.split("__")
+        *parents, field = path.split("__")
         for part in parents:
             node = node[int(part) if part.isdigit() else part]
-        node[int(last) if last.isdigit() else last] = value
+        node[int(field) if field.isdigit() else field] = value
     del data["digest"]
     return data
 
@@ -183,9 +188,10 @@ def test_what_a_schema_cannot_say_is_refused_too(changes, message):
 
 
 def test_provenance_without_a_meaning_is_carried_whatever_it_is():
-    odd = {"not_ours": [None, {"\ud800": "a\0\x1b"}], "world": "\udcff é", "step": [], "x": 10**30}
-    text = Manifest((TENSOR,), provenance=odd).to_json()
-    assert Manifest.from_json(text.encode()).provenance == odd  # no file holds a lone surrogate otherwise than escaped
+    provenance = {"not_ours": [None, {"\ud800": "a\0\x1b"}], "world": "\udcff é", "step": [], "x": 10**30}
+    text = Manifest((TENSOR,), provenance=provenance).to_json()
+    # No file holds a lone surrogate otherwise than escaped.
+    assert Manifest.from_json(text.encode()).provenance == provenance
 
 
 def test_other_json_and_no_json_are_refused():

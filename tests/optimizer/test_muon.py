@@ -1,4 +1,4 @@
-"""The optimizer as users meet it: same bits on any number of ranks, complete state, resume through stock DCP."""
+"""The optimizer gives the same bits on any number of ranks, has complete state, and resumes through stock DCP."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from muonckpt.optimizer import ADJUST_LR, Muon, orthogonalize
 
 
 def sharded(rank: int, world: int, dim: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Train parameters that are sharded along a dim of a mesh of all ranks, or replicated; return a snapshot."""
     mesh = init_device_mesh("cpu", (world,))
 
     def place(tensor):
@@ -35,25 +36,27 @@ def sharded(rank: int, world: int, dim: int | None, dtype: torch.dtype) -> list[
 
 
 DIMS, DTYPES = [0, 1, -1, None], [torch.float32, torch.bfloat16]
-ON_RANKS = {world: [(world, dim, DTYPES[(world + at) % 2]) for at, dim in enumerate(DIMS)] for world in (2, 3, 4)}
+CASES = {world: [(world, dim, DTYPES[(world + number) % 2]) for number, dim in enumerate(DIMS)] for world in (2, 3, 4)}
 
 
 @pytest.mark.parametrize(
     ("world", "dim", "dtype"),
     [
         (1, 0, torch.float32),
-        *(case for at, n in ((3, 2), (0, 3), (1, 4)) for case in sweep(ON_RANKS[n], ON_RANKS[n][at])),
+        *sweep(CASES[2], CASES[2][3]),
+        *sweep(CASES[3], CASES[3][0]),
+        *sweep(CASES[4], CASES[4][1]),
     ],
     ids=str,
 )
 def test_same_bits_on_any_number_of_ranks(world, dim, dtype):
     expected = single(dtype)
-    for found in run(world, sharded, dim, dtype):
-        assert_same_bits(found, expected)
+    for actual in run(world, sharded, dim, dtype):
+        assert_same_bits(actual, expected)
 
 
 def replicated(rank: int, world: int, share: bool) -> tuple[list[torch.Tensor], list[int], int]:
-    """Plain tensors, as DDP leaves them."""
+    """Train plain tensors, as DDP leaves them; return a snapshot, each unit's owner, and the units on this rank."""
     params = [nn.Parameter(v) for v in values(0, torch.float32)]
     opt = make(params, replicas=dist.group.WORLD if share else None)
     train(params, opt, lambda g: g, torch.float32)
@@ -67,10 +70,12 @@ def replicated(rank: int, world: int, share: bool) -> tuple[list[torch.Tensor], 
 
 @pytest.mark.parametrize("share", [True, False])
 def test_plain_tensors_with_ddp_give_the_same_bits_and_share_the_work(share):
+    # Each rank has the bits of a run without ranks.
     expected = single(torch.float32)
     results = run(3, replicated, share)
-    for found, _, _ in results:
-        assert_same_bits(found, expected)
+    for actual, _, _ in results:
+        assert_same_bits(actual, expected)
+    # Units are divided among the ranks, or each rank steps all of them.
     owners = results[0][1]
     if share:
         assert [count for _, _, count in results] == [owners.count(rank) for rank in range(3)] and {*owners} == {
@@ -86,6 +91,7 @@ def test_plain_tensors_with_ddp_give_the_same_bits_and_share_the_work(share):
 
 
 def interrupted(rank: int, world: int, path: str) -> list[torch.Tensor]:
+    """Save after two steps with stock DCP and train two more; return a snapshot."""
     net, opt = build()
     steps(net, opt, 0, 2)
     model, state = get_state_dict(net, opt)
@@ -95,9 +101,12 @@ def interrupted(rank: int, world: int, path: str) -> list[torch.Tensor]:
 
 
 def resumed(rank: int, world: int, path: str) -> tuple[list[torch.Tensor], list[str]]:
+    """Load with stock DCP and train the last two steps; return a snapshot, and the keys of the state."""
     net, opt = build()
     model, state = get_state_dict(net, opt)
-    keys = [f"{name}.{slot}" for name, slots in state["state"].items() for slot in slots]
+    keys = []
+    for name, slots in state["state"].items():
+        keys += [f"{name}.{slot}" for slot in slots]
     dcp.load({"model": model, "optimizer": state}, checkpoint_id=path)
     set_state_dict(net, opt, model_state_dict=model, optim_state_dict=state)
     steps(net, opt, 2, 4)
@@ -108,9 +117,9 @@ def resumed(rank: int, world: int, path: str) -> tuple[list[torch.Tensor], list[
 def test_stock_dcp_resumes_in_fresh_processes_as_the_uninterrupted_run_also_without_gradients(world, tmp_path):
     path = str(tmp_path / "checkpoint")
     expected = run(world, interrupted, path)
-    workers.shutdown()
-    for want, (found, keys) in zip(expected, run(world, resumed, path), strict=True):
-        assert_same_bits(found, want)
+    workers.shutdown()  # so that fresh processes resume
+    for uninterrupted, (actual, keys) in zip(expected, run(world, resumed, path), strict=True):
+        assert_same_bits(actual, uninterrupted)
         assert "unused.weight.momentum_buffer" in keys and "unused.bias.exp_avg" in keys
 
 
@@ -173,6 +182,7 @@ def test_the_update_is_decay_then_scaled_orthogonal_momentum():
         p = nn.Parameter(start.clone())
         p.grad = gradient.clone()
         Muon([p], lr=0.1, weight_decay=0.5, adjust_lr_fn=adjust).step()
+        # The momentum starts from zeros, and Nesterov looks one step ahead.
         moment = 0.05 * gradient
         update = orthogonalize(torch.lerp(gradient, moment, 0.95).bfloat16()).float() * scale(24, 16)
         torch.testing.assert_close(p.detach(), start * (1 - 0.1 * 0.5) - 0.1 * update, rtol=0, atol=1e-6)
@@ -195,7 +205,7 @@ def test_momentum_is_only_the_average_of_gradients(dtype, nesterov):
 @torch_since.grad_dtype
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_a_16_bit_momentum_and_update_are_float32_rounded_once(nesterov):
-    """With a float32 gradient, which is not rounded to the momentum's dtype before."""
+    """A float32 gradient is not rounded to the momentum's dtype before."""
     torch.manual_seed(0)
     start, gradient, momentum = (torch.randn(24, 16) for _ in range(3))
     p = nn.Parameter(start.bfloat16())
@@ -204,9 +214,12 @@ def test_a_16_bit_momentum_and_update_are_float32_rounded_once(nesterov):
     opt = Muon([p], nesterov=nesterov, lr=0.1, weight_decay=0.0, adjust_lr_fn="none", ns_dtype="float32")
     opt.state[p]["momentum_buffer"].copy_(momentum)
     opt.step()
-    kept = momentum.bfloat16().float().lerp_(gradient, 0.05).bfloat16()
-    assert torch.equal(opt.state[p]["momentum_buffer"], kept)
-    update = orthogonalize(torch.lerp(gradient, kept.float(), 0.95) if nesterov else kept.float(), dtype=torch.float32)
+    # The momentum is rounded to bfloat16 once, and so is the parameter.
+    average = momentum.bfloat16().float().lerp_(gradient, 0.05).bfloat16()
+    assert torch.equal(opt.state[p]["momentum_buffer"], average)
+    update = orthogonalize(
+        torch.lerp(gradient, average.float(), 0.95) if nesterov else average.float(), dtype=torch.float32
+    )
     assert torch.equal(p.detach(), start.bfloat16().float().add_(update, alpha=-0.1).bfloat16())
 
 
@@ -226,9 +239,11 @@ def test_a_finite_gradient_of_any_size_leaves_a_finite_parameter_and_momentum(op
 def test_each_fused_piece_is_orthogonalised_and_scaled_on_its_own():
     torch.manual_seed(0)
     start, gradient = torch.randn(40, 16), torch.randn(40, 16)
+    # One parameter of three pieces.
     fused = nn.Parameter(start.clone())
     fused.grad = gradient.clone()
     Muon([fused], pieces=(24, 8, 8)).step()
+    # A parameter for each piece.
     parts = [nn.Parameter(part.clone()) for part in start.split((24, 8, 8))]
     for part, g in zip(parts, gradient.split((24, 8, 8)), strict=True):
         part.grad = g.clone()
@@ -237,15 +252,15 @@ def test_each_fused_piece_is_orthogonalised_and_scaled_on_its_own():
 
 
 def test_autocast_around_the_step_changes_nothing():
-    found = []
+    results = []
     for enabled in (False, True):
         torch.manual_seed(0)
         p = nn.Parameter(torch.randn(24, 16))
         p.grad = torch.randn(24, 16)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             Muon([p], ns_dtype="float32").step()
-        found.append(p.detach())
-    assert torch.equal(*found)
+        results.append(p.detach())
+    assert torch.equal(*results)
 
 
 def test_a_parameter_without_a_gradient_is_left_alone():
@@ -259,6 +274,7 @@ def test_a_parameter_without_a_gradient_is_left_alone():
 
 
 def half_missing(rank: int, world: int) -> str:
+    """Step with no gradient on rank 1, and return the error."""
     mesh = init_device_mesh("cpu", (world,))
     p = nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)], src_data_rank=None))
     if rank != 1:

@@ -1,4 +1,4 @@
-"""What the optimizer refuses, without having changed anything, and where its configuration comes from."""
+"""The optimizer refuses what does not fit before it changes anything, and takes how to compute from the code."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from muonckpt.optimizer.state import check_gradients
 def test_a_refused_group_leaves_the_optimizer_usable():
     p, q = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
     opt = Muon([p])
-    for bad in ({"params": [q]}, {"params": [q], "algorithm": "adamw", "lr": 0.1, "betas": (0.9, 1.0)}):
+    for group in ({"params": [q]}, {"params": [q], "algorithm": "adamw", "lr": 0.1, "betas": (0.9, 1.0)}):
         with pytest.raises(ValueError):
-            opt.add_param_group(bad)
+            opt.add_param_group(group)
+    # It has no part of the refused groups, takes another and steps.
     assert len(opt.param_groups) == 1
     opt.add_param_group({"params": [q], "algorithm": "adamw", "lr": 0.1})
     p.grad, q.grad = torch.ones(4, 3), torch.ones(4)
@@ -61,13 +62,14 @@ def test_a_frozen_parameter_keeps_its_state_when_stock_dcp_leaves_it_out():
         p.grad = torch.ones_like(p)
     opt.step()
     net[0].weight.requires_grad_(False)
-    kept = opt.state[net[0].weight]["momentum_buffer"].clone()
+    momentum = opt.state[net[0].weight]["momentum_buffer"].clone()
     model, state = get_state_dict(net, opt)
     set_state_dict(net, opt, model_state_dict=model, optim_state_dict=state)
-    assert torch.equal(opt.state[net[0].weight]["momentum_buffer"], kept) and kept.any()
+    assert torch.equal(opt.state[net[0].weight]["momentum_buffer"], momentum) and momentum.any()
 
 
 def plain_state_into_shards(rank: int, world: int) -> str:
+    """Load the state of a plain parameter for a sharded one, and return the error."""
     mesh = init_device_mesh("cpu", (world,))
     saved = Muon([nn.Parameter(torch.randn(4, 16))]).state_dict()
     p = nn.Parameter(distribute_tensor(torch.randn(4, 16), mesh, [Shard(0)], src_data_rank=None))
@@ -84,11 +86,11 @@ def test_a_state_laid_out_otherwise_is_refused():
 
 
 def unfitting_gradient(rank: int, world: int) -> list[str]:
-    """torch refuses to attach some of these; the optimizer's check must not rely on that."""
+    """Check gradients of which torch refuses to attach some; the optimizer's check must not rely on that."""
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 0])]
-    shard, other = (distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None) for mesh in meshes)
+    shard, reverse = (distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None) for mesh in meshes)
     messages = []
-    for param, gradient in ((torch.ones(4, 4), shard), (shard, other), (shard, torch.ones(4, 4))):
+    for param, gradient in ((torch.ones(4, 4), shard), (shard, reverse), (shard, torch.ones(4, 4))):
         try:
             check_gradients([param], [gradient])
         except RuntimeError as error:
@@ -102,7 +104,7 @@ def test_a_gradient_on_another_mesh_is_refused():
 
 
 def crossing_meshes(rank: int, world: int) -> bool:
-    """Four meshes of two ranks, listed in a cyclic order that would deadlock if each rank kept its own."""
+    """Step on four meshes of two ranks, listed in a cyclic order that would deadlock if each rank followed its list."""
     pairs = {0: [(0, 1), (0, 2)], 1: [(1, 3), (0, 1)], 2: [(0, 2), (2, 3)], 3: [(2, 3), (1, 3)]}[rank]
     meshes = {pair: DeviceMesh("cpu", list(pair)) for pair in [(0, 1), (0, 2), (1, 3), (2, 3)]}
     params = []
