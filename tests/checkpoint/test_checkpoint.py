@@ -1,4 +1,4 @@
-"""muonckpt.save and muonckpt.load on live tensors: exact on any mesh, atomic, and nothing passed over."""
+"""muonckpt.save and muonckpt.load move live tensors exactly on any mesh, all or nothing, and pass nothing over."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """One of every kind: dtypes, ranks, uneven and empty shards."""
+    """Return a tensor of every dtype and of every number of dims, with uneven and empty shards among them."""
     generator = torch.Generator().manual_seed(7)
     tensors = {}
     for dtype in DTYPES:
@@ -52,8 +52,8 @@ def tensors() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def placed(values: dict[str, torch.Tensor], mesh_shape: tuple[int, ...], dim: int) -> dict[str, torch.Tensor]:
-    """On a mesh: sharded along ``dim`` (or the last one) on the last axis, replicated on others, scalars plain."""
+def distribute(values: dict[str, torch.Tensor], mesh_shape: tuple[int, ...], dim: int) -> dict[str, torch.Tensor]:
+    """Shard tensors along ``dim`` (or their last dim) on the last axis of a mesh, and replicate them on the others."""
     mesh = init_device_mesh("cpu", mesh_shape)
     placements = [Replicate()] * (len(mesh_shape) - 1)
 
@@ -68,27 +68,27 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return local.reshape(-1).contiguous().view(torch.uint8)
 
 
-def full(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """float8 has no collectives on gloo: compare what this rank holds."""
+def local_tensors(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the shards of this rank: float8 has no collectives on gloo, so that a test compares these."""
     return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in values.items()}
 
 
 def save_job(rank, world, path, mesh_shape, dim):
-    state = {"t": placed(tensors(), mesh_shape, dim), "hyper": {"lr": 0.5, "betas": (0.9, 0.95)}}
+    state = {"t": distribute(tensors(), mesh_shape, dim), "hyper": {"lr": 0.5, "betas": (0.9, 0.95)}}
     muonckpt.save(state, path, provenance={"step": 7})
 
 
 def load_job(rank, world, path, mesh_shape, dim, stock):
-    want = placed(tensors(), mesh_shape, dim)
-    blank = {name: torch.zeros_like(value) for name, value in want.items()}
+    expected = distribute(tensors(), mesh_shape, dim)
+    blank = {name: torch.zeros_like(value) for name, value in expected.items()}
     state = {"t": blank, "hyper": {"lr": 0.0, "betas": None}}
     if stock:
         dcp.load(state, checkpoint_id=path)
     else:
         muonckpt.load(state, path)
     assert state["hyper"] == {"lr": 0.5, "betas": (0.9, 0.95)}
-    for name, value in full(state["t"]).items():
-        assert torch.equal(bits(value), bits(full(want)[name])), name
+    for name, value in local_tensors(state["t"]).items():
+        assert torch.equal(bits(value), bits(local_tensors(expected)[name])), name
 
 
 SOURCES = [((1,), 0), ((4,), 0), ((3,), 1), ((2, 2), 0)]
@@ -124,9 +124,10 @@ def test_an_empty_shard_writes_nothing_and_replicas_are_written_once(tmp_path):
 # --- the optimizer's state ----------------------------------------------------------------------------------------
 
 
-def resume_job(rank, world, path, first):
+def resume_job(rank, world, path, saves):
+    """Train four steps and save after two, or load and train the last two; return a snapshot at the end."""
     net, opt = build()
-    if first:
+    if saves:
         steps(net, opt, 0, 2)
         model, state = get_state_dict(net, opt)
         muonckpt.save({"model": model, "optimizer": state}, path)
@@ -143,8 +144,9 @@ def resume_job(rank, world, path, first):
 def test_resume_is_the_uninterrupted_run_and_state_is_annotated(tmp_path):
     path = str(tmp_path / "checkpoint")
     expected = run(4, resume_job, path, True)
-    for want, actual in zip(expected, run(4, resume_job, path, False), strict=True):
-        assert_same_bits(actual, want)
+    for uninterrupted, actual in zip(expected, run(4, resume_job, path, False), strict=True):
+        assert_same_bits(actual, uninterrupted)
+    # The manifest says what each state is.
     tensors = {(t.name, t.slot): t for t in muonckpt.open(Path(path)).outline.tensors}
     momentum = tensors["unused.weight", "momentum_buffer"]
     assert momentum.convention == "ema" and momentum.layout["placements"] == ["Shard(0)"]
@@ -237,11 +239,12 @@ def test_a_flipped_bit_is_found_while_loading(stock, saved):
         as_stock(saved)
     chunk = muonckpt.open(saved).manifest.tensors[0].chunks[0]
     file = saved / chunk.item.file
+    # Flip a bit of a payload.
     data = bytearray(file.read_bytes())
     data[chunk.payload.offset + 5] ^= 0x10
     file.write_bytes(data)
-    what = "CRC-32" if stock else "digest"
-    with pytest.raises(SourceError, match=rf"box .*{chunk.item.file} is damaged: {what}"):
+    checksum = "CRC-32" if stock else "digest"
+    with pytest.raises(SourceError, match=rf"box .*{chunk.item.file} is damaged: {checksum}"):
         muonckpt.load({"s": zeros(plain()), "lr": 0.0}, saved)
 
 
@@ -281,11 +284,13 @@ def test_code_in_a_stored_object_is_not_run(tmp_path):
 def test_a_stock_checkpoint_loads_checked(tmp_path):
     path = golden("torch_fsdp4")
     manifest = muonckpt.open(path / "ckpt").manifest
+    # Load with torch, into flat keys.
     template = {}
     for tensor in manifest.tensors:
         template[tensor.key] = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
     flat = dict(template)
     dcp.load(flat, checkpoint_id=path / "ckpt", no_dist=True)
+    # Load with muonckpt, into dicts by path.
     nested: dict = {}
     for tensor in manifest.tensors:
         node = nested
@@ -293,6 +298,7 @@ def test_a_stock_checkpoint_loads_checked(tmp_path):
             node = node.setdefault(part, {})
         node[tensor.path[-1]] = torch.zeros_like(template[tensor.key])
     muonckpt.load(nested, path / "ckpt", allow_extra=True)
+    # Both have the same tensors.
     for tensor in manifest.tensors:
         node = nested
         for part in tensor.path:
@@ -311,7 +317,7 @@ def test_nothing_is_ever_overwritten(saved):
 
 
 def failing_job(rank, world, path):
-    """Rank 1's disk is full after 1 KiB."""
+    """Save where the disk of rank 1 is full after 1 KiB, and return the error."""
     mesh = init_device_mesh("cpu", (world,))
     state = {"w": distribute_tensor(torch.randn(999, 4), mesh, [Shard(0)], src_data_rank=None)}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

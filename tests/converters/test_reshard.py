@@ -1,4 +1,4 @@
-"""Offline resharding: every element where it belongs, bit for bit; or an error that names it, and nothing at all."""
+"""Offline resharding puts every element where it belongs, bit for bit, or names an error and publishes nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import zipfile
 import zlib
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -39,25 +40,29 @@ def described(manifest: Manifest) -> list[tuple]:
 
 
 def check_reshard(source: Path, destination: Path, ranks: int, expected: dict[str, bytes], oracle: bool = True) -> None:
+    """Compare a checkpoint that is cut by rows with its source: elements, records, chunks, checksums and items."""
     before, after = muonckpt.open(source).manifest, muonckpt.open(destination).outline
+    # Torch reads the same elements, and so does the oracle.
     assert sharded.stock_load(destination, before) == expected
     if oracle:
         assert elements_of(destination) == expected
     assert described(with_slots(before)) == described(after)
+    # Each tensor is cut by rows, each rank has its part in its own file, and checksums are those of the payload.
     for old, new in zip(before.tensors, after.tensors, strict=True):
         assert old.fingerprint in (None, new.fingerprint) and new.fingerprint
-        found = [(chunk.item.file, *chunk.box.lo[:1], *chunk.box.hi[:1]) for chunk in new.chunks]
+        parts = [(chunk.item.file, *chunk.box.lo[:1], *chunk.box.hi[:1]) for chunk in new.chunks]
         if old.shape:
             rows = enumerate(torch.arange(old.shape[0]).chunk(ranks) if math.prod(old.shape) else ())
-            assert found == [(f"__{rank}_0.distcp", int(part[0]), int(part[-1]) + 1) for rank, part in rows], old.key
+            assert parts == [(f"__{rank}_0.distcp", int(row[0]), int(row[-1]) + 1) for rank, row in rows], old.key
         else:
-            assert found == [("__0_0.distcp",)], old.key
+            assert parts == [("__0_0.distcp",)], old.key
         for chunk in new.chunks:
             assert (chunk.box.lo[1:], chunk.box.hi[1:]) == ((0,) * len(old.shape[1:]), old.shape[1:])
             payload = raw_bytes(destination, chunk.payload)
             assert (zlib.crc32(payload), xxhash.xxh3_128_hexdigest(payload)) == (chunk.crc32, chunk.digest)
             assert chunk.payload.offset % 64 == 0
             assert zipfile.ZipFile(BytesIO(raw_bytes(destination, chunk.item))).testzip() is None
+    # Items that are no tensors are copied byte for byte.
     for old, new in zip(before.blobs, after.blobs, strict=True):
         assert (old.key, old.path) == (new.key, new.path)
         assert raw_bytes(source, old.item) == raw_bytes(destination, new.item)
@@ -68,14 +73,14 @@ def check_reshard(source: Path, destination: Path, ranks: int, expected: dict[st
 # --- exact ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("some", sweep(["1 3 8", "2 4"], "1 3 8"))
+@pytest.mark.parametrize("numbers", sweep(["1 3 8", "2 4"], "1 3 8"))
 @pytest.mark.parametrize(
     "name", sweep(sharded.SOURCES, "stock rows4", "stock replicas2", "stock turned2x2", *sharded.SOURCES[-4:])
 )
-def test_every_element_arrives_bit_for_bit_on_any_number_of_ranks(name, some, tmp_path):
+def test_every_element_arrives_bit_for_bit_on_any_number_of_ranks(name, numbers, tmp_path):
     source = saved(name)
     expected = {f"t.{key}": sharded.bits(value) for key, value in sharded.small().items()}
-    for ranks in map(int, some.split()):
+    for ranks in map(int, numbers.split()):
         reshard(source, tmp_path / str(ranks), ranks)
         check_reshard(source, tmp_path / str(ranks), ranks, expected)
         state = {"hyper": {"lr": 0.0, "betas": None}, "step": 0}
@@ -102,13 +107,17 @@ def test_checkpoints_of_other_programs_keep_every_element_and_item(name, tmp_pat
     source = golden(name)
     expected = sharded.stock_load(source, muonckpt.open(source).outline)
     truth = sharded.truth_of(source)
-    known = {key: value for key in expected for end, value in truth.items() if f".{key}".endswith(f".{end}")}
-    assert all(key.endswith((".step", ".step_dev")) for key in expected.keys() - known.keys())
+    # The file beside the checkpoint lists its tensors by the ends of their keys, all but step counters.
+    true_elements = {}
+    for key, (end, value) in product(expected, truth.items()):
+        if f".{key}".endswith(f".{end}"):
+            true_elements[key] = value
+    assert all(key.endswith((".step", ".step_dev")) for key in expected.keys() - true_elements.keys())
     for ranks in (1, 3, 8):
         reshard(source, tmp_path / str(ranks), ranks)
         check_reshard(source, tmp_path / str(ranks), ranks, expected, oracle=ranks == 3)
-    found = elements_of(tmp_path / "3")
-    assert {key: found[key] for key in known} == known
+    elements = elements_of(tmp_path / "3")
+    assert {key: elements[key] for key in true_elements} == true_elements
 
 
 @pytest.mark.parametrize("name", ["own rows1", "own columns3", "stock rows3"])
@@ -152,31 +161,34 @@ def large(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("how", sweep(["dcp 0", "dcp 1", "safetensors", "zarr"], "dcp 1", "safetensors"))
-def test_memory_stays_within_the_budget_whatever_the_shapes(how, large, tmp_path):
-    """By rows, by columns, and whole."""
-    script = [sys.executable, "-c", MEASURED, large, tmp_path / "b", *how.split()]
-    grown = int(subprocess.run(script, capture_output=True, check=True).stdout)
+@pytest.mark.parametrize("form", sweep(["dcp 0", "dcp 1", "safetensors", "zarr"], "dcp 1", "safetensors"))
+def test_memory_stays_within_the_budget_whatever_the_shapes(form, large, tmp_path):
+    """Tensors are cut by rows, cut by columns, and uncut."""
+    script = [sys.executable, "-c", MEASURED, large, tmp_path / "b", *form.split()]
+    growth = int(subprocess.run(script, capture_output=True, check=True).stdout)
     shutil.rmtree(tmp_path / "b") if (tmp_path / "b").is_dir() else (tmp_path / "b").unlink()
-    assert grown < (16 << 10) + (24 << 10)  # KiB: the budget; and code, stacks and the weights of the fingerprint
+    assert growth < (16 << 10) + (24 << 10)  # KiB: the budget; and code, stacks and the weights of the fingerprint
 
 
 def bytes_read() -> int:
     return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
 
 
-@pytest.mark.parametrize(("dim", "threads", "most"), [(0, 2, 1.7), (1, 1, 1.7), (1, 2, 3.7)])
-def test_many_ranks_are_written_from_few_reads_of_the_source(dim, threads, most, tmp_path):
-    """Eight ranks: what is read is checked and copied, once, and of columns, of which each rank holds a small piece of
-    every row, once by each thread, and in part once more where both come to the same rows at a time.  Without that each
-    rank would read all of it.  Besides, there is what others in this process read."""
+@pytest.mark.parametrize(("dim", "threads", "limit"), [(0, 2, 1.7), (1, 1, 1.7), (1, 2, 3.7)])
+def test_many_ranks_are_written_from_few_reads_of_the_source(dim, threads, limit, tmp_path):
+    """Without that, each of eight ranks would read all of it.
+
+    Of rows, the source is read once to be checked and copied.  Of columns, of which each rank has a small piece of
+    every row, it is read once by each thread, and in part once more where both come to the same rows at a time.  The
+    limits leave room for other reads of this process.
+    """
     values = {name: torch.randn(1500, 1024) for name in "ab"}
     muonckpt.save(values, tmp_path / "a")
     size = sum(value.nbytes for value in values.values())
     job = make_job(tmp_path / "a", Target({"dp": 8}, (ShardRule("*", (("dp", dim),)),)))
     before = bytes_read()
     run_job(job, tmp_path / "b", threads=threads)
-    assert bytes_read() - before < most * size
+    assert bytes_read() - before < limit * size
     loaded = {name: torch.zeros(1500, 1024) for name in "ab"}
     muonckpt.load(loaded, tmp_path / "b")
     assert all(torch.equal(loaded[name], values[name]) for name in "ab")
@@ -191,22 +203,22 @@ def copy_of(source: Path, to: Path) -> Path:
 
 
 WAYS = ("dcp", *KINDS)
-FLIPPED = {
-    "dcp": ("t.bfloat16", "t.scalar", "t.complex128", "hyper.betas"),
-    **dict.fromkeys(KINDS, ("t.bfloat16", "t.scalar")),
-}
 
 
 def source_for(way: str, writer: str, to: Path) -> Path:
-    """A copy, to be damaged, of what this writer saved on three ranks, or of types that every format has."""
+    """Copy, to be damaged, what this writer saved on three ranks, or a checkpoint of types that every format has."""
     return copy_of(saved(f"{writer} rows3") if way == "dcp" else plain(), to)
 
 
 @pytest.mark.parametrize(
     ("writer", "way", "key"),
-    [(writer, way, key) for way in WAYS for key in FLIPPED[way] for writer in ("own", "stock")[: 2 - (way != "dcp")]],
+    [
+        *product(("own", "stock"), ("dcp",), ("t.bfloat16", "t.scalar", "t.complex128", "hyper.betas")),
+        *product(("own",), KINDS, ("t.bfloat16", "t.scalar")),
+    ],
 )
 def test_a_flipped_bit_in_the_source_stops_everything(writer, way, key, tmp_path):
+    # Flip a bit of a tensor's last chunk, or of an item.
     source = source_for(way, writer, tmp_path / "source")
     manifest = muonckpt.open(source).manifest
     chunks = [tensor.chunks[-1] for tensor in manifest.tensors if tensor.key == key]
@@ -220,15 +232,15 @@ def test_a_flipped_bit_in_the_source_stops_everything(writer, way, key, tmp_path
 
 
 @pytest.mark.parametrize("name", ["own rows3", "stock rows3"])
-@pytest.mark.parametrize("how", ["missing", "cut", "link"])
-def test_a_file_that_is_not_there_whole_is_a_fault_of_the_source(name, how, tmp_path):
+@pytest.mark.parametrize("fault", ["missing", "cut", "link"])
+def test_a_file_that_is_not_there_whole_is_a_fault_of_the_source(name, fault, tmp_path):
     source = copy_of(saved(name), tmp_path / "source")
     file = source / "__1_0.distcp"
-    if how == "cut":
+    if fault == "cut":
         os.truncate(file, file.stat().st_size // 2)
     else:
         file.rename(tmp_path / "elsewhere")
-    if how == "link":
+    if fault == "link":
         file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(SourceError, match=r"__1_0\.distcp"):
         reshard(source, tmp_path / "out", 2)
@@ -262,19 +274,20 @@ CHANGES = {
 @pytest.mark.parametrize(("change", "way"), [*((change, "dcp") for change in CHANGES), ("touched", "zarr")])
 def test_a_source_that_changes_meanwhile_is_not_published(change, way, tmp_path):
     source = source_for(way, "stock", tmp_path / "source")
-    told = "changed while it was read" if change == "touched" else r"changed|__1_0\.distcp"
-    with pytest.raises(SourceError, match=told):
+    message = "changed while it was read" if change == "touched" else r"changed|__1_0\.distcp"
+    with pytest.raises(SourceError, match=message):
         rewrite(source, tmp_path / "out", way, progress=once(lambda: CHANGES[change](source / "__1_0.distcp")))
     assert nothing_but(tmp_path, "source")
 
 
 def test_a_source_that_is_cut_meanwhile_is_an_error_and_not_a_crash(tmp_path):
     source = copy_of(saved("stock rows3", "wide"), tmp_path / "source")
-    job, told = plan_job(source, 2), [0]
+    job, progress = plan_job(source, 2), 0
 
     def cut_when_all_is_checked(count: int) -> None:
-        told[0] += count
-        if told[0] > job.bytes_to_check:
+        nonlocal progress
+        progress += count
+        if progress > job.bytes_to_check:
             os.truncate(source / "__1_0.distcp", 4096)
 
     with pytest.raises(SourceError, match=r"__1_0\.distcp has 4096 bytes.*it was cut"):
@@ -289,7 +302,7 @@ def in_place(change):
     return lambda folder, source: change(folder / "out") or folder / "out"
 
 
-TAKEN = {
+DESTINATIONS = {
     "folder": in_place(Path.mkdir),
     "file": in_place(Path.touch),
     "dangling link": in_place(lambda out: out.symlink_to("nowhere")),
@@ -301,16 +314,16 @@ TAKEN = {
 }
 
 
-THERE = ("folder", "file", "dangling link")
+OCCUPIED = ("folder", "file", "dangling link")
 
 
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [(kind, way) for kind in TAKEN for way in WAYS if way == "dcp" or kind in (*THERE, "inside the source")],
+    [*product(DESTINATIONS, ("dcp",)), *product((*OCCUPIED, "inside the source"), KINDS)],
 )
 def test_a_destination_that_is_taken_or_inside_the_source_is_refused_and_nothing_is_touched(kind, way, tmp_path):
     source = source_for(way, "own", tmp_path / "source")
-    destination = TAKEN[kind](tmp_path, source)
+    destination = DESTINATIONS[kind](tmp_path, source)
     before = (sorted(tmp_path.rglob("*")), contents(source))
     with pytest.raises(DestinationError, match="inside the source" if kind.startswith("inside the") else None):
         rewrite(source, destination, way)
@@ -318,11 +331,11 @@ def test_a_destination_that_is_taken_or_inside_the_source_is_refused_and_nothing
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", THERE)
+@pytest.mark.parametrize("kind", OCCUPIED)
 def test_what_appears_meanwhile_is_never_replaced(kind, way, tmp_path):
     source = saved("own rows3") if way == "dcp" else plain()
     with pytest.raises(DestinationError):
-        rewrite(source, tmp_path / "out", way, progress=once(lambda: TAKEN[kind](tmp_path, source)))
+        rewrite(source, tmp_path / "out", way, progress=once(lambda: DESTINATIONS[kind](tmp_path, source)))
     assert nothing_but(tmp_path, "out")
     assert (tmp_path / "out").is_symlink() or tree(tmp_path / "out") in ({}, {".": b""})
 
@@ -334,10 +347,14 @@ def test_a_full_disk_fails_cleanly(tmp_path):
     script = SMALL.format(
         tmp_path, sys.executable, "from muonckpt.cli.main import main; main()", saved("own rows1", "wide")
     )
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True)
-    if "code" not in done.stdout or "mount:" in done.stderr:
-        pytest.skip(f"no small file system can be mounted here: {done.stderr}")
-    assert done.stdout.split() == ["code", "4"] and "No space left" in done.stderr and "Traceback" not in done.stderr
+    process = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True)
+    if "code" not in process.stdout or "mount:" in process.stderr:
+        pytest.skip(f"no small file system can be mounted here: {process.stderr}")
+    assert (
+        process.stdout.split() == ["code", "4"]
+        and "No space left" in process.stderr
+        and "Traceback" not in process.stderr
+    )
 
 
 def test_a_tensor_that_torch_saved_in_another_order_is_the_same_tensor(tmp_path: Path):
@@ -347,42 +364,46 @@ def test_a_tensor_that_torch_saved_in_another_order_is_the_same_tensor(tmp_path:
         "wide": torch.arange(24.0, dtype=torch.float64).view(torch.complex128).reshape(4, 3).T,
     }
     dcp.save(tensors, checkpoint_id=tmp_path / "source", no_dist=True)
-    plain = {key: sharded.bits(tensor) for key, tensor in tensors.items()}
-    whole = muonckpt.verify(tmp_path / "source")
-    assert not whole.findings
+    elements = {key: sharded.bits(tensor) for key, tensor in tensors.items()}
+    report = muonckpt.verify(tmp_path / "source")
+    assert not report.findings
+    # Reshard to both layouts.
     for layout in ("rows", "flat"):
         out = tmp_path / layout
         run_job(make_job(tmp_path / "source", Target({"dp": 3}, layout=layout)), out)
-        assert elements_of(out) == plain and muonckpt.verify(out).fingerprints == whole.fingerprints
+        assert elements_of(out) == elements and muonckpt.verify(out).fingerprints == report.fingerprints
+    # Load it.
     loaded = {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
     muonckpt.load(loaded, tmp_path / "source")
-    assert {key: sharded.bits(tensor) for key, tensor in loaded.items()} == plain
+    assert {key: sharded.bits(tensor) for key, tensor in loaded.items()} == elements
+    # Damage it.
     payload = muonckpt.open(tmp_path / "source").manifest.tensors[0].chunks[0].payload
     edit(tmp_path / "source" / payload.file, payload.offset + 7)
     assert {finding.kind for finding in muonckpt.verify(tmp_path / "source").findings} == {"crc32"}
 
 
 def test_many_small_chunks_between_large_ones_and_a_bit_in_any_of_them(tmp_path):
-    """Chunks of few bytes are moved many at a time: of several shapes and dtypes, cut by rows and by columns."""
+    """Chunks of few bytes, of several shapes and dtypes, cut by rows and by columns, are moved many at a time."""
     shapes = [((5, 4), torch.float32), ((5, 4), torch.bfloat16), ((), torch.int64), ((7,), torch.complex128)]
-    state = {
-        f"t{i}": torch.arange(i, i + math.prod(shape)).reshape(shape).to(dtype)
-        for i in range(80)
-        for shape, dtype in [shapes[i % 4]]
-    }
+    state = {}
+    for i in range(80):
+        shape, dtype = shapes[i % 4]
+        state[f"t{i}"] = torch.arange(i, i + math.prod(shape)).reshape(shape).to(dtype)
     state |= {"large": torch.arange(3 << 15).reshape(3, -1), "u": torch.ones(2, 3)}
     muonckpt.save(state, tmp_path / "a")
     numpy = {key: tensor.numpy() for key, tensor in muonckpt.open(tmp_path / "a").tensors.items()}
+    # Reshard from folder to folder: a to b, b to c, c to d.
     for ranks, out, shard in ((2, "b", {}), (3, "c", {"t[02468][048]": [("dp", 1)], "t4": [("dp", 1)]}), (1, "d", {})):
         source = tmp_path / chr(ord(out) - 1)
         muonckpt.reshard(source, tmp_path / out, **grouped(mesh={"dp": ranks}, shard=shard, memory=1 << 20))
         assert muonckpt.verify(tmp_path / out).verdict == "whole"
-        again = {key: tensor.numpy() for key, tensor in muonckpt.open(tmp_path / out).tensors.items()}
-        assert all((again[key] == values).all() and again[key].dtype == values.dtype for key, values in numpy.items())
+        copies = {key: tensor.numpy() for key, tensor in muonckpt.open(tmp_path / out).tensors.items()}
+        assert all((copies[key] == values).all() and copies[key].dtype == values.dtype for key, values in numpy.items())
+    # Flip a bit of one chunk, and flip it back.
     for key in ("t41", "t62", "large"):
         chunk = muonckpt.open(tmp_path / "c").tensors[key].record.chunks[0]
-        file, at = tmp_path / "c" / chunk.payload.file, chunk.payload.offset
-        edit(file, at)
+        file, offset = tmp_path / "c" / chunk.payload.file, chunk.payload.offset
+        edit(file, offset)
         with pytest.raises(SourceError, match=f"tensor '{key}' box .* is damaged: digest"):
             muonckpt.reshard(tmp_path / "c", tmp_path / "e", mesh={"dp": 2})
-        edit(file, at)
+        edit(file, offset)
