@@ -6,8 +6,10 @@ import zlib
 from itertools import count, product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, strategies as st
 from support import sweep
 from support.placed import numbered
@@ -169,6 +171,42 @@ def test_what_one_rank_cannot_read_is_one_error_on_all_ranks(home, arguments, tm
         if error and not arguments:
             assert untouched
     assert sum(bool(outcomes[0][0]) for outcomes in by_fault) >= len(by_fault) // 2
+
+
+def turned_job(rank: int, world: int, path: str, arguments: dict) -> list[str]:
+    """Load columns on all ranks, once for each read that the last rank gets wrong; return the errors."""
+    fill, errors = LocalFile.fill, []
+    for number in range(6):
+        calls = count()
+
+        def faulty_fill(self, buffer, offset, calls=calls, number=number):
+            fill(self, buffer, offset)
+            if rank == world - 1 and len(buffer) > 10_000 and next(calls) == number:
+                np.bitwise_xor(np.frombuffer(buffer, np.uint8), 4, out=np.frombuffer(buffer, np.uint8))
+
+        value, error = torch.zeros(TURNED.shape), ""
+        LocalFile.fill = faulty_fill
+        try:
+            muonckpt.load({"w": value}, path, **arguments)
+        except SourceError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        finally:
+            LocalFile.fill = fill
+        assert error or torch.equal(value, TURNED), f"wrong values, and no error, for read {number}"
+        errors.append(error)
+    return errors
+
+
+TURNED = torch.arange(700.0 * 900).reshape(900, 700).t()
+"""Its item in a stock checkpoint has columns one after the other, so that a range of its rows is no run of bytes."""
+
+
+@pytest.mark.parametrize("arguments", [{}, {"check": "while"}, {"memory": 1 << 18}], ids=["kept", "while", "twice"])
+def test_what_a_rank_misread_of_columns_is_an_error(arguments, tmp_path):
+    dcp.save({"w": TURNED}, checkpoint_id=tmp_path / "c", no_dist=True)
+    results = run(4, turned_job, str(tmp_path / "c"), arguments)
+    assert all(errors == results[0] for errors in results)
+    assert any(results[0])
 
 
 def damaged_job(rank: int, world: int, path: str) -> str:
