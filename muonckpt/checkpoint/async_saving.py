@@ -314,7 +314,7 @@ def async_save(
 
 def save_in_thread(
     state_dict: Mapping[str, Any],
-    wanted: str,
+    noun: str,
     provenance: Mapping[str, Any] | None,
     process_group: dist.ProcessGroup | None,
     on_error: OnError,
@@ -325,7 +325,7 @@ def save_in_thread(
     """Save as `async_save` does, under a name that is known when the last save has ended.
 
     Args:
-        wanted: what is to be saved, in words.
+        noun: names the new save in errors.
         ask: refuses other calls on other ranks.
         begin: returns the path, and a function for this rank's thread to call after publication.
     """
@@ -336,9 +336,7 @@ def save_in_thread(
     # Calls of ranks are compared before any of them waits for the last save.
     lane = lane_of(process_group, ask)
     if when_busy == "refuse" and lane.busy():
-        raise DestinationError(
-            f"{lane.last.path if lane.last else 'a checkpoint'} is still being saved: {wanted} is not"
-        )
+        raise DestinationError(f"{lane.last.path if lane.last else 'a checkpoint'} is still being saved: {noun} is not")
     # The last save has to end first: its buffers are used again, and names may depend on its outcome.
     lane.settle()
     path, then = begin()
@@ -351,9 +349,9 @@ def lane_of(process_group: dist.ProcessGroup | None, ask: Callable[[], None]) ->
     Raises:
         LostRankError: another rank was lost in an earlier save.
     """
-    known = _lanes.get(process_group or _world())
-    if known is not None and known.loss is not None:  # the others may not be there to answer
-        raise known.loss
+    lane = _lanes.get(process_group or _world())
+    if lane is not None and lane.loss is not None:  # the others may not be there to answer
+        raise lane.loss
     ask()
     end_in_order(_under_way)
     return _lane(process_group)
@@ -374,8 +372,8 @@ def wait_for_last(process_group: dist.ProcessGroup | None) -> None:
 
 
 def _under_way() -> bool:
-    mine = [lane.last for lane in _lanes.values() if lane.process == os.getpid()]
-    return any(last is not None and not last.done() for last in mine)
+    saves = [lane.last for lane in _lanes.values() if lane.process == os.getpid()]
+    return any(save is not None and not save.done() for save in saves)
 
 
 def _lane(process_group: dist.ProcessGroup | None) -> Lane:

@@ -110,20 +110,21 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _blocks(shape: Index, most: int) -> Iterator[tuple[slice, ...]]:
-    """Yield slices of blocks of at most ``most`` elements: ranges of one dim, and all of the dims behind it."""
+def _blocks(shape: Index, max_elements: int) -> Iterator[tuple[slice, ...]]:
+    """Yield slices of blocks of at most ``max_elements`` elements: ranges of one dim, and all of the dims behind it."""
     if 0 in shape:
         return
     if not shape:
         yield ()
         return
-    dim = next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= most)
-    step = most // prod(shape[dim + 1 :])
-    rest = tuple(slice(0, size) for size in shape[dim + 1 :])
+    # The first dim whose indices fit: blocks are as large as the bound allows, and mostly few.
+    dim = next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= max_elements)
+    step = max_elements // prod(shape[dim + 1 :])
+    inner_slices = tuple(slice(0, size) for size in shape[dim + 1 :])
     for before in product(*map(range, shape[:dim])):
         for start in range(0, shape[dim], step):
             stop = min(start + step, shape[dim])
-            yield (*(slice(index, index + 1) for index in before), slice(start, stop), *rest)
+            yield (*(slice(index, index + 1) for index in before), slice(start, stop), *inner_slices)
 
 
 def _weights(dim: int, start: int, stop: int, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""What of a checkpoint goes where in a template: parameters by their names, parameter groups by their parameters.
+"""The matching of a checkpoint with a template: parameters by their names, parameter groups by their parameters.
 
 `match` decides for one rank, `judge` for all of them together.  What is not in a `NamedOptimizer` goes by its key.
 """
@@ -81,7 +81,7 @@ _GIVEN = {
         "whose parameters have names"
     ),
 }
-"""What users save and load, by its form."""
+"""The calls whose values users save and load, by the form of these."""
 
 _LINES = {
     form: text.removeprefix("the optimizer itself, or ").partition(", whose")[0] for form, text in _GIVEN.items()
@@ -130,8 +130,8 @@ def _moved_subtrees(template: LoadTemplate, stored: Stored) -> str | None:
 def _as_code(values: Mapping[KeyPath, str]) -> str:
     """Return a nested state dict as code, from the code of values by their paths."""
     parts: defaultdict[Any, dict[KeyPath, str]] = defaultdict(dict)
-    for (root, *rest), code in values.items():
-        parts[root][tuple(rest)] = code
+    for (root, *path), code in values.items():
+        parts[root][tuple(path)] = code
     return f"{{{', '.join(f'{root!r}: {part.get(()) or _as_code(part)}' for root, part in parts.items())}}}"
 
 
@@ -144,7 +144,9 @@ def _match_by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Match
 
     Weights that the checkpoint lacks keep their values if ``fresh=`` names them.
     """
-    optimizer_prefixes = tuple(chain.from_iterable((each.state, each.options) for each in template.optimizers))
+    optimizer_prefixes = tuple(
+        chain.from_iterable((optimizer.state, optimizer.options) for optimizer in template.optimizers)
+    )
     sources: dict[str, str] = {}
     kept_weights, missing_keys, faults, keys_of_other_ranks = {}, [], [], []
     missing_names, extra_names = defaultdict(set), defaultdict(set)
@@ -200,7 +202,7 @@ def _of_other_ranks(keys: Sequence[str], template: LoadTemplate, stored: Stored)
     """Yield a fault about items of which a rank has no value of its own, with what leaves them out."""
     if not keys:
         return
-    ranks = {rank for key in keys for rank in stored.by_rank[key]}
+    ranks = set(chain.from_iterable(stored.by_rank[key] for key in keys))
     saved_ranks = f"{len(ranks)} of {max(ranks)[1]}" if len(ranks) < max(ranks)[1] else str(len(ranks))
     absent_paths = {template.paths[key] for key in keys}
     kept_prefixes = set[KeyPath]()
@@ -233,6 +235,7 @@ def _missing_keys(keys: Sequence[str], template: LoadTemplate, stored: Stored) -
     shared_roots = {entry.path[0] for entry in stored.entries.values()}
     tensors = (key for key, value in template.values.items() if isinstance(value, torch.Tensor))
     shared_roots |= {template.paths[key][0] for key in tensors}
+    # Where neither side has tensors in common a part is no model or optimizer: it can be left out as one.
     roots: defaultdict[Any, list[str]] = defaultdict(list)
     for key in keys:
         root = template.paths[key][0]
@@ -285,7 +288,10 @@ class _OptimizerMatch:
         for number, names in enumerate(stored.groups(optimizer)):
             for name in names:
                 self.homes[name].append(number)
-        self.options = {name: self.groups[number] for number, names in enumerate(optimizer.groups) for name in names}
+        options: dict[str, dict[str, str]] = {}
+        for number, names in enumerate(optimizer.groups):
+            options.update((name, self.groups[number]) for name in names)
+        self.options = options
         self.saved_options = {name: self.saved_groups[numbers[0]] for name, numbers in self.homes.items()}
 
     def match(self, globs: Globs) -> Matching:
@@ -317,10 +323,8 @@ class _OptimizerMatch:
             partial=template.partial,
         )
         report, differences, faults, origins = matcher.match(globs)
-        loaded_keys, fresh_keys = (
-            [*chain.from_iterable(live_states[name].slots.values() for name in names)]
-            for names in (report.loaded, report.fresh)
-        )
+        loaded_keys = [*chain.from_iterable(live_states[name].slots.values() for name in report.loaded)]
+        fresh_keys = [*chain.from_iterable(live_states[name].slots.values() for name in report.fresh)]
         optimizer_key = self.optimizer.key
         state = Matching(
             {key: key for key in loaded_keys},
@@ -350,7 +354,9 @@ class _OptimizerMatch:
     def _options_by_group(self, report: LoadReport, origins: Sequence[int | None]) -> Matching:
         """Give each group the options of the saved group in which its parameters were."""
         saved_numbers = set[int]().union(*(self.homes[name] for name in report.loaded if name in self.options))
-        spared = [key for number in saved_numbers - {*origins} for key in self.saved_groups[number].values()]
+        # Groups of which parameters were loaded and that became one with others have options that are not taken.
+        superfluous_numbers = saved_numbers - {*origins}
+        spared = [*chain.from_iterable(self.saved_groups[number].values() for number in superfluous_numbers)]
         matchings = []
         for number, keys in self.groups.items():
             origin = origins[number]
@@ -512,10 +518,12 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Globs) -> tupl
         patterns, other_patterns = (list(globs.patterns) for globs in distinct_globs[:2])
         fault = f"ranks were given different fresh={patterns!r} and {other_patterns!r}"
         return Matching(faults=(fault,)), LoadReport()
+    # What one rank leaves another may take, so only what all of them leave is left.
     globs, joint = distinct_globs[0], Matching.joined([request.matching for request in requests])
     claimed_keys = set[str]().union(*(request.matching.sources.values() for request in requests))
     unclaimed_keys = sorted(stored.entries.keys() - claimed_keys - joint.spared)
-    optimizers = {optimizer.key: optimizer for request in requests for optimizer in request.optimizers}.values()
+    all_optimizers = chain.from_iterable(request.optimizers for request in requests)
+    optimizers = {optimizer.key: optimizer for optimizer in all_optimizers}.values()
     # State that no rank takes: of parameters that are dropped on purpose, or gone.
     dropped, settled_keys, differences = set(), set(), {}
     for optimizer in optimizers:
@@ -548,7 +556,7 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Globs) -> tupl
         tuple(sorted(joint.kept)),
         joint.own_options,
     )
-    optimizer_prefixes = tuple(prefix for optimizer in optimizers for prefix in (optimizer.state, optimizer.options))
+    optimizer_prefixes = tuple(chain.from_iterable((optimizer.state, optimizer.options) for optimizer in optimizers))
     extra_state = tuple(key for key in extras if key.startswith(optimizer_prefixes))
     misfit = Matching(differences=differences, extra_state=extra_state, faults=tuple(faults))
     return Matching.joined([joint, misfit]), report

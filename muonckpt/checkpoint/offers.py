@@ -1,4 +1,4 @@
-"""What ranks offer each other in memory: tensors and all other objects, as entries like those of a checkpoint."""
+"""The offers that ranks make each other of state in memory: tensors and objects, as entries like a checkpoint's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Offer:
     Attributes:
         arguments: those that have to be the same on all ranks.
         pickled, options: objects that are not tensors, and options that are, by key.
-        digests: what tells these objects apart.
+        digests: those of these objects, by the numbers of items.
     """
 
     arguments: Mapping[str, object]
@@ -80,6 +80,7 @@ def stored_of(ranks: Sequence[int], offers: Sequence[Offer], place: tuple[int, i
     items: dict[str, bytes] = {}
     options: dict[str, Any] = {}
     digests: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
+    # Of a key that several ranks have, the first one's value counts; all have to say the same kind of thing.
     for number, (rank, offer) in enumerate(zip(ranks, offers, strict=True)):
         objects = [*offer.objects()]
         blobs: list[StateRecord | Blob] = [blob for blob, _ in objects]
@@ -94,6 +95,7 @@ def stored_of(ranks: Sequence[int], offers: Sequence[Offer], place: tuple[int, i
             digests[blob.key][number] = digest
         items = {**offer.pickled, **items}
         options = {**offer.options, **options}
+    # Objects that differ become a value for each rank, but options of parameters have to be the same.
     optimizers = optimizers_of(entry.path for entry, _ in entries.values())
     for key, of_ranks in digests.items():
         path, (first, *other_numbers) = entries[key][0].path, of_ranks

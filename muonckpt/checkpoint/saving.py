@@ -283,7 +283,7 @@ def as_json(provenance: Mapping[str, Any]) -> dict[str, Any]:
 _plans: WeakKeyDictionary[dist.ProcessGroup, AgreedPlans] = WeakKeyDictionary()
 """The plans for each process group, kept as long as that."""
 
-_alone = AgreedPlans()
+_ungrouped_plans = AgreedPlans()
 """The plans of a process without a process group."""
 
 
@@ -314,7 +314,7 @@ def save(
     """
     refuse_crossed(process_group, "save")
     group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
-    plans = _alone if group is None else _plans.setdefault(group, AgreedPlans())
+    plans = _ungrouped_plans if group is None else _plans.setdefault(group, AgreedPlans())
     JointSave(path, provenance or {}, process_group, plans, SaveProgress()).run(
         lambda: LiveState.of(state_dict, "to save")
     )
