@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from ..names.errors import ADVICE, ArgumentError, DamageError, SourceError, called_like, warn_on_rank
@@ -107,6 +108,10 @@ class CheckpointFiles(FileReaders, Protocol):
         """
         ...
 
+    def outline_digest(self, checkpoint: OpenCheckpoint) -> str:
+        """Return a digest of what plans follow from, as this rank sees it; nothing if all ranks have one outline."""
+        ...
+
     def value_of(self, checkpoint: OpenCheckpoint, entry: StateRecord | Blob) -> Any:
         """Read a small value, such as an option of a parameter group."""
         ...
@@ -129,6 +134,7 @@ class SharedFiles:
     def __init__(self, path: str | os.PathLike[str], process_group: dist.ProcessGroup | None) -> None:
         self._path = path
         self._ranks = range(len(group_ranks(process_group)))
+        self._is_sent = False
 
     @cached_property
     def place(self) -> Location:
@@ -167,6 +173,8 @@ class SharedFiles:
 
         packed = broadcast_from_first(process_group, SourceError, pack)
 
+        self._is_sent = packed is not None
+
         def unpack() -> OpenCheckpoint:
             if opened:
                 return opened[0]
@@ -176,6 +184,19 @@ class SharedFiles:
             return checkpoint
 
         return unpack
+
+    def outline_digest(self, checkpoint: OpenCheckpoint) -> str:
+        if self._is_sent or not dist.is_initialized():
+            return ""
+        outline, digest = checkpoint.outline, xxhash.xxh3_128()
+        for tensor in outline.tensors:
+            columns, rows = tensor.chunks.columns, slice(tensor.chunks.start, tensor.chunks.stop)
+            files = [columns.names[number] for number in columns.file[rows].tolist()]
+            digest.update(repr((tensor.key, tensor.shape, tensor.dtype, tensor.chunks.strides, files)).encode())
+            digest.update(repr(((columns.crc32[rows] >= 0).tolist(), columns.payload_length(rows).tolist())).encode())
+            digest.update(repr([(box.lo, box.hi) for box in tensor.boxes]).encode())
+        digest.update(repr([(blob.key, blob.item.file, blob.item.length) for blob in outline.blobs]).encode())
+        return digest.hexdigest()
 
     def value_of(self, checkpoint: OpenCheckpoint, entry: StateRecord | Blob) -> Any:
         return checkpoint.values.read(entry)
@@ -199,6 +220,7 @@ class _Question:
         placed: for each kind of ``asked`` the global ranks that hold elements, where placements say that.
         memory: bytes of what it may keep.
         devices: types of devices on which it has tensors.
+        outline_digest: of the checkpoint as it sees it.
     """
 
     arguments: Mapping[str, object]
@@ -207,6 +229,7 @@ class _Question:
     placed: Sequence[Collection[int]]
     memory: int
     devices: frozenset[str]
+    outline_digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,12 +359,20 @@ class JointLoad:
             "path": self.files.identity, "allow_extra": extra.patterns, "attest": self.attest, "check": self.check
         }  # fmt: skip
         request = RankRequest(matching, template.optimizers, globs)
+        outline_digest = self.files.outline_digest(checkpoint)
         memory = min(KEPT_BYTES, available_memory() // 8) if self.memory is None else self.memory
-        return _Question(arguments, request, asked, live.placed_on(asked), memory, live.devices)
+        return _Question(arguments, request, asked, live.placed_on(asked), memory, live.devices, outline_digest)
 
     def _answer(self, ranks: list[_Question]) -> _Agreement:
         """Decide for all ranks, on the coordinator."""
         refuse_differing(self.group, "load", [question.arguments for question in ranks])
+        for rank, question in zip(group_ranks(self.group), ranks, strict=True):
+            if question.outline_digest != ranks[0].outline_digest:
+                raise SourceError(
+                    f"rank {rank} sees another checkpoint in {self.files.place} than the first rank: other "
+                    "tensors, chunks or files, or the same in another order. Put the same files there on all nodes; if "
+                    "a plug-in reads it, let it list tensors in one order"
+                )
         extra, _ = self._selection
         matching, report = judge([question.request for question in ranks], self._stored, extra)
         if not matching.fits:

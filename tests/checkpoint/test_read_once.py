@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import struct
 import zlib
 from itertools import count, product
 from pathlib import Path
@@ -207,6 +210,27 @@ def test_what_a_rank_misread_of_columns_is_an_error(arguments, tmp_path):
     results = run(4, turned_job, str(tmp_path / "c"), arguments)
     assert all(errors == results[0] for errors in results)
     assert any(results[0])
+
+
+def other_order_job(rank: int, world: int, path: str) -> tuple[str, bool]:
+    template = {name: torch.zeros(3, 2) for name in "ab"}
+    with contextlib.chdir(f"{path}/{rank}"), pytest.raises(SourceError) as raised:  # each sees its own in one place
+        muonckpt.load(template, "/proc/self/cwd/model.safetensors")
+    return str(raised.value), any(value.any() for value in template.values())
+
+
+def test_ranks_that_see_tensors_in_another_order_are_told(tmp_path):
+    for rank, names in enumerate(["ab", "ab", "ba"]):
+        header = {
+            name: {"dtype": "F32", "shape": [3, 2], "data_offsets": [24 * number, 24 * number + 24]}
+            for number, name in enumerate(names)
+        }
+        raw = json.dumps(header).encode()
+        payload = b"".join(torch.full((6,), 1.0 + "ab".index(name)).numpy().tobytes() for name in names)
+        (tmp_path / f"{rank}").mkdir()
+        (tmp_path / f"{rank}" / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + payload)
+    for message, is_touched in run(3, other_order_job, str(tmp_path)):
+        assert "rank 2 sees another checkpoint" in message and not is_touched
 
 
 def damaged_job(rank: int, world: int, path: str) -> str:
