@@ -48,6 +48,7 @@ from .all_ranks import (
     broadcast_from_first,
     decide_on_first,
     exchange,
+    gather_on_all,
     group_ranks,
     place_in,
     refuse_crossed,
@@ -75,6 +76,9 @@ KEPT_BYTES = 4 << 30
 
 Where all that it reads fits, each byte is read once; else it is read a second time, and checked the first time.
 """
+
+_MIN_BYTES = 1 << 20
+"""Bytes that a rank may read at a time, however little memory is given: fewer would take a call for a few elements."""
 
 _ROUND_BYTES = 128 << 20
 """Bytes that a rank reads at a time where it cannot keep all of them: the next are read while these are sent."""
@@ -202,8 +206,7 @@ class SharedFiles:
         return checkpoint.values.read(entry)
 
     def report(self, faults: Mapping[str, SourceError]) -> Mapping[str, str]:
-        for error in faults.values():
-            raise error
+        _raise_first(faults)
         return {}
 
     def refuse(self, faults: Sequence[Mapping[str, str]]) -> None:
@@ -360,7 +363,10 @@ class JointLoad:
         }  # fmt: skip
         request = RankRequest(matching, template.optimizers, globs)
         outline_digest = self.files.outline_digest(checkpoint)
-        memory = min(KEPT_BYTES, available_memory() // 8) if self.memory is None else self.memory
+        memory = self.memory
+        if memory is None:  # a part of what there is, shared with the other ranks of this machine
+            memory = min(KEPT_BYTES, available_memory() // (4 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        memory = max(memory, _MIN_BYTES)
         return _Question(arguments, request, asked, live.placed_on(asked), memory, live.devices, outline_digest)
 
     def _answer(self, ranks: list[_Question]) -> _Agreement:
@@ -447,7 +453,8 @@ class JointLoad:
         failure: Exception | None = None
         self._exchange_items(agreement.request.objects, device)
         for of_round, elements in zip(rounds, self._elements_by_round(), strict=True):
-            transfer = Transfer(
+            prepare = partial(
+                Transfer,
                 partial(_parts_of, elements.parts),
                 self._live.local,
                 of_round.moves,
@@ -455,6 +462,8 @@ class JointLoad:
                 self.group,
                 device,
             )
+            # A rank without memory for the exchange would leave the others waiting in it.
+            transfer = _prepare_together(self.group, prepare) if of_round.stages else prepare()
             transfer.run()
             failure = failure or transfer.failure
             elements.memory.release()
@@ -509,7 +518,7 @@ class JointLoad:
 
     def _finish(self, failure: Exception | None) -> _Checked:
         """Set everything that is not read from chunks, after raising this rank's error, if there is one."""
-        self.files.report(self._reader.faults)
+        _raise_first(self._reader.faults)
         if failure is not None:
             raise failure
         self._live.zero(self.matching.zeros)
@@ -575,6 +584,18 @@ def available_memory() -> int:
     return int(line.split()[1]) << 10
 
 
+def _raise_first(faults: Mapping[str, SourceError]) -> None:
+    for error in faults.values():
+        raise error
+
+
+def _prepare_together(process_group: dist.ProcessGroup | None, prepare: Callable[[], Transfer]) -> Transfer:
+    """Return this rank's transfer; where one rank cannot prepare its own, all raise its error."""
+    transfers: list[Transfer] = []
+    gather_on_all(process_group, SourceError, lambda: transfers.append(prepare()))
+    return transfers[0]
+
+
 def _parts_of(elements: Mapping[str, LocalParts], key: str) -> LocalParts:
     return elements.get(key, NO_PARTS)
 
@@ -625,8 +646,8 @@ def load(
             checked when it is read; the error that reports damage says that the state dict is unusable.  None:
             ``"before"``, or ``"while"`` for an object store from which bytes would be read twice.
         memory: bytes that a rank keeps between their check and the first write to a tensor; where what it reads is
-            more, it is read twice.  The least that any rank gives counts.  None: 4 GiB, or an eighth of the memory that
-            is available, if that is less.
+            more, it is read twice.  The least that any rank gives counts, and 1 MiB at least.  None: 4 GiB; less
+            where a fourth of the memory that is available, shared by the ranks of the machine, is less.
 
     Returns:
         What was done with which parameters, the same on every rank; print it.

@@ -32,6 +32,13 @@ MIN_SHARED_BYTES = 256 << 10
 """The least bytes of a range that several ranks ask for, when it is divided among them: fewer are read by one rank."""
 
 
+MAX_SHARED_PIECES = 32
+"""The most ranks that divide one range: each piece goes to all ranks that ask for it, and all pairs are planned."""
+
+MAX_TURNS = 8
+"""The most ways in which the readers of tensors of one geometry are chosen: each of them is planned by itself."""
+
+
 class ChunkRange(NamedTuple):
     """Elements ``start:stop`` of a chunk, in the row-major order of its box, that one rank reads.
 
@@ -296,7 +303,8 @@ class _Planner:
             if geometry not in periods:
                 periods[geometry] = _turns(tensor, requests, divisible)
             # Small tensors that follow one another have one reader, which then reads them at once.
-            turn = planned_bytes // MIN_SHARED_BYTES % periods[geometry]
+            between_turns = max(periods[geometry] // MAX_TURNS, 1)
+            turn = planned_bytes // MIN_SHARED_BYTES % periods[geometry] // between_turns * between_turns
             planned_bytes += tensor.boxes.elements * itemsize(tensor.dtype)
             if (geometry, turn) not in geometries:
                 geometries[geometry, turn] = tuple(self._plan_geometry(tensor, requests, able, divisible, turn))
@@ -381,7 +389,9 @@ class _Planner:
         self, chunk: int, box: Box, start: int, stop: int, readers: Sequence[int], size: int, turn: int
     ) -> Iterator[ChunkRange]:
         """Yield the range in pieces of one reader each: equal ones, of whole rows where rows are that small."""
-        shared = min(len(readers), (stop - start) * size // MIN_SHARED_BYTES) if len(readers) > 1 else 1
+        shared = 1
+        if len(readers) > 1:
+            shared = min(len(readers), MAX_SHARED_PIECES, (stop - start) * size // MIN_SHARED_BYTES)
         count = max(shared, -(-(stop - start) * size // self.max_bytes), 1)
         row = math.prod(box.shape[1:])
         if row > (stop - start) // count:

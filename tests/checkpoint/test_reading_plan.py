@@ -120,3 +120,24 @@ def test_each_element_is_read_once_and_comes_to_all_who_ask_for_it(seed, monkeyp
                 for box in boxes:
                     expected.update((target, rank, index) for index in indices(box))
     assert received == expected
+
+
+def test_replicas_on_many_ranks_are_planned_with_few_tables_and_read_evenly():
+    """Each of 200 tensors is on all of 256 ranks: readers take turns, and few ways of reading are planned."""
+    num_ranks, shape = 256, (1024, 1024)
+    everywhere = tuple(RankBoxes(rank, (Box.of(shape),)) for rank in range(num_ranks))
+    extents = [Extent("file", number << 22, 1 << 22) for number in range(200)]
+    chunks = [Chunks.of([Chunk(Box.of(shape), extent, extent, "0" * 32, 1)], 2) for extent in extents]
+    tensors = [StateRecord(str(n), (str(n),), shape, "float32", of_tensor) for n, of_tensor in enumerate(chunks)]
+    asked = {tensor.key: (AskedTensor(tensor.key, everywhere),) for tensor in tensors}
+    files = Files({"file": range(num_ranks)}, divides_chunks=True)
+    plan = ReadingPlan.of(tensors, (), JointRequest(asked, {}), files, num_ranks, 1 << 30, 1 << 28)
+    readings = [reading for of_round in plan.rounds for _, reading in of_round.readings]
+    assert len({id(reading) for reading in readings}) <= 9
+    bytes_by_rank = Counter()
+    for reading in readings:
+        for part in reading.ranges:
+            bytes_by_rank[part.reader] += part.stop - part.start
+    assert sum(bytes_by_rank.values()) == 200 << 20
+    assert len(bytes_by_rank) >= num_ranks // 2
+    assert max(bytes_by_rank.values()) <= 3 * (200 << 20) / num_ranks
