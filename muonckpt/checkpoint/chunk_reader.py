@@ -277,6 +277,7 @@ class ChunkReader:
                 np.copyto(bits_of(part), elements[tuple(map(slice, local_box.lo, local_box.hi))])
                 yield part
             return
+        self._check(read, ())  # the item may have a checksum that its format alone knows
         for box in read.boxes:
             part = torch.empty(box.shape, dtype=read.dtype)
             place = read.chunk.stored("").place_at(box.lo)
@@ -293,6 +294,8 @@ class ChunkReader:
         if read.length == UNKNOWN:
             if chunk not in self._checked:
                 check_chunk(self._payloads, tensor, chunk)
+                if not self._payloads.is_verbatim(read.file):  # decoding tells damage, too
+                    self._payloads.view(payload_of(tensor, chunk))
                 self._checked.add(chunk)
         elif read.range.is_whole:
             check_bytes(self._payloads, tensor, chunk, parts or self._payloads.bands(read.extent))

@@ -438,7 +438,7 @@ _STATE_DTYPES = {
     "float32": "exactly, as float32 has all values of bfloat16",
     "bfloat16": "rounded; to keep all bits, leave momentum_dtype= and state_dtype= out of groups with float32 weights",
 }
-"""What becomes of state in these dtypes, in which ``--state-dtype`` writes it."""
+"""The effect of writing state in these dtypes, as ``--state-dtype`` does."""
 
 
 _MEMORY = Path("/proc/meminfo")

@@ -66,7 +66,7 @@ class AskedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class JointRequest:
-    """What all ranks ask for, by keys of the checkpoint.
+    """The requests of all ranks together, by keys of the checkpoint.
 
     Attributes:
         tensors: the boxes; tensors that are held alike share them.
@@ -303,7 +303,7 @@ class _Planner:
             if geometry not in periods:
                 periods[geometry] = _turns(tensor, requests, divisible)
             # Small tensors that follow one another have one reader, which then reads them at once.
-            between_turns = max(periods[geometry] // MAX_TURNS, 1)
+            between_turns = -(-periods[geometry] // MAX_TURNS)
             turn = planned_bytes // MIN_SHARED_BYTES % periods[geometry] // between_turns * between_turns
             planned_bytes += tensor.boxes.elements * itemsize(tensor.dtype)
             if (geometry, turn) not in geometries:
@@ -339,6 +339,7 @@ class _Planner:
         divisible: Sequence[bool],
         turn: int,
     ) -> Iterator[TensorReading]:
+        """Plan who reads which ranges of the tensors of one geometry, and the copies from there."""
         # 1. Divide each chunk of which something is asked for among the ranks that need its parts.
         ranges = list[ChunkRange]()
         boxes = [*tensor.boxes]
@@ -375,6 +376,7 @@ class _Planner:
         for need in needs:
             changes[need.start][need.place] += 1
             changes[need.stop][need.place] -= 1
+        # Go along the chunk from edge to edge, with the ranks that need what lies between two of them.
         edges = sorted({0, box.numel, *changes})
         needing: Counter[int] = Counter()
         readers = _candidates([needs[0].place], able)
@@ -392,6 +394,7 @@ class _Planner:
         shared = 1
         if len(readers) > 1:
             shared = min(len(readers), MAX_SHARED_PIECES, (stop - start) * size // MIN_SHARED_BYTES)
+        # Cut into equal pieces, as many as ranks share it or as memory asks for; rows stay whole if they are smaller.
         count = max(shared, -(-(stop - start) * size // self.max_bytes), 1)
         row = math.prod(box.shape[1:])
         if row > (stop - start) // count:

@@ -177,7 +177,9 @@ def redistribute(
         options = "; ".join(rank_matching.own_options)
         warn_on_rank(f"the source does not say options, which stay as the running optimizer's: {options}", stacklevel=3)
     num_tensors = len({move.target for move in moves})
-    return Redistribution(report, num_tensors, transfer.sent, transfer.received, len(stages), transfer.buffer_bytes)
+    return Redistribution(
+        report, num_tensors, transfer.sent_bytes, transfer.received_bytes, len(stages), transfer.buffer_bytes
+    )
 
 
 def _ask(source: LiveState, target: LiveState, stored: Stored, extra: Globs, globs: Globs, memory: int) -> _Request:
@@ -261,14 +263,14 @@ class _Shares:
         sent: defaultdict[tuple[int, int], int] = defaultdict(int)
         received: dict[int, int] = {}
         for number, (move, (sides, source, target)) in enumerate(zip(moves, transfer.parts, strict=True)):
-            for side in (sides.sent, sides.local_source):
+            for side in (sides.outgoing, sides.local_source):
                 corners = zip(side.lo.tolist(), side.hi.tolist(), strict=True)
                 for elements, (lo, hi), receiver in zip(views(source, side), corners, side.other.tolist(), strict=True):
                     box = Box(tuple(lo), tuple(hi))
                     if (move.source, box) not in box_shares:
                         box_shares[move.source, box] = _share(elements, box)
                     sent[number, receiver] = combine(sent[number, receiver], box_shares[move.source, box])
-            if len(sides.received.other) or len(sides.local_target.other):
+            if len(sides.incoming.other) or len(sides.local_target.other):
                 received[number] = combine(*map(_share, target.parts, target.boxes))
         return cls(dict(sent), received)
 

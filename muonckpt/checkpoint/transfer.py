@@ -72,7 +72,7 @@ class Transfer:
         device: torch.device,
     ) -> None:
         self.failure: Exception | None = None
-        self.sent = self.received = 0
+        self.sent_bytes = self.received_bytes = 0
         self._group = process_group
         place, num_ranks = place_in(process_group)
         self.parts = [
@@ -80,11 +80,13 @@ class Transfer:
         ]
         self._stages: list[tuple[_Parcels, _Parcels]] = []
         for stage in stages:
-            moved = [(self.parts[number], box) for number, box in stage]
-            sent = _parcels([(part.sides.sent, part.source, box) for part, box in moved], num_ranks)
-            received = _parcels([(part.sides.received, part.target, box) for part, box in moved], num_ranks)
-            self._stages.append((sent, received))
-        self.buffer_bytes = max((sum(sent.splits) + sum(received.splits) for sent, received in self._stages), default=0)
+            portions = [(self.parts[number], box) for number, box in stage]
+            outgoing = _parcels([(part.sides.outgoing, part.source, box) for part, box in portions], num_ranks)
+            incoming = _parcels([(part.sides.incoming, part.target, box) for part, box in portions], num_ranks)
+            self._stages.append((outgoing, incoming))
+        self.buffer_bytes = max(
+            (sum(outgoing.splits) + sum(incoming.splits) for outgoing, incoming in self._stages), default=0
+        )
         self._wire = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=device)
 
     @torch.no_grad()
@@ -97,14 +99,14 @@ class Transfer:
         # Elements of this rank never touch the wire.
         for sides, source, target in self.parts:
             self._copy(views(target, sides.local_target), views(source, sides.local_source))
-        for sent, received in self._stages:
+        for outgoing, incoming in self._stages:
             # Both buffers are parts of one memory, which no stage exceeds.
-            sent_bytes, received_bytes = sum(sent.splits), sum(received.splits)
+            sent_bytes, received_bytes = sum(outgoing.splits), sum(incoming.splits)
             outbox, inbox = self._wire[:sent_bytes], self._wire[sent_bytes : sent_bytes + received_bytes]
-            self._copy(sent.on_wire(outbox), sent.elements)
-            exchange(self._group, outbox, sent.splits, inbox, received.splits)
-            self._copy(received.elements, received.on_wire(inbox))
-            self.sent, self.received = self.sent + sent_bytes, self.received + received_bytes
+            self._copy(outgoing.on_wire(outbox), outgoing.elements)
+            exchange(self._group, outbox, outgoing.splits, inbox, incoming.splits)
+            self._copy(incoming.elements, incoming.on_wire(inbox))
+            self.sent_bytes, self.received_bytes = self.sent_bytes + sent_bytes, self.received_bytes + received_bytes
         self._wire = self._wire[:0].clone()
 
     def _copy(self, targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:

@@ -180,8 +180,8 @@ class RankSides(NamedTuple):
     The last are given from both sides, row by row.
     """
 
-    sent: CopySide
-    received: CopySide
+    outgoing: CopySide
+    incoming: CopySide
     local_source: CopySide
     local_target: CopySide
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import zarr
 from hypothesis import given, strategies as st
 from support import sweep
 from support.placed import numbered
@@ -273,3 +274,33 @@ def test_what_a_rank_misread_is_an_error_although_the_file_is_whole(tmp_path):
     ):
         with pytest.raises(SourceError, match=r"'w'.*a rank read other bytes"):
             judge_sums(checkpoint, parts)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"check": "while"}, {"check": "while", "memory": 1 << 20}], ids=str)
+def test_a_checksum_inside_an_item_is_compared_also_where_it_is_read_in_parts(arguments, tmp_path):
+    """Tensors of one storage have its CRC-32 alone, and with little memory each of them is read in parts."""
+    path, storage = tmp_path / "weights.pt", numbered((2048, 1024))
+    torch.save({"a": storage[:1024], "b": storage[1024:]}, path)
+    payload = muonckpt.open(path).tensors["a"].record.chunks[0].payload
+    with path.open("r+b") as file:
+        file.seek(payload.end - 3)
+        file.write(b"?")
+    template = {"a": torch.zeros(1024, 1024), "b": torch.zeros(1024, 1024)}
+    with pytest.raises(SourceError, match="damaged"):
+        muonckpt.load(template, path, **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"check": "while", "memory": 1 << 20}, TWICE], ids=str)
+def test_a_checksum_that_a_format_keeps_behind_a_chunk_is_compared_where_it_is_read_in_parts(arguments, tmp_path):
+    """A chunk of zarr with the codec crc32c has no other checksum, and is larger than the memory."""
+    group = zarr.create_group(tmp_path / "z", zarr_format=3)
+    codec = zarr.codecs.Crc32cCodec()
+    group.create_array("w", data=numbered((1024, 1024)).numpy(), chunks=(1024, 1024), compressors=[codec])
+    (file,) = (each for each in (tmp_path / "z" / "w").rglob("*") if each.is_file() and each.name != "zarr.json")
+    with file.open("r+b") as chunk:
+        chunk.seek(1000)
+        chunk.write(b"?")
+    template = {"w": torch.zeros(1024, 1024)}
+    with pytest.raises(SourceError, match="checksum do not match"):
+        muonckpt.load(template, tmp_path / "z", **arguments)
+    assert "check" in arguments or not template["w"].any()
