@@ -72,8 +72,14 @@ def common_options(
     expectations = dialect.options.misfits(group_options)
     options = {option: value for option, value in group_options.items() if option not in expectations}
     # What the program always does comes first, what its group says counts.
-    named = {*method.options.values(), *method.idle, *EXECUTION_OPTIONS, *HISTORY_OPTIONS, dialect.method_option}
-    common: dict[str, Any] = dict(dialect.facts.get(method.name, {}))
+    named = {
+        *method.options.values(),
+        *method.inert_options,
+        *EXECUTION_OPTIONS,
+        *HISTORY_OPTIONS,
+        dialect.method_option,
+    }
+    common: dict[str, Any] = dict(dialect.constant_options.get(method.name, {}))
     for coding in method.codings:
         common |= coding.read({option: options[option] for option in coding.options if option in options}, shape)
         named |= {*coding.options}
@@ -142,7 +148,7 @@ def write_options(
             target_options |= encoded
     target_options |= {option: value for option, value in common.items() if option in HISTORY_OPTIONS}
     # A value without a name is no loss where the target's program always computes with it, or where it changes nothing.
-    constants = target.facts.get(method.name, {})
+    constants = target.constant_options.get(method.name, {})
     for name, value in common.items():
         if name not in translatable_names and value not in (constants.get(name), SILENT_VALUES.get(name)):
             losses[name] = value
@@ -173,26 +179,28 @@ def write_options(
             reason = f"nothing says that it means what {target.name}'s option of this name does"
         report(Action.LEFT, option, reason, value)
     # Where the source says nothing, the template counts; its options that change no update need no report.
-    target_options = {option: value for option, value in target_options.items() if option not in target.unsaid}
+    target_options = {
+        option: value for option, value in target_options.items() if option not in target.unwritten_options
+    }
     source_options = {*target_options, target.method_option}
     additions = {option: value for option, value in template_options.items() if option not in source_options}
-    for option in sorted(additions.keys() - method.idle.keys() - EXECUTION_OPTIONS):
+    for option in sorted(additions.keys() - method.inert_options.keys() - EXECUTION_OPTIONS):
         report(Action.CARRIED, option, f"{source.name} does not say it; taken from the template", additions[option])
     target_options |= additions
     # Then a new optimizer of the target's program, which cannot run without these options.
-    for option, value in method.assumed.items():
-        if option not in {*target_options, *target.unsaid}:
+    for option, value in method.default_options.items():
+        if option not in {*target_options, *target.unwritten_options}:
             report(
                 Action.SET, option, f"{explain_silence(option)}; written as in a new optimizer of {target.name}", value
             )
             target_options[option] = value
-    for option, value in method.idle.items():
+    for option, value in method.inert_options.items():
         target_options.setdefault(option, value)
     # What is still missing, the running optimizer decides.
     required = {*method.options.values()}
     for coding in method.codings:
         required |= set() if coding.optional else {*coding.options}
-    for option in sorted(required - {*target_options, *target.unsaid, method.options.get("step")}):
+    for option in sorted(required - {*target_options, *target.unwritten_options, method.options.get("step")}):
         report(Action.SET, option, f"{explain_silence(option)}; the running optimizer's stays")
     return target_options | ({target.method_option: method.name} if target.method_option else {})
 

@@ -426,7 +426,7 @@ class _Renderer:
         # Of one program, options keep their words; only what would tell another convention goes.
         if parameter.method.shares_options_with(method):
             is_rescaled = source.overrides.target not in (None, source.dialect.convention)
-            omitted = target.unsaid if is_rescaled else ()
+            omitted = target.unwritten_options if is_rescaled else ()
             options = {option: group.options[option] for option in group.options if option not in omitted}
             for coding in method.codings:
                 stated = {option: options[option] for option in coding.options if option in options}

@@ -31,7 +31,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
 
 _CODINGS = chain.from_iterable(method.codings for method in METHODS.values())
 _CODED = frozenset(chain.from_iterable(coding.options for coding in _CODINGS))
-DION_OPTIONS = _CODED.union(*((*method.options.values(), *method.idle) for method in METHODS.values()))
+DION_OPTIONS = _CODED.union(*((*method.options.values(), *method.inert_options) for method in METHODS.values()))
 DION_OPTIONS -= dion.SHARED.keys() - {"step"}
 """Every option of dion that has another name or meaning here, or that some algorithms do not read."""
 

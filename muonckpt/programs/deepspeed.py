@@ -51,10 +51,12 @@ PROGRAM = Dialect(
             {"momentum": "momentum_buffer"},
             {**RATES, "momentum": "momentum"},
             (Coding(("ns_method",), ("gram", "ns_dtype"), _read_form, _write_form), _KERNELS),
-            idle={"name": "muon-params"},
-            assumed={"ns_method": "gram"},
+            inert_options={"name": "muon-params"},
+            default_options={"ns_method": "gram"},
         ),
-        replace(ADAMW, idle={**ADAMW.idle, "use_muon": False, "name": "adam-params"}, family="deepspeed"),
+        replace(
+            ADAMW, inert_options={**ADAMW.inert_options, "use_muon": False, "name": "adam-params"}, family="deepspeed"
+        ),
     ),
     OptionTable(
         {**RATE_KINDS, "momentum": Kinds.NUMBER, "use_muon": Kinds.FLAG, "ns_method": Kinds.TEXT},
@@ -62,7 +64,7 @@ PROGRAM = Dialect(
         closed=True,
     ),
     marks=(Mark(options={"use_muon", "ns_method"}),),
-    facts={
+    constant_options={
         "muon": {**PLAIN, "nesterov": True, "scale": "original", "ns": "keller", "ns_steps": 5, "eps": 1e-7},
         "adamw": PLAIN,
     },

@@ -171,7 +171,7 @@ RATES: Mapping[str, str] = MappingProxyType({"lr": "lr", "weight_decay": "weight
 """Options that have these names in most programs."""
 
 UNFUSED: Mapping[str, object] = MappingProxyType({"columns": None, "interleaved": 1, "maximize": False})
-"""Facts of every program but ours: no parameter has fused columns or interleaved rows."""
+"""Constant options of every program but ours: no parameter has fused columns or interleaved rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +182,8 @@ class StoredMethod:
         slots: the program's names of slots, by common name (``momentum``, ``first``, ``second``, ``step``, ``master``).
         options: the program's names of options whose values are common ones (``lr``, ``momentum``, ``pieces``, …).
         codings: the other options that change the update.
-        idle: options of a group that do not change this update, with their values in a new optimizer.
-        assumed: options that change it and that the program needs, with their values in a new optimizer.
+        inert_options: options of a group that do not change this update, with their values in a new optimizer.
+        default_options: options that change it and that the program needs, with their values in a new optimizer.
         derived: functions that compute slots from common options and a shape; they return None if they cannot.
         family: methods of one family have the same options with the same meaning.
     """
@@ -192,8 +192,8 @@ class StoredMethod:
     slots: Mapping[str, str]
     options: Mapping[str, str] = field(default_factory=dict)
     codings: tuple[Coding, ...] = ()
-    idle: Mapping[str, object] = field(default_factory=dict)
-    assumed: Mapping[str, object] = field(default_factory=dict)
+    inert_options: Mapping[str, object] = field(default_factory=dict)
+    default_options: Mapping[str, object] = field(default_factory=dict)
     derived: Mapping[str, Callable[[Mapping[str, Any], Index], float | None]] = field(default_factory=dict)
     family: str | None = None
 
@@ -329,13 +329,13 @@ class Dialect:
         method_option: the group option that names the method; None if the slots tell it.
         takes_methods: whether this option may name methods of users, which are not listed.
         names_option: the option in which groups list the names of their parameters once more; None if none is written.
-        facts: common options that are constants of the program, by method and name.
+        constant_options: common options that are constants of the program, by method and name.
         hints: where a user finds common options that the program does not store.
         writable: whether checkpoints of this dialect can be written.
         common: the item that holds all groups and all other non-tensor values; None if there is none.
         chains: the key prefix for the state of each method, if the source has none.
         item: makes the key for an item of another program that this one does not know.
-        unsaid: options that are never added, as they would point to a program, and so to a convention.
+        unwritten_options: options that are never added, as they would point to a program, and so to a convention.
         private: globs of items that mean nothing to other programs; a program with the same glob keeps them.
         opaque: globs of state that only the program can read, as nothing says whose it is.
         arguments: reads the stored arguments of the run, and yields what must be set in code because of them, with the
@@ -357,13 +357,13 @@ class Dialect:
     method_option: str | None = None
     takes_methods: bool = False
     names_option: str | None = None
-    facts: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    constant_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
     writable: bool = True
     common: KeyPath | None = None
     chains: Mapping[str, str] = field(default_factory=dict)
     item: Callable[[str], str] = str
-    unsaid: frozenset[str] = frozenset()
+    unwritten_options: frozenset[str] = frozenset()
     private: frozenset[str] = frozenset()
     opaque: frozenset[str] = frozenset()
     arguments: Callable[[Mapping[str, object]], Iterable[tuple[str, tuple[str, ...], str]]] | None = None

@@ -36,7 +36,7 @@ SCALES = {"spectral": ("spectral_norm",), "rms": ("rms_norm",), "none": (None,)}
 _SHARED = {**SHARED, "cautious": "cautious_wd"}
 _MATRIX_CODINGS = (scale("adjust_lr", SCALES), FLATTEN, SPLITS)
 _ASSUMED = {"nesterov": False, "epsilon": 1e-8, "adjust_lr": "spectral_norm", "cautious_wd": False}
-_IDLE = {**OF_MATRICES, "adjust_lr": "spectral_norm"}
+_INERT_OPTIONS = {**OF_MATRICES, "adjust_lr": "spectral_norm"}
 
 PROGRAM = Dialect(
     "dion",
@@ -56,15 +56,15 @@ PROGRAM = Dialect(
             "adamw",
             {"first": "momentum", "second": "variance", "step": "step_dev"},
             {**_SHARED, **BETAS, "eps": "epsilon"},
-            idle=_IDLE,
-            assumed={"epsilon": 1e-8, "cautious_wd": False},
+            inert_options=_INERT_OPTIONS,
+            default_options={"epsilon": 1e-8, "cautious_wd": False},
         ),
         StoredMethod(
             "lion",
             {"first": "momentum"},
             {**_SHARED, **BETAS},
-            idle={**_IDLE, "epsilon": 1e-8},
-            assumed={"cautious_wd": False},
+            inert_options={**_INERT_OPTIONS, "epsilon": 1e-8},
+            default_options={"cautious_wd": False},
         ),
     ),
     option_table(
@@ -81,7 +81,7 @@ PROGRAM = Dialect(
         Mark(options={"cautious_wd", "algorithm", "epsilon", "mu"}),
     ),
     method_option="algorithm",
-    facts=dict.fromkeys(("muon", "normuon", "adamw", "lion"), UNFUSED),
+    constant_options=dict.fromkeys(("muon", "normuon", "adamw", "lion"), UNFUSED),
     hints={
         "ns": "an argument of dion's constructor: 'polar_express_dion' is its default, 'quintic' with "
         "use_polar_express=False, 'polar_express_gram' with use_gram_newton_schulz=True",
@@ -107,8 +107,8 @@ XTUNER = Dialect(
             "adamw",
             {"first": "momentum", "second": "variance"},
             {**SHARED, **BETAS, "eps": "epsilon"},
-            idle={**OF_MATRICES, "adjust_lr": "rms_norm", "num_experts": 1},
-            assumed={"epsilon": 1e-8},
+            inert_options={**OF_MATRICES, "adjust_lr": "rms_norm", "num_experts": 1},
+            default_options={"epsilon": 1e-8},
         ),
     ),
     option_table({"num_experts": Kinds.COUNT, "clip_grad": Kinds.FLAG}),
@@ -119,7 +119,7 @@ XTUNER = Dialect(
     ),
     derived=frozenset({"lr_ratio"}),
     method_option="algorithm",
-    facts={"muon": {**PLAIN, "ns": "quintic", "ns_steps": 5}, "adamw": PLAIN},
+    constant_options={"muon": {**PLAIN, "ns": "quintic", "ns_steps": 5}, "adamw": PLAIN},
     hints={"pieces": "muon_split_sizes, an argument of XTuner's constructor"},
 )
 """InternLM/XTuner (``xtuner/v1/optim/muon.py``), which has its optimizer from dion."""

@@ -12,20 +12,20 @@ from .dialect import RATES, Dialect, Kinds, Mark, OptionTable, StoredMethod
 from .torch import PLAIN, RATE_KINDS
 
 _MOMENTUM = {"momentum": "momentum_buffer"}
-_FACTS = {**PLAIN, "gram": None, "ns_dtype": "bfloat16"}
+_CONSTANTS = {**PLAIN, "gram": None, "ns_dtype": "bfloat16"}
 
 KELLER = Dialect(
     "keller",
     "Keller Jordan's script (muon.py)",
     Convention.EMA,
     (
-        StoredMethod("muon", _MOMENTUM, {**RATES, "momentum": "momentum"}, idle={"use_muon": True}),
+        StoredMethod("muon", _MOMENTUM, {**RATES, "momentum": "momentum"}, inert_options={"use_muon": True}),
         StoredMethod(
             "adamw",
             {"first": "exp_avg", "second": "exp_avg_sq", "step": "step"},
             {**RATES, "eps": "eps"},
             (betas("betas"),),
-            idle={"use_muon": False},
+            inert_options={"use_muon": False},
         ),
     ),
     OptionTable(
@@ -34,8 +34,8 @@ KELLER = Dialect(
         {"betas": Kinds.PAIR, "eps": Kinds.NUMBER},
         closed=True,
     ),
-    facts={
-        "muon": {**_FACTS, "pieces": None, "nesterov": True, "scale": "original"}
+    constant_options={
+        "muon": {**_CONSTANTS, "pieces": None, "nesterov": True, "scale": "original"}
         | {"ns": "keller", "ns_steps": 5, "eps": 1e-7},
         "adamw": PLAIN,
     },
@@ -49,7 +49,7 @@ EMERGING = Dialect(
     Convention.EMA,
     (StoredMethod("muon", _MOMENTUM, {**RATES, "momentum": "momentum"}),),
     OptionTable({**RATE_KINDS, "momentum": Kinds.NUMBER}),
-    facts={"muon": {**_FACTS, "eps": 1e-15}},
+    constant_options={"muon": {**_CONSTANTS, "eps": 1e-15}},
     writable=False,
 )
 """``Muon`` of NVIDIA-NeMo/Emerging-Optimizers fd77292: all but rates and momentum are in its closure."""
@@ -72,14 +72,14 @@ MOONLIGHT = Dialect(
             "muon",
             {"momentum": "momentum_buffer"},
             {**_MOONLIGHT_RATES, "momentum": "momentum", "nesterov": "nesterov", "ns_steps": "ns_steps"},
-            idle={"adamw_betas": None, "adamw_eps": None},
+            inert_options={"adamw_betas": None, "adamw_eps": None},
         ),
         StoredMethod(
             "adamw",
             {"first": "moment1", "second": "moment2", "step": "step"},
             {**_MOONLIGHT_RATES, "eps": "adamw_eps"},
             (betas("adamw_betas"),),
-            idle={"momentum": None, "nesterov": None, "ns_steps": None},
+            inert_options={"momentum": None, "nesterov": None, "ns_steps": None},
         ),
     ),
     OptionTable(
@@ -89,7 +89,7 @@ MOONLIGHT = Dialect(
     ),
     marks=(Mark(slots={"use_muon"}, options={"wd", "adamw_betas", "adamw_eps"}), Mark(slots={"use_muon", "moment1"})),
     derived=frozenset({"use_muon"}),
-    facts={"muon": {**PLAIN, "pieces": None, "gram": None, "ns": "keller", "scale": "rms"}, "adamw": PLAIN},
+    constant_options={"muon": {**PLAIN, "pieces": None, "gram": None, "ns": "keller", "scale": "rms"}, "adamw": PLAIN},
     writable=False,
 )
 """``Muon`` of MoonshotAI/Moonlight (``examples/toy_train.py``)."""

@@ -25,7 +25,7 @@ from .dialect import (
 KELLER = COEFFICIENTS["keller"].tail
 SCALES = {"original": ("original", None), "rms": ("match_rms_adamw",)}
 MUON_OPTIONS = {**RATES, "momentum": "momentum", "nesterov": "nesterov", "eps": "eps"}
-MUON_ASSUMED = {"ns_coefficients": KELLER, "ns_steps": 5, "nesterov": True, "eps": 1e-7, "adjust_lr_fn": None}
+MUON_DEFAULTS = {"ns_coefficients": KELLER, "ns_steps": 5, "nesterov": True, "eps": 1e-7, "adjust_lr_fn": None}
 PLAIN: Mapping[str, object] = {"cautious": False, **UNFUSED}
 """Facts of a program whose decay is never cautious."""
 
@@ -36,7 +36,7 @@ def muon(scales: Mapping[str, tuple[object, ...]]) -> StoredMethod:
         {"momentum": "momentum_buffer"},
         MUON_OPTIONS,
         (coefficients(of_steps=False), scale("adjust_lr_fn", scales)),
-        assumed=MUON_ASSUMED,
+        default_options=MUON_DEFAULTS,
         family="torch",
     )
 
@@ -46,7 +46,7 @@ ADAMW = StoredMethod(
     {"first": "exp_avg", "second": "exp_avg_sq", "step": "step"},
     {**RATES, "eps": "eps", "maximize": "maximize", "amsgrad": "amsgrad"},
     (betas("betas"), COUPLED),
-    idle={
+    inert_options={
         "amsgrad": False,
         "maximize": False,
         "foreach": None,
@@ -55,7 +55,7 @@ ADAMW = StoredMethod(
         "fused": None,
         "decoupled_weight_decay": True,
     },
-    assumed={"eps": 1e-8},
+    default_options={"eps": 1e-8},
     family="torch",
 )
 METHODS = (muon(SCALES), ADAMW)
@@ -86,7 +86,7 @@ PROGRAM = Dialect(
     METHODS,
     OPTIONS,
     marks=(Mark(closed=True),),
-    facts={"muon": {**PLAIN, "pieces": None, "gram": None}, "adamw": PLAIN},
+    constant_options={"muon": {**PLAIN, "pieces": None, "gram": None}, "adamw": PLAIN},
 )
 
 TITAN = Dialect(
@@ -99,7 +99,7 @@ TITAN = Dialect(
     FLAT,
     FLAT_OPTIONS,
     marks=(Mark(closed=True, at_home=True),),
-    facts={"muon": {**PLAIN, "gram": None}, "adamw": PLAIN},
+    constant_options={"muon": {**PLAIN, "gram": None}, "adamw": PLAIN},
 )
 """torchtitan: all optimizers in one flat state dict, with the model's weights at the top."""
 
@@ -114,7 +114,7 @@ BY_NUMBER = Dialect(
     METHODS,
     _KINDS,
     state=NUMBERED,
-    unsaid=_NEVER_ADDED,
+    unwritten_options=_NEVER_ADDED,
 )
 UNKNOWN = Dialect(
     "dcp",
@@ -122,5 +122,5 @@ UNKNOWN = Dialect(
     None,
     METHODS,
     _KINDS,
-    unsaid=_NEVER_ADDED,
+    unwritten_options=_NEVER_ADDED,
 )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from ..names.vocabulary import Convention
 from .codings import GRAM, coefficients, equal_parts, scale
 from .dialect import FLAT, FLAT_OPTIONS, Dialect, Kinds, Mark, OptionTable, StoredMethod
-from .torch import ADAMW, ADAMW_KINDS, MUON_ASSUMED, MUON_KINDS, MUON_OPTIONS, PLAIN, SCALES
+from .torch import ADAMW, ADAMW_KINDS, MUON_DEFAULTS, MUON_KINDS, MUON_OPTIONS, PLAIN, SCALES
 
 _MUON = StoredMethod(
     "muon",
     {"momentum": "momentum_buffer"},
     MUON_OPTIONS,
     (coefficients(of_steps=True), scale("adjust_lr_fn", SCALES), GRAM, equal_parts("head_blocks", False)),
-    idle={"gram_ns_reset_iterations": (2,)},
-    assumed={**MUON_ASSUMED, "ns_implementation": "gram_quack"},
+    inert_options={"gram_ns_reset_iterations": (2,)},
+    default_options={**MUON_DEFAULTS, "ns_implementation": "gram_quack"},
 )
 
 PROGRAM = Dialect(
@@ -35,5 +35,5 @@ PROGRAM = Dialect(
     state=FLAT,
     option=FLAT_OPTIONS,
     marks=(Mark(options={"ns_implementation", "gram_ns_reset_iterations"}),),
-    facts={"muon": PLAIN, "adamw": PLAIN},
+    constant_options={"muon": PLAIN, "adamw": PLAIN},
 )

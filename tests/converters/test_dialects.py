@@ -260,9 +260,13 @@ def test_a_closed_table_has_every_option_that_the_program_reads_or_writes(name):
     dialect = DIALECTS[name]
     kinds = {**dialect.options.elementwise, **dialect.options.beside, **dialect.options.always}
     for method in dialect.methods:
-        own = {*method.options.values(), *method.idle, *(option for c in method.codings for option in c.options)}
+        own = {
+            *method.options.values(),
+            *method.inert_options,
+            *(option for c in method.codings for option in c.options),
+        }
         assert own - kinds.keys() <= {"name"}
-        written = {**method.idle, **method.assumed}
+        written = {**method.inert_options, **method.default_options}
         assert not dialect.options.misfits({o: v for o, v in written.items() if v is not None})
 
 

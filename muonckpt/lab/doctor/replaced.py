@@ -211,7 +211,7 @@ _SWITCHES = frozenset({"amsgrad"})
 
 
 def _is_switched_on(option: str, value: object, method: StoredMethod) -> bool:
-    return option in method.idle and option in _SWITCHES and value != method.idle[option]
+    return option in method.inert_options and option in _SWITCHES and value != method.inert_options[option]
 
 
 def _pairs(
@@ -243,7 +243,7 @@ def _pairs(
         if text:
             yield OptionPair("in its code", text)
     for option in sorted(foreign_options.keys() - translated):
-        is_idle = option in source.idle and not _is_switched_on(option, foreign_options[option], source)
+        is_idle = option in source.inert_options and not _is_switched_on(option, foreign_options[option], source)
         fate = IDLE if is_idle or option in EXECUTION_OPTIONS else LOST
         yield OptionPair(_text(foreign_options, [option]), fate)
 
