@@ -52,7 +52,7 @@ class Annotation:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTensor:
+class ShardSpec:
     """The way in which a rank holds some tensors, as layers repeat; their names are not in ``note``."""
 
     dtype: str
@@ -80,7 +80,7 @@ class RankState:
 
     keys: tuple[str, ...]
     numbers: tuple[int, ...]
-    kinds: tuple[HeldTensor | None, ...]
+    kinds: tuple[ShardSpec | None, ...]
     paths: tuple[KeyPath, ...] = ()
     names: tuple[str | None, ...] = ()
     optimizers: tuple[NamedOptimizer, ...] = ()
@@ -111,7 +111,7 @@ class RankState:
                     paths[place] = (*path[:depth], number, *path[depth + 1 :])
         return replace(self, keys=tuple(keys), paths=tuple(paths), optimizers=())
 
-    def tensors(self) -> Iterator[tuple[str, HeldTensor]]:
+    def tensors(self) -> Iterator[tuple[str, ShardSpec]]:
         for key, number in zip(self.keys, self.numbers, strict=True):
             if (kind := self.kinds[number]) is not None:
                 yield key, kind
@@ -128,7 +128,7 @@ class RankState:
         return [0, *np.cumsum(counts[np.array(self.numbers, np.int64)]).tolist()]
 
 
-def record_of(key: str, path: KeyPath, name: str | None, kind: HeldTensor) -> StateRecord:
+def record_of(key: str, path: KeyPath, name: str | None, kind: ShardSpec) -> StateRecord:
     note = kind.note
     chunks = no_chunks(len(kind.shape))
     return StateRecord(
@@ -227,7 +227,7 @@ class LiveState:
         # Layers repeat, so a model of many tensors has few kinds: others hear of these, and of a number for each key.
         annotations = self.annotations
         kinds: dict[Any, int] = {None: 0}
-        distinct: list[HeldTensor | None] = [None]
+        distinct: list[ShardSpec | None] = [None]
         numbers, names = [], list[str | None]()
         for key, value in self.flat.items():
             parts = self.parts.get(key)
@@ -248,7 +248,7 @@ class LiveState:
                 for box, (_, _, dtype) in zip(boxes, local_boxes, strict=True):
                     if dtype != value.dtype:
                         raise LayoutError(f"tensor {key!r}: box {box} is {dtype}, the tensor is {value.dtype}")
-                distinct.append(HeldTensor(dtype_name(value.dtype), shape, boxes, replace(note, name=None)))
+                distinct.append(ShardSpec(dtype_name(value.dtype), shape, boxes, replace(note, name=None)))
             numbers.append(number)
             names.append(note.name)
         # Optimizers without groups have nothing that ranks could number differently.
@@ -285,7 +285,7 @@ class LiveState:
         return NO_PARTS if kind is None else LocalParts.of(kind.boxes, self.parts[key].values())
 
     @cached_property
-    def _kinds(self) -> Mapping[str, HeldTensor]:
+    def _kinds(self) -> Mapping[str, ShardSpec]:
         return dict(self.described.tensors())
 
     def placed_on(self, state: RankState) -> list[tuple[int, ...]]:
@@ -384,7 +384,7 @@ class Holder(NamedTuple):
     place: int
     item: int
     number: int
-    kind: HeldTensor | None
+    kind: ShardSpec | None
 
 
 def with_joint_groups(ranks: Sequence[RankState]) -> list[RankState]:

@@ -27,10 +27,10 @@ from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
 from .live_state import (
     Digests,
-    HeldTensor,
     Holder,
     RankBoxes,
     RankState,
+    ShardSpec,
     held_layout,
     holders_by_key,
     other_options,
@@ -71,7 +71,7 @@ class _Geometry:
         sizes, heads: for each box the bytes of its elements, and those of its item before them.
     """
 
-    kind: HeldTensor
+    kind: ShardSpec
     boxes: Boxes
     replicas: tuple[tuple[tuple[int, int], ...], ...]
     sizes: tuple[int, ...]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import muonckpt
 from muonckpt import DestinationError, LayoutError
 from muonckpt.algebra.box import Box
-from muonckpt.checkpoint.live_state import Annotation, HeldTensor, LiveState, RankState
+from muonckpt.checkpoint.live_state import Annotation, LiveState, RankState, ShardSpec
 from muonckpt.checkpoint.saving import AgreedPlans, JointSave, SaveProgress
 from muonckpt.checkpoint.whole_plan import WholePlan
 from muonckpt.store.io.location import location
@@ -138,15 +138,15 @@ def test_later_saves_plan_nothing_and_write_what_a_first_save_writes(tmp_path):
     assert not muonckpt.verify(tmp_path / "all go on").findings
 
 
-def part(shape: tuple[int, ...], lo: tuple[int, ...], hi: tuple[int, ...], dtype: str = "float32") -> HeldTensor:
-    return HeldTensor(dtype, shape, (Box(lo, hi),), Annotation())
+def part(shape: tuple[int, ...], lo: tuple[int, ...], hi: tuple[int, ...], dtype: str = "float32") -> ShardSpec:
+    return ShardSpec(dtype, shape, (Box(lo, hi),), Annotation())
 
 
 OBJECT = None
 """What is not a tensor."""
 
 
-def held(**kinds: HeldTensor | None) -> RankState:
+def held(**kinds: ShardSpec | None) -> RankState:
     paths, names = tuple((key,) for key in kinds), (None,) * len(kinds)
     return RankState(tuple(kinds), tuple(range(len(kinds))), tuple(kinds.values()), paths, names)
 
