@@ -31,7 +31,7 @@ from ..store.reading.payloads import check_chunk, chunk_share
 from ..store.verify.diagnosis import open
 from .all_ranks import decide_on_first, group_ranks, refuse_crossed
 from .bits import share_of, unsigned
-from .live_state import LiveState, RankBoxes, RankState, held_layout, holders_by_key, with_joint_groups
+from .live_state import LiveState, RankBoxes, RankState, holders_by_key, layout_on_ranks, with_joint_groups
 from .storable import refuse_unwritable
 
 K = TypeVar("K")
@@ -314,7 +314,7 @@ def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldT
         # The layout proves that nothing is missing, and its rows are the holders' boxes in their order.
         rank_boxes = tuple(RankBoxes(ranks[at.place], kind.boxes) for kind, at in zip(kinds, holders, strict=True))
         with about(f"tensor {key!r}"):
-            layout = held_layout(kinds[0].shape, rank_boxes)
+            layout = layout_on_ranks(kinds[0].shape, rank_boxes)
         shares_of_boxes: list[int] = []
         for at, kind in zip(holders, kinds, strict=True):
             shares_of_boxes += shares[at.place][1][at.item : at.item + len(kind.boxes)]

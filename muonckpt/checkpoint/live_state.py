@@ -1,6 +1,6 @@
 """A rank's share of a nested state dict has one description, for saving, loading, attesting and redistributing.
 
-`LiveState` has the elements, `RankState` tells other ranks of them, and `held_layout` proves that ranks together hold a
+`LiveState` has the elements, `RankState` tells other ranks of them, and `layout_on_ranks` proves that ranks together hold a
 whole tensor.
 """
 
@@ -460,7 +460,7 @@ def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[Holder]]:
 
 
 @lru_cache(maxsize=65536)
-def held_layout(shape: Index, rank_boxes: tuple[RankBoxes, ...], ranks: tuple[int, ...] = ()) -> TensorLayout:
+def layout_on_ranks(shape: Index, rank_boxes: tuple[RankBoxes, ...], ranks: tuple[int, ...] = ()) -> TensorLayout:
     """Return the layout of a tensor on its ranks, with offsets as if a rank's boxes lay dense and end to end.
 
     Args:
@@ -503,7 +503,7 @@ def asked_layouts(shape: Index, rank_boxes: tuple[RankBoxes, ...]) -> tuple[Tens
 
 
 def filled_layout(shape: Index, ranks: Iterable[RankBoxes]) -> TensorLayout:
-    """Return the layout of a tensor on ranks, as `held_layout`, in which all other elements are with `NOBODY`."""
+    """Return the layout of a tensor on ranks, as `layout_on_ranks`, in which all other elements are with `NOBODY`."""
     fragments, start = [*_fragments(ranks)], 0
     for box in unheld(shape, (fragment.box for fragment in fragments)):
         fragments.append(dense(box, NOBODY, start))

@@ -33,7 +33,7 @@ from .all_ranks import (
 )
 from .attestation import MOST_FAULTS, SharesOfRank, held_together, shares_of
 from .bits import share_of, unsigned
-from .live_state import LiveState, RankState, held_layout
+from .live_state import LiveState, RankState, layout_on_ranks
 from .matching import RankRequest, judge, match, selection
 from .offers import Offer, known_jointly, stored_of
 from .reading_plan import AskedTensor, JointRequest
@@ -214,7 +214,7 @@ def _moves_of(
         assert isinstance(record, StateRecord), "others are not asked for by boxes"
         with about(f"tensor {key!r} of the source"):
             [(_, holders)] = offered.get(key, [AskedTensor(key, ())])
-            layout = held_layout(record.shape, holders, tuple(ranks))
+            layout = layout_on_ranks(record.shape, holders, tuple(ranks))
             for target, asking in targets:
                 size = itemsize(record.dtype)
                 moves += (

@@ -31,8 +31,8 @@ from .live_state import (
     RankBoxes,
     RankState,
     ShardSpec,
-    held_layout,
     holders_by_key,
+    layout_on_ranks,
     other_options,
     record_of,
     refuse_other_groups,
@@ -341,7 +341,7 @@ def _geometry(key: str, holders: Sequence[Holder], shared_boxes: dict[Boxes, Box
     # The layout is the proof: no hole, no overlap in part.
     boxes = tuple(RankBoxes(holder.place, kind.boxes) for kind, holder in zip(kinds, holders, strict=True))
     with about(f"tensor {key!r}"):
-        layout = held_layout(first.shape, boxes)
+        layout = layout_on_ranks(first.shape, boxes)
     # Its rows are the holders' boxes in their order; those of equal boxes are replicas.
     items: list[tuple[int, int]] = []
     for number, kind in enumerate(kinds):

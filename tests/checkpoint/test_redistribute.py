@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 import muonckpt
 from muonckpt import AttestError, BoxedTensor, LayoutError, SourceError, TargetError
 from muonckpt.algebra.box import Box
-from muonckpt.checkpoint.live_state import RankBoxes, held_layout
+from muonckpt.checkpoint.live_state import RankBoxes, layout_on_ranks
 from muonckpt.checkpoint.transfer_plan import Move, divide_in_stages, make_copies
 from muonckpt.layouts.boxed_tensor import parts_of
 
@@ -189,7 +189,7 @@ def test_stages_move_every_element_once_and_keep_to_the_memory(seed):
             for index in set().union(*map(within, boxes)) - mine.get(rank, set()):
                 expected[f"{number}", rank, index] = 1
         owned.append(mine)
-        copies = make_copies(held_layout(shape, given), asked, ranks)
+        copies = make_copies(layout_on_ranks(shape, given), asked, ranks)
         moves += (Move(f"{number}", f"{number}", size, shape, table) for table in copies)
     found: Counter = Counter()
     for stage in divide_in_stages(moves, len(ranks), memory):
