@@ -491,7 +491,7 @@ def unheld(shape: Index, boxes: Iterable[Box]) -> list[Box]:
 
 
 @lru_cache(maxsize=65536)
-def asked_layouts(shape: Index, rank_boxes: tuple[RankBoxes, ...]) -> tuple[TensorLayout, ...]:
+def request_layouts(shape: Index, rank_boxes: tuple[RankBoxes, ...]) -> tuple[TensorLayout, ...]:
     """Return the layouts in which ranks want a tensor, each rank in one of them.
 
     There is one, unless boxes overlap in part, as when two inference engines cut tensors differently.

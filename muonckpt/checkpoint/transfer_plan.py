@@ -18,7 +18,7 @@ from ..algebra.layout import Buffer, TensorLayout
 from ..algebra.overlap import IntArray
 from ..algebra.plan import Plan, make_plan
 from ..names.errors import TargetError
-from .live_state import NOBODY, RankBoxes, asked_layouts
+from .live_state import NOBODY, RankBoxes, request_layouts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,9 +76,9 @@ def make_copies(source: TensorLayout, asked: tuple[RankBoxes, ...], ranks: Seque
         ranks: those of the process group, by place.
 
     Raises:
-        LayoutError: as `asked_layouts`.
+        LayoutError: as `request_layouts`.
     """
-    return [CopyTable.of(make_plan(source, layout), ranks) for layout in asked_layouts(source.shape, asked)]
+    return [CopyTable.of(make_plan(source, layout), ranks) for layout in request_layouts(source.shape, asked)]
 
 
 class Move(NamedTuple):
