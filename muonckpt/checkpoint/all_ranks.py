@@ -209,7 +209,7 @@ def refuse_differing(process_group: dist.ProcessGroup | None, call: str, ranks: 
                 )
 
 
-def refuse_crossed(process_group: dist.ProcessGroup | None, call: str) -> None:
+def refuse_mixed_calls(process_group: dist.ProcessGroup | None, call: str) -> None:
     """Refuse different calls on different ranks, which would misunderstand each other, or wait.
 
     Every public call begins with this gather of names, before it asks objects of the user, which may communicate
@@ -257,10 +257,10 @@ _NOTE_BYTES = 64
 
 
 def bits_of_all(process_group: dist.ProcessGroup | None, call: str, bits: int) -> int:
-    """Return the bits that any rank has given, by the gather of names with which `refuse_crossed` begins a call.
+    """Return the bits that any rank has given, by the gather of names with which `refuse_mixed_calls` begins a call.
 
     Raises:
-        ArgumentError: as `refuse_crossed`.
+        ArgumentError: as `refuse_mixed_calls`.
     """
     if not dist.is_initialized():
         return bits

@@ -32,7 +32,7 @@ from ..layouts.tensors import declares_boxes, local_of
 from ..names.errors import DestinationError, Interrupted, LostRankError, MuonckptError, warn_on_rank
 from ..ranks.new_group import new_group, time_out
 from ..store.io.location import absolute_name
-from .all_ranks import decide_on_first, refuse_crossed
+from .all_ranks import decide_on_first, refuse_mixed_calls
 from .live_state import LiveState, nested_state, refuse_no_state_dict
 from .saving import AgreedPlans, JointSave, SaveProgress, as_json
 from .shared_memory import Elements
@@ -307,7 +307,7 @@ def async_save(
         process_group,
         on_error,
         when_busy,
-        lambda: refuse_crossed(process_group, "async_save"),
+        lambda: refuse_mixed_calls(process_group, "async_save"),
         lambda: (place, lambda: None),
     )
 

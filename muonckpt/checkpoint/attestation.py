@@ -29,7 +29,7 @@ from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import check_chunk, chunk_share
 from ..store.verify.diagnosis import open
-from .all_ranks import decide_on_first, group_ranks, refuse_crossed
+from .all_ranks import decide_on_first, group_ranks, refuse_mixed_calls
 from .bits import share_of, unsigned
 from .live_state import LiveState, RankBoxes, RankState, holders_by_key, layout_on_ranks, with_joint_groups
 from .storable import refuse_unwritable
@@ -141,7 +141,7 @@ def fingerprints(state_dict: Mapping[str, Any], *, process_group: dist.ProcessGr
         AttestError: ranks that hold the same box of a tensor hold different elements; names tensor, box and ranks.
         LayoutError: nobody holds some elements of a tensor, or boxes overlap in part.
     """
-    refuse_crossed(process_group, "fingerprints")
+    refuse_mixed_calls(process_group, "fingerprints")
     return _attested(state_dict, lambda live: ({}, {}), "", process_group).fingerprints
 
 
@@ -166,7 +166,7 @@ def attest(
         SourceError: the checkpoint cannot be read.
         LayoutError: nobody holds some elements of a tensor, or boxes overlap in part.
     """
-    refuse_crossed(process_group, "attest")
+    refuse_mixed_calls(process_group, "attest")
     if isinstance(other, Fingerprints):
         return _attested(
             state_dict, lambda live: (live, other.tensors), " is not what the fingerprints say", process_group

@@ -45,8 +45,8 @@ from .all_ranks import (
     gather_on_all,
     group_ranks,
     place_in,
-    refuse_crossed,
     refuse_differing,
+    refuse_mixed_calls,
     unusable,
     wire_device,
 )
@@ -540,7 +540,7 @@ def load_to_prove(
 
 def _run(joint: JointLoad, path: object) -> LoadReport:
     """Run a load, and tell of its doubts."""
-    refuse_crossed(joint.group, "load")
+    refuse_mixed_calls(joint.group, "load")
     try:
         report, matching = joint.run(), joint.matching
     except DamageError as error:  # on all ranks

@@ -26,8 +26,8 @@ from .all_ranks import (
     gather_on_all,
     group_ranks,
     place_in,
-    refuse_crossed,
     refuse_differing,
+    refuse_mixed_calls,
     unusable,
     wire_device,
 )
@@ -112,7 +112,7 @@ def redistribute(
         ArgumentError: an argument is none of these, or not the same on all ranks.
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
     """
-    refuse_crossed(group, "redistribute")
+    refuse_mixed_calls(group, "redistribute")
     ranks, (place, _) = group_ranks(group), place_in(group)
     source: LiveState
     target: LiveState

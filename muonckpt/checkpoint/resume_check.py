@@ -33,7 +33,7 @@ from ..names.keys import PARAM_GROUPS, OptimizerKey, key_of
 from ..names.resumption import NAMES_OF_GROUPS, in_globs
 from ..names.vocabulary import HISTORY_OPTIONS, PARAMS, KeyPath
 from ..names.wording import counted, listed
-from .all_ranks import decide_on_first, group_ranks, refuse_crossed
+from .all_ranks import decide_on_first, group_ranks, refuse_mixed_calls
 from .attestation import SharesOfRank, TensorPrint, held_together, shares_of
 from .live_state import LiveState, refuse_no_state_dict
 from .storable import refuse_unwritable
@@ -475,7 +475,7 @@ def compare(
         ArgumentError, AttestError: what will run cannot be told, or read.
         LayoutError: nobody holds some elements of a tensor.
     """
-    refuse_crossed(process_group, "Restored.check")
+    refuse_mixed_calls(process_group, "Restored.check")
 
     def answer() -> _RankAnswer:
         # What no fingerprint can be taken of is refused by name, before work is spent.

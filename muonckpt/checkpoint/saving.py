@@ -36,7 +36,7 @@ from ..store.io.checksums import Sums, xxh3_128
 from ..store.io.limits import gc_paused
 from ..store.io.location import Location, location
 from ..store.io.new_file import create_file
-from .all_ranks import decide_on_first, place_in, refuse_crossed, refuse_differing, scatter_from_first
+from .all_ranks import decide_on_first, place_in, refuse_differing, refuse_mixed_calls, scatter_from_first
 from .bits import bits_of, dtype_name
 from .live_state import Digests, Item, LiveState, RankState
 from .storable import refuse_unstorable
@@ -312,7 +312,7 @@ def save(
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
         ArgumentError: the provenance is not JSON, or the path is not the same on all ranks.
     """
-    refuse_crossed(process_group, "save")
+    refuse_mixed_calls(process_group, "save")
     group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
     plans = _ungrouped_plans if group is None else _plans.setdefault(group, AgreedPlans())
     JointSave(path, provenance or {}, process_group, plans, SaveProgress()).run(

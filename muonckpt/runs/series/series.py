@@ -18,8 +18,8 @@ from ...checkpoint.all_ranks import (
     broadcast_from_first,
     decide_on_first,
     is_coordinator,
-    refuse_crossed,
     refuse_differing,
+    refuse_mixed_calls,
 )
 from ...checkpoint.async_saving import AsyncSave, OnError, WhenBusy, lane_of, save_in_thread, settle_last, wait_for_last
 from ...checkpoint.loading import load_to_prove
@@ -265,7 +265,7 @@ class Series:
             DestinationError: a node's folder cannot be made; or as in `async_save`.
             LostRankError: as in `muonckpt.async_save`.
         """
-        lane = lane_of(self._group, partial(refuse_crossed, self._group, "Series.async_copy"))
+        lane = lane_of(self._group, partial(refuse_mixed_calls, self._group, "Series.async_copy"))
 
         def arguments() -> Mapping[str, object]:
             if self._memory is None:
@@ -312,7 +312,7 @@ class Series:
             ArgumentError: an unknown form, or arguments that differ between ranks.
             Interrupted: a rank was lost.
         """
-        refuse_crossed(self._group, "Series.export")
+        refuse_mixed_calls(self._group, "Series.export")
         settle_last(self._group)
         place = None if destination is None else os.fspath(destination)
 
@@ -359,7 +359,7 @@ class Series:
         Raises:
             SourceError: the folder cannot be read, or a checkpoint is of a newer version of this package.
         """
-        refuse_crossed(self._group, "Series.latest")
+        refuse_mixed_calls(self._group, "Series.latest")
         newest = self._newest()
         if newest.name is None:
             self._warn_of(newest, "no whole one is left")
@@ -400,7 +400,7 @@ class Series:
                 must not be.
         """
         patterns, extra = Globs.of(fresh).patterns, Globs.of_extra(allow_extra).patterns
-        refuse_crossed(self._group, "Series.restore")
+        refuse_mixed_calls(self._group, "Series.restore")
         copies = self._copies()
         while True:
             # The newest checkpoint, and all that are newer and not whole.
@@ -481,7 +481,7 @@ class Series:
             SourceError, LayoutError, ArgumentError, LostRankError: as in `restore`.
         """
         patterns, extra = Globs.of(fresh).patterns, Globs.of_extra(allow_extra).patterns
-        refuse_crossed(self._group, "Series.restore_copy")
+        refuse_mixed_calls(self._group, "Series.restore_copy")
         place = None if parent is None else location(parent, SourceError)
         saves = self._ask_first(lambda: Saves.of_trainer(since, place))
         fault = saves.age_fault if saves.descent is None else saves.fault
