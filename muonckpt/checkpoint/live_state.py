@@ -174,12 +174,12 @@ class LiveState:
     """A nested state dict, made flat as DCP does it.
 
     Attributes:
-        given: the user's; ``nested`` has the state of its objects in their place.
+        state_dict: the user's; ``nested`` has the state of its objects in their place.
         flat, paths: by key.
         optimizers: those whose parameters have names.
     """
 
-    given: Mapping[str, Any]
+    state_dict: Mapping[str, Any]
     nested: dict[str, Any]
     flat: Mapping[str, Any]
     paths: Mapping[str, KeyPath] = field(repr=False)
@@ -260,7 +260,7 @@ class LiveState:
         """Return the same with the keys and paths of a state, which is ``described`` with other numbers of groups."""
         flat = dict(zip(state.keys, self.flat.values(), strict=True))
         paths = dict(zip(state.keys, state.paths, strict=True))
-        return LiveState(self.given, self.nested, flat, paths)
+        return LiveState(self.state_dict, self.nested, flat, paths)
 
     @cached_property
     def items(self) -> list[Item]:
@@ -326,11 +326,11 @@ class LiveState:
         for path, value in added.items():
             set_element(self.nested, path, value)
         # Only now is the state of an object complete, so that it can load it in one call.
-        for key, value in self.given.items():
+        for key, value in self.state_dict.items():
             if isinstance(value, Stateful):
                 value.load_state_dict(_copy_containers(self.nested[key]))  # some take parts out, as CyclicLR
-            elif isinstance(self.given, dict):
-                self.given[key] = self.nested[key]
+            elif isinstance(self.state_dict, dict):
+                self.state_dict[key] = self.nested[key]
 
 
 def _copy_containers(value: Any) -> Any:
