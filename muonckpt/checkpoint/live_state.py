@@ -1,7 +1,7 @@
 """A rank's share of a nested state dict has one description, for saving, loading, attesting and redistributing.
 
-`LiveState` has the elements, `RankState` tells other ranks of them, and `layout_on_ranks` proves that ranks together hold a
-whole tensor.
+`LiveState` has the elements, `RankState` tells other ranks of them, and `layout_on_ranks` proves that ranks together
+hold a whole tensor.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class JointLoad:
         matching, report = judge([question.request for question in ranks], self._stored, extra)
         if not matching.fits:
             raise SourceError(self.refusal(matching))
-        claimed = matching.spared.union(*(question.request.matching.sources.values() for question in ranks))
+        claimed = matching.covered_keys.union(*(question.request.matching.sources.values() for question in ranks))
         self._unloaded_keys = sorted(
             key
             for key, entry in self._stored.entries.items()

@@ -59,9 +59,9 @@ def match(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
     """Decide what a rank's template takes from a checkpoint."""
     # What is wrong as a whole is told alone: each key by itself would be missing or extra.
     if forms := tuple(_other_forms(template, stored)):
-        return Matching(spared=frozenset(stored.entries), faults=forms)
+        return Matching(covered_keys=frozenset(stored.entries), faults=forms)
     if fault := _moved_subtrees(template, stored):
-        return Matching(spared=frozenset(stored.entries), faults=(fault,))
+        return Matching(covered_keys=frozenset(stored.entries), faults=(fault,))
     # Optimizers go by the names of parameters, everything else by its key.
     unnamed = tuple(
         f"the parameters of {key!r} have numbers, so fresh={list(globs.patterns)!r} cannot name them: save and load "
@@ -73,7 +73,7 @@ def match(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
     return Matching.joined([Matching(faults=unnamed), _match_by_key(template, stored, globs), *optimizer_matches])
 
 
-_GIVEN = {
+_FORM_PHRASES = {
     StateForm.NUMBERED: "the optimizer itself, or optimizer.state_dict(), whose parameters have numbers",
     StateForm.NESTED: "get_optimizer_state_dict(model, optimizer), whose parameters have names",
     StateForm.FLAT: (
@@ -84,7 +84,7 @@ _GIVEN = {
 """The calls whose values users save and load, by the form of these."""
 
 _LINES = {
-    form: text.removeprefix("the optimizer itself, or ").partition(", whose")[0] for form, text in _GIVEN.items()
+    form: text.removeprefix("the optimizer itself, or ").partition(", whose")[0] for form, text in _FORM_PHRASES.items()
 } | {StateForm.NUMBERED: "optimizer"}
 
 
@@ -100,9 +100,9 @@ def _other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
             if saved_form is not StateForm.NUMBERED:
                 next_line = f"and then set_optimizer_state_dict(model, optimizer, optim_state_dict=state_dict[{key!r}])"
             yield (
-                f"{key!r} was saved from {_GIVEN[saved_form]}, and is to be loaded into {_GIVEN[form]}. To keep all of "
-                f"its state, load it into what it was saved from. Write {key!r}: {_LINES[saved_form]} in the state "
-                f"dict, {next_line}"
+                f"{key!r} was saved from {_FORM_PHRASES[saved_form]}, and is to be loaded into {_FORM_PHRASES[form]}. "
+                f"To keep all of its state, load it into what it was saved from. Write {key!r}: {_LINES[saved_form]} "
+                f"in the state dict, {next_line}"
             )
 
 
@@ -185,12 +185,12 @@ def _match_by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Match
         if entry.path[-1] in _CODE_OPTIONS and key not in template.values and entry.path[:-1] in groups
     }
     # 4. Keys that no value of the template is read from, and that are not extra in the checkpoint all the same.
-    spared_keys = {key for key, origin in sources.items() if key != origin}
-    spared_keys |= {*keys_of_other_ranks, *added_options.values()}
+    covered_keys = {key for key, origin in sources.items() if key != origin}
+    covered_keys |= {*keys_of_other_ranks, *added_options.values()}
     faults += _of_other_ranks(keys_of_other_ranks, template, stored)
     return Matching(
         sources,
-        frozenset(spared_keys.union(*(stored.by_rank[key].values() for key in keys_of_other_ranks))),
+        frozenset(covered_keys.union(*(stored.by_rank[key].values() for key in keys_of_other_ranks))),
         loaded=frozenset(_of_numbers(template, sources)),
         kept=kept_weights,
         added={path: stored.option(key) for path, key in added_options.items()},
@@ -251,10 +251,10 @@ def _missing_keys(keys: Sequence[str], template: LoadTemplate, stored: Stored) -
 _OF_SCHEDULERS = frozenset({"base_lrs", "_schedulers"})
 """Keys of schedulers' state dicts; ``base_lrs`` has a rate for each group, by the group's number."""
 
-_OWN = NAMES_OF_GROUPS | {*FUSION, *GIVEN_KEYS.values()}
+_MERGEABLE_OPTIONS = NAMES_OF_GROUPS | {*FUSION, *GIVEN_KEYS.values()}
 """Options in which groups of a checkpoint may differ that are one group of the running optimizer."""
 
-_UNASKED = RUN_OPTIONS | {*GIVEN_KEYS.values()}
+_OPTIONAL_OPTIONS = RUN_OPTIONS | {*GIVEN_KEYS.values()}
 """Options of which nobody is told that a checkpoint lacks them: it must not, or it has them only where they differ."""
 
 _WITHOUT_GROUPS = (
@@ -349,14 +349,14 @@ class _OptimizerMatch:
     def _group_options(self, number: int) -> Mapping[str, Any]:
         """Return the options of a saved group in which others may not differ that become one group with it."""
         keys = self.saved_groups[number]
-        return {option: self.stored.option(key) for option, key in keys.items() if option not in _OWN}
+        return {option: self.stored.option(key) for option, key in keys.items() if option not in _MERGEABLE_OPTIONS}
 
     def _options_by_group(self, report: LoadReport, origins: Sequence[int | None]) -> Matching:
         """Give each group the options of the saved group in which its parameters were."""
         saved_numbers = set[int]().union(*(self.homes[name] for name in report.loaded if name in self.options))
         # Groups of which parameters were loaded and that became one with others have options that are not taken.
         superfluous_numbers = saved_numbers - {*origins}
-        spared = [*chain.from_iterable(self.saved_groups[number].values() for number in superfluous_numbers)]
+        covered_keys = [*chain.from_iterable(self.saved_groups[number].values() for number in superfluous_numbers)]
         matchings = []
         for number, keys in self.groups.items():
             origin = origins[number]
@@ -365,7 +365,7 @@ class _OptimizerMatch:
             options = {option: key for option, key in keys.items() if option not in NAMES_OF_GROUPS}
             matchings.append(self._options(options, self.saved_groups[origin], str(origin), f"group {number}"))
         scheduler_matching = self._scheduler_misfit(origins)
-        return Matching.joined([Matching(spared=frozenset(spared)), scheduler_matching, *matchings])
+        return Matching.joined([Matching(covered_keys=frozenset(covered_keys)), scheduler_matching, *matchings])
 
     def _scheduler_misfit(self, origins: Sequence[int | None]) -> Matching:
         """Return why state of schedulers, which know groups by their numbers, would not be that of these groups.
@@ -440,7 +440,7 @@ class _OptimizerMatch:
     def _apart(self, names: Sequence[str]) -> str | None:
         """Return a fault if parameters with equal options now had different ones in the saved run."""
         saved_keys, option_of = self.saved_options, self.stored.option
-        for option in saved_keys.get(names[0], {}).keys() - _OWN:
+        for option in saved_keys.get(names[0], {}).keys() - _MERGEABLE_OPTIONS:
             keys = {name: saved_keys[name][option] for name in names if option in saved_keys.get(name, _NONE)}
             first_value = option_of(keys[names[0]])
             distinct_names = {self.stored.mark(key): name for name, key in keys.items()}.values()
@@ -469,7 +469,9 @@ class _OptimizerMatch:
         ]
         for key, source in sources.items():
             faults += [f"{key!r} {fault}" for fault in self.template.misfits(key, entries[source])]
-        kept_options = [f"{option}={values[keys[option]]!r}" for option in missing_options if option not in _UNASKED]
+        kept_options = [
+            f"{option}={values[keys[option]]!r}" for option in missing_options if option not in _OPTIONAL_OPTIONS
+        ]
         saved_history = [option for option in saved_keys if option in HISTORY_OPTIONS and option not in keys]
         added_options = {}
         for option in saved_history if keys else ():
@@ -491,7 +493,9 @@ def dropped_by_torch(added: Mapping[KeyPath, object]) -> tuple[str, ...]:
     Of a flattened state dict it takes only the options that the running optimizer's groups have.
     """
     options = [(str(path[-1]).rpartition("."), value) for path, value in added.items()]
-    dropped_options = (f"{option}={value!r}" for (_, dot, option), value in options if dot and option not in _UNASKED)
+    dropped_options = (
+        f"{option}={value!r}" for (_, dot, option), value in options if dot and option not in _OPTIONAL_OPTIONS
+    )
     return tuple(dict.fromkeys(dropped_options))
 
 
@@ -521,7 +525,7 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Globs) -> tupl
     # What one rank leaves another may take, so only what all of them leave is left.
     globs, joint = distinct_globs[0], Matching.joined([request.matching for request in requests])
     claimed_keys = set[str]().union(*(request.matching.sources.values() for request in requests))
-    unclaimed_keys = sorted(stored.entries.keys() - claimed_keys - joint.spared)
+    unclaimed_keys = sorted(stored.entries.keys() - claimed_keys - joint.covered_keys)
     all_optimizers = chain.from_iterable(request.optimizers for request in requests)
     optimizers = {optimizer.key: optimizer for optimizer in all_optimizers}.values()
     # State that no rank takes: of parameters that are dropped on purpose, or gone.

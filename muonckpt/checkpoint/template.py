@@ -175,7 +175,7 @@ class Matching:
 
     Attributes:
         sources: keys of the checkpoint, by keys of the template.
-        spared: keys of the checkpoint whose values equal others that are taken in their place.
+        covered_keys: keys of the checkpoint that are not extra although no key of the template is read from them.
         zeros: keys of the template, of state that starts fresh.
         loaded, fresh, discarded, own_options: as in a `LoadReport`.
         kept: names of weights that keep their values, by key.
@@ -188,7 +188,7 @@ class Matching:
     """
 
     sources: Mapping[str, str] = field(default_factory=dict)
-    spared: frozenset[str] = frozenset()
+    covered_keys: frozenset[str] = frozenset()
     zeros: tuple[str, ...] = ()
     loaded: frozenset[OwnParameter] = frozenset()
     fresh: frozenset[OwnParameter] = frozenset()
