@@ -100,7 +100,7 @@ def _plain(value: Any, converted: dict[int, Any]) -> Any:
     ``converted`` has parts by id, because they may be shared.
 
     Raises:
-        SourceError: two keys of a dict would become one.
+        SourceError: two keys of a dict would become one, or there are bytes, which JSON lacks.
     """
     # A pickle can refer to one part so often that to convert it each time would take forever.
     if id(value) in converted:
@@ -111,6 +111,8 @@ def _plain(value: Any, converted: dict[int, Any]) -> Any:
             plain = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
         case list() | tuple():
             plain = [_plain(part, converted) for part in value]
+        case bytes():
+            raise SourceError(f"expected values that JSON has, found {len(value)} bytes")
         case dict():
             plain = {str(key): _plain(part, converted) for key, part in value.items()}
             if len(plain) != len(value):

@@ -52,11 +52,16 @@ def held(model, optimizer):
     return whole(dict(model.named_parameters())), whole(momenta)
 
 
+def loader_state(rank):
+    """Return the state of one rank's data loader as torchtitan has it: bytes under a key of the rank."""
+    return {f"dp_rank_{rank}": bytes([rank, 0, 0x80, 0xFF]), "world_size": 2}
+
+
 def began(rank, world, path):
     model, optimizer = made(world)
     train(model, optimizer, range(3))
     with manager(reshards=False) as own:
-        own.save(str(path), {**state_of(model, optimizer), "step": 3})
+        own.save(str(path), {**state_of(model, optimizer), "step": 3, "dataloader": loader_state(rank)})
     saved = held(model, optimizer)
     train(model, optimizer, range(3, 5))
     return saved, held(model, optimizer)
@@ -70,7 +75,9 @@ def resumed(rank, world, path):
         for param in model.parameters():
             param.zero_()
     with manager() as own:
-        loaded = own.load(str(path), into={**state, "step": 0}, strict=True)
+        loader = dict.fromkeys(loader_state(rank % 2))
+        loaded = own.load(str(path), into={**state, "step": 0, "dataloader": loader}, strict=True)
+    assert loaded["dataloader"] == loader_state(rank % 2)
     set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optimizer"])
     found = held(model, optimizer)
     train(model, optimizer, range(3, 5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import shutil
@@ -84,6 +85,39 @@ def test_what_torch_checkpointing_says_of_its_own_files_is_said_of_ours(tmp_path
             assert {*mine["ranks"]} <= {*own["ranks"]}
             meshes = data["mesh_spec"], my_data["mesh_spec"]
             assert meshes[1] == meshes[0] | {"device_type": "meta"}, "equal to no run's, so that it is resharded"
+
+
+def test_bytes_of_data_loaders_are_read_and_written_under_the_keys_of_their_ranks(tmp_path):
+    """Torchtitan's items, whose loader has a key for each rank: read, and written by us for another number of ranks."""
+    source = shutil.copytree(golden("titan_torch_checkpointing") / "ckpt", tmp_path / "source")
+    states = {f"dp_rank_{rank}": bytes([rank, 0x80, 0xFF, 10]) * 9 for rank in range(2)}
+    for rank, (key, state) in enumerate(states.items()):
+        torch.save({"version": 1, key: state}, source / f"dataloader_{rank}.pt")
+    kept = {f"dataloader.{key}": state for key, state in states.items()} | {"lr_scheduler.last_epoch": 10}
+    assert muonckpt.verify(source).verdict == "whole"
+    muonckpt.reshard(source, tmp_path / "same", mesh={"dp": 3}, format="torch_checkpointing")
+    muonckpt.reshard(tmp_path / "same", tmp_path / "dcp", mesh={"dp": 2})
+    for folder in (source, tmp_path / "same", tmp_path / "dcp"):
+        with muonckpt.open(folder) as opened:
+            assert {key: opened.items[key] for key in kept} == kept
+    for rank in range(3):  # as its loader reads an item without a resharder
+        assert torch.load(tmp_path / "same" / f"dataloader_{rank}.pt", weights_only=True) == {"version": 1, **states}
+    # JSON has no bytes, so the file of items lists them.
+    muonckpt.reshard(source, tmp_path / "out.safetensors", format="safetensors")
+    listed = json.loads((tmp_path / "out.safetensors.items.json").read_text())["undecoded"]
+    assert {item["key"] for item in listed} == {f"dataloader.{key}" for key in states}
+
+
+@pytest.mark.parametrize("differing", ["a value", "a tensor of one rank", "a tensor for a value"])
+def test_ranks_that_contradict_each_other_beside_data_loaders_are_refused(differing, tmp_path):
+    source = shutil.copytree(golden("titan_torch_checkpointing") / "ckpt", tmp_path / "source")
+    values = {"a value": b"y", "a tensor of one rank": b"x", "a tensor for a value": torch.zeros(2)}
+    state = {"dp_rank_0": values[differing]}
+    if differing == "a tensor of one rank":
+        state["generator"] = torch.zeros(2, dtype=torch.uint8)
+    torch.save(state, source / "dataloader_1.pt")
+    with pytest.raises(SourceError, match=r"same (keys|value|tensor) on all ranks"):
+        muonckpt.open(source)
 
 
 def test_strided_shards_of_tensor_parallelism_are_put_together(saved):

@@ -207,7 +207,10 @@ def parsers(folder: Path) -> dict[str, Fuzzed]:
         "metadata": Fuzzed(file("stock", ".metadata"), ((folder / "stock" / ".metadata").read_bytes(),)),
         "items": Fuzzed(file("items", "__0_0.distcp"), ((folder / "stock" / "__0_0.distcp").read_bytes(),)),
         "pickle": Fuzzed(lambda data: unpickle(data, Anything()), tuple(pickled)),
-        "zip": Fuzzed(lambda data: plain_value(data, Anything()), (plain_item({"lr": [0.5, (1,)]}), stream.getvalue())),
+        "zip": Fuzzed(
+            lambda data: plain_value(data, Anything()),
+            (plain_item({"lr": [0.5, (1,)], "x": b"\xff"}), stream.getvalue()),
+        ),
         "torch_save": Fuzzed(file("a.pt", ""), (stream.getvalue(),)),
         "safetensors": Fuzzed(file("weights.safetensors", ""), (weights,)),
         "safetensors_header": Fuzzed(

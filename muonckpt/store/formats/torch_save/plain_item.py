@@ -24,14 +24,17 @@ from .stored_zip import member_data, read_members, store_end, store_front
 _NUMBERS = ("numpy._core.multiarray scalar", "numpy.core.multiarray scalar")
 """The functions of numpy 2 and 1 that make a scalar: learning rates computed by schedules may be such scalars."""
 
-_NUMBER_NAMES = frozenset((*_NUMBERS, "numpy dtype", "_codecs encode"))
+_ENCODED, _NO_BYTES = "_codecs encode", "__builtin__ bytes"
+"""The calls by which pickles of torch.save's protocol hold bytes: one encodes text, the other has no arguments."""
+
+_PLAIN_NAMES = frozenset((*_NUMBERS, "numpy dtype", _ENCODED, _NO_BYTES))
 _CODES = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"}
 
 
 def plain_value(raw: bytes, names: Container[str] = ()) -> Any:
     """Return the object in the bytes of an item: plain data, and `Record`s of these names.
 
-    numpy's scalars become Python's numbers.
+    numpy's scalars become Python's numbers, and bytes stay bytes.
 
     Raises:
         SourceError: it is something else, or not an item at all.
@@ -46,7 +49,7 @@ def plain_value(raw: bytes, names: Container[str] = ()) -> Any:
     if pickled is None:
         raise SourceError(f"expected a data.pkl, found a zip archive of {', '.join(members):.200}")
     limits.check_limit(pickled.length, limits.ITEM_BYTES, "bytes in the data.pkl of an item")
-    content = unpickle(member_data(read, pickled, pickled.length), names or _NUMBER_NAMES, limits.ITEM_CONTAINERS)
+    content = unpickle(member_data(read, pickled, pickled.length), names or _PLAIN_NAMES, limits.ITEM_CONTAINERS)
     return PlainParts(pickled.length, strict=not names).part(content)
 
 
@@ -63,6 +66,8 @@ class PlainParts:
         self._size = 0
         self._converted: dict[int, tuple[Any, int]] = {}
         """The containers that have been converted, by id: pickles share them."""
+        self._encoded: dict[str, bytes | None] = {}
+        """Bytes by the text that a pickle has of them, None if it has none: many calls can share one text."""
 
     def part(self, value: object) -> Any:
         """Return a part of the pickle's content as plain data, with Python's numbers in place of numpy's.
@@ -102,23 +107,35 @@ class PlainParts:
                     raise SourceError(f"expected strings or integers as dict keys, found {', '.join(sorted(kinds))}")
                 parts, size = self._convert_all(value.values())
                 return dict(zip(keys, parts, strict=True)), 1 + key_size + size
-            # numpy's scalars.
+            # Bytes, and numpy's scalars, whose elements are bytes.
+            case Record() if (data := self._bytes(value)) is not None:
+                return data, 1 + len(data)
             case Record(
                 kind=kind,
-                args=(
-                    Record(kind="numpy dtype", args=(code, *_), state=(_, "<" | "|", *_)),
-                    Record(kind="_codecs encode", args=(str() as text, "latin1")),
-                ),
+                args=(Record(kind="numpy dtype", args=(code, *_), state=(_, "<" | "|", *_)), Record() as elements),
             ) if (
                 kind in _NUMBERS
                 and code in _CODES
-                and len(text) == struct.calcsize(_CODES[code])
-                and max(text) <= "\xff"
+                and (data := self._bytes(elements)) is not None
+                and len(data) == struct.calcsize(_CODES[code])
             ):
-                return struct.unpack(_CODES[code], text.encode("latin1"))[0], 1
+                return struct.unpack(_CODES[code], data)[0], 1
             case Record() | Global() if self._strict:
                 raise SourceError(f"expected plain data, found {getattr(value, 'kind', value)}; nothing was run")
         return value, 1
+
+    def _bytes(self, call: Record) -> bytes | None:
+        """Return the bytes that a call makes of nothing or of a text, in just the form that a pickler writes."""
+        match call:
+            case Record(kind=kind, args=(), state=None, items=None) if kind == _NO_BYTES:
+                return b""
+            case Record(kind=kind, args=tuple((text, "latin1")), state=None, items=None) if kind == _ENCODED:
+                if type(text) is not str:
+                    return None
+                if text not in self._encoded:
+                    self._encoded[text] = text.encode("latin1") if max(text, default="") <= "\xff" else None
+                return self._encoded[text]
+        return None
 
     def _convert_all(self, values: Iterable[Any]) -> tuple[list[Any], int]:
         parts, total_size = [], 0
@@ -163,7 +180,7 @@ class ItemsInMemory:
 
 def _check_plain(value: object) -> None:
     match value:
-        case None | bool() | int() | float() | str():
+        case None | bool() | int() | float() | str() | bytes():
             pass
         case list() | tuple():
             for part in value:

@@ -231,18 +231,27 @@ class _JoinedRanks:
 
     def add(self, ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[str]) -> None:
         """Join the values of ranks, which are in these files."""
-        check_same_keys(ranks, files)
-        for path in ranks[0]:
-            values = [values[path] for values in ranks]
+        kinds: defaultdict[KeyPath, set[type]] = defaultdict(set)
+        for path, value in chain.from_iterable(values.items() for values in ranks):
+            kinds[path].add(type(value))
+        # A data loader may have its values under keys of the rank; all ranks have tensors, and what is beside shards.
+        if any(RankPart in types for types in kinds.values()):
+            check_same_keys(ranks, files)
+        else:
+            tensor_paths = {path for path, types in kinds.items() if PlainTensor in types}
+            tensors = [{path: values[path] for path in values.keys() & tensor_paths} for values in ranks]
+            check_same_keys(tensors, files)
+        for path, types in kinds.items():
+            values = {rank: of_rank[path] for rank, of_rank in enumerate(ranks) if path in of_rank}
             with about(f"tensor {key_of(path)!r}"):
-                parts = [value for value in values if isinstance(value, RankPart)]
-                if len(parts) == len(values):
+                if types == {RankPart}:
+                    parts = [value for value in values.values() if isinstance(value, RankPart)]
                     self._add_sharded(path, parts, files)
-                elif parts or isinstance(values[0], PlainTensor):
-                    self.tensors.append(_replicated(path, values, files))
+                elif types & {RankPart, PlainTensor}:
+                    self.tensors.append(_replicated(path, [*values.values()], files))
                 else:
                     advice = f": to read the rest, move {files[0]} and its siblings away"
-                    self.items.add(path, same_on_ranks("value", dict(enumerate(values)), advice))
+                    self.items.add(path, same_on_ranks("value", values, advice))
 
     def _add_sharded(self, path: KeyPath, parts: Sequence[RankPart], files: Sequence[str]) -> None:
         first = parts[0]
