@@ -24,6 +24,7 @@ from ..store.verify.diagnosis import open_damaged
 from ..store.verify.run import run_of
 from .argument_types import CHECKPOINT, KEY, Cuts, MeshType, WordType, shard_option
 from .printing import (
+    or_dash,
     print_buffer_parameters,
     print_buffers,
     print_duration,
@@ -113,30 +114,27 @@ def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as
         return None
     # A column for each dim, and a bar for each that is cut.
     shards = tuple(shard for shard in shards if shard.box.numel)
-    dims = range(len(record.shape))
-    names = [f"dim {dim}" for dim in dims]
-    if len(dims) >= 2:
+    names = [f"dim {dim}" for dim in range(len(record.shape))]
+    if len(names) >= 2:
         names[-2:] = "rows", "columns"
-    cut_dims = [dim for dim in dims if any(shard.box.shape[dim] != record.shape[dim] for shard in shards)]
-    headers = ("rank", "file", *names, "bytes", *(names[dim] for dim in cut_dims))
-
-    def bar(lo: int, hi: int, length: int, width: int = 24) -> str:
-        start = lo * width // length
-        stop = max(-(-hi * width // length), start + 1)
-        return "." * start + "#" * (stop - start) + "." * (width - stop)
-
-    rows = [
-        (
-            "-" if shard.rank is None else shard.rank,
-            shard.file,
-            *(f"{lo}:{hi}" for lo, hi in zip(shard.box.lo, shard.box.hi, strict=True)),
-            size(shard.bytes),
-            *(bar(shard.box.lo[dim], shard.box.hi[dim], record.shape[dim]) for dim in cut_dims),
-        )
-        for shard in shards
-    ]
-    print_section(headers, rows)
+    cut_dims: list[int] = []
+    for dim, length in enumerate(record.shape):
+        if any(shard.box.shape[dim] != length for shard in shards):
+            cut_dims.append(dim)
+    rows = []
+    for shard in shards:
+        spans = list(zip(shard.box.lo, shard.box.hi, strict=True))
+        ranges = [f"{lo}:{hi}" for lo, hi in spans]
+        bars = [_bar(*spans[dim], record.shape[dim]) for dim in cut_dims]
+        rows.append((or_dash(shard.rank), shard.file, *ranges, size(shard.bytes), *bars))
+    print_section(("rank", "file", *names, "bytes", *(names[dim] for dim in cut_dims)), rows)
     return None
+
+
+def _bar(lo: int, hi: int, length: int, width: int = 24) -> str:
+    start = lo * width // length
+    stop = max(-(-hi * width // length), start + 1)
+    return "." * start + "#" * (stop - start) + "." * (width - stop)
 
 
 def _print_parts(selection: str, parts: Sequence[StoredPart]) -> None:
@@ -145,10 +143,9 @@ def _print_parts(selection: str, parts: Sequence[StoredPart]) -> None:
     print_line(f"{selection}: {counted(elements, 'element')}, {size(num_bytes)} in {counted(len(parts), 'chunk')}")
     rows = []
     for part in parts:
-        rank = rank_in_name(part.file)
         runs = f"{part.run} B" if part.runs == 1 else f"{part.runs} x {part.run} B"
         offset = "encoded" if part.offset is None else part.offset
-        rows.append(("-" if rank is None else rank, part.file, str(part.box), offset, runs))
+        rows.append((or_dash(rank_in_name(part.file)), part.file, str(part.box), offset, runs))
     print_section(("rank", "file", "box", "first byte", "bytes"), rows)
 
 
@@ -189,9 +186,11 @@ def _branch_rows(branches: Sequence[Branch], depth: int) -> Iterator[tuple[objec
 def _show_items(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, **_: Any) -> object:
     items = plain_items(opened.outline, opened.values)
     if not as_json:
-        texts = {key: value if isinstance(value, str) else repr(value) for key, value in items.items()}
-        short = {k: t if len(t) <= 200 else f"{t[:160]} … ({len(t)} characters)" for k, t in texts.items()}
-        print_table(("item", "value"), list(short.items()))
+        rows = []
+        for key, value in items.items():
+            text = value if isinstance(value, str) else repr(value)
+            rows.append((key, text if len(text) <= 200 else f"{text[:160]} … ({len(text)} characters)"))
+        print_table(("item", "value"), rows)
     return items
 
 
@@ -229,19 +228,17 @@ def _show_summary(
         print_line(line, fg="red" if number == 0 else None)
     for label, value in overview(inspection):
         print_labelled(label, value, fg="red" if label == LOOK_AT else None)
-    roles = [
-        (r["role"], ", ".join(r["slots"]) or "-", r["tensors"], r["elements"], size(r["bytes"]), ", ".join(r["dtypes"]))
-        for r in inspection.roles
-    ]
+    roles = []
+    for role in inspection.roles:
+        slots, dtypes = ", ".join(role["slots"]) or "-", ", ".join(role["dtypes"])
+        roles.append((role["role"], slots, role["tensors"], role["elements"], size(role["bytes"]), dtypes))
     print_section(("contents", "slots", "tensors", "elements", "bytes", "dtypes"), roles)
     print_buffers(inspection.buffers, ranks)
     balance = inspection.balance["bytes"] if ranks and not inspection.buffers else None
     if balance:
-        mean = balance["mean"]
-        rows = [
-            (rank, size(num_bytes), f"{num_bytes / mean:.3f}" if mean else "-")
-            for rank, num_bytes in inspection.bytes_of_ranks().items()
-        ]
+        rows = []
+        for rank, num_bytes in inspection.bytes_of_ranks().items():
+            rows.append((rank, size(num_bytes), f"{num_bytes / balance['mean']:.3f}" if balance["mean"] else "-"))
         print_section(("rank", "bytes", "of the mean"), rows)
     if tensors or sort:
         if inspection.buffers:
@@ -324,10 +321,14 @@ def _print_fit(fit: Fit) -> None:
         print_line(line)
     amounts = ("bytes", "least", "mean", "most")
     # The table of uneven tensors gets the rows that the answer leaves of the screen.
-    rows = [(s["slot"], s["tensors"], *(size(round(s[name])) for name in amounts)) for s in fit.shares]
+    rows = []
+    for share in fit.shares:
+        rows.append((share["slot"], share["tensors"], *(size(round(share[name])) for name in amounts)))
     print_section(("a rank would hold", "tensors", *amounts), rows)
-    uneven = [(entry.pattern, entry.tensors, " x ".join(map(str, entry.shape)), entry.cuts,
-               f"{entry.least} to {entry.most}", entry.empty_ranks) for entry in fit.uneven]  # fmt: skip
+    uneven = []
+    for entry in fit.uneven:
+        elements = f"{entry.least} to {entry.most}"
+        uneven.append((entry.pattern, entry.tensors, _shape(entry.shape), entry.cuts, elements, entry.empty_ranks))
     headers = ("uneven", "tensors", "shape", "cut by", "elements", "ranks without")
     used = sum(-(-len(line) // _WIDTH) for line in lines) + 2 + len(rows)  # a section has a blank line and a header
     max_rows = max(_SCREEN - used - 5, _MIN_ROWS)  # and "and more", the duration and the prompt

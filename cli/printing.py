@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -55,13 +56,15 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], colour
     Args:
         colours: of the rows, on a terminal; those that are not given have none.
     """
-    cells = [[_shown(str(cell)) for cell in row] for row in rows]
+    cells: list[list[str]] = []
+    for row in rows:
+        cells.append([_shown(str(cell)) for cell in row])
     table = TextTable([*map(printable, headers)], cells, terminal_width(sys.stdout))
     for line in table.header():
         click.secho(line, bold=True)
-    for number, row in enumerate(cells):
-        for line in table.form.lines(row):
-            click.echo(_coloured(line, colours[number] if number < len(colours) else None))
+    for text_row, colour in zip_longest(cells, colours):
+        for line in table.form.lines(text_row):
+            click.echo(_coloured(line, colour))
 
 
 def print_section(headers: Sequence[str], rows: Sequence[Sequence[object]], colours: Sequence[str | None] = ()) -> None:
@@ -178,14 +181,14 @@ def print_buffers(summary: Sequence[Mapping[str, Any]], every_rank: bool = False
     rank_rows: list[tuple[object, ...]] = []
     for entry in summary:
         padding = f"{entry['padding']} ({entry['padding_percent']:g} %, {size(entry['padding_bytes'])})"
-        busiest = (_or_dash(entry["busiest"][measure]) for measure in ("elements", "newton_schulz"))
+        busiest = (or_dash(entry["busiest"]["elements"]), or_dash(entry["busiest"]["newton_schulz"]))
         placed_by, ranks = f"{entry['algorithm']} v{entry['version']}", entry["ranks"]
         rows.append((entry["of"], placed_by, len(ranks), entry["buckets"], entry["elements"], padding, *busiest))
         measure = "elements" if ranks[0]["newton_schulz"] is None else "newton_schulz"
         mean = sum(share[measure] for share in ranks) / len(ranks)
         for share in ranks:
             ratio = f"{share[measure] / mean:.3f}" if mean else "-"
-            cost = _or_dash(share["newton_schulz"])
+            cost = or_dash(share["newton_schulz"])
             rank_rows.append((share["rank"], entry["of"], placed_by, share["elements"], cost, ratio))
     sizes = ("buffers of", "placed by", "ranks", "buckets", "elements", "padding")
     print_section((*sizes, "busiest by elements", "by Newton-Schulz"), rows)
@@ -206,5 +209,5 @@ def print_buffer_parameters(buffers: Iterable[LabelledBuffer]) -> None:
     print_section(("parameter", "buffers of", "placed by", "bucket", "elements", "owner"), rows)
 
 
-def _or_dash(value: object) -> object:
+def or_dash(value: object) -> object:
     return "-" if value is None else value

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, zip_longest
 
 GAP = 2
 """Spaces between columns."""
@@ -48,9 +49,8 @@ class Folding:
             key = ""
         for block in self.blocks:
             cells = [folded(row[column], width) for column, width in block]
-            for number in range(max(map(len, cells), default=0)):
-                parts = [cell[number] if number < len(cell) else "" for cell in cells]
-                texts = (part.ljust(width) for part, (_, width) in zip(parts, block, strict=True))
+            for parts in zip_longest(*cells, fillvalue=""):
+                texts = [part.ljust(width) for part, (_, width) in zip(parts, block, strict=True)]
                 lines.append((" " * GAP).join((key.ljust(self.key), *texts)).rstrip())
                 key = ""
         return lines or [key]
@@ -74,38 +74,39 @@ class TextTable:
             return unfolded
         # Keys as they are, beside the other columns as far as there is room, or on lines of their own.
         sample = [self.headers, *self.rows[:_SAMPLE_ROWS]]
-        longest_words = {column: max(_longest_word(row[column]) for row in sample) for column, _ in columns}
+        longest_words = [max(map(_longest_word, column)) for column in zip(*sample, strict=True)]
         beside = self.width - sum(widths) - GAP * len(widths)
         narrow = min(natural, _INDENT)
         keys = {natural, min(natural, max(beside, _TIGHT)), narrow}
         forms = [Folding(key, _blocks(columns, longest_words, max(self.width - key - GAP, 1))) for key in keys]
         fitting = [form for form in forms if form.key == narrow or form.width <= self.width]
-        return min(fitting, key=lambda form: (*self._cost([form.lines(row) for row in sample]), -form.key))
+        return min(fitting, key=lambda form: (*self._cost(form, sample), -form.key))
 
-    def _cost(self, rows: Sequence[Sequence[str]]) -> tuple[int, int]:
+    def _cost(self, form: Folding, rows: Sequence[Sequence[str]]) -> tuple[int, int]:
         """Count the lines that are too wide although they have several words, and all lines."""
-        wide = [line for lines in rows for line in lines if len(line) > (self.width or 0) and len(line.split()) > 1]
-        return len(wide), sum(map(len, rows))
+        lines = list(chain.from_iterable(map(form.lines, rows)))
+        wide_lines = [line for line in lines if len(line) > (self.width or 0) and len(line.split()) > 1]
+        return len(wide_lines), len(lines)
 
     def header(self) -> list[str]:
         return self.form.lines(self.headers)
 
     def body(self) -> list[str]:
-        return [line for row in self.rows for line in self.form.lines(row)]
+        return list(chain.from_iterable(map(self.form.lines, self.rows)))
 
 
 def _longest_word(text: str) -> int:
     return max(map(len, text.split()), default=0)
 
 
-def _blocks(columns: Block, longest_words: dict[int, int], room: int) -> tuple[Block, ...]:
+def _blocks(columns: Block, longest_words: Sequence[int], room: int) -> tuple[Block, ...]:
     """Return columns with widths that fit in the room, in one block if words can be folded so far, else in several."""
 
     def block_width(block: Sequence[tuple[int, int]]) -> int:
         return sum(width for _, width in block) + GAP * (len(block) - 1)
 
     # The widest columns are narrowed first, but none below its longest word, unless that has a line alone.
-    min_widths = {column: min(width, room) for column, width in longest_words.items()}
+    min_widths = [min(width, room) for width in longest_words]
     for max_width in range(min(max(width for _, width in columns), room), 0, -1):
         narrowed = tuple((column, max(min(width, max_width), min_widths[column])) for column, width in columns)
         if block_width(narrowed) <= room:

@@ -162,12 +162,14 @@ class Rule:
         return f"{reason} ({self.why})" if self.why else reason
 
     def __repr__(self) -> str:
-        values = ((field, getattr(self, field.name)) for field in fields(self))
-        shown = {field.name: repr(value) for field, value in values if value != field.default}
-        if self.module:
-            shown["module"] = f"{self.module.__module__}.{self.module.__qualname__}"
-        positional = ("kind", "names")
-        return f"Rule({', '.join(text if name in positional else f'{name}={text}' for name, text in shown.items())})"
+        arguments = []
+        for parameter in fields(self):
+            value = getattr(self, parameter.name)
+            if value != parameter.default:
+                keyword = "" if parameter.name in ("kind", "names") else f"{parameter.name}="
+                text = f"{value.__module__}.{value.__qualname__}" if parameter.name == "module" else repr(value)
+                arguments.append(f"{keyword}{text}")
+        return f"Rule({', '.join(arguments)})"
 
 
 Rules = Union[Rule, Iterable["Rules"]]  # noqa: UP007
@@ -229,7 +231,10 @@ def _ready(*rules: Rule) -> tuple[Rule, ...]:
 
 def _mlp(*places: str) -> Rule:
     """Return the rule of gated MLPs of three nn.Linear in these places, as transformers names them."""
-    return Rule("matrix", tuple(f"*{place}.{part}_proj.weight" for place in places for part in ("gate", "up", "down")))
+    names: list[str] = []
+    for place in places:
+        names += f"*{place}.gate_proj.weight", f"*{place}.up_proj.weight", f"*{place}.down_proj.weight"
+    return Rule("matrix", tuple(names))
 
 
 def gate_over_up(experts: nn.Module) -> bool:
@@ -542,10 +547,17 @@ def _rules_to_add(unclear: Sequence[_Unclear], decisions: Sequence[Decision], al
     questions = {problem.rule.patterns[0] for problem in unclear if problem.may_be_head}
     matrices = questions | {decision.names[0] for decision in decisions if decision.kind == "matrix"}
     matrices.update(*(problem.rule.patterns[:1] for problem in unclear if problem.rule.kind == "matrix"))
-    heads = find_heads(*([name for name in all_names if name in names] for names in (questions, matrices)))
-    has_head = any(decision.kind == "head" for decision in decisions)
-    kinds = dict.fromkeys(questions, "matrix") | dict.fromkeys(() if has_head else heads, "head")
-    return [replace(p.rule, kind=kinds[p.rule.patterns[0]]) if p.may_be_head else p.rule for p in unclear]
+    # Names are compared in the model's order, in which a head comes late.
+    heads = find_heads(list(filter(questions.__contains__, all_names)), list(filter(matrices.__contains__, all_names)))
+    if any(decision.kind == "head" for decision in decisions):
+        heads = set()
+    rules = []
+    for problem in unclear:
+        rule = problem.rule
+        if problem.may_be_head:
+            rule = replace(rule, kind="head" if rule.patterns[0] in heads else "matrix")
+        rules.append(rule)
+    return rules
 
 
 def _as_code(rules: Sequence[Rule], all_names: Collection[str]) -> list[str]:
@@ -572,12 +584,11 @@ def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
     # A parameter has as many uses as modules that share it.
     uses_of: dict[Tensor, list[Use]] = {}
     for path, module in modules:
+        parts = []
         names, prefixes = path.split("."), accumulate(path.split("."), "{}.{}".format)
-        parts = [
-            name
-            for name, prefix in zip(names, prefixes, strict=True)
-            if name and name not in WRAPPERS and prefix not in inserted
-        ]
+        for name, prefix in zip(names, prefixes, strict=True):
+            if name and name not in WRAPPERS and prefix not in inserted:
+                parts.append(name)
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = ".".join([*parts, attribute])
             if is_lazy(parameter):
@@ -608,9 +619,11 @@ def _apply_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequen
     kind = _usual_kind(uses)
     # The first layer that selects it decides.
     for layer in layers:
-        selecting = [(rule, why) for rule in layer for why in map(rule.reason, uses) if why]
-        if selecting:
-            rule, why = _agreed_rule(selecting, is_shared=len(uses) > 1)
+        reasons: list[tuple[Rule, str]] = []
+        for rule in layer:
+            reasons += [(rule, reason) for reason in map(rule.reason, uses) if reason]
+        if reasons:
+            rule, why = _agreed_rule(reasons, is_shared=len(uses) > 1)
             try:
                 decision = Decision(parameter, names, shape, rule.kind, rule, why)
             except ValueError as error:
@@ -631,18 +644,18 @@ def _usual_kind(uses: Sequence[Use]) -> str:
     return "other" if _is_in(uses, _ConvNd) else {2: "matrix", 3: "experts"}.get(uses[0].parameter.dim(), "other")
 
 
-def _agreed_rule(selecting: Sequence[tuple[Rule, str]], is_shared: bool) -> tuple[Rule, str]:
+def _agreed_rule(reasons: Sequence[tuple[Rule, str]], is_shared: bool) -> tuple[Rule, str]:
     """Return the rule on which a layer's rules agree, and its reason."""
-    if len({(rule.kind, rule.split) for rule, _ in selecting}) == 1:
-        return selecting[0]
-    embedding = next(((rule, why) for rule, why in selecting if rule.kind == "embedding"), None)
+    rules = list(dict.fromkeys(rule for rule, _ in reasons))
+    if all((rule.kind, rule.split) == (rules[0].kind, rules[0].split) for rule in rules):
+        return reasons[0]
+    embedding = next(((rule, why) for rule, why in reasons if rule.kind == "embedding"), None)
     # A rule for a module type does not know that its parameter is an embedding elsewhere; a rule with names does.
-    is_tied = all(rule.kind in ("embedding", "head") or _is_by_type(rule) for rule, _ in selecting)
+    is_tied = all(rule.kind in ("embedding", "head") or _is_by_type(rule) for rule in rules)
     if is_shared and embedding and is_tied:
         return embedding[0], f"{embedding[1]} (tied)"
-    disagreeing = list(dict.fromkeys(rule for rule, _ in selecting))
-    winner = next((rule for rule in disagreeing if rule.names), disagreeing[0])
-    listed = " and ".join(map(repr, disagreeing))
+    winner = next((rule for rule in rules if rule.names), rules[0])
+    listed = " and ".join(map(repr, rules))
     raise _Unclear(f"{listed} disagree; put the one that shall win into an earlier layer", winner)
 
 
@@ -676,6 +689,7 @@ def _possible_heads(
         yield " = ".join(decision.names), _Unclear(question, Rule("head", decision.names), may_be_head=True)
     matrices = [decision.names[0] for decision in decisions if decision.kind == "matrix"]
     if not is_answered and not tall and matrices:
-        names = ", ".join(name for name, _, _ in folded((name, "") for name in matrices))
+        rows = folded((name, "") for name in matrices)
+        names = ", ".join(name for name, _, _ in rows)
         question = f"which matrix is the output head, if there is one: {names}?  Then Rule('head', its name)"
         yield "", _Unclear(question, NO_HEAD)

@@ -89,14 +89,17 @@ class LocalTensors:
         for number, param in enumerate(params):
             for name, tensor in state[param].items():
                 slots[name][number] = dense(tensor)
-        weights = [dense(param) for param in params]
-        gradients = [None if param.grad is None else local_of(param.grad).contiguous() for param in params]
-
-        # A method without momentum takes the gradient in its place; an absent gradient is never read.
+        weights: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        momenta: list[Tensor] = []
+        for param in params:
+            weight = dense(param)
+            gradient = None if param.grad is None else local_of(param.grad).contiguous()
+            weights.append(weight)
+            gradients.append(gradient)
+            # A method without momentum takes the gradient in its place; an absent gradient is never read.
+            momenta.append(weight if gradient is None else gradient)
         momentum_parts = tuple(stored_parts(slots, MOMENTUM).values())
-        momenta = [
-            weight if gradient is None else gradient for weight, gradient in zip(weights, gradients, strict=True)
-        ]
         for part in reversed(momentum_parts):
             for number, tensor in part.items():
                 momenta[number] = tensor
@@ -150,7 +153,7 @@ class LocalTensors:
         for numbers in lists:
             group = self.groups[numbers[0]]
             rate = 1 - group["momentum"]
-            gradients = [gradient for gradient in map(self.gradients.__getitem__, numbers) if gradient is not None]
+            gradients = [cast("Tensor", self.gradients[number]) for number in numbers]
             lists_of_both: list[Tensors] = [[self.momenta[number] for number in numbers], gradients]
             parts = cut_state_portions(lists_of_both, codec_of(group), [MOMENTUM], self._places(numbers))
             for (momenta, added), codecs in parts:
@@ -161,7 +164,7 @@ class LocalTensors:
 
     def _places(self, numbers: Sequence[int]) -> Iterator[tuple[LocalFragments, list[Tensors]]]:
         """Yield where the elements of each parameter are in all of it, and the other parts of its momentum."""
-        other_parts = [part for part in self.momentum_parts if numbers[0] in part][1:]
+        other_parts = self._other_parts(numbers[0])
         for number in numbers:
             yield _fragments(self.layouts[number], self.rank), [[part[number] for part in other_parts]]
 
@@ -177,9 +180,13 @@ class LocalTensors:
     def stored_momenta(self, params: Sequence[int]) -> list[Tensors]:
         """Return what is stored of the momenta of parameters of one group: a list for each part."""
         lists: list[Tensors] = [[self.momenta[param] for param in params]]
-        for part in [part for part in self.momentum_parts if params[0] in part][1:]:
-            lists += [[part[param] for param in params]]
+        for part in self._other_parts(params[0]):
+            lists.append([part[param] for param in params])
         return lists
+
+    def _other_parts(self, param: int) -> Sequence[Mapping[int, Tensor]]:
+        """Return what is stored of a parameter's momentum beside its first part, such as scales."""
+        return [part for part in self.momentum_parts if param in part][1:]
 
     def end(self) -> None:
         """Write all state back to where it rests."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.plan import Copies
+from ...names.vocabulary import ParamGroup
 from ..ground.cuda_graphs import is_capturing, upload_numbers
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
@@ -84,33 +85,40 @@ class KernelElementwise:
             self._number_of_kind = np.array([self._numbers_of_kinds[kind] for kind in kinds], np.int64)
 
         # Tensors are found by address, 0 where the parameter takes no part.
-        gradients = [local.gradients[param] for param in self._params]
-        pairs = list(zip(self._params, gradients, strict=True))
-        momenta = [None if gradient is None else local.momenta[param] for param, gradient in pairs]
-        weights = [None if gradient is None else local.weights[param] for param, gradient in pairs]
+        gradients: list[Tensor | None] = []
+        weights: list[Tensor | None] = []
+        changed_tensors: list[Tensor] = []
+        for param in self._params:
+            gradient, weight = local.gradients[param], local.weights[param]
+            gradients.append(gradient)
+            weights.append(None if gradient is None else weight)
+            if gradient is not None:
+                changed_tensors += local.momenta[param], weight
         self.locate(local)
-        self._gradients = {kind: self._tensors("gradients", kind, kind.gradient, gradients) for kind in set(kinds)}
-        self._weights = {kind: self._tensors("weights", kind, kind.weight, weights) for kind in set(kinds)}
+        self._gradients = self._tensors("gradients", gradients, lambda kind: kind.gradient)
+        self._weights = self._tensors("weights", weights, lambda kind: kind.weight)
         # Kernels write behind torch's back: autograd must know that what it saved is no longer there.
-        torch.autograd.graph.increment_version([t for t in (*momenta, *weights) if t is not None])
+        torch.autograd.graph.increment_version(changed_tensors)
 
         # Rates are read on the device, so that a captured graph follows them.
         groups = [local.groups[param] for param in self._params]
-        momentum = self._numbers("momentum", [group.get("momentum", 0.0) for group in groups])
-        nesterov = self._numbers("nesterov", [bool(group.get("nesterov")) for group in groups])
+        momentum = self._group_option("momentum", groups)
+        nesterov = self._group_option("nesterov", groups)
         self._averaging = torch.stack([1 - momentum, torch.where(nesterov > 0, momentum, 1.0)], dim=1).float()
         self._rates = updates.rate_table(
-            self._numbers("lr", [group["lr"] for group in groups]),
+            self._group_option("lr", groups),
             self._numbers("scale", self._scales),
-            self._numbers("weight_decay", [group["weight_decay"] for group in groups]),
-            self._numbers("cautious", [bool(group["cautious"]) for group in groups]) > 0,
+            self._group_option("weight_decay", groups),
+            self._group_option("cautious", groups) > 0,
         )
 
     def locate(self, local: LocalTensors) -> None:
-        pairs = [(local.gradients[param], local.momenta[param]) for param in self._params]
-        momenta = [m if gradient is not None and m.device == self._device else None for gradient, m in pairs]
-        kinds = set(self._kinds)
-        self._momenta = {kind: self._tensors("momenta", kind, kind.momentum, momenta) for kind in kinds}
+        momenta: list[Tensor | None] = []
+        for param in self._params:
+            momentum = local.momenta[param]
+            is_needed_here = local.gradients[param] is not None and momentum.device == self._device
+            momenta.append(momentum if is_needed_here else None)
+        self._momenta = self._tensors("momenta", momenta, lambda kind: kind.momentum)
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
         self._send(("update", stage), lambda: self._copies.update_sends[stage], wire)
@@ -189,12 +197,23 @@ class KernelElementwise:
         )
 
     def _tensors(
-        self, name: str, kind: LaunchKind, dtype: torch.dtype, tensors: Sequence[Tensor | None]
-    ) -> TensorTable:
-        of_kind = [
-            tensor if tensor_kind == kind else None for tensor, tensor_kind in zip(tensors, self._kinds, strict=True)
-        ]
-        return TensorTable(self._table((name, kind), addresses(of_kind, self._device), torch.int64), dtype)
+        self, name: str, tensors: Sequence[Tensor | None], dtype: Callable[[LaunchKind], torch.dtype]
+    ) -> dict[LaunchKind, TensorTable]:
+        """Return a table of the entries' tensors for each kind of launch, without those of other kinds."""
+        lists: dict[LaunchKind, list[Tensor | None]] = {}
+        for kind in self._numbers_of_kinds:
+            lists[kind] = [None] * len(tensors)
+        for number, (kind, tensor) in enumerate(zip(self._kinds, tensors, strict=True)):
+            lists[kind][number] = tensor
+        tables = {}
+        for kind, tensors_of_kind in lists.items():
+            table = self._table((name, kind), addresses(tensors_of_kind, self._device), torch.int64)
+            tables[kind] = TensorTable(table, dtype(kind))
+        return tables
+
+    def _group_option(self, name: str, groups: Sequence[ParamGroup]) -> Tensor:
+        """Return an option of each entry's group as a number, 0 for methods that have no such option."""
+        return self._numbers(name, [group.get(name, 0.0) for group in groups])
 
     def _numbers(self, name: str, values: Sequence[float | Tensor]) -> Tensor:
         """Return a number for each entry, fp64; tensors on the device are read there."""

@@ -39,7 +39,7 @@ from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
 from ...store.verify.damage import Damage, rank_in_name
 from ...store.verify.diagnosis import Diagnosis, diagnosis_at
-from .document import HtmlPage, plain, rounded
+from .document import HtmlPage, plain, rounded, rounded_columns
 from .whole_parts import PageSource, in_turns, on_whole_parts
 
 StatsChoice = Literal["spectra", "norms", "none"]
@@ -173,13 +173,16 @@ def report(
             source = PageSource.at(places[0], stack)
         except DamageError:
             return UnreadablePage(diagnosis_at(places[0]))
-        sources: Sequence[PageSource] = [source, *(PageSource.at(place, stack) for place in places[1:])]
+        sources = [source]
+        for place in places[1:]:
+            sources.append(PageSource.at(place, stack))
         # Who reads elements also wants to know what else is damaged.
         if stats != "none":
-            sources = [s.read_whole(jobs, next_progress()) if s.damage else s for s in sources]
+            for number, damaged_source in enumerate(sources):
+                if damaged_source.damage:
+                    sources[number] = damaged_source.read_whole(jobs, next_progress())
         reading = Reading(stats, select, memory, jobs)
-        sources, (figures, difference) = on_whole_parts(sources, jobs, next_progress(), reading.numbers)
-        source = sources[0]
+        [source, *earlier], (figures, difference) = on_whole_parts(sources, jobs, next_progress(), reading.numbers)
         selected_keys = {tensor.key for _, tensor in reading.selection(source.look)}
         return Page(
             inspection_of(source.opened, source.look),
@@ -188,7 +191,7 @@ def report(
             difference,
             source.diagnosis,
             unmeasured=source.left_out & selected_keys,
-            uncompared=frozenset[str]().union(*(source.left_out for source in sources)),
+            uncompared=source.left_out.union(*(other_source.left_out for other_source in earlier)),
         )
 
 
@@ -304,21 +307,20 @@ def _stats_columns(stats: CheckpointStats, places: Mapping[str, int]) -> dict[st
     """
     # The page opens a folded row by the positions of its members.
     rows = {id(tensor): row for row, tensor in enumerate(stats.tensors)}
+    folded = []
+    for row, siblings in zip(stats.folded(), siblings_of(stats.tensors).values(), strict=True):
+        folded.append({**rounded(row), "members": [rows[id(tensor)] for tensor in siblings]})
     figures = [tensor.to_json() for tensor in stats.tensors]
-    members = [[rows[id(tensor)] for tensor in group] for group in siblings_of(stats.tensors).values()]
     return {
         "since": stats.since,
         "steps": stats.steps,
         "tensors": {
             "tensor": [places[tensor.key] for tensor in stats.tensors],
-            **{name: [rounded(row[name]) for row in figures] for name in _FIGURES},
+            **rounded_columns(figures, _FIGURES),
         },
-        "folded": [
-            {name: rounded(value) for name, value in row.items()} | {"members": row_members}
-            for row, row_members in zip(stats.folded(), members, strict=True)
-        ],
+        "folded": folded,
         "updates": stats.updates,
-        "health": [health_json(finding) for finding in stats.health],
+        "health": list(map(health_json, stats.health)),
     }
 
 
@@ -363,7 +365,7 @@ def shard_columns(manifest: Manifest, view: ModelView) -> dict[str, Any]:
         },
         "files": {
             "name": list(columns.names),
-            "rank": [rank_in_name(name) for name in columns.names],
+            "rank": list(map(rank_in_name, columns.names)),
             "bytes": file_bytes.tolist(),
         },
     }

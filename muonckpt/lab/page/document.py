@@ -13,7 +13,7 @@ import json
 import os
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from importlib.resources import files
@@ -95,6 +95,14 @@ def rounded(value: Any) -> Any:
             return [rounded(entry) for entry in value]
         case _:
             return value
+
+
+def rounded_columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the columns of a table with these names, rounded."""
+    columns = {}
+    for name in names:
+        columns[name] = [rounded(row[name]) for row in rows]
+    return columns
 
 
 def _asset(name: str) -> str:

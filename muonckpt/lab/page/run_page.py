@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...converters.compare.diff import Difference
 from ...converters.compare.stats import STATS_MEMORY
 from ...converters.look.inspection import inspection_of
 from ...converters.look.run_history import RunHistory, look_at_run, overview_of_run
@@ -22,7 +21,7 @@ from ...store.io.location import Remote
 from ...store.reading.payloads import Progress
 from ...store.verify.run import RunStep
 from .checkpoint_page import Reading, StatsChoice, told_by
-from .document import HtmlPage, plain, rounded
+from .document import HtmlPage, plain, rounded_columns
 from .whole_parts import PageSource, in_turns, on_whole_parts
 
 
@@ -53,6 +52,10 @@ class StepNumbers:
     tensors: Mapping[str, TensorNumbers]
     changes: Mapping[str, float]
     left_out: frozenset[str]
+
+
+_NO_NUMBERS = StepNumbers((), None, {}, {}, frozenset())
+"""Those of a step that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +101,21 @@ class RunPage(HtmlPage):
 
     def to_json(self) -> dict[str, Any]:
         """Return the data of the page, as docs/guide/report.md describes it."""
-        steps = [self.numbers.get(step.name) for step in self.history.steps]
+        findings, left_out, since = [], [], []
+        for step in self.history.steps:
+            numbers = self.numbers.get(step.name, _NO_NUMBERS)
+            findings.append(plain(numbers.findings))
+            left_out.append(len(numbers.left_out))
+            since.append(numbers.since)
         return {
             "muonckpt": VERSION,
             **plain(self.history),
             "verdict": self.verdict,
             "overview": list(overview_of_run(self.history)),
             "measured": self.stats,
-            "findings": [plain(step.findings) if step else [] for step in steps],
-            "left_out": [len(step.left_out) if step else 0 for step in steps],
-            "since": [step.since if step else None for step in steps],
+            "findings": findings,
+            "left_out": left_out,
+            "since": since,
             "series": plain(list(_series(self.history.steps, self.numbers))),
         }
 
@@ -168,7 +176,7 @@ def _numbers_of(
     findings = [finding for finding in symptoms if finding.kind not in told_by(source.damage)]
     if reading.stats == "none":
         return StepNumbers(tuple(findings), None, {}, {}, frozenset())
-    pair = [source, *([earlier[1]] if earlier else [])]
+    pair = [source, earlier[1]] if earlier else [source]
     try:
         (whole_source, *_), (stats, difference) = on_whole_parts(pair, reading.jobs, progress, reading.numbers)
     except (SourceError, LayoutError) as error:
@@ -180,20 +188,13 @@ def _numbers_of(
     assert stats is not None, "something is measured"
     tensors = {t.key: TensorNumbers(t.role, t.figures.norm, t.figures.finite, t.stable_rank) for t in stats.tensors}
     selected_keys = {tensor.key for _, tensor in reading.selection(whole_source.look)}
-    return StepNumbers(
-        (*findings, *stats.health),
-        earlier[0] if earlier else None,
-        tensors,
-        dict(_changes(difference)) if difference else {},
-        whole_source.left_out & selected_keys,
-    )
-
-
-def _changes(difference: Difference) -> Iterator[tuple[str, float]]:
-    """Yield the norm of the change of each tensor that both steps have in one shape."""
-    for tensor in difference.tensors:
-        if tensor.by != "shape":
-            yield tensor.key, tensor.statistics.norm_change if tensor.statistics else 0.0
+    # The norm of the change of each tensor that both steps have in one shape.
+    changes: dict[str, float] = {}
+    for change in difference.tensors if difference else ():
+        if change.by != "shape":
+            changes[change.key] = change.statistics.norm_change if change.statistics else 0.0
+    left_out = whole_source.left_out & selected_keys
+    return StepNumbers((*findings, *stats.health), earlier[0] if earlier else None, tensors, changes, left_out)
 
 
 def _series(steps: Sequence[RunStep], numbers: Mapping[str, StepNumbers]) -> Iterator[dict[str, Any]]:
@@ -206,11 +207,9 @@ def _series(steps: Sequence[RunStep], numbers: Mapping[str, StepNumbers]) -> Ite
     for step_numbers in numbers.values():
         for key, tensor in step_numbers.tensors.items():
             keys_by_pattern[unnumbered(key), tensor.role][key] = None
-    numbers_by_step = [numbers.get(step.name) for step in steps]
     for (pattern, role), keys in keys_by_pattern.items():
-        points = [_values(step, numbers, [*keys]) if step else _UNKNOWN for step in numbers_by_step]
-        columns = {name: [rounded(point[name]) for point in points] for name in _UNKNOWN}
-        yield {"pattern": pattern, "role": role, "tensors": len(keys), **columns}
+        points = [_values(numbers.get(step.name, _NO_NUMBERS), numbers, [*keys]) for step in steps]
+        yield {"pattern": pattern, "role": role, "tensors": len(keys), **rounded_columns(points, _UNKNOWN)}
 
 
 _UNKNOWN: Mapping[str, float | None] = {"norm": None, "rms": None, "stable_rank": None, "drift": None}
