@@ -124,9 +124,10 @@ def _sort(result: Any, source: str, device: str, why: str) -> Built:
             )
         if optimizers:
             return Built(source, parts[0], optimizers, device, why)
-    types = [type(part).__name__ for part in (parts if isinstance(parts, tuple | list) else [result])]
+    returned_parts = parts if isinstance(parts, tuple | list) else [result]
+    types = ", ".join(type(part).__name__ for part in returned_parts)
     raise TargetError(
-        f"{source}() returned {', '.join(types)}: expected a model and its optimizer, or a list of optimizers, as in "
+        f"{source}() returned {types}: expected a model and its optimizer, or a list of optimizers, as in "
         "`return model, optimizer`"
     )
 

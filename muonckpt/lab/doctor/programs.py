@@ -47,7 +47,7 @@ class KnownOptimizer:
                     if ancestor.__module__.partition(".")[0] == self.package:
                         return True
                 elif ancestor is type(optimizer):
-                    return not any(self._contradiction(group) for group in optimizer.param_groups)
+                    return not any(map(self._contradiction, optimizer.param_groups))
         return False
 
     def _contradiction(self, group: ParamGroup) -> str:
@@ -59,10 +59,6 @@ class KnownOptimizer:
 
 def _by_option(option: str) -> Callable[[ParamGroup, Options], str]:
     return lambda group, state: str(group[option])
-
-
-def _by_flag(group: ParamGroup, state: Options) -> str:
-    return "muon" if group.get("use_muon", True) else "adamw"
 
 
 _ORTHOGONALISE: Mapping[str, Options] = {
@@ -144,7 +140,9 @@ KNOWN = (
         lambda group, state: "muon" if state.get("use_muon") else "adamw",
         lambda optimizer, parameter: {"eps": 1e-7, "ns_dtype": "bfloat16"},
     ),
-    KnownOptimizer(scripts.KELLER, "", _SCRIPTS, _by_flag),
+    KnownOptimizer(
+        scripts.KELLER, "", _SCRIPTS, lambda group, state: "muon" if group.get("use_muon", True) else "adamw"
+    ),
 )
 
 REFUSED: Mapping[str, str] = {
@@ -175,9 +173,10 @@ def refusal(optimizer: Optimizer) -> str:
     class_refusal = REFUSED.get(type(optimizer).__name__)
     if class_refusal is not None:
         return class_refusal
-    options = sorted({option for group in optimizer.param_groups for option in group if option != PARAMS})
+    options = set[str]().union(*optimizer.param_groups) - {PARAMS}
     classes = dict.fromkeys(f"{program.package or 'script'}: {', '.join(program.classes)}" for program in KNOWN)
     return (
-        f"{class_of(optimizer)} with the options {', '.join(options)} is not known, so its groups are not translated; "
+        f"{class_of(optimizer)} with the options {', '.join(sorted(options))} is not known, so its groups are not "
+        "translated; "
         f"known are muonckpt's own and {'; '.join(classes)}"
     )

@@ -88,11 +88,11 @@ class OurGroup:
         """Return the algorithm and the options that are not our defaults, and the rate."""
         defaults = {"algorithm": "muon", **GROUP_OPTIONS[self.options["algorithm"]]}
         order = [*defaults, *sorted(self.options.keys() - defaults.keys())]
-        return {
-            name: self.options[name]
-            for name in order
-            if name in self.options and (name == "lr" or self.options[name] != defaults.get(name, _NO_DEFAULT))
-        }
+        stated = {}
+        for name in order:
+            if name in self.options and (name == "lr" or self.options[name] != defaults.get(name, _NO_DEFAULT)):
+                stated[name] = self.options[name]
+        return stated
 
 
 _NO_DEFAULT = object()
@@ -119,14 +119,11 @@ class Replacement:
     code: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        groups = [
-            {
-                "names": [member.name for member in group.members],
-                "options": {name: value for name, value in group.options.items() if not callable(value)},
-                "translated": group.pairs,
-            }
-            for group in self.groups
-        ]
+        groups = []
+        for group in self.groups:
+            names = [member.name for member in group.members]
+            options = {name: value for name, value in group.options.items() if not callable(value)}
+            groups.append({"names": names, "options": options, "translated": group.pairs})
         return {"programs": self.programs, "groups": groups, "notes": self.notes, "refused": self.refused,
                 "code": self.code}  # fmt: skip
 
@@ -154,15 +151,15 @@ def find_replacement(model: nn.Module, optimizers: Sequence[Optimizer], treatmen
         members[key].append(treatment)
     if len(scales) > 1:
         raise SourceError("the optimizers have several scales without a name; make one optimizer of ours for each")
-    groups = tuple(
-        replace(group, members=tuple(members[key]))
-        for key, group in sorted(group_by_key.items(), key=lambda item: item[0][:2])
-    )
+    # In the order of the other program's groups, which schedulers know by number.
+    groups = []
+    for key in sorted(group_by_key, key=lambda key: key[:2]):
+        groups.append(replace(group_by_key[key], members=tuple(members[key])))
     scale = next(iter(scales), None)
     programs = dict.fromkeys(group.program.dialect.who for group in groups)
     notes = tuple(map(str, sorted_checks(findings.checks)))
     code = "\n".join(_code(model, groups, scale))
-    return Replacement(tuple(programs), groups, notes, refusals, scale, code)
+    return Replacement(tuple(programs), tuple(groups), notes, refusals, scale, code)
 
 
 def _translate(optimizer: Optimizer, treatment: Treatment, findings: Findings, scales: set[ScaleFunction]) -> OurGroup:
@@ -174,11 +171,10 @@ def _translate(optimizer: Optimizer, treatment: Treatment, findings: Findings, s
     [target, *_] = [method for method in ours.PROGRAM.methods if method.name == treatment.algorithm]
 
     # The options of its group, in common terms, then those that only the living optimizer says.
-    foreign_options = {
-        option: as_numbers(value)
-        for option, value in treatment.options.items()
-        if option not in (PARAMS, "param_names")
-    }
+    foreign_options = {}
+    for option, value in treatment.options.items():
+        if option not in (PARAMS, "param_names"):
+            foreign_options[option] = as_numbers(value)
     translation = common_options(foreign_options, dialect, source, shape)
     options: dict[str, Any] = dict(translation.common)
     scale: ScaleFunction | None = None
@@ -193,9 +189,12 @@ def _translate(optimizer: Optimizer, treatment: Treatment, findings: Findings, s
     if "ns" in options:
         options["ns"] = plain_coefficients(options["ns"])
 
-    # Written as ours; an idle option that is on is private to the other program, so that a note tells of it.
-    switched_on = {o: value for o, value in foreign_options.items() if _is_switched_on(o, value, source)}
-    neutral = GroupOptions(options, {**translation.private, **switched_on})
+    # Written as ours; an inert option that is on is private to the other program, so that a note tells of it.
+    private_options = dict(translation.private)
+    for option, value in foreign_options.items():
+        if _is_switched_on(option, value, source):
+            private_options[option] = value
+    neutral = GroupOptions(options, private_options)
     our_options = write_options(neutral, dialect, ours.PROGRAM, target, shape, findings)
     our_options.pop("convention", None)
     if scale is not None:
@@ -207,7 +206,7 @@ def _translate(optimizer: Optimizer, treatment: Treatment, findings: Findings, s
 
 
 _SWITCHES = frozenset({"amsgrad"})
-"""Options of other programs that are idle only while they are off."""
+"""Options of other programs that are inert only while they are off."""
 
 
 def _is_switched_on(option: str, value: object, method: StoredMethod) -> bool:
@@ -227,8 +226,10 @@ def _pairs(
     for coding in target.codings:
         our_names |= dict.fromkeys(coding.common, coding.options)
     units: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
-    units += [((option,), (common,)) for common, option in source.options.items()]
-    units += [(coding.options, coding.common) for coding in source.codings]
+    for common, option in source.options.items():
+        units.append(((option,), (common,)))
+    for coding in source.codings:
+        units.append((coding.options, coding.common))
     # Options that we have a word for.  No word is needed where our update is that of the silent value.
     translated = {"algorithm", "step"}
     for foreign_names, common_names in units:

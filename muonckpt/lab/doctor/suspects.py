@@ -118,7 +118,9 @@ def _find_routers(model: nn.Module) -> dict[Tensor, int]:
 
 def _is_stack(modules: nn.ModuleList) -> bool:
     """Return whether these are several modules with parameters of the same shapes."""
-    shapes = {tuple(tuple(parameter.shape) for parameter in module.parameters()) for module in modules}
+    shapes: set[tuple[Sequence[int], ...]] = set()
+    for module in modules:
+        shapes.add(tuple(parameter.shape for parameter in module.parameters()))
     return len(modules) > 1 and len(shapes) == 1 and shapes != {()}
 
 

@@ -115,7 +115,8 @@ def traffic_of(model: ModelTensors, target: Target, training: Training) -> Traff
         parameters += scheme.gathers * share * (cut - 1) / cut
         gradients += share * (cut - 1) / cut + 2 * share / cut * (copied - 1) / copied
         # A block's parameters with the same axes share one collective of each kind.
-        block = _block(parameter.name)
+        block_match = _BLOCK.match(parameter.name)
+        block = block_match[0] if block_match else ""
         if cut > 1:
             calls |= {(f"gather{number}", block, shards) for number in range(scheme.gathers)}
             calls.add(("reduce", block, shards))
@@ -129,13 +130,16 @@ def _axes_of(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the axes along which a parameter is gathered, and those along which it has copies."""
     record = StateRecord(parameter.name, (), parameter.shape, parameter.dtype, no_chunks(len(parameter.shape)))
-    rule_axes = {axis for axis, _ in target.cuts(record, ())}
-    cut = {axis for axis, _ in target.cuts(record, tuple((axis, 0) for axis in target.mesh))}
-    local_axes = rule_axes & keep
-    return (
-        tuple(axis for axis in target.mesh if axis in cut - local_axes),
-        tuple(axis for axis in target.mesh if axis not in cut),
-    )
+    local_axes = {axis for axis, _ in target.cuts(record, ())} & keep
+    other_axes = tuple((axis, 0) for axis in target.mesh)
+    cut_axes = {axis for axis, _ in target.cuts(record, other_axes)}
+    gathered, copied = [], []
+    for axis in target.mesh:
+        if axis not in cut_axes:
+            copied.append(axis)
+        elif axis not in local_axes:
+            gathered.append(axis)
+    return tuple(gathered), tuple(copied)
 
 
 def _ranks(target: Target, axes: tuple[str, ...]) -> int:
@@ -143,9 +147,4 @@ def _ranks(target: Target, axes: tuple[str, ...]) -> int:
 
 
 _BLOCK = re.compile(r".*?(?<![^.])[0-9]+(?![^.])")
-
-
-def _block(name: str) -> str:
-    """Return a name up to its first number, which is its layer's; empty for what is in no layer."""
-    match = _BLOCK.match(name)
-    return match[0] if match else ""
+"""A name up to its first number, which is its layer's."""

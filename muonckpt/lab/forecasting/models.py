@@ -276,7 +276,7 @@ def _attention(s: Settings, qkv_bias: bool, out_bias: bool, norms: bool = False)
 def _latent_attention(s: Settings) -> Iterator[FamilyParameter]:
     """Yield DeepSeek's attention, with or without a latent of queries."""
     hidden, heads, latent = s.number("hidden_size"), s.number("num_attention_heads"), s.number("kv_lora_rank")
-    rope, nope, value = (s.number(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    rope, nope, value = s.number("qk_rope_head_dim"), s.number("qk_nope_head_dim"), s.number("v_head_dim")
     bias = s.flag("attention_bias")
     if s.fields.get("q_lora_rank") is None:
         yield from _linear("self_attn.q_proj", heads * (nope + rope), hidden)

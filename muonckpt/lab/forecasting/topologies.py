@@ -105,8 +105,14 @@ def topology_of(
     Raises:
         TargetError: a rule cuts a dim that a parameter does not have, or names an axis twice.
     """
-    usable_rules = tuple(rule for rule in rules if mesh.keys() >= {axis for axis, _ in rule.cuts})
-    target = Target(mesh, usable_rules)
+    usable_rules: list[ShardRule] = []
+    unused_rules: list[str] = []
+    for rule in rules:
+        if all(axis in mesh for axis, _ in rule.cuts):
+            usable_rules.append(rule)
+        else:
+            unused_rules.append(str(rule))
+    target = Target(mesh, tuple(usable_rules))
     layout_of = _layouts_on(target)
     step = step_plan(model.matrices, layout_of, target.ranks, options)
     if not SCHEMES[training.scheme].exchange:
@@ -135,7 +141,7 @@ def topology_of(
         seconds |= {"save": float(file_bytes.max()) / rates.disk, "reshard": 2 * float(file_bytes.sum()) / rates.disk}
     return Topology(
         mesh=dict(mesh),
-        unused_rules=tuple(str(rule) for rule in rules if rule not in usable_rules),
+        unused_rules=tuple(unused_rules),
         ranks=target.ranks,
         matrices=step.matrices,
         stages=len(step.work),
@@ -464,8 +470,11 @@ def _parts_of_matrix(layout: TensorLayout, fused: Fused, index: int) -> PartRepl
 
 def leaving_bytes(schedule: Schedule, rank: int) -> int:
     """Return the bytes that the rank of this schedule sends to others, alignment and notes included."""
-    routes = (route for stage in schedule.stages for route in (stage.gather, stage.scatter))
-    return sum(sum(route.send_counts) - route.send_counts[rank] for route in routes)
+    num_bytes = 0
+    for stage in schedule.stages:
+        for route in (stage.gather, stage.scatter):
+            num_bytes += sum(route.send_counts) - route.send_counts[rank]
+    return num_bytes
 
 
 def most_wires(stages: Sequence[Stage]) -> int:
@@ -522,9 +531,11 @@ def _buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Ite
             # Most parts have the same local shapes, so their buffers are made once.
             shares_by_shapes: dict[tuple[Index | None, ...], tuple[Shares, Shares | None, int]] = {}
             for part in range(num_parts):
-                shapes = tuple(boxes[part].shape if part in boxes else None for boxes in boxes_by_kind)
+                local_shapes: dict[_Kind, Index | None] = {}
+                for kind, boxes in zip(kinds, boxes_by_kind, strict=True):
+                    local_shapes[kind] = boxes[part].shape if part in boxes else None
+                shapes = tuple(local_shapes.values())
                 if shapes not in shares_by_shapes:
-                    local_shapes = dict(zip(kinds, shapes, strict=True))
                     shares_by_shapes[shapes] = _shares(layout, members, local_shapes, part_ranks)
                 part_elements, part_work, part_padding = shares_by_shapes[shapes]
                 ranks = list(mesh.ranks[part * part_ranks : (part + 1) * part_ranks])
