@@ -10,9 +10,9 @@ import math
 import re
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -20,13 +20,12 @@ from ...algebra.box import Box, Index
 from ...algebra.layout import Fragment, Place, TensorLayout
 from ...names.errors import SourceError
 from ...names.keys import PARAM_GROUPS, key_of
-from ...names.vocabulary import HISTORY_OPTIONS, MASTER, PARAMS, KeyPath
-from ...names.wording import counted, listed
+from ...names.vocabulary import HISTORY_OPTIONS, PARAMS, KeyPath
+from ...names.wording import listed
 from ...programs.detection import confirm, detect, locate_dialect
 from ...programs.dialect import Dialect, StoredMethod
 from ...programs.model_view import ParameterGroup
 from ...record.record import Manifest, StateRecord, no_chunks
-from ...store.formats.torch_save.inert_pickle import Record
 from ...store.formats.torch_save.plain_item import plain_item
 from ...store.open_checkpoint import Values
 from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, constant, sorted_checks
@@ -35,6 +34,7 @@ from .groups import GroupTemplate, common_options, write_options
 from .names import NameRules
 from .parameters import TranslatedModel, TranslatedParameter, translate_model
 from .parse import entries_of, merge_equal, parse, stored_groups
+from .report import report_arguments, report_losses, report_tensors, summary_sentences
 from .structure import JoinedRows, TranslatedTensor
 
 _SHAPED_SLOTS = frozenset({"momentum", "first", "second"})
@@ -49,11 +49,6 @@ _WITHOUT_STATE = (
     "no state in the source",
     "frozen, or never had a gradient, or kept by another rank that owns it and was not saved; where the target makes "
     "all state at once, `fill_missing=True` writes zeros, and fresh=[…] of muonckpt.load lets them start anew",
-)
-
-_MASTERS = (
-    "they stay state beside the 16-bit weights, which LayerWise takes; for Muon and a float32 model convert with "
-    '`weights="masters"`, for Muon and a 16-bit model with `weights="model"` `state_dtype="bfloat16"`'
 )
 
 
@@ -116,11 +111,11 @@ def translate(
     states = (model.dialect.state.read(entry.path) for entry in entries_of(manifest) if entry.key in left_out_keys)
     for slot, count in Counter(fields["slot"] if fields else "weights" for fields in states).items():
         findings.check(Action.LEFT, slot, f"{count} tensors or items")
-    _report_losses(model, target, findings)
-    _report_arguments(manifest, values, detected.dialect, target, findings)
-    _report_tensors(tensors, items, "; ".join(momenta), findings)
+    report_losses(model, target, findings)
+    report_arguments(manifest, values, detected.dialect, target, findings)
+    report_tensors(tensors, items, "; ".join(momenta), findings)
     programs = f"source: {detected}", f"target: {target.name} ({target.who})"
-    sentences = _sentences(tensors, items, constants)
+    sentences = summary_sentences(tensors, items, constants)
     notes = (*programs, *momenta, *sentences, *(f"note: {note}" for note in sorted(findings.notes)))
     left_out = (*model.left_out, *model.private)
     return Outputs(tensors, items, left_out, notes, sorted_checks(findings.checks), constants)
@@ -617,83 +612,3 @@ def _computed(
 
 def _item(path: KeyPath, value: object) -> OutputItem:
     return OutputItem(key_of(path), path, data=plain_item(value))
-
-
-# The report.
-
-_ARGUMENTS = "args"
-
-
-def _report_arguments(manifest: Manifest, values: Values, source: Dialect, target: Dialect, findings: Findings) -> None:
-    """Report what the arguments of the source's run say of its update, unless the target's program has the same."""
-    if source.arguments is None or target.arguments is source.arguments:
-        return
-    # They are a namespace in the program's own item, of which only plain values are read.
-    arguments: dict[str, object] = {}
-    for blob in manifest.blobs:
-        if source.holds_groups(blob.path) or blob.path == (_ARGUMENTS,):
-            state = values.parts(blob)
-            state = state[0] if isinstance(state, list) and state else state
-            namespace = state.get(_ARGUMENTS) if isinstance(state, dict) else state
-            if isinstance(namespace, Record) and isinstance(namespace.state, dict):
-                arguments |= namespace.state
-    for subject, settings, reason in source.arguments(arguments):
-        findings.check(Action.SET, subject, *settings, reason=reason)
-
-
-def _report_losses(model: TranslatedModel, target: Dialect, findings: Findings) -> None:
-    """Report what the target's program has no use for, or what it takes to use it."""
-    source = model.dialect
-    if model.private:
-        reason = f"{target.name} has no use for them"
-        findings.check(Action.LEFT, "items of the program", *model.private, reason=reason)
-    if model.overrides.step is not None:
-        reason = "`step=` says so; what the source has is not read"
-        findings.check(Action.SET, "the number of steps", str(model.overrides.step), reason=reason)
-    if target is source:
-        return
-    if model.groups and (ungrouped := model.ungrouped):
-        reason = f"{source.name} does not say in which of its groups they are; the running optimizer's stay"
-        findings.check(Action.SET, f"options of {counted(len(ungrouped), 'parameter')}", reason=reason)
-    if not target.private and any("master" in parameter.slots for parameter in model.stateful):
-        findings.check(Action.SET, "float32 masters", reason=_MASTERS)
-    if model.tensors:
-        count, example = len(model.tensors), model.tensors[0].key
-        findings.add(f"{count} tensors are neither weights nor state and keep their keys, such as {example!r}")
-
-
-def _report_tensors(tensors: list[OutputTensor], items: list[OutputItem], momenta: str, findings: Findings) -> None:
-    """Add to the checklist what became of tensors and items; ``momenta`` says what the momentum is, and why."""
-    # What moved bit for bit, and what was computed, once for each slot.
-    intact = Counter(tensor.record.slot or "weights and others" for tensor in tensors if not tensor.computed)
-    for slot, count in intact.items():
-        findings.check(Action.CARRIED, slot, counted(count, "tensor"))
-    kinds = Counter((t.record.slot or "weights and others", t.scale, t.source_dtype, t.record.dtype) for t in tensors)
-    for (slot, scale, source_dtype, dtype), count in kinds.items():
-        rescaled = partial(findings.check, Action.RESCALED, slot, counted(count, "tensor"))
-        if scale is not None:
-            rescaled(f"times {scale!r}", reason=momenta)
-        if source_dtype is not None:
-            rescaled(f"from {source_dtype} to {dtype}", reason="" if slot == MASTER else "`state_dtype=`")
-    if copied := sum(item.source is not None for item in items):
-        findings.check(Action.CARRIED, "items that are no tensors", f"{copied}", reason="byte for byte")
-
-
-def _sentences(tensors: list[OutputTensor], items: list[OutputItem], constants: Sequence[StateRecord]) -> Iterator[str]:
-    places = {constant.chunks.place for constant in constants}
-    # Tensors made of a constant are not the source's.
-    new = [tensor.key for tensor in tensors if not places.isdisjoint(chunks.place for chunks in tensor.sources)]
-    scales = Counter(tensor.scale for tensor in tensors if tensor.scale is not None)
-    num_moved, copied = len(tensors) - len(new), sum(item.source is not None for item in items)
-    exact = num_moved - sum(tensor.computed for tensor in tensors)
-    share = f"{exact} of them " if exact < num_moved else ""
-    yield counted(num_moved, "tensor") + (f", {share}bit for bit" if exact else "")
-    for scale, count in scales.items():
-        noun = "momentum is" if count == 1 else "momenta are"
-        yield f"{count} {noun} multiplied by {scale!r}, each element rounded once"
-    if new:
-        yield f"{counted(len(new), 'tensor')} not in the source, such as {new[0]}"
-    if copied:
-        yield f"{counted(copied, 'item')} other than tensors, byte for byte"
-    if options := len(items) - copied:
-        yield f"{counted(options, 'option')} of parameter groups, written in the words of the target"
