@@ -116,12 +116,14 @@ def test_all_ranks_together_read_each_byte_once(saved_on, home, arguments, tmp_p
     assert max(counts) <= 1.5 * min(counts)
 
 
-def faulty_job(rank: int, world: int, path: str, home: str, arguments: dict) -> list[tuple[str, bool, bool]]:
+def faulty_job(
+    rank: int, world: int, path: str, home: str, arguments: dict, harms_per_read: int
+) -> list[tuple[str, bool, bool]]:
     """Load once for each fault of one rank's reads; return the error, and whether tensors are untouched, and right."""
     fill, outcomes = LocalFile.fill, []
     expected = state(home, has_values=True)
-    for number, harm in product(range(14 if arguments == TWICE else 7), HARMS):
-        calls = count()
+    for number, turn in product(range(14 if arguments == TWICE else 7), range(harms_per_read)):
+        harm, calls = [*HARMS][(number + turn) % len(HARMS)], count()
 
         def faulty_fill(self, buffer, offset, calls=calls, number=number, harm=harm):
             fill(self, buffer, offset)
@@ -163,11 +165,12 @@ def flip(buffer: memoryview) -> None:
 HARMS = {"EIO": fail, "no memory": run_out_of_memory, "a flipped bit": flip}
 
 
+@pytest.mark.parametrize("harms_per_read", sweep([1, len(HARMS)], 1))
 @pytest.mark.parametrize("arguments", [{}, {"check": "while"}, TWICE], ids=["kept", "while", "twice"])
 @pytest.mark.parametrize("home", ["HSDP 2 x 2", "columns"])
-def test_what_one_rank_cannot_read_is_one_error_on_all_ranks(home, arguments, tmp_path):
+def test_what_one_rank_cannot_read_is_one_error_on_all_ranks(home, arguments, harms_per_read, tmp_path):
     run(3, save_job, str(tmp_path / "c"))
-    by_fault = [*zip(*run(4, faulty_job, str(tmp_path / "c"), home, arguments), strict=True)]
+    by_fault = [*zip(*run(4, faulty_job, str(tmp_path / "c"), home, arguments, harms_per_read), strict=True)]
     for outcomes in by_fault:
         (error,) = {error for error, _, _ in outcomes}
         untouched, right = (all(outcome[number] for outcome in outcomes) for number in (1, 2))

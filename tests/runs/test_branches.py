@@ -23,13 +23,13 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("part", sweep(range(8), 0))
+@pytest.mark.parametrize("part", sweep(range(32), 1))
 def test_one_process_restores_the_newest_whole_state_of_its_branch_and_tells_each_step_back(part, folder):
-    outcomes = branches.play(0, 1, folder, range(240 * part, 240 * (part + 1)), nodes=1 + part % 3)
-    assert min(outcomes[kind] for kind in ("memory", "disk", "None", "no whole one")) > 10, "all of it was tried"
+    outcomes = branches.play(0, 1, folder, range(60 * part, 60 * (part + 1)), nodes=1 + part % 3)
+    assert min(outcomes[kind] for kind in ("memory", "disk", "None", "no whole one")) > 3, "all of it was tried"
 
 
-RANKS = [(2, range(25)), (2, range(25, 300)), (3, range(300, 500))]
+RANKS = [(2, range(8)), (2, range(8, 300)), (3, range(300, 500))]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -37,4 +37,4 @@ RANKS = [(2, range(25)), (2, range(25, 300)), (3, range(300, 500))]
 def test_ranks_on_several_nodes_do_so_together(world, seeds, folder):
     """Some of them see other nodes than those that have made a copy, and files are damaged on one node of two."""
     ranks = run(world, branches.play, folder, seeds, 3)
-    assert all(outcomes == ranks[0] for outcomes in ranks) and ranks[0]["memory"] > 5
+    assert all(outcomes == ranks[0] for outcomes in ranks) and ranks[0]["memory"] > 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import lost_ranks, store_server
+from support import lost_ranks, store_server, sweep
 from support.commands import called, cli
 from support.forked import printed
 from support.launched import together
@@ -43,7 +43,7 @@ def server(object_store) -> store_server.Server:
     return server
 
 
-@pytest.fixture(params=["memory", "s3"])
+@pytest.fixture(params=sweep(["memory", "s3"], "memory"))
 def store(request) -> Remote:
     """An empty place in each kind of store."""
     if request.param == "s3":
@@ -89,6 +89,7 @@ def is_checkpoint(place: Remote) -> bool:
 # --- exact ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("store", ["memory", "s3"], indirect=True)
 def test_there_within_and_back_give_the_files_that_a_directory_has(source, store, tmp_path):
     cut = ["--mesh", "dp=2,tp=2", "--shard", f"{MATRIX}=tp:1,dp:0"]
     assert called("reshard", source, store / "up", "--mesh", "dp=3", "--verify").returncode == 0
@@ -311,6 +312,7 @@ def test_of_two_runs_that_work_in_a_store_at_once_one_publishes_and_nothing_else
     assert files(store / "out") == files(tmp_path / "local")
 
 
+@pytest.mark.parametrize("store", ["memory", "s3"], indirect=True)
 def test_names_are_no_patterns(store):
     for name in ("a1", "a*/a*", "a*/b[1]", "a?"):
         (store / name).write(name.encode())
