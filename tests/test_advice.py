@@ -46,34 +46,37 @@ def flags_of(name: str) -> set[str]:
     return {flag for option in command.params for flag in option.opts}
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """Yield where each text of the program is that is no docstring, and the text with {} for values."""
-    folders = (ROOT / name for name in ("muonckpt", "optimizer", "converters", "cli"))
-    for file in (file for folder in folders for file in sorted(folder.rglob("*.py"))):
-        for node in ast.walk(ast.parse(file.read_text())):
-            place = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "command":
-                words = [word.value for word in node.args if isinstance(word, ast.Constant)]
-                yield place, f"muonckpt {' '.join(words)}"
-            if isinstance(node, ast.Expr):
-                continue
-            for text in ast.iter_child_nodes(node):
-                if (
-                    isinstance(text, ast.Constant)
-                    and isinstance(text.value, str)
-                    and not isinstance(node, ast.JoinedStr)
-                ):
-                    yield place, text.value
-                if isinstance(text, ast.JoinedStr):
-                    parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in text.values)
-                    yield place, "".join(parts)
+@pytest.fixture(scope="module")
+def texts() -> list[tuple[str, str]]:
+    """Where each text of the program is that is no docstring, and the text with {} for values."""
+    folders = [ROOT / name for name in ("muonckpt", "optimizer", "converters", "cli")]
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    return [text for file in files for text in texts_of(file)]
 
 
-def test_every_flag_in_a_message_is_one_of_the_command_that_it_is_said_of():
+def texts_of(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a file."""
+    name = file.relative_to(ROOT)
+    for node in ast.walk(ast.parse(file.read_text())):
+        place = f"{name}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "command":
+            words = [word.value for word in node.args if isinstance(word, ast.Constant)]
+            yield place, f"muonckpt {' '.join(words)}"
+        if isinstance(node, ast.Expr):
+            continue
+        for text in ast.iter_child_nodes(node):
+            if isinstance(text, ast.Constant) and isinstance(text.value, str) and not isinstance(node, ast.JoinedStr):
+                yield place, text.value
+            if isinstance(text, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in text.values)
+                yield place, "".join(parts)
+
+
+def test_every_flag_in_a_message_is_one_of_the_command_that_it_is_said_of(texts):
     flags = {name: flags_of(name) for name in COMMANDS}
     top = {flag for option in cli.params for flag in option.opts}
     everywhere, checked = top.union(["--version", "--help"], *flags.values()), 0
-    for place, text in texts():
+    for place, text in texts:
         for name, words in ITS_COMMAND.findall(text):
             for flag in FLAG.findall(words) if name in flags else ():
                 assert flag in flags[name], f"{place}: muonckpt {name} has no {flag}: {text}"
@@ -84,9 +87,9 @@ def test_every_flag_in_a_message_is_one_of_the_command_that_it_is_said_of():
     assert checked > 100
 
 
-def test_every_argument_in_a_message_is_one_of_the_function_that_it_is_said_of():
+def test_every_argument_in_a_message_is_one_of_the_function_that_it_is_said_of(texts):
     call, checked = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, CALLS))})\(([^()]*)"), 0
-    for place, text in texts():
+    for place, text in texts:
         for function, arguments in call.findall(text):
             for name in re.findall(r"(?:^|[ ,(])(\w+)=(?!=)", arguments):
                 taken = inspect.signature(CALLS[function]).parameters

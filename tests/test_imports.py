@@ -237,7 +237,7 @@ def test_collectives_are_in_one_file_of_a_room(modules):
     calling = {
         module.path
         for module in modules.values()
-        for node in ast.walk(ast.parse(module.file.read_text()))
+        for node in ast.walk(ast.parse(module.file.read_text() if "torch" in module.outside else ""))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and ast.unparse(node.func.value) in ("dist", "torch.distributed")

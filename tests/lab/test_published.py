@@ -124,6 +124,7 @@ def test_the_table_of_the_page_is_what_is_forecast(tmp_path):
     assert found and found[0] == made, f"the page should have:\n{made}"
 
 
+@pytest.mark.exhaustive  # it lists the matrices of a trillion parameters, five times
 def test_the_table_of_state_in_other_dtypes_is_what_is_forecast(tmp_path):
     titles = (
         "model, ranks",

@@ -27,7 +27,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize("dtype", sweep([FP16, BF16], FP16))
-@pytest.mark.parametrize(("spectrum", "m", "n", "published"), PUBLISHED)
+@pytest.mark.parametrize(("spectrum", "m", "n", "published"), sweep(PUBLISHED, *PUBLISHED[:4]))
 def test_rounding_is_no_more_than_published(
     spectrum: str, m: int, n: int, published: dict[tuple[int, ...], float], dtype: torch.dtype
 ) -> None:

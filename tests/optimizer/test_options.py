@@ -102,34 +102,36 @@ def test_a_rate_that_is_a_tensor_is_finite_too():
         matrix(lr=torch.tensor(math.inf))
 
 
-def wrong_values() -> Iterator[tuple[str, str, object]]:
-    """Values of another type than an option has by default, as YAML and command lines give them."""
-    for algorithm, options in GROUP_OPTIONS.items():
-        for option, default in options.items():
-            if isinstance(default, str):
-                wrong = [3, True, None] if option != "adjust_lr_fn" else [3, True]
-            elif option in ("pieces", "columns", "gram"):
-                wrong = [2, "12", "(4, 8)", (2.5, 9.5), ("4", "8"), (True,), {4: 8}]
-            elif isinstance(default, tuple):
-                wrong = [str(default), 0.9, (0.9,), ("0.9", "0.95"), (True, False), None]
-            else:
-                wrong = [str(default), None, (default,)]
-                wrong += ["False", "true", 1, 0, "no"] if isinstance(default, bool) else [True, False]
-            yield from ((algorithm, option, value) for value in wrong)
+def wrong_values(algorithm: str) -> Iterator[tuple[str, object]]:
+    """Yield values of another type than an option has by default, as YAML and command lines give them."""
+    for option, default in GROUP_OPTIONS[algorithm].items():
+        if isinstance(default, str):
+            wrong = [3, True, None] if option != "adjust_lr_fn" else [3, True]
+        elif option in ("pieces", "columns", "gram"):
+            wrong = [2, "12", "(4, 8)", (2.5, 9.5), ("4", "8"), (True,), {4: 8}]
+        elif isinstance(default, tuple):
+            wrong = [str(default), 0.9, (0.9,), ("0.9", "0.95"), (True, False), None]
+        else:
+            wrong = [str(default), None, (default,)]
+            wrong += ["False", "true", 1, 0, "no"] if isinstance(default, bool) else [True, False]
+        yield from ((option, value) for value in wrong)
 
 
-@pytest.mark.parametrize(("algorithm", "option", "value"), [*wrong_values()], ids=label)
-def test_every_option_has_the_type_of_its_default(algorithm, option, value):
-    with pytest.raises(ValueError, match=f"^{option}=.*: expected|^ns_coefficients="):
-        matrix(algorithm=algorithm, **{option: value})
+@pytest.mark.parametrize("algorithm", GROUP_OPTIONS)
+def test_every_option_has_the_type_of_its_default(algorithm):
+    """At construction, and if it is changed between two steps."""
     opt = matrix(algorithm=algorithm)
-    start = train(opt)
-    if value == opt.param_groups[0][option]:  # 0 for False
-        return
-    opt.param_groups[0][option] = value
-    with pytest.raises(ValueError, match=f"{option}=.*: expected|^ns_coefficients="):
-        train(opt)
-    assert torch.equal(opt.param_groups[0]["params"][0], start)
+    [group], start = opt.param_groups, train(opt)
+    for option, value in wrong_values(algorithm):
+        with pytest.raises(ValueError, match=f"^{option}=.*: expected|^ns_coefficients="):
+            matrix(algorithm=algorithm, **{option: value})
+        if value == (right := group[option]):  # 0 for False
+            continue
+        group[option] = value
+        with pytest.raises(ValueError, match=f"{option}=.*: expected|^ns_coefficients="):
+            train(opt)
+        group[option] = right
+    assert torch.equal(group["params"][0], start)
 
 
 def test_an_option_of_a_method_from_outside_that_is_on_or_off_is_that():

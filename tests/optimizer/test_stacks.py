@@ -43,7 +43,7 @@ def test_a_stack_has_the_bits_of_its_matrices(m: int, n: int, gram: tuple[int, .
         assert torch.equal(found[index], orthogonalize(stack[index], dtype=dtype, gram=gram))
 
 
-@pytest.mark.parametrize(("m", "n", "gram"), [(40, 24, None), (17, 50, (2,))])
+@pytest.mark.parametrize(("m", "n", "gram"), sweep([(40, 24, None), (17, 50, (2,))], (40, 24, None)))
 def test_a_stack_has_the_bits_of_its_matrices_by_kernels(
     by_kernels: Form, m: int, n: int, gram: tuple[int, ...] | None
 ) -> None:
@@ -74,16 +74,16 @@ def test_matrices_of_any_shapes_have_the_bits_that_they_have_alone(
 NOISE = {BF16: 0.03, FP16: 0.004}
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "gram", "dtype", "coefficients"),
-    [  # every two of these with each other
-        (33, 90, None, BF16, "quintic"),
-        (33, 90, (2,), FP16, "cubic5"),
-        (90, 33, None, FP16, "cubic5"),
-        (90, 33, (2,), BF16, "cubic5"),
-        (90, 33, (2,), FP16, "quintic"),
-    ],
-)
+ITERATIONS = [  # every two of these with each other
+    (33, 90, None, BF16, "quintic"),
+    (33, 90, (2,), FP16, "cubic5"),
+    (90, 33, None, FP16, "cubic5"),
+    (90, 33, (2,), BF16, "cubic5"),
+    (90, 33, (2,), FP16, "quintic"),
+]
+
+
+@pytest.mark.parametrize(("m", "n", "gram", "dtype", "coefficients"), sweep(ITERATIONS, ITERATIONS[1]))
 def test_kernels_are_the_iteration(
     by_kernels: Form, m: int, n: int, gram: tuple[int, ...] | None, dtype: torch.dtype, coefficients: str
 ) -> None:

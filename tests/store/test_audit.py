@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support import sweep
 from support.dcp_metadata import dump_metadata
 from support.golden import golden
 from support.resharded import reshard
@@ -107,8 +108,9 @@ def test_a_flipped_bit_is_found_and_named(kind, key, checkpoint):
             assert str(chunk.box) in finding.message and chunk.item.file in finding.message
 
 
+@pytest.mark.parametrize("bits_per_byte", sweep([1, 8], 1))
 @pytest.mark.parametrize("stock", [False, True])
-def test_every_flipped_bit_of_content_is_found(stock, tmp_path):
+def test_every_flipped_bit_of_content_is_found(stock, bits_per_byte, tmp_path):
     muonckpt.save({"w": torch.arange(2.0), "lr": 0.5}, tmp_path / "c")
     manifest = muonckpt.open(tmp_path / "c").outline
     if stock:
@@ -116,7 +118,7 @@ def test_every_flipped_bit_of_content_is_found(stock, tmp_path):
     [blob], payload = manifest.blobs, manifest.tensors[0].chunks[0].payload
     pickled = range(blob.item.offset + 64, blob.item.offset + 64 + 10)  # the blob's data.pkl
     for at in (*range(payload.offset, payload.end), *pickled):
-        for bit in range(8):
+        for bit in (number % 8 for number in range(at, at + bits_per_byte)):
             edit(tmp_path / "c" / payload.file, at, bit)
             assert muonckpt.verify(tmp_path / "c").findings, (at, bit)
             edit(tmp_path / "c" / payload.file, at, bit)

@@ -1,8 +1,8 @@
-"""A script: stops a reshard at each of its steps that change the disk, goes on with --resume, and prints what it saw.
+"""A script: stops a reshard at steps that change the disk, goes on with --resume, and prints what it saw.
 
-    stopped.py kill|interrupt|error SOURCE FOLDER OPTION...
+    stopped.py kill|interrupt|error STRIDE SOURCE FOLDER OPTION...
 
-The options are those of `convert`.
+Of these steps it takes the first, and each that is so many after the one before.  The options are those of `convert`.
 
 Prints a JSON list with an entry per step: the exit status of the stopped run; whether the destination was then absent
 or whole; whether unfinished work was left; the exit code of the run with --resume (None where there was nothing to do);
@@ -45,7 +45,7 @@ class Steps:
         return step
 
 
-def main(how: str, source: str, folder: Path, *options: str) -> None:
+def main(how: str, stride: int, source: str, folder: Path, *options: str) -> None:
     def reshard(to: Path, *more: str) -> int:
         return run(["reshard", source, str(to), "--jobs", "1", *options, *more])
 
@@ -53,7 +53,7 @@ def main(how: str, source: str, folder: Path, *options: str) -> None:
     os.link, os.rmdir = steps._counted(os.link), steps._counted(os.rmdir)
     assert reshard(folder / "whole") == 0
     whole, seen, out, staged = tree(folder / "whole"), [], folder / "out", folder / ".out.reshard.tmp"
-    for stop_at in range(1, steps.done + 1):
+    for stop_at in range(1, steps.done + 1, stride):
         steps.done, steps.stop_at = 0, stop_at
         child = os.fork()
         if not child:
@@ -75,4 +75,4 @@ def main(how: str, source: str, folder: Path, *options: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), *sys.argv[5:])

@@ -36,7 +36,8 @@ class Work:
     def _count(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call":
             self.calls += 1
-            imports = frame.f_code.co_filename.startswith("<frozen importlib")  # once in a process, in whichever test
-            self.looks += function.__module__ == "posix" and function.__name__ in _LOOKS and not imports
+            if function.__name__ in _LOOKS and function.__module__ == "posix":
+                imports = frame.f_code.co_filename.startswith("<frozen importlib")  # once a process, in whichever test
+                self.looks += not imports
         elif event == "call":
             self.calls += 1
