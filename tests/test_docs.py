@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import sweep
 from support.commands import called
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +45,13 @@ def installed(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+LAUNCHES = ROOT / "docs" / "guide" / "reshard_many.md"
+"""Starts torchrun, whose processes import torch; `test_several_workers` has its commands."""
+
+
+@pytest.mark.parametrize(
+    "page", sweep(PAGES, *[page for page in PAGES if page != LAUNCHES]), ids=lambda page: page.name
+)
 def test_every_example_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "example"}

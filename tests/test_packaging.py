@@ -12,6 +12,8 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,22 +62,32 @@ def wheel(source, tmp_path_factory):
     return built
 
 
-@pytest.mark.parametrize("editable", sweep([False, True], False), ids=["wheel", "editable"])
-def test_one_import_name(editable, source, wheel, tmp_path):
-    """Installed into a bare environment that sees this one's dependencies."""
-    python = bare_environment(tmp_path / "env")
-    pip(python, "install", *(["--editable", str(source)] if editable else [str(wheel)]))
+@pytest.fixture(scope="module")
+def pythons(source, wheel, tmp_path_factory) -> Callable[[str], Path]:
+    """Return the Python of a bare environment that sees this one's dependencies, by how muonckpt is installed there."""
+
+    @cache
+    def python(installed: str) -> Path:
+        python = bare_environment(tmp_path_factory.mktemp("environment") / "env")
+        if arguments := {"wheel": [str(wheel)], "editable": ["--editable", str(source)]}.get(installed):
+            pip(python, "install", "--no-compile", *arguments)
+        return python
+
+    return python
+
+
+@pytest.mark.parametrize("installed", sweep(["wheel", "editable"], "wheel"))
+def test_one_import_name(installed, pythons, tmp_path):
+    python = pythons(installed)
     done = subprocess.run([str(python), "-I", "-c", CHECK], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "env/bin/muonckpt").exists()
+    assert (python.parent / "muonckpt").exists()
 
 
-@pytest.mark.parametrize("installed", [False, True], ids=["not installed", "installed"])
-def test_a_newcomer_imports_it_in_the_clone(installed, source, wheel, tmp_path):
+@pytest.mark.parametrize("installed", sweep(["not installed", "wheel"], "wheel"))
+def test_a_newcomer_imports_it_in_the_clone(installed, pythons, source):
     """Python in a clone finds its `muonckpt/` before any that is installed: the links make it the whole package."""
-    python = bare_environment(tmp_path / "env")
-    if installed:
-        pip(python, "install", str(wheel))
+    python = pythons(installed)
     lines = (
         "import muonckpt.converters, muonckpt.cli.main\nfrom muonckpt.optimizer import Muon\nprint(muonckpt.__file__)"
     )

@@ -133,7 +133,8 @@ def trained(rank: int, world: int, folder: str, kind: str, names: list[str]) -> 
                     if then:
                         due.append(step)
                         w = distribute_tensor(torch.full((RANKS,), float(step)), mesh, [Shard(0)], src_data_rank=None)
-                        series.async_save(step, {"w": w} | ({f"slow {rank}": Slow()} if name.startswith("amid") else {}))
+                        slow = {f"slow {rank}": Slow()} if name.startswith("amid") else {}
+                        series.async_save(step, {"w": w} | slow)
                     arrive(step, SAVING)
         except SystemExit as ended:
             code = ended.code
