@@ -42,6 +42,7 @@ COMMANDS = {
     "diff": "Say what differs between two checkpoints, tensor by tensor.",
     "stats": "Measure weights and state: norms, spectra, updates; say what looks odd.",
     "doctor": "Say what your program's optimizer does, what is probably not meant, and the same in ours.",
+    "audit-step": "Say what the step between two consecutive checkpoints really did.",
     "report": "Write a page for a browser: what is wrong, a map of shards, norms; of a checkpoint or a run.",
     "plan": "Say what a step, memory and checkpoints would cost on meshes of your choice.",
     "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
@@ -138,10 +139,11 @@ class _Commands(click.Group):
             return None
         gc.disable()  # or the collector would search what is imported, all of which stays, again and again
         try:
-            module = import_module(f".{_FILES.get(name, name)}", __package__)
+            identifier = name.replace("-", "_")
+            module = import_module(f".{_FILES.get(name, identifier)}", __package__)
         finally:
             gc.enable()
-        command: click.Command = getattr(module, f"{name}_command")
+        command: click.Command = getattr(module, f"{identifier}_command")
         if COLOUR not in command.params:
             command.params.append(COLOUR)
         return command

@@ -1,0 +1,594 @@
+"""The public question: from two consecutive checkpoints of any program, what did the step between them really do?
+
+The weights and the momentum before and after give back the update and what it was made of.  Each hypothesis makes an
+update of that, and explains the step if nothing is left but rounding, in every row and column.  A verdict is sure only
+if hypotheses that explain the step agree; else it says between which it cannot tell, or that none does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ...algebra.box import Box, Index
+from ...converters.compare.elements import StoredSide, as_float64, has_numbers
+from ...converters.engine.outputs import OutputTensor
+from ...converters.look.contents import FirstLook, first_look
+from ...converters.translate.groups import common_options
+from ...names.errors import TargetError
+from ...names.wording import Finding, fields_of, listed
+from ...programs.codings import FACTORS
+from ...programs.model_view import StoredParameter
+from ...record.record import StateRecord, match_keys
+from ...store.io.location import Remote
+from ...store.open_checkpoint import OpenCheckpoint
+from ...store.reading.payloads import Progress
+from ...store.verify.diagnosis import open
+from .hypotheses import cuts_to_try, recorded_cut, rules_to_try
+from .updates import Cut, Evidence, Explanation, Matrix, UpdateRule, fit, rounding_bounds
+
+MAX_FLOPS = 4e12
+"""The FLOPs that hypotheses may take in all by default: about a minute on a few cores."""
+
+_BEST_CUTS = 3
+"""Cuts into matrices, the nearest with common coefficients, with which all recipes are tried."""
+
+_COMMON_SETS = ("keller", "quintic", "polar_express")
+
+_PLAINLY = 2.0
+"""A hypothesis that leaves so many times what the best one leaves does not do as well."""
+
+_WEAK = 0.15
+"""A bound above which rounding is no evidence: other coefficients come as near."""
+
+EXPLAINED, AMBIGUOUS, UNEXPLAINED, UNCHANGED, UNKNOWN = (
+    "explained", "cannot tell", "unexplained", "not updated", "not asked"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterVerdict:
+    """What the step did to a parameter.
+
+    Attributes:
+        status: `EXPLAINED` by one hypothesis, `AMBIGUOUS`: several explain it, or rounding hides it; `UNEXPLAINED`,
+            `UNCHANGED` to the bit, `UNKNOWN`: not asked.
+        reason: why it is not explained, or between what the files cannot tell.
+        cuts: into matrices, that explain the step; ``rules`` of its directions likewise.
+        momenta: the least and the largest coefficient of momentum that explain it; None without Nesterov.
+        rates: the learning rate times the scale, by the shape of matrices.
+        scales: the rules of scale that fit the recorded learning rate.
+        decay: the learning rate times the weight decay; None if rounding hides it.
+        residual: of the best hypothesis, as a part of the update; ``bound``: what rounding may leave; ``rival``: of the
+            nearest hypothesis that does not explain it, None if none was tried.
+        contradictions: of recorded options, each a sentence.
+    """
+
+    name: str
+    shape: Index
+    status: str
+    reason: str = ""
+    cuts: tuple[Cut, ...] = ()
+    rules: tuple[UpdateRule, ...] = ()
+    momenta: tuple[float, float] | None = None
+    rates: Mapping[str, float] = field(default_factory=dict)
+    scales: tuple[str, ...] = ()
+    decay: float | None = None
+    residual: float | None = None
+    bound: float | None = None
+    rival: float | None = None
+    contradictions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepAudit:
+    """What a step did, by parameter.
+
+    Attributes:
+        steps: before and after; None where unknown.
+        program: that wrote both.
+        findings: what contradicts the recorded options, the other layers, or any method that is known.
+    """
+
+    before: str
+    after: str
+    steps: tuple[int | float | None, int | float | None]
+    program: str
+    verdicts: tuple[ParameterVerdict, ...]
+    findings: tuple[Finding, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return fields_of(self)
+
+
+def audit_step(
+    before: str | os.PathLike[str] | Remote,
+    after: str | os.PathLike[str] | Remote,
+    *,
+    select: Sequence[str] = (),
+    flops: float = MAX_FLOPS,
+    progress: Progress = lambda count, total: None,
+) -> StepAudit:
+    """Say what the step between two consecutive checkpoints did to each parameter, and what contradicts that.
+
+    Args:
+        before, after: checkpoints of one run and of any program, one step apart.
+        select: shell patterns of parameters' names or keys; others are not asked about.
+        flops: that hypotheses may take; one parameter of each kind comes first, and those left over are listed.
+        progress: called with the number of parameters done since the last call, and with their total.
+
+    Raises:
+        SourceError: a checkpoint cannot be read, or is damaged.
+        TargetError: they are not one step apart, have no parameter in common, or a pattern matches nothing.
+    """
+    with ExitStack() as stack:
+        sides = [stack.enter_context(open(path)) for path in (before, after)]
+        looks = [first_look(side) for side in sides]
+        _refuse_distance(sides, looks)
+        first, second = (look.view.parameters for look in looks)
+        names = [name for name in second if name in first and first[name].shape == second[name].shape]
+        keys = {name: (name, parameter.weight.key) for name, parameter in second.items() if parameter.weight}
+        if not names:
+            raise TargetError(f"{before} and {after} have no parameter of one name and shape in common")
+        chosen = match_keys(select, names, keys, "parameter")
+        audit = _Reader(sides, looks, flops)
+        verdicts = audit.verdicts([name for name in names if name in chosen], progress)
+        program = looks[1].view.dialect.name if looks[1].view.dialect else "unknown"
+        findings = tuple(_findings(verdicts, looks[1]))
+        return StepAudit(str(before), str(after), (looks[0].step, looks[1].step), program, tuple(verdicts), findings)
+
+
+def _refuse_distance(sides: Sequence[OpenCheckpoint], looks: Sequence[FirstLook]) -> None:
+    before, after = looks[0].step, looks[1].step
+    if before is not None and after is not None and after != before + 1:
+        raise TargetError(
+            f"{sides[0].path} is of step {before} and {sides[1].path} of step {after}: expected two consecutive steps, "
+            "the earlier first, as the update of one step is asked for. Save two in a row, and audit these"
+        )
+
+
+def least_of(function: Callable[[float], float], low: float, high: float, width: float) -> float:
+    """Return where a function with one valley is least between two ends, by golden section, to within a width."""
+    ratio = (math.sqrt(5) - 1) / 2
+    while high - low > width:
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, right) if function(left) < function(right) else (left, high)
+    return (low + high) / 2
+
+
+class _Reader:
+    """Reads parameters of both checkpoints, and asks hypotheses about each."""
+
+    def __init__(self, sides: Sequence[OpenCheckpoint], looks: Sequence[FirstLook], flops: float) -> None:
+        self.sides = sides
+        self.looks = looks
+        self.flops = flops
+
+    def verdicts(self, names: Sequence[str], progress: Progress) -> list[ParameterVerdict]:
+        # One parameter of each kind is searched, the smallest kinds first; its siblings begin with what it did.
+        parameters = self.looks[1].view.parameters
+        kinds: defaultdict[Any, list[str]] = defaultdict(list)
+        for name in names:
+            method = parameters[name].method
+            kinds[parameters[name].layer_pattern, method.name if method else ""].append(name)
+        by_cost = sorted(kinds.values(), key=lambda members: math.prod(parameters[members[0]].shape))
+        verdicts = {}
+        explanations: dict[str, Explanation] = {}
+        for position, members in enumerate((*([m[0]] for m in by_cost), *(m[1:] for m in by_cost))):
+            for name in members:
+                sibling = explanations.get(by_cost[position % len(by_cost)][0])
+                verdicts[name], best = self._verdict(name, sibling)
+                if verdicts[name].status in (EXPLAINED, AMBIGUOUS) and best is not None:
+                    explanations.setdefault(name, best)
+                progress(1, len(names))
+        return [verdicts[name] for name in names]
+
+    def _verdict(self, name: str, sibling: Explanation | None) -> tuple[ParameterVerdict, Explanation | None]:
+        parameter = self.looks[1].view.parameters[name]
+        evidence = self._evidence(name)
+        if isinstance(evidence, str):
+            return ParameterVerdict(name, parameter.shape, UNKNOWN, evidence), None
+        if not evidence.change.any():
+            same = np.array_equal(evidence.momentum_before, evidence.source(UpdateRule(nesterov=False)))
+            reason = "neither the weight nor its momentum" if same else "its momentum changed, and the weight not"
+            return ParameterVerdict(name, parameter.shape, UNCHANGED, reason), None
+        options = self._options(parameter)
+        search = _Search(evidence, options, sibling, self.flops)
+        outcome = search.run(str(parameter.method.name if parameter.method else ""))
+        self.flops -= search.flops_spent
+        if outcome is None:
+            reason = f"its hypotheses would take more than the {self.flops:.1e} FLOPs that are left of flops="
+            return ParameterVerdict(name, parameter.shape, UNKNOWN, reason), None
+        return _judged(evidence, options, outcome, sibling), outcome.best
+
+    def _options(self, parameter: StoredParameter) -> Mapping[str, Any]:
+        """Return the recorded options in common words, those before the step where both have them."""
+        dialect, method = self.looks[1].view.dialect, parameter.method
+        if dialect is None or method is None:
+            return {}
+        former = self.looks[0].view.parameters[parameter.name]
+        options = {**parameter.options, **former.options}
+        return common_options(options, dialect, method, parameter.shape).common
+
+    def _evidence(self, name: str) -> Evidence | str:
+        """Read a parameter of both sides, or say why it cannot be asked about."""
+        arrays: list[dict[str, Matrix]] = []
+        dtypes = ["float32", "float32"]
+        for side, look in zip(self.sides, self.looks, strict=True):
+            parameter = look.view.parameters[name]
+            slots = parameter.method.slots if parameter.method else {}
+            records = {common: parameter.state[slot] for common, slot in slots.items() if slot in parameter.state}
+            weight = records.pop("master", parameter.weight)
+            if weight is None:
+                return "its weight is not in the checkpoints"
+            if not records.keys() & {"momentum", "first"}:
+                return "it has no momentum: the step cannot be made again of its state"
+            if odd := [r.key for r in (weight, *records.values()) if not has_numbers(r.dtype)]:
+                return f"{odd[0]} is stored in codes, and not as numbers"
+            arrays.append({slot: _read(side, record) for slot, record in {"": weight, **records}.items()})
+            dtypes = [weight.dtype, records.get("momentum", records.get("first", weight)).dtype]
+        before, after = arrays
+        slot = "momentum" if "momentum" in after else "first"
+        if before[slot].shape != before[""].shape:
+            return f"its momentum has the shape {before[slot].shape}, not that of the weight"
+        if not all(np.isfinite(array).all() for array in (*before.values(), *after.values())):
+            return "an element is infinite or NaN"
+        state = {word: array for word, array in after.items() if word}
+        return Evidence(name, before[""], after[""], before[slot], state, (dtypes[0], dtypes[1]))
+
+
+def _read(side: OpenCheckpoint, record: StateRecord) -> Matrix:
+    [located] = side.locate([record])
+    stored = StoredSide(OutputTensor.copy_of(located), side.payloads)
+    stored.check()
+    return as_float64(stored.words(Box.of(located.shape)), located.dtype).reshape(located.shape)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The hypotheses that explain a step.
+
+    Attributes:
+        best: of all hypotheses, also if it does not explain the step.
+        bound: the residual that rounding may leave; ``nearly``: up to which others do as well as the best.
+        rival: the residual of the nearest other hypothesis.
+    """
+
+    fits: Sequence[Explanation]
+    best: Explanation
+    bound: float
+    nearly: float
+    rival: float | None
+    momenta: tuple[float, float] | None = None
+
+
+class _Search:
+    """A search among hypotheses for one parameter, which stops when it has spent its FLOPs."""
+
+    def __init__(
+        self, evidence: Evidence, options: Mapping[str, Any], sibling: Explanation | None, flops: float
+    ) -> None:
+        self.evidence = evidence
+        self.options = options
+        self.sibling = sibling
+        self.flops = flops
+        self.flops_spent = 0.0
+        self.fits: list[Explanation] = []
+
+    def run(self, method: str) -> _Result | None:
+        evidence = self.evidence
+        if "momentum" not in evidence.state or len(evidence.shape) < 2:
+            name = "adamw" if {"first", "second"} <= evidence.state.keys() else "the sign of the momentum"
+            return self._outcome([self.fit(Cut(), UpdateRule(name, nesterov=name != "adamw"))])
+        cost = 30 * math.prod(evidence.shape) * min(evidence.shape[0], evidence.shape[-1])
+        if 4 * cost > self.flops:
+            return None
+        # A sibling's hypothesis, else the recorded one, is believed if it explains all that rounding leaves.
+        cuts, ways = cuts_to_try(self.options, evidence.shape), rules_to_try(self.options, method)
+        if self.sibling is not None:
+            first = self.fit(self.sibling.cut, self.sibling.rule)
+            outcome = self._outcome([first])
+            if first.explains(outcome.bound):
+                return outcome
+        # Cuts with common coefficients, then the nearest of them with all recipes, then the momentum's coefficient.
+        base = [ways[0], *(way for way in ways if way.name in _COMMON_SETS and way.steps == 5 and way.nesterov)]
+        affordable = max(int(self.flops / cost / 8), 2)
+        for cut in cuts[:affordable]:
+            for way in base[: max(affordable // len(cuts), 1)]:
+                self.fit(cut, way)
+        for cut in self._nearest_cuts():
+            for way in ways[:affordable]:
+                self.fit(cut, way)
+        best = self.best()
+        momenta = None
+        if best.rule.nesterov:
+            refined = self._refine_momentum(best)
+            # Coefficients and cuts once more with the momentum that fits.
+            for way in ways[:affordable]:
+                self.fit(refined.cut, replace(way, momentum=refined.rule.momentum))
+            best = self.best()
+        for cut in cuts[:affordable]:
+            self.fit(cut, best.rule)
+        outcome = self._outcome(self.fits)
+        if best.rule.nesterov and outcome.fits:
+            momenta = self._momentum_range(outcome)
+            # Of coefficients that cannot be told apart, the recorded one counts.
+            recorded = ways[0].momentum
+            if momenta[0] <= recorded <= momenta[1]:
+                best = self.fit(best.cut, replace(best.rule, momentum=recorded))
+        return replace(outcome, best=best, momenta=momenta)
+
+    def fit(self, cut: Cut, rule: UpdateRule) -> Explanation:
+        for known in self.fits:
+            if known.rule == rule and known.cut.is_of(cut):
+                return known
+        result = fit(self.evidence, cut, rule)
+        if rule.coefficients is not None:
+            shapes = [m.shape for m in cut.matrices(self.evidence.before)]
+            self.flops_spent += sum(6 * rule.steps * math.prod(s) * min(s[-2:]) for s in shapes)
+        self.fits.append(result)
+        return result
+
+    def best(self) -> Explanation:
+        return min(self.fits, key=lambda f: f.residual)
+
+    def _nearest_cuts(self) -> list[Cut]:
+        cuts: list[Cut] = []
+        for candidate in sorted(self.fits, key=lambda f: f.residual):
+            if not any(candidate.cut.is_of(cut) for cut in cuts):
+                cuts.append(candidate.cut)
+        return cuts[:_BEST_CUTS]
+
+    def _refine_momentum(self, best: Explanation) -> Explanation:
+        """Return the best fit over the coefficient of momentum, by golden section around the best so far."""
+        least_of(lambda mu: self.fit(best.cut, replace(best.rule, momentum=mu)).residual, 0.0, 0.9999, 1e-4)
+        return self.best()
+
+    def _momentum_range(self, outcome: _Result) -> tuple[float, float]:
+        """Return the coefficients of momentum around the best one that explain the step as well."""
+        middle = outcome.best.rule.momentum
+        ends = [middle, middle]
+        for side, sign in enumerate((-1, 1)):
+            for distance in (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4):
+                momentum = middle + sign * distance
+                if not 0 <= momentum < 1:
+                    break
+                rule = replace(outcome.best.rule, momentum=momentum)
+                if not fit(self.evidence, outcome.best.cut, rule).explains(outcome.nearly):
+                    break
+                ends[side] = momentum
+        return ends[0], ends[1]
+
+    def _outcome(self, fits: Sequence[Explanation]) -> _Result:
+        best = min(fits, key=lambda f: f.residual)
+        bounds = rounding_bounds(self.evidence, best)
+        if self.sibling is not None:  # layers of one kind are rounded alike
+            bounds = bounds[0], min(bounds[1], max(bounds[0], _PLAINLY * self.sibling.residual))
+        # Where float32 explains the step, rounding to 16 bits is no excuse for another hypothesis; nor is it where
+        # another one leaves plainly less, as rounding adds to what a wrong hypothesis leaves.
+        bound = next((bound for bound in bounds if best.explains(bound)), bounds[-1])
+        nearly = min(bound, max(_PLAINLY * best.residual, bounds[0]))
+        explaining = [candidate for candidate in fits if best.explains(bound) and candidate.explains(nearly)]
+        alike = [replace(f.rule, momentum=0) for f in explaining]
+        others = [
+            candidate.residual
+            for candidate in fits
+            if replace(candidate.rule, momentum=0) not in alike or not candidate.cut.is_of(best.cut)
+        ]
+        return _Result(explaining, best, bound, nearly, min(others, default=None))
+
+
+def _judged(
+    evidence: Evidence, options: Mapping[str, Any], outcome: _Result, sibling: Explanation | None
+) -> ParameterVerdict:
+    """Return the verdict on a parameter, from the hypotheses that explain its step."""
+    best, bound = outcome.best, outcome.bound
+    cuts: list[Cut] = []
+    ways: dict[tuple[Any, ...], UpdateRule] = {}
+    for explaining in outcome.fits:
+        if not any(explaining.cut.is_of(cut) for cut in cuts):
+            cuts.append(explaining.cut)
+        way = explaining.rule
+        ways.setdefault((way.method, way.nesterov, way.name, way.steps), way)
+    rates = {"x".join(map(str, shape)): rate for shape, rate in best.rates.items()}
+    decay = best.decay if abs(best.decay) > best.decay_error else None
+    verdict = ParameterVerdict(
+        evidence.name, evidence.shape, EXPLAINED, "", tuple(cuts), tuple(ways.values()), outcome.momenta, rates,
+        _scales(evidence, best, options, bound), decay, best.residual, bound, outcome.rival,
+    )  # fmt: skip
+    if not outcome.fits:
+        return replace(verdict, status=UNEXPLAINED, reason=_unexplained(evidence, best, bound, sibling))
+    if bound > _WEAK:
+        reason = f"rounding alone may leave {bound:.2f} of the update, as the checkpoints store it"
+        return replace(verdict, status=AMBIGUOUS, reason=reason)
+    if len(cuts) > 1 or len(ways) > 1:
+        # Of several that do the same here, the recorded one is believed, and the others are said.
+        recorded = recorded_cut(options, evidence.shape)
+        cuts.sort(key=lambda cut: not cut.is_of(recorded))
+        rules = sorted(ways.values(), key=lambda rule: not _is_recorded(rule, options))
+        is_recorded = cuts[0].is_of(recorded) and _is_recorded(rules[0], options)
+        words = [cut_words(cut) for cut in cuts] if len(cuts) > 1 else [rule_words(rule) for rule in rules]
+        status, reason = AMBIGUOUS, f"these give the same update: {listed(words, 4, '; ')}"
+        if is_recorded:
+            status, reason = EXPLAINED, f"so would: {listed(words[1:], 4, '; ')}"
+        verdict = replace(verdict, status=status, reason=reason, cuts=tuple(cuts), rules=tuple(rules))
+    return replace(verdict, contradictions=tuple(_contradictions(evidence, options, verdict, best)))
+
+
+def _is_recorded(rule: UpdateRule, options: Mapping[str, Any]) -> bool:
+    recorded = rules_to_try(options, rule.method)[0]
+    return (rule.method, rule.coefficients, rule.steps, rule.nesterov) == (
+        recorded.method,
+        recorded.coefficients,
+        recorded.steps,
+        recorded.nesterov,
+    )
+
+
+def _unexplained(evidence: Evidence, best: Explanation, bound: float, sibling: Explanation | None) -> str:
+    """Say where the step departs from what its siblings did, or from the nearest hypothesis."""
+    nearest = f"nearest is {rule_words(best.rule)} of {cut_words(best.cut)}, which leaves {best.residual:.2g}"
+    if sibling is None:
+        return f"no hypothesis explains it; {nearest} of the update, and rounding {bound:.1g}"
+    # One element of the weight that is off is all that is left; one of the momentum is where most is left.
+    likely = fit(evidence, sibling.cut, sibling.rule)
+    squares = likely.rest**2
+    place = np.unravel_index(int(squares.argmax()), evidence.shape)
+    if squares[place] > 0.9 * squares.sum():
+        return f"all but element {_place(place)} of the weight is what its siblings' method makes: a flipped bit there?"
+    largest = np.unravel_index(int(np.abs(evidence.source(sibling.rule)).argmax()), evidence.shape)
+    for suspect in (largest, place):
+        if _residual_without(evidence, suspect, sibling) < max(likely.residual / 4, bound):
+            return (
+                f"with another value for element {_place(suspect)} of the momentum, before or after the step, its "
+                "siblings' method explains it: a flipped bit there?"
+            )
+    return f"its siblings' method leaves {likely.residual:.2g} of its update; {nearest} (rounding {bound:.1g})"
+
+
+def _residual_without(evidence: Evidence, place: tuple[Any, ...], sibling: Explanation) -> float:
+    """Return the residual with the best value for one element of the momentum, by golden section."""
+    momentum = evidence.state["momentum"].copy()
+    momentum[place] = 0
+    bound = 6 * float(np.sqrt((momentum**2).mean()))
+
+    def residual(value: float) -> float:
+        momentum[place] = value
+        before = evidence.momentum_before.copy()
+        before[place] = 0
+        state = {**evidence.state, "momentum": momentum}
+        return fit(replace(evidence, momentum_before=before, state=state), sibling.cut, sibling.rule).residual
+
+    return residual(least_of(residual, -bound, bound, 1e-5 * bound))
+
+
+def _place(place: Iterable[Any]) -> str:
+    return f"[{', '.join(str(int(index)) for index in place)}]"
+
+
+def _scales(evidence: Evidence, best: Explanation, options: Mapping[str, Any], bound: float) -> tuple[str, ...]:
+    """Return the rules by which the rates of all matrices follow from the recorded learning rate."""
+    lr = options.get("lr")
+    if not isinstance(lr, int | float) or not lr or len(evidence.shape) < 2:
+        return ()
+    if best.rule.method == "adamw":
+        return ()
+    rules: list[str] = []
+    tolerance = max(0.01, min(bound, 0.05))
+    whole = (evidence.shape[0], math.prod(evidence.shape[1:])) if best.cut.flatten else evidence.shape[-2:]
+    for rule, factor in FACTORS.items():
+        for label, transposed in (("", False), (" of the transposed shape", True)):
+            for of_whole in (False, True) if set(best.rates) != {tuple(whole)} else (False,):
+                words = f"{rule}{label}{' of the whole parameter' if of_whole else ''}"
+                if transposed and words.replace(label, "") in rules:
+                    continue
+                matches = all(
+                    abs(rate / lr - factor(*_sides(whole if of_whole else shape, transposed))) <= tolerance * rate / lr
+                    for shape, rate in best.rates.items()
+                )
+                if matches:
+                    rules.append(words)
+    return tuple(rules)
+
+
+def _sides(shape: Sequence[int], transposed: bool) -> tuple[int, int]:
+    rows, columns = shape
+    return (columns, rows) if transposed else (rows, columns)
+
+
+def _contradictions(
+    evidence: Evidence, options: Mapping[str, Any], verdict: ParameterVerdict, best: Explanation
+) -> Iterator[str]:
+    """Yield what recorded options say and the step did not do."""
+    if verdict.cuts and len(evidence.shape) >= 2 and best.rule.method in ("muon", "normuon"):
+        recorded = recorded_cut(options, evidence.shape)
+        if not any(cut.is_of(recorded) for cut in verdict.cuts):
+            said = f"recorded: {cut_words(recorded)}" if "pieces" in options else "no option says so"
+            yield f"the step orthogonalised {cut_words(verdict.cuts[0])} ({said})"
+    methods = {way.method for way in verdict.rules}
+    if not methods & {"muon", "normuon", "adamw"} and len(evidence.shape) >= 2 and "momentum" in evidence.state:
+        yield f"nothing was orthogonalised: the update is {' or '.join(sorted(methods))}"
+        return
+    if "nesterov" in options and options["nesterov"] not in {way.nesterov for way in verdict.rules}:
+        yield f"the step was {'without' if options['nesterov'] else 'with'} Nesterov; recorded: {options['nesterov']}"
+    mu = options.get("momentum")
+    if isinstance(mu, int | float) and verdict.momenta and not verdict.momenta[0] <= mu <= verdict.momenta[1]:
+        yield f"momentum was {_range(verdict.momenta)}; recorded: {mu:g}"
+    recorded_scale, lr = options.get("scale"), options.get("lr")
+    if recorded_scale in FACTORS and not any(rule.split(" of ")[0] == recorded_scale for rule in verdict.scales):
+        factors = ", ".join(f"{rate / lr:.4g} for {shape}" for shape, rate in verdict.rates.items()) if lr else ""
+        said = f"as {listed(verdict.scales)}" if verdict.scales else "as no known rule"
+        yield f"the rate was scaled by {factors}, {said}; recorded: {recorded_scale}"
+    decay = options.get("weight_decay")
+    if isinstance(decay, int | float) and lr and abs(best.decay - lr * decay) > best.decay_error + 0.02 * lr * decay:
+        yield f"weight decay was {best.decay / lr:.3g}; recorded: {decay:g}"
+    # A recorded set may do the same as the one that fits, so bits of coefficients are not compared.
+    recorded_rule = rules_to_try(options, best.rule.method)[0]
+    if "ns" in options and not any(
+        (rule.coefficients, rule.steps) == (recorded_rule.coefficients, recorded_rule.steps) for rule in verdict.rules
+    ):
+        said = f"{recorded_rule.steps} steps of {recorded_rule.name}"
+        yield f"Newton-Schulz took {verdict.rules[0].steps} steps of {verdict.rules[0].name}; recorded: {said}"
+
+
+def cut_words(cut: Cut) -> str:
+    """Say how a parameter was cut into matrices."""
+    causes = tuple(cause for cause in cut.causes if cause not in ("as recorded", "whole", "flattened"))
+    whole = "the whole flattened" if cut.flatten else "the whole matrix"
+    if not cut.pieces and not cut.columns:
+        return whole
+    parts = []
+    for sizes, noun in ((cut.pieces, "rows"), (cut.columns, "columns")):
+        if sizes:
+            equal = len(set(sizes)) == 1
+            parts.append(f"{len(sizes)} parts of {sizes[0]} {noun}" if equal else f"parts of {listed(sizes, 4)} {noun}")
+    text = " by ".join(parts) + (f" in each of {cut.interleaved} blocks" if cut.interleaved > 1 else "")
+    return f"{text} each by itself" + (f" ({', or '.join(causes)})" if causes else "")
+
+
+def rule_words(rule: UpdateRule) -> str:
+    """Say how a direction was made of the momentum."""
+    nesterov = f"Nesterov with momentum {rule.momentum:.4g}" if rule.nesterov else "no Nesterov"
+    if rule.coefficients is None:
+        return rule.method if rule.method == "adamw" else f"{rule.method}, {nesterov}"
+    return f"{rule.method}, {rule.steps} steps of {rule.name}, {nesterov}"
+
+
+def _range(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.4g}" if ends[0] == ends[1] else f"{ends[0]:.4g} to {ends[1]:.4g}"
+
+
+def _findings(verdicts: Sequence[ParameterVerdict], look: FirstLook) -> Iterator[Finding]:
+    """Yield what contradicts options, siblings, or every hypothesis; layers of one kind are one finding."""
+    parameters = look.view.parameters
+    groups: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
+    updated = {parameters[v.name].layer_pattern for v in verdicts if v.status not in (UNCHANGED, UNKNOWN)}
+    for verdict in verdicts:
+        pattern = parameters[verdict.name].layer_pattern
+        for sentence in verdict.contradictions:
+            groups["contradiction", pattern[0], sentence].append(verdict.name)
+        if verdict.status == UNEXPLAINED:
+            groups["unexplained", verdict.name, verdict.reason].append(verdict.name)
+        if verdict.status == UNCHANGED and pattern in updated:
+            groups["left out", pattern[0], f"the step left it out, and not its siblings: {verdict.reason}"].append(
+                verdict.name
+            )
+    for (kind, _, sentence), names in groups.items():
+        yield Finding(kind, f"{listed(names, 2)}: {sentence}", tuple(names))
+
+
+def verdict_row(verdict: ParameterVerdict) -> tuple[str, str, str, str, str]:
+    """Return a verdict as cells of a table: the cut, the rule, the scale, what is left over, and the status."""
+    cuts = " or ".join(dict.fromkeys(cut_words(cut).partition(" each")[0] for cut in verdict.cuts))
+    rules = " or ".join(dict.fromkeys(f"{rule.method} {rule.name}".strip() for rule in verdict.rules))
+    # A tenth of a decade, so that layers which do the same are one row.
+    residual = "-" if verdict.residual is None else f"<{10 ** math.ceil(math.log10(verdict.residual or 1e-12)):.0e}"
+    reason = f": {verdict.reason}" if verdict.status in (UNCHANGED, UNKNOWN) else ""
+    return cuts or "-", rules or "-", " or ".join(verdict.scales) or "-", residual, f"{verdict.status}{reason}"

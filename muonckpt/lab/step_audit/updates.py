@@ -1,0 +1,315 @@
+"""The update that a hypothesis would have made, and how far the stored weights are from it.
+
+Nothing here is shared with our optimizer: Newton-Schulz stands here as its authors write it, so that a fault of ours
+cannot explain itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...algebra.box import Index
+from ...names.coefficients import CoefficientSet
+
+Matrix = NDArray[np.float64]
+Rounded = NDArray[np.float32]
+
+_MANTISSA_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
+"""Bits after the point of a number as it is stored."""
+
+_SAFETY, _COARSE_SAFETY = 3.0, 2.5
+"""The multiples of the rounding of storage, and of Newton-Schulz in 16 bits, up to which a hypothesis explains an
+update.  The second is made by rounding each operation once; programs that round in other places leave up to 1.6 times
+as much."""
+
+_LINE_SAFETY = 4.0
+"""The multiple of the bound for one row or column beside all, which few elements make."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The matrices that were orthogonalised one by one.
+
+    Attributes:
+        flatten: all dims but the first are one; else a parameter of more than two dims is a stack of matrices.
+        pieces: rows of each matrix; None for all rows.
+        columns: columns of each matrix, likewise.
+        interleaved: the rows are this many blocks, each of ``pieces``, and a matrix has its piece of every block.
+        causes: the reasons for which a program may cut so.
+    """
+
+    flatten: bool = False
+    pieces: tuple[int, ...] | None = None
+    columns: tuple[int, ...] | None = None
+    interleaved: int = 1
+    causes: tuple[str, ...] = ()
+
+    def matrices(self, array: Matrix) -> Iterator[Matrix]:
+        """Yield each matrix, or a stack of them, as a view or copy of a parameter's array."""
+        for view, rows, columns in self._views(array):
+            block = view[..., rows[0] : rows[1], columns[0] : columns[1]]
+            yield block.reshape(*block.shape[:-3], -1, block.shape[-1])
+
+    def assemble(self, matrices: Iterator[Matrix], shape: Index) -> Matrix:
+        """Return the parameter's array made of its matrices, which is the inverse of `matrices`."""
+        array = np.empty(shape)
+        for (view, rows, columns), matrix in zip(self._views(array), matrices, strict=True):
+            block = view[..., rows[0] : rows[1], columns[0] : columns[1]]
+            block[...] = matrix.reshape(block.shape)
+        return array
+
+    def _views(self, array: Matrix) -> Iterator[tuple[Matrix, tuple[int, int], tuple[int, int]]]:
+        """Yield views of ``[..., blocks, rows of a block, columns]`` with the ranges of each matrix in them."""
+        whole = (
+            array.reshape(array.shape[0], -1) if self.flatten else array.reshape((1,) * (2 - array.ndim) + array.shape)
+        )
+        *stack, rows, columns = whole.shape
+        view = whole.reshape(*stack, self.interleaved, rows // self.interleaved, columns)
+        for row_range in pairwise(accumulate(self.pieces or (view.shape[-2],), initial=0)):
+            for column_range in pairwise(accumulate(self.columns or (columns,), initial=0)):
+                yield view, row_range, column_range
+
+    def is_of(self, other: Cut) -> bool:
+        """Return whether two cut alike, whatever the causes."""
+        return replace(self, causes=()) == replace(other, causes=())
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRule:
+    """The direction that a method makes of the momentum.
+
+    Attributes:
+        method: a key of `DIRECTIONS`, such as "muon".
+        momentum: the coefficient of momentum, which the direction of Nesterov depends on.
+        name: of the published ``coefficients``, or "recorded".
+    """
+
+    method: str = "muon"
+    momentum: float = 0.95
+    nesterov: bool = True
+    name: str = ""
+    coefficients: CoefficientSet | None = None
+    steps: int = 5
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What two checkpoints have of a parameter: weights and state before and after the step.
+
+    Attributes:
+        state: after the step, by the common name of the slot.
+        dtypes: of the weights and the momentum.
+    """
+
+    name: str
+    before: Matrix
+    after: Matrix
+    momentum_before: Matrix
+    state: Mapping[str, Matrix]
+    dtypes: tuple[str, str]
+
+    @property
+    def shape(self) -> Index:
+        return self.before.shape
+
+    @cached_property
+    def change(self) -> Matrix:
+        return self.after - self.before
+
+    @cached_property
+    def change_norm(self) -> float:
+        return float(np.linalg.norm(self.change))
+
+    @cached_property
+    def rounding(self) -> float:
+        """The norm of the error that storing the weights makes in their change."""
+        return math.hypot(*(float(np.linalg.norm(spacing(w, self.dtypes[0]))) for w in (self.before, self.after)))
+
+    def source(self, rule: UpdateRule) -> Matrix:
+        """Return what the method makes its direction of, up to a factor.
+
+        With gradients summed up or averaged, ``g`` is ``m' - mu m`` up to a factor, and Nesterov's ``g + mu m'`` is
+        ``(1 + mu) m' - mu m``: the direction does not tell the two conventions apart.
+        """
+        after, mu = self.state["momentum" if "momentum" in self.state else "first"], rule.momentum
+        return (1 + mu) * after - mu * self.momentum_before if rule.nesterov else after
+
+
+def spacing(values: Matrix, dtype: str) -> Matrix:
+    """Return the root mean square of the error of rounding each value to a dtype."""
+    _, exponents = np.frexp(values)
+    errors: Matrix = np.ldexp(1.0, exponents - 1 - _MANTISSA_BITS.get(dtype, 23)) / math.sqrt(12)
+    return errors
+
+
+def to_bfloat16(values: Rounded) -> Rounded:
+    """Round float32 to bfloat16, to the nearest, ties to even."""
+    words = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    nearest: Rounded = ((words + 0x7FFF + (words >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+    return nearest
+
+
+def orthogonalized(matrix: Matrix, rule: UpdateRule, rounded: bool = False) -> Matrix:
+    """Return each matrix of a stack after Newton-Schulz, in float32, or ``rounded`` to bfloat16 throughout."""
+    assert rule.coefficients is not None, "rules of orthogonal directions have coefficients"
+    cast = to_bfloat16 if rounded else _as_they_are
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    wide = matrix.swapaxes(-1, -2) if is_tall else matrix
+    norms = _norms(wide) * rule.coefficients.norm_scale
+    x = cast((wide / np.maximum(norms, 1e-30)).astype(np.float32))
+    for a, b, c in rule.coefficients.schedule(rule.steps):
+        gram = cast(x @ x.swapaxes(-1, -2))
+        polynomial = cast(np.float32(b) * gram + np.float32(c) * cast(gram @ gram))
+        x = cast(np.float32(a) * x + cast(polynomial @ x))
+    return (x.swapaxes(-1, -2) if is_tall else x).astype(np.float64)
+
+
+def _as_they_are(values: Rounded) -> Rounded:
+    return values
+
+
+def _of_muon(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> Matrix:
+    matrices = (orthogonalized(m, rule, rounded) for m in cut.matrices(evidence.source(rule)))
+    return cut.assemble(matrices, evidence.shape)
+
+
+def _of_normuon(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> Matrix:
+    # Rows are divided by the root of their second moment, and each matrix has its norm of before again.
+    orthogonal = _of_muon(evidence, cut, rule, rounded)
+    divided = orthogonal / (np.sqrt(evidence.state["rows"]) + 1e-8)
+    pairs = zip(cut.matrices(orthogonal), cut.matrices(divided), strict=True)
+    return cut.assemble((d * (_norms(o) / np.maximum(_norms(d), 1e-30)) for o, d in pairs), evidence.shape)
+
+
+def _norms(matrices: Matrix) -> Matrix:
+    norms: Matrix = np.linalg.norm(matrices, axis=(-2, -1), keepdims=True)
+    return norms
+
+
+def _of_adamw(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> Matrix:
+    # The corrections for the beginning are factors, up to epsilon.
+    return evidence.state["first"] / (np.sqrt(evidence.state["second"]) + 1e-12)
+
+
+def _of_sign(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> Matrix:
+    return np.sign(evidence.source(rule))
+
+
+def _of_gradient(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> Matrix:
+    return evidence.source(rule)
+
+
+DIRECTIONS: Mapping[str, Callable[[Evidence, Cut, UpdateRule, bool], Matrix]] = {
+    "muon": _of_muon,
+    "normuon": _of_normuon,
+    "adamw": _of_adamw,
+    "the sign of the momentum": _of_sign,
+    "the momentum as it is": _of_gradient,
+}
+"""The direction of an update, up to a factor, by method."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The nearest that a hypothesis comes to the stored change ``W' - W``, as ``-rate · direction - decay · W``.
+
+    Attributes:
+        rates: fitted for matrices of each shape: the learning rate times the scale.
+        decay: fitted: the learning rate times the weight decay, give or take ``decay_error``; ``cautious`` where only
+            weights decay whose sign agrees.
+        residual: the norm of what it does not explain, as a part of the update's.
+        line_residual: the same of the row or column that is explained worst, beside the mean row or column.
+    """
+
+    cut: Cut
+    rule: UpdateRule
+    rates: Mapping[Index, float]
+    decay: float
+    decay_error: float
+    cautious: bool
+    residual: float
+    line_residual: float
+    rest: Matrix
+
+    def explains(self, bound: float) -> bool:
+        """Return whether no more is left than rounding may leave, in all rows and columns."""
+        return self.residual <= bound and self.line_residual <= _LINE_SAFETY * bound
+
+
+def fit(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool = False) -> Explanation:
+    """Explanation rates and decay of a hypothesis to a stored change, by least squares."""
+    direction = DIRECTIONS[rule.method](evidence, cut, rule, rounded)
+    # A rate for each shape of matrices, as scales depend on shapes.
+    shapes = [matrix.shape[-2:] for matrix in cut.matrices(evidence.before)]
+    columns = []
+    for shape in dict.fromkeys(shapes):
+        blocks = (
+            np.broadcast_to(float(s == shape), m.shape) for s, m in zip(shapes, cut.matrices(direction), strict=True)
+        )
+        columns.append(direction * cut.assemble(blocks, evidence.shape) if len(set(shapes)) > 1 else direction)
+    fits = []
+    for cautious in (False, True):
+        decayed = evidence.before * (direction * evidence.before > 0) if cautious else evidence.before
+        fits.append(_least_squares(evidence, [*columns, decayed]))
+    plain, careful = fits
+    # Decay by sign has to be plainly better to be believed.
+    cautious = careful[1] < plain[1] / 2
+    factors, _, rest = careful if cautious else plain
+    update = evidence.change - factors[-1] * evidence.before
+    size = float(np.linalg.norm(update))
+    rates = {shape: -float(factor) for shape, factor in zip(dict.fromkeys(shapes), factors, strict=False)}
+    residual = float(np.linalg.norm(rest)) / size if size else 0.0
+    # Six standard errors of a fitted factor, if what is left is noise.
+    error = 6 * float(np.linalg.norm(rest)) / math.sqrt(rest.size) / (float(np.linalg.norm(evidence.before)) or 1.0)
+    return Explanation(cut, rule, rates, -float(factors[-1]), error, cautious, residual, _worst_line(rest, size), rest)
+
+
+def _least_squares(evidence: Evidence, columns: list[Matrix]) -> tuple[NDArray[np.float64], float, Matrix]:
+    """Return the factors of the columns that come nearest to the change, the distance, and what is left."""
+    gram = np.array([[float(np.vdot(a, b)) for b in columns] for a in columns])
+    norms = np.sqrt(np.diag(gram)) + 1e-300
+    right = np.array([float(np.vdot(column, evidence.change)) for column in columns]) / norms
+    factors = np.linalg.lstsq(gram / np.outer(norms, norms), right, rcond=1e-12)[0] / norms
+    rest = evidence.change.copy()
+    for factor, column in zip(factors, columns, strict=True):
+        rest -= factor * column
+    return factors, float(np.linalg.norm(rest)), rest
+
+
+def _worst_line(rest: Matrix, size: float) -> float:
+    """Return the residual of the worst row or column beside the mean of all, as a part of the update's."""
+    if not size or rest.ndim < 2:
+        return 0.0
+    squares = rest.reshape(-1, rest.shape[-1]) ** 2
+    rows, columns = squares.sum(1), squares.sum(0)
+    return math.sqrt(max(rows.max() * rows.size, columns.max() * columns.size)) / size
+
+
+def rounding_bounds(evidence: Evidence, best: Explanation) -> tuple[float, float]:
+    """Return what rounding may leave of a true hypothesis: in float32, and with 16 bits in Newton-Schulz."""
+    size = float(np.linalg.norm(evidence.change + best.decay * evidence.before)) or 1.0
+    weights = evidence.rounding / size
+    # Rounded momentum moves the direction: by how much is tried with one draw of such an error.
+    generator = np.random.default_rng(0)
+    noisy_state = {name: _perturbed(value, evidence.dtypes[1], generator) for name, value in evidence.state.items()}
+    before = _perturbed(evidence.momentum_before, evidence.dtypes[1], generator)
+    noisy = replace(evidence, momentum_before=before, state={**evidence.state, **noisy_state})
+    direction = DIRECTIONS[best.rule.method]
+    exact = direction(evidence, best.cut, best.rule, False)
+    norm = float(np.linalg.norm(exact)) or 1.0
+    moved = float(np.linalg.norm(direction(noisy, best.cut, best.rule, False) - exact)) / norm
+    # The same in 16 bits, which most programs compute in; 1e-6 stands for the order of float32 sums.
+    coarse = float(np.linalg.norm(direction(evidence, best.cut, best.rule, True) - exact)) / norm
+    fine = math.hypot(weights, moved, 1e-6)
+    return _SAFETY * fine, math.hypot(_SAFETY * fine, _COARSE_SAFETY * coarse)
+
+
+def _perturbed(values: Matrix, dtype: str, generator: np.random.Generator) -> Matrix:
+    return values + spacing(values, dtype) * math.sqrt(12) * (generator.random(values.shape) - 0.5)
