@@ -57,7 +57,7 @@ TOPICS = {
     ),
     "api/forecasts.md": (
         "Forecasts and check-ups",
-        "forecast Prospect Rates rates_of Training fits Fit doctor Checkup",
+        "forecast Prospect Rates rates_of Training fits Fit doctor Checkup audit_step StepAudit ParameterVerdict",
     ),
     "api/errors.md": (
         "Errors",

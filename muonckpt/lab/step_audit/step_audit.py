@@ -122,7 +122,7 @@ def audit_step(
         before, after: checkpoints of one run and of any program, one step apart.
         select: shell patterns of parameters' names or keys; others are not asked about.
         flops: that hypotheses may take; one parameter of each kind comes first, and those left over are listed.
-        progress: called with the number of parameters done since the last call, and with their total.
+        progress: called with the bytes of parameters done since the last call, in float32, and with the total.
 
     Raises:
         SourceError: a checkpoint cannot be read, or is damaged.
@@ -174,6 +174,7 @@ class _Reader:
     def verdicts(self, names: Sequence[str], progress: Progress) -> list[ParameterVerdict]:
         # One parameter of each kind is searched, the smallest kinds first; its siblings begin with what it did.
         parameters = self.looks[1].view.parameters
+        sizes = {name: math.prod(parameters[name].shape) * 4 for name in names}
         kinds: defaultdict[Any, list[str]] = defaultdict(list)
         for name in names:
             method = parameters[name].method
@@ -187,7 +188,7 @@ class _Reader:
                 verdicts[name], best = self._verdict(name, sibling)
                 if verdicts[name].status in (EXPLAINED, AMBIGUOUS) and best is not None:
                     explanations.setdefault(name, best)
-                progress(1, len(names))
+                progress(sizes[name], sum(sizes.values()))
         return [verdicts[name] for name in names]
 
     def _verdict(self, name: str, sibling: Explanation | None) -> tuple[ParameterVerdict, Explanation | None]:
@@ -591,4 +592,5 @@ def verdict_row(verdict: ParameterVerdict) -> tuple[str, str, str, str, str]:
     # A tenth of a decade, so that layers which do the same are one row.
     residual = "-" if verdict.residual is None else f"<{10 ** math.ceil(math.log10(verdict.residual or 1e-12)):.0e}"
     reason = f": {verdict.reason}" if verdict.status in (UNCHANGED, UNKNOWN) else ""
-    return cuts or "-", rules or "-", " or ".join(verdict.scales) or "-", residual, f"{verdict.status}{reason}"
+    scales = [scale for scale in verdict.scales if " of " not in scale] or verdict.scales
+    return cuts or "-", rules or "-", " or ".join(scales) or "-", residual, f"{verdict.status}{reason}"
