@@ -139,7 +139,10 @@ def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> tuple[Tensor, 
     sharing: defaultdict[Ranks, list[Tensor]] = defaultdict(list)
     for members in by_mesh.values():
         sharing[ranks_of(members[0], None)] += members
-    widest = [ranks for ranks in sharing if not any({*ranks} < {*larger} for larger in sharing)]
+    widest = []
+    for ranks in sharing:
+        if not any({*ranks} < {*other_ranks} for other_ranks in sharing):
+            widest.append(ranks)
     device = params[0].device if params else torch.device("cpu")
     terms = [torch.zeros((), dtype=torch.float64, device=device)]
     differs = torch.zeros((), dtype=torch.bool, device=device)

@@ -336,13 +336,19 @@ class Muon(ForModel, CollectiveOptimizer):
         Warns:
             RuntimeWarning: for each of `MuonReport.doubts`.
         """
-        schedules, numbered = list(self.schedules.values()), enumerate(self.param_groups)
+        schedules = list(self.schedules.values())
         names = {decision.parameter: decision.names[0] for decision in self.decisions() or ()}
+        groups = []
+        for number, group in enumerate(self.param_groups):
+            groups.append(report_group(number, group, self._scales, self._methods, names))
+        state_bytes = 0
+        for slots in self.state.values():
+            state_bytes += sum(local_of(tensor).nbytes for tensor in slots.values())
         report = MuonReport(
-            groups=tuple(report_group(number, group, self._scales, self._methods, names) for number, group in numbered),
+            groups=tuple(groups),
             matrices_by_rank=count_matrices(schedules),
             sent_bytes=count_sent_bytes(schedules),
-            state_bytes=sum(local_of(tensor).nbytes for slots in self.state.values() for tensor in slots.values()),
+            state_bytes=state_bytes,
             owner_bytes=count_owner_bytes(self.param_groups, self._methods, self._owners, self._replicas),
             offload=self._offload,
             visiting_bytes=self._visiting_bytes(),

@@ -54,8 +54,10 @@ class GroupReport:
     @property
     def layers(self) -> str:
         """The names, one for all layers in which they differ by numbers, with how many these are."""
-        names = folded((name, "") for name in self.names)
-        return listed([name if count == 1 else f"{name} ({count})" for name, count, _ in names], SHOWN_NAMES)
+        layers = []
+        for name, count, _ in folded((name, "") for name in self.names):
+            layers.append(name if count == 1 else f"{name} ({count})")
+        return listed(layers, SHOWN_NAMES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -335,11 +335,11 @@ class FreshStart:
 
 def _are_equal(live: Mapping[str, Any], loaded: Mapping[str, Any]) -> bool:
     """Return whether two state dicts are equal, perhaps on different devices."""
-    groups, loaded_groups = (
-        [(group["params"], group.get("param_names")) for group in side["param_groups"]] for side in (live, loaded)
-    )
-    if groups != loaded_groups or live["state"].keys() != loaded["state"].keys():
+    if live["state"].keys() != loaded["state"].keys() or len(live["param_groups"]) != len(loaded["param_groups"]):
         return False
+    for group, loaded_group in zip(live["param_groups"], loaded["param_groups"], strict=True):
+        if any(group.get(key) != loaded_group.get(key) for key in ("params", "param_names")):
+            return False
     for key, slots in live["state"].items():
         loaded_slots = loaded["state"][key]
         if slots.keys() != loaded_slots.keys():

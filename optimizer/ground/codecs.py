@@ -523,10 +523,12 @@ def cut_state_portions(
         for portion in cut_portions(lists):
             yield portion, []
         return
-    keys = [None if slot is None or codec.noise is None else codec.noise.key(slot) for slot in slots]
+    noise_keys = [codec.noise.key(slot) if slot is not None and codec.noise is not None else None for slot in slots]
     for originals, ((shape, fragments), other_parts) in zip(zip(*lists, strict=True), parameters, strict=True):
         dense = [tensor.contiguous() for tensor in originals]
-        dense_parts = [[tensor.contiguous() for tensor in parts] for parts in other_parts]
+        dense_parts: list[Tensors] = []
+        for parts in other_parts:
+            dense_parts.append([tensor.contiguous() for tensor in parts])
         # One box of the parameter at a time, with its codec in each slot.
         for fragment in fragments:
             for cut in cut_box(fragment.box, portion_elements(dense[0].device)):
@@ -534,7 +536,7 @@ def cut_state_portions(
                 codecs: list[LocalCodec | None] = []
                 for number, slot in enumerate(slots):
                     stored = [dense[number], *dense_parts[number]]
-                    codecs.append(None if slot is None else codec.local_codec(stored, box, keys[number]))
+                    codecs.append(None if slot is None else codec.local_codec(stored, box, noise_keys[number]))
                 sizes, strides, offset = box.place
                 yield [view_boxes([tensor], sizes, strides, [offset]) for tensor in dense], codecs
         # Write back the tensors that were copied.

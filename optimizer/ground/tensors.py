@@ -276,4 +276,5 @@ class Stack:
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield each matrix, a view."""
-        return (matrix.mT if self.turned else matrix for matrix in self.places.split_matrices(self.memory))
+        for matrix in self.places.split_matrices(self.memory):
+            yield matrix.mT if self.turned else matrix

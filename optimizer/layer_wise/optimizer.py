@@ -139,16 +139,21 @@ class LayerWise(CollectiveOptimizer):
             check_value("bucket_size", bucket_size, COUNT_OR_NONE)
             if nonfinite is not None:
                 self._nonfinite = NonFinite(nonfinite, most_skipped)
-                if refusal := crossing_error([ranks_of_group(shared) for shared in self._agreement.groups]):
+                if refusal := crossing_error(list(map(ranks_of_group, self._agreement.groups))):
                     raise refusal
             Optimizer.__init__(self, groups, {})
             self._members = Members.of(model, self.param_groups, group, experts, expert_group)
             self._template = self._make_template(lr, options)
             request = self._members.placement_request(self.param_groups, bucket_size, previous)
             self.buffers = make_layouts(layout, request)
-            transport = {"average": average, "exact": exact, "overlap": overlap, "gradient_dtype": gradient_dtype}
-            facts = {name: str(value) for name, value in {**transport, "nonfinite": self._nonfinite_policy}.items()}
-            facts["expert_group"] = "reaches beyond group" if self._outside_ranks else "lies in group"
+            facts = {
+                "average": str(average),
+                "exact": str(exact),
+                "overlap": str(overlap),
+                "gradient_dtype": str(gradient_dtype),
+                "nonfinite": str(self._nonfinite_policy),
+                "expert_group": "reaches beyond group" if self._outside_ranks else "lies in group",
+            }
             intent = Intent.of(AGREE_ON_PLAN, {**facts, **self._members.facts(self.param_groups, self.buffers)})
         except Exception as error:
             intent = intent.failed(error, this_rank())
@@ -175,10 +180,10 @@ class LayerWise(CollectiveOptimizer):
         """Return a `Muon` of whole parameters on the meta device, to refuse what any rank's would; copy its options."""
         if refused := sorted({"replicas", "exchange", "stages"} & options.keys()):
             raise ValueError(f"{refused}: owners step whole matrices, nothing is exchanged during a step")
-        meta = {
-            param: torch.empty_like(param, dtype=exact_dtype(param), device="meta") for param in self._members.name_of
-        }
-        template = Muon(replace_params(self.param_groups, meta), lr, **options)
+        meta_params = {}
+        for param in self._members.name_of:
+            meta_params[param] = torch.empty_like(param, dtype=exact_dtype(param), device="meta")
+        template = Muon(replace_params(self.param_groups, meta_params), lr, **options)
         # AdamW's parameters are cut anywhere, blocks of state are not.
         for group in template.param_groups:
             if STATE_DTYPE in group and not codec_of(group).any_cut:
@@ -205,19 +210,22 @@ class LayerWise(CollectiveOptimizer):
         for group in groups:
             group |= self._template._scales.as_given(group) | self._template._methods.as_given(group)
         inner = Muon(groups, lr, **options)
-        inner._param_fragments = {
-            part.master: (tuple(self._members.named[name].shape), part.fragments) for name, part in self._parts.items()
-        }
+        fragments = {}
+        for name, part in self._parts.items():
+            fragments[part.master] = tuple(self._members.named[name].shape), part.fragments
+        inner._param_fragments = fragments
         inner._warns = False  # no other rank has these tensors, and at times none has a gradient
         return inner
 
     def _share_state(self, params: Collection[Tensor]) -> None:
         """Give parameters the state with which this rank's parts are stepped."""
         members = self._members
-        meshes = {  # which makes no process group
-            group: DeviceMesh.from_group(group, self._device.type) if group is not None else None
-            for group in dict.fromkeys(members.group_of.values())
-        }
+        meshes: dict[dist.ProcessGroup | None, DeviceMesh | None] = {}
+        for process_group in dict.fromkeys(members.group_of.values()):
+            # A mesh of a group makes no process group.
+            meshes[process_group] = (
+                None if process_group is None else DeviceMesh.from_group(process_group, self._device.type)
+            )
         for group, template_group in zip(self.param_groups, self._template.param_groups, strict=True):
             for param, meta in zip(group["params"], template_group["params"], strict=True):
                 if param in params:
@@ -475,8 +483,9 @@ class LayerWise(CollectiveOptimizer):
 
     def provenance(self) -> dict[str, Any]:
         """Return the layout and its owners, for ``muonckpt.save(..., provenance=...)``."""
-        sharing = map(self._members.group_of_buffer, self.buffers)
-        ranks = [dist.get_process_group_ranks(group) if group is not None else [0] for group in sharing]
+        ranks = []
+        for group in map(self._members.group_of_buffer, self.buffers):
+            ranks.append([0] if group is None else dist.get_process_group_ranks(group))
         return {"layer_wise": {"layout": self._layout, "buffers": [*map(to_json, self.buffers)], "ranks": ranks}}
 
     def state_dict(self) -> dict[str, Any]:
@@ -578,5 +587,6 @@ def _local_misfit(tensor: Tensor, loaded: Any) -> str | None:
         return reason
     if loaded.dtype != tensor.dtype:
         return f"is {loaded.dtype}, expected {tensor.dtype}"
-    boxes, loaded_boxes = ([(lo, part.shape) for lo, part in parts_of(side).items()] for side in (tensor, loaded))
-    return None if loaded_boxes == boxes else CUT_OTHERWISE
+    parts, loaded_parts = parts_of(tensor), parts_of(loaded)
+    same_boxes = [*parts] == [*loaded_parts] and all(parts[lo].shape == loaded_parts[lo].shape for lo in parts)
+    return None if same_boxes else CUT_OTHERWISE

@@ -128,5 +128,5 @@ _SLOT_KINDS += [(kind, False) for kind, _ in _SLOT_KINDS if SHAPES[kind].sharded
 
 def fused_of(group: Mapping[str, Any]) -> Fused:
     """Return a group's fused matrices."""
-    pieces, columns = (tuple(group[key]) if group[key] else None for key in ("pieces", "columns"))
-    return Fused(pieces, columns, group["interleaved"])
+    pieces, columns = group["pieces"], group["columns"]
+    return Fused(tuple(pieces) if pieces else None, tuple(columns) if columns else None, group["interleaved"])

@@ -196,10 +196,10 @@ def _visiting_states(states: States, memory: StateMemory, device: torch.device) 
     for turn, numbers in enumerate(turns):
         states_of_turn, visitors = states[numbers.start : numbers.stop], visits.receive(turn)
         if visitors:
-            states_of_turn = [
-                {slot: visitors.get((number, slot), tensor) for slot, tensor in states[number].items()}
-                for number in numbers
-            ]
+            states_of_turn = []
+            for number in numbers:
+                slots = {slot: visitors.get((number, slot), tensor) for slot, tensor in states[number].items()}
+                states_of_turn.append(slots)
         yield slice(numbers.start, numbers.stop), states_of_turn
         visits.release(turn)
     visits.finish()

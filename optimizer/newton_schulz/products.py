@@ -168,11 +168,12 @@ def same_as_alone(
     """
     num_matrices = max(8, 256 // max(1, min(rows, columns)) ** 2)
     noise = torch.randn(num_matrices, rows, columns, generator=torch.Generator().manual_seed(0), device="cpu").to(dtype)
-    singly = torch.stack([work(matrix) for matrix in (noise.mT if rows > columns else noise)])
+    wide_noise = noise.mT if rows > columns else noise
+    single_results = torch.stack(list(map(work, wide_noise)))
     for first in range(0, num_matrices, count):
         numbers = torch.arange(first, first + count, device="cpu") % num_matrices
         stack = noise[numbers]
-        if not torch.equal(work(stack.mT if rows > columns else stack), singly[numbers]):
+        if not torch.equal(work(stack.mT if rows > columns else stack), single_results[numbers]):
             return False
     return True
 

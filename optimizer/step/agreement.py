@@ -142,10 +142,10 @@ def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
     for rank, text in complaints.items():
         if text:
             by_text[text].append(rank)
-    shown = [
-        f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}: {text}" for text, ranks in list(by_text.items())[:SHOWN]
-    ]
-    return RuntimeError(f"{task.failure}. {'; '.join(shown)}. {task.advice}")
+    sentences = []
+    for text, ranks in list(by_text.items())[:SHOWN]:
+        sentences.append(f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}: {text}")
+    return RuntimeError(f"{task.failure}. {'; '.join(sentences)}. {task.advice}")
 
 
 def plan_options(group: ParamGroup) -> dict[str, Any]:

@@ -61,8 +61,11 @@ def refuse_ended_groups(*groups: dist.ProcessGroup | None) -> None:
 
 def unique_groups(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup | None]:
     """Return groups, each replaced by the first of the same ranks: ``new_group`` makes a new object every time."""
-    first: dict[Ranks, dist.ProcessGroup] = {}
-    return [first.setdefault(ranks_of_group(group), group) if group is not None else None for group in groups]
+    group_of_ranks: dict[Ranks, dist.ProcessGroup] = {}
+    unique: list[dist.ProcessGroup | None] = []
+    for group in groups:
+        unique.append(None if group is None else group_of_ranks.setdefault(ranks_of_group(group), group))
+    return unique
 
 
 def collective_order(ranks: Ranks) -> tuple[int, int, Ranks]:
@@ -177,10 +180,10 @@ class RankSet:
     @property
     def labels(self) -> list[str]:
         """Names of the parameters, the same on all ranks."""
-        return [
-            f"parameter {number if member.name is None else repr(member.name)}"
-            for number, member in enumerate(self.members)
-        ]
+        labels = []
+        for number, member in enumerate(self.members):
+            labels.append(f"parameter {number if member.name is None else repr(member.name)}")
+        return labels
 
     def step_intent(self, all_groups: Sequence[ParamGroup], constants: Facts) -> Intent:
         """Return the intent to step those of the parameters that have a gradient."""

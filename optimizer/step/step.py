@@ -216,8 +216,9 @@ class Step:
         self._state = MatrixState(self.schedule, self.specs, self.rank, self.device)
         self._params_of_stages = self.schedule.params()
         self._params_by_first_stage = params_by_first_stage(self.schedule, len(self.params))
-        pairs = zip(self.params, self.specs, strict=True)
-        self._state_kinds = [(param.device, *(slot.sent_dtype for slot in spec.slots)) for param, spec in pairs]
+        self._state_kinds: list[tuple[Hashable, ...]] = []
+        for param, spec in zip(self.params, self.specs, strict=True):
+            self._state_kinds.append((param.device, *(slot.sent_dtype for slot in spec.slots)))
         self._sends_ahead, self._saves_momenta = self.guarded and not self.noisy, self.guarded and self.noisy
         self._is_active: tuple[bool, ...] = ()
         self._batches: list[list[Batch]] = []
@@ -415,7 +416,7 @@ class Step:
             unit, state = self.schedule.units[units[0]], self._state.assemble(local, stage, units, arrived)
             is_stack = batch.method.stacked
             matrix = matrices[start:end].view((count, *unit.rows_columns) if is_stack else unit.rows_columns)
-            slots = {slot: tensor if is_stack else tensor[0] for slot, tensor in state.items()}
+            slots = dict(state) if is_stack else {slot: tensor[0] for slot, tensor in state.items()}
             weight = slots.pop(WEIGHT, None)
             stack = WholeMatrix(align_matrices(matrix), slots, weight, local.groups[unit.param])
             try:

@@ -160,7 +160,7 @@ class _Products:
         if kind.addend not in (None, self.places):
             raise ValueError(f"results are {self.places.runs}, what is added to them is {kind.addend}")
         self.numel = self.places.numel
-        self._inner = [k if kind.multiplied else 0 for _, k in first]
+        self._inner = [k for _, k in first] if kind.multiplied else [0] * len(first)
         self._kind = kind
         self._launches: dict[Tile, Callable[..., None]] = {}
         self._fastest: Callable[..., None] | None = None

@@ -251,13 +251,13 @@ def metadata_parts(manifest: Manifest) -> Iterator[bytes]:
     entries: tuple[StateRecord | Blob, ...] = (*tensors, *blobs)
     _refuse_twice("key", (entry.key for entry in entries))
     for tensor in tensors:
-        if len(tensor.boxes) > 1 and not _differ(tensor.boxes):
+        if len(tensor.boxes) > 1 and not _have_distinct_offsets(tensor.boxes):
             _refuse_twice(f"offset of the boxes of {tensor.key!r}", map(tuple, tensor.boxes.lo.tolist()))
     return _pickled_parts(tensors, blobs)
 
 
 @lru_cache(maxsize=1024)
-def _differ(boxes: Boxes) -> bool:
+def _have_distinct_offsets(boxes: Boxes) -> bool:
     """Return whether no two boxes begin at the same place.  Cached: tensors have few geometries."""
     return len(set(map(tuple, boxes.lo.tolist()))) == len(boxes)
 

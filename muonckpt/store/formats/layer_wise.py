@@ -190,20 +190,16 @@ def _named_states(
     for rank, file in enumerate(files):
         for number, group in enumerate(file.groups):
             names = shares.names.get((rank, number), ())
-            state_shapes = [_elementwise_shapes(state) for state in group.states]
-            for position, (name, state_shape) in enumerate(zip_longest(names, state_shapes)):
+            for position, (name, state) in enumerate(zip_longest(names, group.states, fillvalue=None)):
+                state_shape = {value.shape for value in (state or {}).values() if _is_elementwise(value)}
                 if name is None or state_shape != {shapes[name]}:
                     expected = name and (name, shapes[name])
                     raise SourceError(
-                        f"{file.name}: group {number} has {len(state_shapes)} parameters, with {algorithm} its rank "
+                        f"{file.name}: group {number} has {len(group.states)} parameters, with {algorithm} its rank "
                         f"owns {len(names)}: number {position} should be {expected}, found shape {state_shape}; the "
                         "algorithm or the parameters differ"
                     )
             yield from zip(names, group.states, strict=True)
-
-
-def _elementwise_shapes(state: ParameterState) -> set[Index]:
-    return {value.shape for value in state.values() if _is_elementwise(value)}
 
 
 def _is_elementwise(value: object) -> TypeGuard[SavedTensor]:

@@ -162,7 +162,7 @@ def advice_where_none_is_whole(run: Location, damaged_steps: Sequence[str]) -> s
 def _seen_by_reading(path: Location, damaged_steps: Collection[str] = ()) -> Diagnosis:
     """Return what to do about damage that names and sizes of files do not show."""
     remedies = [Remedy(command("verify", path), "lists all that is damaged, and what can be done about it")]
-    if before := _step_before(path, damaged_steps):
+    if before := whole_before(_with_name(path), damaged_steps):
         remedies.append(_gone_back(path, before, is_automatic=True))
     return Diagnosis(path, "", tuple(remedies))
 
@@ -201,7 +201,7 @@ def _remedies(
     if damage.mixed_up and _has_stock_description(path):
         yield _from_stock(path, "what the files have, of which save it may be,")
     # The run goes on from another step.
-    before = _step_before(path, damaged_steps)
+    before = whole_before(_with_name(path), damaged_steps)
     if before is not None:
         yield _gone_back(path, before, is_automatic=has_loss)
     if damage.mixed_up:
@@ -262,7 +262,8 @@ def _moves(path: Location, misplaced: Mapping[str, str]) -> Iterator[str]:
         name = next((name for name in places if name not in places.values()), next(iter(places)))
         if name not in vacant and (path / name).exists():
             yield move(name, f"{name}.aside")
-            places = {key: f"{name}.aside" if file == name else file for key, file in places.items()}
+            for key in [key for key, file in places.items() if file == name]:
+                places[key] = f"{name}.aside"
         else:
             yield move(places.pop(name), name)
 
@@ -305,7 +306,7 @@ def _remedies_of_unreadable(path: Location, damaged_steps: Collection[str]) -> I
             f"{command('verify')} COPY",
             "tells whether a copy of this checkpoint is whole, if you have one: then copy the damaged file from there",
         )
-    if before := _step_before(path, damaged_steps):
+    if before := whole_before(_with_name(path), damaged_steps):
         yield _gone_back(path, before, is_automatic=True)
 
 
@@ -337,10 +338,6 @@ def _has_stock_description(path: Location) -> bool:
     return False
 
 
-def _step_before(path: Location, damaged_steps: Collection[str]) -> RunStep | None:
-    return whole_before(_with_name(path), damaged_steps)
-
-
 def _with_name(path: Location) -> Location:
     return path.resolve() if path.name in ("", "..") else path
 
@@ -350,8 +347,11 @@ def _free_path(path: Location, suffix: str) -> str:
     place = _with_name(path)
     if (name := new_attempt(place)) is not None:
         return str(place.parent / name)
-    names = (f"{place.name}-{suffix}{number}" for number in ("", *range(2, 1000)))
-    return str(next(new for name in names if not (new := place.parent / name).exists()))
+    new_path, number = place.parent / f"{place.name}-{suffix}", 1
+    while new_path.exists():
+        number += 1
+        new_path = place.parent / f"{place.name}-{suffix}{number}"
+    return str(new_path)
 
 
 def command(*arguments: object) -> str:

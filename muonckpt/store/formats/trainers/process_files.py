@@ -263,7 +263,9 @@ def universal_reader(path: Location) -> Reader:
             for file in names:
                 tensors += _universal_tensor(path, name, file, items, shapes)
     # Nothing lists the files: their shapes, and the files of other parameters, show what is wrong.
-    slots = {name: {file.removesuffix(".pt") for file in names} for name, names in files.items()}
+    slots: dict[str, set[str]] = {}
+    for name, names in files.items():
+        slots[name] = {file.removesuffix(".pt") for file in names}
     faults = dict([*_misplaced(tensors), *_lost_slots(slots)])
     keys = list(chain.from_iterable(faults.values()))
     fault = [UnlistedError(listed_names([*faults], 3, "; "), keys)] if faults else []

@@ -107,20 +107,22 @@ def _read(path: Location, without: Collection[str] | None) -> Reader:
     with about(path):
         world = _world(by_root) if without is None else 1 + max(file.rank for file in files)
         names = NamesFile.beside(path)
-        opened = {root: [read_torch_file(path, file.name) for file in files] for root, files in by_root.items()}
         contents = _JoinedRanks(is_partial=without is not None)
         order: dict[str, Index] = {}
         numbered: dict[str, None] = {}
+        torch_files: list[TorchFile] = []
         # Models come before optimizers, whose names may come from them.
-        for root, ranks in opened.items():
+        for root, root_files in by_root.items():
             values = []
-            for rank_file in ranks:
-                content, unnamed = _named(rank_file, root, names, order)
+            for root_file in root_files:
+                torch_file = read_torch_file(path, root_file.name)
+                torch_files.append(torch_file)
+                content, unnamed = _named(torch_file, root, names, order)
                 numbered |= dict.fromkeys(unnamed)
-                with about(rank_file.name):
-                    values.append(dict(decoded(rank_file, content, (root,), dtensors=True)))
-            contents.add(values, [file.name for file in ranks])
-            if root == "model" and by_root[root][0].world is not None:
+                with about(torch_file.name):
+                    values.append(dict(decoded(torch_file, content, (root,), dtensors=True)))
+            contents.add(values, [file.name for file in root_files])
+            if root == "model" and root_files[0].world is not None:
                 order = _parameters(values[0])
         names.check_used(state_by_optimizer(contents.tensors))
     known_names = {file.name for file in files} | {signs.NAMES_FILE, signs.TORCH_CHECKPOINTING_FILE}
@@ -129,7 +131,7 @@ def _read(path: Location, without: Collection[str] | None) -> Reader:
         signs.NOT_READ: [name for name in listed if name not in known_names],
         signs.NUMBERED: [*numbered],
     }
-    checksums = checksums_inside(chain.from_iterable(opened.values()), contents.tensors)
+    checksums = checksums_inside(torch_files, contents.tensors)
     return trainer_reader(path, contents.tensors, contents.items, checksums, provenance, contents.faults)
 
 
@@ -158,7 +160,9 @@ def _rank_files(listed: Sequence[str]) -> list[_RankFile]:
 
 def _world(by_root: Mapping[str, Sequence[_RankFile]]) -> int:
     """Return the number of ranks, of each of which there has to be a file of each root."""
-    worlds = {file.world for files in by_root.values() for file in files}
+    worlds: set[int | None] = set()
+    for files in by_root.values():
+        worlds.update(file.world for file in files)
     if len(worlds) > 1:
         raise SourceError(
             f"expected the files of one run, found some of {' and some of '.join(sorted(map(str, worlds)))} ranks: "

@@ -230,10 +230,9 @@ class NamesFile:
             except (ValueError, RecursionError) as error:
                 raise SourceError(f"expected JSON, {error}") from error
             lists = {"optimizer": data} if isinstance(data, list) else data
-            if not isinstance(lists, dict) or not all(
-                isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists.values()
-            ):
-                raise SourceError("expected a list of names, or such a list for each of several optimizers")
+            for names in lists.values() if isinstance(lists, dict) else [None]:
+                if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                    raise SourceError("expected a list of names, or such a list for each of several optimizers")
         return cls(lists)
 
     def check_used(self, optimizers: Collection[str]) -> None:

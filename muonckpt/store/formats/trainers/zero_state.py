@@ -364,7 +364,7 @@ def _check_groups(optimizer: _Optimizer, num_groups: int, num_parameters: int, n
             f"{len(optimizer.masters)}"
         )
     counts = optimizer.zero.get("partition_count")
-    if any(count != num_ranks for count in (counts if type(counts) is list else [counts])):
+    if counts != ([num_ranks] * len(counts) if type(counts) is list else num_ranks):
         raise SourceError(
             f"{optimizer.file.name}: expected groups over all {num_ranks} ranks, found {counts}: those of experts are "
             "not read; ds_to_universal.py of DeepSpeed joins them where no group is Muon's"
