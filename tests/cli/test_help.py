@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+from pathlib import Path
 
 import click
 import pytest
@@ -15,6 +16,10 @@ from support.commands import called
 import muonckpt
 from muonckpt.cli.main import COMMANDS, cli
 from muonckpt.cli.printing import with_options
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [*(DOCS / "guide").rglob("*.md"), *(DOCS / "formats").glob("*.md")]
+FLAG = re.compile(r"(?<![\w-])--?[a-z][a-z-]*")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -27,6 +32,17 @@ def test_every_help_has_two_examples_that_parse(name, tmp_path, monkeypatch):
     for example in examples:
         line = shlex.split(example.partition(" > ")[0])
         assert command.make_context(name, line, resilient_parsing=False).params
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_explained_by_the_help_and_by_a_page(name):
+    options = [
+        option for option in cli.get_command(click.Context(cli), name).params if isinstance(option, click.Option)
+    ]
+    shown = {option.opts[-1]: option for option in options if not option.hidden}
+    assert [flag for flag, option in shown.items() if not option.help] == []
+    explained = {flag for page in PAGES for flag in FLAG.findall(page.read_text())}
+    assert [flag for flag, option in shown.items() if not explained & {*option.opts}] == []
 
 
 @pytest.mark.parametrize("name", ["reshard", "convert", "merge", "salvage"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from muonckpt.names.vocabulary import GROUP_OPTIONS
 from muonckpt.optimizer import COEFFICIENTS, LayerWise, MatrixMethod, Muon, Option, orthogonalize
 from muonckpt.optimizer.newton_schulz import CoefficientSet
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 ALGORITHMS = ("muon", "normuon", "adamw", "lion")
 
 
@@ -40,6 +43,16 @@ def train(opt: Muon, steps: int = 1) -> torch.Tensor:
         p.grad = normal(*p.shape, seed=1 + step)
         opt.step()
     return p.detach().clone()
+
+
+def test_every_option_is_explained():
+    """An argument of `Muon` in its docstring, and an option of a group on a page of the guide."""
+    [arguments] = re.findall(r"Args:(.*)Raises:", Muon.__doc__, re.DOTALL)
+    explained = re.findall(r"\w+", " ".join(re.findall(r"^ {8}(\w[\w, ]*):", arguments, re.MULTILINE)))
+    assert {*inspect.signature(Muon).parameters} <= {*explained}
+    pages = [page.read_text() for page in GUIDE.glob("*.md")]
+    written = {word for page in pages for code in re.findall(r"`([^`\n]+)`", page) for word in re.findall(r"\w+", code)}
+    assert {option for options in GROUP_OPTIONS.values() for option in options} <= written
 
 
 # --- at construction --------------------------------------------------------------------------------------------

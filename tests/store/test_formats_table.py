@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from functools import cache
 from itertools import cycle
@@ -20,6 +21,10 @@ from support.whole import assemble
 import muonckpt
 from muonckpt.algebra.box import Box
 from muonckpt.record.record import Manifest
+from muonckpt.store.formats.registry import BUILT_IN
+
+DOCS = Path(__file__).parents[2] / "docs"
+WRITTEN = {form.written_as for form in BUILT_IN} - {None}
 
 # Of every format some topology or arrangement of files; what `--format` and the other options say of it.
 KINDS = {
@@ -86,6 +91,24 @@ def test_every_format_becomes_every_other(kind, target, tmp_path):
     manifest, elements = held(tmp_path / "out")
     assert elements == {key: bits(value) for key, value in tensors().items()}
     assert fingerprints(manifest) == fingerprints(muonckpt.open(source("own")).outline)
+
+
+DEEPSPEEDS = {word for word in WRITTEN if word.startswith(("zero", "bf16-", "universal"))}
+"""DeepSpeed's files hold what its own optimizer has: `test_zero_files` writes and reads them."""
+
+
+def test_every_format_that_is_written_is_in_the_table():
+    assert {options.split()[1] for options in KINDS.values()} == WRITTEN - DEEPSPEEDS
+
+
+def test_every_format_has_a_page_and_each_word_for_it_stands_in_one():
+    """The page is called as the file or folder of the reader is."""
+    for form in BUILT_IN:
+        [reader] = re.findall(r"muonckpt\.store\.formats\.(\w+)", form.reader)
+        assert (DOCS / "formats" / f"{'manifest' if reader == 'native' else reader}.md").exists(), form.name
+    pages = [*(DOCS / "formats").glob("*.md"), DOCS / "guide" / "migrations" / "overview.md"]
+    words = {word for page in pages for word in re.findall(r"[\w-]+", page.read_text())}
+    assert words >= WRITTEN
 
 
 # --- in other words as well -------------------------------------------------------------------------------------------
