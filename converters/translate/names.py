@@ -211,6 +211,25 @@ to = ['{p*}.experts.experts.{e}.linear_fc1.weight_w', '{p*}.experts.experts.{e}.
 shares = [1, 1]
 keeps_groups = true
 """,
+        # Megatron-LM's fsdp_dtensor stores the fused down-projection of MLA, and the norm in it, as runs without fusion
+        # have them.  Groups name the whole.  Source: `handle_mla_down_proj_in_state_dict` (#6271).  To split, add
+        # `shares`, such as [1536, 576]: q_lora_rank, and kv_lora_rank + qk_pos_emb_head_dim.
+        "megatron-mla": """\
+[[rule]]
+from = ['{p*}.linear_q_down_proj.weight', '{p*}.linear_kv_down_proj.weight']
+to = '{p*}.linear_qkv_down_proj.weight'
+keeps_groups = true
+
+[[rule]]
+from = '{p*}.input_layernorm.weight'
+to = '{p*}.self_attention.linear_qkv_down_proj.layer_norm_weight'
+""",
+        # And layers of multi-token prediction under the name that they had before.  Source: `handle_mtp_in_state_dict`.
+        "megatron-mtp": """\
+[[rule]]
+from = 'mtp.layers.{n}.transformer_layer.{p*}'
+to = 'mtp.layers.{n}.mtp_model_layer.{p*}'
+""",
         # Hugging Face's names: what is fused there in some models and separate in others.  Joining takes the parts as
         # they are; to split, add `shares`, such as [24, 8, 8].
         "hf-qkv": """\

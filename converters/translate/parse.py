@@ -118,8 +118,36 @@ def stored_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple
             raise SourceError(f"group {position} does not list its parameters under {PARAMS!r}")
         names = tuple(dialect.state.full_name(str(name), chain) for name in values.read(options[PARAMS]))
         groups.append(_group(names, options, values, (position,), chain))
-    groups += [_group((name,), options, values, (), chain) for (chain, name), options in named_entries.items()]
+    # Options may have a name of their own for parameters that are stored under others, or in parts.
+    stored_names = _stored_names(manifest, dialect) if dialect.option_names else set[str]()
+    members = {key: dialect.stored_names(key[1], stored_names) for key in named_entries}
+    keys_by_member: dict[tuple[str, str], tuple[str, str]] = {}
+    for key in sorted(named_entries, key=lambda key: -len(members[key])):
+        for name in members[key]:
+            first_key = keys_by_member.setdefault((key[0], name), key)
+            if first_key != key and _values(named_entries[first_key], values) != _values(named_entries[key], values):
+                raise SourceError(
+                    f"options are listed of {first_key[1]!r} and of {key[1]!r}, which are one parameter, and differ: "
+                    "make a copy without one of them, by `select=` of muonckpt.convert"
+                )
+    for key, options in named_entries.items():
+        names = tuple(name for name in members[key] if keys_by_member[key[0], name] == key)
+        groups += [_group(names, options, values, (), key[0])] if names else []
     return tuple(groups)
+
+
+def _values(entries: Mapping[str, Entry], values: Values) -> dict[str, str]:
+    return {option: repr(values.read(entry)) for option, entry in entries.items()}
+
+
+def _stored_names(manifest: Manifest, dialect: Dialect) -> set[str]:
+    """Return the names of parameters that have a weight or state."""
+    names: set[str] = set()
+    for tensor in manifest.tensors:
+        for template in (dialect.state, dialect.model):
+            if fields := template.read(tensor.path):
+                names.add(fields["name"])
+    return names
 
 
 def _group(

@@ -20,6 +20,11 @@ _MASTERS = (
     '`weights="masters"`, for Muon and a 16-bit model with `weights="model"` `state_dtype="bfloat16"`'
 )
 
+_PARTS = (
+    "it is orthogonalised whole there, and each of its parts by itself here: join them with `rules=`, by the table "
+    "megatron-mla for one"
+)
+
 _ARGUMENTS = "args"
 
 
@@ -54,6 +59,11 @@ def report_losses(model: TranslatedModel, target: Dialect, findings: Findings) -
     if model.groups and (ungrouped := model.ungrouped):
         reason = f"{source.name} does not say in which of its groups they are; the running optimizer's stay"
         findings.check(Action.SET, f"options of {counted(len(ungrouped), 'parameter')}", reason=reason)
+    # Options by name that are those of several parameters are of one that is stored in parts.
+    matrices = {parameter.listed for parameter in model.stateful if "momentum" in parameter.slots}
+    for group, members in model.groups:
+        if not group.positions and len(parts := sorted(matrices.intersection(members))) > 1:
+            findings.check(Action.SET, "matrices of which the source's optimizer makes one", *parts, reason=_PARTS)
     if not target.private and any("master" in parameter.slots for parameter in model.stateful):
         findings.check(Action.SET, "float32 masters", reason=_MASTERS)
     if model.tensors:

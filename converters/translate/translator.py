@@ -10,7 +10,7 @@ import math
 import re
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
@@ -130,6 +130,7 @@ class _Renderer:
         findings: gets every difference from the source.
         numbers: what keys of state have in place of names, if the target knows parameters by number.
         constants: tensors of one element that the source does not have, by dtype and bytes.
+        other_names: names by which the target may list options, each with its stored names, by the first of these.
     """
 
     source: TranslatedModel
@@ -138,6 +139,7 @@ class _Renderer:
     findings: Findings
     numbers: dict[str, str] = field(default_factory=dict)
     constants: dict[tuple[str, bytes], StateRecord] = field(default_factory=dict)
+    other_names: dict[str, list[tuple[str, tuple[str, ...]]]] | None = None
     _methods: dict[str, StoredMethod] = field(default_factory=dict)
 
     @property
@@ -524,10 +526,21 @@ class _Renderer:
             options = {**group.options, **({PARAMS: self._listing(group.parameters)} if is_list else {})}
             if target.names_option:
                 options[target.names_option] = names_by_mark[marks[number]]
-            for name in ("",) if is_list else group.parameters:
+            for name in ("",) if is_list else self._listed_names(group.parameters):
                 fields = {"group": str(number)} if is_list else {"name": name}
                 for option, value in options.items():
                     yield _item(target.option.write(**fields, option=option), value)
+
+    def _listed_names(self, members: Sequence[str]) -> list[str]:
+        """Return the names under which the target may look up the options of a group's members; it reads them all."""
+        if self.other_names is None:
+            self.other_names = defaultdict(list)
+            for name, parts in self.target.listed_names(self.source.parameters).items():
+                self.other_names[parts[0]].append((name, parts))
+        names = [*members]
+        for member in members:
+            names += [name for name, parts in self.other_names.get(member, ()) if {*parts} <= {*members}]
+        return names
 
     def _listing(self, names: tuple[str, ...]) -> list[str] | list[int]:
         return [int(self.numbers.get(name, name)) for name in names] if self.target.numbered else list(names)
@@ -579,7 +592,8 @@ class _Renderer:
                     continue
                 if not group.positions:
                     chain_field = {"chain": group.chain} if template.chained else {}
-                    paths = [template.write(name=name, option=option, **chain_field) for name in members]
+                    names = self._listed_names(members)
+                    paths = [template.write(name=name, option=option, **chain_field) for name in names]
                 if isinstance(entry, StateRecord):
                     tensors += [self._moved(entry, path) for path in paths]
                 else:

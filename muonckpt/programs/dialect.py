@@ -291,6 +291,54 @@ class OptionTable:
 
 
 @dataclass(frozen=True, slots=True)
+class OptionName:
+    """A part of names by which a program lists options, where it stores the parameters under other names.
+
+    ``{x}`` stands for one part of a dotted name, or some characters of it.
+
+    Attributes:
+        listed: as options have it.
+        stored: as weights and state have it; several where a parameter is stored in parts.
+        beside: is stored under the same name up to there, where options have this form; empty if they always may.
+    """
+
+    listed: str
+    stored: tuple[str, ...]
+    beside: str = ""
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Return the names under which the parameter is stored; none if its name does not have the listed part."""
+        return _with_parts(name, self.listed, self.stored)
+
+    def listed_name(self, name: str, names: Collection[str]) -> tuple[str, tuple[str, ...]] | None:
+        """Return the name that options have, and all stored names for it; None if these are not all there.
+
+        Args:
+            name: has the first of the stored parts.
+        """
+        targets = (self.listed, *self.stored, *filter(None, (self.beside,)))
+        changed = _with_parts(name, self.stored[0], targets)
+        if not changed or not all(part in names for part in changed[1:]):
+            return None
+        return changed[0], changed[1 : 1 + len(self.stored)]
+
+
+def _with_parts(name: str, part: str, targets: Iterable[str]) -> tuple[str, ...]:
+    """Return the names with each target in the place of a part; none if the name does not have that."""
+    match = _part_pattern(part).search(name)
+    if match is None:
+        return ()
+    head, tail, fields = name[: match.start()], name[match.end() :], match.groupdict()
+    return tuple(f"{head}{target.format(**fields)}{tail}" for target in targets)
+
+
+@lru_cache(maxsize=64)
+def _part_pattern(part: str) -> re.Pattern[str]:
+    pattern = re.sub(r"\\\{([a-z]+)\\\}", r"(?P<\1>[^.]+)", re.escape(part))
+    return re.compile(rf"(?:(?<=\.)|^){pattern}(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
 class Mark:
     """A sign that only one program leaves in a checkpoint.
 
@@ -323,6 +371,7 @@ class Dialect:
         methods: the update methods, in the order in which they are tried.
         options: the options of its groups; they tell the groups with momentum for which the convention holds.
         model, state, option: templates of keys; ``option`` is None if groups are not stored as items.
+        option_names: parts of names by which options are listed, where parameters are stored under others.
         marks: each of them alone tells the program.
         unique_keys: whether the form of its keys tells the program.
         derived: slots that the program can compute again; they are left out when another dialect is written.
@@ -351,6 +400,7 @@ class Dialect:
     model: Template = MODEL
     state: AnyTemplate = NESTED
     option: AnyTemplate | None = LISTED
+    option_names: tuple[OptionName, ...] = ()
     marks: tuple[Mark, ...] = ()
     unique_keys: bool = False
     derived: frozenset[str] = frozenset()
@@ -380,6 +430,25 @@ class Dialect:
     def options_called(self, name: str) -> frozenset[str]:
         """Return the names of the option with this common name in all methods."""
         return frozenset(method.options[name] for method in self.methods if name in method.options)
+
+    def stored_names(self, listed_name: str, names: Set[str]) -> tuple[str, ...]:
+        """Return the parameters, among the stored names, whose options a name lists; itself if there are none."""
+        candidates: list[tuple[str, ...]] = [(listed_name,)]
+        for form in self.option_names:
+            for candidate in tuple(candidates):
+                candidates.append(sum((form.stored_names(name) or (name,) for name in candidate), ()))
+        return next((candidate for candidate in candidates if names >= {*candidate}), (listed_name,))
+
+    def listed_names(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Return the other names by which options of stored names may be listed, each with all that it stands for."""
+        stored_names: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
+        own_names = {*stored_names}
+        for form in self.option_names:
+            for name in tuple(stored_names):
+                if (change := form.listed_name(name, stored_names)) is not None:
+                    listed_name, parts = change
+                    stored_names[listed_name] = sum((stored_names[part] for part in parts), ())
+        return {name: parts for name, parts in stored_names.items() if name not in own_names}
 
     def holds_groups(self, path: KeyPath) -> bool:
         """Return whether this is the item that holds all groups."""

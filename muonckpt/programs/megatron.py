@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from ..names.vocabulary import MASTER
 from .codings import betas
-from .dialect import RATES, Dialect, Kinds, OptionTable, StoredMethod, Template
+from .dialect import RATES, Dialect, Kinds, OptionName, OptionTable, StoredMethod, Template
 from .signs import COMMON_FILE, COMMON_STATE, item_key
 from .torch import RATE_KINDS
 
@@ -42,6 +42,19 @@ _ITEMS = frozenset(
     | {"opt_param_scheduler.*", "rng_state*", "rerun_state_machine*"}
 )
 """Items of Megatron's run."""
+
+_OPTION_NAMES = (
+    OptionName("linear_qkv_down_proj.{x}", ("linear_q_down_proj.{x}", "linear_kv_down_proj.{x}")),
+    OptionName(
+        "self_attention.linear_qkv_down_proj.layer_norm_{x}",
+        ("input_layernorm.{x}",),
+        beside="self_attention.linear_kv_down_proj.weight",
+    ),
+    OptionName("mtp.layers.{n}.mtp_model_layer", ("mtp.layers.{n}.transformer_layer",)),
+)
+"""The names that a run has of what fsdp_dtensor stores as runs without fused MLA projections, and from before the layer
+of MTP was renamed, have it (`handle_mla_down_proj_in_state_dict` and `handle_mtp_in_state_dict` of Megatron-LM's
+fsdp_dtensor_checkpoint.py, #6271).  Mamba's MTP is stored under its own name."""
 
 _BUCKETS = frozenset({"*optimizer.distributed.dp_group_idx_*"})
 """State of Megatron's distributed optimizer in `dp_reshardable` form: flat buckets without the names in them."""
@@ -114,6 +127,7 @@ FSDP_DTENSOR = Dialect(
     Template(("model", "module.{name}")),
     Template(("optimizer", "state", "module.module.module.{name}", "{slot}")),
     Template(("optimizer", "param_to_group_meta", "module.module.module.{name}", "{option}")),
+    option_names=_OPTION_NAMES,
     unique_keys=True,
     private=_ITEMS,
     arguments=_code_settings,

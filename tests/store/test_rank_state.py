@@ -89,7 +89,7 @@ def test_what_torch_checkpointing_says_of_its_own_files_is_said_of_ours(tmp_path
 
 def test_bytes_of_data_loaders_are_read_and_written_under_the_keys_of_their_ranks(tmp_path):
     """Torchtitan's items, whose loader has a key for each rank: read, and written by us for another number of ranks."""
-    source = shutil.copytree(golden("titan_torch_checkpointing") / "ckpt", tmp_path / "source")
+    source = shutil.copytree(golden("upstream/titan_torch_checkpointing") / "ckpt", tmp_path / "source")
     states = {f"dp_rank_{rank}": bytes([rank, 0x80, 0xFF, 10]) * 9 for rank in range(2)}
     for rank, (key, state) in enumerate(states.items()):
         torch.save({"version": 1, key: state}, source / f"dataloader_{rank}.pt")
@@ -110,7 +110,7 @@ def test_bytes_of_data_loaders_are_read_and_written_under_the_keys_of_their_rank
 
 @pytest.mark.parametrize("differing", ["a value", "a tensor of one rank", "a tensor for a value"])
 def test_ranks_that_contradict_each_other_beside_data_loaders_are_refused(differing, tmp_path):
-    source = shutil.copytree(golden("titan_torch_checkpointing") / "ckpt", tmp_path / "source")
+    source = shutil.copytree(golden("upstream/titan_torch_checkpointing") / "ckpt", tmp_path / "source")
     values = {"a value": b"y", "a tensor of one rank": b"x", "a tensor for a value": torch.zeros(2)}
     state = {"dp_rank_0": values[differing]}
     if differing == "a tensor of one rank":
