@@ -241,7 +241,8 @@ def test_ours_is_explained_in_all_methods(tmp_path):
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = Muon([
         {"params": matrices[:1], "lr": 0.02}, {"params": matrices[1:], "lr": 0.02, "algorithm": "normuon"},
-        {"params": vectors, "algorithm": "adamw", "lr": 1e-3},
+        {"params": vectors[:1], "algorithm": "adamw", "lr": 1e-3},
+        {"params": vectors[1:], "algorithm": "lion", "lr": 1e-3},
     ])  # fmt: skip
     for step in range(4):
         model(torch.randn(16, 24)).square().mean().backward()
@@ -251,8 +252,20 @@ def test_ours_is_explained_in_all_methods(tmp_path):
             _save_ours(model, optimizer, tmp_path / str(step))
     audit = audit_step(tmp_path / "2", tmp_path / "3")
     assert [v.status for v in audit.verdicts] == ["explained"] * 4
-    assert {v.rules[0].method for v in audit.verdicts} == {"muon", "normuon", "adamw"}
+    assert {v.rules[0].method for v in audit.verdicts} == {"muon", "normuon", "adamw", "lion"}
     assert not audit.findings
+
+
+def test_a_method_that_cannot_be_made_again_is_not_asked_about(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = Muon([{"params": [*model.parameters()], "algorithm": "adamuon"}])
+    for step in range(3):
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+        _save_ours(model, optimizer, tmp_path / str(step))
+    [verdict] = audit_step(tmp_path / "1", tmp_path / "2").verdicts
+    assert (verdict.status, verdict.reason) == ("not asked", "adamuon: its update cannot be made again of its state")
 
 
 def test_steps_that_are_not_consecutive_are_refused(tmp_path):

@@ -32,7 +32,18 @@ from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.payloads import Progress
 from ...store.verify.diagnosis import open
 from .hypotheses import cuts_to_try, recorded_cut, rules_to_try
-from .updates import Cut, Evidence, Explanation, Matrix, UpdateRule, fit, rounding_bounds
+from .updates import (
+    DIRECTIONS,
+    ELEMENTWISE,
+    ROW_SLOTS,
+    Cut,
+    Evidence,
+    Explanation,
+    Matrix,
+    UpdateRule,
+    fit,
+    rounding_bounds,
+)
 
 MAX_FLOPS = 4e12
 """The FLOPs that hypotheses may take in all by default: about a minute on a few cores."""
@@ -227,10 +238,11 @@ class _Reader:
             slots = parameter.method.slots if parameter.method else {}
             records = {common: parameter.state[slot] for common, slot in slots.items() if slot in parameter.state}
             weight = records.pop("master", parameter.weight)
+            method = parameter.method.name if parameter.method else "no method that is known"
+            if method not in DIRECTIONS or (method == "normuon" and not records.keys() & ROW_SLOTS):
+                return f"{method}: its update cannot be made again of its state"
             if weight is None:
                 return "its weight is not in the checkpoints"
-            if not records.keys() & {"momentum", "first"}:
-                return "it has no momentum: the step cannot be made again of its state"
             if odd := [r.key for r in (weight, *records.values()) if not has_numbers(r.dtype)]:
                 return f"{odd[0]} is stored in codes, and not as numbers"
             arrays.append({slot: _read(side, record) for slot, record in {"": weight, **records}.items()})
@@ -285,9 +297,9 @@ class _Search:
 
     def run(self, method: str) -> _Result | None:
         evidence = self.evidence
-        if "momentum" not in evidence.state or len(evidence.shape) < 2:
-            name = "adamw" if {"first", "second"} <= evidence.state.keys() else "the sign of the momentum"
-            return self._outcome([self.fit(Cut(), UpdateRule(name, nesterov=name != "adamw"))])
+        if method in ELEMENTWISE:
+            betas = tuple(float(self.options.get(word, 0)) for word in ("beta1", "beta2"))
+            return self._outcome([self.fit(Cut(), UpdateRule(method, nesterov=False, betas=(betas[0], betas[1])))])
         cost = 30 * math.prod(evidence.shape) * min(evidence.shape[0], evidence.shape[-1])
         if 4 * cost > self.flops:
             return None
@@ -479,7 +491,7 @@ def _scales(evidence: Evidence, best: Explanation, options: Mapping[str, Any], b
     lr = options.get("lr")
     if not isinstance(lr, int | float) or not lr or len(evidence.shape) < 2:
         return ()
-    if best.rule.method == "adamw":
+    if best.rule.method in ELEMENTWISE:
         return ()
     rules: list[str] = []
     tolerance = max(0.01, min(bound, 0.05))
@@ -514,7 +526,7 @@ def _contradictions(
             said = f"recorded: {cut_words(recorded)}" if "pieces" in options else "no option says so"
             yield f"the step orthogonalised {cut_words(verdict.cuts[0])} ({said})"
     methods = {way.method for way in verdict.rules}
-    if not methods & {"muon", "normuon", "adamw"} and len(evidence.shape) >= 2 and "momentum" in evidence.state:
+    if not methods & {"muon", "normuon", *ELEMENTWISE} and len(evidence.shape) >= 2 and "momentum" in evidence.state:
         yield f"nothing was orthogonalised: the update is {' or '.join(sorted(methods))}"
         return
     if "nesterov" in options and options["nesterov"] not in {way.nesterov for way in verdict.rules}:
@@ -558,7 +570,7 @@ def rule_words(rule: UpdateRule) -> str:
     """Say how a direction was made of the momentum."""
     nesterov = f"Nesterov with momentum {rule.momentum:.4g}" if rule.nesterov else "no Nesterov"
     if rule.coefficients is None:
-        return rule.method if rule.method == "adamw" else f"{rule.method}, {nesterov}"
+        return rule.method if rule.method in ELEMENTWISE else f"{rule.method}, {nesterov}"
     return f"{rule.method}, {rule.steps} steps of {rule.name}, {nesterov}"
 
 

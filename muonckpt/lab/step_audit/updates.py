@@ -24,6 +24,9 @@ Rounded = NDArray[np.float32]
 _MANTISSA_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 """Bits after the point of a number as it is stored."""
 
+ROW_SLOTS = frozenset({"rows", "dion_rows"})
+"""The common names of NorMuon's second moment of rows."""
+
 _SAFETY, _COARSE_SAFETY = 3.0, 2.5
 """The multiples of the rounding of storage, and of Newton-Schulz in 16 bits, up to which a hypothesis explains an
 update.  The second is made by rounding each operation once; programs that round in other places leave up to 1.6 times
@@ -88,12 +91,14 @@ class UpdateRule:
     Attributes:
         method: a key of `DIRECTIONS`, such as "muon".
         momentum: the coefficient of momentum, which the direction of Nesterov depends on.
+        betas: of Lion.
         name: of the published ``coefficients``, or "recorded".
     """
 
     method: str = "muon"
     momentum: float = 0.95
     nesterov: bool = True
+    betas: tuple[float, float] = (0.9, 0.99)
     name: str = ""
     coefficients: CoefficientSet | None = None
     steps: int = 5
@@ -183,7 +188,8 @@ def _of_muon(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> M
 def _of_normuon(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> Matrix:
     # Rows are divided by the root of their second moment, and each matrix has its norm of before again.
     orthogonal = _of_muon(evidence, cut, rule, rounded)
-    divided = orthogonal / (np.sqrt(evidence.state["rows"]) + 1e-8)
+    [slot] = evidence.state.keys() & ROW_SLOTS
+    divided = orthogonal / (np.sqrt(evidence.state[slot]) + 1e-8)
     pairs = zip(cut.matrices(orthogonal), cut.matrices(divided), strict=True)
     return cut.assemble((d * (_norms(o) / np.maximum(_norms(d), 1e-30)) for o, d in pairs), evidence.shape)
 
@@ -198,6 +204,13 @@ def _of_adamw(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> 
     return evidence.state["first"] / (np.sqrt(evidence.state["second"]) + 1e-12)
 
 
+def _of_lion(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> Matrix:
+    # The gradient is mixed with the average by another coefficient than the one that makes the next average.
+    before, after = evidence.momentum_before, evidence.state["first"]
+    beta1, beta2 = rule.betas
+    return np.sign(beta1 * before + (1 - beta1) / (1 - beta2) * (after - beta2 * before))
+
+
 def _of_sign(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool) -> Matrix:
     return np.sign(evidence.source(rule))
 
@@ -210,10 +223,14 @@ DIRECTIONS: Mapping[str, Callable[[Evidence, Cut, UpdateRule, bool], Matrix]] = 
     "muon": _of_muon,
     "normuon": _of_normuon,
     "adamw": _of_adamw,
+    "lion": _of_lion,
     "the sign of the momentum": _of_sign,
     "the momentum as it is": _of_gradient,
 }
 """The direction of an update, up to a factor, by method."""
+
+ELEMENTWISE = frozenset({"adamw", "lion"})
+"""Methods of single elements, of which there is one hypothesis."""
 
 
 @dataclass(frozen=True)
