@@ -16,35 +16,39 @@ from typing import Any, Union
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..names.errors import called_like, did_you_mean
 from ..names.resumption import in_globs
+from ..names.vocabulary import FUSION
 from ..names.wording import find_heads, folded, table
 from .methods.form import MatrixMethod
 from .methods.matrix import MATRICES
 from .methods.scalar import SCALARS
-from .planning.matrices import Fused, matrices_of
+from .planning.matrices import Fused, Split as Split, matrices_of
 
 AnyShape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ParamKind:
-    """A kind of parameter: its algorithm, the numbers of dims it may have (None: any), and advice for other ones."""
+    """A kind of parameter: its algorithm, the numbers of dims it may have (None: any), advice for other ones, and
+    whether it is flattened to a matrix (`Fused`).
+    """
 
     algorithm: str
     dims: tuple[int, ...] | None = None
     advice: str = ""
+    flatten: bool = False
 
 
 _OTHER = "kind 'other' gives anything to AdamW"
 
 KINDS: Mapping[str, ParamKind] = {
-    "matrix": ParamKind("muon", (2,), f"a stack of matrices is kind 'experts', and {_OTHER}"),
+    "matrix": ParamKind("muon", (2,), f"a stack is kind 'experts', a kernel is kind 'convolution', and {_OTHER}"),
     "experts": ParamKind("muon", (3,), f"one expert's own matrix is kind 'matrix', and {_OTHER}"),
+    "convolution": ParamKind("muon", (3, 4, 5), f"one of two dims is kind 'matrix', and {_OTHER}", flatten=True),
     "embedding": ParamKind("adamw"),
     "head": ParamKind("adamw"),
     "router": ParamKind("muon", (2,), _OTHER),
@@ -55,42 +59,17 @@ KINDS: Mapping[str, ParamKind] = {
 are matrices as any other: so have it the code of Liu et al., torchtitan's recipe for Kimi K2.5, and Megatron."""
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How several matrices are fused in one parameter; Muon orthogonalises each by itself.
-
-    Args:
-        pieces: row counts of the matrices, or their number if they are equal.
-        columns: the same for columns, such as one per head of an output projection.
-        interleaved: the rows are this many equal blocks of ``pieces``; the k-th pieces of all blocks are one matrix.
-    """
-
-    pieces: int | AnyShape = 1
-    columns: int | AnyShape = 1
-    interleaved: int = 1
-
-    def __post_init__(self) -> None:
-        for counts in (self.pieces, self.columns, self.interleaved):
-            if min((counts,) if isinstance(counts, int) else counts, default=0) < 1:
-                raise ValueError(f"{self}: expected counts of at least 1")
-        if self.interleaved > 1 and self.pieces == 1:
-            raise ValueError(f"{self}: say which pieces each of the interleaved blocks has")
-
-    def of(self, shape: AnyShape) -> Fused:
-        """Return the row and column counts for a parameter of this shape."""
-
-        def counts(value: int | AnyShape, total: int) -> AnyShape | None:
-            if not isinstance(value, int):
-                return value
-            # If they do not add up to the total, the decision is refused.
-            return (total // value,) * value if value > 1 else None
-
-        *_, rows, columns = shape
-        pieces = counts(self.pieces, rows // self.interleaved)
-        return Fused(pieces, counts(self.columns, columns), self.interleaved)
-
-
 WHOLE = Split()
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def split_by_groups(convolution: nn.Module) -> Split:
+    """Return the split of a convolution's weight into a matrix for each of its groups: equal parts of the first dim,
+    which is the out channels, or the in channels of a transposed convolution.
+    """
+    return Split(convolution.groups)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +94,7 @@ class Rule:
         attribute: name of the parameter in that module.
         dims: numbers of dims of the parameter.
         where: a condition on that module.
-        split: the matrices that are fused in the parameter.
+        split: the matrices that are fused in the parameter, or a function of that module that returns them.
         optional: selecting nothing is no error, as in a set for several models.
         why: a reason, shown with the decision.
     """
@@ -127,7 +106,7 @@ class Rule:
     attribute: str | None = None
     dims: tuple[int, ...] | None = None
     where: Callable[[nn.Module], bool] | None = None
-    split: Split = WHOLE
+    split: Split | Callable[[nn.Module], Split] = WHOLE
     optional: bool = False
     why: str = ""
 
@@ -137,11 +116,15 @@ class Rule:
         if all(selector is None for selector in (self.names, self.module, self.attribute, self.dims, self.where)):
             raise ValueError(f"{self!r} would select every parameter; give it names, a module, an attribute or dims")
         if self.split != WHOLE and KINDS[self.kind].algorithm != "muon":
-            raise ValueError(f"{self!r}: only matrices, experts and routers are split")
+            raise ValueError(f"{self!r}: only matrices, experts, convolutions and routers are split")
 
     @property
     def patterns(self) -> tuple[str, ...]:
         return (self.names,) if isinstance(self.names, str) else self.names or ()
+
+    def split_in(self, module: nn.Module) -> Split:
+        """Return the matrices that are fused in a parameter of this module."""
+        return self.split if isinstance(self.split, Split) else self.split(module)
 
     def reason(self, use: Use) -> str | None:
         """Return in words why this rule selects a parameter, or None."""
@@ -167,7 +150,8 @@ class Rule:
             value = getattr(self, parameter.name)
             if value != parameter.default:
                 keyword = "" if parameter.name in ("kind", "names") else f"{parameter.name}="
-                text = f"{value.__module__}.{value.__qualname__}" if parameter.name == "module" else repr(value)
+                text = getattr(value, "__name__", repr(value))
+                text = f"{value.__module__}.{value.__qualname__}" if parameter.name == "module" else text
                 arguments.append(f"{keyword}{text}")
         return f"Rule({', '.join(arguments)})"
 
@@ -255,9 +239,12 @@ _HF_EXPERTS = (
     Rule("experts", "*mlp.experts.down_proj", where=gate_over_up),
 )
 
-MODULE_TYPES = _ready(Rule("matrix", module=nn.Linear, attribute="weight"))
-"""torch's own modules: embeddings, every nn.Linear a matrix, and vectors.  If an nn.Linear is the model's head, name it
-in an earlier layer; if none is, add `NO_HEAD`."""
+MODULE_TYPES = _ready(
+    *(Rule("convolution", module=kind, attribute="weight", split=split_by_groups) for kind in CONVOLUTIONS),
+    Rule("matrix", module=nn.Linear, attribute="weight"),
+)
+"""torch's own modules: embeddings, every nn.Linear a matrix, every convolution a matrix for each of its groups, and
+vectors.  If an nn.Linear is the model's head, name it in an earlier layer; if none is, add `NO_HEAD`."""
 
 LLAMA = _ready(_HEAD, _HF_ATTENTION, _mlp("mlp"))
 """transformers: Llama, Mistral, Qwen2, Qwen3 and others of these names."""
@@ -363,14 +350,14 @@ class Decision:
 
     def cells(self) -> tuple[str, ...]:
         """Return this decision's row of the table, without names and count."""
-        texts = []
+        texts = ["flattened"] if self.fused.flatten else []
         for unit, sizes in (("", self.fused.pieces or ()), ("columns ", self.fused.columns or ())):
             is_even = len(sizes) > 2 and len(set(sizes)) == 1
             text = f"{len(sizes)} x {sizes[0]}" if is_even else " + ".join(map(str, sizes))
+            if sizes and not unit and self.fused.interleaved > 1:
+                text = f"{self.fused.interleaved} x ({text})"
             if sizes:
                 texts.append(f"{unit}{text}")
-        if self.fused.interleaved > 1 and self.fused.pieces:
-            texts[0] = f"{self.fused.interleaved} x ({texts[0]})"
         return str(list(self.shape)), self.kind, self.algorithm, ", ".join(texts) or "-", self.why
 
 
@@ -406,7 +393,7 @@ class Decisions:
         base = {"muon": {"algorithm": "muon", **muon}, "adamw": {"algorithm": "adamw", **adamw}}
         options = {kind: {**base[KINDS[kind].algorithm], **kinds.get(kind, {})} for kind in KINDS}
         for kind, kind_options in options.items():
-            if reserved := {"params", "pieces", "columns", "interleaved"} & set(kind_options):
+            if reserved := {"params", *FUSION} & set(kind_options):
                 raise ValueError(
                     f"{sorted(reserved)} among the options of {kind!r}: the rules say that, not the options"
                 )
@@ -429,7 +416,7 @@ class Decisions:
 
         def group_order(item: tuple[str, Fused]) -> tuple[Any, ...]:
             key, fused = item
-            return order.index(key), fused.pieces or (), fused.columns or (), fused.interleaved
+            return order.index(key), fused.pieces or (), fused.columns or (), fused.interleaved, fused.flatten
 
         keys = sorted(params, key=group_order)
         while keys and not params[keys[-1]]:
@@ -466,7 +453,10 @@ FSDP1 = (
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Parts that torch.compile, activation checkpointing and FSDP1 insert into names; DCP drops them too."""
 
-_WHERE = "where RULES are those given now; check the kinds: Muon steps a 'matrix' and all 'experts', AdamW the others"
+_WHERE = (
+    "where RULES are those given now; check the kinds: Muon steps a 'matrix', a 'convolution' and all 'experts', AdamW "
+    "the others"
+)
 
 
 @called_like(f"sort_parameters(model, {EXAMPLE})")
@@ -624,13 +614,19 @@ def _apply_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequen
             reasons += [(rule, reason) for reason in map(rule.reason, uses) if reason]
         if reasons:
             rule, why = _agreed_rule(reasons, is_shared=len(uses) > 1)
+            flatten = KINDS[rule.kind].flatten
             try:
-                decision = Decision(parameter, names, shape, rule.kind, rule, why)
+                if rule.kind == "experts" and _is_in(uses, *CONVOLUTIONS):
+                    raise ValueError(
+                        "a convolution's weight is one matrix of its first dim and all others, and no stack of experts"
+                    )
+                decision = Decision(parameter, names, shape, rule.kind, rule, why, Fused(flatten=flatten))
             except ValueError as error:
                 raise _Unclear(str(error), Rule("other" if kind == "vector" else kind, names)) from error
             # Its kind has been checked to have rows and columns.
-            return decision if rule.split == WHOLE else replace(decision, fused=rule.split.of(shape))
-    hints = {"experts": "is a stack of matrices", "matrix": "multiplies activations"}
+            split = next(rule.split_in(use.owner) for use in uses if rule.reason(use))
+            return decision if split == WHOLE else replace(decision, fused=split.of(shape, flatten))
+    hints = {"experts": "is a stack of matrices", "matrix": "multiplies activations", "convolution": "mixes channels"}
     hint = f" of kind {kind!r} if it {hints[kind]}, of kind 'other' if not" if kind in hints else ""
     raise _Unclear(f"no rule selects it; add one{hint}", Rule(kind, names))
 
@@ -641,7 +637,7 @@ def _usual_kind(uses: Sequence[Use]) -> str:
         for rule in MODULE_TYPES:
             if rule.reason(use):
                 return rule.kind
-    return "other" if _is_in(uses, _ConvNd) else {2: "matrix", 3: "experts"}.get(uses[0].parameter.dim(), "other")
+    return "other" if _is_in(uses, *CONVOLUTIONS) else {2: "matrix", 3: "experts"}.get(uses[0].parameter.dim(), "other")
 
 
 def _agreed_rule(reasons: Sequence[tuple[Rule, str]], is_shared: bool) -> tuple[Rule, str]:
@@ -659,8 +655,8 @@ def _agreed_rule(reasons: Sequence[tuple[Rule, str]], is_shared: bool) -> tuple[
     raise _Unclear(f"{listed} disagree; put the one that shall win into an earlier layer", winner)
 
 
-def _is_in(uses: Sequence[Use], module_type: type[nn.Module]) -> bool:
-    return any(isinstance(use.owner, module_type) for use in uses)
+def _is_in(uses: Sequence[Use], *module_types: type[nn.Module]) -> bool:
+    return any(isinstance(use.owner, module_types) for use in uses)
 
 
 def _is_by_type(rule: Rule | None) -> bool:

@@ -21,7 +21,7 @@ from ..layouts.tensors import layout_of, local_of, with_local
 from ..names.coefficients import Coefficients
 from ..names.errors import LayoutError, called_like
 from ..names.resumption import LOAD_LINES, Globs, LoadReport
-from ..names.vocabulary import MUON, MUON_CONVENTION, ROUNDING_SEED, STEP, STEPS_TAKEN
+from ..names.vocabulary import FLATTEN, MUON, MUON_CONVENTION, ROUNDING_SEED, STEP, STEPS_TAKEN
 from .collective import MAX_SKIPPED_STEPS, CollectiveOptimizer, NonFinite, guard_gradients
 from .for_model import EXAMPLE_LINE, WITH_ALGORITHM, ForModel, refuse_no_parameters
 from .ground.codecs import LocalFragments, check_stored, codec_of
@@ -86,7 +86,8 @@ class Muon(ForModel, CollectiveOptimizer):
     Each group chooses ``algorithm="muon"`` (the default), another of `methods.matrix.MATRICES` ("normuon", "adamuon",
     "hyperball", "soap"), a `MatrixMethod`, "adamw" or "lion".  Parameters are plain tensors or DTensors on any mesh
     (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``), and the same global gradients give
-    the same bits on all of them.  A parameter of three dims is a stack of matrices (experts).
+    the same bits on all of them.  A parameter of three dims is a stack of matrices (experts), unless its group says
+    ``flatten``: then it, or one of more dims, is a convolution, and one matrix.
 
     Every parameter has state from construction on, so stock ``get_optimizer_state_dict`` and DCP save and load all of
     it: in its own layout ``momentum_buffer`` (``m = momentum * m + (1 - momentum) * g``), NorMuon's ``second_moment``
@@ -109,6 +110,9 @@ class Muon(ForModel, CollectiveOptimizer):
         eps: the smallest norm that a matrix is divided by.
         pieces, columns, interleaved: the matrices that are fused in each parameter of a group, such as
             ``pieces=(q, k, v)`` (`matrices.Fused`); each is orthogonalised and scaled by itself.
+        flatten: parameters of more than two dims are the matrix of their first dim and all others: convolutions
+            ``[out, in, height, width]``, and those in ``pieces`` equal groups.  Groups that are not flattened have no
+            such option.
         cost: cost of a matrix, to share out the work: a function of rows, columns, steps and gram, or a
             `costs.CostTable` of measured times.  The same on every rank.
         form: chooses kernels or torch for a matrix and, with ``gram``, the Gram form or not: a function that estimates,
@@ -157,6 +161,7 @@ class Muon(ForModel, CollectiveOptimizer):
         pieces: tuple[int, ...] | None = MUON.pieces,
         columns: tuple[int, ...] | None = MUON.columns,
         interleaved: int = MUON.interleaved,
+        flatten: bool = False,
         cost: Cost = flops,
         form: Choice = prefer_kernels,
         replicas: dist.ProcessGroup | None = None,
@@ -203,6 +208,7 @@ class Muon(ForModel, CollectiveOptimizer):
             "pieces": pieces,
             "columns": columns,
             "interleaved": interleaved,
+            FLATTEN: flatten,
             "convention": MUON_CONVENTION.value,
         }
         super().__init__(params, {"algorithm": "muon", "lr": lr, "weight_decay": weight_decay, "cautious": cautious})
@@ -260,6 +266,8 @@ class Muon(ForModel, CollectiveOptimizer):
         method = self._method_of(group)
         if method is not None:
             group["adjust_lr_fn"] = self._scales.name_of(group["adjust_lr_fn"])
+            if group.get(FLATTEN) is False:  # as in the checkpoints of groups that are not flattened
+                del group[FLATTEN]
             if method.orthogonalizes:
                 group["ns_coefficients"] = parse_coefficients(group["ns_coefficients"])
         if group.get(ROUNDING_SEED) is not None:

@@ -24,6 +24,7 @@ from ..names.errors import warn_on_rank
 from ..names.resumption import as_tuples, same_value
 from ..names.state_forms import BLOCK_SIZE, BLOCK_SIZES, MOMENTUM_DTYPE, STATE_DTYPE, STATE_DTYPES
 from ..names.vocabulary import (
+    FLATTEN,
     GIVEN_KEYS,
     HISTORY_OPTIONS,
     MUON_CONVENTION,
@@ -190,6 +191,7 @@ _DECLARATIONS: Mapping[str, Declaration] = {
     "interleaved": COUNT,
     MOMENTUM_DTYPE: _none_or(STATE_DTYPES),
     STATE_DTYPE: _none_or(STATE_DTYPES),
+    FLATTEN: FLAG,
     BLOCK_SIZE: (BLOCK_SIZES.__contains__, f"a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}"),
     ROUNDING_SEED: (lambda seed: seed is None or _is_integer(seed), "an integer, or None"),
 }

@@ -15,7 +15,7 @@ from ..names.errors import warn_on_rank
 from ..names.vocabulary import ParamGroup
 from ..names.wording import folded, listed, table
 from .methods.matrix import Methods, Scales, fused_of, is_matrix_method
-from .planning.matrices import SHAPES, rows_columns, shapes_of
+from .planning.matrices import SHAPES, sides_of
 from .planning.schedule import Schedule
 from .step.rank_sets import RankSet, ranks_of
 
@@ -154,7 +154,7 @@ def report_group(
     expected: list[float | None] = [1.0] if algorithm == "lion" else [*ADAMW_RMS]
     if is_matrix_method(algorithm):
         for param in params:
-            matrices += map(rows_columns, shapes_of(tuple(param.shape), fused_of(group)))
+            matrices += sides_of(tuple(param.shape), fused_of(group))
         expected = expected if not matrices else []
         for shape in dict.fromkeys(matrices):
             rms = methods[algorithm].rms(*shape, group)
@@ -181,7 +181,7 @@ def count_owner_bytes(
                 continue
             counts.update(dict.fromkeys(ranks_of(param, replicas), 0))
             # Each matrix has its state on one rank.
-            shapes = list(map(rows_columns, shapes_of(tuple(param.shape), fused_of(group))))
+            shapes = sides_of(tuple(param.shape), fused_of(group))
             for slot in methods[group["algorithm"]].slots_of(group).values():
                 itemsize = (slot.dtype or param.dtype).itemsize if slot.at_owner else 0
                 for owner, shape in zip(owners[param], shapes, strict=True):

@@ -26,7 +26,7 @@ from ..layouts.boxed_tensor import BoxedTensor, parts_of
 from ..layouts.tensors import declares_boxes, local_of, zeros_sharded_like
 from ..names.errors import LayoutError
 from ..names.state_forms import AVERAGES, stored_parts
-from ..names.vocabulary import MOMENTUM
+from ..names.vocabulary import FLATTEN, MOMENTUM
 from .ground.codecs import codec_of, detect_codec, in_a_dim, stored_slots
 from .methods.form import MatrixMethod
 from .methods.matrix import fused_of, method_slots
@@ -170,7 +170,8 @@ def check_state(
     for name, (slot, reduced) in method_slots(tuple(param.shape), group, method).items():
         tensor = state.get(name)
         if tensor is None or tensor.shape != reduced.shape or tensor.dtype != (slot.dtype or param.dtype):
-            options = ", ".join(f"{option}={group[option]!r}" for option in ("columns", *method.options))
+            needed = [option for option in ("columns", FLATTEN, *method.options) if option in group]
+            options = ", ".join(f"{option}={group[option]!r}" for option in needed)
             actual = "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ValueError(
                 f"{options} of a parameter of shape {tuple(param.shape)} need a {name} of shape {reduced.shape}, and "

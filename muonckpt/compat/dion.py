@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import optimizer
 from ..layouts.tensors import local_of
 from ..names.resumption import LoadReport
-from ..names.vocabulary import GROUP_OPTIONS, MOMENTUM, MUON_CONVENTION, ParamGroup
+from ..names.vocabulary import FLATTEN, GROUP_OPTIONS, MOMENTUM, MUON_CONVENTION, ParamGroup
 from ..programs import dion, ours
 
 METHODS = {method.name: method for method in dion.PROGRAM.methods if method.name != "normuon"}
@@ -35,7 +35,7 @@ DION_OPTIONS = _CODED.union(*((*method.options.values(), *method.inert_options) 
 DION_OPTIONS -= dion.SHARED.keys() - {"step"}
 """Every option of dion that has another name or meaning here, or that some algorithms do not read."""
 
-FOREIGN_OPTIONS = DION_OPTIONS - GROUP_OPTIONS["muon"].keys()
+FOREIGN_OPTIONS = DION_OPTIONS - GROUP_OPTIONS["muon"].keys() - {FLATTEN}
 """Options of dion that no group here has under the same name."""
 
 SLOTS: Mapping[str, Mapping[str, str]] = {
@@ -61,7 +61,7 @@ class Muon(optimizer.Muon):
         mu, epsilon, nesterov, cautious_wd: ``momentum``, ``eps``, ``nesterov`` and ``cautious`` of `optimizer.Muon`.
         betas: of AdamW and Lion groups; in a group ``beta1`` and ``beta2``.
         adjust_lr: "spectral_norm", "rms_norm" or None.
-        flatten: as in dion for parameters of two dims, which it leaves as they are; refused for more.
+        flatten: parameters of more than two dims are one matrix, as convolutions are, and no stacks.
         use_gram_newton_schulz: the Gram form in float16, with the coefficients of that package.
         use_triton: ignored: the GPU decides the kernels; results are the same up to rounding.
         use_polar_express: its coefficients, or those of the quintic iteration.
@@ -188,6 +188,8 @@ def _our_options(group: ParamGroup, params: Sequence[Tensor], betas: tuple[float
     if algorithm == "muon":
         if "adjust_lr" in group:
             options["adjust_lr_fn"] = _scale(group["adjust_lr"])
+        if group.get(FLATTEN) and any(param.ndim > 2 for param in params):
+            options[FLATTEN] = True
         return options | _pieces(group, params)
     if "beta1" in group or "beta2" in group:
         options["betas"] = (group.get("beta1", betas[0]), group.get("beta2", betas[1]))
@@ -203,12 +205,6 @@ def _scale(adjust_lr: str | None) -> str:
 def _pieces(group: ParamGroup, params: Sequence[Tensor]) -> dict[str, Any]:
     """Return ``pieces`` for the matrices in a group's parameters, if it describes any."""
     shapes = {tuple(param.shape) for param in params}
-    stacks = [shape for shape in shapes if len(shape) > 2]
-    if group.get("flatten") and stacks:
-        raise ValueError(
-            f"flatten=True: a parameter of shape {stacks[0]} is a stack of matrices here; keep the weight in two dims "
-            "and view it in the forward pass, or put it into an 'adamw' group"
-        )
     # dion has equal heads, or blocks of any heights.
     heads, sizes = group.get("num_heads") or 1, group.get("split_sizes")
     if heads > 1 and sizes is not None:

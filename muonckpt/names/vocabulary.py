@@ -167,5 +167,9 @@ GROUP_OPTIONS: Mapping[str, Mapping[str, object]] = MappingProxyType(
 """All options of a group of `muonckpt.optimizer.Muon` but ``params`` and ``algorithm``, with defaults, by algorithm.
 A state dict has every one, so whatever stock DCP loads into it must have them."""
 
-FUSION = ("pieces", "columns", "interleaved")
-"""Options that say which matrices are fused in a parameter.  NorMuon's second moment depends on them, momentum not."""
+FLATTEN = "flatten"
+"""An option of groups of matrices, which only flattened ones have: a parameter of more than two dims is one matrix, of
+its first dim and all others (convolutions).  Without it a parameter of three dims is a stack."""
+
+FUSION = ("pieces", "columns", "interleaved", FLATTEN)
+"""Options that say which matrices are in a parameter.  NorMuon's second moment depends on them, momentum not."""

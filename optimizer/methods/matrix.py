@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...algebra.box import Index
-from ...names.vocabulary import ParamGroup
+from ...names.vocabulary import FLATTEN, ParamGroup
 from ..planning.matrices import SHAPES, Fused, Reduced
 from .form import MatrixMethod, MethodSlot, dtype_named
 from .muon import ADAMUON, HYPERBALL, MUON, NORMUON
@@ -128,5 +128,5 @@ _SLOT_KINDS += [(kind, False) for kind, _ in _SLOT_KINDS if SHAPES[kind].sharded
 
 def fused_of(group: Mapping[str, Any]) -> Fused:
     """Return a group's fused matrices."""
-    pieces, columns = group["pieces"], group["columns"]
-    return Fused(tuple(pieces) if pieces else None, tuple(columns) if columns else None, group["interleaved"])
+    pieces, columns = tuple(group["pieces"] or ()), tuple(group["columns"] or ())
+    return Fused(pieces or None, columns or None, group["interleaved"], group.get(FLATTEN, False))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
@@ -20,18 +20,26 @@ from ..newton_schulz.recipe import gram_is_cheaper
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """The matrices fused in a parameter's last two dims, rows and columns.  By default one matrix is all of it.
+    """The matrices in a parameter.  By default its last two dims are the rows and columns of one matrix, of each index
+    of a dim before them (experts).
 
     Attributes:
         pieces: rows of each: ``(q, k, v)``, ``(gate, up)``, one per head, or one per expert of a stacked 2-D parameter.
         columns: columns of each, in the same way (heads of an output projection).
         interleaved: the rows are this many blocks, each of ``pieces``; a matrix is made of its piece of every block
             (Megatron's query groups).
+        flatten: the first dim is the rows, and all others together are the columns, as of a convolution
+            ``[out, in, height, width]``.  It says nothing about two dims.
     """
 
     pieces: tuple[int, ...] | None = None
     columns: tuple[int, ...] | None = None
     interleaved: int = 1
+    flatten: bool = False
+
+    def row_dim(self, shape: Index) -> int:
+        """Return the dim of a parameter that is the rows; dims before it are stacks, those behind it columns."""
+        return 0 if self.flatten else len(shape) - 2
 
     def rows_of(self, rows: int) -> Iterator[list[tuple[int, int]]]:
         """Yield the row ranges of each piece.
@@ -48,16 +56,57 @@ class Fused:
         for lo, hi in pairwise(accumulate(heights, initial=0)):
             yield [(start + lo, start + hi) for start in range(0, rows, block_rows)]
 
-    def columns_of(self, columns: int) -> Iterator[tuple[int, int]]:
-        """Return the range of each column piece.
+    def columns_of(self, sizes: Index) -> Iterator[Box]:
+        """Yield the columns of each column piece, as a box of the dims behind the rows.
 
         Raises:
-            LayoutError: they do not add up to the columns.
+            LayoutError: they do not add up to the columns, or the columns are of several dims.
         """
-        widths = self.columns or (columns,)
-        if sum(widths) != columns or min(widths) < 1:
-            raise LayoutError(f"columns {widths} must be positive and add up to the {columns} columns")
-        return pairwise(accumulate(widths, initial=0))
+        if len(sizes) > 1:
+            if self.columns is not None:
+                raise LayoutError(f"columns {self.columns} cut one dim, and flatten=True makes columns of {len(sizes)}")
+            yield Box((0,) * len(sizes), sizes)
+            return
+        widths = self.columns or sizes
+        if sum(widths) != sizes[0] or min(widths) < 1:
+            raise LayoutError(f"columns {widths} must be positive and add up to the {sizes[0]} columns")
+        for left, right in pairwise(accumulate(widths, initial=0)):
+            yield Box((left,), (right,))
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How several matrices are fused in one parameter; Muon orthogonalises each by itself.
+
+    Args:
+        pieces: row counts of the matrices, or their number if they are equal.
+        columns: the same for columns, such as one per head of an output projection.
+        interleaved: the rows are this many equal blocks of ``pieces``; the k-th pieces of all blocks are one matrix.
+    """
+
+    pieces: int | Index = 1
+    columns: int | Index = 1
+    interleaved: int = 1
+
+    def __post_init__(self) -> None:
+        for counts in (self.pieces, self.columns, self.interleaved):
+            if min((counts,) if isinstance(counts, int) else counts, default=0) < 1:
+                raise ValueError(f"{self}: expected counts of at least 1")
+        if self.interleaved > 1 and self.pieces == 1:
+            raise ValueError(f"{self}: say which pieces each of the interleaved blocks has")
+
+    def of(self, shape: Index, flatten: bool = False) -> Fused:
+        """Return the row and column counts for a parameter of this shape, which may be flattened to a matrix."""
+
+        def counts(value: int | Index, total: int) -> Index | None:
+            if not isinstance(value, int):
+                return value
+            # If they do not add up to the total, the decision is refused.
+            return (total // value,) * value if value > 1 else None
+
+        rows = shape[Fused(flatten=flatten).row_dim(shape)]
+        pieces = counts(self.pieces, rows // self.interleaved)
+        return Fused(pieces, counts(self.columns, shape[-1]), self.interleaved, flatten)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +119,19 @@ class Reduced:
 
 def one_column(shape: Index, fused: Fused) -> Reduced:
     """Return one number for each row of each matrix of a parameter of this shape."""
+    row_dim = fused.row_dim(shape)
     columns = (1,) * len(fused.columns) if fused.columns else None
-    return Reduced((*shape[:-1], len(columns) if columns else min(1, shape[-1])), replace(fused, columns=columns))
+    sizes = (len(columns),) if columns else (min(1, size) for size in shape[row_dim + 1 :])
+    return Reduced((*shape[: row_dim + 1], *sizes), replace(fused, columns=columns))
 
 
 def one_row(shape: Index, fused: Fused) -> Reduced:
     """Return one number for each column of each matrix."""
+    row_dim = fused.row_dim(shape)
     pieces = (1,) * len(fused.pieces) if fused.pieces else None
-    rows = len(pieces) if pieces else min(1, shape[-2])
-    return Reduced((*shape[:-2], rows, shape[-1]), Fused(pieces, fused.columns))
+    rows = len(pieces) if pieces else min(1, shape[row_dim])
+    reduced_shape = (*shape[:row_dim], rows, *shape[row_dim + 1 :])
+    return Reduced(reduced_shape, replace(fused, pieces=pieces, interleaved=1))
 
 
 def one_number(shape: Index, fused: Fused) -> Reduced:
@@ -93,7 +146,7 @@ def one_line(shape: Index, fused: Fused) -> Reduced:
     Raises:
         LayoutError: the parameter has matrices of both kinds.
     """
-    are_wide = {rows < columns for rows, columns in map(rows_columns, shapes_of(shape, fused))}
+    are_wide = {rows < columns for rows, columns in sides_of(shape, fused)}
     if len(are_wide) > 1:
         raise LayoutError(
             f"a parameter of shape {shape} has tall and wide matrices, so its statistics are not all of rows or all of "
@@ -106,8 +159,9 @@ def at_owners(shape: Index, fused: Fused, of_matrix: Callable[[int, int], tuple[
     """Return a part of the shape ``of_matrix(m, n)`` for each matrix, to rest at its owner: in two dims if a parameter,
     or an expert of it, is one matrix; otherwise row by row and end to end in one column.
     """
-    *stack, _, _ = shape
-    sides = [of_matrix(*rows_columns(matrix)) for matrix in shapes_of((1, *shape[-2:]), fused)]
+    row_dim = fused.row_dim(shape)
+    stack, expert = shape[:row_dim], shape[row_dim:]
+    sides = [of_matrix(*matrix) for matrix in sides_of(expert, fused)]
     if len(sides) > 1:
         numels = tuple(rows * columns for rows, columns in sides)
         return Reduced((*stack, sum(numels), 1), Fused(numels))
@@ -143,26 +197,31 @@ _ADVICE = "put this parameter in an 'adamw' group: {'params': [...], 'algorithm'
 def matrices_of(shape: Index, fused: Fused = Fused()) -> tuple[tuple[Piece, ...], ...]:
     """Return the matrices in a parameter of this shape, each as pieces of it; none if it has no elements.
 
-    The last two dims are rows and columns; every index of a dim before them (experts) is a matrix of its own, which
-    keeps that dim here.
+    Every index of a dim before the rows (experts) is a matrix of its own.  Matrices keep all dims here; their elements
+    in row-major order are those of the matrix of two dims.
 
     Raises:
-        LayoutError: not two or three dims, or what is fused does not add up to rows and columns.
+        LayoutError: fewer than two dims; more than three, and not flattened; or what is fused does not add up to rows
+            and columns.
     """
     if len(shape) < 2:
         raise LayoutError(f"Muon needs a matrix, got shape {shape}; {_ADVICE}")
-    if len(shape) > 3:
-        raise LayoutError(f"which dims of shape {shape} are rows and columns is not clear; {_ADVICE}")
+    if len(shape) > 3 and not fused.flatten:
+        raise LayoutError(
+            f"which dims of shape {shape} are rows and columns is not clear; a convolution is the matrix "
+            f"{shape[0]} x {math.prod(shape[1:])}, of the first dim and all others, in a group with 'flatten': True; "
+            f"or {_ADVICE}"
+        )
     if 0 in shape:
         return ()
-    *stack, rows, columns = shape
-    cuts = list(product(fused.rows_of(rows), fused.columns_of(columns)))
+    row_dim = fused.row_dim(shape)
+    cuts = list(product(fused.rows_of(shape[row_dim]), fused.columns_of(shape[row_dim + 1 :])))
     matrices = []
-    for expert in product(*map(range, stack)):
+    for expert in product(*map(range, shape[:row_dim])):
         next_expert = tuple(index + 1 for index in expert)
-        for row_ranges, (left, right) in cuts:
-            boxes = [Box((*expert, lo, left), (*next_expert, hi, right)) for lo, hi in row_ranges]
-            matrices.append(stacked(boxes, dim=len(shape) - 2))
+        for row_ranges, columns in cuts:
+            boxes = [Box((*expert, lo, *columns.lo), (*next_expert, hi, *columns.hi)) for lo, hi in row_ranges]
+            matrices.append(stacked(boxes, dim=row_dim))
     return tuple(matrices)
 
 
@@ -176,9 +235,12 @@ def shapes_of(shape: Index, fused: Fused = Fused()) -> tuple[Index, ...]:
     return tuple(shapes)
 
 
-def rows_columns(shape: Sequence[int]) -> tuple[int, int]:
-    """Return ``(m, n)`` of a matrix whose leading dims are all 1."""
-    return math.prod(shape[:-1]), shape[-1]
+@lru_cache(maxsize=4096)
+def sides_of(shape: Index, fused: Fused = Fused()) -> tuple[tuple[int, int], ...]:
+    """Return the rows and columns ``(m, n)`` of each of a parameter's matrices."""
+    first_column_dim = fused.row_dim(shape) + 1
+    sides = [(sizes[:first_column_dim], sizes[first_column_dim:]) for sizes in shapes_of(shape, fused)]
+    return tuple((math.prod(rows), math.prod(columns)) for rows, columns in sides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +278,9 @@ class Slot:
     returns: bool = True
 
     @property
-    def shapes(self) -> tuple[Index, ...]:
-        """The shapes of the matrices, with as many dims as the parameter."""
-        return shapes_of(self.layout.shape, self.fused)
+    def sides(self) -> tuple[tuple[int, int], ...]:
+        """The rows and columns of each matrix."""
+        return sides_of(self.layout.shape, self.fused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,18 +300,12 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Matrix ``index`` of parameter ``param`` of a schedule, in as many dims as the parameter; global rank ``owner``
-    orthogonalises it in ``stage``.
-    """
+    """Matrix ``index`` of parameter ``param`` of a schedule; global rank ``owner`` orthogonalises it in ``stage``."""
 
     param: int
     index: int
-    shape: Index
+    rows_columns: tuple[int, int]
     owner: int
     stage: int
     cost: int
     form: Form
-
-    @property
-    def rows_columns(self) -> tuple[int, int]:
-        return rows_columns(self.shape)

@@ -114,8 +114,8 @@ def matrix_parts(layout: TensorLayout, fused: Fused) -> MatrixParts:
     first_piece = np.cumsum([0, *map(len, matrices)])
 
     # Experts between two cuts of their stack have like parts, so the first of them stands for all.  In a tiling, a box
-    # ends only where others begin.  In two dims the only expert is before the second cut.
-    experts = max(math.prod(layout.shape[:-2]), 1)
+    # ends only where others begin.  Without a stack the only expert is before the second cut.
+    experts = max(math.prod(layout.shape[: fused.row_dim(layout.shape)]), 1)
     expert, number = np.divmod(np.arange(len(matrices)), max(len(matrices) // experts, 1))
     cut = np.searchsorted(np.unique(layout.starts[:, 0]), expert, side="right")
     _, first_matrix, kind = np.unique(cut * len(matrices) + number, return_index=True, return_inverse=True)

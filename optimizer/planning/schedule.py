@@ -24,7 +24,7 @@ from ...algebra.layout import TensorLayout
 from ...algebra.overlap import IntArray
 from ...algebra.plan import NO_COPIES, Copies
 from ..newton_schulz.products import Form
-from .matrices import SHAPES, Slot, Spec, Unit, rows_columns
+from .matrices import SHAPES, Slot, Spec, Unit
 from .residence import OwnedMatrices, RankCopies, matrix_parts, rank_copies, residence
 
 Ranks = tuple[int, ...]
@@ -114,7 +114,7 @@ class Work:
 
     cost: int
     numel: int
-    shape: tuple[int, ...]
+    shape: tuple[int, int]
     holders: IntArray
     elements: IntArray
     owner: int | None = None
@@ -327,7 +327,7 @@ class _Loads:
     def __init__(self, max_received: int, nodes: IntArray) -> None:
         self.max_received, self.nodes = max_received, nodes
         self.load, self.received = np.zeros(len(nodes), np.int64), np.zeros(len(nodes), np.int64)
-        self.has_shape: defaultdict[tuple[int, ...], NDArray[np.bool_]] = defaultdict(
+        self.has_shape: defaultdict[tuple[int, int], NDArray[np.bool_]] = defaultdict(
             lambda: np.zeros(len(nodes), bool)
         )
 
@@ -424,7 +424,7 @@ def state_bytes(specs: Sequence[Spec]) -> int:
         num_bytes = 4 * update.layout.total_numel
         num_bytes += sum(slot.returns * slot.sent_dtype.itemsize * slot.layout.total_numel for slot in other_slots)
         for _, kind in spec.staying:
-            sides = (SHAPES[kind].of_matrix(*rows_columns(shape)) for shape in update.shapes)
+            sides = (SHAPES[kind].of_matrix(*matrix) for matrix in update.sides)
             num_bytes += 4 * sum(map(math.prod, sides))
         bytes_of_spec[id(spec)] = num_bytes
     return sum(bytes_of_spec[id(spec)] for spec in specs)
@@ -440,14 +440,14 @@ def _matrices(specs: Sequence[Spec], ranks: Ranks) -> list[list[tuple[Work, Form
         if id(spec) in matrices:
             continue
         update = spec.slots[0]
-        copies = Counter(map(rows_columns, update.shapes))
+        copies = Counter(update.sides)
         forms = {shape: spec.form(*shape, count) for shape, count in copies.items()}
         homes = residence(update.layout, update.fused, ranks)
         owners = [None] * len(homes) if spec.owners is None else list(map(ranks.index, spec.owners))
         matrices[id(spec)] = []
-        for shape, home, owner in zip(update.shapes, homes, owners, strict=True):
-            cost = spec.cost(*rows_columns(shape))
-            matrices[id(spec)].append((Work(cost, math.prod(shape), shape, *home, owner), forms[rows_columns(shape)]))
+        for shape, home, owner in zip(update.sides, homes, owners, strict=True):
+            work = Work(spec.cost(*shape), math.prod(shape), shape, *home, owner)
+            matrices[id(spec)].append((work, forms[shape]))
     return [matrices[id(spec)] for spec in specs]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...algebra.plan import Copies
 from ..ground.tensors import aligned_stack, spacing, stack_boxes, stack_memory
-from ..planning.matrices import SHAPES, WEIGHT, Spec, rows_columns
+from ..planning.matrices import SHAPES, WEIGHT, Spec
 from ..planning.schedule import Schedule
 from .boxes import BoxKind, EqualBoxes, SlotCopies, Tensors, View, equal_boxes, view_pairs
 from .elementwise import LocalTensors
@@ -123,7 +123,7 @@ class MatrixState:
         unit = self._units[units[0]]
         for number, slot in enumerate(self._specs[unit.param].slots):
             if number:  # the update comes from the element-wise backend
-                rows, columns = rows_columns(slot.shapes[unit.index])
+                rows, columns = slot.sides[unit.index]
                 sizes, copies = dict.fromkeys(units, spacing(rows * columns, slot.sent_dtype)), self._copies[number]
                 yield StackedSlot(
                     slot.name,

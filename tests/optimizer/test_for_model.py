@@ -278,7 +278,7 @@ def test_a_gradient_that_no_group_has_is_told_once_by_name_with_the_line_to_writ
 
 def test_a_parameter_that_came_later_is_told_as_well_and_the_model_is_not_kept_alive():
     model, optimizer = sorted_net()
-    model.append(nn.Conv1d(10, 2, 3, bias=False))  # no rule says what it is
+    model.append(nn.Bilinear(10, 2, 3, bias=False))  # no rule says what it is
     (told,) = warned((model, optimizer))
     line = "('4.weight', model.get_parameter('4.weight'))], 'algorithm': 'adamw', 'lr': 0.0001"
     assert line in str(told.message)

@@ -139,9 +139,9 @@ def test_a_stack_that_no_rule_selects_is_experts_first_and_a_convolution_is_not(
         sort_parameters(model, (NO_HEAD,), MODULE_TYPES)
     said = sort_parameters(model, (Rule("experts", "experts"),), (NO_HEAD,), MODULE_TYPES)
     assert kinds(said)["experts"] == "experts"
-    conv = tree({"up": linear(12, 8), "conv": nn.Conv1d(4, 6, 3, bias=False)})
-    with pytest.raises(ValueError, match=r"Write rules=\[\[Rule\('other', 'conv.weight'\)\], RULES\]"):
-        sort_parameters(conv, (NO_HEAD,), MODULE_TYPES)
+    conv = tree({"conv": nn.Conv1d(4, 6, 3, bias=False)})
+    with pytest.raises(ValueError, match=r"Write rules=\[\[Rule\('convolution', 'conv.weight'\)\], RULES\]"):
+        sort_parameters(conv, (NO_HEAD,))
 
 
 @pytest.mark.parametrize(

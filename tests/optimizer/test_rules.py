@@ -24,6 +24,7 @@ from muonckpt.optimizer.groups import (
     Split,
     grouped_qkv,
     sort_parameters,
+    split_by_groups,
     stacked_qkv,
 )
 
@@ -56,12 +57,13 @@ def test_a_rule_that_selects_nothing_is_refused_unless_optional():
 
 
 def test_parameters_under_no_rule_are_all_listed_with_shapes_and_modules():
-    parts = {"conv": nn.Conv1d(4, 4, 2), "bare": stack(3, 4)}
-    model = tree(under("0", parts), {"1.conv": nn.Conv1d(4, 4, 2)})
+    parts = {"pair": nn.Bilinear(4, 2, 4), "bare": stack(3, 4)}
+    model = tree(under("0", parts), {"1.pair": nn.Bilinear(4, 2, 4)})
     assert refusal(model, MODULE_TYPES) == [
         "0.bare [3, 4] in Module: no rule selects it; add one of kind 'matrix' if it multiplies activations, "
         "of kind 'other' if not",
-        "*.conv.weight (2 alike) [4, 4, 2] in Conv1d: no rule selects it; add one",
+        "*.pair.weight (2 alike) [4, 4, 2] in Bilinear: no rule selects it; add one of kind 'experts' if it is a stack "
+        "of matrices, of kind 'other' if not",
     ]
     assert len(refusal(simple(), [NO_HEAD])) == 7
 
@@ -95,7 +97,7 @@ def test_all_selectors_of_a_rule_must_hold(rule):
     [
         (lambda: Rule("matrices", "*"), "unknown kind; expected one of matrix, experts"),
         (lambda: Rule("matrix"), "would select every parameter"),
-        (lambda: Rule("head", "*", split=Split(2)), "only matrices, experts and routers are split"),
+        (lambda: Rule("head", "*", split=Split(2)), "only matrices, experts, convolutions and routers are split"),
         (lambda: Split(0), "at least 1"),
         (lambda: Split(columns=(3, 0)), "at least 1"),
         (lambda: Split(2, interleaved=0), "at least 1"),
@@ -111,7 +113,7 @@ def test_impossible_rules_are_refused(make, message):
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [("matrix", (3,)), ("matrix", (2, 3, 4)), ("matrix", (2, 3, 4, 5)), ("experts", (3, 4)), ("experts", (2, 3, 4, 5)),
-     ("vector", (3, 4))],
+     ("vector", (3, 4)), ("convolution", (3, 4)), ("convolution", (2, 2, 2, 2, 2, 2))],
 )  # fmt: skip
 def test_a_kind_that_cannot_have_the_shape_is_refused(kind, shape):
     [line] = refusal(tree({"part": stack(*shape)}), (NO_HEAD, Rule(kind, "part")))
@@ -120,8 +122,63 @@ def test_a_kind_that_cannot_have_the_shape_is_refused(kind, shape):
 
 def test_a_convolution_is_never_taken_for_experts():
     model = tree({"conv": nn.Conv1d(4, 4, 2, bias=False)})
-    assert refusal(model, MODULE_TYPES) == ["conv.weight [4, 4, 2] in Conv1d: no rule selects it; add one"]
-    assert kinds(sort_parameters(model, (Rule("other", module=nn.Conv1d),))) == {"conv.weight": "other"}
+    assert refusal(model, [NO_HEAD]) == [
+        "conv.weight [4, 4, 2] in Conv1d: no rule selects it; add one of kind 'convolution' if it mixes channels, "
+        "of kind 'other' if not",
+    ]
+    experts = Rule("experts", dims=(3,))
+    assert refusal(model, [experts]) == [
+        "conv.weight [4, 4, 2] in Conv1d: a convolution's weight is one matrix of its first dim and all others, and no "
+        "stack of experts",
+    ]
+    with pytest.raises(ValueError, match=r"Write rules=\[\[Rule\('convolution', 'conv.weight'\)\], RULES\]"):
+        sort_parameters(model, [experts])
+    assert kinds(sort_parameters(model, [Rule("convolution", "conv.weight")], [experts])) == {
+        "conv.weight": "convolution"
+    }
+    assert kinds(sort_parameters(model, [Rule("other", module=nn.Conv1d)], MODULE_TYPES)) == {"conv.weight": "other"}
+
+
+CONVOLUTIONS = {
+    "Conv1d": ((6, 4, 3), 1),
+    "Conv2d": ((6, 2, 3, 3), 2),
+    "Conv3d": ((6, 4, 2, 2, 2), 1),
+    "ConvTranspose1d": ((4, 6, 3), 1),
+    "ConvTranspose2d": ((4, 3, 3, 3), 2),
+    "ConvTranspose3d": ((4, 6, 2, 2, 2), 1),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_is_a_matrix_for_each_of_its_groups(name):
+    shape, groups = CONVOLUTIONS[name]
+    model = tree({"conv": getattr(nn, name)(4, 6, shape[-1], groups=groups), "norm": nn.GroupNorm(2, 6)})
+    decisions = sort_parameters(model, MODULE_TYPES)
+    assert kinds(decisions) == {
+        "conv.weight": "convolution", "conv.bias": "vector", "norm.weight": "vector", "norm.bias": "vector",
+    }  # fmt: skip
+    [kernels, _] = decisions.groups()
+    # [out, in / groups, ...], or transposed [in, out / groups, ...]: groups are parts of the first dim.
+    pieces = {"pieces": (shape[0] // groups,) * groups} if groups > 1 else {}
+    assert tuple(model.conv.weight.shape) == shape
+    assert {key: value for key, value in kernels.items() if key != "params"} == {
+        "algorithm": "muon", "flatten": True, **pieces,
+    }  # fmt: skip
+    [line] = [line for line in str(decisions).splitlines() if line.startswith("conv.weight")]
+    assert f"{name}.weight" in line and ("flattened, " if groups > 1 else "flattened ") in line
+
+
+def test_a_rule_of_ones_own_says_whether_groups_are_matrices():
+    model = tree({"depthwise": nn.Conv2d(4, 4, 3, groups=4, bias=False), "up": linear(3, 4)})
+    whole = Rule("convolution", "depthwise.weight")
+    for rule, options in ((whole, {}), (replace(whole, split=split_by_groups), {"pieces": (1, 1, 1, 1)})):
+        matrices, kernels = sort_parameters(model, [rule, NO_HEAD], MODULE_TYPES).groups()
+        assert {key: value for key, value in kernels.items() if key not in ("algorithm", "params")} == {
+            "flatten": True, **options,
+        }  # fmt: skip
+        assert matrices["params"] == [model.up.weight]
+    with pytest.raises(ValueError, match=r"'flatten'.* the rules say that, not the options"):
+        sort_parameters(model, [whole, NO_HEAD], MODULE_TYPES).groups(kinds={"convolution": {"flatten": False}})
 
 
 # Splits.
@@ -275,7 +332,7 @@ def test_the_guide_shows_what_is_printed(capsys):
     exec("\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)), {"__name__": "guide"})
     printed = capsys.readouterr().out
     shown = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(shown) == 2 and all(block in printed for block in shown)
+    assert len(shown) == 3 and all(block in printed for block in shown)
 
 
 def under_fsdp1(rank: int, world: int, original: bool) -> str:

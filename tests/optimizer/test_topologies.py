@@ -69,6 +69,8 @@ FUSED = [
     ((3, 4, 6), {}),
     ((12, 5), {"pieces": (8, 4)}),
     ((8, 6), {"pieces": (3, 1), "interleaved": 2, "columns": (2, 4)}),
+    ((4, 3, 2, 3), {"flatten": True}),
+    ((6, 2, 2, 2, 2), {"algorithm": "normuon", "flatten": True, "pieces": (2, 4)}),
 ]
 
 
