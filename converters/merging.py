@@ -118,13 +118,13 @@ def merge(
             check_destination(checkpoint.path, place, container)
         with inputs[0].payloads:  # the bytes of all
             # What is written, and what of the inputs goes into it; its fingerprints are recorded.
-            outputs = request.outputs(inputs, [one_request.outputs(checkpoint) for checkpoint in inputs], select)
+            outputs = request.outputs(inputs, list(map(one_request.outputs, inputs)), select)
             source = JoinedCheckpoints(inputs[0].path, inputs[0].payloads, [c.manifest for c in inputs])
             used_keys = {tensor.key for tensor in outputs.used(source.manifest).tensors}
-            fingerprints = [
-                {} if execution.dry_run else input_fingerprints(checkpoint, used_keys, execution.jobs)
-                for checkpoint in inputs
-            ]
+            fingerprints: list[Mapping[str, str]] = []
+            for checkpoint in inputs:
+                no_reading = execution.dry_run
+                fingerprints.append({} if no_reading else input_fingerprints(checkpoint, used_keys, execution.jobs))
             provenance = _provenance(request, translation.model_only, inputs, fingerprints)
             job = make_job(replace(source, provenance=provenance), target, select, lambda _: outputs, container)
             return execution.run(job, place, tuple(f"source: {checkpoint.path}" for checkpoint in inputs), workers)
@@ -142,15 +142,16 @@ def _provenance(
     steps = [first_look(checkpoint).step for checkpoint in inputs]
     if request.others_from is None and len(set(steps)) > 1:
         base.pop("step", None)
-    merged = [
-        {
-            "name": checkpoint.path.resolve().name,
-            "format": checkpoint.format.name,
-            "step": step,
-            "weight": str(weight),
-            "fingerprints": by_key,
-        }
-        for checkpoint, step, weight, by_key in zip(inputs, steps, request.weights, fingerprints, strict=True)
-    ]
-    entry = {"inputs": merged, "others_from": request.others_from, "model_only": model_only}
+    input_entries = []
+    for checkpoint, step, weight, by_key in zip(inputs, steps, request.weights, fingerprints, strict=True):
+        input_entries.append(
+            {
+                "name": checkpoint.path.resolve().name,
+                "format": checkpoint.format.name,
+                "step": step,
+                "weight": str(weight),
+                "fingerprints": by_key,
+            }
+        )
+    entry = {"inputs": input_entries, "others_from": request.others_from, "model_only": model_only}
     return {**base, "merged": [*base.get("merged", ()), entry]}

@@ -85,10 +85,13 @@ class Translation:
                     "are"
                 )
             target = with_target_keys(target, self.keys, self.roots)
+        rules = NameRules()
+        for table in tables:
+            rules += load_rules(table) if isinstance(table, str) else table
         return Request(
             program(self.from_dialect, "`from_dialect=`"),
             target,
-            sum((load_rules(table) if isinstance(table, str) else table for table in tables), NameRules()),
+            rules,
             Overrides(
                 _choice("momentum convention", list(Convention), self.convention),
                 _choice("momentum convention", list(Convention), self.target_convention),

@@ -105,6 +105,10 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
     # Columns tell most chunks with a checksum at once; formats know of the others.
     unchecked_rows = np.flatnonzero(job.rows.has_elements & ~columns.has_digest & (columns.crc32 == UNKNOWN)).tolist()
     balance = tuple(_unbalanced(job)) if of_ranks else ()
+    files = []
+    for file in job.files:
+        name = destination.name if file.name == job.container.root else file.name
+        files.append(FileReport(name, len(file.items) + len(file.chunks), file.payload, file.length))
     return Report(
         source=str(job.source.path),
         destination=str(destination),
@@ -113,15 +117,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
         mesh=dict(job.target.mesh) if of_ranks else None,
         layout=job.target.layout if of_ranks else None,
         buffers=_summary(job.arranged.provenance.get("buffers", ())) if of_ranks else (),
-        files=tuple(
-            FileReport(
-                destination.name if file.name == job.container.root else file.name,
-                len(file.items) + len(file.chunks),
-                file.payload,
-                file.length,
-            )
-            for file in job.files
-        ),
+        files=tuple(files),
         tensors=len(job.tensors),
         checked=job.bytes_to_check,
         read=job.payload_to_write,

@@ -13,6 +13,7 @@ from functools import cache, partial
 from itertools import chain
 from typing import Any
 
+from ...algebra.box import Box
 from ...names.errors import DamageError, MuonckptError
 from ...names.wording import fields_of, listed
 from ...programs.model_view import Role
@@ -311,14 +312,15 @@ def _compare_tensors(
     # Shapes and recorded fingerprints tell without reading.
     differences: dict[str, TensorDifference] = {}
     unread_keys: list[str] = []
-    for key in (key for key in a.tensors if key in b.tensors):
-        tensor_a, tensor_b = a.tensors[key], b.tensors[key]
+    for key, tensor_a in a.tensors.items():
+        if key not in b.tensors:
+            continue
+        tensor_b = b.tensors[key]
         kinds = (tensor_a.record.shape, tensor_b.record.shape), (tensor_a.record.dtype, tensor_b.record.dtype)
         if tensor_a.record.shape != tensor_b.record.shape:
             differences[key] = TensorDifference(key, CHANGED, "shape", *kinds)
         elif known_to_be_equal(tensor_a, tensor_b):
-            boxes = ({f.box for f in tensor.layout.fragments} for tensor in (tensor_a, tensor_b))
-            is_same = tensor_a.layout is tensor_b.layout or next(boxes) == next(boxes)
+            is_same = tensor_a.layout is tensor_b.layout or _boxes(tensor_a) == _boxes(tensor_b)
             differences[key] = TensorDifference(key, SAME if is_same else MOVED, "fingerprint", *kinds)
         else:
             unread_keys.append(key)
@@ -337,6 +339,10 @@ def _compare_tensors(
 
 
 OPAQUE = "(not plain data)"
+
+
+def _boxes(tensor: OutputTensor) -> set[Box]:
+    return {fragment.box for fragment in tensor.layout.fragments}
 
 
 def same_value(a: bytes, b: bytes) -> bool:

@@ -221,11 +221,13 @@ class TensorDifference:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON data; statistics are null where elements were not read."""
-        s = self.statistics
         names = ("elements", "changed", "far", "max_abs", "max_rel", "norm_a", "norm_b", "rms_change", "cosine",
                  "nonfinite_a", "nonfinite_b")  # fmt: skip
+        statistics = dict.fromkeys(names)
+        if self.statistics is not None:
+            statistics = {name: getattr(self.statistics, name) for name in names}
         return {"key": self.key, "status": self.status, "by": self.by, "shapes": self.shapes, "dtypes": self.dtypes,
-                **{name: None if s is None else getattr(s, name) for name in names}}  # fmt: skip
+                **statistics}  # fmt: skip
 
 
 class ReadableBoxes(Protocol):

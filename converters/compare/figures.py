@@ -73,7 +73,10 @@ class TensorFigures:
     @property
     def stable_rank(self) -> float | None:
         """Return the median of its matrices' stable ranks; None if there is none."""
-        ranks = [rank for rank in (spectrum.stable_rank for spectrum in self.spectra) if rank is not None]
+        ranks: list[float] = []
+        for spectrum in self.spectra:
+            if spectrum.stable_rank is not None:
+                ranks.append(spectrum.stable_rank)
         return median(ranks) if ranks else None
 
     @property
@@ -194,7 +197,7 @@ def _figures_of_each(stack: Values64) -> list[ElementFigures]:
     norms = np.sqrt(scaled[:, np.newaxis, :] @ scaled[:, :, np.newaxis])[:, 0, 0] * largest
     zeros = counts - np.count_nonzero(values, axis=1)
     columns = (counts, norms, largest, zeros, nan, flat.shape[1] - counts - nan)
-    return [ElementFigures(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    return list(map(ElementFigures, *(column.tolist() for column in columns)))
 
 
 SKETCH = 12
@@ -250,5 +253,7 @@ def spectra_of(
         gram += projection.swapaxes(1, 2) @ projection
     squares = np.linalg.eigvalsh(gram)[:, ::-1]
     values = (np.sqrt(np.maximum(squares, 0)) * largest[:, np.newaxis]).tolist()
-    pairs = zip(values, figures, strict=True)
-    return tuple(Spectrum(tuple(row) if of_matrix.largest else (), of_matrix.norm) for row, of_matrix in pairs)
+    spectra = []
+    for row, of_matrix in zip(values, figures, strict=True):
+        spectra.append(Spectrum(tuple(row) if of_matrix.largest else (), of_matrix.norm))
+    return tuple(spectra)

@@ -63,10 +63,11 @@ class CheckpointStats:
         number; ``rms`` has the least, median and most of them, ``largest`` is a magnitude, ``zeros`` a share,
         ``nonfinite`` a number of elements, ``stable_rank`` the median.
         """
-        return tuple(
-            {"pattern": pattern, "name": unnumbered(members[0].name), "role": role, **_summary(members)}
-            for (pattern, role), members in siblings_of(self.tensors).items()
-        )
+        rows = []
+        for (pattern, role), members in siblings_of(self.tensors).items():
+            name = unnumbered(members[0].name)
+            rows.append({"pattern": pattern, "name": name, "role": role, **_summary(members)})
+        return tuple(rows)
 
     def to_json(self) -> dict[str, Any]:
         return {**fields_of(self), "folded": self.folded(), "health": list(map(health_json, self.health))}

@@ -85,8 +85,10 @@ class SafetensorsFolder(WholeFiles):
         records = _records(tensors)
         safetensors.check_storable(records)
         by_key = {output.key: output for output in tensors}
-        shards = safetensors.shards(records, self.shard_bytes)
-        return [_file(name, [by_key[record.key] for record in shard], recorded) for name, shard in shards]
+        files = []
+        for name, shard in safetensors.shards(records, self.shard_bytes):
+            files.append(_file(name, [by_key[record.key] for record in shard], recorded))
+        return files
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
         names = [name for name, _ in safetensors.shards(manifest.tensors, self.shard_bytes)]

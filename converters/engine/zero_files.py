@@ -452,8 +452,10 @@ class ZeroFiles(_Archives):
     def _place_model(self, plan: _FolderPlan, groups: Sequence[_Group], content: _Content, ranks: int) -> list[Archive]:
         """Place the other weights, and copy those of the optimizer where files of the model have them whole."""
         is_zero3 = self.stage == 3
-        name = "zero_pp_rank_{}_mp_rank_00_model_states.pt" if is_zero3 else "mp_rank_00_model_states.pt"
-        files = [_ModelFile(Archive(name.format(rank))) for rank in range(ranks if is_zero3 else 1)]
+        files = [_ModelFile(Archive("mp_rank_00_model_states.pt"))]
+        if is_zero3:
+            names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)]
+            files = [_ModelFile(Archive(name)) for name in names]
         # Weights that the optimizer has, those that are tied to one of them, and those that no gradient ever meets.
         trained: dict[str, tuple[PlacedParameter, _Group]] = {}
         for group in groups:

@@ -74,13 +74,15 @@ def _shares(members: Sequence[GroupBuffer]) -> dict[str, Any]:
                 work[buffer.group[owner]] += newton_schulz(entry.parameter)
     # Without owners no work is known.
     has_owners = any(buffer.layout.whole for buffer in members)
-    costs = {rank: work[rank] if has_owners else None for rank in ranks}
+    shares = []
+    for rank in ranks:
+        shares.append({"rank": rank, "elements": elements[rank], "newton_schulz": work[rank] if has_owners else None})
     return {
         "busiest": {
             "elements": _busiest([elements[rank] for rank in ranks]),
             "newton_schulz": _busiest([work[rank] for rank in ranks]) if has_owners else None,
         },
-        "ranks": [{"rank": rank, "elements": elements[rank], "newton_schulz": costs[rank]} for rank in ranks],
+        "ranks": shares,
     }
 
 

@@ -233,8 +233,11 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
         manifest = with_slots_of(manifest, dialect)
     # State of numbered parameters gets the names that the groups record.
     if groups.names:
-        named = (replace(t, name=groups.names.get(t.name, t.name)) if t.name else t for t in manifest.tensors)
-        manifest = replace(manifest, tensors=tuple(named))
+        tensors = []
+        for tensor in manifest.tensors:
+            name = groups.names.get(tensor.name or "")
+            tensors.append(replace(tensor, name=name) if name else tensor)
+        manifest = replace(manifest, tensors=tuple(tensors))
     view = model_view(manifest, dialect, groups.groups, groups.names)
     return FirstLook(program, manifest, groups, view, steps_of(view, values))
 

@@ -11,7 +11,6 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -339,7 +338,9 @@ def _findings(look: FirstLook, target: Target, tensors: Sequence[StateRecord], p
     # What the cuts mean for the program that runs there.
     if target.layout == ROWS:
         yield from _cut_findings(target, tensors, _pieces(look))
-    cut_axes = {axis for axis, _ in chain.from_iterable(rule.cuts for rule in target.rules) if target.mesh[axis] > 1}
+    cut_axes: set[str] = set()
+    for rule in target.rules:
+        cut_axes.update(axis for axis, _ in rule.cuts if target.mesh[axis] > 1)
     if target.layout != ROWS and cut_axes:
         axes = " and ".join(sorted(cut_axes))
         yield Finding(

@@ -151,8 +151,10 @@ def _newton_schulz(shape: Index, dtype: str, boxes: Boxes) -> tuple[int, ...] | 
     sizes = boxes.hi - boxes.lo
     if (sizes[:, -2:] != shape[-2:]).any():
         return None
-    box_shapes = map(tuple, sizes.tolist())
-    return tuple(newton_schulz(Parameter("", box, dtype)) if math.prod(box) else 0 for box in box_shapes)
+    flops = []
+    for box_shape in map(tuple, sizes.tolist()):
+        flops.append(newton_schulz(Parameter("", box_shape, dtype)) if math.prod(box_shape) else 0)
+    return tuple(flops)
 
 
 def cut_text(tensor: StateRecord) -> str:
@@ -169,12 +171,12 @@ def _cut_text(shape: Index, all_boxes: Boxes) -> str:
     if len(boxes) == 1:
         return "whole"
     # In a grid there are as many boxes as the product of the numbers of starts along the dims.
-    counts = [len({box.lo[dim] for box in boxes}) for dim in range(len(shape))]
+    counts = [len({*starts}) for starts in zip(*(box.lo for box in boxes), strict=True)]
     if math.prod(counts) != len(boxes):
         return f"{len(boxes)} boxes of their own shapes"
     dims = {1: ("elements",), 2: ("rows", "columns")}.get(len(shape)) or [f"dim {dim}" for dim in range(len(shape))]
-    cuts = [(str(count), dim) for count, dim in zip(counts, dims, strict=True) if count > 1]
-    return f"{' x '.join(count for count, _ in cuts)} parts by {' and '.join(dim for _, dim in cuts)}"
+    cuts = {dim: str(count) for dim, count in zip(dims, counts, strict=True) if count > 1}
+    return f"{' x '.join(cuts.values())} parts by {' and '.join(cuts)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,23 +217,28 @@ def _fold(entries: Sequence[_Entry]) -> tuple[Branch, ...]:
             is_numbered = branch.name.isdecimal()
             content = (branch.bytes, branch.shape, branch.dtype, branch.branches) if is_numbered else branch.name
             groups[is_numbered, content].append(branch)
-    return tuple(_merge(members) for members in groups.values())
+    merged = []
+    for first, *others in groups.values():
+        if others:
+            numbers = [int(branch.name) for branch in (first, *others)]
+            first = replace(first, name=ranges(sorted(numbers)), count=len(numbers))
+        merged.append(first)
+    return tuple(merged)
 
 
 def _branches(name: str, below: Sequence[_Entry]) -> Iterator[Branch]:
     """Yield the tensors that end at a part of keys, and the module of those that go on."""
-    for tensor in (tensor for parts, tensor in below if not parts):
-        yield Branch(name, 1, 1, math.prod(tensor.shape) * itemsize(tensor.dtype), tensor.shape, tensor.dtype, ())
-    inner = _fold([(parts, tensor) for parts, tensor in below if parts])
+    deeper: list[_Entry] = []
+    for parts, tensor in below:
+        if parts:
+            deeper.append((parts, tensor))
+        else:
+            yield Branch(name, 1, 1, math.prod(tensor.shape) * itemsize(tensor.dtype), tensor.shape, tensor.dtype, ())
+    inner = _fold(deeper)
     is_chain = len(inner) == 1 and inner[0].count == 1
     if is_chain and not name.isdecimal() and not inner[0].name[:1].isdecimal():  # on one line; numbers can be folded
         yield replace(inner[0], name=f"{name}.{inner[0].name}")
     elif inner:
         tensors = sum(branch.tensors * branch.count for branch in inner)
-        yield Branch(name, 1, tensors, sum(b.bytes * b.count for b in inner), None, None, inner)
-
-
-def _merge(members: Sequence[Branch]) -> Branch:
-    if len(members) == 1:
-        return members[0]
-    return replace(members[0], name=ranges(sorted(int(branch.name) for branch in members)), count=len(members))
+        num_bytes = sum(branch.bytes * branch.count for branch in inner)
+        yield Branch(name, 1, tensors, num_bytes, None, None, inner)

@@ -189,7 +189,7 @@ def _index(text: str) -> int | slice | EllipsisType:
     number, dots, start, stop = match.groups()
     if number is not None:
         return int(number)
-    return ... if dots else slice(*(None if bound is None else int(bound) for bound in (start, stop)))
+    return ... if dots else slice(int(start) if start else None, int(stop) if stop else None)
 
 
 def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
@@ -268,10 +268,11 @@ def _layouts(tensors: Sequence[StateRecord]) -> Iterator[dict[str, Any]]:
     """Yield each layout with the number of its tensors, which mostly share it."""
     texts: dict[int, str] = {}
     counts: Counter[str] = Counter()
-    for layout in (tensor.layout for tensor in tensors if tensor.layout):
-        if id(layout) not in texts:
-            texts[id(layout)] = json.dumps(layout)
-        counts[texts[id(layout)]] += 1
+    for tensor in tensors:
+        if tensor.layout:
+            if id(tensor.layout) not in texts:
+                texts[id(tensor.layout)] = json.dumps(tensor.layout)
+            counts[texts[id(tensor.layout)]] += 1
     for text, count in counts.most_common():
         yield {**json.loads(text), "tensors": count}
 
@@ -578,6 +579,7 @@ def _layout_text(layout: Mapping[str, Any]) -> str:
 
 
 def _mesh_text(sizes: Sequence[object], layout: Mapping[str, Any]) -> str:
-    axes = layout.get("axes") or [None] * len(sizes)
-    named = (str(size) if axis is None else f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
-    return " x ".join(named)
+    axes = layout.get("axes")
+    if not axes:
+        return " x ".join(map(str, sizes))
+    return " x ".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))

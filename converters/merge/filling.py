@@ -340,7 +340,9 @@ class Filling:
             manifests.append(Manifest(tuple(tensors), tuple(blobs)).renamed(f"{number}/{{}}".format))
         payloads = JoinedPayloads([self.damaged.payloads, *(source.opened.payloads for source in self.sources)])
         # Tensors and items are those of the damaged checkpoint, put together from all.
-        chunks = [{tensor.key: tensor.chunks for tensor in manifest.tensors} for manifest in manifests]
+        chunks: list[dict[str, Chunks]] = []
+        for manifest in manifests:
+            chunks.append({tensor.key: tensor.chunks for tensor in manifest.tensors})
         zeros = {tensor.dtype: constant(payloads, tensor.dtype) for tensor in self.part.tensors}
         outputs = [self._output(tensor, chunks, zeros[tensor.dtype].chunks) for tensor in self.part.tensors]
         items: dict[str, Blob] = {}

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import reduce
-from itertools import accumulate, chain
+from itertools import chain
 
 import numpy as np
 
@@ -48,9 +48,11 @@ class AveragedTensor(OutputTensor):
 
     @property
     def layouts(self) -> tuple[TensorLayout, ...]:
-        buffers = (sum(map(len, term.sources)) for term in self.terms)
-        firsts = accumulate(buffers, initial=0)
-        return tuple(renumbered(term.layout, first) for term, first in zip(self.terms, firsts, strict=False))
+        layouts, num_buffers = [], 0
+        for term in self.terms:
+            layouts.append(renumbered(term.layout, num_buffers))
+            num_buffers += sum(map(len, term.sources))
+        return tuple(layouts)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -63,8 +65,9 @@ class AveragedTensor(OutputTensor):
     def compute(self, terms: Sequence[Words]) -> Words:
         """Return the sums of weighted elements: in float64, in the order of the inputs, and then rounded."""
         # A term's own scale, such as between conventions, is a part of its factor.
-        weighted = zip(self.weights, self.terms, strict=True)
-        factors = [float(weight * Fraction(1 if term.scale is None else term.scale)) for weight, term in weighted]
+        factors = []
+        for weight, term in zip(self.weights, self.terms, strict=True):
+            factors.append(float(weight * Fraction(1 if term.scale is None else term.scale)))
         flat_terms = [words.reshape(-1) for words in terms]
         average = np.empty(flat_terms[0].shape, dtype(self.record.dtype).bits)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -99,37 +102,39 @@ class MergeRequest:
             outputs_alone: what each input alone would be written as.
             select: shell patterns; what has a key that matches none of them is left out, whatever it is.
         """
-        names = [str(checkpoint.path) for checkpoint in checkpoints]
-        inputs = [_Input.of(name, outputs, select) for name, outputs in zip(names, outputs_alone, strict=True)]
+        inputs: list[_Input] = []
+        for checkpoint, outputs in zip(checkpoints, outputs_alone, strict=True):
+            inputs.append(_Input.of(str(checkpoint.path), outputs, select))
         base = inputs[self.others_from or 0]
         # What is averaged has to be there in all inputs; what is not has to be the same, unless one input is named.
         _refuse_missing(inputs)
-        terms = ([merged.averaged[key] for merged in inputs] for key in base.averaged)
-        tensors: list[OutputTensor] = [self._average(outputs, names) for outputs in terms]
+        tensors: list[OutputTensor] = [self._average(inputs, key) for key in base.averaged]
         if self.others_from is None:
             _refuse_differences(inputs, checkpoints[0].payloads)
         tensors += base.unaveraged.values()
-        left_out = set[str]().union(*((*m.unaveraged, *m.items, *m.left_out) for m in inputs)) - {
-            *base.unaveraged,
-            *base.items,
-        }
+        # What only other inputs have is left out; every input's notes and constants hold for the result.
+        left_out, constants = set[str](), list(outputs_alone[0].constants)
         notes = list(self._sentences(inputs))
         for merged in inputs:
+            left_out.update(merged.unaveraged, merged.items, merged.left_out)
             notes += [f"{merged.name}: {note}" for note in merged.notes]
-        constants = tuple(chain.from_iterable(outputs.constants for outputs in outputs_alone))
+        for outputs in outputs_alone[1:]:
+            constants += outputs.constants
+        left_out -= base.unaveraged.keys() | base.items.keys()
         items = list(base.items.values())
-        return Outputs(tensors, items, tuple(sorted(left_out)), tuple(notes), constants=constants)
+        return Outputs(tensors, items, tuple(sorted(left_out)), tuple(notes), constants=tuple(constants))
 
-    def _average(self, terms: Sequence[OutputTensor], names: Sequence[str]) -> AveragedTensor:
+    def _average(self, inputs: Sequence[_Input], key: str) -> AveragedTensor:
+        terms = [merged.averaged[key] for merged in inputs]
         first = terms[0].record
         # An average of unlike things means nothing.
-        for name, term in zip(names, terms, strict=True):
+        for merged, term in zip(inputs, terms, strict=True):
             for noun, attribute, cure in _EQUAL_IN_ALL:
                 expected, actual = getattr(first, attribute), getattr(term.record, attribute)
                 if expected != actual:
                     raise SourceError(
-                        f"tensor {first.key!r}: expected the same {noun} in all inputs, found {expected} in {names[0]} "
-                        f"and {actual} in {name}; convert one of them first{cure}"
+                        f"tensor {key!r}: expected the same {noun} in all inputs, found {expected} in {inputs[0].name} "
+                        f"and {actual} in {merged.name}; convert one of them first{cure}"
                     )
         sources = tuple(chain.from_iterable(term.sources for term in terms))
         record = replace(first, fingerprint=None)
@@ -271,9 +276,11 @@ def shares(
         if not 0 < decay < 1:
             raise TargetError(f"`ema=`: expected a decay between 0 and 1, found {ema}")
         return (decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - i) for i in range(1, count)))
-    numbers = [_fraction(number, "proportions") for number in ([1] * count if proportions is None else proportions)]
+    if proportions is None:
+        return (Fraction(1, count),) * count
+    numbers = [_fraction(number, "proportions") for number in proportions]
     if len(numbers) != count or min(numbers) <= 0:
-        text = ",".join(map(str, proportions or ()))
+        text = ",".join(map(str, proportions))
         raise TargetError(f"`proportions=`: expected {count} positive numbers, one for each input, found {text}")
     total = sum(numbers, Fraction(0))
     return tuple(number / total for number in numbers)

@@ -96,8 +96,13 @@ class FillingSource:
         for tensor in located:
             places += [(tensor, number) for number in range(len(tensor.chunks))]
         with ThreadPoolExecutor(jobs) as pool:
-            verdicts = iter(list(pool.map(is_whole, places)))
-        return with_chunks(located, [[n for n in range(len(tensor.chunks)) if next(verdicts)] for tensor in located])
+            verdicts = list(pool.map(is_whole, places))
+        # The numbers of each tensor's whole chunks; verdicts follow one another as its chunks do.
+        whole_numbers, start = [], 0
+        for tensor in located:
+            whole_numbers.append(np.flatnonzero(verdicts[start : start + len(tensor.chunks)]).tolist())
+            start += len(tensor.chunks)
+        return with_chunks(located, whole_numbers)
 
 
 def is_described(opened: OpenCheckpoint) -> bool:
@@ -130,7 +135,14 @@ class WholePart:
         for finding in report.findings:
             wrong_keys |= {*finding.names} if finding.kind in ("digest", "fingerprint") else set()
         wrong_keys &= part.fingerprints.keys() - {tensor.key for tensor in damage.tensors}
-        tensors = (_undigested(t, part.fingerprints[t.key]) if t.key in wrong_keys else t for t in located)
+        tensors = []
+        for tensor in located:
+            if tensor.key in wrong_keys:
+                # It has the fingerprint of its elements from now on, and its chunks have no digests.
+                chunks = [replace(chunk, digest=None) for chunk in tensor.chunks]
+                undigested = type(tensor.chunks).of(chunks, len(tensor.shape))
+                tensor = replace(tensor, chunks=undigested, fingerprint=part.fingerprints[tensor.key])
+            tensors.append(tensor)
         part = replace(part, tensors=tuple(tensors))
         # A file of which all records say that it is of another save is so in what nothing is recorded of, too.
         contradicted = part.files(part.has_record & damage.chunks) - part.files(part.has_record & part.is_whole)
@@ -226,15 +238,11 @@ class WholePart:
         # What the files of another save record of their tensors is not true of these.
         lost_keys = {tensor.key for tensor in damage.tensors}
         if not self.has_record.any():
-            tensors = [replace(t, fingerprint=None) if t.key in lost_keys else t for t in tensors]
+            for number, tensor in enumerate(tensors):
+                if tensor.key in lost_keys:
+                    tensors[number] = replace(tensor, fingerprint=None)
         fingerprints = {key: value for key, value in self.fingerprints.items() if key not in lost_keys}
         return WholePart(self.opened, self.look, damage, tuple(tensors), fingerprints)
-
-
-def _undigested(tensor: StateRecord, fingerprint: str) -> StateRecord:
-    """Return a tensor without the digests of its chunks, and with the fingerprint that its elements have."""
-    chunks = [replace(chunk, digest=None) for chunk in tensor.chunks]
-    return replace(tensor, chunks=type(tensor.chunks).of(chunks, len(tensor.shape)), fingerprint=fingerprint)
 
 
 @dataclass(frozen=True, eq=False)
@@ -403,7 +411,7 @@ def compare(part: WholePart, source: FillingSource, jobs: int) -> Comparison:
     Raises:
         SourceError: a file of the damaged checkpoint cannot be read any more.
     """
-    is_equal, is_different, is_telling = (np.zeros(len(part.damage.chunks), np.bool_) for _ in range(3))
+    is_equal, is_different, is_telling = np.zeros((3, len(part.damage.chunks)), np.bool_)
     fingerprints: dict[str, str] = {}
     pairs: list[tuple[StateRecord, IntArray, StateRecord]] = []
     # Fingerprints that are recorded or known tell without reading.
@@ -520,7 +528,7 @@ def _compare_chunks(
     if tensor.fingerprint is not None and (computed := _fingerprint(other_payloads, counterpart)) is not None:
         equal = np.full(len(tensor.chunks), computed == tensor.fingerprint)
         return equal, ~equal, equal & (int(computed, 16) != 0), computed
-    equal, different, telling = (np.zeros(len(tensor.chunks), np.bool_) for _ in range(3))
+    equal, different, telling = np.zeros((3, len(tensor.chunks)), np.bool_)
     for number, chunk, other_chunk, box in common_boxes(tensor, counterpart):
         pair = StoredChunk(tensor, chunk, payloads), StoredChunk(counterpart, other_chunk, other_payloads)
         is_equal, varies = compare_bits(*pair, box)

@@ -237,7 +237,9 @@ class GroupTemplate:
         """
         try:
             data = source if isinstance(source, Mapping) else json.loads(Path(source).read_text(encoding="utf-8"))
-            groups = [{option: _as_tuples(value) for option, value in group.items()} for group in data["param_groups"]]
+            groups = []
+            for group in data["param_groups"]:
+                groups.append({option: _as_tuples(value) for option, value in group.items()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TargetError(
                 f"cannot read the template {source!r} ({type(error).__name__}: {error}); expected JSON as "

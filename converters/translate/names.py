@@ -16,7 +16,11 @@ from typing import Any, TypeVar
 
 from ...names.errors import SourceError, TargetError, did_you_mean
 
-_PLACEHOLDER = re.compile(r"\{([a-z]+)(\*?)\}")
+PLACEHOLDER = re.compile(r"\{([a-z]+)(\*?)\}")
+
+
+def _placeholders(pattern: str) -> frozenset[str]:
+    return frozenset(name for name, _ in PLACEHOLDER.findall(pattern))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,7 @@ class NameRule:
     keeps_groups: bool = False
 
     def __post_init__(self) -> None:
-        placeholders = {p: {name for name, _ in _PLACEHOLDER.findall(p)} for p in (*self.source, *self.target)}
-        common = {frozenset(names - {self.each}) for names in placeholders.values()}
+        common_placeholders = {_placeholders(pattern) - {self.each} for pattern in (*self.source, *self.target)}
         numbered_sides = self._is_numbered(self.source) + self._is_numbered(self.target)
         num_parts = max(len(self.source), len(self.target))
         has_misplaced_each = self.each is not None and (numbered_sides != 1 or num_parts != 1)
@@ -60,7 +63,7 @@ class NameRule:
         is_negative = self.dim < 0 or self.interleaved < 1 or (self.count or 1) < 1
         for is_wrong, expectation in (
             (min(len(self.source), len(self.target)) != 1, "one side must have exactly one pattern"),
-            (len(common) != 1, "every pattern must have the same placeholders"),
+            (len(common_placeholders) != 1, "every pattern must have the same placeholders"),
             (has_misplaced_each, "`each` must be in the parts' one pattern"),
             (self.stacked and self.each is None, "`stacked` needs `each`"),
             (has_wrong_shares, "one share >= 1 for each part"),
@@ -70,7 +73,7 @@ class NameRule:
                 raise SourceError(f"rule {self}: {expectation}")
 
     def _is_numbered(self, side: tuple[str, ...]) -> bool:
-        return any(self.each == name for pattern in side for name, _ in _PLACEHOLDER.findall(pattern))
+        return self.each in frozenset[str | None]().union(*map(_placeholders, side))
 
     @property
     def splits(self) -> bool:
@@ -136,7 +139,8 @@ def _rule(row: Mapping[str, object]) -> NameRule:
 
 
 def _patterns(value: object) -> tuple[str, ...]:
-    return tuple(_checked(str, pattern) for pattern in (value if isinstance(value, list) else [value]))
+    patterns = value if isinstance(value, list) else [value]
+    return tuple(_checked(str, pattern) for pattern in patterns)
 
 
 def _checked(kind: type[T], value: object) -> T:

@@ -219,7 +219,8 @@ def _optimizers(chain: str, node: object) -> Iterator[tuple[str, Sequence[dict[s
 
 
 def _is_plain(value: object) -> bool:
-    return all(isinstance(part, _SCALAR) for part in (value if isinstance(value, list | tuple) else (value,)))
+    parts = value if isinstance(value, list | tuple) else (value,)
+    return all(isinstance(part, _SCALAR) for part in parts)
 
 
 def merge_equal(groups: Iterable[ParameterGroup]) -> list[ParameterGroup]:

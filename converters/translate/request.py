@@ -102,6 +102,5 @@ def unchanged(source: OpenCheckpoint) -> Outputs:
     manifest = source.manifest
     recorded = any(tensor.slot is not None for tensor in manifest.tensors)
     tensors = (manifest if recorded else with_slots(manifest)).tensors
-    return Outputs(
-        [OutputTensor.copy_of(t) for t in tensors], [OutputItem(blob.key, blob.path, blob) for blob in manifest.blobs]
-    )
+    items = [OutputItem(blob.key, blob.path, blob) for blob in manifest.blobs]
+    return Outputs(list(map(OutputTensor.copy_of, tensors)), items)

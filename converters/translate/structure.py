@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 
 from ...algebra.box import Box, Index
 from ...algebra.layout import Fragment, Piece, TensorLayout, stacked, through
@@ -19,9 +19,9 @@ from ...names.errors import LayoutError, about
 from ...names.wording import listed
 from ...record.chunks import Chunks
 from ..engine.outputs import renumbered
-from .names import NameRule, NameRules
+from .names import PLACEHOLDER, NameRule, NameRules
 
-_PLACEHOLDER = re.compile(r"\\\{([a-z]+)(\\\*)?\\\}")  # as re.escape() leaves it
+_ESCAPED_PLACEHOLDER = re.compile(r"\\\{([a-z]+)(\\\*)?\\\}")  # as re.escape() leaves it
 
 
 JoinedRows = tuple[tuple[int, ...], int]
@@ -112,11 +112,11 @@ def _compiled(pattern: str, each: str | None) -> re.Pattern[str]:
             return f"(?P<{name}>0|[1-9][0-9]*)"
         return f"(?P<{name}>.+)" if many else f"(?P<{name}>[^.]+)"
 
-    return re.compile(_PLACEHOLDER.sub(group, re.escape(pattern)))
+    return re.compile(_ESCAPED_PLACEHOLDER.sub(group, re.escape(pattern)))
 
 
 def _filled(pattern: str, values: Mapping[str, str]) -> str:
-    return re.sub(r"\{([a-z]+)\*?\}", lambda match: values[match[1]], pattern)
+    return PLACEHOLDER.sub(lambda match: values[match[1]], pattern)
 
 
 # Splitting and joining.
@@ -150,10 +150,12 @@ def _join(rule: NameRule, parts: Sequence[TranslatedTensor]) -> TranslatedTensor
     if rule.count not in (None, len(parts)):
         raise LayoutError(f"rule {rule}: {len(parts)} parts, expected {rule.count}")
     # Buffers are counted through the sources of all parts.
-    firsts = accumulate((sum(map(len, part.sources)) for part in parts), initial=0)
-    layouts = [renumbered(part.layout, first) for part, first in zip(parts, firsts, strict=False)]
-    if rule.stacked:
-        layouts = [_with_dim(layout, rule.dim) for layout in layouts]
+    layouts: list[TensorLayout] = []
+    num_buffers = 0
+    for part in parts:
+        layout = renumbered(part.layout, num_buffers)
+        layouts.append(_with_dim(layout, rule.dim) if rule.stacked else layout)
+        num_buffers += sum(map(len, part.sources))
     if rule.dim >= len(layouts[0].shape):
         raise LayoutError(f"rule {rule}: shape {layouts[0].shape} has no dim {rule.dim}")
     lengths = tuple(layout.shape[rule.dim] for layout in layouts)
@@ -172,9 +174,10 @@ def _joined(
     layouts: tuple[TensorLayout, ...], shape: Index, dim: int, shares: tuple[int, ...], interleaved: int
 ) -> TensorLayout:
     """Return the layout of a whole.  Cached, as all below, because tensors share layouts."""
-    boxes = _boxes(shape, dim, shares, interleaved)
-    shifted = (_shifted(layout, part, dim) for layout, part in zip(layouts, boxes, strict=True))
-    return TensorLayout.of(shape, tuple(chain.from_iterable(shifted)))
+    fragments: list[Fragment] = []
+    for layout, boxes in zip(layouts, _boxes(shape, dim, shares, interleaved), strict=True):
+        fragments += _shifted(layout, boxes, dim)
+    return TensorLayout.of(shape, tuple(fragments))
 
 
 def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> Iterator[list[Box]]:
@@ -185,9 +188,13 @@ def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> I
             f"{shape[dim]} elements of dim {dim} do not divide into {interleaved} x {sum(shares)} equal shares"
         )
     turn = sum(shares) * unit
-    for start, share in zip(accumulate(shares, initial=0), shares, strict=False):
-        ranges = ((k * turn + start * unit, k * turn + (start + share) * unit) for k in range(interleaved))
-        yield [Box(_replaced((0,) * len(shape), dim, lo), _replaced(shape, dim, hi)) for lo, hi in ranges]
+    offset = 0
+    for share in shares:
+        boxes = []
+        for lo in [repeat * turn + offset for repeat in range(interleaved)]:
+            boxes.append(Box(_replaced((0,) * len(shape), dim, lo), _replaced(shape, dim, lo + share * unit)))
+        yield boxes
+        offset += share * unit
 
 
 def _shifted(layout: TensorLayout, boxes: Sequence[Box], dim: int) -> Iterator[Fragment]:
@@ -222,8 +229,8 @@ def _with_dim(layout: TensorLayout, dim: int) -> TensorLayout:
 
 def _reshaped(layout: TensorLayout, edit: Callable[[Index, int], Index]) -> TensorLayout:
     """Return the same elements after an edit of every index, whose second argument is for a dim that it adds."""
-    fragments = (
-        Fragment(Box(edit(f.box.lo, 0), edit(f.box.hi, 1)), replace(f.place, strides=edit(f.place.strides, 0)))
-        for f in layout.fragments
-    )
+    fragments = []
+    for fragment in layout.fragments:
+        box = Box(edit(fragment.box.lo, 0), edit(fragment.box.hi, 1))
+        fragments.append(Fragment(box, replace(fragment.place, strides=edit(fragment.place.strides, 0))))
     return TensorLayout.of(edit(layout.shape, 1), tuple(fragments))

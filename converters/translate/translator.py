@@ -108,8 +108,12 @@ def translate(
         subject = f"momentum of {count} parameters" if len(counts) > 1 else "momentum"
         momenta.append(f"{subject}: {convention or 'unknown'}, because {reason}")
     left_out_keys = {*model.left_out}
-    states = (model.dialect.state.read(entry.path) for entry in entries_of(manifest) if entry.key in left_out_keys)
-    for slot, count in Counter(fields["slot"] if fields else "weights" for fields in states).items():
+    left_out_slots: Counter[str] = Counter()
+    for entry in entries_of(manifest):
+        if entry.key in left_out_keys:
+            fields = model.dialect.state.read(entry.path)
+            left_out_slots[fields["slot"] if fields else "weights"] += 1
+    for slot, count in left_out_slots.items():
         findings.check(Action.LEFT, slot, f"{count} tensors or items")
     report_losses(model, target, findings)
     report_arguments(manifest, values, detected.dialect, target, findings)
@@ -518,14 +522,16 @@ class _Renderer:
         assert target.option is not None
         is_list = target.option.listed
         # Of flat keys, torch takes groups with equal values for one.
-        marks = [str(n) if is_list else repr(sorted(group.options.items())) for n, group in enumerate(groups)]
-        names_by_mark: defaultdict[str, list[str]] = defaultdict(list)
-        for mark, group in zip(marks, groups, strict=True):
-            names_by_mark[mark] += group.parameters
+        names_by_values: defaultdict[str, list[str]] = defaultdict(list)
+        for group in groups:
+            names_by_values[repr(sorted(group.options.items()))] += group.parameters
         for number, group in enumerate(groups):
-            options = {**group.options, **({PARAMS: self._listing(group.parameters)} if is_list else {})}
+            options = dict(group.options)
+            if is_list:
+                options[PARAMS] = self._listing(group.parameters)
             if target.names_option:
-                options[target.names_option] = names_by_mark[marks[number]]
+                same_names = names_by_values[repr(sorted(group.options.items()))]
+                options[target.names_option] = list(group.parameters) if is_list else same_names
             for name in ("",) if is_list else self._listed_names(group.parameters):
                 fields = {"group": str(number)} if is_list else {"name": name}
                 for option, value in options.items():
