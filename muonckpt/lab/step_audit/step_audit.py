@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.payloads import Progress
 from ...store.verify.diagnosis import open
-from .hypotheses import cuts_to_try, recorded_cut, rules_to_try
+from .hypotheses import recorded_cut, rules_to_try
+from .search import Search, SearchResult, least_of
 from .updates import (
     DIRECTIONS,
     ELEMENTWISE,
@@ -41,20 +43,18 @@ from .updates import (
     Explanation,
     Matrix,
     UpdateRule,
-    fit,
-    rounding_bounds,
+    explain,
+    unexplained_part,
 )
 
 MAX_FLOPS = 4e12
 """The FLOPs that hypotheses may take in all by default: about a minute on a few cores."""
 
-_BEST_CUTS = 3
-"""Cuts into matrices, the nearest with common coefficients, with which all recipes are tried."""
+_WEIGHT = ""
+"""The key of the weight among arrays by slot."""
 
-_COMMON_SETS = ("keller", "quintic", "polar_express")
-
-_PLAINLY = 2.0
-"""A hypothesis that leaves so many times what the best one leaves does not do as well."""
+_BYTES_OF_ELEMENT = 4
+"""Bytes of an element in what progress counts."""
 
 _WEAK = 0.15
 """A bound above which rounding is no evidence: other coefficients come as near."""
@@ -149,7 +149,7 @@ def audit_step(
         if not names:
             raise TargetError(f"{before} and {after} have no parameter of one name and shape in common")
         chosen = match_keys(select, names, keys, "parameter")
-        audit = _Reader(sides, looks, flops)
+        audit = _Audit(sides, looks, flops)
         verdicts = audit.verdicts([name for name in names if name in chosen], progress)
         program = looks[1].view.dialect.name if looks[1].view.dialect else "unknown"
         findings = tuple(_findings(verdicts, looks[1]))
@@ -165,96 +165,92 @@ def _refuse_distance(sides: Sequence[OpenCheckpoint], looks: Sequence[FirstLook]
         )
 
 
-def least_of(function: Callable[[float], float], low: float, high: float, width: float) -> float:
-    """Return where a function with one valley is least between two ends, by golden section, to within a width."""
-    ratio = (math.sqrt(5) - 1) / 2
-    while high - low > width:
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        low, high = (low, right) if function(left) < function(right) else (left, high)
-    return (low + high) / 2
-
-
-class _Reader:
-    """Reads parameters of both checkpoints, and asks hypotheses about each."""
+class _Audit:
+    """Asks hypotheses about the parameters of both checkpoints, while there are FLOPs."""
 
     def __init__(self, sides: Sequence[OpenCheckpoint], looks: Sequence[FirstLook], flops: float) -> None:
         self.sides = sides
         self.looks = looks
         self.flops = flops
+        self.explanations: dict[tuple[Any, ...], Explanation] = {}
 
     def verdicts(self, names: Sequence[str], progress: Progress) -> list[ParameterVerdict]:
-        # One parameter of each kind is searched, the smallest kinds first; its siblings begin with what it did.
+        """Return the verdict on each of these parameters."""
         parameters = self.looks[1].view.parameters
-        sizes = {name: math.prod(parameters[name].shape) * 4 for name in names}
         kinds: defaultdict[Any, list[str]] = defaultdict(list)
         for name in names:
-            method = parameters[name].method
-            kinds[parameters[name].layer_pattern, method.name if method else ""].append(name)
-        by_cost = sorted(kinds.values(), key=lambda members: math.prod(parameters[members[0]].shape))
+            kinds[_kind(parameters[name])].append(name)
+        # One parameter of each kind is searched, the smallest kinds first; then its siblings begin with what it did.
+        members = sorted(kinds.values(), key=lambda siblings: math.prod(parameters[siblings[0]].shape))
+        order = [(siblings[0], self.flops / len(members)) for siblings in members]
+        for siblings in members:
+            order += [(name, self.flops) for name in siblings[1:]]
+        total = sum(math.prod(parameters[name].shape) for name in names) * _BYTES_OF_ELEMENT
         verdicts = {}
-        explanations: dict[str, Explanation] = {}
-        for position, members in enumerate((*([m[0]] for m in by_cost), *(m[1:] for m in by_cost))):
-            for name in members:
-                sibling = explanations.get(by_cost[position % len(by_cost)][0])
-                verdicts[name], best = self._verdict(name, sibling)
-                if verdicts[name].status in (EXPLAINED, AMBIGUOUS) and best is not None:
-                    explanations.setdefault(name, best)
-                progress(sizes[name], sum(sizes.values()))
+        for name, flops in order:
+            verdicts[name] = self._verdict(parameters[name], min(flops, self.flops))
+            progress(math.prod(parameters[name].shape) * _BYTES_OF_ELEMENT, total)
         return [verdicts[name] for name in names]
 
-    def _verdict(self, name: str, sibling: Explanation | None) -> tuple[ParameterVerdict, Explanation | None]:
-        parameter = self.looks[1].view.parameters[name]
-        evidence = self._evidence(name)
+    def _verdict(self, parameter: StoredParameter, flops: float) -> ParameterVerdict:
+        evidence = self._evidence(parameter.name)
         if isinstance(evidence, str):
-            return ParameterVerdict(name, parameter.shape, UNKNOWN, evidence), None
+            return ParameterVerdict(parameter.name, parameter.shape, UNKNOWN, evidence)
         if not evidence.change.any():
-            same = np.array_equal(evidence.momentum_before, evidence.source(UpdateRule(nesterov=False)))
-            reason = "neither the weight nor its momentum" if same else "its momentum changed, and the weight not"
-            return ParameterVerdict(name, parameter.shape, UNCHANGED, reason), None
-        options = self._options(parameter)
-        search = _Search(evidence, options, sibling, self.flops)
-        outcome = search.run(str(parameter.method.name if parameter.method else ""))
+            is_same = np.array_equal(evidence.momentum_before, evidence.source(UpdateRule(nesterov=False)))
+            reason = "neither the weight nor its momentum" if is_same else "its momentum changed, and the weight not"
+            return ParameterVerdict(parameter.name, parameter.shape, UNCHANGED, reason)
+        options, sibling = self._options(parameter), self.explanations.get(_kind(parameter))
+        search = Search(evidence, options, sibling, flops)
+        result = search.run(parameter.method.name if parameter.method else "")
         self.flops -= search.flops_spent
-        if outcome is None:
-            reason = f"its hypotheses would take more than the {self.flops:.1e} FLOPs that are left of flops="
-            return ParameterVerdict(name, parameter.shape, UNKNOWN, reason), None
-        return _judged(evidence, options, outcome, sibling), outcome.best
+        if result is None:
+            reason = f"its hypotheses would take more than the {flops:.1e} FLOPs that flops= has for it"
+            return ParameterVerdict(parameter.name, parameter.shape, UNKNOWN, reason)
+        if result.explanations:
+            self.explanations.setdefault(_kind(parameter), result.best)
+        return _judged(evidence, options, result, sibling)
 
     def _options(self, parameter: StoredParameter) -> Mapping[str, Any]:
         """Return the recorded options in common words, those before the step where both have them."""
         dialect, method = self.looks[1].view.dialect, parameter.method
         if dialect is None or method is None:
             return {}
-        former = self.looks[0].view.parameters[parameter.name]
-        options = {**parameter.options, **former.options}
-        return common_options(options, dialect, method, parameter.shape).common
+        options_before = self.looks[0].view.parameters[parameter.name].options
+        return common_options({**parameter.options, **options_before}, dialect, method, parameter.shape).common
 
     def _evidence(self, name: str) -> Evidence | str:
         """Read a parameter of both sides, or say why it cannot be asked about."""
         arrays: list[dict[str, Matrix]] = []
-        dtypes = ["float32", "float32"]
+        dtypes: list[tuple[str, str]] = []
         for side, look in zip(self.sides, self.looks, strict=True):
+            # Float32 masters stand for the weight where they are stored.
             parameter = look.view.parameters[name]
+            method = parameter.method.name if parameter.method else "no method that is known"
             slots = parameter.method.slots if parameter.method else {}
             records = {common: parameter.state[slot] for common, slot in slots.items() if slot in parameter.state}
             weight = records.pop("master", parameter.weight)
-            method = parameter.method.name if parameter.method else "no method that is known"
             if method not in DIRECTIONS or (method == "normuon" and not records.keys() & ROW_SLOTS):
                 return f"{method}: its update cannot be made again of its state"
             if weight is None:
                 return "its weight is not in the checkpoints"
-            if odd := [r.key for r in (weight, *records.values()) if not has_numbers(r.dtype)]:
-                return f"{odd[0]} is stored in codes, and not as numbers"
-            arrays.append({slot: _read(side, record) for slot, record in {"": weight, **records}.items()})
-            dtypes = [weight.dtype, records.get("momentum", records.get("first", weight)).dtype]
-        before, after = arrays
-        slot = "momentum" if "momentum" in after else "first"
-        if before[slot].shape != before[""].shape:
-            return f"its momentum has the shape {before[slot].shape}, not that of the weight"
-        if not all(np.isfinite(array).all() for array in (*before.values(), *after.values())):
+            momentum = records["momentum" if "momentum" in records else "first"]
+            if codes := [record.key for record in (weight, *records.values()) if not has_numbers(record.dtype)]:
+                return f"{codes[0]} is stored in codes, and not as numbers"
+            if momentum.shape != weight.shape:
+                return f"its momentum has the shape {momentum.shape}, and not that of the weight"
+            arrays.append({slot: _read(side, record) for slot, record in {**records, _WEIGHT: weight}.items()})
+            dtypes.append((weight.dtype, momentum.dtype))
+        if not all(np.isfinite(array).all() for array in chain.from_iterable(side.values() for side in arrays)):
             return "an element is infinite or NaN"
-        state = {word: array for word, array in after.items() if word}
-        return Evidence(name, before[""], after[""], before[slot], state, (dtypes[0], dtypes[1]))
+        before, after = arrays
+        slot = "momentum" if "momentum" in before else "first"
+        return Evidence(name, before[_WEIGHT], after.pop(_WEIGHT), before[slot], after, dtypes[1])
+
+
+def _kind(parameter: StoredParameter) -> tuple[Any, ...]:
+    """Return what parameters that a step treats alike have in common: name and shape without layers, and method."""
+    return *parameter.layer_pattern, parameter.method.name if parameter.method else None
 
 
 def _read(side: OpenCheckpoint, record: StateRecord) -> Matrix:
@@ -264,195 +260,60 @@ def _read(side: OpenCheckpoint, record: StateRecord) -> Matrix:
     return as_float64(stored.words(Box.of(located.shape)), located.dtype).reshape(located.shape)
 
 
-@dataclass(frozen=True)
-class _Result:
-    """The hypotheses that explain a step.
-
-    Attributes:
-        best: of all hypotheses, also if it does not explain the step.
-        bound: the residual that rounding may leave; ``nearly``: up to which others do as well as the best.
-        rival: the residual of the nearest other hypothesis.
-    """
-
-    fits: Sequence[Explanation]
-    best: Explanation
-    bound: float
-    nearly: float
-    rival: float | None
-    momenta: tuple[float, float] | None = None
-
-
-class _Search:
-    """A search among hypotheses for one parameter, which stops when it has spent its FLOPs."""
-
-    def __init__(
-        self, evidence: Evidence, options: Mapping[str, Any], sibling: Explanation | None, flops: float
-    ) -> None:
-        self.evidence = evidence
-        self.options = options
-        self.sibling = sibling
-        self.flops = flops
-        self.flops_spent = 0.0
-        self.fits: list[Explanation] = []
-
-    def run(self, method: str) -> _Result | None:
-        evidence = self.evidence
-        if method in ELEMENTWISE:
-            betas = tuple(float(self.options.get(word, 0)) for word in ("beta1", "beta2"))
-            return self._outcome([self.fit(Cut(), UpdateRule(method, nesterov=False, betas=(betas[0], betas[1])))])
-        cost = 30 * math.prod(evidence.shape) * min(evidence.shape[0], evidence.shape[-1])
-        if 4 * cost > self.flops:
-            return None
-        # A sibling's hypothesis, else the recorded one, is believed if it explains all that rounding leaves.
-        cuts, ways = cuts_to_try(self.options, evidence.shape), rules_to_try(self.options, method)
-        if self.sibling is not None:
-            first = self.fit(self.sibling.cut, self.sibling.rule)
-            outcome = self._outcome([first])
-            if first.explains(outcome.bound):
-                return outcome
-        # Cuts with common coefficients, then the nearest of them with all recipes, then the momentum's coefficient.
-        base = [ways[0], *(way for way in ways if way.name in _COMMON_SETS and way.steps == 5 and way.nesterov)]
-        affordable = max(int(self.flops / cost / 8), 2)
-        for cut in cuts[:affordable]:
-            for way in base[: max(affordable // len(cuts), 1)]:
-                self.fit(cut, way)
-        for cut in self._nearest_cuts():
-            for way in ways[:affordable]:
-                self.fit(cut, way)
-        best = self.best()
-        momenta = None
-        if best.rule.nesterov:
-            refined = self._refine_momentum(best)
-            # Coefficients and cuts once more with the momentum that fits.
-            for way in ways[:affordable]:
-                self.fit(refined.cut, replace(way, momentum=refined.rule.momentum))
-            best = self.best()
-        for cut in cuts[:affordable]:
-            self.fit(cut, best.rule)
-        outcome = self._outcome(self.fits)
-        if best.rule.nesterov and outcome.fits:
-            momenta = self._momentum_range(outcome)
-            # Of coefficients that cannot be told apart, the recorded one counts.
-            recorded = ways[0].momentum
-            if momenta[0] <= recorded <= momenta[1]:
-                best = self.fit(best.cut, replace(best.rule, momentum=recorded))
-        return replace(outcome, best=best, momenta=momenta)
-
-    def fit(self, cut: Cut, rule: UpdateRule) -> Explanation:
-        for known in self.fits:
-            if known.rule == rule and known.cut.is_of(cut):
-                return known
-        result = fit(self.evidence, cut, rule)
-        if rule.coefficients is not None:
-            shapes = [m.shape for m in cut.matrices(self.evidence.before)]
-            self.flops_spent += sum(6 * rule.steps * math.prod(s) * min(s[-2:]) for s in shapes)
-        self.fits.append(result)
-        return result
-
-    def best(self) -> Explanation:
-        return min(self.fits, key=lambda f: f.residual)
-
-    def _nearest_cuts(self) -> list[Cut]:
-        cuts: list[Cut] = []
-        for candidate in sorted(self.fits, key=lambda f: f.residual):
-            if not any(candidate.cut.is_of(cut) for cut in cuts):
-                cuts.append(candidate.cut)
-        return cuts[:_BEST_CUTS]
-
-    def _refine_momentum(self, best: Explanation) -> Explanation:
-        """Return the best fit over the coefficient of momentum, by golden section around the best so far."""
-        least_of(lambda mu: self.fit(best.cut, replace(best.rule, momentum=mu)).residual, 0.0, 0.9999, 1e-4)
-        return self.best()
-
-    def _momentum_range(self, outcome: _Result) -> tuple[float, float]:
-        """Return the coefficients of momentum around the best one that explain the step as well."""
-        middle = outcome.best.rule.momentum
-        ends = [middle, middle]
-        for side, sign in enumerate((-1, 1)):
-            for distance in (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4):
-                momentum = middle + sign * distance
-                if not 0 <= momentum < 1:
-                    break
-                rule = replace(outcome.best.rule, momentum=momentum)
-                if not fit(self.evidence, outcome.best.cut, rule).explains(outcome.nearly):
-                    break
-                ends[side] = momentum
-        return ends[0], ends[1]
-
-    def _outcome(self, fits: Sequence[Explanation]) -> _Result:
-        best = min(fits, key=lambda f: f.residual)
-        bounds = rounding_bounds(self.evidence, best)
-        if self.sibling is not None:  # layers of one kind are rounded alike
-            bounds = bounds[0], min(bounds[1], max(bounds[0], _PLAINLY * self.sibling.residual))
-        # Where float32 explains the step, rounding to 16 bits is no excuse for another hypothesis; nor is it where
-        # another one leaves plainly less, as rounding adds to what a wrong hypothesis leaves.
-        bound = next((bound for bound in bounds if best.explains(bound)), bounds[-1])
-        nearly = min(bound, max(_PLAINLY * best.residual, bounds[0]))
-        explaining = [candidate for candidate in fits if best.explains(bound) and candidate.explains(nearly)]
-        alike = [replace(f.rule, momentum=0) for f in explaining]
-        others = [
-            candidate.residual
-            for candidate in fits
-            if replace(candidate.rule, momentum=0) not in alike or not candidate.cut.is_of(best.cut)
-        ]
-        return _Result(explaining, best, bound, nearly, min(others, default=None))
-
-
 def _judged(
-    evidence: Evidence, options: Mapping[str, Any], outcome: _Result, sibling: Explanation | None
+    evidence: Evidence, options: Mapping[str, Any], result: SearchResult, sibling: Explanation | None
 ) -> ParameterVerdict:
     """Return the verdict on a parameter, from the hypotheses that explain its step."""
-    best, bound = outcome.best, outcome.bound
+    # Hypotheses that differ in causes or in the coefficient of momentum are one; the recorded one comes first.
+    recorded = recorded_cut(options, evidence.shape)
     cuts: list[Cut] = []
-    ways: dict[tuple[Any, ...], UpdateRule] = {}
-    for explaining in outcome.fits:
-        if not any(explaining.cut.is_of(cut) for cut in cuts):
-            cuts.append(explaining.cut)
-        way = explaining.rule
-        ways.setdefault((way.method, way.nesterov, way.name, way.steps), way)
-    rates = {"x".join(map(str, shape)): rate for shape, rate in best.rates.items()}
-    decay = best.decay if abs(best.decay) > best.decay_error else None
+    rules: list[UpdateRule] = []
+    for explanation in result.explanations:
+        if not any(explanation.cut.is_of(cut) for cut in cuts):
+            cuts.append(explanation.cut)
+        if not any(explanation.rule.is_of(rule) for rule in rules):
+            rules.append(explanation.rule)
+    cuts.sort(key=lambda cut: not cut.is_of(recorded))
+    rules.sort(key=lambda rule: not rule.is_of(rules_to_try(options, rule.method)[0]))
+    best = result.best
     verdict = ParameterVerdict(
-        evidence.name, evidence.shape, EXPLAINED, "", tuple(cuts), tuple(ways.values()), outcome.momenta, rates,
-        _scales(evidence, best, options, bound), decay, best.residual, bound, outcome.rival,
-    )  # fmt: skip
-    if not outcome.fits:
-        return replace(verdict, status=UNEXPLAINED, reason=_unexplained(evidence, best, bound, sibling))
-    if bound > _WEAK:
-        reason = f"rounding alone may leave {bound:.2f} of the update, as the checkpoints store it"
+        evidence.name,
+        evidence.shape,
+        EXPLAINED,
+        cuts=tuple(cuts),
+        rules=tuple(rules),
+        momenta=result.momenta,
+        rates={"x".join(map(str, shape)): rate for shape, rate in best.rates.items()},
+        scales=_scales(evidence, best, options, result.bound),
+        decay=best.decay if abs(best.decay) > best.decay_error else None,
+        residual=best.residual,
+        bound=result.bound,
+        rival=result.rival,
+    )
+    if not rules:
+        return replace(verdict, status=UNEXPLAINED, reason=_unexplained(evidence, result, sibling))
+    if result.bound > _WEAK:
+        reason = f"rounding alone may leave {result.bound:.2f} of the update, as the checkpoints store it"
         return replace(verdict, status=AMBIGUOUS, reason=reason)
-    if len(cuts) > 1 or len(ways) > 1:
-        # Of several that do the same here, the recorded one is believed, and the others are said.
-        recorded = recorded_cut(options, evidence.shape)
-        cuts.sort(key=lambda cut: not cut.is_of(recorded))
-        rules = sorted(ways.values(), key=lambda rule: not _is_recorded(rule, options))
-        is_recorded = cuts[0].is_of(recorded) and _is_recorded(rules[0], options)
+    if len(cuts) > 1 or len(rules) > 1:
         words = [cut_words(cut) for cut in cuts] if len(cuts) > 1 else [rule_words(rule) for rule in rules]
-        status, reason = AMBIGUOUS, f"these give the same update: {listed(words, 4, '; ')}"
-        if is_recorded:
-            status, reason = EXPLAINED, f"so would: {listed(words[1:], 4, '; ')}"
-        verdict = replace(verdict, status=status, reason=reason, cuts=tuple(cuts), rules=tuple(rules))
+        if cuts[0].is_of(recorded) and rules[0].is_of(rules_to_try(options, rules[0].method)[0]):
+            verdict = replace(verdict, reason=f"so would: {listed(words[1:], 4, '; ')}")
+        else:
+            reason = f"these give the same update: {listed(words, 4, '; ')}"
+            verdict = replace(verdict, status=AMBIGUOUS, reason=reason)
     return replace(verdict, contradictions=tuple(_contradictions(evidence, options, verdict, best)))
 
 
-def _is_recorded(rule: UpdateRule, options: Mapping[str, Any]) -> bool:
-    recorded = rules_to_try(options, rule.method)[0]
-    return (rule.method, rule.coefficients, rule.steps, rule.nesterov) == (
-        recorded.method,
-        recorded.coefficients,
-        recorded.steps,
-        recorded.nesterov,
-    )
-
-
-def _unexplained(evidence: Evidence, best: Explanation, bound: float, sibling: Explanation | None) -> str:
+def _unexplained(evidence: Evidence, result: SearchResult, sibling: Explanation | None) -> str:
     """Say where the step departs from what its siblings did, or from the nearest hypothesis."""
+    best, bound = result.best, result.bound
     nearest = f"nearest is {rule_words(best.rule)} of {cut_words(best.cut)}, which leaves {best.residual:.2g}"
     if sibling is None:
         return f"no hypothesis explains it; {nearest} of the update, and rounding {bound:.1g}"
     # One element of the weight that is off is all that is left; one of the momentum is where most is left.
-    likely = fit(evidence, sibling.cut, sibling.rule)
-    squares = likely.rest**2
+    likely = explain(evidence, sibling.cut, sibling.rule)
+    squares = unexplained_part(evidence, sibling.cut, sibling.rule) ** 2
     place = np.unravel_index(int(squares.argmax()), evidence.shape)
     if squares[place] > 0.9 * squares.sum():
         return f"all but element {_place(place)} of the weight is what its siblings' method makes: a flipped bit there?"
@@ -477,7 +338,7 @@ def _residual_without(evidence: Evidence, place: tuple[Any, ...], sibling: Expla
         before = evidence.momentum_before.copy()
         before[place] = 0
         state = {**evidence.state, "momentum": momentum}
-        return fit(replace(evidence, momentum_before=before, state=state), sibling.cut, sibling.rule).residual
+        return explain(replace(evidence, momentum_before=before, state=state), sibling.cut, sibling.rule).residual
 
     return residual(least_of(residual, -bound, bound, 1e-5 * bound))
 

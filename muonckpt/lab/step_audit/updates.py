@@ -103,6 +103,10 @@ class UpdateRule:
     coefficients: CoefficientSet | None = None
     steps: int = 5
 
+    def is_of(self, other: UpdateRule) -> bool:
+        """Return whether two make directions alike, but for the coefficient of momentum."""
+        return replace(self, momentum=0, name="") == replace(other, momentum=0, name="")
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -253,60 +257,75 @@ class Explanation:
     cautious: bool
     residual: float
     line_residual: float
-    rest: Matrix
 
-    def explains(self, bound: float) -> bool:
-        """Return whether no more is left than rounding may leave, in all rows and columns."""
+    def is_within(self, bound: float) -> bool:
+        """Return whether it leaves no more than a bound, in all rows and columns."""
         return self.residual <= bound and self.line_residual <= _LINE_SAFETY * bound
 
 
-def fit(evidence: Evidence, cut: Cut, rule: UpdateRule, rounded: bool = False) -> Explanation:
-    """Explanation rates and decay of a hypothesis to a stored change, by least squares."""
-    direction = DIRECTIONS[rule.method](evidence, cut, rule, rounded)
+def explain(evidence: Evidence, cut: Cut, rule: UpdateRule) -> Explanation:
+    """Fit rates and decay of a hypothesis to a stored change, by least squares."""
+    return _explain_and_subtract(evidence, cut, rule)[0]
+
+
+def unexplained_part(evidence: Evidence, cut: Cut, rule: UpdateRule) -> Matrix:
+    """Return the part of a stored change that a hypothesis does not explain, shaped like the parameter."""
+    return _explain_and_subtract(evidence, cut, rule)[1]
+
+
+def _explain_and_subtract(evidence: Evidence, cut: Cut, rule: UpdateRule) -> tuple[Explanation, Matrix]:
+    direction = DIRECTIONS[rule.method](evidence, cut, rule, False)
     # A rate for each shape of matrices, as scales depend on shapes.
-    shapes = [matrix.shape[-2:] for matrix in cut.matrices(evidence.before)]
-    columns = []
-    for shape in dict.fromkeys(shapes):
-        blocks = (
-            np.broadcast_to(float(s == shape), m.shape) for s, m in zip(shapes, cut.matrices(direction), strict=True)
-        )
-        columns.append(direction * cut.assemble(blocks, evidence.shape) if len(set(shapes)) > 1 else direction)
-    fits = []
-    for cautious in (False, True):
-        decayed = evidence.before * (direction * evidence.before > 0) if cautious else evidence.before
-        fits.append(_least_squares(evidence, [*columns, decayed]))
-    plain, careful = fits
-    # Decay by sign has to be plainly better to be believed.
-    cautious = careful[1] < plain[1] / 2
-    factors, _, rest = careful if cautious else plain
-    update = evidence.change - factors[-1] * evidence.before
-    size = float(np.linalg.norm(update))
-    rates = {shape: -float(factor) for shape, factor in zip(dict.fromkeys(shapes), factors, strict=False)}
-    residual = float(np.linalg.norm(rest)) / size if size else 0.0
-    # Six standard errors of a fitted factor, if what is left is noise.
-    error = 6 * float(np.linalg.norm(rest)) / math.sqrt(rest.size) / (float(np.linalg.norm(evidence.before)) or 1.0)
-    return Explanation(cut, rule, rates, -float(factors[-1]), error, cautious, residual, _worst_line(rest, size), rest)
+    shapes = list(dict.fromkeys(matrix.shape[-2:] for matrix in cut.matrices(evidence.before)))
+    regressors = [direction]
+    if len(shapes) > 1:
+        regressors = []
+        for shape in shapes:
+            parts = (m if m.shape[-2:] == shape else np.zeros_like(m) for m in cut.matrices(direction))
+            regressors.append(cut.assemble(parts, evidence.shape))
+    # Decay by sign has to leave plainly less to be believed.
+    factors, remainder = _least_squares(evidence, [*regressors, evidence.before])
+    decayed = evidence.before * (direction * evidence.before > 0)
+    cautious_factors, cautious_remainder = _least_squares(evidence, [*regressors, decayed])
+    if is_cautious := bool(np.linalg.norm(cautious_remainder) < np.linalg.norm(remainder) / 2):
+        factors, remainder = cautious_factors, cautious_remainder
+    update_norm = float(np.linalg.norm(evidence.change - factors[-1] * (decayed if is_cautious else evidence.before)))
+    remainder_norm = float(np.linalg.norm(remainder))
+    # Six standard errors of a fitted factor, if the remainder is noise.
+    error = 6 * remainder_norm / math.sqrt(remainder.size) / (float(np.linalg.norm(evidence.before)) or 1.0)
+    explanation = Explanation(
+        cut,
+        rule,
+        {shape: -float(factor) for shape, factor in zip(shapes, factors, strict=False)},
+        -float(factors[-1]),
+        error,
+        is_cautious,
+        remainder_norm / update_norm if update_norm else 0.0,
+        _worst_line(remainder, update_norm),
+    )
+    return explanation, remainder
 
 
-def _least_squares(evidence: Evidence, columns: list[Matrix]) -> tuple[NDArray[np.float64], float, Matrix]:
-    """Return the factors of the columns that come nearest to the change, the distance, and what is left."""
-    gram = np.array([[float(np.vdot(a, b)) for b in columns] for a in columns])
+def _least_squares(evidence: Evidence, regressors: list[Matrix]) -> tuple[NDArray[np.float64], Matrix]:
+    """Return the factors of regressors that come nearest to the change, and the remainder."""
+    # The normal equations, with regressors scaled to norm 1.
+    gram = np.array([[float(np.vdot(a, b)) for b in regressors] for a in regressors])
     norms = np.sqrt(np.diag(gram)) + 1e-300
-    right = np.array([float(np.vdot(column, evidence.change)) for column in columns]) / norms
-    factors = np.linalg.lstsq(gram / np.outer(norms, norms), right, rcond=1e-12)[0] / norms
-    rest = evidence.change.copy()
-    for factor, column in zip(factors, columns, strict=True):
-        rest -= factor * column
-    return factors, float(np.linalg.norm(rest)), rest
+    products = np.array([float(np.vdot(regressor, evidence.change)) for regressor in regressors]) / norms
+    factors = np.linalg.lstsq(gram / np.outer(norms, norms), products, rcond=1e-12)[0] / norms
+    remainder = evidence.change.copy()
+    for factor, regressor in zip(factors, regressors, strict=True):
+        remainder -= factor * regressor
+    return factors, remainder
 
 
-def _worst_line(rest: Matrix, size: float) -> float:
+def _worst_line(remainder: Matrix, update_norm: float) -> float:
     """Return the residual of the worst row or column beside the mean of all, as a part of the update's."""
-    if not size or rest.ndim < 2:
+    if not update_norm or remainder.ndim < 2:
         return 0.0
-    squares = rest.reshape(-1, rest.shape[-1]) ** 2
-    rows, columns = squares.sum(1), squares.sum(0)
-    return math.sqrt(max(rows.max() * rows.size, columns.max() * columns.size)) / size
+    squares = remainder.reshape(-1, remainder.shape[-1]) ** 2
+    row_sums, column_sums = squares.sum(1), squares.sum(0)
+    return math.sqrt(max(row_sums.max() * row_sums.size, column_sums.max() * column_sums.size)) / update_norm
 
 
 def rounding_bounds(evidence: Evidence, best: Explanation) -> tuple[float, float]:
@@ -319,11 +338,11 @@ def rounding_bounds(evidence: Evidence, best: Explanation) -> tuple[float, float
     before = _perturbed(evidence.momentum_before, evidence.dtypes[1], generator)
     noisy = replace(evidence, momentum_before=before, state={**evidence.state, **noisy_state})
     direction = DIRECTIONS[best.rule.method]
-    exact = direction(evidence, best.cut, best.rule, False)
-    norm = float(np.linalg.norm(exact)) or 1.0
-    moved = float(np.linalg.norm(direction(noisy, best.cut, best.rule, False) - exact)) / norm
+    exact_direction = direction(evidence, best.cut, best.rule, False)
+    norm = float(np.linalg.norm(exact_direction)) or 1.0
+    moved = float(np.linalg.norm(direction(noisy, best.cut, best.rule, False) - exact_direction)) / norm
     # The same in 16 bits, which most programs compute in; 1e-6 stands for the order of float32 sums.
-    coarse = float(np.linalg.norm(direction(evidence, best.cut, best.rule, True) - exact)) / norm
+    coarse = float(np.linalg.norm(direction(evidence, best.cut, best.rule, True) - exact_direction)) / norm
     fine = math.hypot(weights, moved, 1e-6)
     return _SAFETY * fine, math.hypot(_SAFETY * fine, _COARSE_SAFETY * coarse)
 
